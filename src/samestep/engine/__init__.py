@@ -1,0 +1,1 @@
+"""One gradient from many."""

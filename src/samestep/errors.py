@@ -1,0 +1,18 @@
+"""The one exception that a person's mistake leads to."""
+
+
+class Error(Exception):
+    """Bad input, or a mistake in the training loop: one sentence that says what is wrong, what was found and what to do.
+
+    Uncaught, it ends the program with that sentence and exit code 2 instead of a traceback.
+
+    Args:
+        message: the sentence.
+        rank: the rank it concerns; None when every rank raises the same, so that rank 0 alone prints it.
+    """
+
+    exit_code = 2
+
+    def __init__(self, message: str, *, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank

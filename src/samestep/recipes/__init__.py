@@ -1,0 +1,1 @@
+"""Plain scripts on the surface, to run and to copy."""

@@ -1,0 +1,1 @@
+"""Who am I, and whom can I talk to."""
