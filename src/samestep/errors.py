@@ -1,4 +1,4 @@
-"""The one exception that a person's mistake leads to."""
+"""What is raised when a person's input is wrong, or another rank is gone."""
 
 
 class Error(Exception):
@@ -16,3 +16,7 @@ class Error(Exception):
     def __init__(self, message: str, *, rank: int | None = None) -> None:
         super().__init__(message)
         self.rank = rank
+
+
+class PeerFailed(RuntimeError):
+    """This rank is well, but another one failed: that one's error is what a person needs to see."""

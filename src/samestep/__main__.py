@@ -1,0 +1,7 @@
+"""`python -m samestep`."""
+
+import sys
+
+from samestep.cli import main
+
+sys.exit(main())

@@ -1,0 +1,289 @@
+"""The `samestep` command. Nothing here imports torch: `--help` and mistakes in the arguments answer at once."""
+
+import ast
+import difflib
+import importlib.util
+import sys
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from samestep import __version__
+from samestep.errors import Error
+from samestep.world.environment import OVERRIDES, Overrides
+
+if TYPE_CHECKING:
+    from samestep.launch.local import Target
+
+HELP = """\
+samestep trains a PyTorch model on one CPU, one GPU or many, and gives the same run on each:
+the same samples, the same updates, the same bits, through crashes and changes of the number of ranks.
+
+Commands:
+  samestep train [RECIPE]       train a recipe that comes with samestep (digits if none is named)
+  samestep launch SCRIPT ...    start a script of yours on several ranks of this machine
+  samestep inspect RUN          what a run's directory holds: numbers, snapshots, samples, digest
+
+Examples:
+  samestep train digits --nproc-per-node 2        a small CNN on real handwritten digits, in seconds
+  samestep launch --nproc-per-node 4 train.py --lr 0.1
+  samestep inspect runs/digits --digest           one hash of the whole state: equal at any number of ranks
+
+Each command has its own --help. `samestep --version` tells the version.
+"""
+
+TRAIN_HELP = """\
+usage: samestep train [RECIPE] [options of launch] [options of the recipe]
+
+Trains a recipe: a plain script on samestep's Run, to read and copy. Options may stand in any order.
+`samestep train RECIPE --help` shows the recipe's own options.
+"""
+
+LAUNCH_HELP = """\
+usage: samestep launch [options] SCRIPT [arguments of the script]
+       samestep launch [options] -m MODULE [arguments of the module]
+
+Starts the script on ranks of this machine and waits for them. What follows the script is the script's own.
+The ranks find each other as under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, ...); the script may use samestep or not.
+
+Ctrl-C or SIGTERM tells the ranks once to stop: a run ends its step, saves and leaves. A second one kills them.
+Exit code: 0; that of the rank that failed first (128 + signal where one killed it); 130 after Ctrl-C;
+75 after SIGTERM when the run has saved: the same command goes on.
+"""
+
+DEFAULT_RECIPE = "digits"
+
+
+@dataclass(frozen=True)
+class Flag:
+    """An option of `launch`. `type` bool: it takes no value."""
+
+    type: type
+    metavar: str
+    help: str
+
+
+FLAGS: dict[str, Flag] = {
+    "nproc_per_node": Flag(str, "N", "ranks: a number, gpu (one per GPU), cpu (one per core) or auto (gpu, else 1)"),
+    "show_ranks": Flag(str, "R", "whose output to show: all, or ranks such as 0,2; default: 0"),
+    **{name: Flag(override.type, override.metavar, override.help) for name, override in OVERRIDES.items()},
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code; as the program itself (`arguments` None), leaves with it."""
+    try:
+        code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
+    except Error as error:
+        print(f"samestep: error: {error}", file=sys.stderr)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        code = 130
+    if arguments is None and "torch" in sys.modules:
+        from samestep.launch.rank import leave
+
+        leave(code)
+    return code
+
+
+def _dispatch(arguments: list[str]) -> int:
+    commands: dict[str, Callable[[list[str]], int]] = {"train": _train, "launch": _launch, "inspect": _inspect}
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(HELP, end="")
+        return 0
+    first, *rest = arguments
+    if first == "--version":
+        print(f"samestep {__version__}")
+        return 0
+    if first not in commands:
+        kind = "option" if first.startswith("-") else "command"
+        known = ["--help", "--version"] if kind == "option" else list(commands)
+        raise Error(f"there is no {kind} {first}{_suggest(first, known)}")
+    return commands[first](rest)
+
+
+def _suggest(word: str, known: Iterable[str]) -> str:
+    known = sorted(known)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    return f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"
+
+
+def _option(token: str) -> str:
+    """The name of an option as a person would write it: --nproc_per_node=2 -> --nproc-per-node."""
+    return token.partition("=")[0].replace("_", "-")
+
+
+def _flag_names() -> list[str]:
+    return ["--" + name.replace("_", "-") for name in FLAGS]
+
+
+def take_flags(arguments: Sequence[str], *, stop_at_first: bool) -> tuple[dict[str, Any], list[str]]:
+    """Takes the flags of `launch` out of `arguments`.
+
+    Args:
+        arguments: of the command.
+        stop_at_first: leave everything from the first one on that is not such a flag.
+
+    Returns:
+        The values by name, and the arguments that are left, in order; all that follows `--` is left.
+
+    Raises:
+        Error: a value is missing or is not a number.
+    """
+    values: dict[str, Any] = {}
+    left: list[str] = []
+    tokens = list(arguments)
+    while tokens:
+        token = tokens.pop(0)
+        option = _option(token)
+        name = option[2:].replace("-", "_")
+        if token == "--":
+            return values, left + tokens
+        if not token.startswith("--") or name not in FLAGS:
+            if stop_at_first:
+                return values, [token, *tokens]
+            left.append(token)
+            continue
+        flag, (_, equals, text) = FLAGS[name], token.partition("=")
+        if flag.type is bool:
+            if equals:
+                raise Error(f"{option} takes no value, but {text!r} was given")
+            values[name] = True
+            continue
+        if not equals:
+            if not tokens:
+                raise Error(f"{option} needs a value: {flag.help}")
+            text = tokens.pop(0)
+        values[name] = _convert(option, flag, text)
+    return values, left
+
+
+def _convert(option: str, flag: Flag, text: str) -> int | str:
+    if flag.type is not int:
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise Error(f"{option} takes a whole number, not {text!r}") from None
+
+
+def _start(target: "Target", values: dict[str, Any]) -> int:
+    from samestep.launch.command import run_launch
+
+    num_ranks, show_ranks = values.pop("nproc_per_node", "auto"), values.pop("show_ranks", "0")
+    return run_launch(target, num_ranks=num_ranks, show_ranks=show_ranks, overrides=Overrides(**values))
+
+
+def _launch(arguments: list[str]) -> int:
+    values, left = take_flags(arguments, stop_at_first=True)
+    if left and left[0] in ("-h", "--help"):
+        print(f"{LAUNCH_HELP}\n{_describe_flags()}", end="")
+        return 0
+    kind = "script"
+    if left and left[0] == "-m":
+        kind, left = "module", left[1:]
+    elif left and left[0].startswith("-"):
+        raise Error(f"launch has no option {left[0]}{_suggest(_option(left[0]), [*_flag_names(), '-m'])}")
+    if not left:
+        raise Error(f"launch needs a {kind} to start; see samestep launch --help")
+    from samestep.launch.local import Target
+
+    return _start(Target(kind, left[0], left[1:]), values)
+
+
+def _train(arguments: list[str]) -> int:
+    values, left = take_flags(arguments, stop_at_first=False)
+    if "--list" in left:
+        print(_describe_recipes(), end="")
+        return 0
+    recipe, left = _take_recipe(left)
+    if "-h" in left or "--help" in left:
+        if recipe is not None:
+            _show_recipe_help(recipe)
+        print(("" if recipe else f"{TRAIN_HELP}\nRecipes:\n{_describe_recipes()}\n") + _describe_flags(), end="")
+        return 0
+    recipe = recipe or DEFAULT_RECIPE
+    if recipe not in find_recipes():
+        raise Error(f"there is no recipe {recipe}{_suggest(recipe, find_recipes())}")
+    _check_options(recipe, left)
+    from samestep.launch.local import Target
+
+    return _start(Target("recipe", f"samestep.recipes.{recipe}", left), values)
+
+
+def _inspect(arguments: list[str]) -> int:
+    from samestep.tools.inspect import run_inspect
+
+    return run_inspect(arguments)
+
+
+@cache
+def find_recipes() -> dict[str, Path]:
+    """The recipes' files by name."""
+    spec = importlib.util.find_spec("samestep.recipes")
+    assert spec is not None
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    files = sorted(file for folder in folders for file in folder.glob("*.py"))
+    return {file.stem: file for file in files if not file.stem.startswith("_")}
+
+
+def _take_recipe(left: list[str]) -> tuple[str | None, list[str]]:
+    """The recipe: the first argument that names one, or the very first, if that is not an option."""
+    names = [i for i, token in enumerate(left) if token in find_recipes()]
+    if not names and left and not left[0].startswith("-"):
+        raise Error(f"there is no recipe {left[0]}{_suggest(left[0], find_recipes())}")
+    if not names:
+        return None, left
+    first = 0 if left[0] in find_recipes() else names[0]
+    return left[first], left[:first] + left[first + 1 :]
+
+
+def read_options(file: Path) -> set[str]:
+    """The options that a recipe's argparse knows, read from its source: importing it would import torch."""
+    calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+    adding = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"]
+    words = [word.value for call in adding for word in call.args if isinstance(word, ast.Constant)]
+    return {word for word in words if isinstance(word, str) and word.startswith("-")}
+
+
+def _check_options(recipe: str, left: list[str]) -> None:
+    """Raises Error for an option that neither `launch` nor the recipe has."""
+    own = read_options(find_recipes()[recipe])
+    known = {_option(option) for option in own}
+    for token in left:
+        if token.startswith("--") and _option(token) not in known:
+            message = f"neither launch nor the recipe {recipe} has an option {token.partition('=')[0]}"
+            raise Error(message + _suggest(_option(token), [*known, *_flag_names()]))
+
+
+def _show_recipe_help(recipe: str) -> None:
+    """Runs the recipe with --help in this process: its argparse prints, and exits."""
+    from samestep.launch.rank import load_main
+
+    code, main_module = load_main("recipe", f"samestep.recipes.{recipe}", ["--help"])
+    try:
+        exec(code, main_module.__dict__)
+    except SystemExit:
+        print()
+
+
+def _describe_recipes() -> str:
+    lines = []
+    for name, file in find_recipes().items():
+        docstring = ast.get_docstring(ast.parse(file.read_text())) or ""
+        lines.append(f"  {name:<12} {docstring.partition(chr(10))[0]}\n")
+    return "".join(lines)
+
+
+def _describe_flags() -> str:
+    lines = ["Options of launch:"]
+    for name, flag in FLAGS.items():
+        if name == next(iter(OVERRIDES)):
+            lines += ["", "Instead of what the script gives to samestep.Run:"]
+        option = f"  --{name.replace('_', '-')} {flag.metavar}".rstrip()
+        wrapped = textwrap.wrap(flag.help, width=82)
+        lines += [f"{option:<26}{wrapped[0]}", *(" " * 26 + line for line in wrapped[1:])]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,519 @@
+"""From sample indices to batches on the host, seeded per micro-batch: nothing depends on who loads it.
+
+`understand` turns what a person passed (a map-style data set, or a DataLoader) into a `Source`; a `Loader`
+turns `Task`s into `Loaded` micro-batches, in this process or in torch's DataLoader workers; `to_device` moves
+them.
+"""
+
+import atexit
+import copy
+import ctypes
+import dataclasses
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import sys
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+    get_worker_info,
+)
+
+from samestep.errors import Error
+from samestep.plan.ledger import fingerprint
+
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # by DataLoader workers
+
+
+class Task(NamedTuple):
+    """One micro-batch to load.
+
+    Args:
+        indices: the samples, in order.
+        seed: what `seed_all` gets before the first of them is read (augmentation, collate_fn).
+    """
+
+    indices: NDArray[np.int64]
+    seed: int
+
+
+class Loaded(NamedTuple):
+    """One micro-batch on the host."""
+
+    batch: Any
+    num_samples: int
+    fingerprint: int
+
+
+class Failure(NamedTuple):
+    """What a DataLoader worker sends instead of a micro-batch; torch's own wrapper would lose the cause."""
+
+    message: str
+    cause: Exception | None
+    worker_traceback: str
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set and how to make micro-batches of it.
+
+    Args:
+        micro_batch_size: that of the DataLoader which was passed; None for a plain data set.
+        pin_memory: page-locked host memory where the device is a CUDA GPU and there are workers to do it.
+    """
+
+    dataset: Any
+    collate_fn: Callable[[list[Any]], Any] = default_collate
+    num_workers: int = 0
+    shuffle: bool = True
+    drop_last: bool = False
+    micro_batch_size: int | None = None
+    pin_memory: bool = True
+    prefetch_factor: int = 2
+    timeout_s: float = 0
+    worker_init_fn: Callable[[int], None] | None = None
+    multiprocessing_context: Any = None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+def understand(
+    data: Any,
+    *,
+    micro_batch_size: int | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    num_workers: int | None = None,
+    shuffle: bool | None = None,
+    drop_last: bool | None = None,
+    pin_memory: bool | None = None,
+) -> Source:
+    """Understand a map-style data set, or a DataLoader in its place.
+
+    Arguments other than None win over the DataLoader's own. Without either: default_collate, no workers,
+    shuffled, the last short batch kept.
+
+    Args:
+        micro_batch_size: the run's. A DataLoader with another batch size is refused; None accepts any.
+
+    Raises:
+        Error: nothing to index, no length, no samples, a sampler that a run cannot honour, other sizes.
+    """
+    given: dict[str, Any] = {
+        "collate_fn": collate_fn,
+        "num_workers": num_workers,
+        "shuffle": shuffle,
+        "drop_last": drop_last,
+        "pin_memory": pin_memory,
+    }
+    wanted = {name: value for name, value in given.items() if value is not None}
+    if isinstance(data, DataLoader):
+        source = dataclasses.replace(_understand_loader(data, micro_batch_size), **wanted)
+    else:
+        source = Source(data, **wanted)
+    _check_dataset(source.dataset)
+    if not isinstance(source.num_workers, int) or source.num_workers < 0:
+        raise Error(f"num_workers is {source.num_workers!r}: give 0 (load in this process) or more.")
+    return source
+
+
+def _understand_loader(loader: DataLoader[Any], micro_batch_size: int | None) -> Source:
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise Error(
+            f"{type(loader).__name__} iterates in its own way, which would not be the run's order: "
+            "pass its data set, and collate_fn= and num_workers= beside it."
+        )
+    _check_dataset(loader.dataset)
+    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        raise Error(
+            "the DataLoader has its own batch_sampler, or batch_size=None, but the run decides which samples "
+            "make a batch: pass the data set itself, and sampler=f with f(epoch) -> indices."
+        )
+    if micro_batch_size is not None and loader.batch_size != micro_batch_size:
+        raise Error(
+            f"the DataLoader's batch_size is {loader.batch_size} and the run's micro_batch_size "
+            f"{micro_batch_size}, but they mean the same: make them equal, for instance "
+            f"Run(..., micro_batch_size={loader.batch_size})."
+        )
+    return Source(
+        dataset=loader.dataset,
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+        shuffle=_is_shuffled(loader),
+        drop_last=loader.drop_last,
+        micro_batch_size=loader.batch_size,
+        pin_memory=loader.pin_memory,
+        prefetch_factor=loader.prefetch_factor or 2,
+        timeout_s=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+    )
+
+
+def _is_shuffled(loader: DataLoader[Any]) -> bool:
+    sampler = loader.sampler
+    name = type(sampler).__name__
+    if type(sampler) is SequentialSampler:
+        return False
+    if type(sampler) is RandomSampler:
+        if not sampler.replacement and sampler.num_samples == len(loader.dataset):  # type: ignore[arg-type]
+            return True
+        name += " with replacement" if sampler.replacement else f" with num_samples={sampler.num_samples}"
+    if isinstance(sampler, DistributedSampler):
+        hint = "leave it out, since the run itself divides the samples among the ranks"
+    else:
+        hint = "pass the data set itself, and sampler=f with f(epoch) -> indices, the same on all ranks"
+    raise Error(f"the DataLoader's sampler is a {name}, which a run cannot honour: {hint}.")
+
+
+def _check_dataset(dataset: Any) -> None:
+    name = type(dataset).__name__
+    indexed = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
+    if isinstance(dataset, IterableDataset) or not indexed:
+        raise Error(
+            f"{name} has no samples to ask for by index, so no step could be repeated: "
+            "give a map-style data set, with __getitem__ and __len__."
+        )
+    try:
+        length = len(dataset)
+    except (TypeError, NotImplementedError):
+        raise Error(f"{name} has no len(): give a map-style one, with __getitem__ and __len__.") from None
+    if length == 0:
+        raise Error(f"the data set ({name}) is empty: there is no sample to make a step of.")
+
+
+def seed_all(seed: int) -> None:
+    """Seed Python's random, NumPy's global generator and torch's: the CPU's and the current GPU's.
+
+    Costs 7 us; torch.manual_seed alone would cost 220 us.
+
+    Args:
+        seed: 63 well mixed bits, as `plan.seeds.derive` gives.
+    """
+    random.seed(seed)
+    # torch's CPU generator is the same Mersenne Twister and takes the low 32 bits: given those, both agree.
+    np.random.seed(seed >> 31)
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.default_generators[torch.cuda.current_device()].manual_seed(seed)
+
+
+def to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
+    """The batch with every tensor on the device.
+
+    Looks into (named) tuples, lists, mappings and dataclasses, and asks whatever has a method `to`; all else
+    stays as it is. For the CPU the very same object is returned, since batches are loaded there.
+    """
+    if device.type == "cpu":
+        return batch
+    return _move(batch, device, non_blocking)
+
+
+def _move(value: Any, device: torch.device, non_blocking: bool) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=non_blocking)
+    if callable(getattr(value, "to", None)):  # PackedSequence, BatchEncoding; not all take non_blocking
+        return value.to(device)
+    if isinstance(value, Mapping):
+        moved = {key: _move(item, device, non_blocking) for key, item in value.items()}
+        if type(value) is dict or not isinstance(value, MutableMapping):
+            return moved
+        mapping = copy.copy(value)  # keeps a defaultdict's factory and other attributes
+        mapping.update(moved)
+        return mapping
+    if isinstance(value, (tuple, list)):
+        items = [_move(item, device, non_blocking) for item in value]
+        if isinstance(value, list):
+            return items
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        record = copy.copy(value)
+        for field in dataclasses.fields(value):  # frozen ones too, and without running __post_init__ again
+            object.__setattr__(record, field.name, _move(getattr(value, field.name), device, non_blocking))
+        return record
+    return value
+
+
+class Loader:
+    """The tasks' micro-batches, in the order of the tasks.
+
+    With `num_workers=0` each `next()` takes exactly one task and loads it here; the process's generators are
+    left as the loading left them, and the caller seeds them for what it does next. With workers, tasks are
+    taken `num_workers * prefetch_factor` ahead and this process's generators stay untouched. Same bits.
+
+    One Loader may serve many epochs: the workers live until the tasks end or `close()`.
+
+    Raises:
+        Error: (from next) the data set or collate_fn failed; names the sample, the exception and the place.
+    """
+
+    def __init__(self, source: Source, tasks: Iterable[Task], *, device: torch.device) -> None:
+        self._fetcher = Fetcher(source.dataset, source.collate_fn)
+        self._tasks = iter(tasks)
+        self._workers = Workers(source, self._fetcher, self._tasks, device) if source.num_workers else None
+        # What is loaded must have the bits of a DataLoader worker, and those have one thread.
+        self._single_thread = self._workers is None and torch.get_num_threads() > 1
+        self._closed = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Loaded:
+        if self._workers is not None:
+            return self._next_of_workers(self._workers)
+        if self._closed:
+            raise StopIteration
+        task = next(self._tasks)
+        if not self._single_thread:
+            return self._fetcher.load(task)
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return self._fetcher.load(task)
+        finally:
+            torch.set_num_threads(num_threads)
+
+    def _next_of_workers(self, workers: "Workers") -> Loaded:
+        if self._closed:
+            raise StopIteration
+        try:
+            result = next(workers.iterator)
+        except StopIteration:
+            self.close()
+            raise
+        if isinstance(result, Failure):
+            cause = result.cause or RuntimeError("in a DataLoader worker")
+            cause.add_note(f"In the DataLoader worker:\n{result.worker_traceback}")
+            raise Error(result.message) from cause
+        return result
+
+    def close(self) -> None:
+        """Stop the workers now: no process and no thread of this Loader is left. May be called twice."""
+        self._closed = True
+        if self._workers is not None:
+            self._workers.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_workers", None) is not None:
+            self.close()
+
+
+class Workers:
+    """torch's DataLoader workers over a Fetcher, and their end."""
+
+    def __init__(
+        self, source: Source, fetcher: "Fetcher", tasks: Iterator[Task], device: torch.device
+    ) -> None:
+        context = source.multiprocessing_context
+        is_forkserver = (context or multiprocessing).get_start_method() == "forkserver"
+        start = WorkerStart(
+            worker_init_fn=source.worker_init_fn,
+            deterministic_mode=torch.get_deterministic_debug_mode(),
+            parent_pid=None if is_forkserver else os.getpid(),
+        )
+        loader: DataLoader[Any] = DataLoader(
+            fetcher,  # type: ignore[arg-type]
+            batch_size=None,
+            sampler=tasks,
+            num_workers=source.num_workers,
+            collate_fn=_unchanged,
+            pin_memory=source.pin_memory and device.type == "cuda",
+            prefetch_factor=source.prefetch_factor,
+            timeout=source.timeout_s,
+            worker_init_fn=start,
+            multiprocessing_context=context,
+            generator=torch.Generator().manual_seed(0),  # else it draws from the default generator
+        )
+        before = set(multiprocessing.active_children())
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)  # until WorkerStart ignores them
+        try:
+            self.iterator: Iterator[Loaded | Failure] = iter(loader)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        self.processes = set(multiprocessing.active_children()) - before
+        # Before the exit hooks of torch and multiprocessing: they would wait for workers that ignore SIGTERM.
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        atexit.unregister(self.stop)
+        # Tells the workers to leave and waits up to 5 s for one that is in the middle of a sample. If they
+        # were killed first, torch's SIGCHLD handler would raise in the main thread.
+        shutdown = getattr(self.iterator, "_shutdown_workers", None)
+        self.iterator = iter(())
+        if shutdown is not None:
+            shutdown()
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+        self.processes = set()
+
+
+@dataclass(frozen=True)
+class WorkerStart:
+    """What a worker does first. (A class, since it must travel to workers that are not forked.)"""
+
+    worker_init_fn: Callable[[int], None] | None
+    deterministic_mode: int
+    parent_pid: int | None
+
+    def __call__(self, worker: int) -> None:
+        # A scheduler or a terminal signals the whole group, but the rank decides: it may need this data to
+        # end its step and save. So only SIGKILL ends a worker, and the kernel sends that when the rank dies.
+        for number in IGNORED_SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
+        if sys.platform == "linux":
+            pr_set_pdeathsig = 1
+            ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        if self.parent_pid is not None and self.parent_pid != os.getppid():
+            os._exit(1)  # it died before the kernel was told, and torch's own watchdog came too late as well
+        if torch.get_deterministic_debug_mode() != self.deterministic_mode:  # only forked ones inherit it
+            torch.set_deterministic_debug_mode(self.deterministic_mode)
+        if self.worker_init_fn is not None:
+            self.worker_init_fn(worker)
+
+
+class Fetcher:
+    """Loads one task: what torch's DataLoader takes for a data set in its workers."""
+
+    def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
+        self._dataset = dataset
+        self._collate_fn = collate_fn
+        self._many: Callable[[list[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
+        self._stacks = collate_fn is default_collate
+
+    def __getitem__(self, task: Task) -> Loaded | Failure:
+        """In a worker: the micro-batch, or why there is none."""
+        try:
+            return self.load(task)
+        except Error as error:
+            cause = error.__cause__ if isinstance(error.__cause__, Exception) else None
+            text = "".join(traceback.format_exception(cause or error))
+            return Failure(str(error), cause if _is_picklable(cause) else None, text)
+
+    def load(self, task: Task) -> Loaded:
+        """Seed, read the samples, collate.
+
+        Raises:
+            Error: from what the data set or collate_fn raised.
+        """
+        seed_all(task.seed)
+        indices: list[int] = task.indices.tolist()
+        samples: list[Any] = []
+        try:
+            if self._many is not None:
+                samples = self._many(indices)
+                if isinstance(samples, list) and len(samples) != len(indices):
+                    raise Error(f"__getitems__ gave {len(samples)} samples for {len(indices)} indices.")
+            else:
+                dataset = self._dataset
+                for index in indices:
+                    samples.append(dataset[index])
+            batch = self._stack(samples) if self._stacks else self._collate_fn(samples)
+        except Error:
+            raise
+        except Exception as error:
+            raise Error(self._explain(indices, samples, error)) from error
+        return Loaded(batch, len(indices), fingerprint(task.indices))
+
+    def _stack(self, samples: list[Any]) -> Any:
+        """default_collate, in 2/3 of its time for the commonest samples: tuples of dense tensors."""
+        first = samples[0]
+        if type(first) is tuple and get_worker_info() is None:  # in workers it stacks into shared memory
+            for item in first:
+                if type(item) is not Tensor or item.layout is not torch.strided or item.is_nested:
+                    break
+            else:
+                try:
+                    return [torch.stack(column) for column in zip(*samples, strict=True)]
+                except (RuntimeError, TypeError, ValueError):
+                    pass  # default_collate says what is wrong with them
+        return default_collate(samples)
+
+    def _explain(self, indices: list[int], samples: Sequence[Any], error: Exception) -> str:
+        """One sentence that names the sample, if one can be made out."""
+        if len(samples) == len(indices):
+            what, odd = "collate_fn", self._find_uncollatable(samples)
+        elif self._many is None:
+            what, odd = "the data set", len(samples)
+        else:
+            what, odd = "the data set", self._find_unreadable(indices)
+        where = f"one of the samples {_abbreviate(indices)}" if odd is None else f"sample {indices[odd]}"
+        info = get_worker_info()
+        worker = f", in DataLoader worker {info.id}" if info is not None else ""
+        return f"{what} failed at {where} ({_describe_error(error)}{worker})."
+
+    def _find_uncollatable(self, samples: Sequence[Any]) -> int | None:
+        """The one that fails alone, or together with the first; the first, if it fails with every other."""
+        alone = [k for k, sample in enumerate(samples) if _fails(self._collate_fn, [sample])]
+        if alone:
+            return alone[0]
+        pairs = [k for k in range(1, len(samples)) if _fails(self._collate_fn, [samples[0], samples[k]])]
+        if len(pairs) == len(samples) - 1:
+            return 0 if len(pairs) > 1 else None
+        return pairs[0] if pairs else None
+
+    def _find_unreadable(self, indices: list[int]) -> int | None:
+        assert self._many is not None
+        return next((k for k, index in enumerate(indices) if _fails(self._many, [index])), None)
+
+
+def _unchanged(value: Any) -> Any:
+    return value
+
+
+def _fails(function: Callable[[list[Any]], Any], argument: list[Any]) -> bool:
+    try:
+        function(argument)
+    except Exception:
+        return True
+    return False
+
+
+def _abbreviate(indices: list[int]) -> str:
+    if len(indices) <= 8:
+        return ", ".join(map(str, indices))
+    return f"{', '.join(map(str, indices[:6]))}, ... {indices[-1]}"
+
+
+def _describe_error(error: Exception) -> str:
+    """`KeyError: 'x' at data.py:31`: on one line, the deepest frame that is not of an installed library."""
+    text = " ".join(str(error).split())
+    text = f": {text[:300]}" if text else ""
+    libraries = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
+    own = [frame for frame in frames if not frame.filename.startswith((*libraries, "<"))] or frames
+    place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+    return f"{type(error).__name__}{text}{place}"
+
+
+def _is_picklable(value: object) -> bool:
+    try:
+        pickle.loads(pickle.dumps(value))
+    except Exception:
+        return False
+    return True

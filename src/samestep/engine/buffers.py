@@ -1,0 +1,245 @@
+"""Modules' buffers: after a step they are what one device would have, whatever the number of ranks.
+
+Every micro-batch starts from the buffers of the step's beginning, b0.
+
+BatchNorm's running statistics end where single-device accumulation over the n micro-batches ends: with momentum
+m, that is `b0 + sum_v (1 - m)^(n - 1 - v) * delta_v`, where `delta_v` is what micro-batch v alone makes of b0.
+The sum runs along the canonical tree, in float64. (A micro-batch that runs a layer c times counts c updates; the
+formula is exact when c is the same for all micro-batches of the step, as it is outside of exotic models.)
+
+All other buffers end as micro-batch 0 leaves them.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.hooks import RemovableHandle
+
+from samestep.errors import Error
+from samestep.plan.tree import Layout, merges
+
+
+def check_module(name: str, module: nn.Module) -> None:
+    """Refuses what cannot be the same at every world size.
+
+    Raises:
+        Error: `module` holds a SyncBatchNorm.
+    """
+    for path, part in module.named_modules():
+        if isinstance(part, nn.SyncBatchNorm):
+            raise Error(
+                f"{name}.{path} is a SyncBatchNorm, whose statistics depend on the number of ranks: use BatchNorm; "
+                "its statistics are those of one micro-batch, and its running ones those of a single device"
+            )
+
+
+def refuse_lone_sample(modules: Mapping[str, nn.Module], step: int, v: int) -> list[RemovableHandle]:
+    """Lets BatchNorm layers refuse micro-batch v, which has one sample, by their own name. Returns the hooks.
+
+    Raises:
+        Error: (from a layer's forward) a layer in training would normalise a single value per channel.
+    """
+
+    def build_check(path: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def check(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            shape = inputs[0].shape
+            if layer.training and inputs[0].numel() == shape[1]:
+                raise Error(
+                    f"micro-batch {v} of step {step} has one sample, and {path} cannot normalise one value per "
+                    f"channel (shape {tuple(shape)}): choose a micro_batch_size that leaves no remainder of 1, or "
+                    "drop_last=True"
+                )
+
+        return check
+
+    layers = {
+        id(part): (f"{name}.{path}", part)
+        for name, module in modules.items()
+        for path, part in module.named_modules()
+        if isinstance(part, _BatchNorm)
+    }
+    return [part.register_forward_pre_hook(build_check(path)) for path, part in layers.values()]
+
+
+class BatchNormStatistics:
+    """The running statistics of all tracking BatchNorm layers, moved into one flat tensor that they view."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        found = {id(part): part for module in modules for part in module.modules() if isinstance(part, _BatchNorm)}
+        self.layers = [part for part in found.values() if part.track_running_stats and part.running_mean is not None]
+        buffers = [
+            buffer for layer in self.layers for buffer in (layer.running_mean, layer.running_var) if buffer is not None
+        ]
+        self.size = sum(buffer.numel() for buffer in buffers)
+        self.active = False
+        if not self.layers:
+            return
+        kinds = {(buffer.dtype, buffer.device) for buffer in buffers}
+        if len(kinds) > 1:
+            raise Error(f"the models' BatchNorm layers are of {len(kinds)} kinds ({kinds}): use one dtype and device")
+        dtype, device = kinds.pop()
+        self._flat = torch.empty(self.size, dtype=dtype, device=device)
+        self._counts = torch.empty(len(self.layers), dtype=torch.int64, device=device)
+        offset = 0
+        for buffer in buffers:
+            _move(buffer, self._flat[offset : offset + buffer.numel()])
+            offset += buffer.numel()
+        for k, layer in enumerate(self.layers):
+            assert layer.num_batches_tracked is not None
+            _move(layer.num_batches_tracked, self._counts[k])
+        self._start, self._start_counts = self._flat.double(), self._counts.clone()
+        self._scales: dict[tuple[int, int, tuple[int, ...]], Tensor] = {}
+        self._parts: list[Tensor] = []
+
+    def begin(self, layout: Layout) -> None:
+        """A pass begins: remembers b0."""
+        self._layout = layout
+        self.active = any(layer.training for layer in self.layers)
+        if self.active:
+            self._parts = []
+            self._start.copy_(self._flat)
+            self._start_counts.copy_(self._counts)
+
+    def fold(self, first: int, v: int) -> None:
+        """Micro-batch v of a range that starts at `first` is done: takes its weighted delta, goes back to b0."""
+        if not self.active:
+            return
+        n = self._layout.num_micro_batches
+        counts = self._counts - self._start_counts
+        delta = self._flat.double().sub_(self._start).mul_(self._scale(n, v, tuple(counts.tolist())))
+        part = torch.cat([delta, counts.double()])
+        for _ in merges(n, first, v):
+            part = self._parts.pop().add_(part)
+        self._parts.append(part)
+        self._flat.copy_(self._start)
+        self._counts.copy_(self._start_counts)
+
+    def _scale(self, n: int, v: int, counts: tuple[int, ...]) -> Tensor:
+        """What micro-batch v's deltas count in the end [size], if each of n micro-batches makes `counts` updates."""
+        key = (n, v, counts)
+        if key in self._scales:
+            return self._scales[key]
+        befores = self._start_counts.tolist()
+        scale = torch.cat(
+            [
+                torch.full((2 * layer.num_features,), _weight(layer.momentum, before, count, n, v), dtype=torch.float64)
+                for layer, before, count in zip(self.layers, befores, counts, strict=True)
+            ]
+        ).to(self._flat.device)
+        if all(layer.momentum is not None for layer in self.layers):  # else it depends on the counts so far
+            self._scales[key] = scale
+        return scale
+
+    @property
+    def num_values(self) -> int:
+        """Values that travel per part: a weighted delta per statistic, a count per layer."""
+        return self.size + len(self.layers)
+
+    def write_parts(self, out: NDArray[np.float64]) -> None:
+        """Writes this rank's parts into `out` [max_parts, num_values]."""
+        if self.active:
+            for row, part in zip(out, self._parts, strict=False):
+                row[:] = part.cpu().numpy()
+
+    def finish(self, slots: NDArray[np.float64]) -> None:
+        """Takes all ranks' parts [slots, num_values], adds them up along the tree and moves the statistics on."""
+        if not self.active:
+            return
+        for dst, src in self._layout.additions:
+            slots[dst] += slots[src]
+        total = torch.from_numpy(slots[self._layout.root]).to(self._flat.device)
+        self._flat.copy_(self._start.add_(total[: self.size]))
+        self._counts.copy_(self._start_counts + total[self.size :].long())
+
+
+def _move(buffer: Tensor, view: Tensor) -> None:
+    """Lets `buffer`, still the same tensor object, live in `view`'s memory."""
+    view.copy_(buffer.reshape(view.shape))
+    buffer.data = view.view_as(buffer)
+
+
+def _weight(momentum: float | None, before: int, count: int, n: int, v: int) -> float:
+    if momentum is None:  # cumulative average: every update counts the same
+        return (before + count) / (before + count * n) if count else 0.0
+    return float((1.0 - momentum) ** (count * (n - 1 - v)))
+
+
+class OtherBuffers:
+    """Every buffer that is not a running statistic: kept as micro-batch 0 of a step leaves it."""
+
+    def __init__(self, modules: Mapping[str, nn.Module], statistics: BatchNormStatistics) -> None:
+        handled = {id(buffer) for layer in statistics.layers for buffer in layer._buffers.values()}
+        self._places: list[tuple[nn.Module, str]] = []
+        seen: set[int] = set()
+        for module in modules.values():
+            for part in module.modules():
+                for name, buffer in part._buffers.items():
+                    if buffer is not None and id(buffer) not in handled and id(buffer) not in seen:
+                        seen.add(id(buffer))
+                        self._places.append((part, name))
+        self._tensors = [self._read(place) for place in self._places]
+        self._start = [tensor.clone() for tensor in self._tensors]
+        self._versions = [tensor._version for tensor in self._tensors]
+        self.changed = False
+
+    @staticmethod
+    def _read(place: tuple[nn.Module, str]) -> Tensor:
+        buffer = place[0]._buffers[place[1]]
+        if buffer is None:
+            raise Error(f"buffer {place[1]} became None during a step: keep it a tensor")
+        return buffer
+
+    def begin(self) -> None:
+        """A pass begins: what the buffers hold now is where each of its micro-batches starts."""
+        self.changed = False
+        for k in self._find_changes():
+            self._accept(k, self._read(self._places[k]))
+
+    def fold(self, v: int) -> None:
+        """Micro-batch v is done: what it changed is kept for later when v is 0, and undone."""
+        changes = self._find_changes() if self._places else []
+        if not changes:
+            return
+        if v == 0:
+            self.changed = True
+            self._first = {k: self._read(self._places[k]).clone() for k in changes}
+        for k in changes:
+            self._restore(k)
+
+    def undo(self) -> None:
+        """A micro-batch of an evaluation is done: what it changed is undone."""
+        for k in self._find_changes():
+            self._restore(k)
+
+    def finish(self) -> list[Tensor]:
+        """On the rank of micro-batch 0, when it changed something: the buffers move on. All buffers, to broadcast."""
+        if self.changed:
+            with torch.no_grad():
+                for k, value in self._first.items():
+                    self._tensors[k].copy_(value)
+        return self._tensors
+
+    def _find_changes(self) -> list[int]:
+        """Places whose tensor was written or replaced. A version counter sees in-place writes at no cost."""
+        return [
+            k
+            for k, (part, name) in enumerate(self._places)
+            if part._buffers[name] is not self._tensors[k] or self._tensors[k]._version != self._versions[k]
+        ]
+
+    def _accept(self, k: int, tensor: Tensor) -> None:
+        self._tensors[k], self._start[k] = tensor, tensor.clone()
+        self._versions[k] = tensor._version
+
+    def _restore(self, k: int) -> None:
+        part, name = self._places[k]
+        tensor = self._tensors[k]
+        if tensor.shape != self._start[k].shape:
+            raise Error(f"buffer {name} changed its shape during a step: {tuple(tensor.shape)}")
+        tensor.data.copy_(self._start[k])
+        part._buffers[name] = tensor
+        self._versions[k] = tensor._version

@@ -1,0 +1,80 @@
+"""Mixed precision: what `run.autocast()` opens, and the loss scale that float16 needs."""
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from samestep.errors import Error
+
+PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Precision:
+    """Full precision, or autocast to a 16-bit type; the base of the fp16 case is the no-op.
+
+    Args:
+        name: "fp32", "bf16" or "fp16".
+        device: the device type whose autocast to open.
+    """
+
+    scale = 1.0
+
+    def __init__(self, name: str, device: torch.device) -> None:
+        self._dtype = PRECISIONS[name]
+        self._device_type = device.type
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context for a forward pass."""
+        return nullcontext() if self._dtype is None else torch.autocast(self._device_type, dtype=self._dtype)
+
+    def accepts(self, gradients: Iterable[Tensor]) -> bool:
+        """Whether the reduced gradients may be used for an update."""
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a snapshot keeps."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores `state_dict`."""
+
+
+class ScaledPrecision(Precision):
+    """float16 with a dynamic loss scale (Micikevicius et al. 2018, "Mixed precision training").
+
+    The scale is a power of two, so it changes no bit of a gradient that does not overflow. Overflow is decided
+    on the reduced gradient, alike on all ranks: that step makes no update, and the scale is halved.
+    """
+
+    growth_steps = 2000
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__("fp16", device)
+        self.scale = 2.0**16
+        self._good_steps = 0
+
+    def accepts(self, gradients: Iterable[Tensor]) -> bool:
+        good = all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+        if good:
+            self._good_steps += 1
+            if self._good_steps == self.growth_steps:
+                self.scale, self._good_steps = self.scale * 2.0, 0
+        else:
+            self.scale, self._good_steps = self.scale / 2.0, 0
+        return good
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale, "good_steps": self._good_steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scale, self._good_steps = state["scale"], state["good_steps"]
+
+
+def build_precision(name: str, device: torch.device) -> Precision:
+    """The precision called `name`. Raises Error for an unknown one."""
+    if name not in PRECISIONS:
+        raise Error(f"precision must be {', '.join(PRECISIONS)}, not {name!r}")
+    return ScaledPrecision(device) if name == "fp16" else Precision(name, device)

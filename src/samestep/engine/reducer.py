@@ -1,0 +1,418 @@
+"""One gradient from many: folds a rank's micro-batches, exchanges what all ranks hold, leaves the sum in `.grad`.
+
+Post-accumulate-grad hooks and flat buckets over torch.distributed, as DDP has inside (Li et al. 2020, "PyTorch
+Distributed: Experiences on Accelerating Data Parallel Training"), but armed by the backward and not by a forward,
+summing along the canonical tree (`plan/tree.py`), and at ease with idle ranks and parameters that nobody used.
+
+A pass over a step's micro-batches is `begin`, then for each of this rank's micro-batches `open`, `backward` (once
+per model) and `close`, then `finish` and `assign`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from samestep.engine import routes
+from samestep.errors import Error
+from samestep.plan.tree import Layout, merges
+from samestep.world.group import Group
+
+ALIGN_BYTES = 64  # of each gradient in a bucket: kernels may pick another code path, and other bits, when less aligned
+Grads = list[Tensor | None]
+
+
+def build_control(layout: Layout, num_slots: int, num_params: int, num_values: int) -> np.dtype:
+    """The control block: what each rank tells all others once per pass, as one record of bytes (never added up).
+
+    A slot is what a loss belongs to: 0 for all models, else one model. `weights` is -1 where a micro-batch had no
+    backward. `values` are parts of the BatchNorm statistics.
+    """
+    k = max(len(held) for held in layout.ranges)
+    fields = [
+        ("stop", "<i8"),
+        ("buffers_changed", "<i8"),
+        ("logged", "<i8"),
+        ("losses", "<f8", (k, num_slots)),
+        ("weights", "<f8", (k, num_slots)),
+        ("fingerprints", "<u8", (k,)),
+        ("values", "<f8", (layout.max_parts, num_values)),
+        ("used", "u1", (-(-num_params // 16) * 16,)),
+    ]
+    return np.dtype(fields)
+
+
+@dataclass
+class Bucket:
+    """Parameters whose gradients travel together, in the order in which a backward meets them."""
+
+    indices: list[int]
+    params: list[nn.Parameter]
+    offsets: list[int] = field(default_factory=list)
+    num_elements: int = 0
+    missing: int = 0
+
+    def __post_init__(self) -> None:
+        align = ALIGN_BYTES // self.params[0].element_size()
+        for param in self.params:
+            self.offsets.append(self.num_elements)
+            self.num_elements += -(-param.numel() // align) * align
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.params[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.params[0].device
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Each parameter's piece of `flat`, shaped and strided as the parameter."""
+        return [
+            flat.as_strided(param.shape, _strides(param), flat.storage_offset() + offset)
+            for param, offset in zip(self.params, self.offsets, strict=True)
+        ]
+
+
+class Transit:
+    """A bucket's memory for one layout: this rank's parts, and where the sum ends."""
+
+    def __init__(self, bucket: Bucket, layout: Layout, rank: int, *, exact: bool, control_bytes: int) -> None:
+        self.layout, self.rank = layout, rank
+        world_size, n = layout.world_size, bucket.num_elements
+        num_parts = layout.max_parts if exact else 1
+        part_bytes = n * bucket.params[0].element_size()
+        new = {"dtype": bucket.dtype, "device": bucket.device}
+        self.route = routes.choose_route(layout, part_bytes) if exact and world_size > 1 else "all-reduce"
+        self.control: Tensor | None = None
+        if self.route == "direct":
+            row_bytes = num_parts * part_bytes + control_bytes
+            self.rows = torch.zeros(world_size, row_bytes, dtype=torch.uint8, device=bucket.device)
+            slots = [
+                row[k * part_bytes : (k + 1) * part_bytes].view(bucket.dtype)
+                for row in self.rows
+                for k in range(num_parts)
+            ]
+            self.slots = slots
+            self.parts = slots[rank * num_parts : (rank + 1) * num_parts]
+            self.root = slots[layout.root]
+            if control_bytes:
+                self.control = self.rows[:, num_parts * part_bytes :]
+        elif self.route == "chunks":
+            padded = -(-n // (world_size * ALIGN_BYTES)) * world_size * ALIGN_BYTES
+            self.whole = torch.zeros(num_parts, padded, **new)  # type: ignore[call-overload]
+            self.chunks = torch.zeros(world_size, num_parts, padded // world_size, **new)  # type: ignore[call-overload]
+            self.parts = [row[:n] for row in self.whole]
+            self.root = self.parts[0]
+        else:
+            self.root = torch.zeros(n, **new)  # type: ignore[call-overload]
+            self.spare = self.root.new_empty((n + 1) // 2 if self.route == "butterfly" else 0)
+            self.parts = [self.root]
+        self.part_views = [bucket.views(part) for part in self.parts]
+        self.grads = bucket.views(self.root)
+
+    def start(self, tag: int) -> routes.Flight:
+        """Sends this rank's parts on their way."""
+        if self.route == "direct":
+            return routes.Flight(routes.run_direct(self.rows, self.rank, tag))
+        if self.route == "butterfly":
+            return routes.Flight(routes.run_butterfly(self.root, self.spare, self.rank, self.layout.world_size, tag))
+        if self.route == "chunks":
+            return routes.Flight(routes.run_chunks(self.whole, self.chunks, self.rank, self.layout, tag))
+        return routes.Flight(routes.run_all_reduce(self.root))
+
+    def complete(self) -> None:
+        """After arrival: adds up what the route itself has not."""
+        if self.route == "direct":
+            routes.add_parts(self.slots, self.layout)
+
+
+class Reducer:
+    """Sums the gradients of `params` over a step's micro-batches, wherever they were computed.
+
+    Args:
+        params: (name, parameter, slot) in the models' order; the slot says whose losses the parameter answers to.
+        group: the ranks.
+        exact: along the canonical tree; else by the backend's all-reduce.
+        bucket_cap_bytes: how large a bucket may grow.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[tuple[str, nn.Parameter, int]],
+        group: Group,
+        *,
+        exact: bool,
+        bucket_cap_bytes: int,
+        num_slots: int,
+        num_values: int,
+    ) -> None:
+        self.params = [param for _, param, _ in params]
+        self.names = [name for name, _, _ in params]
+        self.slots = [slot for _, _, slot in params]
+        self._group, self._exact = group, exact
+        self._num_slots, self._num_values = num_slots, num_values
+        self._strides = [_strides(param) for param in self.params]
+        self._buckets = _build_buckets(self.params, bucket_cap_bytes)
+        self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
+        self._fired = bytearray(len(self.params))
+        self._ever_fired = bytearray(len(self.params))
+        self._transits: dict[Layout, list[Transit]] = {}
+        self._controls: dict[Layout, tuple[Tensor | None, NDArray[np.void]]] = {}
+        self._in_micro_batch = self._in_backward = self._last = False
+        self._zeros = {param.dtype: torch.zeros((), dtype=param.dtype, device=param.device) for param in self.params}
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(self._build_hook(i))  # type: ignore[no-untyped-call]
+            for i, param in enumerate(self.params)
+            if param.requires_grad
+        ]
+
+    def remove(self) -> None:
+        """Takes the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+    # --- one pass over a step's micro-batches -----------------------------------------------------------------
+
+    def begin(self, layout: Layout, *, keep_grads: bool) -> None:
+        """A pass begins.
+
+        Args:
+            keep_grads: a further pass over the same step: gradients that it leaves alone stay as they are.
+        """
+        self.layout = layout
+        self._range = layout.ranges[self._group.rank]
+        self._kept: Grads = [None] * len(self.params)
+        if keep_grads:  # copies: the pass about to begin reuses the memory
+            self._kept = [None if param.grad is None else param.grad.clone() for param in self.params]
+        for param in self.params:
+            param.grad = None
+        self._held: list[Grads] = []
+        self._ever_fired[:] = bytes(len(self.params))
+        self._flights: list[routes.Flight] = []
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.indices)
+        if self._group.world_size > 1 and layout not in self._transits:
+            self._build_transits(layout)
+        if layout not in self._controls:
+            self._build_control(layout)
+        self._control_rows, self.records = self._controls[layout]
+        self.own_record = self.records[self._group.rank]
+
+    def open(self, v: int) -> None:
+        """Micro-batch v begins."""
+        self._v = v
+        self._last = v == self._range.stop - 1 and self._group.world_size > 1
+        self._fired[:] = bytes(len(self.params))
+        self._in_micro_batch = True
+
+    def backward(self, loss: Tensor, factor: Tensor | None, inputs: Sequence[Tensor] | None) -> None:
+        """Runs the backward of `factor * loss` (factor None: 1), for all parameters or for `inputs` alone."""
+        self._in_backward = True
+        try:
+            torch.autograd.backward(loss, factor, inputs=inputs)
+        finally:
+            self._in_backward = False
+
+    def close(self) -> None:
+        """The micro-batch is done: unless it is the last of this rank's, folds it into the parts held."""
+        self._in_micro_batch = False
+        if self._v == self._range.stop - 1:
+            return  # `finish` folds it, bucket by bucket, on the way out
+        grads: Grads = []
+        for param in self.params:
+            grads.append(param.grad)
+            param.grad = None
+        for _ in range(self._num_merges()):
+            grads = [_add(left, right) for left, right in zip(self._held.pop(), grads, strict=True)]
+        self._held.append(grads)
+
+    def finish(self) -> NDArray[np.void]:
+        """Completes the pass: the sums are ready for `assign`. Returns every rank's control record."""
+        record = self.own_record
+        record["used"][: len(self.params)] = np.frombuffer(self._ever_fired, np.uint8)
+        if self._group.world_size == 1:
+            self._finish_alone()
+            return self.records
+        tag = len(self._flights)
+        for _ in range(tag, len(self._buckets)):
+            self._launch()
+        if self._control_rows is not None:
+            flight = routes.Flight(routes.run_direct(self._control_rows, self._group.rank, len(self._buckets)))
+            self._flights.append(flight)
+        routes.land(self._flights)
+        for transit in self._transits[self.layout]:
+            transit.complete()
+        return self.records
+
+    def assign(self, inverses: Sequence[float]) -> None:
+        """Leaves `sum * inverse` in `.grad`, None where no micro-batch of the step used the parameter.
+
+        Args:
+            inverses: per slot, the inverse of the total weight.
+        """
+        used = self.records["used"].any(axis=0).tolist()
+        # 0 + inverse * x, in one sweep: a sum of nothing but -0.0 would else keep a sign that depends on whether
+        # an absent gradient travelled as +0.0.
+        if self._group.world_size == 1:
+            for i, (param, grad) in enumerate(zip(self.params, self._sums, strict=True)):
+                if grad is not None:
+                    torch.add(self._zeros[grad.dtype], grad, alpha=inverses[self.slots[i]], out=grad)
+                param.grad = self._kept[i] if grad is None else grad
+            return
+        for bucket, transit in zip(self._buckets, self._transits[self.layout], strict=True):
+            slots = {self.slots[i] for i in bucket.indices}
+            if len(slots) == 1:
+                scaled = [(transit.root, slots.pop())]
+            else:
+                scaled = [(grad, self.slots[i]) for i, grad in zip(bucket.indices, transit.grads, strict=True)]
+            for tensor, slot in scaled:
+                torch.add(self._zeros[bucket.dtype], tensor, alpha=inverses[slot], out=tensor)
+            for i, grad in zip(bucket.indices, transit.grads, strict=True):
+                self.params[i].grad = grad if used[i] else self._kept[i]
+
+    # --- inside -----------------------------------------------------------------------------------------------
+
+    def _build_hook(self, i: int) -> Callable[[Tensor], None]:
+        def on_grad(param: Tensor) -> None:
+            if not self._in_backward:
+                if self._in_micro_batch:
+                    raise Error(
+                        "loss.backward() by hand inside the micro-batch loop: call step.backward(loss), which "
+                        "weights the loss and adds up all ranks"
+                    )
+                return
+            if self._fired[i]:
+                raise Error(
+                    f"{self.names[i]} got two gradients in one micro-batch (reentrant activation checkpointing?): "
+                    "use torch.utils.checkpoint with use_reentrant=False"
+                )
+            if param.grad is not None and param.grad.layout is not torch.strided:
+                raise Error(f"{self.names[i]} has a sparse gradient: build its layer with sparse=False")
+            self._fired[i] = self._ever_fired[i] = 1
+            if self._last:
+                bucket = self._bucket_of[i]
+                bucket.missing -= 1
+                # The last bucket waits for the control block, in `finish`.
+                while len(self._flights) < len(self._buckets) - 1 and not self._next_bucket().missing:
+                    self._launch()
+
+        return on_grad
+
+    def _next_bucket(self) -> Bucket:
+        return self._buckets[len(self._flights)]
+
+    def _num_merges(self) -> int:
+        if not self._exact and self._v == self._range.stop - 1:
+            return len(self._held)  # the order does not matter: everything into one
+        return len(merges(self.layout.num_micro_batches, self._range.start, self._v))
+
+    def _launch(self) -> None:
+        """Packs the next bucket's parts and sends it; lets the bucket before it take its next stage."""
+        position = len(self._flights)
+        bucket, transit = self._buckets[position], self._transits[self.layout][position]
+        if self._range:
+            self._pack(bucket, transit)
+        elif not self._exact:
+            transit.root.zero_()
+        self._flights.append(transit.start(tag=position))
+        # At this fixed point, so that all ranks issue their messages in one order.
+        if position and self._transits[self.layout][position - 1].route in ("butterfly", "chunks"):
+            self._flights[position - 1].advance()
+
+    def _pack(self, bucket: Bucket, transit: Transit) -> None:
+        held, num_merges = self._held, self._num_merges()
+        stay = len(held) - num_merges
+        for part, views in zip(held[:stay], transit.part_views, strict=False):
+            for i, view in zip(bucket.indices, views, strict=True):
+                _put(part[i], view)
+        merged = held[stay:][::-1]
+        for i, param, view in zip(bucket.indices, bucket.params, transit.part_views[stay], strict=True):
+            grad = param.grad
+            for part in merged[:-1]:
+                grad = _add(part[i], grad)
+            left = merged[-1][i] if merged else None
+            if left is not None and grad is not None:
+                torch.add(left, grad, out=view)
+            else:
+                _put(grad if left is None else left, view)
+
+    def _finish_alone(self) -> None:
+        sums: Grads = [param.grad for param in self.params]
+        for part in reversed(self._held):
+            sums = [_add(left, right) for left, right in zip(part, sums, strict=True)]
+        # With more ranks, gradients come in the parameter's strides; norms add up in memory order.
+        self._sums = [
+            grad
+            if grad is None or grad.stride() == strides
+            else torch.empty_strided(grad.shape, strides, dtype=grad.dtype, device=grad.device).copy_(grad)
+            for grad, strides in zip(sums, self._strides, strict=True)
+        ]
+
+    def _build_transits(self, layout: Layout) -> None:
+        kind = build_control(layout, self._num_slots, len(self.params), self._num_values)
+        transits = []
+        for bucket in self._buckets:
+            # On a GPU the control block stays on the host: it holds what the host needs to know.
+            rides = bucket is self._buckets[-1] and bucket.device.type == "cpu"
+            transits.append(
+                Transit(
+                    bucket,
+                    layout,
+                    self._group.rank,
+                    exact=self._exact,
+                    control_bytes=kind.itemsize if rides else 0,
+                )
+            )
+        self._transits[layout] = transits
+
+    def _build_control(self, layout: Layout) -> None:
+        kind = build_control(layout, self._num_slots, len(self.params), self._num_values)
+        rows = self._transits[layout][-1].control if self._group.world_size > 1 else None
+        own = None
+        if rows is None:
+            rows = own = torch.zeros(self._group.world_size, kind.itemsize, dtype=torch.uint8)
+        records = rows.numpy().view(kind)[:, 0]
+        self._controls[layout] = (own if self._group.world_size > 1 else None, records)
+
+
+def _build_buckets(params: Sequence[nn.Parameter], cap_bytes: int) -> list[Bucket]:
+    """Fills buckets in reverse order of the models' parameters, about the order in which a backward meets them."""
+    groups: list[list[int]] = []
+    size = 0
+    for i in reversed(range(len(params))):
+        param = params[i]
+        num_bytes = param.numel() * param.element_size()
+        same_kind = groups and (params[groups[-1][0]].dtype, params[groups[-1][0]].device) == (
+            param.dtype,
+            param.device,
+        )
+        if not same_kind or size + num_bytes > cap_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(i)
+        size += num_bytes
+    return [Bucket(indices, [params[i] for i in indices]) for indices in groups]
+
+
+def _strides(param: Tensor) -> tuple[int, ...]:
+    """The parameter's strides where it is dense, else those of a contiguous tensor."""
+    stride: tuple[int, ...] = torch.empty_like(param, device="meta").stride()
+    return stride
+
+
+def _add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
+    """left + right into left; an absent gradient is the identity."""
+    if left is None:
+        return right
+    return left if right is None else left.add_(right)
+
+
+def _put(grad: Tensor | None, view: Tensor) -> None:
+    if grad is None:
+        view.zero_()
+    else:
+        view.copy_(grad)

@@ -1,0 +1,138 @@
+"""The ways in which the parts of a gradient travel between ranks. Every route gives the same bits.
+
+A route is a generator. It issues its messages, yields the handles it waits for, and is resumed when they are
+done; the reducer decides when, so that messages travel while the backward goes on computing. Every rank must
+start and resume its routes in the same order, from the thread that runs the backward: never from a callback.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+from samestep.plan.tree import Layout
+
+
+class Work(Protocol):
+    """A handle of torch.distributed."""
+
+    def wait(self) -> object: ...
+
+
+Route = Iterator[Sequence[Work]]
+
+# Gloo, 2 and 4 ranks (benchmarks/routes.py): below this, one message to each peer is the fastest; above it, the
+# log2 W exchanges of half the data at a time are. Powers of two aside, chunks beat whole copies from here on.
+DIRECT_MAX_BYTES = 1 << 20
+
+
+def choose_route(layout: Layout, num_bytes: int) -> str:
+    """ "direct", "butterfly" or "chunks" for a bucket of `num_bytes`: the same on every rank."""
+    if num_bytes * layout.max_parts <= DIRECT_MAX_BYTES:
+        return "direct"
+    return "butterfly" if layout.butterfly else "chunks"
+
+
+def _exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int) -> Sequence[Work]:
+    """Issues point-to-point messages: (tensor, peer) pairs."""
+    if sends and sends[0][0].is_cuda:
+        ops = [dist.P2POp(dist.irecv, tensor, peer) for tensor, peer in receives]
+        ops += [dist.P2POp(dist.isend, tensor, peer) for tensor, peer in sends]
+        return dist.batch_isend_irecv(ops)  # type: ignore[no-any-return]
+    # batch_isend_irecv would do on gloo as well, at twice the cost of a small message.
+    works = [dist.irecv(tensor, peer, tag=tag) for tensor, peer in receives]
+    works += [dist.isend(tensor, peer, tag=tag) for tensor, peer in sends]
+    return works
+
+
+def run_direct(rows: Tensor, rank: int, tag: int) -> Route:
+    """Each rank sends its row of `rows` [W, n] to every other. Latency 1, W - 1 rows received."""
+    peers = [peer for peer in range(rows.shape[0]) if peer != rank]
+    if rows.is_cuda:
+        dist.all_gather_into_tensor(rows.view(-1), rows[rank])
+        return
+    yield _exchange([(rows[rank], peer) for peer in peers], [(rows[peer], peer) for peer in peers], tag)
+
+
+def add_parts(slots: Sequence[Tensor] | Tensor, layout: Layout) -> Tensor:
+    """Adds up all ranks' parts, one slot each, along the canonical tree. Returns the root's slot."""
+    for dst, src in layout.additions:
+        slots[dst].add_(slots[src])
+    return slots[layout.root]
+
+
+def run_butterfly(x: Tensor, spare: Tensor, rank: int, world_size: int, tag: int) -> Route:
+    """Recursive halving, then doubling: `x` [n] is this rank's one part, and the sum in the end.
+
+    Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH" (2005),
+    with the nearest rank first, as the canonical tree has it. `spare` [>= (n + 1) // 2] is scratch.
+    """
+    lo, hi = 0, x.numel()
+    path: list[tuple[int, tuple[int, int], tuple[int, int]]] = []
+    distance = 1
+    while distance < world_size:
+        peer, mid = rank ^ distance, (lo + hi) // 2
+        keep, give = ((lo, mid), (mid, hi)) if rank < peer else ((mid, hi), (lo, mid))
+        theirs = spare[: keep[1] - keep[0]]
+        yield _exchange([(x[give[0] : give[1]], peer)], [(theirs, peer)], tag)
+        x[keep[0] : keep[1]].add_(theirs)
+        path.append((peer, keep, give))
+        (lo, hi), distance = keep, distance * 2
+    for peer, keep, give in reversed(path):
+        yield _exchange([(x[keep[0] : keep[1]], peer)], [(x[give[0] : give[1]], peer)], tag)
+
+
+def run_chunks(parts: Tensor, chunks: Tensor, rank: int, layout: Layout, tag: int) -> Route:
+    """All-to-all of chunks, completion, all-gather: any number of ranks, any number of parts.
+
+    Args:
+        parts: [max_parts, n] this rank's parts, n a multiple of W; row 0 holds the sum in the end.
+        chunks: [W, max_parts, n // W] scratch: every rank's parts of this rank's chunk.
+    """
+    world_size, num_parts, size = chunks.shape
+    held = [len(parts_of) for parts_of in layout.parts]
+    peers = [peer for peer in range(world_size) if peer != rank]
+    bounds = [slice(peer * size, (peer + 1) * size) for peer in range(world_size)]
+    sends = [(parts[k, bounds[peer]], peer) for peer in peers for k in range(held[rank])]
+    receives = [(chunks[peer, k], peer) for peer in peers for k in range(held[peer])]
+    if held[rank]:
+        chunks[rank].copy_(parts[:, bounds[rank]])
+    if sends or receives:
+        yield _exchange(sends, receives, tag)
+    total = add_parts(chunks.view(world_size * num_parts, size), layout)
+    parts[0, bounds[rank]].copy_(total)
+    yield _exchange(
+        [(parts[0, bounds[rank]], peer) for peer in peers],
+        [(parts[0, bounds[peer]], peer) for peer in peers],
+        tag,
+    )
+
+
+def run_all_reduce(x: Tensor) -> Route:
+    """The backend's own all-reduce of `x`: as good an average, but its bits depend on the number of ranks."""
+    yield [dist.all_reduce(x, async_op=True)]
+
+
+class Flight:
+    """A route on its way."""
+
+    def __init__(self, route: Route) -> None:
+        self._route = route
+        self._works = next(route, None)
+
+    def advance(self) -> bool:
+        """Waits for what the route waits for and lets it issue what comes next. False when it is done."""
+        if self._works is None:
+            return False
+        for work in self._works:
+            work.wait()
+        self._works = next(self._route, None)
+        return self._works is not None
+
+
+def land(flights: Sequence[Flight]) -> None:
+    """Advances routes in order, round after round, until all are done."""
+    under_way = list(flights)
+    while under_way:
+        under_way = [flight for flight in under_way if flight.advance()]

@@ -1,0 +1,164 @@
+"""What `samestep launch` and `train` do: start ranks, pass signals on to them, say which failed and why."""
+
+import gc
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+from samestep.errors import Error
+from samestep.launch.forkserver import ForkServer
+from samestep.launch.local import Failure, Ranks, Target, parse_shown
+from samestep.world.environment import Overrides
+
+START_AGAIN = 75  # EX_TEMPFAIL: stopped because it was told to, and saved; the same command goes on
+
+
+class Stopping:
+    """The signals that this process is sent while it is entered. Ranks are told of the first, killed at the second."""
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> "Stopping":
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            before = signal.getsignal(signum)
+            if before is not signal.SIG_IGN:  # as nohup and & of a shell have it
+                self._before[signum] = before
+                signal.signal(signum, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signum, before in self._before.items():
+            signal.signal(signum, before)  # type: ignore[arg-type]
+
+    def _receive(self, signum: int, frame: FrameType | None) -> None:
+        self.received.append(signum)
+
+
+def check_target(target: Target) -> None:
+    """Raises Error where there is no such script or module, before anything is started."""
+    if target.kind == "script":
+        path = Path(target.name)
+        if path.is_dir():
+            raise Error(f"{target.name} is a directory, not a script")
+        if not path.is_file():
+            raise Error(f"there is no script {target.name} (in {Path.cwd()})")
+    elif target.kind == "module":
+        from importlib.machinery import PathFinder
+
+        package = target.name.partition(".")[0]
+        found = PathFinder.find_spec(package, [os.getcwd(), *sys.path])
+        if found is None and package not in sys.stdlib_module_names:
+            raise Error(f"there is no module {package} here or among the installed ones")
+
+
+def parse_num_ranks(text: str) -> int | None:
+    """A number of ranks as given; None for those that only torch can count ("gpu", "auto"). Raises Error otherwise."""
+    if text in ("gpu", "auto"):
+        return None
+    if text == "cpu":
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        num_ranks = int(text)
+    except ValueError:
+        raise Error(f"--nproc-per-node takes a number, gpu, cpu or auto, not {text!r}") from None
+    if num_ranks < 1:
+        raise Error(f"--nproc-per-node must be at least 1, not {num_ranks}")
+    return num_ranks
+
+
+def _fork_server(overrides: Overrides) -> ForkServer:
+    """Imports torch once, for this process and the ranks; what only ranks need is imported by the server meanwhile."""
+    gc.disable()  # Imports are a quarter faster without.
+    # Before numpy is imported and starts threads, which do not survive a fork.
+    os.environ.setdefault("OMP_NUM_THREADS", str(overrides.threads or 1))
+    import torch  # noqa: F401
+
+    server = ForkServer(fork=True)
+    gc.enable()
+    return server
+
+
+def _count_ranks(text: str, device: str | None) -> int:
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    if text == "gpu" and num_gpus == 0:
+        raise Error("--nproc-per-node gpu: torch sees no GPU here; give a number of ranks, or cpu for one per core")
+    return 1 if text == "auto" and device == "cpu" else max(num_gpus, 1)
+
+
+def run_launch(target: Target, *, num_ranks: str, show_ranks: str, overrides: Overrides) -> int:
+    """Runs ranks to their end and reports what failed.
+
+    Args:
+        target: what each rank runs.
+        num_ranks: a number, "gpu", "cpu" (one per core), or "auto": one per GPU, else 1.
+        show_ranks: whose output goes to the terminal: "all", or ranks such as "0,2".
+        overrides: arguments of `Run` to replace.
+
+    Returns:
+        0; the exit code of the rank that failed first (128 + signal where one killed it). After Ctrl-C 130. After
+        SIGTERM 75 when every rank ended well (the same command goes on), else 143.
+
+    Raises:
+        Error: no such script, or no such ranks.
+    """
+    check_target(target)
+    known = parse_num_ranks(num_ranks)
+    if known is not None:
+        parse_shown(show_ranks, known)
+    with Stopping() as stopping:
+        server = _fork_server(overrides)
+        try:
+            from samestep.launch.agent import run_agent
+
+            count = known or _count_ranks(num_ranks, overrides.device)
+            ranks = Ranks(server, parse_shown(show_ranks, count))
+            try:
+                run_agent(ranks, target, count, overrides, stopping.received)
+                code = _conclude(ranks, stopping.received)
+            finally:
+                ranks.close()
+        finally:
+            server.close()
+    return code
+
+
+def _conclude(ranks: Ranks, received: list[int]) -> int:
+    """Reports the failure, if any, and finds the exit code."""
+    failure = ranks.first_failure()
+    if received and ranks.told_to_stop and (failure is None or failure.secondary or -failure.code in received):
+        if len(received) == 1 and ranks.done and not any(ranks.codes.values()):
+            return 128 + signal.SIGINT if received[0] == signal.SIGINT else START_AGAIN
+        return 128 + received[-1]
+    if failure is None:
+        return 0
+    _report(failure, ranks)
+    return failure.exit_code
+
+
+def _report(failure: Failure, ranks: Ranks) -> None:
+    """Says what failed; last, and once, the reason."""
+    if failure.kind == "error":
+        lines = [f"samestep: error: {failure.message}"]
+    elif failure.kind == "exit" and failure.rank in ranks.shown:
+        lines = []  # As after `python script.py`: who exits has said why.
+    else:
+        lines = []
+        if failure.log and not failure.traceback:
+            lines += [f"samestep: the end of rank {failure.rank}'s output:", failure.log]
+        too = [other.rank for other in ranks.failures if other.rank != failure.rank and not other.secondary]
+        others = ""
+        if ranks.num_ranks > 1:
+            others = f"; so did {', '.join(map(str, sorted(too)))}" if too else "; the others were stopped"
+        if failure.traceback:
+            lines += [f"samestep: rank {failure.rank} of {ranks.num_ranks} failed{others}"] if others else []
+            lines.append(failure.traceback.rstrip("\n"))
+        else:
+            lines.append(f"samestep: {failure}{others}")
+    for line in lines:
+        print(line, file=sys.stderr)

@@ -1,0 +1,296 @@
+"""A process that imports torch once and forks every rank from there: 0.1 s for a set of ranks instead of two seconds.
+
+`ForkServer` is the side of the process that wants ranks. The server itself (`serve`) has one thread and speaks
+JSON lines over a Unix socket: it is sent `start` and `signal`, and tells when ranks have started and ended.
+It ends, and kills every rank and their children, when the socket closes: when whoever started it dies.
+
+This is not `multiprocessing`'s forkserver because that one imports the caller's main script again in every rank,
+and because its ranks keep it alive when the caller is killed.
+"""
+
+import atexit
+import ctypes
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+from weakref import WeakSet
+
+from samestep.launch.rank import run_rank
+from samestep.world.environment import child_variables
+
+# What ranks will need. The first optimizer imports torch._dynamo, which takes as long as torch itself.
+PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "torch.utils.data", "samestep.train.run")
+
+PR_SET_PDEATHSIG = 1
+RECEIVE_BYTES = 1 << 16
+CLOSE_S = 5.0
+
+
+class ForkServer:
+    """A running fork server, for one launch at a time.
+
+    It goes on importing while the caller does other things; what is asked of it meanwhile waits in the socket.
+
+    Args:
+        fork: fork this process instead of starting a new one, which saves importing again what is imported here.
+            Only for a process that has a single thread and does not come back from the launch.
+    """
+
+    def __init__(self, *, fork: bool = False) -> None:
+        self._socket, theirs = socket.socketpair()
+        self._received = b""
+        self._ended = False
+        with theirs:
+            self._pid = self._fork(theirs) if fork else _start_server(theirs.fileno())
+        _open_servers.add(self)
+
+    def _fork(self, theirs: socket.socket) -> int:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                self._socket.close()
+                os.setsid()
+                with open(os.devnull) as nothing:
+                    os.dup2(nothing.fileno(), 0)
+                if not sys.flags.safe_path:
+                    del sys.path[0]  # where the program that starts ranks lies
+                serve(theirs.detach())
+            finally:
+                os._exit(1)
+        return pid
+
+    def start(self, ranks: list[dict[str, Any]], **common: Any) -> None:
+        """Forks ranks (see `rank.run_rank` for the fields); their stdout and stderr are this process's."""
+        message = (json.dumps({"start": ranks, "common": common}) + "\n").encode()
+        sent = socket.send_fds(self._socket, [message], [1, 2])
+        self._socket.sendall(message[sent:])
+
+    def signal(self, signum: int) -> None:
+        """Sends a signal to every rank that still runs; SIGKILL goes to their children, too."""
+        with suppress(OSError):  # The server is gone, and so are its ranks.
+            self._socket.sendall((json.dumps({"signal": int(signum)}) + "\n").encode())
+
+    def receive(self, timeout_s: float) -> list[dict[str, Any]] | None:
+        """What has happened, waiting for it for up to `timeout_s`; None when the server is gone."""
+        self._socket.settimeout(timeout_s)
+        try:
+            data = self._socket.recv(RECEIVE_BYTES)
+        except TimeoutError:
+            return []
+        except OSError:
+            return None
+        finally:
+            self._socket.settimeout(None)
+        if not data:
+            return None
+        *lines, self._received = (self._received + data).split(b"\n")
+        return [json.loads(line) for line in lines]
+
+    @property
+    def alive(self) -> bool:
+        if not self._ended:
+            self._ended = os.waitpid(self._pid, os.WNOHANG) != (0, 0)
+        return not self._ended
+
+    def close(self) -> None:
+        """Ends the server, its ranks and their children, and waits for it."""
+        self._socket.close()
+        if self.alive:
+            os.kill(self._pid, signal.SIGTERM)  # It heeds this only while it imports: nothing reads the socket then.
+        deadline = time.monotonic() + CLOSE_S
+        while self.alive and time.monotonic() < deadline:
+            time.sleep(0.002)
+        if self.alive:
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+        _open_servers.discard(self)
+
+    def forget(self) -> None:
+        """In a forked child: lets go of the socket, which would keep the server alive beyond its owner."""
+        self._socket.close()
+
+
+_open_servers: WeakSet[ForkServer] = WeakSet()
+_idle_servers: list[ForkServer] = []
+
+
+def _start_server(fd: int) -> int:
+    """A server in a process of its own, which talks through `fd`. Returns its pid."""
+    package_parent = str(Path(__file__).parents[2])
+    # -P: a file of the current directory must not stand in for one that torch imports.
+    code = f"import sys; sys.path.append({package_parent!r}); from samestep.launch.forkserver import serve; serve(3)"
+    return os.posix_spawn(
+        sys.executable,
+        [sys.executable, "-P", "-c", code],
+        child_variables(),
+        file_actions=[(os.POSIX_SPAWN_DUP2, fd, 3), (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
+        setsid=True,  # A Ctrl-C in the terminal is for the launcher alone.
+    )
+
+
+def take_server() -> ForkServer:
+    """An idle server that has imported everything, or a new one."""
+    while _idle_servers:
+        server = _idle_servers.pop()
+        if server.alive:
+            return server
+        server.close()
+    return ForkServer()
+
+
+def give_back_server(server: ForkServer) -> None:
+    """Keeps a server that has no ranks for the next launch of this process."""
+    _idle_servers.append(server)
+
+
+@atexit.register
+def _close_idle() -> None:
+    while _idle_servers:
+        _idle_servers.pop().close()
+
+
+def _forget_all() -> None:
+    _idle_servers.clear()
+    for server in list(_open_servers):
+        server.forget()
+    _open_servers.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def serve(client_fd: int) -> NoReturn:
+    """The server process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # Or numpy starts threads, which do not survive a fork.
+    # torch.cuda.is_available() must not start CUDA here: ranks could not use it after the fork.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    preload()
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)  # It ends with its owner, not before.
+    _Server(socket.socket(fileno=client_fd)).run()
+    os._exit(0)
+
+
+def preload() -> None:
+    """Imports what ranks need, without garbage collection: a quarter faster, and pages stay shared after the fork."""
+    gc.disable()
+    for name in PRELOAD:
+        # A module that cannot be imported fails in the rank that wants it, with a traceback.
+        with suppress(Exception):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
+class _Server:
+    def __init__(self, client: socket.socket) -> None:
+        self.client = client
+        self.received = b""
+        self.fds: list[int] = []  # stdout and stderr of the next ranks
+        self.ranks: dict[int, int] = {}  # pid -> rank
+        self.woken, self.waker = socket.socketpair()
+        self.woken.setblocking(False)
+        self.waker.setblocking(False)
+        signal.set_wakeup_fd(self.waker.fileno())
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def run(self) -> None:
+        """Until the client is gone."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.client, selectors.EVENT_READ)
+            selector.register(self.woken, selectors.EVENT_READ)
+            while True:
+                ready = [key.fileobj for key, _ in selector.select()]
+                if self.woken in ready:
+                    self.woken.recv(RECEIVE_BYTES)
+                    self.reap()
+                if self.client in ready and not self.read():
+                    break
+        self.send_signal(signal.SIGKILL)
+        for pid in self.ranks:
+            os.waitpid(pid, 0)
+
+    def read(self) -> bool:
+        try:
+            data, fds, _, _ = socket.recv_fds(self.client, RECEIVE_BYTES, 2)
+        except ConnectionError:
+            return False
+        self.fds += fds
+        *lines, self.received = (self.received + data).split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            if "signal" in message:
+                self.send_signal(message["signal"])
+            else:
+                self.start(message["start"], message["common"])
+        return bool(data)
+
+    def tell(self, event: dict[str, Any]) -> None:
+        with suppress(ConnectionError):  # The next read finds out.
+            self.client.sendall((json.dumps(event) + "\n").encode())
+
+    def start(self, ranks: list[dict[str, Any]], common: dict[str, Any]) -> None:
+        server_pid = os.getpid()
+        for fields in ranks:
+            pid = os.fork()
+            if pid == 0:
+                self.become_rank(server_pid, {**common, **fields})
+            self.ranks[pid] = fields["rank"]
+        for fd in self.fds:
+            os.close(fd)
+        self.fds = []
+        self.tell({"started": list(self.ranks)})
+
+    def become_rank(self, server_pid: int, fields: dict[str, Any]) -> NoReturn:
+        """In the child: a process of its own, that does not outlive the server."""
+        try:
+            os.setsid()
+            prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux alone has it.
+            if prctl is not None:
+                prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != server_pid:
+                os._exit(1)
+            signal.set_wakeup_fd(-1)
+            for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(signum, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            for end in (self.client, self.woken, self.waker):
+                end.close()
+            for fd, target in zip(self.fds, (1, 2), strict=True):
+                os.dup2(fd, target)
+                os.close(fd)
+            run_rank(**fields)
+        finally:
+            os._exit(1)
+
+    def reap(self) -> None:
+        """Notes which ranks have ended, and kills what they have left behind."""
+        while self.ranks:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            rank = self.ranks.pop(pid, None)
+            with suppress(OSError):
+                os.killpg(pid, signal.SIGKILL)
+            self.tell({"rank": rank, "code": os.waitstatus_to_exitcode(status), "time_s": time.time()})
+
+    def send_signal(self, signum: int) -> None:
+        for pid in self.ranks:
+            with suppress(OSError):  # It has just ended, or is not yet the leader of its group.
+                if signum == signal.SIGKILL:
+                    os.kill(pid, signum)
+                    os.killpg(pid, signum)
+                else:
+                    os.kill(pid, signum)

@@ -1,0 +1,349 @@
+"""Ranks on this machine: a set of them as one thing to start, watch and stop, and `spawn`, which runs a function."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import cloudpickle
+
+from samestep.errors import Error
+from samestep.launch.forkserver import ForkServer, give_back_server, take_server
+from samestep.world.environment import PREFIX, Overrides, child_variables
+
+T = TypeVar("T")
+
+HOST = "127.0.0.1"
+POLL_S = 0.1
+FOLLOW_S = 0.5  # for the ranks to fail by themselves when one has: alike, or because they lost it
+LEAVE_S = 1.0  # for the others to leave when they are told to
+TAIL_LINES = 20
+
+
+@dataclass(frozen=True)
+class Target:
+    """What ranks run: a "script" (file), a "module", a "recipe" (a module of ours) or a "call" (its pickle)."""
+
+    kind: str
+    name: str
+    arguments: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a rank failed.
+
+    Attributes:
+        code: its exit code, or minus the signal that killed it.
+        secondary: it is well and has only lost another rank.
+        kind: "error" (an Error), "exception", "exit" (sys.exit) or "died" (nothing was left to say why).
+        message: the error as one line.
+        traceback: its traceback, where there was an exception.
+        log: the end of its output, where that was not shown.
+    """
+
+    rank: int
+    time_s: float
+    code: int
+    secondary: bool
+    kind: str
+    message: str
+    traceback: str = ""
+    log: str = ""
+
+    def __str__(self) -> str:
+        what = {"exit": "exited with ", "exception": "raised "}.get(self.kind, "")
+        return f"rank {self.rank} {what}{self.message}"
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell counts: 128 + signal for a rank that was killed."""
+        return self.code if self.code >= 0 else 128 - self.code
+
+
+def open_store() -> Any:  # TCPStore
+    """A store for the ranks to meet in, on a port of the system's choice that only this machine can reach."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    listener = socket.create_server((HOST, 0), backlog=1024)
+    port = listener.getsockname()[1]
+    timeout = timedelta(seconds=300)
+    return TCPStore(HOST, port, None, True, timeout, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
+def parse_shown(text: str, num_ranks: int) -> frozenset[int]:
+    """The ranks whose output goes to the terminal: "all", or numbers as in "0,2". Raises Error otherwise."""
+    if text == "all":
+        return frozenset(range(num_ranks))
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or not all(part.isdecimal() for part in parts):
+        raise Error(f"--show-ranks takes all, or ranks such as 0,2, not {text!r}")
+    shown = frozenset(int(part) for part in parts)
+    if max(shown) >= num_ranks:
+        raise Error(f"--show-ranks names rank {max(shown)}, but the ranks are 0 to {num_ranks - 1}")
+    return shown
+
+
+class Ranks:
+    """A set of ranks on this machine, forked by one server.
+
+    Attributes:
+        directory: a temporary one, for what ranks say about themselves; removed by `close`.
+        shown: the ranks whose output goes to the terminal.
+        num_ranks: how many, once they are asked for.
+        started: whether they exist.
+        codes: rank -> exit code (or minus the signal) of those that have ended.
+        failures: those of them that have failed; not those that were told to stop, and did.
+        told_to_stop: whether they were.
+    """
+
+    def __init__(self, server: ForkServer, shown: frozenset[int] = frozenset({0})) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="samestep-"))
+        self.shown = shown
+        self.num_ranks = 0
+        self.started = False
+        self.codes: dict[int, int] = {}
+        self.failures: list[Failure] = []
+        self.told_to_stop = False
+        self._server = server
+        self._pids: list[int] = []
+
+    def start(self, target: Target, variables: list[dict[str, str]]) -> None:
+        """Asks for one rank per element of `variables`, its whole environment. Returns before they exist."""
+        self.num_ranks = len(variables)
+        marks = {PREFIX + "LAUNCHER": "1", PREFIX + "ERROR_DIR": str(self.directory)}
+        self._server.start(
+            [
+                {"rank": rank, "variables": {**own, **marks}, "log": self._log(rank)}
+                for rank, own in enumerate(variables)
+            ],
+            target=asdict(target),
+            cwd=os.getcwd(),
+            directory=str(self.directory),
+        )
+
+    @property
+    def done(self) -> bool:
+        """Whether every rank has ended."""
+        return len(self.codes) == self.num_ranks
+
+    def poll(self, timeout_s: float = POLL_S) -> None:
+        """Notes what has happened, waiting for up to `timeout_s` where nothing has.
+
+        Raises:
+            RuntimeError: the ranks could not be started.
+        """
+        events = self._server.receive(timeout_s)
+        if events is None:
+            if not self.started:
+                raise RuntimeError("the process that was to start the ranks has died")
+            self._server_lost()
+            return
+        for event in events:
+            if "started" in event:
+                self.started, self._pids = True, event["started"]
+            else:
+                self._end(event["rank"], event["code"], event["time_s"])
+
+    def tell_to_stop(self) -> None:
+        """Sends SIGTERM to the ranks: a run ends its step, saves and leaves; anything else dies of it."""
+        self.told_to_stop = True
+        self._server.signal(signal.SIGTERM)
+
+    def stop(self) -> None:
+        """Some rank has failed: ends the others within seconds, also those that wait for it in a collective."""
+        if self.started:
+            self._poll_for(FOLLOW_S)
+            self.tell_to_stop()
+            self._poll_for(LEAVE_S)
+            self.kill()
+
+    def kill(self) -> None:
+        """Kills the ranks that still run, and their children, and waits for their end."""
+        if self.started and not self.done:
+            self.told_to_stop = True
+            self._server.signal(signal.SIGKILL)
+            while not self.done:
+                self.poll()
+
+    def _poll_for(self, timeout_s: float) -> None:
+        """Until all have ended, or for that long."""
+        deadline = time.monotonic() + timeout_s
+        while not self.done and (left_s := deadline - time.monotonic()) > 0:
+            self.poll(min(left_s, POLL_S))
+
+    def first_failure(self) -> Failure | None:
+        """The failure that the others follow from; where several ranks failed alike, that of a rank that is shown."""
+        first = min(self.failures, key=lambda failure: (failure.secondary, failure.time_s), default=None)
+        alike = [f for f in self.failures if first and (f.kind, f.message) == (first.kind, first.message)]
+        return min(alike, key=lambda failure: (failure.rank not in self.shown, failure.rank), default=None)
+
+    def close(self) -> None:
+        """Removes the directory."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _log(self, rank: int) -> str | None:
+        return None if rank in self.shown else str(self.directory / f"rank{rank}.log")
+
+    def _end(self, rank: int, code: int, time_s: float) -> None:
+        self.codes[rank] = code
+        # What was told to stop has not failed by being stopped.
+        if code and not (self.told_to_stop and code in (-signal.SIGTERM, -signal.SIGKILL)):
+            self.failures.append(self._read_failure(rank, code, time_s))
+
+    def _read_failure(self, rank: int, code: int, time_s: float) -> Failure:
+        log = self._log(rank)
+        tail = ""
+        if log is not None:
+            with suppress(OSError):
+                tail = "\n".join(Path(log).read_text(errors="replace").splitlines()[-TAIL_LINES:])
+        try:
+            record = json.loads((self.directory / f"{rank}.json").read_text())
+        except (OSError, ValueError):
+            return Failure(rank, time_s, code, False, "died", _describe_death(code), log=tail)
+        fields = {name: record[name] for name in ("time_s", "secondary", "message", "traceback")}
+        kind = record.get("kind", "error" if record["exit_code"] == Error.exit_code else "exception")
+        return Failure(rank=rank, code=code, kind=kind, log=tail, **fields)
+
+    def _server_lost(self) -> None:
+        """The server was killed: its ranks die with it, their children here."""
+        for pid in self._pids:
+            with suppress(OSError):
+                os.killpg(pid, signal.SIGKILL)
+        for rank in set(range(self.num_ranks)) - set(self.codes):
+            self._end(rank, -signal.SIGKILL, time.time())
+
+
+def _describe_death(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"was killed by {name}" + (" (out of memory?)" if code == -signal.SIGKILL else "")
+
+
+def build_variables(num_ranks: int, port: int, overrides: Overrides) -> list[dict[str, str]]:
+    """The environment of each of `num_ranks` ranks that meet on this machine at `port`."""
+    defaults = {
+        "OMP_NUM_THREADS": str(overrides.threads or 1),
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # must be there before CUDA starts, for determinism
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
+    }
+    if sys.platform == "linux":
+        defaults["GLOO_SOCKET_IFNAME"] = "lo"  # or gloo asks what address the host's name has
+    common = {
+        **defaults,
+        **child_variables(),
+        **overrides.to_variables(),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "MASTER_ADDR": HOST,
+        "MASTER_PORT": str(port),
+        # init_process_group joins the store that is there, instead of opening one in rank 0.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": str(port),
+    }
+    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+
+
+def spawn(
+    fn: Callable[..., T],
+    nprocs: int = 1,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    device: str | None = None,
+    env: Mapping[str, str] | None = None,
+    show_ranks: str = "0",
+) -> T:
+    """Calls `fn(*args, **kwargs)` on each of `nprocs` ranks and returns what it returned on rank 0.
+
+    The function may be a lambda, a closure, or one of a notebook or of `__main__`; scripts need no
+    `if __name__ == "__main__"`. It, its arguments and the value travel by cloudpickle, tensors by value.
+    The first call takes as long as importing torch, later ones about 0.1 s.
+
+    Args:
+        fn: what every rank calls.
+        nprocs: number of ranks.
+        args, kwargs: its arguments, the same on every rank.
+        device: "cpu" or "cuda"; default: cuda when there is one.
+        env: further variables for the ranks. Those that torch reads when it is imported come too late.
+        show_ranks: whose output is shown: "all", or ranks such as "0,2".
+
+    Raises:
+        Error: `nprocs` is not a positive number.
+        Exception: the one that the first failing rank raised, with that rank's traceback as a note.
+        RuntimeError: a rank died, exited with a code, or raised what cannot be pickled.
+        KeyboardInterrupt: after the ranks, told to stop, have ended; a second one kills them.
+    """
+    if not isinstance(nprocs, int) or nprocs < 1:
+        raise Error(f"spawn needs nprocs of at least 1, not {nprocs!r}")
+    shown = parse_shown(show_ranks, nprocs)
+    call = cloudpickle.dumps((fn, tuple(args), dict(kwargs or {})))
+    server = take_server()
+    ranks = Ranks(server, shown)
+    try:
+        (ranks.directory / "call.pickle").write_bytes(call)
+        (ranks.directory / "path.json").write_text(json.dumps([str(entry) for entry in sys.path]))
+        store = open_store()
+        variables = build_variables(nprocs, store.port, Overrides(device=device))
+        ranks.start(Target("call", str(ranks.directory / "call.pickle")), [{**v, **(env or {})} for v in variables])
+        _wait(ranks)
+        failure = ranks.first_failure()
+        if failure is not None:
+            raise _rebuild_exception(failure, ranks.directory)
+        return _read_value(ranks.directory)  # type: ignore[no-any-return]
+    finally:
+        if ranks.done:
+            give_back_server(server)
+        else:
+            server.close()
+        ranks.close()
+
+
+def _read_value(directory: Path) -> Any:
+    path = directory / "value.pickle"
+    return cloudpickle.loads(path.read_bytes()) if path.exists() else None  # None: it has called sys.exit().
+
+
+def _wait(ranks: Ranks) -> None:
+    try:
+        while not ranks.done and not ranks.failures:
+            ranks.poll()
+        if ranks.failures:
+            ranks.stop()
+    except KeyboardInterrupt:
+        # As a launcher does: ranks that can end their step and save; all others die of it.
+        ranks.tell_to_stop()
+        while ranks.started and not ranks.done:
+            ranks.poll()
+        raise
+
+
+def _rebuild_exception(failure: Failure, directory: Path) -> BaseException:
+    error: BaseException
+    try:
+        error = cloudpickle.loads((directory / f"{failure.rank}.pickle").read_bytes())
+    except Exception:
+        error = RuntimeError(str(failure))
+    if failure.traceback:
+        error.add_note(f"rank {failure.rank} raised this:\n{failure.traceback}")
+    elif failure.log:
+        error.add_note(f"rank {failure.rank} printed at the end:\n{failure.log}")
+    return error

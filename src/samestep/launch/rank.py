@@ -1,0 +1,222 @@
+"""What happens inside a rank: it runs a script as `python script.py` would, and says why it failed."""
+
+import atexit
+import builtins
+import faulthandler
+import importlib.machinery
+import importlib.util
+import io
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+import types
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import cloudpickle
+
+from samestep.errors import Error, PeerFailed
+
+# What torch.distributed says where another rank has gone. Its exception types are not always specific.
+PEER_LOST = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection was closed",
+    "connection refused",
+    "broken pipe",
+    "remote process exited",
+    "socketpoll",
+    "recv failed",
+    "send failed",
+    "recvvalue failed",
+    "sendbytes failed",
+    "recvbytes failed",
+    "timed out waiting for",
+    "nccl communicator was aborted",
+    "ncclremoteerror",
+)
+
+
+def run_rank(
+    *, rank: int, variables: dict[str, str], log: str | None, cwd: str, target: dict[str, Any], directory: str
+) -> NoReturn:
+    """Runs the target and ends the process.
+
+    Args:
+        rank: this rank.
+        variables: its whole environment.
+        log: the file that takes its output; None: the terminal.
+        cwd: its current directory.
+        target: fields of a `Target`.
+        directory: takes `<rank>.json` when the rank fails, and what a called function returned or raised.
+    """
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(cwd)
+    _redirect(log)
+    _refresh(variables)
+    try:
+        _run_target(rank, directory, **target)
+        code = 0
+    except SystemExit as error:
+        code = _exit_code(error)
+        if code:
+            _write_error(rank, directory, error, code)
+    except BaseException as error:
+        code = error.exit_code if isinstance(error, Error) else 1
+        _write_error(rank, directory, error, code)
+    leave(code)
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process as Python would, less the teardown of modules: that takes torch 0.3 s."""
+    with suppress(BaseException):
+        if code == 0:
+            threading._shutdown()  # type: ignore[attr-defined]  # Waits for threads that are not daemons.
+    with suppress(BaseException):
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(code)
+
+
+def load_main(kind: str, name: str, arguments: list[str]) -> tuple[types.CodeType, types.ModuleType]:
+    """A script or module as the program: its code, and a fresh `__main__` for it. Sets sys.argv and sys.path[0].
+
+    Args:
+        kind: "script": `name` is a file; "module": `name` is a module, as in `python -m`; "recipe": one of samestep's.
+        name: the script or module.
+        arguments: sys.argv[1:].
+
+    Raises:
+        Error: there is no such module.
+    """
+    main = types.ModuleType("__main__")
+    if kind == "script":
+        path = os.path.abspath(name)
+        sys.argv = [name, *arguments]
+        sys.path.insert(0, os.path.dirname(os.path.realpath(path) if os.path.islink(path) else path))
+        with io.open_code(path) as file:
+            code = compile(file.read(), path, "exec", dont_inherit=True)
+        loader: Any = importlib.machinery.SourceFileLoader("__main__", path)
+        main.__dict__.update(__file__=path, __loader__=loader, __cached__=None, __builtins__=builtins)
+    else:
+        if kind == "module":
+            sys.path.insert(0, os.getcwd())
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+        loader = spec and spec.loader
+        found = loader.get_code(spec.name) if spec is not None and hasattr(loader, "get_code") else None
+        if spec is None or found is None:
+            raise Error(f"there is no module {name} that can be run")
+        code = found
+        main.__dict__.update(__file__=spec.origin, __loader__=loader, __cached__=spec.cached, __builtins__=builtins)
+        main.__spec__, main.__package__ = spec, spec.parent
+        program = f"samestep train {name.rpartition('.')[2]}" if kind == "recipe" else str(spec.origin)
+        sys.argv = [program, *arguments]
+    sys.modules["__main__"] = main
+    return code, main
+
+
+def _run_target(rank: int, directory: str, kind: str, name: str, arguments: list[str]) -> None:
+    if kind == "call":
+        _call(rank, Path(directory), Path(name))
+    else:
+        code, main = load_main(kind, name, arguments)
+        exec(code, main.__dict__)
+
+
+def _call(rank: int, directory: Path, pickle: Path) -> None:
+    """Calls the pickled function; leaves rank 0's value in `value.pickle`, an exception in `<rank>.pickle`."""
+    sys.path[:] = json.loads((directory / "path.json").read_text())
+    try:
+        fn, args, kwargs = cloudpickle.loads(pickle.read_bytes())
+        value = fn(*args, **kwargs)
+        if rank == 0:
+            (directory / "value.pickle").write_bytes(cloudpickle.dumps(value))
+    except Exception as error:
+        with suppress(Exception):  # What cannot be pickled is told by its traceback.
+            (directory / f"{rank}.pickle").write_bytes(cloudpickle.dumps(error))
+        raise
+
+
+def _redirect(log: str | None) -> None:
+    if log is not None:
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+        os.close(file)
+    # Lines appear, or are in the log, when they are printed, whatever becomes of the rank.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
+    with suppress(Exception):
+        faulthandler.enable()
+
+
+def _refresh(variables: dict[str, str]) -> None:
+    """Gives a rank of its own what all ranks of a fork server would share."""
+    numpy_random = sys.modules.get("numpy.random")
+    if numpy_random is not None:
+        numpy_random.seed()
+    torch = sys.modules.get("torch")
+    num_threads = variables.get("OMP_NUM_THREADS", "")
+    if torch is not None and num_threads.isdigit():
+        torch.set_num_threads(int(num_threads))
+
+
+def _exit_code(error: SystemExit) -> int:
+    if error.code is None:
+        return 0
+    return error.code & 0xFF if isinstance(error.code, int) else 1
+
+
+def _write_error(rank: int, directory: str, error: BaseException, code: int) -> None:
+    if isinstance(error, SystemExit):
+        kind, message, text = "exit", f"code {code}", ""
+        if not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)  # as Python does with sys.exit("some text")
+    elif isinstance(error, Error):
+        kind, message, text = "error", str(error), _format(error)
+    else:
+        kind, message, text = "exception", f"{type(error).__name__}: {error}", _format(error)
+    record = {
+        "rank": rank,
+        "time_s": time.time(),
+        "exit_code": code,
+        "kind": kind,
+        "message": message,
+        "traceback": text,
+        "secondary": _is_secondary(error),
+    }
+    path = Path(directory) / f"{rank}.json"
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(record))
+    partial.rename(path)
+
+
+def _format(error: BaseException) -> str:
+    """The traceback as `python script.py` shows it: without the frames that led to the script."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames))
+
+
+def _is_secondary(error: BaseException) -> bool:
+    """Whether the rank is well and has only lost another: what went wrong first was a message between ranks."""
+    root = error
+    seen = {id(root)}
+    while (before := root.__cause__ or root.__context__) is not None and id(before) not in seen:
+        root = before
+        seen.add(id(root))
+    if isinstance(root, (PeerFailed, ConnectionError)):
+        return True
+    from_torch = isinstance(root, RuntimeError) or type(root).__module__.startswith("torch.distributed")
+    return from_torch and any(sign in str(root).lower() for sign in PEER_LOST)

@@ -1,0 +1,231 @@
+"""Which sample stands at position p of an epoch: the order of a run, without storing more than it must.
+
+An order is a function of the data set's length, the run's seed and the epoch, never of the ranks. Any range
+of positions can be asked for at any time, so that resuming in the middle of an epoch costs nothing.
+"""
+
+from collections.abc import Iterable, Sequence
+from math import isqrt
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from samestep.errors import Error
+from samestep.plan.seeds import derive
+
+Indices = NDArray[np.int64]
+_Words = NDArray[np.uint64]
+
+MAX_SORTED_LENGTH = 65_536
+_BLOCK = 2048
+_NUM_ROUNDS = 8
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Order(Protocol):
+    """The samples of one epoch in the order in which a run uses them."""
+
+    def __len__(self) -> int:
+        """The number of positions."""
+        ...
+
+    def take(self, start: int, stop: int) -> Indices:
+        """The sample indices at positions start..stop-1, an array of its own.
+
+        Raises:
+            IndexError: not 0 <= start <= stop <= len.
+        """
+        ...
+
+
+def build_order(length: int, *, seed: int, epoch: int, shuffle: bool = True) -> Order:
+    """The order of one epoch over samples 0..length-1, each exactly once.
+
+    Up to `MAX_SORTED_LENGTH` samples it is a stable argsort of hashes, above a `FeistelOrder`; the same
+    numbers give the same order on every machine and in every later version.
+
+    Raises:
+        ValueError: `length` or `epoch` is negative.
+    """
+    if length < 0 or epoch < 0:
+        raise ValueError(f"length {length} and epoch {epoch} must not be negative")
+    if not shuffle:
+        return SequentialOrder(length)
+    key = derive(seed, "order", step=epoch)
+    return SortedOrder(length, key) if length <= MAX_SORTED_LENGTH else FeistelOrder(length, key)
+
+
+class SequentialOrder:
+    """Position p holds sample p."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def take(self, start: int, stop: int) -> Indices:
+        _check_span(start, stop, self._length)
+        return np.arange(start, stop, dtype=np.int64)
+
+
+class GivenOrder:
+    """A sampler's own indices; samples may repeat or be left out.
+
+    Raises:
+        Error: `indices` are not one-dimensional whole numbers in 0..num_samples-1, or there are none.
+    """
+
+    def __init__(self, indices: Iterable[int], num_samples: int) -> None:
+        if not isinstance(indices, Sequence) and not hasattr(indices, "__array__"):
+            indices = list(indices)
+        try:
+            found = np.asarray(indices)
+        except ValueError:  # a ragged list
+            found = np.empty((0, 0))
+        if found.ndim != 1:
+            raise Error("the sampler's indices are not one-dimensional: give one whole number per sample")
+        if not found.size:
+            raise Error("the sampler gave no indices: a run needs at least 1 sample")
+        if found.dtype.kind not in "iu":
+            raise Error(f"the sampler's indices are {found.dtype.name}: give whole numbers")
+        wrong = np.flatnonzero((found < 0) | (found >= num_samples))
+        if wrong.size:
+            at = int(wrong[0])
+            raise Error(
+                f"the sampler gave index {found[at]} at position {at}: "
+                f"the data set's samples are 0 to {num_samples - 1}"
+            )
+        self._indices = np.array(found, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def take(self, start: int, stop: int) -> Indices:
+        _check_span(start, stop, len(self._indices))
+        return self._indices[start:stop].copy()
+
+
+class SortedOrder:
+    """A shuffle by a stable argsort of 64-bit hashes: free of bias at any length, but it stores all indices.
+
+    The hash of sample i is output i of SplitMix64 seeded with `key`.
+    """
+
+    def __init__(self, length: int, key: int) -> None:
+        order = np.argsort(_draw_hashes(key, length), kind="stable")
+        self._indices: Indices = order.astype(np.int64, copy=False)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def take(self, start: int, stop: int) -> Indices:
+        _check_span(start, stop, len(self._indices))
+        return self._indices[start:stop].copy()
+
+
+class FeistelOrder:
+    """A shuffle that is computed where it is asked for: no start-up and no memory, whatever the length.
+
+    A keyed permutation by the generalised Feistel construction of Black & Rogaway 2002, "Ciphers with
+    arbitrary finite domains" (CT-RSA): a position is written as two digits of mixed radix a and b with a * b
+    >= length, and rounds add a hash of one digit to the other, modulo its radix. A round can be undone, so
+    that all of them together permute the a * b values. Where the result is no sample, the permutation is
+    applied again ("cycle walking"), which ends, as the cycle leads back to the position itself at the latest.
+    a = ceil(sqrt(length)) leaves fewer than a values over, so that walking is rare.
+
+    At a dozen samples or fewer such shuffles are biased, which is why short orders are sorted.
+    """
+
+    def __init__(self, length: int, key: int) -> None:
+        self._length = length
+        radix_a = isqrt(length - 1) + 1
+        radix_b = -(-length // radix_a)
+        self._radices = np.uint64(radix_a), np.uint64(radix_b)
+        self._keys = list(_draw_hashes(key, _NUM_ROUNDS))
+        # Samples are mostly asked for a few at a time and in order: one block serves many takes.
+        self._cached: tuple[int, int, Indices] = (0, 0, np.empty(0, dtype=np.int64))  # start, stop, samples
+
+    def __len__(self) -> int:
+        return self._length
+
+    def take(self, start: int, stop: int) -> Indices:
+        cached_start, cached_stop, samples = self._cached  # one read: another thread may replace it
+        if cached_start <= start <= stop <= cached_stop:
+            return samples[start - cached_start : stop - cached_start].copy()
+        _check_span(start, stop, self._length)
+        taken = np.empty(stop - start, dtype=np.int64)
+        for block_start in range(start - start % _BLOCK, stop, _BLOCK):
+            samples = self._compute_block(block_start)
+            begin, end = max(start, block_start), min(stop, block_start + _BLOCK)
+            taken[begin - start : end - start] = samples[begin - block_start : end - block_start]
+        return taken
+
+    def _compute_block(self, start: int) -> Indices:
+        cached_start, cached_stop, samples = self._cached
+        if not cached_start <= start < cached_stop:
+            stop = min(start + _BLOCK, self._length)
+            samples = self._permute(np.arange(start, stop, dtype=np.uint64))
+            self._cached = start, stop, samples
+        return samples
+
+    def _permute(self, values: _Words) -> Indices:
+        length = np.uint64(self._length)
+        values = self._apply_rounds(values)
+        outside = np.flatnonzero(values >= length)
+        while outside.size:
+            values[outside] = self._apply_rounds(values[outside])
+            outside = outside[values[outside] >= length]
+        return values.astype(np.int64)
+
+    def _apply_rounds(self, values: _Words) -> _Words:
+        radix_a, radix_b = self._radices
+        changed, fixed = np.divmod(values, radix_b)  # digits of radix a, b
+        radix, other_radix = radix_a, radix_b
+        hashes, spare = np.empty_like(values), np.empty_like(values)
+        half = np.uint64(32)
+        for key in self._keys:
+            np.multiply(fixed, _GOLDEN, out=hashes)
+            hashes += key
+            _mix(hashes, spare)
+            # The upper 32 bits, scaled to 0..radix-1: multiplying is faster than dividing for a remainder.
+            hashes >>= half
+            hashes *= radix
+            hashes >>= half
+            changed += hashes
+            # Modulo the radix: where the sum is below it, the difference wraps around to a huge number.
+            np.subtract(changed, radix, out=spare)
+            np.minimum(changed, spare, out=changed)
+            changed, fixed = fixed, changed
+            radix, other_radix = other_radix, radix
+        changed *= radix_b  # after an even number of rounds it is the digit of radix a again
+        changed += fixed
+        return changed
+
+
+def _draw_hashes(key: int, count: int) -> _Words:
+    """The first outputs of SplitMix64 seeded with `key`.
+
+    Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators" (OOPSLA).
+    """
+    words = np.arange(1, count + 1, dtype=np.uint64)
+    words *= _GOLDEN
+    words += np.uint64(key)
+    _mix(words, np.empty_like(words))
+    return words
+
+
+def _mix(words: _Words, spare: _Words) -> None:
+    """SplitMix64's finaliser, in place; `spare` is scratch of the same shape."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        np.right_shift(words, np.uint64(shift), out=spare)
+        words ^= spare
+        words *= np.uint64(factor)
+    np.right_shift(words, np.uint64(31), out=spare)
+    words ^= spare
+
+
+def _check_span(start: int, stop: int, length: int) -> None:
+    if not 0 <= start <= stop <= length:
+        raise IndexError(f"positions {start} to {stop} of an order of {length}")

@@ -1,0 +1,206 @@
+"""Positions -> steps -> micro-batches -> ranks.
+
+Everything here is a function of a few whole numbers, so the state of a run's data is one integer: the step.
+"""
+
+from dataclasses import dataclass
+from math import gcd, isqrt
+from numbers import Integral
+
+from samestep.errors import Error
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One epoch of `length` samples in steps of `batch_size`; all arguments are in samples.
+
+    The last step is short where `batch_size` does not divide `length`: it has fewer micro-batches, the last
+    of them perhaps ragged. `drop_last` leaves the short step out.
+
+    Raises:
+        Error: a number is no whole number above 0, `micro_batch_size` does not divide `batch_size`, the data
+            set is empty, or `drop_last` leaves no step.
+    """
+
+    length: int
+    batch_size: int
+    micro_batch_size: int
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        _check_length(self.length)
+        check_numbers(self.batch_size, self.micro_batch_size, 1)
+        if self.drop_last and self.length < self.batch_size:
+            raise Error(
+                f"drop_last leaves no step of {_samples(self.length)} with batch_size {self.batch_size}: "
+                f"lower batch_size to at most {self.length}, or leave drop_last out"
+            )
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of one epoch."""
+        return self.length // self.batch_size if self.drop_last else -(-self.length // self.batch_size)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """V, the micro-batches of a full step."""
+        return self.batch_size // self.micro_batch_size
+
+    def span(self, step: int) -> Span:
+        """(start, stop) of the epoch's positions that make up step `step` of the epoch, counted from 0."""
+        if not 0 <= step < self.num_steps:
+            raise IndexError(f"step {step} of an epoch of {self.num_steps} steps")
+        start = step * self.batch_size
+        return start, min(start + self.batch_size, self.length)
+
+    def micro_batches(self, step: int) -> tuple[Span, ...]:
+        """(start, stop) positions of each micro-batch of a step; only the epoch's last may be ragged."""
+        return _cut(*self.span(step), self.micro_batch_size)
+
+
+@dataclass(frozen=True)
+class EndlessSchedule:
+    """Steps without epochs' ends: endless position p is sample position `p % length` of epoch `p // length`.
+
+    Every step is full; one that crosses an epoch's end goes on in the next (in several, for a tiny data set).
+
+    Raises:
+        Error: as `Schedule`.
+    """
+
+    length: int
+    batch_size: int
+    micro_batch_size: int
+
+    def __post_init__(self) -> None:
+        _check_length(self.length)
+        check_numbers(self.batch_size, self.micro_batch_size, 1)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """V, the micro-batches of every step."""
+        return self.batch_size // self.micro_batch_size
+
+    def span(self, step: int) -> Span:
+        """(start, stop) of the endless positions that make up step `step`."""
+        if step < 0:
+            raise IndexError(f"step {step} is below 0")
+        return step * self.batch_size, (step + 1) * self.batch_size
+
+    def micro_batches(self, step: int) -> tuple[Span, ...]:
+        """(start, stop) endless positions of each of the V micro-batches of a step."""
+        return _cut(*self.span(step), self.micro_batch_size)
+
+
+def check_numbers(batch_size: int, micro_batch_size: int, world_size: int) -> None:
+    """Checks that the numbers make a step that `world_size` ranks can share.
+
+    Raises:
+        Error: not so; the sentence names the nearest legal numbers.
+    """
+    for name, value in (
+        ("batch_size", batch_size),
+        ("micro_batch_size", micro_batch_size),
+        ("world_size", world_size),
+    ):
+        _check_positive(name, value)
+    if batch_size % micro_batch_size:
+        below = batch_size - batch_size % micro_batch_size
+        sizes = [size for size in (below, below + micro_batch_size) if size]
+        # At most four, the nearest: a round batch_size can have dozens of divisors.
+        divisors = sorted(_divisors(batch_size), key=lambda size: (abs(size - micro_batch_size), size))[:4]
+        raise Error(
+            f"batch_size {batch_size} is not a multiple of micro_batch_size {micro_batch_size}: "
+            f"use a batch_size of {_either(sizes)}, or a micro_batch_size of {_either(sorted(divisors))}"
+        )
+    num_micro_batches = batch_size // micro_batch_size
+    if world_size > num_micro_batches:
+        ranks = "1 rank" if num_micro_batches == 1 else f"1 to {num_micro_batches} ranks"
+        micro_batches = "1 micro-batch" if num_micro_batches == 1 else f"{num_micro_batches} micro-batches"
+        if world_size <= batch_size:
+            largest = max(size for size in _divisors(batch_size) if batch_size // size >= world_size)
+            remedy = f"lower micro_batch_size (now {micro_batch_size}) to at most {largest}"
+        else:
+            remedy = f"raise batch_size (now {batch_size}) to at least {world_size * micro_batch_size}"
+        raise Error(f"{world_size} ranks for {micro_batches}: start {ranks}, or {remedy}")
+
+
+def default_micro_batch_size(batch_size: int) -> int:
+    """For a run that names none: V becomes the largest of 8, 4, 2, 1 that divides `batch_size`."""
+    _check_positive("batch_size", batch_size)
+    return batch_size // gcd(batch_size, 8)
+
+
+def rank_range(n: int, world_size: int, rank: int) -> range:
+    """The micro-batches that a rank computes in a step of n: contiguous, in rank order, shares within 1.
+
+    While the ranks are even in number, half of them take the left subtree of the canonical tree and half the
+    right one; an odd number of ranks shares its subtree evenly. So each of a power of two of ranks gets one
+    complete subtree for every n >= world_size, and rank 0 is never idle. The shares stay within 1 of each
+    other because halving rounds as dividing does: ceil(ceil(n / 2) / w) = ceil(n / 2w), and likewise for
+    floor.
+    """
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank {rank} of {world_size}")
+    lo, hi = 0, n
+    while world_size % 2 == 0:
+        world_size //= 2
+        mid = (lo + hi + 1) // 2  # tree.split, which imports this module
+        if rank < world_size:
+            hi = mid
+        else:
+            lo, rank = mid, rank - world_size
+    # Rounded up, so that the longer shares come first, as in the tree.
+    return range(lo - (lo - hi) * rank // world_size, lo - (lo - hi) * (rank + 1) // world_size)
+
+
+def describe(n: int, world_size: int) -> str:
+    """How n micro-batches spread over the ranks, for people: `16 micro-batches on 3 ranks: 6+5+5, 89 % busy`.
+
+    Busy is the share of a step's computing time in which the mean rank computes, were all micro-batches to
+    take equally long. Above 8 ranks the shares are abbreviated.
+    """
+    shares = [len(rank_range(n, world_size, rank)) for rank in range(world_size)]
+    micro_batches = f"{n} micro-batch{'es' if n != 1 else ''}"
+    if world_size == 1:
+        return f"{micro_batches} on 1 rank"
+    if world_size <= 8:
+        listed = "+".join(map(str, shares))
+    elif min(shares) == max(shares):
+        listed = f"{shares[0]} each"
+    else:
+        listed = f"{min(shares)} or {max(shares)} each"
+    busy = n / (world_size * max(shares))
+    return f"{micro_batches} on {world_size} ranks: {listed}, {busy * 100:.0f} % busy"
+
+
+def _cut(start: int, stop: int, size: int) -> tuple[Span, ...]:
+    return tuple((at, min(at + size, stop)) for at in range(start, stop, size))
+
+
+def _check_positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
+        raise Error(f"{name} must be a whole number above 0, found {value!r}")
+
+
+def _check_length(length: object) -> None:
+    if isinstance(length, Integral) and length == 0:
+        raise Error("the data set is empty: a run needs at least 1 sample")
+    _check_positive("the length of the data set", length)
+
+
+def _samples(count: int) -> str:
+    return f"{count} sample{'s' if count != 1 else ''}"
+
+
+def _divisors(number: int) -> list[int]:
+    small = [size for size in range(1, isqrt(number) + 1) if number % size == 0]
+    return sorted({*small, *(number // size for size in small)})
+
+
+def _either(values: list[int]) -> str:
+    """`1`, `1 or 2`, `1, 2 or 5`."""
+    *head, last = map(str, values)
+    return f"{', '.join(head)} or {last}" if head else last

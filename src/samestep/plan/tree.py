@@ -1,0 +1,122 @@
+"""The canonical tree over a step's micro-batches: which sums are formed, in which order, whoever forms them.
+
+A step's gradient is the sum of its n micro-batches' gradients along one binary tree. A node `(lo, hi)` is the
+sum of micro-batches lo..hi-1; its children are `(lo, mid)` and `(mid, hi)` with `mid = split(lo, hi)`. The
+tree depends on n alone. Floating-point addition commutes but does not associate, so two runs that form the
+same nodes get the same bits, however the micro-batches are spread over ranks.
+
+A rank folds its own range into parts (complete subtrees), and the parts of all ranks complete to the root.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from samestep.plan.schedule import rank_range
+
+Node = tuple[int, int]
+
+
+def split(lo: int, hi: int) -> int:
+    """The first micro-batch of the right child of node (lo, hi), `hi - lo >= 2`.
+
+    The middle, not the largest power of two: the subtrees of one depth then differ by at most one
+    micro-batch, so the ranges of 2, 4, 8 ... ranks can be single nodes for every n.
+    """
+    return (lo + hi + 1) // 2
+
+
+@lru_cache(maxsize=4096)
+def merges(n: int, first: int, v: int) -> tuple[Node, ...]:
+    """The left siblings to add, bottom up, once a rank whose range starts at `first` has done micro-batch v.
+
+    They are the left children of all ancestors of leaf v that end with v and start within the range. The rank
+    holds all of them already; afterwards it holds the node `(lo of the last one, v + 1)` in their place, or
+    the leaf `(v, v + 1)` when there are none.
+    """
+    if not 0 <= first <= v < n:
+        raise ValueError(f"micro-batch {v} of {n} is not in a range that starts at {first}")
+    lefts: list[Node] = []
+    lo, hi = 0, n
+    while hi - lo > 1:
+        mid = split(lo, hi)
+        if v >= mid:
+            lefts.append((lo, mid))
+            lo = mid
+        else:  # nothing above this turn ends with v
+            lefts.clear()
+            hi = mid
+    return tuple(node for node in reversed(lefts) if node[0] >= first)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What each rank holds after its last micro-batch of a step, and how all of it adds up to the root.
+
+    Attributes:
+        num_micro_batches: n, the micro-batches present in this step.
+        world_size: the number of ranks; above n, some ranks are idle (an empty range, no parts).
+        ranges: per rank, its micro-batches.
+        parts: per rank, the fewest complete subtrees that make up its range, left to right.
+        max_parts: the most parts that any rank has. Rank r's part k stands in slot `r * max_parts + k`.
+        additions: `(dst, src)` pairs, to be done in this order: `slot[dst] += slot[src]`.
+        root: the slot that then holds the whole sum.
+        butterfly: the ranks are a power of two, each has exactly one part, and the additions are those of
+            recursive pairwise combining, where rank r meets r ^ 1, then r ^ 2, then r ^ 4 and so on.
+    """
+
+    num_micro_batches: int
+    world_size: int
+    ranges: tuple[range, ...]
+    parts: tuple[tuple[Node, ...], ...]
+    max_parts: int
+    additions: tuple[tuple[int, int], ...]
+    root: int
+    butterfly: bool
+
+
+@lru_cache(maxsize=128)
+def build_layout(n: int, world_size: int) -> Layout:
+    """The layout of a step of n micro-batches on `world_size` ranks (n, world_size >= 1)."""
+    if n < 1 or world_size < 1:
+        raise ValueError(f"{n} micro-batches on {world_size} ranks: both must be at least 1")
+    ranges = tuple(rank_range(n, world_size, rank) for rank in range(world_size))
+    parts = tuple(tuple(_cover(0, n, held.start, held.stop)) for held in ranges)
+    max_parts = max(len(held) for held in parts)
+    slots = {node: rank * max_parts + k for rank, held in enumerate(parts) for k, node in enumerate(held)}
+    additions: list[tuple[int, int]] = []
+    root = _complete(0, n, slots, additions)
+    butterfly = all(len(held) == 1 for held in parts) and sorted(additions) == _pairs(world_size)
+    return Layout(n, world_size, ranges, parts, max_parts, tuple(additions), root, butterfly)
+
+
+def _cover(lo: int, hi: int, start: int, stop: int) -> list[Node]:
+    """The largest nodes under (lo, hi) that lie within start..stop-1, left to right."""
+    if start <= lo and hi <= stop:
+        return [(lo, hi)]
+    if start >= hi or stop <= lo or start == stop:
+        return []
+    mid = split(lo, hi)
+    return _cover(lo, mid, start, stop) + _cover(mid, hi, start, stop)
+
+
+def _complete(lo: int, hi: int, slots: dict[Node, int], additions: list[tuple[int, int]]) -> int:
+    """Appends the additions that form node (lo, hi) from the parts in `slots`; returns its slot."""
+    slot = slots.get((lo, hi))
+    if slot is not None:
+        return slot
+    mid = split(lo, hi)
+    dst = _complete(lo, mid, slots, additions)
+    additions.append((dst, _complete(mid, hi, slots, additions)))
+    return dst
+
+
+def _pairs(world_size: int) -> list[tuple[int, int]]:
+    """Sorted pairs of recursive pairwise combining; empty where world_size is no power of two (or is 1)."""
+    if world_size & (world_size - 1):
+        return []
+    pairs = []
+    stride = 1
+    while stride < world_size:
+        pairs += [(rank, rank + stride) for rank in range(0, world_size, 2 * stride)]
+        stride *= 2
+    return sorted(pairs)

@@ -1,0 +1,323 @@
+"""A run's state <-> JSON and tensors, without pickle.
+
+The structure is JSON; what JSON lacks is an object with the key "$", which names its kind. The tensors' bytes stand
+in files of the safetensors format (https://github.com/huggingface/safetensors). These are written and read here and
+not by that library, which wants all tensors in host memory at once, refuses two views of one memory, reads lazily
+from files that may have been pruned by then, and turns a full disk into an error of its own.
+"""
+
+import base64
+import hashlib
+import json
+import math
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from samestep.errors import Error
+from samestep.snapshot.manifest import Pieces
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+KIND = "$"
+
+# torch's names of dtypes -> those of safetensors.
+_CODES = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
+    "uint64": "U64", "int64": "I64", "float16": "F16", "bfloat16": "BF16", "float32": "F32", "float64": "F64",
+    "float8_e5m2": "F8_E5M2", "float8_e4m3fn": "F8_E4M3", "float8_e5m2fnuz": "F8_E5M2FNUZ",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e8m0fnu": "F8_E8M0", "complex64": "C64",
+}  # fmt: skip
+_NAMES = {code: name for name, code in _CODES.items()}
+_AS_REAL = ("complex32", "complex128")  # safetensors lacks them: stored as pairs of reals
+
+
+def encode(state: Any) -> tuple[Any, dict[str, "Tensor"]]:
+    """The structure of a state, as JSON, and its tensors by the names that stand in it. Nothing is copied.
+
+    Tensors that share memory, shape and strides, such as tied weights, get one name.
+
+    Raises:
+        Error: something in the state is no tensor, numpy array, number, string, bytes, list, tuple, dict or set.
+    """
+    encoder = _Encoder()
+    return encoder.encode(state, ()), encoder.tensors
+
+
+def decode(structure: Any, tensors: Mapping[str, "Tensor"]) -> Any:
+    """The state that `encode` took apart. What had one name is one tensor again."""
+    return _Decoder(tensors).decode(structure)
+
+
+def digest(state: Any) -> str:
+    """The sha256 of a state's content: equal for equal states, whatever their devices, strides and dicts' order.
+
+    At most one tensor at a time is copied, and only if it is on a device or not contiguous.
+
+    Raises:
+        Error: as `encode`.
+    """
+    structure, tensors = encode(state)
+    return digest_of(structure, {name: _hash(view_bytes(tensor)) for name, tensor in tensors.items()})
+
+
+def digest_of(structure: Any, hashes: Mapping[str, str]) -> str:
+    """`digest` of an encoded state, from the sha256 of each tensor's bytes."""
+    text = json.dumps(_canonical(structure, hashes), sort_keys=True, separators=(",", ":"))
+    return _hash(text.encode())
+
+
+def view_bytes(tensor: "Tensor") -> memoryview:
+    """A tensor's elements in row-major order as bytes; a copy only where they are not so in host memory."""
+    import torch
+
+    host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    return memoryview(host.reshape(-1).view(torch.uint8).numpy())
+
+
+def write_tensors(file: BinaryIO, tensors: Mapping[str, "Tensor"]) -> tuple[Pieces, dict[str, str]]:
+    """Writes a safetensors file, one tensor after the other, the widest dtypes first so that all are aligned.
+
+    Returns:
+        The pieces of the file, and by name the sha256 of each tensor's bytes.
+    """
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    header, end = {}, 0
+    for name, tensor in ordered:
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {
+            "dtype": _CODES[_name_of(tensor.dtype)],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    text = struct.pack("<Q", len(text)) + text
+    file.write(text)
+    pieces, hashes = [(len(text), _hash(text))], {}
+    for name, tensor in ordered:
+        data = view_bytes(tensor)
+        file.write(data)
+        hashes[name] = _hash(data)
+        pieces.append((len(data), hashes[name]))
+    return pieces, hashes
+
+
+def read_tensors(path: Path) -> dict[str, "Tensor"]:
+    """The tensors of a safetensors file, in memory of their own."""
+    import torch
+
+    tensors = {}
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            file.seek(8 + length + entry["data_offsets"][0])
+            tensor = torch.empty(entry["shape"], dtype=getattr(torch, _NAMES[entry["dtype"]]))
+            data = view_bytes(tensor)
+            if file.readinto(data) != len(data):
+                raise EOFError(f"{path} ends within {name}")
+            tensors[name] = tensor
+    return tensors
+
+
+class _Encoder:
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._names: dict[tuple[Any, ...], str] = {}
+
+    def encode(self, value: Any, path: tuple[Any, ...]) -> Any:
+        import torch
+
+        kind = type(value)
+        if value is None or kind in (bool, int, str):
+            return value
+        if kind is float:
+            return value if math.isfinite(value) else {KIND: "float", "hex": struct.pack(">d", value).hex()}
+        if kind is list:
+            return self._encode_all(value, path)
+        if kind in (tuple, torch.Size):
+            return {KIND: "tuple", "items": self._encode_all(value, path)}
+        if isinstance(value, dict):
+            return self._encode_dict(value, path)
+        if kind is set:
+            return {KIND: "set", "items": sorted((self._encode_key(item, path) for item in value), key=json.dumps)}
+        if kind in (torch.Tensor, torch.nn.Parameter):
+            return self._encode_tensor(value.detach(), path)
+        if kind is np.ndarray or isinstance(value, np.generic):
+            return self._encode_array(value, path)
+        if kind is complex:
+            return {KIND: "complex", "hex": struct.pack(">dd", value.real, value.imag).hex()}
+        if kind is bytes:
+            return {KIND: "bytes", "base64": base64.b64encode(value).decode()}
+        if kind is torch.dtype:
+            return {KIND: "dtype", "name": _name_of(value)}
+        raise _refusal(path, f"a {kind.__qualname__}")
+
+    def _encode_all(self, values: Iterable[Any], path: tuple[Any, ...]) -> list[Any]:
+        return [self.encode(value, (*path, index)) for index, value in enumerate(values)]
+
+    def _encode_dict(self, value: dict[Any, Any], path: tuple[Any, ...]) -> Any:
+        encoded = {key: self.encode(item, (*path, key)) for key, item in value.items()}
+        # What a module's state_dict says of the versions of its modules; their load_state_dict looks at it.
+        versions = getattr(value, "_metadata", None)
+        plain = versions is None and not isinstance(value, Counter)
+        if plain and KIND not in encoded and all(type(key) is str for key in encoded):
+            return encoded
+        items = [[self._encode_key(key, path), item] for key, item in encoded.items()]
+        if versions is not None:
+            return {KIND: "state_dict", "items": items, "versions": self.encode(dict(versions), (*path, "_metadata"))}
+        return {KIND: "counter" if isinstance(value, Counter) else "dict", "items": items}
+
+    def _encode_key(self, key: Any, path: tuple[Any, ...]) -> Any:
+        if type(key) is tuple:
+            return {KIND: "tuple", "items": [self._encode_key(item, path) for item in key]}
+        if key is not None and type(key) not in (bool, int, float, str, bytes):
+            raise _refusal(path, f"a dict or set with a {type(key).__qualname__} as key")
+        return self.encode(key, path)
+
+    def _encode_tensor(self, tensor: "Tensor", path: tuple[Any, ...]) -> Any:
+        import torch
+
+        dtype = _name_of(tensor.dtype)
+        if tensor.layout != torch.strided or tensor.is_meta or dtype not in (*_CODES, *_AS_REAL):
+            raise _refusal(path, f"a tensor of {tensor.layout} layout and {tensor.dtype} on {tensor.device}")
+        shape, strides = list(tensor.shape), tensor.stride()
+        memory = tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset()
+        key = *memory, tensor.is_conj(), tensor.is_neg(), dtype, tuple(shape), strides
+        if key not in self._names:
+            stored = torch.view_as_real(tensor.resolve_conj()) if dtype in _AS_REAL else tensor
+            self._names[key] = self._add(stored, path)
+        encoded = {KIND: "tensor", "name": self._names[key], "dtype": dtype, "shape": shape}
+        if strides != torch.empty(shape, device="meta").stride() and _is_dense(tensor):
+            encoded["strides"] = list(strides)  # the next update has the same bits only in the same layout
+        return encoded
+
+    def _encode_array(self, array: "NDArray[Any] | np.generic", path: tuple[Any, ...]) -> Any:
+        import torch
+
+        if array.dtype.kind not in "biufcSUmM":
+            raise _refusal(path, f"a numpy value of dtype {array.dtype}")
+        encoded = {"dtype": array.dtype.str, "shape": list(array.shape)}
+        if isinstance(array, np.generic):
+            return {KIND: "scalar", "hex": array.tobytes().hex(), **encoded}
+        data = np.frombuffer(array.tobytes(), np.uint8).copy()
+        return {KIND: "array", "name": self._add(torch.from_numpy(data), path), **encoded}
+
+    def _add(self, tensor: "Tensor", path: tuple[Any, ...]) -> str:
+        name = wanted = "/".join(map(str, path))
+        count = 1
+        while name in self.tensors or name == "__metadata__":  # which safetensors keeps for itself
+            name, count = f"{wanted}~{count}", count + 1
+        self.tensors[name] = tensor
+        return name
+
+
+class _Decoder:
+    def __init__(self, tensors: Mapping[str, "Tensor"]) -> None:
+        self._stored = tensors
+        self._tensors: dict[str, Tensor] = {}
+        self._kinds: dict[str, Callable[[Any], Any]] = {
+            "tuple": lambda value: tuple(map(self.decode, value["items"])),
+            "set": lambda value: set(map(self.decode, value["items"])),
+            "dict": self._decode_items,
+            "counter": lambda value: Counter(self._decode_items(value)),
+            "state_dict": self._decode_state_dict,
+            "tensor": self._decode_tensor,
+            "array": lambda value: _decode_array(self._stored[value["name"]].numpy().tobytes(), value).copy(),
+            "scalar": lambda value: _decode_array(bytes.fromhex(value["hex"]), value)[()],
+            "float": lambda value: struct.unpack(">d", bytes.fromhex(value["hex"]))[0],
+            "complex": lambda value: complex(*struct.unpack(">dd", bytes.fromhex(value["hex"]))),
+            "bytes": lambda value: base64.b64decode(value["base64"]),
+            "dtype": _decode_dtype,
+        }
+
+    def decode(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return list(map(self.decode, value))
+        if not isinstance(value, dict):
+            return value
+        if KIND in value:
+            return self._kinds[value[KIND]](value)
+        return {key: self.decode(item) for key, item in value.items()}
+
+    def _decode_items(self, value: Any) -> dict[Any, Any]:
+        return {self.decode(key): self.decode(item) for key, item in value["items"]}
+
+    def _decode_state_dict(self, value: Any) -> Any:
+        state_dict = OrderedDict(self._decode_items(value))
+        state_dict._metadata = OrderedDict(self.decode(value["versions"]))  # type: ignore[attr-defined]
+        return state_dict
+
+    def _decode_tensor(self, value: Any) -> "Tensor":
+        import torch
+
+        name = value["name"]
+        if name not in self._tensors:
+            tensor = self._stored[name]
+            if value["dtype"] in _AS_REAL:
+                tensor = torch.view_as_complex(tensor)
+            if "strides" in value:
+                tensor = torch.empty_strided(value["shape"], value["strides"], dtype=tensor.dtype).copy_(tensor)
+            self._tensors[name] = tensor
+        return self._tensors[name]
+
+
+def _decode_array(data: bytes, value: Any) -> "NDArray[Any]":
+    dtype = np.dtype(value["dtype"])
+    # numpy takes no buffer of 0 bytes for strings of length 0.
+    return np.ndarray(value["shape"], dtype, data) if data else np.zeros(value["shape"], dtype)
+
+
+def _decode_dtype(value: Any) -> Any:
+    import torch
+
+    return getattr(torch, value["name"])
+
+
+def _canonical(value: Any, hashes: Mapping[str, str]) -> Any:
+    """An encoded state without what is not content: names of tensors, strides, the order of dicts, versions."""
+    if isinstance(value, list):
+        return [_canonical(item, hashes) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value.get(KIND, "dict")
+    if kind in ("dict", "counter", "state_dict"):
+        pairs = value["items"] if KIND in value else value.items()
+        items = [[json.dumps(key), _canonical(item, hashes)] for key, item in pairs]
+        return {KIND: "counter" if kind == "counter" else "dict", "items": sorted(items, key=lambda pair: pair[0])}
+    plain = {key: item for key, item in value.items() if key not in ("name", "items", "strides")}
+    if kind in ("tensor", "array"):
+        return plain | {"sha256": hashes[value["name"]]}
+    return value if "items" not in value else plain | {"items": _canonical(value["items"], hashes)}
+
+
+def _is_dense(tensor: "Tensor") -> bool:
+    """Whether the elements fill a block of memory in the order of some permutation of the dims."""
+    dims = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    return tensor.permute(dims).is_contiguous()
+
+
+def _name_of(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _hash(data: bytes | memoryview) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def _refusal(path: tuple[Any, ...], what: str) -> Error:
+    if path[:1] == ("objects",):
+        path = path[1:]
+    where = "".join(f".{part}" if isinstance(part, str) else f"[{part!r}]" for part in path).lstrip(".")
+    return Error(
+        f"{where or 'the state'} is {what}, which a snapshot cannot hold: leave it out of the state_dict, or make it "
+        "of tensors, numpy arrays, numbers, strings, bytes, lists, tuples, dicts and sets"
+    )

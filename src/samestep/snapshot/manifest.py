@@ -1,0 +1,107 @@
+"""The manifest of a snapshot: written last, checked first. It vouches for every byte of the other files."""
+
+import hashlib
+import json
+import platform
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from samestep import __version__
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_BUFFER_BYTES = 1 << 20
+
+# A file's consecutive pieces: their lengths in bytes and their sha256. Pieces follow what is in the file (one
+# tensor each), so that one pass over a tensor's bytes serves the file's check and the digest of the state, and a
+# reader of a few tensors need not read the others.
+Pieces = list[tuple[int, str]]
+
+
+def build_manifest(
+    *, step: int, name: str | None, digest: str, files: Mapping[str, Pieces], versions: Mapping[str, str],
+    meta: Mapping[str, Any],
+) -> dict[str, Any]:  # fmt: skip
+    """The manifest of a snapshot whose other files are written."""
+    manifest = {
+        "format": FORMAT,
+        "step": step,
+        "name": name,
+        "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+        "digest": digest,
+        "versions": {"samestep": __version__, "python": platform.python_version(), **versions},
+        "files": {
+            file: {"size": sum(length for length, _ in pieces), "pieces": [list(piece) for piece in pieces]}
+            for file, pieces in files.items()
+        },
+        "meta": meta,
+    }
+    manifest = json.loads(json.dumps(manifest, allow_nan=False))  # as a reader will have it
+    return manifest | {"sha256": _checksum(manifest)}
+
+
+def read_manifest(directory: Path) -> tuple[dict[str, Any], str | None]:
+    """The manifest of a directory ({} if it cannot be read) and what is wrong with it or the files' sizes."""
+    try:
+        manifest = json.loads((directory / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        return {}, f"{MANIFEST} is missing"
+    except OSError as error:
+        return {}, f"{MANIFEST} cannot be read ({error.strerror})"
+    except ValueError:
+        return {}, f"{MANIFEST} is damaged"
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("format"), int):
+        return {}, f"{MANIFEST} is damaged"
+    if manifest["format"] > FORMAT:
+        found, known = manifest["format"], FORMAT
+        return {}, f"{MANIFEST} has format {found} of a newer samestep, this one reads up to {known}"
+    checksum = manifest.pop("sha256", None)
+    if checksum != _checksum(manifest):
+        return {}, f"{MANIFEST} is damaged"
+    return manifest, _find_wrong_size(directory, manifest["files"])
+
+
+def find_damage(directory: Path, manifest: Mapping[str, Any]) -> str | None:
+    """What differs from the manifest's checksums, after reading every byte of every file; None if nothing does."""
+    for file, expected in manifest["files"].items():
+        try:
+            problem = _find_damaged_piece(directory / file, expected["pieces"])
+        except OSError as error:
+            return f"{file} cannot be read ({error.strerror})"
+        if problem:
+            return f"{file} is damaged ({problem})"
+    return None
+
+
+def _find_wrong_size(directory: Path, files: Mapping[str, Any]) -> str | None:
+    for file, expected in files.items():
+        try:
+            size = (directory / file).stat().st_size
+        except FileNotFoundError:
+            return f"{file} is missing"
+        except OSError as error:
+            return f"{file} cannot be read ({error.strerror})"
+        if size != expected["size"]:
+            return f"{file} has {size} bytes, not {expected['size']}"
+    return None
+
+
+def _find_damaged_piece(path: Path, pieces: Iterable[tuple[int, str]]) -> str | None:
+    buffer = memoryview(bytearray(_BUFFER_BYTES))
+    start = 0
+    with open(path, "rb", buffering=0) as file:
+        for length, checksum in pieces:
+            sha, left = hashlib.sha256(), length
+            while left and (count := file.readinto(buffer[: min(left, _BUFFER_BYTES)])):
+                sha.update(buffer[:count])
+                left -= count
+            if left or sha.hexdigest() != checksum:
+                return f"somewhere in bytes {start} to {start + length}"
+            start += length
+    return None
+
+
+def _checksum(manifest: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True, allow_nan=False).encode()).hexdigest()

@@ -1,0 +1,42 @@
+"""When a snapshot is due."""
+
+import re
+from dataclasses import dataclass
+
+from samestep.errors import Error
+
+_EVERY = re.compile(r"(\d+)\s*(steps?|epochs?)?")
+
+
+@dataclass(frozen=True)
+class Every:
+    """A snapshot every so many steps, or every so many epochs: one of the two is None."""
+
+    steps: int | None = None
+    epochs: int | None = None
+
+    def is_due(self, step: int, epochs_done: int | None = None) -> bool:
+        """Whether a snapshot is due.
+
+        Args:
+            step: the number of steps done.
+            epochs_done: the number of epochs done; None anywhere but at an epoch's end.
+        """
+        if self.steps is not None:
+            return step > 0 and step % self.steps == 0
+        return bool(self.epochs and epochs_done) and epochs_done % self.epochs == 0  # type: ignore[operator]
+
+
+def parse_every(value: int | str | None) -> Every | None:
+    """10, "10" and "10steps" mean steps, "2epochs" epochs; None and "never" mean None.
+
+    Raises:
+        Error: anything else.
+    """
+    if value is None or value == "never":
+        return None
+    match = None if isinstance(value, bool) else _EVERY.fullmatch(str(value).strip())
+    if match is None or int(match[1]) == 0:
+        raise Error(f"snapshot_every is {value!r}: give a number of steps such as 10, one of epochs such as 2epochs, or never")
+    count = int(match[1])
+    return Every(epochs=count) if (match[2] or "").startswith("epoch") else Every(steps=count)

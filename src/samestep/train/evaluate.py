@@ -1,0 +1,95 @@
+"""Scores over a data set: every sample once, the same bits at any number of ranks."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from samestep.data.loader import Loader, Source, Task, seed_all, to_device
+from samestep.errors import Error
+from samestep.plan.order import build_order
+from samestep.plan.schedule import rank_range
+from samestep.plan.seeds import derive
+
+if TYPE_CHECKING:
+    from samestep.train.run import Run
+
+Row = dict[str, Any]  # name -> list, or (value, weight)
+
+
+def run_evaluate(
+    run: "Run", score: Callable[[Any], Mapping[str, Any]], source: Source, micro_batch_size: int, number: int
+) -> dict[str, Any]:
+    """What `Run.evaluate` returns. `number` tells apart the evaluations of one step, which draw other noise."""
+    length = len(source)
+    spans = [(start, min(start + micro_batch_size, length)) for start in range(0, length, micro_batch_size)]
+    held = rank_range(len(spans), run.world_size, run.rank)
+    order = build_order(length, seed=0, epoch=0, shuffle=False)
+
+    def seed_of(purpose: str, v: int) -> int:
+        return derive(run.seed, purpose, step=run.steps_done, pass_=2**32 + number, micro_batch=v)
+
+    tasks = (Task(order.take(*spans[v]), seed_of("data", v)) for v in held)
+    rows: list[Row] = []
+    modules = [part for module in run._modules.values() for part in module.modules() if part.training]
+    for part in modules:
+        part.training = False
+    run._buffers.begin()
+    try:
+        with Loader(source, tasks, device=run.device) as loader, torch.no_grad():
+            for v, loaded in zip(held, loader, strict=True):
+                seed_all(seed_of("evaluate", v))
+                rows.append(_read(score(to_device(loaded.batch, run.device)), loaded.num_samples))
+                run._buffers.undo()
+    except Error as error:
+        error.rank = run.rank
+        raise
+    finally:
+        for part in modules:
+            part.training = True
+    return _merge([row for of_rank in run._group.gather([_settle(row) for row in rows]) for row in of_rank])
+
+
+def _read(scores: Mapping[str, Any], num_samples: int) -> Row:
+    """A micro-batch's scores, checked, without a sync."""
+    if not isinstance(scores, Mapping):
+        raise Error(f"the score function returned a {type(scores).__name__}: return a dict of name -> value")
+    row: Row = {}
+    for name, value in scores.items():
+        if isinstance(value, list):
+            if len(value) != num_samples:
+                raise Error(f"score {name!r} has {len(value)} entries for {num_samples} samples: give one per sample")
+            row[name] = value
+            continue
+        mean, weight = value if isinstance(value, tuple) and len(value) == 2 else (value, num_samples)
+        for number in (mean, weight):
+            if not isinstance(number, int | float) and not (isinstance(number, Tensor) and number.numel() == 1):
+                raise Error(
+                    f"score {name!r} is neither a number, nor (number, weight), nor a list with one entry per sample, "
+                    f"but {type(number).__name__}: average it, or turn it into a list"
+                )
+        row[name] = (mean, weight)
+    return row
+
+
+def _settle(row: Row) -> Row:
+    return {
+        name: value if isinstance(value, list) else (float(value[0]), float(value[1])) for name, value in row.items()
+    }
+
+
+def _merge(rows: list[Row]) -> dict[str, Any]:
+    """Rows of all micro-batches, in order, into means (exactly rounded sums, so in any grouping) and lists."""
+    merged: dict[str, Any] = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = [row[name] for row in rows if name in row]
+        if isinstance(values[0], list):
+            merged[name] = [entry for value in values for entry in value]
+            continue
+        total = math.fsum(weight for _, weight in values)
+        if total == 0:
+            raise Error(f"the total weight of score {name!r} is 0: no sample of the data set counts")
+        merged[name] = math.fsum(value * weight for value, weight in values if weight) / total
+    return merged

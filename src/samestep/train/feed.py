@@ -1,0 +1,95 @@
+"""Which samples each step holds, and which of them this rank loads: the plan put to a data set."""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from samestep.data.loader import Source, Task
+from samestep.plan.ledger import fingerprint
+from samestep.plan.order import GivenOrder, Order, build_order
+from samestep.plan.schedule import EndlessSchedule, Schedule, Span
+from samestep.plan.seeds import derive
+from samestep.plan.tree import build_layout
+
+Sampler = Callable[[int], Iterable[int]]
+
+
+class Feed:
+    """The samples of a run's steps.
+
+    Attributes:
+        length: samples of one epoch.
+        steps_per_epoch: None for an endless feed (`run.steps`).
+        has_sampler: the order of an epoch is the script's.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        seed: int,
+        batch_size: int,
+        micro_batch_size: int,
+        endless: bool,
+        sampler: Sampler | None,
+    ) -> None:
+        self.source, self._seed, self._sampler = source, seed, sampler
+        self.has_sampler = sampler is not None
+        self.order = lru_cache(maxsize=2)(self._build_order)
+        self.length = len(source) if sampler is None else len(self.order(0))
+        self.schedule: Schedule | EndlessSchedule
+        if endless:
+            self.schedule = EndlessSchedule(self.length, batch_size, micro_batch_size)
+            self.steps_per_epoch = None
+        else:
+            self.schedule = Schedule(self.length, batch_size, micro_batch_size, source.drop_last)
+            self.steps_per_epoch = self.schedule.num_steps
+
+    def _build_order(self, epoch: int) -> Order:
+        if self._sampler is None:
+            return build_order(len(self.source), seed=self._seed, epoch=epoch, shuffle=self.source.shuffle)
+        return GivenOrder(self._sampler(epoch), len(self.source))
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch that step `step` of the run begins in."""
+        if self.steps_per_epoch is None:
+            return self.schedule.span(step)[0] // self.length
+        return step // self.steps_per_epoch
+
+    def micro_batches(self, step: int) -> tuple[Span, ...]:
+        """The micro-batches of step `step` of the run, as spans of positions."""
+        return self.schedule.micro_batches(step if self.steps_per_epoch is None else step % self.steps_per_epoch)
+
+    def indices(self, step: int, span: Span) -> NDArray[np.int64]:
+        """The samples at a span of positions of step `step`."""
+        start, stop = span
+        if self.steps_per_epoch is not None:
+            return self.order(step // self.steps_per_epoch).take(start, stop)
+        pieces = []
+        while start < stop:
+            epoch, offset = divmod(start, self.length)
+            end = min(stop - start + offset, self.length)
+            pieces.append(self.order(epoch).take(offset, end))
+            start += end - offset
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def tasks(self, start: int, stop: int, *, rank: int, world_size: int) -> Iterator[Task]:
+        """What this rank loads for steps start..stop-1 of the run, in order."""
+        for step in range(start, stop):
+            spans = self.micro_batches(step)
+            for v in build_layout(len(spans), world_size).ranges[rank]:
+                yield Task(self.indices(step, spans[v]), derive(self._seed, "data", step=step, micro_batch=v))
+
+    def order_fingerprint(self, epoch: int) -> int:
+        """One number for the order of an epoch that a sampler gave: ranks compare theirs."""
+        order = self.order(epoch)
+        return fingerprint(order.take(0, len(order)))
+
+    def keep_order(self, epoch: int, directory: Path) -> None:
+        """Writes down the order that a sampler gave, for the audit of the ledger."""
+        directory.mkdir(exist_ok=True)
+        order = self.order(epoch)
+        np.save(directory / f"epoch-{epoch:08d}.npy", order.take(0, len(order)))

@@ -1,0 +1,121 @@
+"""Saving and restoring a run: rank 0 writes in the directory, every rank knows what was written."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from samestep.errors import Error
+from samestep.snapshot.store import Snapshot, Store
+from samestep.train import objects as prepared
+from samestep.train.directory import Directory
+from samestep.train.settings import Settings
+from samestep.world.group import Group
+
+
+class Keeper:
+    """What a run leaves on disk. With `run_dir` None every call does nothing.
+
+    Attributes:
+        path: the run's directory, None without one.
+        directory: on rank 0, the directory itself.
+        saved_step: the step of the newest numbered snapshot, None when there is none.
+    """
+
+    def __init__(self, settings: Settings, group: Group, say: Callable[[str], None]) -> None:
+        self._settings, self._group, self._say = settings, group, say
+        self.directory: Directory | None = None
+        self.saved_step: int | None = None
+        self._names_due: list[str] = []
+        self.path: Path | None = None if settings.run_dir is None else group.once(self._open, settings.run_dir)
+
+    def _open(self, path: Path) -> Path:
+        directory = Directory(path, fresh=self._settings.fresh, warn=self._say)
+        try:
+            directory.check_numbers(self._settings.numbers())
+        except Error:
+            directory.close()
+            raise
+        self.directory = directory
+        return directory.path
+
+    def restore(self, objects: prepared.Objects, numbers: Mapping[str, Any]) -> tuple[dict[str, Any], int] | None:
+        """Brings `objects` to where the snapshot to resume from has them.
+
+        Returns:
+            The whole state in the snapshot and the world size that wrote it; None to begin.
+        """
+        if self.path is None:
+            return None
+        found = self._group.once(self._find, numbers)
+        if found is None:
+            return None
+        state = Store(self.path).read(found)
+        prepared.load(objects, state["objects"], self._say)
+        self.saved_step = state["position"]["step"]
+        return state, found.manifest["meta"]["world_size"]
+
+    def _find(self, numbers: Mapping[str, Any]) -> Snapshot | None:
+        assert self.directory is not None
+        self.directory.check_numbers(numbers)
+        snapshot = self.directory.find(self._settings.resume)
+        self.directory.rewind(snapshot)
+        return snapshot
+
+    def record(self, numbers: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+        """Compares with the run that is here, and writes down which one it is."""
+
+        def write() -> None:
+            assert self.directory is not None
+            self.directory.check_numbers(numbers)
+            self.directory.write_record(numbers, config)
+
+        if self.path is not None:
+            self._group.once(write)
+
+    def ask_for(self, name: str) -> None:
+        """A named snapshot is due at the end of the present body."""
+        if name not in self._names_due:
+            self._names_due.append(name)
+
+    def save_what_is_due(
+        self,
+        build_state: Callable[[], dict[str, Any]],
+        objects: prepared.Objects,
+        *,
+        step: int,
+        epochs_done: int | None,
+        numbered: bool,
+        ending: bool,
+    ) -> None:
+        """Writes the snapshots that are due between two steps.
+
+        Args:
+            step: the steps done.
+            epochs_done: at an epoch's end, after its body.
+            numbered: whether the position can be resumed from, so that a numbered one may be written.
+            ending: the run ends here, so a numbered one is due.
+
+        Raises:
+            Error: the state is poisoned.
+        """
+        every = self._settings.snapshot_every
+        due = numbered and self.saved_step != step and every is not None
+        due = due and every is not None and (ending or every.is_due(step, epochs_done))
+        names, self._names_due = self._names_due, []
+        if self.path is None or not (due or names):
+            return
+        prepared.check_finite(objects, step)
+        if due:
+            self.saved_step = step
+        if self.directory is not None:
+            state = build_state()
+            for name in ([None] if due else []) + names:
+                self.directory.save(
+                    state, step=step, name=name, world_size=self._group.world_size, keep=self._settings.keep
+                )
+
+    def close(self) -> None:
+        """Gives the directory up."""
+        if self.directory is not None:
+            self.directory.close()
+            self.directory = None

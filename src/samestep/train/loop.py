@@ -1,0 +1,153 @@
+"""The loop over epochs and steps: what happens between two steps, and how it ends."""
+
+import time
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING, Any
+
+from samestep.data.loader import Loader, seed_all
+from samestep.errors import Error
+from samestep.plan.seeds import derive
+from samestep.train.feed import Feed
+from samestep.train.steps import Epoch, Step
+
+if TYPE_CHECKING:
+    from samestep.train.run import Run
+
+ENDLESS = 2**63
+
+
+class Loop:
+    """One run's one loop.
+
+    A body runs whole or not at all: snapshots, votes and stops happen when the next step or epoch is asked for, and
+    those of an epoch's last step wait for the epoch's body.
+
+    Attributes:
+        steps_done: steps finished so far, over all restarts.
+        step: the present step, or the last one.
+        ending: no further step begins.
+    """
+
+    def __init__(self, run: "Run", feed: Feed, total_steps: int, max_steps: int | None) -> None:
+        self._run, self.feed = run, feed
+        self.steps_done = self._began_step = run.steps_done
+        self.last_step = min(total_steps, max_steps or ENDLESS)
+        self.step: Step | None = None
+        self.ending = self.steps_done >= self.last_step
+        self._signal = 0
+        self._num_samples = 0
+        self._began_s = time.perf_counter()
+        tasks = feed.tasks(self.steps_done, self.last_step, rank=run.rank, world_size=run.world_size)
+        self._loader = Loader(feed.source, tasks, device=run.device)
+
+    def run_epochs(self, num_epochs: int) -> Generator[Epoch, None, None]:
+        """Yields the epochs from where the run stands."""
+        run, per_epoch = self._run, self.feed.steps_per_epoch
+        assert per_epoch is not None
+        for number in range(self.steps_done // per_epoch, num_epochs):
+            if self.ending:
+                break
+            if self.feed.has_sampler:
+                self._agree_on_order(number)
+            seed_all(derive(run.seed, "epoch", step=number))
+            epoch = Epoch(self, number, per_epoch)
+            yield epoch
+            if not epoch.done:
+                raise Error(
+                    f"the loop over the steps of epoch {number} was left by break (or never begun), so the rest of "
+                    "its samples would be lost: to end early, call run.stop() and let the loop end by itself"
+                )
+            whole = self.steps_done == (number + 1) * per_epoch
+            self._save_what_is_due(epochs_done=number + 1 if whole else None, numbered=whole)
+            self._leave_if_told()
+        self._finish()
+
+    def run_steps(self) -> Generator[Step, None, None]:
+        """Yields the steps from where the run stands."""
+        while not self.ending:
+            yield from self.next_step(last=False)
+        self._finish()
+
+    def next_step(self, *, last: bool) -> Iterator[Step]:
+        """Yields the next step and, when its body is done, closes it. `last`: of its epoch, whose body is to come."""
+        run, number = self._run, self.steps_done
+        run._follow_optimizers()
+        seed_all(derive(run.seed, "step", step=number))
+        self.step = step = Step(run, self, number, self._loader)
+        yield step
+        if step.open or not step.num_passes:
+            raise Error(
+                f"the loop over the micro-batches of step {number} was left by break (or never begun), so its "
+                "gradient is not complete: to end early, call run.stop() and let the loop end by itself"
+            )
+        self.steps_done += 1
+        self._account(step)
+        self.ending |= self.steps_done >= self.last_step
+        if not last:
+            self._save_what_is_due(epochs_done=None, numbered=True)
+            self._leave_if_told()
+
+    def take_votes(self, votes: Any) -> None:
+        """Any rank's signal ends the run on all ranks, at the end of this step."""
+        self._signal = int(votes.max())
+        self.ending |= bool(self._signal)
+
+    def _account(self, step: Step) -> None:
+        """Writes down a finished step."""
+        run, epoch = self._run, self.feed.epoch_of(step.number)
+        self._num_samples += step.num_samples
+        directory = run._keeper.directory
+        if directory is not None:
+            directory.enter(step.number, epoch, step.num_samples, step.fingerprint)
+        run._progress.step(self.steps_done, step.num_samples, epoch)
+        if run._logs_step(self.steps_done):
+            run._write_row({"epoch": epoch} | step.row, self.steps_done)
+
+    def _save_what_is_due(self, *, epochs_done: int | None, numbered: bool) -> None:
+        run = self._run
+
+        def build_state() -> dict[str, Any]:
+            epoch = self.feed.epoch_of(self.steps_done) if epochs_done is None else epochs_done
+            return run._build_state({"step": self.steps_done, "epoch": epoch})
+
+        run._keeper.save_what_is_due(
+            build_state,
+            run._objects,
+            step=self.steps_done,
+            epochs_done=epochs_done,
+            numbered=numbered,
+            ending=self.ending,
+        )
+
+    def _leave_if_told(self) -> None:
+        if self._signal:
+            keeper = self._run._keeper
+            saved = keeper.saved_step == self.steps_done
+            self._run._say(
+                f"stopped by a signal after step {self.steps_done}"
+                + (f", saved in {keeper.path}: the same command goes on from there" if saved else "")
+            )
+            self._end("stopped")
+            raise SystemExit(0)
+
+    def _finish(self) -> None:
+        """The loop has ended by itself."""
+        if self._run._stop_reason:
+            self._run._say(f"stopped at step {self.steps_done}: {self._run._stop_reason}")
+        self._end("stopped" if self._run._stop_reason else "done")
+
+    def _end(self, status: str) -> None:
+        self._loader.close()
+        seconds = time.perf_counter() - self._began_s
+        rows: dict[str, Any] = {"steps": self.steps_done}
+        if self.steps_done > self._began_step:
+            rows |= {"samples/s": f"{self._num_samples / seconds:,.0f}", "wall time": f"{seconds:.1f} s"}
+        self._run._show_end(rows, status)
+
+    def _agree_on_order(self, epoch: int) -> None:
+        """A sampler's order must be the same on all ranks; it is kept for the audit."""
+        run = self._run
+        if len(set(run._group.gather(self.feed.order_fingerprint(epoch)))) > 1:
+            raise Error(f"sampler({epoch}) gave other indices on other ranks: seed it from the epoch, not the rank")
+        if run._keeper.directory is not None:
+            self.feed.keep_order(epoch, run._keeper.directory.path / "orders")

@@ -1,0 +1,153 @@
+"""What a script hands to `run.prepare`: checked, described, saved and restored."""
+
+import gc
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
+
+from samestep.engine.buffers import check_module
+from samestep.errors import Error
+
+Objects = Mapping[str, Any]
+# Schedules' settings that a script may change with the length of a run; a restored schedule keeps the old ones.
+SCHEDULE_LENGTHS = ("T_max", "T_0", "total_steps", "total_iters", "milestones", "step_size", "_milestones")
+
+
+def find_params() -> set[int]:
+    """The ids of all parameters alive: models made before the run was seeded."""
+    return {id(thing) for thing in gc.get_objects() if type(thing) is nn.Parameter}
+
+
+def check(objects: Objects, old_params: set[int]) -> dict[str, nn.Module]:
+    """Checks what was passed. Returns the modules among it, unwrapped of torch.compile.
+
+    Raises:
+        Error: see `Run.prepare`.
+    """
+    modules: dict[str, nn.Module] = {}
+    for name, thing in objects.items():
+        if not (callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))):
+            raise Error(f"run.prepare got {name}, a {type(thing).__name__} without state_dict and load_state_dict")
+        if isinstance(thing, DistributedDataParallel | DataParallel):
+            raise Error(f"{name} is wrapped in {type(thing).__name__}: pass the bare model, samestep reduces gradients")
+        if not isinstance(thing, nn.Module):
+            continue
+        check_module(name, thing)
+        if any(id(param) in old_params for param in thing.parameters()):
+            raise Error(
+                f"{name} was built before samestep.Run(...), so its initial weights do not follow from the run's seed: "
+                "build it after the Run"
+            )
+        modules[name] = unwrap(thing)
+    known = {id(param) for module in modules.values() for param in module.parameters()}
+    for name, thing in objects.items():
+        if isinstance(thing, torch.optim.Optimizer) and any(
+            id(param) not in known for group in thing.param_groups for param in group["params"]
+        ):
+            raise Error(f"{name} holds parameters of a model that was not passed: pass it too, run.prepare(model=...)")
+    return modules
+
+
+def unwrap(thing: Any) -> Any:
+    """The module inside a torch.compile wrapper, whose keys have no prefix."""
+    return getattr(thing, "_orig_mod", thing) if isinstance(thing, nn.Module) else thing
+
+
+def optimizers(objects: Objects) -> list[torch.optim.Optimizer]:
+    """The optimizers among the objects."""
+    return [thing for thing in objects.values() if isinstance(thing, torch.optim.Optimizer)]
+
+
+def learning_rates(objects: Objects) -> dict[str, float]:
+    """Each optimizer's learning rate (of its first group), as a row of metrics names it."""
+    rates = {
+        name: float(o.param_groups[0]["lr"]) for name, o in objects.items() if isinstance(o, torch.optim.Optimizer)
+    }
+    return {
+        "train/learning_rate" if len(rates) == 1 else f"train/learning_rate/{name}": rate
+        for name, rate in rates.items()
+    }
+
+
+def find_trained(objects: Objects, modules: Mapping[str, nn.Module]) -> list[tuple[str, nn.Parameter, int]]:
+    """(name, parameter, slot of its module) for all that is trained, in the models' order.
+
+    That is what the optimizers hold; without an optimizer, all parameters but those of averaged models.
+    """
+    held = {id(p) for o in optimizers(objects) for group in o.param_groups for p in group["params"]}
+    found: dict[int, tuple[str, nn.Parameter, int]] = {}
+    for slot, (name, module) in enumerate(modules.items(), start=1):
+        for path, param in module.named_parameters():
+            wanted = id(param) in held if held else not isinstance(module, AveragedModel)
+            if wanted:
+                found.setdefault(id(param), (f"{name}.{path}", param, slot))
+    return list(found.values())
+
+
+def describe(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Each model's shape in a few words, with a hash of its parameters' names, shapes and dtypes."""
+    described = {}
+    for name, module in modules.items():
+        params = [(path, list(param.shape), str(param.dtype)) for path, param in module.named_parameters()]
+        num_values = sum(param.numel() for param in module.parameters())
+        mark = hashlib.sha256(json.dumps(params).encode()).hexdigest()[:12]
+        described[name] = f"{len(params)} parameters, {num_values} values, {mark}"
+    return described
+
+
+def states(objects: Objects) -> dict[str, Any]:
+    """Every object's state_dict."""
+    return {name: unwrap(thing).state_dict() for name, thing in objects.items()}
+
+
+def load(objects: Objects, saved: Mapping[str, Any], warn: Callable[[str], None]) -> None:
+    """Restores every object.
+
+    Raises:
+        Error: the names differ, or an object refuses its state.
+    """
+    if objects.keys() != saved.keys():
+        raise Error(
+            f"the snapshot holds {', '.join(saved)}, and run.prepare got {', '.join(objects)}: pass the same names"
+        )
+    for name, thing in objects.items():
+        if isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
+            _warn_of_lengths(name, thing.state_dict(), saved[name], warn)
+        try:
+            unwrap(thing).load_state_dict(saved[name])
+        except (RuntimeError, ValueError, KeyError, TypeError) as error:
+            raise Error(f"{name} does not take its state from the snapshot: {str(error).splitlines()[0]}") from error
+
+
+def _warn_of_lengths(name: str, new: Mapping[str, Any], old: Mapping[str, Any], warn: Callable[[str], None]) -> None:
+    changed = [f"{key} {old[key]}" for key in SCHEDULE_LENGTHS if key in old and key in new and old[key] != new[key]]
+    if changed:
+        warn(f"{name} was restored and goes on with {', '.join(changed)}, which is not what the script says now")
+
+
+def check_finite(objects: Objects, step: int) -> None:
+    """Refuses to save what is poisoned.
+
+    Raises:
+        Error: a parameter or an optimizer's state is not finite.
+    """
+    for name, thing in objects.items():
+        if isinstance(thing, nn.Module):
+            tensors: Iterable[tuple[str, torch.Tensor]] = thing.named_parameters()
+        elif isinstance(thing, torch.optim.Optimizer):
+            values = [value for state in thing.state.values() for value in state.values()]
+            tensors = [("state", value) for value in values if isinstance(value, torch.Tensor)]
+        else:
+            continue
+        for path, tensor in tensors:
+            if tensor.is_floating_point() and not torch.isfinite(tensor).all():
+                raise Error(
+                    f"{name}.{path} is not finite after step {step}: no snapshot is made of it, the last sound one "
+                    "stays; look at the learning rate, clipping and precision"
+                )

@@ -1,0 +1,451 @@
+"""One training run, as a script sees it: the ranks, the data, the gradient, what is kept and what is said."""
+
+import atexit
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from samestep.data.loader import seed_all, understand
+from samestep.engine.buffers import BatchNormStatistics, OtherBuffers
+from samestep.engine.precision import build_precision
+from samestep.engine.reducer import Reducer
+from samestep.errors import Error
+from samestep.plan.schedule import describe
+from samestep.plan.seeds import derive
+from samestep.train import objects as prepared
+from samestep.train.evaluate import run_evaluate
+from samestep.train.exits import StopSignals, report_errors
+from samestep.train.feed import Feed, Sampler
+from samestep.train.keeper import Keeper
+from samestep.train.loop import Loop
+from samestep.train.settings import build_settings
+from samestep.train.steps import Epoch, Step
+from samestep.watch.progress import build_progress
+from samestep.watch.trackers import Tracker, TrackerInfo, Trackers
+from samestep.world.environment import read_environment
+from samestep.world.group import choose_device, close_group, open_group
+
+T = TypeVar("T")
+
+
+class Run:
+    """One training from first step to last, over all its restarts.
+
+    Args:
+        run_dir: where it lives; None: nothing on disk, nothing resumed (notebooks).
+        batch_size: samples of one optimizer step, over all ranks.
+        micro_batch_size: samples of one forward and backward; None: `batch_size // gcd(batch_size, 8)`.
+        seed: of everything random.
+        precision: "fp32", "bf16" or "fp16": what `autocast` opens.
+        reduction: "exact" (the same bits at any number of ranks) or "fast" (the backend's all-reduce).
+        threads: CPU threads per rank. Bits depend on it, so it never follows from the machine.
+        snapshot_every: 10 (steps), "2epochs" or None.
+        keep: how many numbered snapshots stay; named ones always do.
+        resume: "latest", a step, a snapshot's name such as "best", or False.
+        max_steps: ends the run after this many steps in all.
+        log_every: steps between two rows of `metrics.jsonl`.
+        trackers: see `samestep.TensorBoard`, `samestep.WandB`.
+        config: recorded; a change at a restart is warned about.
+        device: "cpu" or "cuda"; None: CUDA when there is one.
+        deterministic: lets torch choose deterministic kernels only; without, a GPU may give other bits each time.
+        bucket_cap_mb: how many MiB of gradients travel together.
+        shard: for models that do not fit one device; not built yet.
+
+    A launcher's options (`samestep launch --batch-size ...`, SAMESTEP_BATCH_SIZE) go before these.
+
+    Attributes:
+        dir, device, rank, local_rank, world_size: where this process stands.
+        state: a JSON dict of the script's own, part of every snapshot and restored by `prepare`.
+        summary: rows of the script's own for the table at the end.
+
+    Raises:
+        Error: numbers that make no run, a directory that holds another run, that is in use or cannot be written.
+    """
+
+    def __init__(
+        self,
+        run_dir: str | Path | None,
+        *,
+        batch_size: int,
+        micro_batch_size: int | None = None,
+        seed: int = 0,
+        precision: str = "fp32",
+        reduction: str = "exact",
+        threads: int = 1,
+        snapshot_every: int | str | None = "1epochs",
+        keep: int = 3,
+        resume: str | int | bool | None = "latest",
+        max_steps: int | None = None,
+        log_every: int = 10,
+        trackers: Sequence[Tracker] = (),
+        config: Mapping[str, Any] | None = None,
+        device: str | None = None,
+        deterministic: bool = True,
+        bucket_cap_mb: float = 25.0,
+        shard: None = None,
+    ) -> None:
+        environment = read_environment()
+        report_errors(environment.rank)
+        if shard is not None:
+            raise Error("shard is not built yet: leave it out; every rank holds the whole model")
+        self._settings = settings = build_settings(
+            environment.overrides, environment.world_size, run_dir=run_dir, batch_size=batch_size,
+            micro_batch_size=micro_batch_size, seed=seed, precision=precision, reduction=reduction, threads=threads,
+            snapshot_every=snapshot_every, keep=keep, resume=resume, max_steps=max_steps, log_every=log_every,
+            deterministic=deterministic, bucket_cap_mb=bucket_cap_mb, fresh=False,
+        )  # fmt: skip
+        self.batch_size, self.micro_batch_size = settings.batch_size, settings.micro_batch_size
+        self.seed = settings.seed
+        self.device = choose_device(environment, environment.overrides.device or device)
+        _fix_kernels(settings.threads, settings.deterministic)
+        self._precision = build_precision(settings.precision, self.device)
+        self._group = open_group(environment, self.device)
+        self.rank, self.world_size = environment.rank, environment.world_size
+        self.local_rank = environment.local_rank
+        self._progress = build_progress(rank=self.rank)
+        self._config = dict(config or {})
+        self._trackers = Trackers(trackers, self._say)
+        self.state: dict[str, Any] = {}
+        self.summary: dict[str, Any] = {}
+        self._objects: dict[str, Any] = {}
+        self._modules: dict[str, nn.Module] = {}
+        self._statistics = BatchNormStatistics([])
+        self._buffers = OtherBuffers({}, self._statistics)
+        self._loop: Loop | None = None
+        self._steps_done = self._num_evaluations = 0
+        self._resumed = self._stop_reason = ""
+        self._keeper = Keeper(settings, self._group, self._say)
+        self.dir = self._keeper.path
+        self._signals = None if self.dir is None else StopSignals(self._say)
+        atexit.register(self._close)
+        self._old_params = prepared.find_params()
+        seed_all(derive(self.seed, "init"))
+
+    @property
+    def steps_done(self) -> int:
+        """Steps finished so far, over all restarts."""
+        return self._steps_done if self._loop is None else self._loop.steps_done
+
+    def prepare(self, **objects: Any) -> None:
+        """Takes the run's models, optimizers, schedules and whatever else has a state, and restores them. Once.
+
+        In place: modules go to the device and are made alike on all ranks, but stay themselves. The names are the
+        snapshot's keys.
+
+        Raises:
+            Error: something without state_dict, a model built before the run was seeded, SyncBatchNorm, an
+                optimizer of parameters in no model, a snapshot that does not fit.
+        """
+        if self._objects:
+            raise Error("run.prepare was called twice: pass all objects in one call")
+        self._objects = objects
+        self._modules = prepared.check(objects, self._old_params)
+        self._old_params = set()
+        for module in self._modules.values():
+            module.to(self.device)
+        tensors = [t for m in self._modules.values() for t in (*m.parameters(), *m.buffers())]
+        self._group.broadcast_tensors(tensors)
+        self._statistics = BatchNormStatistics(self._modules.values())
+        for optimizer in prepared.optimizers(objects):
+            optimizer.register_step_pre_hook(self._guard_update)
+        self._numbers = self._settings.numbers() | {"models": prepared.describe(self._modules)}
+        self._restore()
+        self._buffers = OtherBuffers(self._modules, self._statistics)
+        self._build_reducer()
+
+    def epochs(
+        self,
+        data: Any,
+        num_epochs: int,
+        *,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int | None = None,
+        sampler: Sampler | None = None,
+        shuffle: bool | None = None,
+        drop_last: bool | None = None,
+        pin_memory: bool | None = None,
+    ) -> Iterator[Epoch]:
+        """The run's epochs, from where it stands: every sample of `data` exactly once in each.
+
+        Args:
+            data: a map-style data set, or a DataLoader of one with the run's micro-batch size.
+            num_epochs: how many in all, those before a restart included.
+            collate_fn, num_workers, pin_memory: as in torch's DataLoader.
+            sampler: `sampler(epoch)` gives that epoch's sample indices, the same on all ranks.
+            shuffle: in another order each epoch (the default).
+            drop_last: leave out an epoch's last step when it is short.
+
+        Raises:
+            Error: no data, or data that cannot be indexed; `run.json` tells of other data; a loop left by break.
+        """
+        if isinstance(num_epochs, bool) or not isinstance(num_epochs, int) or num_epochs < 1:
+            raise Error(f"run.epochs needs a number of epochs of at least 1, not {num_epochs!r}")
+        feed = self._open_feed(
+            data,
+            endless=False,
+            sampler=sampler,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            pin_memory=pin_memory,
+        )
+        assert feed.steps_per_epoch is not None
+        return self._begin(feed, num_epochs * feed.steps_per_epoch, num_epochs).run_epochs(num_epochs)
+
+    def steps(
+        self,
+        data: Any,
+        num_steps: int,
+        *,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int | None = None,
+        sampler: Sampler | None = None,
+        shuffle: bool | None = None,
+        pin_memory: bool | None = None,
+    ) -> Iterator[Step]:
+        """The run's steps, from where it stands, over `data` again and again: no epochs, no short step.
+
+        Args and errors as for `epochs`; `num_steps` counts those before a restart.
+        """
+        if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
+            raise Error(f"run.steps needs a number of steps of at least 1, not {num_steps!r}")
+        feed = self._open_feed(
+            data,
+            endless=True,
+            sampler=sampler,
+            collate_fn=collate_fn,
+            num_workers=num_workers,
+            shuffle=shuffle,
+            pin_memory=pin_memory,
+        )
+        return self._begin(feed, num_steps, None).run_steps()
+
+    def evaluate(
+        self,
+        score: Callable[[Any], Mapping[str, Any]],
+        data: Any,
+        *,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int | None = None,
+        micro_batch_size: int | None = None,
+    ) -> dict[str, Any]:
+        """Scores every sample of `data` exactly once, in order, shared out over the ranks; the same bits on all.
+
+        Args:
+            score: called in eval mode without gradients with a micro-batch; returns name -> value: a number or
+                scalar tensor (a mean over the samples), `(value, weight)` (a mean over weight), or a list with one
+                entry per sample.
+            micro_batch_size: None: the run's.
+
+        Returns:
+            name -> mean as a float, or the list over the whole data set in its order.
+        """
+        self._num_evaluations += 1
+        size = micro_batch_size or self.micro_batch_size
+        source = replace(
+            understand(data, micro_batch_size=size, collate_fn=collate_fn, num_workers=num_workers, shuffle=False),
+            shuffle=False,
+        )
+        try:
+            return run_evaluate(self, score, source, size, self._num_evaluations)
+        finally:
+            seed_all(derive(self.seed, "after", step=self.steps_done, pass_=2**32 + self._num_evaluations))
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Adds a row to `metrics.jsonl` and to the trackers, at the present step. The same on all ranks."""
+        step = None if self._loop is None else self._loop.step
+        in_body = step is not None and step.number == self.steps_done
+        self._write_row(dict(values), self.steps_done + in_body)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """The builtin print, on rank 0 alone, above the progress bar."""
+        self._progress.print(*args, **kwargs)
+
+    def once(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Calls `fn` on rank 0 alone; every rank gets its result (which must pickle)."""
+        return self._group.once(fn, *args, **kwargs)
+
+    def snapshot(self, name: str) -> None:
+        """Keeps the run's state under `name`, for good, once the loop's body is done. On all ranks."""
+        if not name.isidentifier():
+            raise Error(f"a snapshot's name is letters, digits and underscores, such as best, not {name!r}")
+        self._keeper.ask_for(name)
+
+    def stop(self, reason: str = "") -> None:
+        """Ends the loop after the present step (or epoch's body). Call it on every rank: decide on what all know."""
+        self._stop_reason = reason or "run.stop()"
+        if self._loop is not None:
+            self._loop.ending = True
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context for the forward pass and the loss, in the run's precision."""
+        return self._precision.autocast()
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """torch.nn.utils.clip_grad_norm_ on the whole batch's gradient. Returns the norm before.
+
+        Raises:
+            Error: inside the micro-batch loop, where the gradient is not complete.
+        """
+        if self._in_step():
+            raise Error("run.clip_grad_norm_ inside the micro-batch loop: the gradient is not complete; dedent it")
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    # --- inside -----------------------------------------------------------------------------------------------
+
+    def _open_feed(self, data: Any, *, endless: bool, sampler: Sampler | None, **source: Any) -> Feed:
+        if self._loop is not None:
+            raise Error("this run has had its loop: one run.epochs() or run.steps() per Run")
+        if not self._objects:
+            raise Error(
+                "call run.prepare(model=..., optimizer=...) before the loop: it holds what is trained and saved"
+            )
+        return Feed(
+            understand(data, micro_batch_size=self.micro_batch_size, **source),
+            seed=self.seed,
+            batch_size=self.batch_size,
+            micro_batch_size=self.micro_batch_size,
+            endless=endless,
+            sampler=sampler,
+        )
+
+    def _begin(self, feed: Feed, total_steps: int, num_epochs: int | None) -> Loop:
+        """Everything between the arguments' check and the first step."""
+        numbers = {
+            "data_length": feed.length,
+            "mode": "steps" if num_epochs is None else "epochs",
+            "shuffle": feed.source.shuffle,
+            "drop_last": feed.source.drop_last,
+            "sampler": "given" if feed.has_sampler else "default",
+        }
+        self._keeper.record(self._numbers | numbers, self._config)
+        _fix_compiler()
+        self._loop = loop = Loop(self, feed, total_steps, self._settings.max_steps)
+        if self.rank == 0:
+            self._trackers.start(
+                TrackerInfo(
+                    name="" if self.dir is None else self.dir.name,
+                    dir=self.dir,
+                    config=self._config,
+                    resumed_step=self.steps_done,
+                )
+            )
+        self._say(describe(self.batch_size // self.micro_batch_size, self.world_size) + self._resumed)
+        if loop.ending:
+            self._say(f"nothing left to do: {self.steps_done} of {loop.last_step} steps are done")
+        self._progress.begin(total_steps=loop.last_step, done_steps=self.steps_done, epochs=num_epochs)
+        return loop
+
+    def _restore(self) -> None:
+        restored = self._keeper.restore(self._objects, self._numbers)
+        if restored is None:
+            return
+        state, was = restored
+        self.state, position = state["state"], state["position"]
+        self._steps_done = position["step"]
+        self._precision.load_state_dict(position["precision"])
+        ranks = "" if was == self.world_size else f" (was {was} rank{'s' if was != 1 else ''})"
+        self._resumed = f"; resumed at step {self._steps_done}{ranks}"
+
+    def _build_state(self, position: dict[str, Any]) -> dict[str, Any]:
+        """What a snapshot holds and its digest covers."""
+        return {
+            "objects": prepared.states(self._objects),
+            "position": position | {"precision": self._precision.state_dict()},
+            "state": self.state,
+        }
+
+    def _logs_step(self, steps_done: int) -> bool:
+        return steps_done % self._settings.log_every == 0
+
+    def _write_row(self, values: dict[str, Any], step: int) -> None:
+        if self.rank != 0:
+            return
+        if self._keeper.directory is not None:
+            self._keeper.directory.metrics.append({"step": step, **values})
+        self._progress.log(values)
+        self._trackers.log(values, step)
+
+    def _show_end(self, rows: dict[str, Any], status: str) -> None:
+        """The loop is over: the table, the trackers' end, the signals given back."""
+        if self.dir is not None:
+            rows["written to"] = str(self.dir)
+        self._progress.end(self.summary | rows)
+        if self.rank == 0:
+            self._trackers.finish(status)
+        if self._signals is not None:
+            self._signals.restore()
+
+    def _build_reducer(self) -> None:
+        self._trained = prepared.find_trained(self._objects, self._modules)
+        self._trained_kind = [param.requires_grad for _, param, _ in self._trained]
+        self._reducer = Reducer(
+            self._trained, self._group, exact=self._settings.reduction == "exact",
+            bucket_cap_bytes=self._settings.bucket_cap_bytes, num_slots=len(self._modules) + 1,
+            num_values=self._statistics.num_values,
+        )  # fmt: skip
+
+    def _follow_optimizers(self) -> None:
+        """Reduces other parameters from now on where the optimizers' have changed (unfreezing, add_param_group)."""
+        num_params = sum(len(g["params"]) for o in prepared.optimizers(self._objects) for g in o.param_groups)
+        kind = [param.requires_grad for _, param, _ in self._trained]
+        if kind != self._trained_kind or (num_params and num_params != len(kind)):
+            self._reducer.remove()
+            self._build_reducer()
+
+    def _slot_of(self, model: nn.Module) -> int:
+        for slot, module in enumerate(self._modules.values(), start=1):
+            if module is model or getattr(model, "_orig_mod", None) is module:
+                return slot
+        raise Error("step.backward(model=...) got a model that run.prepare does not know: pass it there, too")
+
+    def _params_of(self, slot: int) -> list[nn.Parameter]:
+        module = list(self._modules.values())[slot - 1]
+        held = {id(param) for param in module.parameters()}
+        params = [(param, home) for _, param, home in self._trained if id(param) in held and param.requires_grad]
+        if any(home != slot for _, home in params):
+            raise Error("step.backward(model=...) got a model that shares parameters with another: add the losses")
+        return [param for param, _ in params]
+
+    def _guard_update(self, *_: Any) -> None:
+        if self._in_step():
+            raise Error(
+                f"optimizer.step() inside the micro-batch loop of step {self.steps_done}: its gradient is not "
+                "complete there; dedent it by one level"
+            )
+
+    def _in_step(self) -> bool:
+        """Whether a micro-batch loop is open."""
+        return self._loop is not None and self._loop.step is not None and self._loop.step.open
+
+    def _say(self, sentence: str) -> None:
+        self._progress.print(f"samestep: {sentence}")
+
+    def _close(self) -> None:
+        """At the end of the process."""
+        self._progress.close()
+        self._keeper.close()
+        close_group()
+
+
+def _fix_kernels(threads: int, deterministic: bool) -> None:
+    """Makes one rank compute the same bits every time."""
+    torch.set_num_threads(threads)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.backends.cudnn.benchmark = False
+
+
+def _fix_compiler() -> None:
+    """No dynamic shapes: a ragged micro-batch would bring a kernel that serves full ones afterwards."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.config.automatic_dynamic_shapes = False

@@ -1,0 +1,254 @@
+"""The loop a person writes: epochs of steps, steps of micro-batches."""
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from samestep.data.loader import Loaded, Loader, seed_all, to_device
+from samestep.engine.buffers import refuse_lone_sample
+from samestep.errors import Error
+from samestep.plan.ledger import combine
+from samestep.plan.seeds import derive
+from samestep.plan.tree import build_layout
+from samestep.train.objects import learning_rates
+
+if TYPE_CHECKING:
+    from samestep.train.loop import Loop
+    from samestep.train.run import Run
+
+
+class Epoch:
+    """One pass over the data set: iterate over it for its steps.
+
+    Attributes:
+        number: counted from 0.
+        num_steps: optimizer steps in a whole epoch.
+    """
+
+    def __init__(self, loop: "Loop", number: int, num_steps: int) -> None:
+        self.number, self.num_steps = number, num_steps
+        self._loop = loop
+        self.done = False
+
+    def __iter__(self) -> Iterator["Step"]:
+        loop, end = self._loop, (self.number + 1) * self.num_steps
+        while loop.steps_done < end and not loop.ending:
+            yield from loop.next_step(last=loop.steps_done + 1 == end)
+        self.done = True
+
+
+class Step:
+    """One optimizer step: iterate over it for this rank's micro-batches, on the device.
+
+    When the inner loop ends, `.grad` of every parameter is the whole batch's gradient, averaged by weight, the same
+    on all ranks. Iterate once more for a second pass over the same micro-batches with other noise (a GAN).
+
+    Attributes:
+        number: counted from 0 over the whole run.
+        open: within the loop over its micro-batches.
+        num_passes: how often that loop has run.
+        row: what `metrics.jsonl` gets of it, in the steps that are logged.
+        fingerprint: of the samples used, for the ledger.
+    """
+
+    def __init__(self, run: "Run", loop: "Loop", number: int, loader: Loader) -> None:
+        self.number = number
+        self._run, self._loop, self._loader = run, loop, loader
+        spans = loop.feed.micro_batches(number)
+        self._sizes = [stop - start for start, stop in spans]
+        self._layout = build_layout(len(spans), run.world_size)
+        self._cache: list[Loaded] = []
+        self.num_passes = 0
+        self._loss: float | None = None
+        self._logged: list[tuple[int, str, Any]] = []
+        self.open = False
+        self.row: dict[str, float] = {}
+        self.fingerprint = 0
+
+    @property
+    def num_samples(self) -> int:
+        """The samples of the step, over all ranks."""
+        return sum(self._sizes)
+
+    @property
+    def loss(self) -> Tensor:
+        """The loss, averaged by weight over the whole batch: the same scalar on all ranks.
+
+        Raises:
+            Error: read inside the micro-batch loop, or in a step without step.backward.
+        """
+        if self.open or self._loss is None:
+            raise Error(
+                f"step.loss of step {self.number} was read "
+                + ("inside the micro-batch loop: read it after the loop, when all ranks' losses are in" if self.open
+                   else "in a step that had no step.backward yet: iterate over the step first")
+            )  # fmt: skip
+        return torch.tensor(self._loss, dtype=torch.float32, device=self._run.device)
+
+    def __iter__(self) -> Iterator[Any]:
+        run, reducer, layout = self._run, self._run._reducer, self._layout
+        if self.open:
+            raise Error(f"step {self.number} is iterated over inside its own loop: use one loop after the other")
+        self.open = True
+        held = layout.ranges[run.rank]
+        self._losses: list[dict[int, tuple[Any, Any]]] = [{} for _ in held]
+        reducer.begin(layout, keep_grads=self.num_passes > 0)
+        run._statistics.begin(layout)
+        run._buffers.begin()
+        for k, v in enumerate(held):
+            if self.num_passes == 0:
+                self._cache.append(self._load())
+            self._k, self._v = k, v
+            batch = to_device(self._cache[k].batch, run.device, non_blocking=True)
+            seed_all(derive(run.seed, "compute", step=self.number, pass_=self.num_passes, micro_batch=v))
+            guards = refuse_lone_sample(run._modules, self.number, v) if self._sizes[v] == 1 else ()
+            reducer.open(v)
+            yield batch
+            reducer.close()
+            for guard in guards:
+                guard.remove()
+            run._statistics.fold(held.start, v)
+            run._buffers.fold(v)
+        self._finish()
+        seed_all(derive(run.seed, "after", step=self.number, pass_=self.num_passes))
+        self.num_passes += 1
+        self.open = False
+
+    def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, model: nn.Module | None = None) -> None:
+        """Runs this micro-batch's backward; its part of the batch's gradient is added up with all others.
+
+        Args:
+            loss: a scalar, the mean over the micro-batch (over `weight` units of it).
+            weight: what `loss` is a mean over, such as the number of tokens; None: the micro-batch's samples. A
+                tensor is best on the CPU. 0: the micro-batch does not count.
+            model: the one prepared model that gets gradients; None: all. Once per model and micro-batch.
+
+        Raises:
+            Error: outside the micro-batch loop, a second time for a model, a loss that is no scalar or depends on
+                no parameter, a negative weight.
+        """
+        run = self._run
+        if not run._reducer._in_micro_batch:
+            raise Error("step.backward was called outside the micro-batch loop: call it inside `for batch in step`")
+        losses = self._losses[self._k]
+        slot = 0 if model is None else run._slot_of(model)
+        if losses and (slot in losses or slot == 0 or 0 in losses):
+            raise Error(
+                f"two step.backward into one model in micro-batch {self._v} of step {self.number}: add the losses "
+                "and call it once, or name the model each is for, step.backward(loss, model=...)"
+            )
+        if loss.numel() != 1 or not loss.requires_grad:
+            raise Error(
+                f"step.backward needs a scalar loss that depends on the model, and got one of shape "
+                f"{tuple(loss.shape)}" + ("" if loss.requires_grad else " without a gradient") + ": take its mean, "
+                "and compute it from the model's output outside of torch.no_grad()"
+            )
+        size = self._sizes[self._v]
+        if weight is None:
+            weight = size
+        elif not isinstance(weight, Tensor) or weight.device.type == "cpu":
+            weight = float(weight)
+            if not weight >= 0:
+                raise Error(f"step.backward got weight {weight} in step {self.number}: a weight is at least 0")
+        losses[slot] = (loss.detach(), weight)
+        if isinstance(weight, Tensor) or weight:
+            factor = weight / run.micro_batch_size * run._precision.scale
+            gradient = None if not isinstance(factor, Tensor) and factor == 1.0 else torch.as_tensor(
+                factor, dtype=loss.dtype, device=loss.device).view_as(loss)  # fmt: skip
+            run._reducer.backward(loss, gradient, None if model is None else run._params_of(slot))
+
+    def log(self, **values: float | Tensor) -> None:
+        """Adds to the metrics of this step, averaged over the batch with the weights of step.backward; no sync.
+
+        Only in the steps that are logged (`log_every`) does it do anything at all.
+        """
+        if self._run._logs_step(self.number + 1):
+            self._logged += [(self._k, name, value) for name, value in values.items()]
+
+    def _load(self) -> Loaded:
+        try:
+            return next(self._loader)
+        except Error as error:
+            error.rank = self._run.rank
+            raise
+
+    def _finish(self) -> None:
+        """All of this rank's micro-batches are done: exchanges, averages, and leaves the gradient in `.grad`."""
+        run, reducer = self._run, self._run._reducer
+        record = reducer.own_record
+        record["stop"], record["logged"] = run._signals.heard if run._signals else 0, bool(self._logged)
+        record["buffers_changed"] = run._buffers.changed
+        record["losses"], record["weights"] = 0.0, -1.0
+        for k, losses in enumerate(self._losses):
+            record["fingerprints"][k] = self._cache[k].fingerprint
+            for slot, (loss, weight) in losses.items():
+                record["weights"][k, slot] = weight = float(weight)
+                record["losses"][k, slot] = float(loss) if weight else 0.0
+        run._statistics.write_parts(record["values"])
+        records = reducer.finish()
+        self._loop.take_votes(records["stop"])
+        in_order = [(rank, k) for rank, held in enumerate(self._layout.ranges) for k in range(len(held))]
+        inverses = self._average(records, in_order)
+        reducer.assign(inverses)
+        if not run._precision.accepts(param.grad for param in reducer.params if param.grad is not None):
+            for param in reducer.params:
+                param.grad = None
+        run._statistics.finish(records["values"].reshape(-1, run._statistics.num_values))
+        if records["buffers_changed"].any():
+            owner = next(rank for rank, held in enumerate(self._layout.ranges) if 0 in held)
+            run._group.broadcast_tensors(run._buffers.finish(), owner)
+        if run._logs_step(self.number + 1):
+            self.row |= {} if self._loss is None else {"train/loss": self._loss}
+            self.row |= learning_rates(run._objects)
+            if records["logged"].any():
+                self.row |= self._gather_logs()
+        if self.num_passes == 0:
+            self.fingerprint = combine([int(records["fingerprints"][place]) for place in in_order])
+        self._logged = []
+
+    def _average(self, records: Any, in_order: list[tuple[int, int]]) -> list[float]:
+        """Sets the step's loss. Returns, per slot, what to multiply the sum of gradients with."""
+        losses = [records["losses"][place].tolist() for place in in_order]
+        weights = [records["weights"][place].tolist() for place in in_order]
+        for (rank, _), v, row in zip(in_order, range(len(losses)), losses, strict=True):
+            if not all(map(math.isfinite, row)):
+                raise Error(
+                    f"the loss of step {self.number} is {next(x for x in row if not math.isfinite(x))} in micro-batch "
+                    f"{v} (rank {rank}): nothing of this step is saved; look at that batch, the learning rate and "
+                    "the precision"
+                )
+        num_slots = len(weights[0])
+        totals = [math.fsum(row[slot] for row in weights if row[slot] > 0) for slot in range(num_slots)]
+        called = [any(row[slot] >= 0 for row in weights) for slot in range(num_slots)]
+        if any(called) and not any(totals):
+            raise Error(f"the total weight of step {self.number} is 0: every micro-batch was given weight 0")
+        self._loss = None if not any(called) else math.fsum(
+            math.fsum(loss[slot] * weight[slot] for loss, weight in zip(losses, weights, strict=True)) / totals[slot]
+            for slot in range(num_slots)
+            if totals[slot]
+        )  # fmt: skip
+        unit = self._run.micro_batch_size / self._run._precision.scale
+        return [
+            unit / total if (total := totals[slot] + (totals[0] if slot else 0.0)) else 0.0 for slot in range(num_slots)
+        ]
+
+    def _gather_logs(self) -> dict[str, float]:
+        """The values of step.log, averaged over the batch by weight."""
+        first = self._layout.ranges[self._run.rank].start
+        mine = []
+        for k, name, value in self._logged:
+            weights = [float(weight) for _, weight in self._losses[k].values()]
+            mine.append((name, float(value), weights[0] if weights else float(self._sizes[first + k])))
+        by_name: dict[str, list[tuple[float, float]]] = {}
+        for logged in self._run._group.gather(mine):
+            for name, value, weight in logged:
+                by_name.setdefault(name, []).append((value, weight))
+        return {
+            f"train/{name}": math.fsum(v * w for v, w in pairs) / total
+            if (total := math.fsum(w for _, w in pairs))
+            else 0.0
+            for name, pairs in by_name.items()
+        }

@@ -1,0 +1,313 @@
+"""What a person sees of a run while it goes: a bar on a terminal, plain lines elsewhere, of rank 0 alone."""
+
+import io
+import sys
+from collections import deque
+from collections.abc import Mapping
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+
+DRAW_EVERY_S = 0.1
+LINE_EVERY_S = 2.0
+WINDOW_S = 20.0
+LOSSES = ("train/loss", "loss")
+
+
+class Progress(Protocol):
+    """What rank 0 shows. A loop calls `begin`, `step` after each step, `log` when it has numbers, `end`."""
+
+    def begin(self, *, total_steps: int | None, done_steps: int, epochs: int | None) -> None:
+        """A loop starts.
+
+        Args:
+            total_steps: at which step it ends, None when it has no end.
+            done_steps: the steps done before (a resumed run).
+            epochs: how many there are; None for a loop without epochs, whose lines then name none.
+        """
+
+    def step(self, number: int, num_samples: int, epoch: int) -> None:
+        """`number` steps are done, the last with `num_samples` samples of epoch `epoch` (shown as given)."""
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """The newest numbers: "validation/..." get a line each time, others the bar or a line at times."""
+
+    def print(self, *args: Any, **kw: Any) -> None:
+        """The builtin `print`, above the bar."""
+
+    def end(self, rows: Mapping[str, Any]) -> None:
+        """The run is done: closes the bar and prints `rows` as a table of two columns."""
+
+    def close(self) -> None:
+        """Closes the bar without a table, as on an error. May be called at any time, and again."""
+
+
+def build_progress(*, rank: int, terminal: bool | None = None) -> Progress:
+    """The progress of this rank: nothing but on rank 0; there a bar on a terminal, plain lines elsewhere.
+
+    Args:
+        terminal: None: standard output and standard error both are terminals (when one of them is a file or a
+            pipe, that is where people look for the lines).
+    """
+    if rank != 0:
+        return Silent()
+    if terminal is None:
+        terminal = sys.stdout.isatty() and sys.stderr.isatty()
+    if terminal:
+        bar = Bar()
+        if not bar.console.is_dumb_terminal:
+            return bar
+    return Lines()
+
+
+class Silent:
+    """Ranks other than 0."""
+
+    def begin(self, *, total_steps: int | None, done_steps: int, epochs: int | None) -> None:
+        pass
+
+    def step(self, number: int, num_samples: int, epoch: int) -> None:
+        pass
+
+    def log(self, values: Mapping[str, float]) -> None:
+        pass
+
+    def print(self, *args: Any, **kw: Any) -> None:
+        pass
+
+    def end(self, rows: Mapping[str, Any]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Pace:
+    """Where a loop is, how fast its last `WINDOW_S` seconds went, how long the rest will take at that.
+
+    It starts to count when its first step is done: the steps that a resumed run finds done, and the first
+    one, which compiles and warms up, tell nothing about the rest.
+    """
+
+    def __init__(
+        self, *, total_steps: int | None = None, done_steps: int = 0, epochs: int | None = None
+    ) -> None:
+        self.total_steps = total_steps
+        self.number = done_steps
+        self.epoch: int | None = None
+        self.num_samples = 0
+        self._has_epochs = epochs is not None
+        self._now = self._next_mark = float("-inf")
+        self._marks: deque[tuple[float, int, int]] = deque()
+
+    def step(self, number: int, num_samples: int, epoch: int) -> bool:
+        """Counts a step; True when it is time to draw. This runs in every step, so it is short."""
+        self._now = now = monotonic()
+        self.number = number
+        self.epoch = epoch
+        self.num_samples += num_samples
+        if now < self._next_mark:
+            return False
+        self._next_mark = now + DRAW_EVERY_S
+        marks = self._marks
+        marks.append((now, number, self.num_samples))
+        while len(marks) > 2 and marks[1][0] < now - WINDOW_S:
+            marks.popleft()
+        return True
+
+    def texts(self) -> list[str]:
+        """["812 samples/s", "eta 0:31"], or as much of it as is known."""
+        if not self._marks:
+            return []
+        # Up to the last step, not up to now: a validation in between would look like a slow step.
+        time, number, num_samples = self._marks[0]
+        elapsed_s, num_steps = self._now - time, self.number - number
+        if num_steps <= 0 or elapsed_s <= 0:
+            return []
+        texts = [f"{_number((self.num_samples - num_samples) / elapsed_s)} samples/s"]
+        if self.total_steps is not None:
+            texts.append(f"eta {_duration((self.total_steps - self.number) * elapsed_s / num_steps)}")
+        return texts
+
+    def place(self) -> str:
+        """Such as "step 120/720  epoch 4"."""
+        total = "" if self.total_steps is None else f"/{self.total_steps}"
+        epoch = f"  epoch {self.epoch}" if self._has_epochs and self.epoch is not None else ""
+        return f"step {self.number}{total}{epoch}"
+
+
+class Lines:
+    """Plain lines, for files and pipes: one per `LINE_EVERY_S`, and the last one and validation always."""
+
+    def __init__(self) -> None:
+        self._pace = Pace()
+        self._news: dict[str, Any] = {}
+        self._news_place = ""
+        self._said_at = float("-inf")
+
+    def begin(self, *, total_steps: int | None, done_steps: int, epochs: int | None) -> None:
+        self.close()
+        self._pace = Pace(total_steps=total_steps, done_steps=done_steps, epochs=epochs)
+
+    def step(self, number: int, num_samples: int, epoch: int) -> None:
+        self._pace.step(number, num_samples, epoch)
+
+    def log(self, values: Mapping[str, float]) -> None:
+        validation, news = _split(values)
+        if news:
+            self._news.update(news)
+            self._news_place = self._pace.place()
+            if monotonic() - self._said_at >= LINE_EVERY_S:
+                self._say_news()
+        if validation:
+            self._say_news()  # what came before is said before
+            self.print("  ".join([self._pace.place(), *_texts(validation)]))
+
+    def print(self, *args: Any, **kw: Any) -> None:
+        print(*args, **{"flush": True, **kw})
+
+    def end(self, rows: Mapping[str, Any]) -> None:
+        self.close()
+        width = max(map(len, rows), default=0)
+        for name, value in rows.items():
+            self.print(f"{name:<{width}}  {_number(value)}")
+
+    def close(self) -> None:
+        self._say_news()
+
+    def _say_news(self) -> None:
+        if self._news:
+            self.print("  ".join([self._news_place, *_texts(self._news), *self._pace.texts()]))
+            self._news.clear()
+            self._said_at = monotonic()
+
+
+class Bar:
+    """A bar on a terminal, drawn from within `step`: a thread would endanger the forks of data workers."""
+
+    def __init__(self) -> None:
+        from rich.console import Console  # here, so that ranks without a bar do not pay for the import
+
+        self.console = Console(force_terminal=True)
+        self._pace = Pace()
+        self._news: dict[str, Any] = {}
+        self._live: RichProgress | None = None
+
+    def begin(self, *, total_steps: int | None, done_steps: int, epochs: int | None) -> None:
+        from rich.progress import BarColumn, TextColumn
+        from rich.progress import Progress as RichProgress
+        from rich.table import Column
+
+        self.close()
+        self._pace = Pace(total_steps=total_steps, done_steps=done_steps, epochs=epochs)
+        self._news.clear()
+        longest = "" if total_steps is None else f"{total_steps}/{total_steps}  epoch {epochs}"
+        place = Column(
+            no_wrap=True, min_width=len(longest)
+        )  # on a narrow terminal the news are cut, not this
+        self._live = RichProgress(
+            TextColumn("{task.description}", markup=False, table_column=place),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[news]}", markup=False),
+            console=self.console,
+            auto_refresh=False,
+            expand=True,
+        )
+        self._live.add_task(
+            self._pace.place().removeprefix("step "), total=total_steps, completed=done_steps, news=""
+        )
+        self._live.start()
+        self.console.show_cursor(True)  # a hidden one would stay so when the process is killed
+
+    def step(self, number: int, num_samples: int, epoch: int) -> None:
+        if self._pace.step(number, num_samples, epoch):
+            self._draw()
+
+    def log(self, values: Mapping[str, float]) -> None:
+        validation, news = _split(values)
+        self._news.update(news)  # the next draw shows them
+        if validation:
+            self._draw()
+            self.print("  ".join([self._pace.place(), *_texts(validation)]))
+
+    def print(self, *args: Any, **kw: Any) -> None:
+        if self._live is None or kw.get("file") is not None:
+            print(*args, **kw)
+            return
+        text = io.StringIO()
+        print(*args, **{**kw, "file": text})
+        # Not left to rich's stand-in for sys.stdout: that would break long lines at the terminal's width.
+        from rich.text import Text
+
+        self.console.print(Text.from_ansi(text.getvalue().removesuffix("\n")), soft_wrap=True)
+
+    def end(self, rows: Mapping[str, Any]) -> None:
+        self.close()
+        from rich.table import Table
+
+        table = Table(show_header=False)
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+        for name, value in rows.items():
+            table.add_row(str(name), _number(value))
+        if rows:
+            self.console.print(table, markup=False, highlight=False)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._draw()
+            live, self._live = self._live, None
+            live.stop()
+
+    def _draw(self) -> None:
+        if self._live is not None:
+            task = self._live.task_ids[0]
+            place = self._pace.place().removeprefix("step ")
+            first = {name: value for name, value in self._news.items() if name in LOSSES or _is_rate(name)}
+            rest = {name: value for name, value in self._news.items() if name not in first}
+            news = "  ".join([*_texts(first), *self._pace.texts(), *_texts(rest)])
+            self._live.update(task, completed=self._pace.number, description=place, news=news)
+            self._live.refresh()
+
+
+def _split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The rows of validation, and the others."""
+    validation = {name: value for name, value in values.items() if name.startswith("validation/")}
+    return validation, {name: value for name, value in values.items() if name not in validation}
+
+
+def _texts(values: Mapping[str, Any]) -> list[str]:
+    """["loss 0.1234", "lr 3.00e-04"]"""
+    texts = []
+    for full_name, value in values.items():
+        name = full_name.removeprefix("train/")
+        if _is_rate(name):
+            label = "lr" + name.partition("rate")[2]  # "learning rate/1" is a second group's
+            texts.append(f"{label} {value:.2e}" if isinstance(value, float) else f"{label} {_number(value)}")
+        else:
+            texts.append(f"{name} {_number(value)}")
+    return texts
+
+
+def _is_rate(name: str) -> bool:
+    return name.removeprefix("train/").startswith(("learning rate", "learning_rate"))
+
+
+def _number(value: Any) -> str:
+    """A number as people read it: 0.1234, 12.35, 1,235. Anything else as its str."""
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        return str(value)
+    if isinstance(value, (int, str)):
+        return f"{value:,}" if isinstance(value, int) else value
+    return f"{number:,.0f}" if 1000 <= abs(number) < 1e9 else f"{number:.4g}"
+
+
+def _duration(seconds: float) -> str:
+    """Hours, minutes and seconds: 0:31, 12:05, 1:02:03."""
+    minutes, seconds_left = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds_left:02}" if hours else f"{minutes}:{seconds_left:02}"

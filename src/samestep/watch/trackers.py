@@ -1,0 +1,198 @@
+"""Where else a run's numbers go: TensorBoard, Weights & Biases, or anything with these three methods."""
+
+import json
+import uuid
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from samestep.errors import Error
+
+
+@dataclass(frozen=True)
+class TrackerInfo:
+    """What a tracker is told of the run.
+
+    Attributes:
+        name: the run's name.
+        dir: the run's directory, None when nothing is on disk.
+        config: what the script recorded about itself.
+        resumed_step: the steps done before; 0 for a run that begins.
+    """
+
+    name: str
+    dir: Path | None
+    config: Mapping[str, Any]
+    resumed_step: int
+
+
+class Tracker(Protocol):
+    """Lives on rank 0 alone."""
+
+    def start(self, info: TrackerInfo) -> None:
+        """Opens it. What was logged past `info.resumed_step` by a run that died will come again."""
+
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        """Numbers, strings and tensors of step `step`."""
+
+    def finish(self, status: str) -> None:
+        """Closes it. `status` is "done", "stopped" (to be resumed) or "failed"."""
+
+
+class TensorBoard:
+    """Writes event files for `tensorboard --logdir`.
+
+    Args:
+        dir: where; None: `tensorboard/` in the run's directory.
+
+    Raises:
+        Error: at the start: the package is missing, or there is no directory to write to.
+    """
+
+    def __init__(self, dir: str | Path | None = None) -> None:
+        self.dir = None if dir is None else Path(dir)
+        self._writer: Any = None
+
+    def start(self, info: TrackerInfo) -> None:
+        if self.dir is None and info.dir is None:
+            raise Error(
+                "TensorBoard has nowhere to write: the run has no directory; give TensorBoard(dir=...)"
+            )
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise Error(f"TensorBoard is missing ({error}): pip install 'samestep[tensorboard]'") from error
+        # The reader then forgets the steps that a run that died had logged after its last snapshot.
+        purge_step = info.resumed_step + 1 if info.resumed_step else 0
+        directory = self.dir or Path(info.dir or "") / "tensorboard"
+        self._writer = SummaryWriter(str(directory), purge_step=purge_step)
+        if info.config:
+            config = json.dumps(dict(info.config), indent=4, default=str)
+            self._writer.add_text("config", "    " + config.replace("\n", "\n    "), info.resumed_step)
+        self._writer.flush()
+
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        for name, value in values.items():
+            number = _number(value)
+            if number is not None:
+                self._writer.add_scalar(name, number, step)
+            elif hasattr(value, "numel") and value.numel() > 1:
+                self._writer.add_histogram(name, value.detach().float().cpu(), step)
+            else:
+                self._writer.add_text(name, str(value), step)
+
+    def finish(self, status: str) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """Logs to Weights & Biases; a resumed run goes on under its id, which is kept in the run's directory.
+
+    Args:
+        project: as in `wandb.init`.
+        init: further arguments of `wandb.init`, such as `mode="offline"` or `tags=[...]`; they win over ours.
+
+    Raises:
+        Error: at the start: the package is missing.
+    """
+
+    def __init__(self, project: str | None = None, **init: Any) -> None:
+        self.init = {"project": project, **init}
+        self._run: Any = None
+
+    def start(self, info: TrackerInfo) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise Error(f"Weights & Biases is missing ({error}): pip install 'samestep[wandb]'") from error
+        ours = {"name": info.name, "config": dict(info.config), "id": _wandb_id(info.dir), "resume": "allow"}
+        if info.dir is not None:
+            ours["dir"] = str(info.dir)
+        self._run = wandb.init(**{**ours, **self.init})
+
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        # W&B refuses the steps that came before the run died, when they come again: the first ones stay, and
+        # unless the script was changed they are the same.
+        logged: dict[str, Any] = {}
+        for name, value in values.items():
+            number = _number(value)
+            if number is not None:
+                logged[name] = number
+            elif hasattr(value, "numel") and value.numel() > 1:
+                import wandb
+
+                logged[name] = wandb.Histogram(value.detach().float().cpu().numpy())
+            else:
+                logged[name] = value
+        self._run.log(logged, step=step)
+
+    def finish(self, status: str) -> None:
+        self._run.finish(exit_code=1 if status == "failed" else 0)
+
+
+class Trackers:
+    """A run's trackers as one. One that fails while the run goes is dropped, with one line: training goes on.
+
+    Args:
+        trackers: any number of them.
+        warn: gets the line.
+    """
+
+    def __init__(self, trackers: Iterable[Tracker], warn: Callable[[str], None]) -> None:
+        self._waiting = list(trackers)
+        self._running: list[Tracker] = []
+        self._warn = warn
+
+    def start(self, info: TrackerInfo) -> None:
+        """Starts them all. What one raises here goes up, with the others finished: nothing is lost yet."""
+        try:
+            for tracker in self._waiting:
+                tracker.start(info)
+                self._running.append(tracker)
+        except BaseException:
+            self.finish("failed")
+            raise
+        self._waiting = []
+
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        """Gives all of them the numbers of step `step`."""
+        self._each(lambda tracker: tracker.log(values, step))
+
+    def finish(self, status: str) -> None:
+        """Closes all of them. A second call does nothing."""
+        self._each(lambda tracker: tracker.finish(status))
+        self._running = []
+
+    def _each(self, call: Callable[[Tracker], None]) -> None:
+        for tracker in list(self._running):
+            try:
+                call(tracker)
+            except Exception as error:  # whatever it is, it is not worth the run
+                self._running.remove(tracker)
+                reason = " ".join(str(error).split())
+                name = type(tracker).__name__
+                self._warn(
+                    f"tracker {name} failed and is left out from here on: {type(error).__name__}: {reason}"
+                )
+
+
+def _number(value: Any) -> float | int | None:
+    """The Python number of a number, a one-element tensor or a scalar of numpy; None for anything else."""
+    if not isinstance(value, (int, float)):
+        try:
+            value = value.item()
+        except (AttributeError, TypeError, ValueError, RuntimeError):
+            return None
+    return value if isinstance(value, (int, float)) else None
+
+
+def _wandb_id(directory: Path | None) -> str:
+    """The id under which W&B knows this run, from its first start on."""
+    path = None if directory is None else directory / "wandb.id"
+    if path is not None and path.exists() and (known := path.read_text().strip()):
+        return known
+    new = uuid.uuid4().hex[:12]
+    if path is not None:
+        path.write_text(new + "\n")
+    return new

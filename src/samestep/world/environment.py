@@ -1,0 +1,146 @@
+"""Who this process is: the environment, read once into frozen values. Nothing else in samestep reads os.environ."""
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+from samestep.errors import Error
+
+PREFIX = "SAMESTEP_"
+
+
+@dataclass(frozen=True)
+class Override:
+    """One of Run's arguments that a launcher can set from outside, as `--flag` or as a SAMESTEP_* variable."""
+
+    type: type
+    metavar: str
+    help: str
+
+
+# Name (as in Overrides) -> what it is. Launchers make their flags from this table.
+OVERRIDES: dict[str, Override] = {
+    "run_dir": Override(str, "DIR", "where the run lives: snapshots, metrics, ledger"),
+    "batch_size": Override(int, "N", "samples of one optimizer step, over all ranks (not per device)"),
+    "micro_batch_size": Override(int, "N", "samples of one forward and backward; must divide the batch size"),
+    "seed": Override(int, "N", "seed of the run"),
+    "threads": Override(int, "N", "CPU threads per rank; part of the run's identity, because it changes bits"),
+    "precision": Override(str, "P", "fp32, bf16 or fp16: what run.autocast() uses"),
+    "reduction": Override(str, "R", "exact: the same bits at any world size; fast: the backend's all-reduce"),
+    "device": Override(str, "D", "cpu or cuda; default: cuda when there is one"),
+    "snapshot_every": Override(str, "E", "10 (steps), 2epochs, or never"),
+    "keep": Override(int, "N", "how many numbered snapshots to keep"),
+    "resume": Override(str, "R", "latest, a step, a snapshot's name such as best, or never"),
+    "fresh": Override(bool, "", "start anew in a new directory beside the run's, never over it"),
+    "max_steps": Override(int, "N", "stop after this many steps in all"),
+    "log_every": Override(int, "N", "steps between two rows of metrics"),
+}
+
+
+@dataclass(frozen=True)
+class Overrides:
+    """Values from outside that go before Run's own arguments; None where nothing was said."""
+
+    run_dir: str | None = None
+    batch_size: int | None = None
+    micro_batch_size: int | None = None
+    seed: int | None = None
+    threads: int | None = None
+    precision: str | None = None
+    reduction: str | None = None
+    device: str | None = None
+    snapshot_every: str | None = None
+    keep: int | None = None
+    resume: str | None = None
+    fresh: bool | None = None
+    max_steps: int | None = None
+    log_every: int | None = None
+
+    def to_variables(self) -> dict[str, str]:
+        """The SAMESTEP_* variables that hand these values to the ranks."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {
+            PREFIX + name.upper(): str(int(value) if isinstance(value, bool) else value)
+            for name, value in values.items()
+            if value is not None
+        }
+
+
+@dataclass(frozen=True)
+class Environment:
+    """This process's place in the world, as the launcher told it.
+
+    `launcher` is "samestep", "torchrun" (anything that sets RANK and WORLD_SIZE) or "python" (alone).
+    `error_dir` is where a rank that fails leaves its error for samestep's launcher.
+    """
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+    launcher: str
+    error_dir: str | None
+    overrides: Overrides
+
+
+def _parse(name: str, text: str) -> int | str | bool:
+    kind = OVERRIDES[name].type
+    if kind is bool:
+        return text.lower() not in ("", "0", "false", "no")
+    if kind is int:
+        try:
+            return int(text)
+        except ValueError:
+            raise Error(f"{PREFIX}{name.upper()} must be a whole number, not {text!r}") from None
+    return text
+
+
+def read_overrides(variables: Mapping[str, str] | None = None) -> Overrides:
+    """The SAMESTEP_* variables as values. Raises Error where a number is not one."""
+    variables = os.environ if variables is None else variables
+    found = {name: variables.get(PREFIX + name.upper()) for name in OVERRIDES}
+    return Overrides(**{name: _parse(name, text) for name, text in found.items() if text is not None})  # type: ignore[arg-type]
+
+
+def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
+    """Reads the place in the world. Raises Error where RANK is set without WORLD_SIZE, or a number is not one."""
+    variables = os.environ if variables is None else variables
+
+    def number(name: str, default: int) -> int:
+        text = variables.get(name)
+        if text is None:
+            return default
+        try:
+            return int(text)
+        except ValueError:
+            raise Error(f"{name} must be a whole number, not {text!r}") from None
+
+    launched = "RANK" in variables and "WORLD_SIZE" in variables
+    if not launched:
+        rank = local_rank = 0
+        world_size = local_world_size = 1
+    else:
+        rank, world_size = number("RANK", 0), number("WORLD_SIZE", 1)
+        local_rank = number("LOCAL_RANK", rank)
+        local_world_size = number("LOCAL_WORLD_SIZE", world_size)
+    launcher = "samestep" if PREFIX + "LAUNCHER" in variables else "torchrun" if launched else "python"
+    return Environment(
+        rank=rank,
+        local_rank=local_rank,
+        world_size=world_size,
+        local_world_size=local_world_size,
+        launcher=launcher,
+        error_dir=variables.get(PREFIX + "ERROR_DIR"),
+        overrides=read_overrides(variables),
+    )
+
+
+def child_variables() -> dict[str, str]:
+    """A copy of this process's environment, for a launcher to add to and hand to the processes it starts."""
+    return dict(os.environ)
+
+
+def read_host() -> str:
+    """This machine's name, for messages."""
+    return socket.gethostname()

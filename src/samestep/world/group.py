@@ -1,0 +1,131 @@
+"""The ranks as one group: its backend, and the few collectives on objects and whole tensors that are not gradients."""
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _broadcast_coalesced  # type: ignore[attr-defined]  # what DDP itself calls
+
+from samestep.errors import Error, PeerFailed
+from samestep.world.environment import Environment
+
+T = TypeVar("T")
+
+BROADCAST_CHUNK_BYTES = 64 << 20
+
+
+def choose_device(environment: Environment, wanted: str | None) -> torch.device:
+    """This rank's device: `wanted` ("cpu" or "cuda"), else CUDA when there is one.
+
+    Raises:
+        Error: unknown device, no GPU where one is wanted, or more local ranks than GPUs.
+    """
+    if wanted not in (None, "cpu", "cuda"):
+        raise Error(f"device must be cpu or cuda, not {wanted!r}")
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if wanted == "cpu" or (wanted is None and num_gpus == 0):
+        return torch.device("cpu")
+    if num_gpus == 0:
+        raise Error("device cuda was asked for, but torch sees no GPU: leave --device out, or say cpu")
+    if environment.local_rank >= num_gpus:
+        raise Error(
+            f"{environment.local_world_size} ranks on a machine with {num_gpus} GPUs: "
+            f"start at most {num_gpus} ranks here, or say --device cpu"
+        )
+    return torch.device("cuda", environment.local_rank)
+
+
+class Group:
+    """All ranks of the run. With one rank there is no process group and every call returns at once.
+
+    Attributes:
+        rank, world_size: as in torch.distributed.
+        device: where this rank computes.
+    """
+
+    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's `value` (anything that pickles), in rank order, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
+
+    def broadcast(self, value: T, source: int = 0) -> T:
+        """The `value` of rank `source` on every rank."""
+        if self.world_size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=source)
+        return values[0]
+
+    def once(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Calls `fn` on rank 0 alone; every rank gets what it returned.
+
+        Raises:
+            Error: what `fn` raised, on every rank.
+            PeerFailed: on the other ranks, when `fn` raised anything else.
+        """
+        if self.world_size == 1:
+            return fn(*args, **kwargs)
+        failure: BaseException | None = None
+        message: tuple[str, Any] = ("value", None)
+        if self.rank == 0:
+            try:
+                message = ("value", fn(*args, **kwargs))
+            except Error as error:
+                message = ("error", str(error))
+            except BaseException as error:
+                failure, message = error, ("failure", f"{type(error).__name__}: {error}")
+        kind, value = self.broadcast(message)
+        if failure is not None:
+            raise failure
+        if kind == "error":
+            raise Error(value)
+        if kind == "failure":
+            raise PeerFailed(f"rank 0 failed: {value}")
+        return value  # type: ignore[no-any-return]
+
+    def broadcast_tensors(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+        """Overwrites `tensors` on every rank with those of rank `source`, in a few large messages."""
+        if self.world_size == 1:
+            return
+        by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for tensor in tensors:
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        process_group = dist.group.WORLD
+        assert process_group is not None
+        with torch.no_grad():
+            for same_kind in by_kind.values():
+                _broadcast_coalesced(process_group, same_kind, BROADCAST_CHUNK_BYTES, source)
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        if self.world_size > 1:
+            dist.barrier()
+
+
+def open_group(environment: Environment, device: torch.device, *, timeout_s: float = 1800.0) -> Group:
+    """Joins the ranks: gloo on CPU, NCCL (with gloo for what lives on the host) on CUDA.
+
+    A process group that the script has already made is used as it is.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if environment.world_size > 1 and not dist.is_initialized():
+        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    return Group(environment.rank, environment.world_size, device)
+
+
+def close_group() -> None:
+    """Leaves the process group, if there is one."""
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

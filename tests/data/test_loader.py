@@ -1,0 +1,401 @@
+"""Loading micro-batches, with real DataLoader workers, real signals and real processes."""
+
+import collections
+import gc
+import itertools
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from samestep.plan.ledger import fingerprint
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils.data import DataLoader, default_collate
+
+from samestep.data.loader import Loaded, Loader, Task, seed_all, to_device, understand
+from samestep.errors import Error
+
+CPU = torch.device("cpu")
+
+
+class Noisy:
+    """Augmented with all three generators."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> tuple[Tensor, float, float]:
+        return index + torch.rand(3), index + random.random(), index + np.random.rand()
+
+
+class Many:
+    """Read by the list."""
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitems__(self, indices: list[int]) -> list[Tensor]:
+        return list(torch.tensor(indices)[:, None] + torch.rand(len(indices), 2))
+
+
+class Odd:
+    """Sample 17 is like no other."""
+
+    def __init__(self, odd: Callable[[], Any]) -> None:
+        self.odd = odd
+
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> Any:
+        return self.odd() if index == 17 else torch.zeros(3)
+
+
+class Unpicklable(Exception):
+    def __init__(self) -> None:
+        super().__init__("it is what it is")
+        self.lock = threading.Lock()
+
+
+def fail_with_key_error() -> Any:
+    raise KeyError("x")
+
+
+def fail_with_stop_iteration() -> Any:
+    raise StopIteration
+
+
+def fail_with_unpicklable() -> Any:
+    raise Unpicklable
+
+
+def plan_tasks(num_tasks: int, size: int = 4) -> list[Task]:
+    return [
+        Task(np.arange(size * k, size * k + size) % 100, (k + 1) * 987654321987654321 % 2**63)
+        for k in range(num_tasks)
+    ]
+
+
+def load(data: Any, tasks: list[Task], **options: Any) -> list[Loaded]:
+    with Loader(understand(data, **options), iter(tasks), device=CPU) as loader:
+        return list(loader)
+
+
+def assert_same(a: list[Loaded], b: list[Loaded]) -> None:
+    assert len(a) == len(b)
+    for one, other in zip(a, b, strict=True):
+        assert one[1:] == other[1:]
+        torch.testing.assert_close(one.batch, other.batch, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("data", [Noisy(), Many()])
+def test_the_bits_do_not_depend_on_the_workers(data: Any) -> None:
+    tasks = plan_tasks(7)
+    here = load(data, tasks)
+    assert_same(here, load(data, tasks, num_workers=2))
+    assert_same(here[3:5], load(data, tasks[3:5]))  # nor on what was loaded before
+    assert [loaded.num_samples for loaded in here] == [4] * 7
+    assert [loaded.fingerprint for loaded in here] == [fingerprint(task.indices) for task in tasks]
+
+
+def test_the_bits_do_not_depend_on_how_workers_start() -> None:
+    tasks = plan_tasks(3)
+    data = DataLoader(Noisy(), batch_size=4, num_workers=1, multiprocessing_context="forkserver")
+    assert_same(load(Noisy(), tasks), load(data, tasks))
+
+
+def test_the_bits_do_not_depend_on_threads() -> None:
+    class Sums(Many):
+        def __getitems__(self, indices: list[int]) -> list[Tensor]:
+            return [torch.rand(200_000).sum() * 1e-3 for _ in indices]
+
+    one = load(Sums(), plan_tasks(2))
+    torch.set_num_threads(2)
+    try:
+        two = load(Sums(), plan_tasks(2))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(1)
+    assert_same(one, two)
+
+
+def test_the_samples_are_read_with_python_ints_in_the_order_of_the_task() -> None:
+    class Types(Noisy):
+        def __getitem__(self, index: int) -> Any:
+            return index, type(index).__name__
+
+    [loaded] = load(Types(), [Task(np.array([5, 3, 9]), 1)], collate_fn=list)
+    assert loaded.batch == [(5, "int"), (3, "int"), (9, "int")]
+
+
+@pytest.mark.parametrize(
+    "sample",
+    [
+        lambda i: (torch.full((3,), i), torch.tensor(i)),
+        lambda i: (torch.full((3,), i), i, "name", {"a": np.float32(i)}),
+        lambda i: [torch.full((3,), i), torch.tensor(i)],
+        lambda i: (torch.full((2,), i + 0.5, dtype=torch.float64 if i else torch.float32),),
+        lambda i: torch.full((3,), i),
+    ],
+)
+def test_default_collate_is_unchanged(sample: Callable[[int], Any]) -> None:
+    samples = [sample(i) for i in range(4)]
+    [loaded] = load(samples, [Task(np.arange(4), 0)])
+    expected = default_collate(samples)
+    assert type(loaded.batch) is type(expected)
+    assert repr(loaded.batch) == repr(expected)
+
+
+def test_generators_of_different_libraries_draw_different_numbers() -> None:
+    seed_all(0x1234_5678_9ABC_DEF0)
+    words = {
+        int(torch.rand(()) * 2**24),
+        int(np.random.randint(2**32, dtype=np.uint32)) & (2**24 - 1),
+        random.getrandbits(32) & (2**24 - 1),
+    }
+    assert len(words) == 3
+
+
+def test_loading_with_workers_leaves_the_generators_alone() -> None:
+    def draw() -> tuple[float, float, float]:
+        return torch.rand(()).item(), random.random(), np.random.rand()
+
+    seed_all(7)
+    expected = draw()
+    seed_all(7)
+    load(Noisy(), plan_tasks(3), num_workers=1)
+    assert draw() == expected
+
+
+def test_tasks_are_taken_one_at_a_time() -> None:
+    taken = 0
+
+    def endless() -> Iterator[Task]:
+        nonlocal taken
+        for task in itertools.cycle(plan_tasks(5)):
+            taken += 1
+            yield task
+
+    loader = Loader(understand(Noisy()), endless(), device=CPU)
+    assert taken == 0
+    for expected in range(1, 8):
+        next(loader)
+        assert taken == expected
+
+
+def test_workers_take_no_more_tasks_than_they_prefetch() -> None:
+    taken = 0
+
+    def endless() -> Iterator[Task]:
+        nonlocal taken
+        for task in itertools.cycle(plan_tasks(5)):
+            taken += 1
+            yield task
+
+    data = DataLoader(Noisy(), batch_size=4, num_workers=2, prefetch_factor=3)
+    with Loader(understand(data), endless(), device=CPU) as loader:
+        for done in range(1, 8):
+            next(loader)
+            assert taken <= done + 2 * 3
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize(
+    ("odd", "said"),
+    [
+        (fail_with_key_error, r"the data set failed at sample 17 \(KeyError: 'x' at .*test_loader.py:\d+"),
+        (fail_with_stop_iteration, r"the data set failed at sample 17 \(StopIteration at "),
+        (fail_with_unpicklable, r"the data set failed at sample 17 \(Unpicklable: it is what it is at "),
+        (lambda: torch.zeros(4), r"collate_fn failed at sample 17 \(RuntimeError: stack expects each tensor"),
+        (lambda: None, r"collate_fn failed at sample 17 \((TypeError|AttributeError): "),
+        (lambda: (torch.zeros(3),), r"collate_fn failed at sample 17 \((TypeError|AttributeError): "),
+    ],
+)
+def test_a_failure_names_the_sample(num_workers: int, odd: Callable[[], Any], said: str) -> None:
+    tasks = plan_tasks(6)  # the fifth is of samples 16 to 19
+    with Loader(understand(Odd(odd), num_workers=num_workers), iter(tasks), device=CPU) as loader:
+        for _ in range(4):
+            next(loader)
+        with pytest.raises(Error, match=said) as caught:
+            next(loader)
+        assert ("in DataLoader worker 0" in str(caught.value)) == (num_workers > 0)
+        cause = caught.value.__cause__
+        assert cause is not None
+        if num_workers:
+            assert "Traceback" in cause.__notes__[0]
+
+
+def test_a_failure_names_the_first_sample_of_a_micro_batch() -> None:
+    with pytest.raises(Error, match="collate_fn failed at sample 17 "):
+        load(Odd(lambda: torch.zeros(4)), [Task(np.arange(17, 21), 0)])
+
+
+def test_of_two_samples_that_do_not_fit_both_are_named() -> None:
+    with pytest.raises(Error, match="collate_fn failed at one of the samples 17, 18 "):
+        load(Odd(lambda: torch.zeros(4)), [Task(np.arange(17, 19), 0)])
+
+
+def test_a_failing_getitems_names_the_sample() -> None:
+    class Failing(Many):
+        def __getitems__(self, indices: list[int]) -> list[Tensor]:
+            return [torch.zeros(3) / (index != 17 or 1 / 0) for index in indices]
+
+    with pytest.raises(
+        Error, match=r"failed at sample 17 \(ZeroDivisionError: division by zero at .*test_loader"
+    ):
+        load(Failing(), plan_tasks(6))
+
+
+def test_getitems_must_give_a_sample_for_each_index() -> None:
+    class Short(Many):
+        def __getitems__(self, indices: list[int]) -> list[Tensor]:
+            return super().__getitems__(indices)[1:]
+
+    with pytest.raises(Error, match="3 samples for 4 indices"):
+        load(Short(), plan_tasks(1))
+
+
+def test_close_leaves_no_process_and_no_thread() -> None:
+    threads = set(threading.enumerate())
+    for ending in ("close", "exhausted", "dropped"):
+        loader = Loader(understand(Noisy(), num_workers=2), iter(plan_tasks(20)), device=CPU)
+        next(loader)
+        workers = multiprocessing.active_children()
+        assert len(workers) == 2
+        if ending == "close":
+            loader.close()
+            loader.close()
+            assert list(loader) == []
+        elif ending == "exhausted":
+            assert len(list(loader)) == 19
+        del loader
+        gc.collect()
+        assert not any(psutil.pid_exists(worker.pid) for worker in workers if worker.pid), ending
+        assert set(threading.enumerate()) <= threads, ending
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_workers_leave_the_decision_to_the_rank(number: signal.Signals) -> None:
+    tasks = plan_tasks(30)
+    with Loader(understand(Noisy(), num_workers=2), iter(tasks), device=CPU) as loader:
+        for worker in multiprocessing.active_children():
+            assert worker.pid is not None
+            os.kill(worker.pid, number)  # at once: they may not have begun
+        loaded = [next(loader) for _ in range(10)]
+        for worker in multiprocessing.active_children():
+            assert worker.pid is not None
+            os.kill(worker.pid, number)
+        loaded += list(loader)
+    assert_same(loaded, load(Noisy(), tasks))
+
+
+SCRIPT = """
+import itertools, multiprocessing, signal, sys
+import numpy as np
+import torch
+from samestep.data.loader import Loader, Task, understand
+
+tasks = (Task(np.arange(4), seed) for seed in itertools.count())
+loader = Loader(understand(torch.zeros(8), num_workers=2), tasks, device=torch.device("cpu"))
+next(loader)
+print(*[worker.pid for worker in multiprocessing.active_children()], flush=True)
+exec(sys.argv[1])
+"""
+
+
+def run_script(tmp_path: Path, ending: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    process = subprocess.Popen([sys.executable, script, ending], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    workers = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
+    assert len(workers) == 2
+    return process, workers
+
+
+def test_no_worker_outlives_a_rank_that_is_killed(tmp_path: Path) -> None:
+    process, workers = run_script(tmp_path, "signal.pause()")
+    process.kill()
+    process.communicate()
+    gone, alive = psutil.wait_procs(workers, timeout=2)
+    assert len(gone) == 2
+    assert not alive
+
+
+@pytest.mark.parametrize(("ending", "code"), [("pass", 0), ("1 / 0", 1), ("sys.exit(3)", 3)])
+def test_a_rank_that_never_closes_its_loader_ends_at_once(tmp_path: Path, ending: str, code: int) -> None:
+    process, workers = run_script(tmp_path, f"sys.stderr = None; {ending}")
+    began_s = time.monotonic()
+    process.communicate(timeout=30)
+    assert process.returncode == code
+    assert time.monotonic() - began_s < 4  # torch's own exit hook would wait 5 s for each
+    assert not psutil.wait_procs(workers, timeout=2)[1]
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Any
+
+
+@dataclass(frozen=True)
+class Record:
+    x: Tensor
+    name: str
+
+
+class Graph:
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    def to(self, device: torch.device) -> "Graph":
+        return Graph(self.x.to(device))
+
+
+def test_to_device_on_the_cpu_is_the_same_object() -> None:
+    batch = [torch.zeros(2), {"a": "text"}]
+    assert to_device(batch, CPU, non_blocking=True) is batch
+
+
+def test_to_device_moves_every_structure() -> None:
+    x = torch.zeros(2)
+    counts: collections.defaultdict[str, Any] = collections.defaultdict(list, a=x)
+    batch = {
+        "nested": (x, [x, "text"]),
+        "pair": Pair(x, {"deep": x}),
+        "record": Record(x, "name"),
+        "graph": Graph(x),
+        "counts": counts,
+        "packed": pack_sequence([x]),
+        "rest": ["text", 3, None, 2.5],
+    }
+    meta = torch.device("meta")
+    moved = to_device(batch, meta)
+    assert moved["nested"][0].device == meta
+    assert isinstance(moved["nested"], tuple)
+    assert moved["nested"][1][0].device == meta
+    assert moved["nested"][1][1] == "text"
+    assert type(moved["pair"]) is Pair
+    assert moved["pair"].x.device == moved["pair"].y["deep"].device == meta
+    assert type(moved["record"]) is Record
+    assert moved["record"].x.device == meta
+    assert moved["record"].name == "name"
+    assert moved["graph"].x.device == meta
+    assert moved["counts"].default_factory is list
+    assert moved["counts"]["a"].device == meta
+    assert type(moved["packed"]) is PackedSequence
+    assert moved["packed"].data.device == meta
+    assert moved["rest"] == ["text", 3, None, 2.5]
+    assert batch["nested"][0].device == CPU  # the one given is as it was

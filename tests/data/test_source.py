@@ -1,0 +1,156 @@
+"""What may stand for a data set, and what is refused with one sentence."""
+
+import itertools
+import re
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+from samestep.data.loader import understand
+from samestep.errors import Error
+
+NUMBERS = TensorDataset(torch.arange(10))
+
+
+class Endless(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        return itertools.repeat(torch.zeros(3))
+
+
+class Sized:
+    def __len__(self) -> int:
+        return 3
+
+
+class Unsized:
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class OwnLoader(DataLoader[Tensor]):
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter([])
+
+
+def collate(samples: list[object]) -> list[object]:
+    return samples
+
+
+def test_a_plain_data_set_is_shuffled_and_collated_as_a_data_loader_would() -> None:
+    source = understand(NUMBERS)
+    assert source.dataset is NUMBERS
+    assert len(source) == 10
+    assert source.collate_fn is default_collate
+    assert (source.shuffle, source.drop_last, source.num_workers, source.micro_batch_size) == (
+        True,
+        False,
+        0,
+        None,
+    )
+    assert len(understand([1, 2, 3])) == 3
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_data_loader_is_understood(shuffle: bool) -> None:
+    loader = DataLoader(
+        NUMBERS,
+        batch_size=4,
+        shuffle=shuffle,
+        num_workers=2,
+        prefetch_factor=3,
+        drop_last=True,
+        timeout=9,
+        collate_fn=collate,
+    )
+    source = understand(loader, micro_batch_size=4)
+    assert source.dataset is NUMBERS
+    assert source.collate_fn is collate
+    assert (source.shuffle, source.drop_last) == (shuffle, True)
+    assert (source.num_workers, source.prefetch_factor, source.timeout_s) == (2, 3, 9)
+    assert source.micro_batch_size == 4
+
+
+def test_arguments_win_over_the_data_loaders_own() -> None:
+    loader = DataLoader(NUMBERS, batch_size=4, shuffle=True, num_workers=2, drop_last=True)
+    source = understand(loader, shuffle=False, num_workers=0, drop_last=False, collate_fn=collate)
+    assert (source.shuffle, source.num_workers, source.drop_last) == (False, 0, False)
+    assert source.collate_fn is collate
+
+
+def test_another_batch_size_is_refused() -> None:
+    with pytest.raises(Error, match="batch_size is 4 and the run's micro_batch_size 8"):
+        understand(DataLoader(NUMBERS, batch_size=4), micro_batch_size=8)
+    assert understand(DataLoader(NUMBERS, batch_size=4)).micro_batch_size == 4
+
+
+@pytest.mark.parametrize(
+    ("loader", "said"),
+    [
+        (DataLoader(NUMBERS, sampler=DistributedSampler(NUMBERS, 2, 0)), "DistributedSampler.*leave it out"),
+        (
+            DataLoader(NUMBERS, sampler=WeightedRandomSampler([1.0] * 10, 10)),
+            "WeightedRandomSampler.*sampler=f",
+        ),
+        (DataLoader(NUMBERS, sampler=RandomSampler(NUMBERS, replacement=True)), "with replacement"),
+        (DataLoader(NUMBERS, sampler=RandomSampler(NUMBERS, num_samples=5)), "num_samples=5"),
+        (DataLoader(NUMBERS, sampler=[3, 1, 2]), "sampler is a list"),
+        (DataLoader(NUMBERS, batch_size=None), "batch_size=None"),
+        (DataLoader(NUMBERS, batch_sampler=[[1, 2], [3]]), "batch_sampler"),
+        (DataLoader(Endless()), "Endless has no samples to ask for by index"),
+        (OwnLoader(NUMBERS), "OwnLoader iterates in its own way"),
+    ],
+)
+def test_data_loaders_that_a_run_cannot_honour(loader: DataLoader[Tensor], said: str) -> None:
+    with pytest.raises(Error, match=said) as caught:
+        understand(loader)
+    assert_one_sentence(caught.value)
+
+
+def test_a_batch_sampler_that_is_the_default_one_spelled_out() -> None:
+    loader = DataLoader(NUMBERS, batch_sampler=BatchSampler(SequentialSampler(NUMBERS), 5, drop_last=False))
+    with pytest.raises(Error, match="its own batch_sampler"):  # a DataLoader then has no batch_size to read
+        understand(loader)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ([], "is empty"),
+        (DataLoader(TensorDataset(torch.empty(0, 3))), "is empty"),
+        (Endless(), "Endless has no samples to ask for by index"),
+        (iter([1, 2]), "no samples to ask for by index"),
+        (Sized(), "no samples to ask for by index"),
+        (Unsized(), "Unsized has no len"),
+        (7, "int has no samples"),
+    ],
+)
+def test_what_is_not_a_map_style_data_set(data: object, said: str) -> None:
+    with pytest.raises(Error, match=said) as caught:
+        understand(data)
+    assert_one_sentence(caught.value)
+
+
+@pytest.mark.parametrize("num_workers", [-1, 1.5])
+def test_num_workers_must_be_a_count(num_workers: int) -> None:
+    with pytest.raises(Error, match="num_workers is"):
+        understand(NUMBERS, num_workers=num_workers)
+
+
+def assert_one_sentence(error: Error) -> None:
+    text = str(error)
+    assert text.endswith(".")
+    assert "\n" not in text
+    assert not re.search(r"\. [A-Z]", text)

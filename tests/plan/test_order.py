@@ -1,0 +1,201 @@
+"""Orders are permutations, evenly drawn, the same for ever, and free to start anywhere."""
+
+import itertools
+import tracemalloc
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from samestep.errors import Error
+from samestep.plan.order import (
+    MAX_SORTED_LENGTH,
+    FeistelOrder,
+    GivenOrder,
+    Order,
+    SortedOrder,
+    build_order,
+)
+
+AROUND_POWERS = [2**k + d for k in (16, 17, 18) for d in (-1, 0, 1)] + [10**5, 316**2, 316**2 + 1, 99_991]
+
+
+def whole(order: Order) -> np.ndarray:
+    return order.take(0, len(order))
+
+
+def chi_square(counts: np.ndarray) -> float:
+    """Of equally likely cells, in standard deviations from its mean (about normal for many cells)."""
+    expected = counts.sum() / counts.size
+    freedom = counts.size - 1
+    return float((((counts - expected) ** 2 / expected).sum() - freedom) / (2 * freedom) ** 0.5)
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 4, 7, 100, *AROUND_POWERS])
+def test_each_sample_once(length: int) -> None:
+    taken = whole(build_order(length, seed=3, epoch=1))
+    assert taken.dtype == np.int64
+    assert np.array_equal(np.sort(taken), np.arange(length))
+
+
+@given(st.integers(1, 5000), st.integers(0, 2**63 - 1))
+def test_feistel_permutes_every_length(length: int, key: int) -> None:
+    assert np.array_equal(np.sort(whole(FeistelOrder(length, key))), np.arange(length))
+
+
+def test_the_boundary_between_the_kinds() -> None:
+    assert isinstance(build_order(MAX_SORTED_LENGTH, seed=0, epoch=0), SortedOrder)
+    assert isinstance(build_order(MAX_SORTED_LENGTH + 1, seed=0, epoch=0), FeistelOrder)
+
+
+def test_values_are_the_same_for_ever() -> None:
+    """A change of these numbers changes every run that anyone has on disk."""
+    assert whole(build_order(10, seed=0, epoch=0)).tolist() == [7, 6, 0, 4, 5, 8, 2, 1, 9, 3]
+    head = build_order(100_000, seed=0, epoch=0).take(0, 6)
+    assert head.tolist() == [35366, 56397, 59392, 77354, 75760, 69021]
+    tail = build_order(10**9, seed=7, epoch=3).take(10**9 - 4, 10**9)
+    assert tail.tolist() == [725376107, 726839109, 355655234, 551715079]
+
+
+@pytest.mark.parametrize("length", [1000, 100_000])
+def test_seeds_and_epochs_differ(length: int) -> None:
+    orders = [
+        whole(build_order(length, seed=seed, epoch=epoch))
+        for seed, epoch in itertools.product(range(3), range(3))
+    ]
+    for a, b in itertools.combinations(orders, 2):
+        # Two independent shuffles agree at one position on average (Poisson).
+        assert (a == b).sum() < 10
+
+
+def test_without_shuffle() -> None:
+    order = build_order(10**9, seed=0, epoch=0, shuffle=False)
+    assert order.take(10**9 - 3, 10**9).tolist() == [10**9 - 3, 10**9 - 2, 10**9 - 1]
+
+
+ORDERS = [
+    build_order(5000, seed=1, epoch=2),
+    build_order(70_000, seed=1, epoch=2),
+    build_order(5000, seed=1, epoch=2, shuffle=False),
+    GivenOrder(range(4999, -1, -1), 5000),
+]
+WHOLES = [whole(order) for order in ORDERS]
+
+
+@given(st.sampled_from([0, 1, 2, 3]), st.data())
+def test_ranges_are_slices_of_the_whole(kind: int, data: st.DataObject) -> None:
+    order, expected = ORDERS[kind], WHOLES[kind]
+    start = data.draw(st.integers(0, len(order)))
+    stop = data.draw(
+        st.one_of(st.integers(start, len(order)), st.integers(start, min(start + 9, len(order))))
+    )
+    taken = order.take(start, stop)
+    assert np.array_equal(taken, expected[start:stop])
+    taken[:] = -1  # the caller's own: later takes do not see it
+    assert np.array_equal(order.take(start, stop), expected[start:stop])
+
+
+@pytest.mark.parametrize("kind", range(4))
+def test_bad_ranges(kind: int) -> None:
+    order = ORDERS[kind]
+    for start, stop in ((-1, 1), (2, 1), (0, len(order) + 1), (len(order) + 1, len(order) + 1)):
+        with pytest.raises(IndexError, match="of an order of"):
+            order.take(start, stop)
+
+
+def test_negative_numbers() -> None:
+    with pytest.raises(ValueError, match="negative"):
+        build_order(-1, seed=0, epoch=0)
+    with pytest.raises(ValueError, match="negative"):
+        build_order(10, seed=0, epoch=-1)
+
+
+def test_all_permutations_of_four_are_equally_likely() -> None:
+    drawn = Counter(tuple(whole(build_order(4, seed=seed, epoch=0)).tolist()) for seed in range(4800))
+    assert len(drawn) == 24
+    assert chi_square(np.array(list(drawn.values()))) < 4
+
+
+LENGTH = 100_003
+
+
+@pytest.fixture(scope="module")
+def heads() -> np.ndarray:
+    """The first 2,048 samples of 100 orders above the boundary, each of its own seed."""
+    return np.stack([build_order(LENGTH, seed=seed, epoch=0).take(0, 2048) for seed in range(100)])
+
+
+def cells(values: np.ndarray, num_cells: int, length: int = LENGTH) -> np.ndarray:
+    return np.bincount(values.ravel() * num_cells // length, minlength=num_cells)
+
+
+def test_a_position_holds_any_sample(heads: np.ndarray) -> None:
+    firsts = np.array([build_order(LENGTH, seed=seed, epoch=0).take(0, 1)[0] for seed in range(1000)])
+    assert chi_square(cells(firsts, 25)) < 4
+    assert chi_square(cells(heads, 1000)) < 4
+
+
+def test_neighbours_are_independent(heads: np.ndarray) -> None:
+    for lag in (1, 2, 317):  # 317 = the larger radix: neighbours in the other digit
+        assert chi_square(cells((heads[:, lag:] - heads[:, :-lag]) % LENGTH, 500)) < 4
+    coarse = heads * 20 // LENGTH
+    assert chi_square(np.bincount((coarse[:, 0::2] * 20 + coarse[:, 1::2]).ravel(), minlength=400)) < 4
+
+
+def test_seeds_that_adjoin_are_independent(heads: np.ndarray) -> None:
+    assert chi_square(cells((heads[1:] - heads[:-1]) % LENGTH, 500)) < 4
+
+
+def test_an_order_of_a_billion_keeps_no_memory() -> None:
+    build_order(10**9, seed=0, epoch=0).take(0, 1)
+    tracemalloc.start()
+    try:
+        order = build_order(10**9, seed=0, epoch=0)
+        order.take(0, 8)
+        before, _ = tracemalloc.get_traced_memory()
+        for start in range(10**8, 10**8 + 10**5, 100):
+            order.take(start, start + 100)
+        after, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 2**12
+    assert peak < 2**20
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 2**62), st.integers(0, 2**63 - 1))
+def test_any_length_stays_within_it(length: int, key: int) -> None:
+    taken = FeistelOrder(length, key).take(max(0, length - 100), length)
+    assert ((taken >= 0) & (taken < length)).all()
+    assert len(np.unique(taken)) == len(taken)
+
+
+def test_a_sampler_s_indices_as_given() -> None:
+    expected = [3, 0, 3]
+    for indices in (expected, tuple(expected), np.array(expected, dtype=np.int32), iter(expected)):
+        assert whole(GivenOrder(indices, 4)).tolist() == expected
+    mine = np.array(expected)
+    order = GivenOrder(mine, 4)
+    mine[:] = 0
+    assert whole(order).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("indices", "sentence"),
+    [
+        ([], "the sampler gave no indices"),
+        ([0, 1, 4], "gave index 4 at position 2: the data set's samples are 0 to 3"),
+        ([0, -1], "gave index -1 at position 1"),
+        ([0.0, 1.0], "the sampler's indices are float64: give whole numbers"),
+        ([True, False], "the sampler's indices are bool"),
+        (["a"], "give whole numbers"),
+        ([[0, 1], [2, 3]], "not one-dimensional"),
+        ([[0], [1, 2]], "not one-dimensional"),
+        (np.int64(3), "not one-dimensional"),
+    ],
+)
+def test_mistaken_samplers(indices: object, sentence: str) -> None:
+    with pytest.raises(Error, match=sentence):
+        GivenOrder(indices, 4)  # type: ignore[arg-type]

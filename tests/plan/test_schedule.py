@@ -1,0 +1,174 @@
+"""Every position in exactly one micro-batch of one step on one rank; mistakes in one clear sentence."""
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from samestep.errors import Error
+from samestep.plan.schedule import (
+    EndlessSchedule,
+    Schedule,
+    check_numbers,
+    default_micro_batch_size,
+    describe,
+    rank_range,
+)
+
+micro_batch_sizes = st.integers(1, 9)
+counts = st.integers(1, 12)
+
+
+@given(st.integers(1, 400), micro_batch_sizes, counts, st.booleans(), st.integers(1, 14))
+def test_each_position_once(length: int, size: int, v: int, drop_last: bool, world_size: int) -> None:
+    batch_size = size * v
+    if drop_last and length < batch_size:
+        length = batch_size
+    schedule = Schedule(length, batch_size, size, drop_last)
+    assert schedule.num_micro_batches == v
+    seen: list[int] = []
+    for step in range(schedule.num_steps):
+        micro_batches = schedule.micro_batches(step)
+        last = step == schedule.num_steps - 1
+        assert 1 <= len(micro_batches) <= v
+        assert last or len(micro_batches) == v
+        assert (micro_batches[0][0], micro_batches[-1][1]) == schedule.span(step)
+        assert all(stop - start == size for start, stop in micro_batches[:-1])
+        assert 1 <= micro_batches[-1][1] - micro_batches[-1][0] <= size
+        for rank in range(world_size):
+            for m in rank_range(len(micro_batches), world_size, rank):
+                seen += range(*micro_batches[m])
+    assert seen == list(range(length - length % batch_size if drop_last else length))
+
+
+@given(micro_batch_sizes, counts, st.integers(0, 50))
+def test_endless_steps_are_full_and_adjoin(size: int, v: int, step: int) -> None:
+    schedule = EndlessSchedule(5, size * v, size)
+    assert schedule.num_micro_batches == v
+    assert schedule.span(step)[1] == schedule.span(step + 1)[0]
+    positions = [p for span in schedule.micro_batches(step) for p in range(*span)]
+    assert positions == list(range(step * size * v, (step + 1) * size * v))
+    assert len(schedule.micro_batches(step)) == v
+
+
+@given(st.integers(0, 200), st.integers(1, 64))
+def test_rank_ranges_share_evenly(n: int, world_size: int) -> None:
+    ranges = [rank_range(n, world_size, rank) for rank in range(world_size)]
+    assert [m for held in ranges for m in held] == list(range(n))
+    shares = [len(held) for held in ranges]
+    assert max(shares) - min(shares) <= 1
+    assert shares[0] == max(shares)
+
+
+def test_steps_out_of_the_epoch() -> None:
+    schedule = Schedule(10, 4, 2)
+    assert schedule.num_steps == 3
+    for step in (-1, 3):
+        with pytest.raises(IndexError):
+            schedule.span(step)
+    with pytest.raises(IndexError):
+        EndlessSchedule(10, 4, 2).span(-1)
+
+
+def test_default_micro_batch_size() -> None:
+    assert [default_micro_batch_size(b) for b in (1, 2, 4, 8, 12, 256, 7)] == [1, 1, 1, 1, 3, 32, 7]
+
+
+def test_describe() -> None:
+    assert describe(16, 3) == "16 micro-batches on 3 ranks: 6+5+5, 89 % busy"
+    assert describe(8, 4) == "8 micro-batches on 4 ranks: 2+2+2+2, 100 % busy"
+    assert describe(1, 1) == "1 micro-batch on 1 rank"
+    assert describe(64, 16) == "64 micro-batches on 16 ranks: 4 each, 100 % busy"
+    assert describe(16, 12) == "16 micro-batches on 12 ranks: 1 or 2 each, 67 % busy"
+
+
+@pytest.mark.parametrize(
+    ("numbers", "sentence"),
+    [
+        (
+            (10, 4, 1),
+            "batch_size 10 is not a multiple of micro_batch_size 4: "
+            "use a batch_size of 8 or 12, or a micro_batch_size of 1, 2, 5 or 10",
+        ),
+        (
+            (3, 4, 1),
+            "batch_size 3 is not a multiple of micro_batch_size 4: "
+            "use a batch_size of 4, or a micro_batch_size of 1 or 3",
+        ),
+        (
+            (5040, 11, 1),
+            "batch_size 5040 is not a multiple of micro_batch_size 11: "
+            "use a batch_size of 5038 or 5049, or a micro_batch_size of 8, 9, 10 or 12",
+        ),
+        (
+            (32, 8, 8),
+            "8 ranks for 4 micro-batches: start 1 to 4 ranks, or lower micro_batch_size (now 8) to at most 4",
+        ),
+        (
+            (8, 8, 2),
+            "2 ranks for 1 micro-batch: start 1 rank, or lower micro_batch_size (now 8) to at most 4",
+        ),
+        (
+            (4, 2, 6),
+            "6 ranks for 2 micro-batches: start 1 to 2 ranks, or raise batch_size (now 4) to at least 12",
+        ),
+        ((0, 1, 1), "batch_size must be a whole number above 0, found 0"),
+        ((8, -2, 1), "micro_batch_size must be a whole number above 0, found -2"),
+        ((8, 2.0, 1), "micro_batch_size must be a whole number above 0, found 2.0"),
+        (("8", 2, 1), "batch_size must be a whole number above 0, found '8'"),
+        ((8, True, 1), "micro_batch_size must be a whole number above 0, found True"),
+        ((8, 2, 0), "world_size must be a whole number above 0, found 0"),
+    ],
+)
+def test_mistaken_numbers(numbers: tuple[int, int, int], sentence: str) -> None:
+    with pytest.raises(Error, match=f"^{re.escape(sentence)}$"):
+        check_numbers(*numbers)
+
+
+@given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 40))
+def test_the_remedies_are_legal(batch_size: int, size: int, world_size: int) -> None:
+    """Whatever a sentence says to use passes the check that failed."""
+    try:
+        check_numbers(batch_size, size, world_size)
+    except Error as error:
+        sentence = str(error)
+    else:
+        return
+    if "multiple" in sentence:
+        batch_sizes, sizes = re.findall(r"size of ([\d, or]+?)(?:, or a|$)", sentence)
+        for other in map(int, re.findall(r"\d+", batch_sizes)):
+            check_numbers(other, size, 1)
+        for other in map(int, re.findall(r"\d+", sizes)):
+            check_numbers(batch_size, other, 1)
+    elif found := re.search(r"at most (\d+)", sentence):
+        check_numbers(batch_size, int(found[1]), world_size)
+    else:
+        check_numbers(int(sentence.split()[-1]), size, world_size)
+
+
+def test_numpy_numbers_are_numbers() -> None:
+    numbers: list[Any] = [np.int64(10), np.int32(4), 2]
+    assert Schedule(*numbers).num_steps == 3
+
+
+@pytest.mark.parametrize("build", [Schedule, EndlessSchedule])
+def test_mistaken_lengths(build: type[Schedule] | type[EndlessSchedule]) -> None:
+    with pytest.raises(Error, match="the data set is empty"):
+        build(0, 4, 2)
+    with pytest.raises(Error, match="length of the data set must be a whole number above 0, found None"):
+        build(None, 4, 2)  # type: ignore[arg-type]
+    with pytest.raises(Error, match="not a multiple"):
+        build(8, 3, 2)
+
+
+def test_drop_last_that_leaves_nothing() -> None:
+    sentence = (
+        "drop_last leaves no step of 3 samples with batch_size 4: "
+        "lower batch_size to at most 3, or leave drop_last out"
+    )
+    with pytest.raises(Error, match=f"^{sentence}$"):
+        Schedule(3, 4, 2, drop_last=True)
+    assert Schedule(3, 4, 2).micro_batches(0) == ((0, 2), (2, 3))

@@ -1,0 +1,141 @@
+"""The tree's promise: any number of ranks forms the very sums that one rank forms."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from samestep.plan.tree import Node, build_layout, merges, split
+
+# A sum as written: a leaf is its micro-batch, an addition the pair of its operands, the one with the lower
+# micro-batches first, as addition commutes.
+Sum = int | tuple["Sum", "Sum"]
+
+
+def first_leaf(x: Sum) -> int:
+    return x if isinstance(x, int) else first_leaf(x[0])
+
+
+def add(x: Sum, y: Sum) -> Sum:
+    return (x, y) if first_leaf(x) < first_leaf(y) else (y, x)
+
+
+def canonical(lo: int, hi: int) -> Sum:
+    if hi - lo == 1:
+        return lo
+    return canonical(lo, split(lo, hi)), canonical(split(lo, hi), hi)
+
+
+def fold(n: int, held: range) -> tuple[dict[Node, Sum], int]:
+    """What a rank does, micro-batch by micro-batch: its parts, and the number of additions."""
+    parts: dict[Node, Sum] = {}
+    num_additions = 0
+    for v in held:
+        total: Sum = v
+        lo = v
+        for left in merges(n, held.start, v):
+            assert left[1] == lo, "a left sibling ends where the sum so far starts"
+            total = add(parts.pop(left), total)
+            lo = left[0]
+            num_additions += 1
+        parts[lo, v + 1] = total
+    return parts, num_additions
+
+
+numbers = st.integers(1, 64).flatmap(lambda n: st.tuples(st.just(n), st.integers(1, n + 5)))
+
+
+@settings(max_examples=300)
+@given(numbers)
+def test_any_world_size_forms_the_canonical_sum(numbers: tuple[int, int]) -> None:
+    n, world_size = numbers
+    layout = build_layout(n, world_size)
+    slots: dict[int, Sum] = {}
+    for rank, held in enumerate(layout.ranges):
+        parts, num_additions = fold(n, held)
+        assert tuple(parts) == layout.parts[rank], "folding leaves the planned parts, left to right"
+        assert num_additions == len(held) - len(parts)
+        for k, total in enumerate(parts.values()):
+            slots[rank * layout.max_parts + k] = total
+    for dst, src in layout.additions:
+        slots[dst] = add(slots[dst], slots.pop(src))
+    assert slots == {layout.root: canonical(0, n)}
+
+
+@settings(max_examples=300)
+@given(numbers)
+def test_parts_are_subtrees_that_cover_the_range(numbers: tuple[int, int]) -> None:
+    n, world_size = numbers
+    layout = build_layout(n, world_size)
+    nodes = set()
+    todo = [(0, n)]
+    while todo:
+        lo, hi = todo.pop()
+        nodes.add((lo, hi))
+        if hi - lo > 1:
+            todo += [(lo, split(lo, hi)), (split(lo, hi), hi)]
+    assert [v for held in layout.ranges for v in held] == list(range(n))
+    assert layout.max_parts == max(map(len, layout.parts))
+    for held, parts in zip(layout.ranges, layout.parts, strict=True):
+        assert nodes.issuperset(parts)
+        assert [v for part in parts for v in range(*part)] == list(held)
+        parents = {(lo, split(lo, hi), hi) for lo, hi in nodes if hi - lo > 1}
+        pairs = itertools.pairwise(parts)
+        assert not any((a[0], a[1], b[1]) in parents for a, b in pairs), "two parts are left that make a node"
+
+
+@settings(max_examples=300)
+@given(numbers)
+def test_butterfly_is_recursive_halving(numbers: tuple[int, int]) -> None:
+    n, world_size = numbers
+    layout = build_layout(n, world_size)
+    is_power = world_size & (world_size - 1) == 0
+    assert layout.butterfly == (is_power and n >= world_size), "the ranges follow the tree where they can"
+    if layout.butterfly:
+        assert layout.max_parts == 1
+        held = [canonical(*parts[0]) for parts in layout.parts]
+        stride = 1
+        while stride < world_size:  # all ranks at once: rank r adds what r ^ stride holds
+            held = [add(held[rank], held[rank ^ stride]) for rank in range(world_size)]
+            stride *= 2
+        assert held == [canonical(0, n)] * world_size
+
+
+@pytest.mark.parametrize("n", [1, 7, 12, 13, 64])
+def test_bits_of_wild_floats(n: int) -> None:
+    """Real float32 sums whose order matters, in case the symbols above assume too much."""
+    rng = np.random.default_rng(n)
+    leaves = (rng.standard_normal((n, 64)) * 10.0 ** rng.integers(-30, 30, (n, 64))).astype(np.float32)
+    digests = set()
+    for world_size in range(1, n + 3):
+        layout = build_layout(n, world_size)
+        slots: dict[int, np.ndarray] = {}
+        for rank, held in enumerate(layout.ranges):
+            parts: dict[Node, np.ndarray] = {}
+            for v in held:
+                total, lo = leaves[v], v
+                for left in merges(n, held.start, v):
+                    total, lo = parts.pop(left) + total, left[0]
+                parts[lo, v + 1] = total
+            slots.update({rank * layout.max_parts + k: total for k, total in enumerate(parts.values())})
+        for dst, src in layout.additions:
+            slots[dst] = slots[dst] + slots[src]
+        digests.add(slots[layout.root].tobytes())
+    assert len(digests) == 1
+
+
+def test_the_layout_of_a_known_case() -> None:
+    layout = build_layout(12, 5)
+    assert [len(held) for held in layout.ranges] == [3, 2, 3, 2, 2]
+    assert layout.parts == (((0, 3),), ((3, 5),), ((5, 6), (6, 8)), ((8, 9), (9, 10)), ((10, 11), (11, 12)))
+    assert layout.root == 0
+    assert build_layout(12, 5) is layout, "built once"
+
+
+def test_impossible_arguments() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        build_layout(0, 1)
+    with pytest.raises(ValueError, match="micro-batch 2 of 8 is not in a range that starts at 3"):
+        merges(8, 3, 2)

@@ -1,0 +1,350 @@
+"""The house's rules, read from the source: floors and rooms, who reads the environment and calls collectives,
+size, names, and what `import samestep` costs. A rule that stands in the way is changed here, with its reason.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[1] / "src" / "samestep"
+
+# What stands on which floor: a package of src/samestep (a room) or a module at its top. A module imports
+# floors below its own, and its own room. errors, which all raise, and cli, which names
+# recipes, have floors to themselves.
+FLOORS = {
+    "errors": 0,
+    "plan": 1,
+    "data": 2,
+    "world": 2,
+    "engine": 3,
+    "snapshot": 3,
+    "watch": 3,
+    "launch": 3,
+    "train": 4,
+    "tools": 4,
+    "recipes": 5,
+    "adapters": 5,
+    "cli": 6,
+    "__main__": 7,
+}
+
+ENVIRONMENT = "world/environment.py"
+COLLECTIVE_ROOMS = ("world/", "engine/", "snapshot/", "tools/doctor.py")
+COLLECTIVES = re.compile(
+    r"all_reduce\w*|_?all_gather\w*|_?reduce_scatter\w*|all_to_all\w*|_?broadcast\w*|reduce|gather|gather_object|scatter"
+    r"|scatter_object_list|(monitored_)?barrier|i?send|i?recv|(send|recv)_object_list|batch_isend_irecv|P2POp"
+)
+# Methods of a ProcessGroup that are called nothing else anywhere.
+GROUP_METHODS = re.compile(
+    r"_?all_?gather_\w+|_?(allgather|allreduce|alltoall|reduce_scatter)\w*|recv_anysource"
+)
+
+MAX_MODULE_LINES = 450
+MAX_FUNCTION_LINES = 80
+
+# Part of a name that we give -> what to call it instead.
+BANNED_NAMES = {
+    r"utils?": "a noun that says what is in it",
+    r"Manager": "what it is, not that it manages",
+    r"Base(?![a-z])\w*": "the thing itself; the plainest one is the base",
+    r"iterations?|num_iters?": "step",
+    r"sub_?batch|minibatch": "micro_batch",
+    r"global_?batch(_size)?|effective_?batch(_size)?": "batch",
+}
+
+
+@dataclass(frozen=True)
+class Module:
+    """A source file. `path` is relative to src/samestep."""
+
+    path: str
+    source: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.source)
+
+    @property
+    def name(self) -> str:
+        """Such as "samestep.plan.tree"; a package's is that of its `__init__.py`."""
+        return ".".join(
+            ["samestep", *self.path.removesuffix(".py").removesuffix("__init__").split("/")]
+        ).strip(".")
+
+    @property
+    def room(self) -> str:
+        return self.path.split("/")[0].removesuffix(".py")
+
+    def at(self, node: ast.stmt | ast.expr) -> str:
+        return f"src/samestep/{self.path}:{node.lineno}"
+
+
+def read_modules() -> list[Module]:
+    files = sorted(SOURCE.rglob("*.py"))
+    assert files, f"no source at {SOURCE}"
+    return [Module(str(file.relative_to(SOURCE)), file.read_text()) for file in files]
+
+
+MODULES = read_modules()
+KNOWN = {module.name for module in MODULES}
+
+
+def read_exports() -> dict[str, str]:
+    """Public name of `samestep` -> the module that holds it."""
+    for node in ast.walk(ast.parse((SOURCE / "__init__.py").read_text())):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "_EXPORTS":
+            return {str(key): str(value) for key, value in ast.literal_eval(node.value).items()}
+    raise AssertionError("samestep/__init__.py has no _EXPORTS")
+
+
+EXPORTS = read_exports()
+
+
+def resolve(name: str) -> str:
+    """Where "samestep.Run" is taken from: "samestep.train.run"."""
+    first, _, public = name.partition(".")
+    return EXPORTS.get(public.split(".")[0], name) if first == "samestep" else name
+
+
+def imports(module: Module) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
+    """Every import, as a full name, wherever it stands: for types only and inside functions, too."""
+    package = module.name.split(".") if module.path.endswith("__init__.py") else module.name.split(".")[:-1]
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name) for alias in node.names if alias.name != "samestep")
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) + 1 - node.level] if node.level else []
+            origin = ".".join([*above, node.module] if node.module else above)
+            yield from ((node, resolve(f"{origin}.{alias.name}")) for alias in node.names)
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "samestep":
+            yield node, resolve(f"samestep.{node.attr}")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            yield from (
+                (node, a.value) for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)
+            )
+
+
+def find_floor_faults(module: Module) -> list[str]:
+    if module.path == "__init__.py":  # names others, and loads them on first use
+        return [
+            f"{module.at(node)}: {ast.unparse(node)!r} is imported at once; put it into _EXPORTS"
+            for node in module.tree.body
+            if isinstance(node, ast.Import | ast.ImportFrom) and "samestep" in ast.unparse(node)
+        ]
+    if module.room not in FLOORS:
+        return [f"src/samestep/{module.path}: {module.room!r} stands on no floor; give it one in FLOORS"]
+    floor = FLOORS[module.room]
+    faults = []
+    for node, name in imports(module):
+        first, *rest = name.split(".")
+        if first != "samestep" or not rest or rest[0] == "__version__" or rest[0] == module.room:
+            continue
+        if rest[0] not in FLOORS:
+            faults.append(f"{module.at(node)}: imports {name}, which stands on no floor")
+        elif FLOORS[rest[0]] >= floor:
+            where = "on the same floor" if FLOORS[rest[0]] == floor else f"above, on floor {FLOORS[rest[0]]}"
+            faults.append(
+                f"{module.at(node)}: {module.room} (floor {floor}) imports {name}, which stands {where}; "
+                "let a module of a floor above join the two, or hand the value in"
+            )
+    return faults
+
+
+def find_environment_faults(module: Module) -> list[str]:
+    """Uses of os.environ outside its one reader.
+
+    To start a child, a launcher takes a copy from `world.environment.child_variables()`, adds to that and
+    hands it on. In launch/ alone os.environ may be written (assigned to, deleted from, updated, cleared): a
+    rank that a forkserver started finds its starter's environment, and puts on its own first.
+    """
+    if module.path == ENVIRONMENT:
+        return []
+    written = {
+        id(node.value)
+        for node in ast.walk(module.tree)
+        if module.path.startswith("launch/")
+        if (isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del))
+        or (isinstance(node, ast.Attribute) and node.attr in ("update", "clear"))
+    }
+    names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+    faults: list[tuple[ast.stmt | ast.expr, str]] = []
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os":
+            if id(node) not in written:
+                faults.append((node, f"os.{node.attr}"))
+        elif isinstance(node, ast.ImportFrom) and node.module == "os":
+            faults += [(node, alias.name) for alias in node.names if alias.name in names]
+        elif isinstance(node, ast.Import):
+            faults += [(node, f"os as {a.asname}") for a in node.names if a.name == "os" and a.asname]
+    return [
+        f"{module.at(node)}: {what} outside world/environment.py; read it there, once, into a frozen value"
+        for node, what in faults
+    ]
+
+
+def find_collective_faults(module: Module) -> list[str]:
+    if module.path.startswith(COLLECTIVE_ROOMS):
+        return []
+    aliases = {"torch.distributed"}
+    faults: list[tuple[ast.stmt | ast.expr, str]] = []
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            aliases |= {a.asname for a in node.names if a.name.startswith("torch.distributed") and a.asname}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            for alias in node.names:
+                if node.module == "torch" and alias.name == "distributed":
+                    aliases.add(alias.asname or alias.name)
+                elif f"{node.module}.{alias.name}".startswith("torch.distributed.") and (
+                    COLLECTIVES.fullmatch(alias.name)
+                    or alias.name in ("_functional_collectives", "functional")
+                ):
+                    faults.append((node, alias.name))
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute):
+            of_torch = ast.unparse(node.value) in aliases and COLLECTIVES.fullmatch(node.attr)
+            if of_torch or GROUP_METHODS.fullmatch(node.attr):
+                faults.append((node, ast.unparse(node)))
+    return [
+        f"{module.at(node)}: {what} outside {', '.join(COLLECTIVE_ROOMS)}; ranks that disagree on who calls "
+        "what hang, so add it to world/group.py (objects, whole tensors) or to engine/, and call that"
+        for node, what in faults
+    ]
+
+
+def find_size_faults(module: Module) -> list[str]:
+    faults = []
+    num_lines = len(module.source.splitlines())
+    if num_lines > MAX_MODULE_LINES:
+        faults.append(f"src/samestep/{module.path}: {num_lines} lines, more than {MAX_MODULE_LINES}")
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if num_lines > MAX_FUNCTION_LINES:
+                faults.append(
+                    f"{module.at(node)}: {node.name} has {num_lines} lines, more than {MAX_FUNCTION_LINES}"
+                )
+    return faults
+
+
+def find_name_faults(module: Module) -> list[str]:
+    named: list[tuple[str, str]] = [
+        (f"src/samestep/{module.path}", part) for part in module.name.split(".")[1:]
+    ]
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            named.append((module.at(node), node.name))
+        elif isinstance(node, ast.arg):
+            named.append((f"src/samestep/{module.path}:{node.lineno}", node.arg))
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            named.append((module.at(node), node.id if isinstance(node, ast.Name) else node.attr))
+    return [
+        f"{place}: {name!r}; call it {instead}"
+        for place, name in named
+        for banned, instead in BANNED_NAMES.items()
+        if re.search(rf"(^|_|(?<=[a-z0-9])(?=[A-Z]))({banned})($|_|(?=[A-Z]))", name)
+    ]
+
+
+RULES: dict[str, Callable[[Module], list[str]]] = {
+    "a module imports floors below its own, and its own room": find_floor_faults,
+    "the environment is read in world/environment.py alone": find_environment_faults,
+    "collectives are called in a few rooms alone": find_collective_faults,
+    "modules and functions are short": find_size_faults,
+    "names say what a thing is": find_name_faults,
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_house_holds(rule: str) -> None:
+    faults = [fault for module in MODULES for fault in RULES[rule](module)]
+    assert not faults, "\n".join([f"{rule}, but:", *faults])
+
+
+@pytest.mark.parametrize("name", ["samestep", "samestep.cli"])
+def test_importing_it_does_not_import_torch(name: str) -> None:
+    script = f"import sys, {name}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "False\n", (
+        f"import {name} imports torch: do that inside the function that needs it (-X importtime shows where)"
+    )
+
+
+@pytest.mark.parametrize("module", sorted(set(EXPORTS.values())))
+def test_what_samestep_exports_has_a_module(module: str) -> None:
+    assert module in KNOWN, f"_EXPORTS of samestep/__init__.py names {module}, which is not there"
+
+
+FAULTY = [
+    ("watch/x.py", "from samestep.engine.reducer import Reducer", find_floor_faults),
+    ("watch/x.py", "import samestep.snapshot", find_floor_faults),
+    ("plan/x.py", "from ..world import group", find_floor_faults),
+    ("plan/x.py", "from .. import Run", find_floor_faults),
+    ("data/x.py", "def f():\n    from samestep.world.group import Group", find_floor_faults),
+    ("train/x.py", "import samestep\nsamestep.cli.main()", find_floor_faults),
+    ("launch/x.py", "from samestep import Run", find_floor_faults),
+    ("launch/x.py", "importlib.import_module('samestep.train.run')", find_floor_faults),
+    ("recipes/x.py", "import samestep.cli", find_floor_faults),
+    ("helpers/x.py", "", find_floor_faults),
+    ("__init__.py", "from samestep.errors import Error", find_floor_faults),
+    ("train/x.py", "import os\nos.environ.get('RANK')", find_environment_faults),
+    ("train/x.py", "import os\nos.environ['A'] = 'b'", find_environment_faults),
+    ("train/x.py", "from os import getenv", find_environment_faults),
+    ("train/x.py", "import os as system", find_environment_faults),
+    ("launch/x.py", "import os\nos.environ['RANK']", find_environment_faults),
+    ("launch/x.py", "import os\nenv = dict(os.environ)", find_environment_faults),
+    ("train/x.py", "import torch\ntorch.distributed.broadcast(x, 0)", find_collective_faults),
+    ("train/x.py", "import torch.distributed as dist\nreduce = dist.all_reduce", find_collective_faults),
+    ("train/x.py", "from torch import distributed\ndistributed.barrier()", find_collective_faults),
+    ("train/x.py", "from torch.distributed import all_gather_object", find_collective_faults),
+    ("train/x.py", "from torch.distributed.nn import functional", find_collective_faults),
+    ("train/x.py", "group.allgather([x], [y])", find_collective_faults),
+    ("plan/x.py", "x = 1\n" * 451, find_size_faults),
+    ("plan/x.py", "def f():\n" + "    x = 1\n" * 80, find_size_faults),
+    ("plan/utils.py", "", find_name_faults),
+    ("plan/io_util.py", "", find_name_faults),
+    ("plan/x.py", "class RunManager: ...", find_name_faults),
+    ("plan/x.py", "class BaseRun: ...", find_name_faults),
+    ("plan/x.py", "def f(global_batch_size): ...", find_name_faults),
+    ("plan/x.py", "self.iteration = 0", find_name_faults),
+]
+
+SOUND = [
+    ("watch/x.py", "from samestep import Error, __version__\nfrom . import metrics", find_floor_faults),
+    ("recipes/x.py", "import samestep\nsamestep.Run(None)", find_floor_faults),
+    (
+        "launch/x.py",
+        "import os\nos.environ['A'] = 'b'\nos.environ.update(a)\nos.getpid()",
+        find_environment_faults,
+    ),
+    (ENVIRONMENT, "import os\nos.environ['A']", find_environment_faults),
+    (
+        "train/x.py",
+        "group.gather(x)\nx.scatter(0, i, y)\nsock.send(b'')\nimport functools",
+        find_collective_faults,
+    ),
+    ("train/x.py", "import torch.distributed as dist\ndist.is_initialized()", find_collective_faults),
+    ("engine/x.py", "import torch.distributed as dist\ndist.all_reduce(x)", find_collective_faults),
+    (
+        "plan/x.py",
+        "from torch.utils.data import DataLoader\nexcept_baseline = based = BASE = 1",
+        find_name_faults,
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "source", "rule"), FAULTY)
+def test_the_rule_sees(path: str, source: str, rule: Callable[[Module], list[str]]) -> None:
+    assert rule(Module(path, source))
+
+
+@pytest.mark.parametrize(("path", "source", "rule"), SOUND)
+def test_the_rule_lets_through(path: str, source: str, rule: Callable[[Module], list[str]]) -> None:
+    assert rule(Module(path, source)) == []

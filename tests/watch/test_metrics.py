@@ -1,0 +1,189 @@
+"""metrics.jsonl: what is read back equals what was written, and a cut leaves just what was there before."""
+
+import json
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from fractions import Fraction
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from samestep.watch.metrics import Metrics
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+ROWS = st.dictionaries(st.text(), SCALARS, max_size=4)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Metrics]:
+    metrics = Metrics(path)
+    try:
+        yield metrics
+    finally:
+        metrics.close()
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def expected(value: Any) -> Any:
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@settings(max_examples=50, deadline=None)
+@given(rows=st.lists(ROWS, max_size=8))
+def test_rows_are_read_back_as_they_were(rows: list[dict[str, Any]]) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "metrics.jsonl"
+        with opened(path) as metrics:
+            for row in rows:
+                metrics.append(row)
+        back = read(path)
+        assert [list(row) for row in back] == [list(row) for row in rows]
+        # repr tells 0.0 from -0.0, 1 from True and 1.0
+        assert repr(back) == repr([{key: expected(value) for key, value in row.items()} for row in rows])
+
+
+@settings(max_examples=30, deadline=None)
+@given(before=st.lists(ROWS, max_size=5), lost=st.lists(ROWS, max_size=5), after=st.lists(ROWS, max_size=5))
+def test_a_cut_run_writes_the_same_bytes_as_one_that_was_never_cut(
+    before: Any, lost: Any, after: Any
+) -> None:
+    with TemporaryDirectory() as folder:
+        cut, whole = Path(folder) / "cut.jsonl", Path(folder) / "whole.jsonl"
+        with opened(cut) as metrics:
+            for row in before:
+                metrics.append(row)
+            offset = metrics.position()
+            assert offset == cut.stat().st_size
+            for row in lost:
+                metrics.append(row)
+        with opened(cut) as metrics:
+            assert metrics.cut(offset)
+            for row in after:
+                metrics.append(row)
+        with opened(whole) as metrics:
+            for row in [*before, *after]:
+                metrics.append(row)
+        assert cut.read_bytes() == whole.read_bytes()
+
+
+def test_a_torn_last_line_goes_with_the_cut(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with opened(path) as metrics:
+        metrics.append({"step": 1})
+        offset = metrics.position()
+    with path.open("a") as file:
+        file.write('{"step": 2, "lo')
+    with opened(path) as metrics:
+        assert metrics.cut(offset)
+        metrics.append({"step": 2})
+    assert read(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_a_file_that_is_shorter_than_the_offset_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with opened(path) as metrics:
+        metrics.append({"step": 1})
+        assert not metrics.cut(10_000)
+        assert metrics.cut(metrics.position())
+    assert read(path) == [{"step": 1}]
+
+
+def test_tensors_and_numpy_become_numbers_and_the_rest_text(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    row = {
+        "tensor": torch.tensor([0.1], requires_grad=True),
+        "half": torch.tensor(0.5, dtype=torch.bfloat16),
+        "nan": torch.tensor(float("nan")),
+        "float32": np.float32(0.1),
+        "float64": np.float64(0.1),
+        "int64": np.int64(7),
+        "bool": np.bool_(True),
+        "minus": -math.inf,
+        "complex": np.complex64(1j),
+        "many": torch.tensor([1, 2]),
+        "fraction": Fraction(1, 3),
+        3: "key",
+    }
+    with opened(path) as metrics:
+        metrics.append(row)  # type: ignore[arg-type]
+    assert read(path) == [
+        {
+            "tensor": float(np.float32(0.1)),
+            "half": 0.5,
+            "nan": "nan",
+            "float32": float(np.float32(0.1)),
+            "float64": 0.1,
+            "int64": 7,
+            "bool": True,
+            "minus": "-inf",
+            "complex": "1j",
+            "many": "tensor([1, 2])",
+            "fraction": "1/3",
+            "3": "key",
+        }
+    ]
+
+
+def test_what_was_before_a_position_survives_a_kill(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    script = f"""
+import os, signal
+from pathlib import Path
+from samestep.watch.metrics import Metrics
+metrics = Metrics(Path({str(path)!r}))
+metrics.append({{"step": 1}})
+print(metrics.position(), flush=True)
+metrics.append({{"step": 2}})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL
+    with opened(path) as metrics:
+        assert metrics.cut(int(done.stdout))
+    assert read(path) == [{"step": 1}]
+
+
+def test_a_full_disk_is_told_by_position_and_no_line_is_torn(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(
+        signal.SIGXFSZ, signal.SIG_IGN
+    )  # so that the limit is an OSError, as a full disk is
+    try:
+        with opened(path) as metrics:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+            for step in range(50):
+                metrics.append({"step": step})
+            with pytest.raises(OSError, match="File too large"):
+                metrics.position()
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+            assert metrics.position() == path.stat().st_size
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert read(path) == [{"step": step} for step in range(50)]
+
+
+def test_close_may_be_called_twice_and_leaves_no_file_open(tmp_path: Path) -> None:
+    num_open = len(os.listdir("/proc/self/fd"))
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    metrics.append({"step": 1})
+    metrics.close()
+    metrics.close()
+    assert len(os.listdir("/proc/self/fd")) == num_open
+    assert read(tmp_path / "metrics.jsonl") == [{"step": 1}]

@@ -1,0 +1,255 @@
+"""The bar on a real pseudo-terminal, the plain lines through a real pipe, and the arithmetic of both."""
+
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
+
+import pytest
+
+from samestep.watch import progress
+from samestep.watch.progress import Lines, Pace, Silent, build_progress
+
+RUN = """
+import threading
+from samestep.watch.progress import build_progress
+p = build_progress(rank=0)
+p.print("before")
+p.begin(total_steps=720, done_steps=100, epochs=20)
+assert threading.active_count() == 1
+for number in range(101, 721):
+    p.step(number, 64, number // 36)
+    if number % 10 == 0:
+        p.log({"train/loss": 1 / number, "learning rate": 3e-4})
+    if number == 200:
+        p.print("in the", "middle", "[bold]" + "x" * 200, sep="-")
+        print("by the builtin")
+    if number % 360 == 0:
+        p.log({"validation/accuracy": 0.98123})
+"""
+END = """
+p.end({"validation accuracy": 0.98611, "steps": 720, "samples/s": 12345.6, "written to": "runs/[x]"})
+p.print("after")
+"""
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Time that goes on when it is told to."""
+    now = [1000.0]
+    monkeypatch.setattr(progress, "monotonic", lambda: now[0])
+
+    def forward(seconds: float) -> None:
+        now[0] += seconds
+
+    return forward
+
+
+def run_on_terminal(script: str, *, columns: int = 100, term: str = "xterm") -> tuple[int, str]:
+    """The exit code, and everything that the terminal got."""
+    ours, theirs = pty.openpty()
+    try:
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+        env = {**os.environ, "TERM": term}
+        for name in ("COLUMNS", "NO_COLOR"):
+            env.pop(name, None)
+        process = subprocess.Popen(
+            [sys.executable, "-c", script], stdin=theirs, stdout=theirs, stderr=theirs, env=env
+        )
+        os.close(theirs)
+        output = b""
+        while True:
+            try:
+                chunk = os.read(ours, 65536)
+            except OSError:  # EIO: the other side is closed
+                break
+            if not chunk:
+                break
+            output += chunk
+        return process.wait(), output.decode()
+    finally:
+        os.close(ours)
+
+
+def run_in_pipe(script: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+def plain(output: str) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", output)
+
+
+def test_bar_on_a_terminal() -> None:
+    code, output = run_on_terminal(RUN + END)
+    text = plain(output)
+    assert code == 0, text
+    bars = [line for line in re.split(r"[\r\n]+", text) if re.match(r"\d+/720", line)]
+    assert re.fullmatch(
+        r"720/720  epoch 20 +━+ loss 0\.001389  lr 3\.00e-04  [\d,]+ samples/s  eta 0:00 *", bars[-1]
+    )
+    for line in (
+        "before",
+        "in the-middle-[bold]" + "x" * 200,
+        "by the builtin",
+        "step 360/720  epoch 10  validation/accuracy 0.9812",
+        "step 720/720  epoch 20  validation/accuracy 0.9812",
+        "after",
+    ):
+        assert re.search(rf"(^|[\r\n]){re.escape(line)} *\r?\n", text), (line, text)
+    for name, value in (
+        ("validation accuracy", "0.9861"),
+        ("samples/s", "12,346"),
+        ("written to", "runs/[x]"),
+    ):
+        assert re.search(rf"{name} +│ {re.escape(value)} ", text), text
+    assert text.index("written to") < text.index("after")
+
+
+@pytest.mark.parametrize("columns", [20, 50, 80])
+def test_bar_stays_on_one_line_of_a_narrow_terminal(columns: int) -> None:
+    code, output = run_on_terminal(RUN + "p.close()\n", columns=columns)
+    assert code == 0
+    bars = [line for line in re.split(r"[\r\n]+", plain(output)) if re.match(r"\d+/720", line)]
+    assert bars
+    assert max(map(len, bars)) <= columns
+    if columns >= 50:
+        assert bars[-1].startswith("720/720  epoch 20")
+
+
+@pytest.mark.parametrize(
+    "end", ["raise SystemExit(3)", "raise KeyboardInterrupt", "import os; os.kill(os.getpid(), 9)"]
+)
+def test_terminal_is_left_sane_whatever_happens(end: str) -> None:
+    code, output = run_on_terminal(RUN + f"try:\n    {end}\nfinally:\n    p.close()\n")
+    assert code != 0
+    assert output.rfind("\x1b[?25h") > output.rfind("\x1b[?25l"), "the cursor is hidden"
+    assert "\x1b[?1049h" not in output, "the alternate screen was used"
+
+
+def test_a_dumb_terminal_gets_lines() -> None:
+    code, output = run_on_terminal(RUN + END, term="dumb")
+    assert code == 0
+    assert "\x1b" not in output
+    assert "step 720/720  epoch 20  loss" in output
+
+
+def test_lines_in_a_pipe() -> None:
+    code, output = run_in_pipe(RUN + END)
+    assert code == 0, output
+    lines = output.splitlines()
+    assert "\x1b" not in output
+    assert lines[0] == "before"
+    assert lines[1].startswith("step 110/720  epoch 3  loss 0.009091  lr 3.00e-04  ")
+    assert "in the-middle-[bold]" + "x" * 200 in lines
+    assert "step 360/720  epoch 10  validation/accuracy 0.9812" in lines
+    last = lines.index("step 720/720  epoch 20  validation/accuracy 0.9812")
+    assert re.fullmatch(
+        r"step 720/720  epoch 20  loss 0\.001389  lr 3\.00e-04  [\d,]+ samples/s  eta 0:00", lines[last - 1]
+    )
+    assert lines[last + 1 :] == [
+        "validation accuracy  0.9861",
+        "steps                720",
+        "samples/s            12,346",
+        "written to           runs/[x]",
+        "after",
+    ]
+    assert len(lines) < 20, "62 logs within a moment flood"
+
+
+def test_lines_come_every_two_seconds_and_the_last_one_always(
+    clock: Callable[[float], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = Lines()
+    lines.begin(total_steps=None, done_steps=0, epochs=None)
+    for number in range(1, 102):
+        lines.step(number, 32, 0)
+        lines.log({"train/loss": float(number)})
+        clock(0.1)
+    lines.close()
+    lines.close()
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in said] == [f"step {1 + 20 * k}" for k in range(6)]
+    assert said[0] == "step 1  loss 1"
+    assert said[1] == "step 21  loss 21  320 samples/s"
+
+
+def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    silent = build_progress(rank=1, terminal=True)
+    assert isinstance(silent, Silent)
+    silent.begin(total_steps=3, done_steps=0, epochs=1)
+    silent.step(1, 32, 0)
+    silent.log({"validation/loss": 1.0})
+    silent.print("nothing")
+    silent.end({"steps": 3})
+    silent.close()
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("arguments", ["rank=1", "rank=1, terminal=True", "rank=0"])
+def test_rich_is_imported_for_the_bar_alone(arguments: str) -> None:
+    code, output = run_in_pipe(
+        "import sys; from samestep.watch.progress import build_progress\n"
+        f"build_progress({arguments}); assert not {{'rich', 'torch'}} & set(sys.modules)"
+    )
+    assert code == 0, output
+
+
+def test_pace_does_not_count_the_first_step_nor_those_of_before(clock: Callable[[float], None]) -> None:
+    pace = Pace(total_steps=1100, done_steps=1000, epochs=2)
+    assert pace.place() == "step 1000/1100"
+    clock(60.0)  # it compiles
+    pace.step(1001, 32, 1)
+    assert pace.texts() == []
+    for number in range(1002, 1011):
+        clock(0.5)
+        pace.step(number, 32, 1)
+    clock(30.0)  # it validates
+    assert pace.place() == "step 1010/1100  epoch 1"
+    assert pace.texts() == ["64 samples/s", "eta 0:45"]
+
+
+def test_pace_forgets_what_was_long_ago(clock: Callable[[float], None]) -> None:
+    pace = Pace(total_steps=10_000)
+    for number in range(1, 101):
+        clock(1.0)
+        pace.step(number, 32, 0)
+    for number in range(101, 1101):
+        clock(0.05)
+        pace.step(number, 32, 0)
+    assert pace.texts() == ["640 samples/s", "eta 7:25"]
+
+
+def test_steps_longer_than_the_window_have_a_pace(clock: Callable[[float], None]) -> None:
+    pace = Pace(total_steps=100)
+    for number in range(1, 11):
+        clock(120.0)
+        pace.step(number, 60, 0)
+    assert pace.texts() == ["0.5 samples/s", "eta 3:00:00"]
+
+
+@pytest.mark.parametrize("kind", ["Lines", "Bar"])
+def test_a_step_costs_next_to_nothing(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = getattr(progress, kind)()
+    shown.begin(total_steps=10**9, done_steps=0, epochs=1)
+    costs_s = []
+    for _ in range(20):
+        start_s = time.perf_counter()
+        for number in range(1, 5001):
+            shown.step(number, 32, 0)
+        costs_s.append((time.perf_counter() - start_s) / 5000)
+    shown.close()
+    capsys.readouterr()
+    assert min(costs_s) < 1e-6
