@@ -20,13 +20,13 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from samestep.plan.ledger import fingerprint
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, default_collate
 
 from samestep.data.loader import Loaded, Loader, Task, seed_all, to_device, understand
 from samestep.errors import Error
+from samestep.plan.ledger import fingerprint
 
 CPU = torch.device("cpu")
 
@@ -84,8 +84,7 @@ def fail_with_unpicklable() -> Any:
 
 def plan_tasks(num_tasks: int, size: int = 4) -> list[Task]:
     return [
-        Task(np.arange(size * k, size * k + size) % 100, (k + 1) * 987654321987654321 % 2**63)
-        for k in range(num_tasks)
+        Task(np.arange(size * k, size * k + size) % 100, (k + 1) * 987654321987654321 % 2**63) for k in range(num_tasks)
     ]
 
 
@@ -253,9 +252,7 @@ def test_a_failing_getitems_names_the_sample() -> None:
         def __getitems__(self, indices: list[int]) -> list[Tensor]:
             return [torch.zeros(3) / (index != 17 or 1 / 0) for index in indices]
 
-    with pytest.raises(
-        Error, match=r"failed at sample 17 \(ZeroDivisionError: division by zero at .*test_loader"
-    ):
+    with pytest.raises(Error, match=r"failed at sample 17 \(ZeroDivisionError: division by zero at .*test_loader"):
         load(Failing(), plan_tasks(6))
 
 

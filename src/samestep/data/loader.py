@@ -324,9 +324,7 @@ class Loader:
 class Workers:
     """torch's DataLoader workers over a Fetcher, and their end."""
 
-    def __init__(
-        self, source: Source, fetcher: "Fetcher", tasks: Iterator[Task], device: torch.device
-    ) -> None:
+    def __init__(self, source: Source, fetcher: "Fetcher", tasks: Iterator[Task], device: torch.device) -> None:
         context = source.multiprocessing_context
         is_forkserver = (context or multiprocessing).get_start_method() == "forkserver"
         start = WorkerStart(

@@ -145,10 +145,11 @@ class BatchNormStatistics:
             for row, part in zip(out, self._parts, strict=False):
                 row[:] = part.cpu().numpy()
 
-    def finish(self, slots: NDArray[np.float64]) -> None:
-        """Takes all ranks' parts [slots, num_values], adds them up along the tree and moves the statistics on."""
+    def finish(self, parts: NDArray[np.float64]) -> None:
+        """Takes all ranks' parts [W, max_parts, num_values], adds them up along the tree, moves the statistics on."""
         if not self.active:
             return
+        slots = parts.reshape(-1, self.num_values)
         for dst, src in self._layout.additions:
             slots[dst] += slots[src]
         total = torch.from_numpy(slots[self._layout.root]).to(self._flat.device)

@@ -43,7 +43,7 @@ def _exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tens
     # batch_isend_irecv would do on gloo as well, at twice the cost of a small message.
     works = [dist.irecv(tensor, peer, tag=tag) for tensor, peer in receives]
     works += [dist.isend(tensor, peer, tag=tag) for tensor, peer in sends]
-    return works
+    return [work for work in works if work is not None]  # None: a rank outside of the group
 
 
 def run_direct(rows: Tensor, rank: int, tag: int) -> Route:

@@ -10,7 +10,7 @@ from types import FrameType
 from samestep.errors import Error
 from samestep.launch.forkserver import ForkServer
 from samestep.launch.local import Failure, Ranks, Target, parse_shown
-from samestep.world.environment import Overrides
+from samestep.world.environment import Overrides, child_variables
 
 START_AGAIN = 75  # EX_TEMPFAIL: stopped because it was told to, and saved; the same command goes on
 
@@ -74,7 +74,7 @@ def _fork_server(overrides: Overrides) -> ForkServer:
     """Imports torch once, for this process and the ranks; what only ranks need is imported by the server meanwhile."""
     gc.disable()  # Imports are a quarter faster without.
     # Before numpy is imported and starts threads, which do not survive a fork.
-    os.environ.setdefault("OMP_NUM_THREADS", str(overrides.threads or 1))
+    os.environ.update({"OMP_NUM_THREADS": str(overrides.threads or 1), **child_variables()})
     import torch  # noqa: F401
 
     server = ForkServer(fork=True)

@@ -172,9 +172,9 @@ def serve(client_fd: int) -> NoReturn:
     """The server process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # Or numpy starts threads, which do not survive a fork.
-    # torch.cuda.is_available() must not start CUDA here: ranks could not use it after the fork.
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    # What does not survive a fork: threads that numpy starts when imported, and CUDA, which
+    # torch.cuda.is_available() starts unless it is told not to.
+    os.environ.update({"OMP_NUM_THREADS": "1", **child_variables(), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
     preload()
     for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)  # It ends with its owner, not before.

@@ -203,10 +203,7 @@ class Ranks:
 
     def _read_failure(self, rank: int, code: int, time_s: float) -> Failure:
         log = self._log(rank)
-        tail = ""
-        if log is not None:
-            with suppress(OSError):
-                tail = "\n".join(Path(log).read_text(errors="replace").splitlines()[-TAIL_LINES:])
+        tail = _read_tail(Path(log)) if log is not None else ""
         try:
             record = json.loads((self.directory / f"{rank}.json").read_text())
         except (OSError, ValueError):
@@ -222,6 +219,16 @@ class Ranks:
                 os.killpg(pid, signal.SIGKILL)
         for rank in set(range(self.num_ranks)) - set(self.codes):
             self._end(rank, -signal.SIGKILL, time.time())
+
+
+def _read_tail(log: Path) -> str:
+    """The last lines, less our own frames in what faulthandler prints."""
+    try:
+        lines = log.read_text(errors="replace").splitlines()
+    except OSError:
+        return ""
+    own = f'  File "{Path(__file__).parent}'
+    return "\n".join([line for line in lines if not line.startswith(own)][-TAIL_LINES:])
 
 
 def _describe_death(code: int) -> str:

@@ -152,10 +152,11 @@ def _redirect(log: str | None) -> None:
         os.dup2(file, 1)
         os.dup2(file, 2)
         os.close(file)
-    # Lines appear, or are in the log, when they are printed, whatever becomes of the rank.
+    # Lines appear, or are in the log, when they are printed, whatever becomes of the rank; and each in one
+    # piece (even where PYTHONUNBUFFERED is set), so that those of several ranks do not mix.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)
+            stream.reconfigure(line_buffering=True, write_through=False)
     with suppress(Exception):
         faulthandler.enable()
 

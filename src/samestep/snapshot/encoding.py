@@ -13,6 +13,7 @@ import math
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 KIND = "$"
+_LARGE_BYTES = 1 << 18
 
 # torch's names of dtypes -> those of safetensors.
 _CODES = {
@@ -78,7 +80,7 @@ def view_bytes(tensor: "Tensor") -> memoryview:
     import torch
 
     host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return memoryview(host.reshape(-1).view(torch.uint8).numpy())
+    return memoryview(host.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def write_tensors(file: BinaryIO, tensors: Mapping[str, "Tensor"]) -> tuple[Pieces, dict[str, str]]:
@@ -101,11 +103,13 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, "Tensor"]) -> tuple[Piec
     text = struct.pack("<Q", len(text)) + text
     file.write(text)
     pieces, hashes = [(len(text), _hash(text))], {}
-    for name, tensor in ordered:
-        data = view_bytes(tensor)
-        file.write(data)
-        hashes[name] = _hash(data)
-        pieces.append((len(data), hashes[name]))
+    with ThreadPoolExecutor(1) as pool:  # hashing takes as long as writing, and both leave Python to others
+        for name, tensor in ordered:
+            data = view_bytes(tensor)
+            hashing = pool.submit(_hash, data) if len(data) >= _LARGE_BYTES else None
+            file.write(data)
+            hashes[name] = hashing.result() if hashing else _hash(data)
+            pieces.append((len(data), hashes[name]))
     return pieces, hashes
 
 

@@ -25,7 +25,7 @@ def build_manifest(
     meta: Mapping[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
     """The manifest of a snapshot whose other files are written."""
-    manifest = {
+    written = {
         "format": FORMAT,
         "step": step,
         "name": name,
@@ -38,7 +38,7 @@ def build_manifest(
         },
         "meta": meta,
     }
-    manifest = json.loads(json.dumps(manifest, allow_nan=False))  # as a reader will have it
+    manifest: dict[str, Any] = json.loads(json.dumps(written, allow_nan=False))  # as a reader will have it
     return manifest | {"sha256": _checksum(manifest)}
 
 

@@ -37,6 +37,8 @@ def parse_every(value: int | str | None) -> Every | None:
         return None
     match = None if isinstance(value, bool) else _EVERY.fullmatch(str(value).strip())
     if match is None or int(match[1]) == 0:
-        raise Error(f"snapshot_every is {value!r}: give a number of steps such as 10, one of epochs such as 2epochs, or never")
+        raise Error(
+            f"snapshot_every is {value!r}: give a number of steps such as 10, one of epochs such as 2epochs, or never"
+        )
     count = int(match[1])
     return Every(epochs=count) if (match[2] or "").startswith("epoch") else Every(steps=count)

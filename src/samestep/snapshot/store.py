@@ -1,5 +1,6 @@
 """The snapshots of a run: written whole or not at all, found by reading them."""
 
+import hashlib
 import json
 import os
 import re
@@ -20,10 +21,10 @@ __all__ = ["Snapshot", "Store", "digest"]
 STATE = "state.json"
 TENSORS = "tensors.safetensors"
 _NUMBERED = re.compile(r"step-(\d{8,})")
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
-_RESERVED = ("latest", "never")  # they mean something else to `resume`
+_NAME = re.compile(r"(?!\d+$|latest$|never$|step-)[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")  # not what resume may mean else
 _WRITING = ".tmp-"  # begun, or about to be removed
 _ASIDE = ".old-"  # stands for a snapshot that is just being replaced
+_BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,7 @@ class Store:
         self.path = Path(run_dir) / "snapshots"
         self._damaged: set[Path] = set()  # what `find` saw: right sizes, wrong checksums
 
-    def write(
-        self, state: Mapping[str, Any], *, step: int, name: str | None = None, meta: Mapping[str, Any]
-    ) -> Path:
+    def write(self, state: Mapping[str, Any], *, step: int, name: str | None = None, meta: Mapping[str, Any]) -> Path:
         """Writes a snapshot, in place of one of the same step or name. A crash leaves the old state or the new.
 
         Args:
@@ -76,11 +75,10 @@ class Store:
         """
         import torch
 
-        if name is not None and (not _NAME.fullmatch(name) or _NUMBERED.fullmatch(name) or name in _RESERVED):
+        if name is not None and not _NAME.fullmatch(name):
             raise Error(f"a snapshot cannot be named {name!r}: use letters, digits and underscores, such as best")
         structure, tensors = encode(state)
         target = self.path / (name or f"step-{step:08d}")
-        self.path.mkdir(exist_ok=True)
         with self._staging(target) as directory:
             with _create(directory / TENSORS) as file:
                 pieces, hashes = write_tensors(file, tensors)
@@ -89,7 +87,7 @@ class Store:
                 step=step, name=name, digest=digest_of(structure, hashes), files=files,
                 versions={"torch": torch.__version__}, meta=meta,
             )  # fmt: skip
-            _write_json(directory / MANIFEST, manifest, indent=1)
+            _write_json(directory / MANIFEST, manifest)
             _sync(directory)
             self._put(directory, target)
         self._damaged.discard(target)
@@ -110,28 +108,148 @@ class Store:
         """The snapshot to read, after checking every byte of it. None if `which` is "latest" and there is none.
 
         Args:
-            which: "latest", the number of steps done, or a name.
-            warn: called with a sentence for each unsound snapshot that is passed over for an older one.
+            which: "latest", a number of steps done, or a name.
+            warn: called with a sentence for each unsound snapshot that is passed over.
 
         Raises:
-            Error: no sound snapshot is what was asked for.
+            Error: there is nothing sound of what was asked for.
         """
         found = self.snapshots()
-        wanted = found if which == "latest" else [s for s in found if which == (s.name if isinstance(which, str) else s.step)]
+        if which == "latest":
+            wanted = found
+        elif isinstance(which, int):
+            wanted = [snapshot for snapshot in found if snapshot.step == which]
+        else:
+            wanted = [snapshot for snapshot in found if snapshot.name == which]
+        problem = ""
         for snapshot in reversed(wanted):
-            problem = snapshot.problem or find_damage(snapshot.path, snapshot.manifest)
-            if problem is None:
+            problem = snapshot.problem or find_damage(snapshot.path, snapshot.manifest) or ""
+            if not problem:
                 return snapshot
             self._damaged.add(snapshot.path)
-            warn(f"snapshot {snapshot.path} is passed over: {problem}")
+            problem = f"{snapshot.path.relative_to(self.path.parent)}: {problem}"
+            warn(f"a snapshot is not sound and is passed over: {problem}")
         if which == "latest" and not found:
             return None
+        if which == "latest":
+            raise Error(
+                f"no snapshot in {self.path} is sound ({problem}): bring one back from a backup, or start with --fresh"
+            )
         sound = [s.name or f"step {s.step}" for s in found if s.problem is None and s.path not in self._damaged]
-        there = f"there is {', '.join(sound)}" if sound else "there is no sound one"
-        if wanted:
-            raise Error(f"no snapshot in {self.path} is sound ..." )
-        return None
+        there = f"there is {', '.join(sound)}" if sound else "there is no other"
+        what = f"of step {which}" if isinstance(which, int) else f"named {which}"
+        fault = f"the snapshot {what} is not sound ({problem})" if wanted else f"there is no snapshot {what}"
+        raise Error(f"{fault} in {self.path}: {there}")
 
     def read(self, snapshot: Snapshot) -> dict[str, Any]:
-        """The state of a snapshot that `find` returned, its tensors in host memory."""
+        """The state in a snapshot that `find` returned, its tensors in host memory."""
         return self.read_path(snapshot.path)
+
+    @staticmethod
+    def read_path(path: Path) -> dict[str, Any]:
+        """As `read`, by the snapshot's directory.
+
+        Raises:
+            Error: it is not sound any more.
+        """
+        manifest, problem = read_manifest(path)
+        if problem is not None:
+            raise Error(f"the snapshot {path} is not sound: {problem}")
+        tensors = {}
+        for file in manifest["files"]:
+            if file.endswith(".safetensors"):
+                tensors.update(read_tensors(path / file))
+        state: dict[str, Any] = decode(json.loads((path / STATE).read_bytes()), tensors)
+        return state
+
+    def prune(self, keep: int) -> None:
+        """Removes numbered snapshots older than the `keep` (at least 1) newest sound ones; never named ones."""
+        numbered = [snapshot for snapshot in self.snapshots() if snapshot.name is None]
+        sound = [s for s in numbered if s.problem is None and s.path not in self._damaged]
+        if sound:
+            for snapshot in numbered[: numbered.index(sound[-max(keep, 1) :][0])]:
+                self._remove(snapshot.path)
+
+    def clean(self) -> None:
+        """Removes what dead writers left; a snapshot that one of them was about to replace is put back."""
+        for entry in sorted(self.path.glob(".*")):
+            target = self.path / entry.name.removeprefix(_ASIDE)
+            if entry.name.startswith(_ASIDE) and not target.exists():
+                os.rename(entry, target)
+            elif entry.name.startswith((_ASIDE, _WRITING)):
+                shutil.rmtree(entry)
+
+    def _look(self, name: str, path: Path) -> Snapshot:
+        manifest, problem = read_manifest(path)
+        numbered = _NUMBERED.fullmatch(name)
+        if numbered is None:
+            return Snapshot(path, manifest.get("step", -1), name, manifest, problem)
+        step = int(numbered[1])
+        if manifest.get("step", step) != step:
+            problem = f"{MANIFEST} is of step {manifest['step']}"
+        return Snapshot(path, step, None, manifest, problem)
+
+    @contextmanager
+    def _staging(self, target: Path) -> Iterator[Path]:
+        """A directory to write in; nothing is left of it if that fails."""
+        if not self.path.exists():
+            self.path.mkdir()
+            _sync(self.path.parent)
+        directory = self.path / f"{_WRITING}{target.name}"
+        shutil.rmtree(directory, ignore_errors=True)
+        try:
+            directory.mkdir()
+            yield directory
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+
+    def _put(self, directory: Path, target: Path) -> None:
+        """Gives a written snapshot its name. There is no moment at which neither it nor the old one is found."""
+        aside = self.path / f"{_ASIDE}{target.name}"
+        if target.exists():
+            if aside.exists():
+                self._remove(aside)
+            os.rename(target, aside)
+        try:
+            os.rename(directory, target)
+        except BaseException:
+            if aside.exists():
+                os.rename(aside, target)
+            raise
+        _sync(self.path)
+        if aside.exists():
+            with suppress(OSError):  # the next `clean` removes it
+                self._remove(aside)
+
+    def _remove(self, path: Path) -> None:
+        # Renamed first: no one is to find a snapshot of which half is gone.
+        doomed = self.path / f"{_WRITING}doomed-{path.name}"
+        shutil.rmtree(doomed, ignore_errors=True)
+        os.rename(path, doomed)
+        shutil.rmtree(doomed)
+
+
+@contextmanager
+def _create(path: Path) -> Iterator[BinaryIO]:
+    """A new file that is on the disk when the block ends."""
+    with open(path, "xb", buffering=_BUFFER_BYTES) as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_json(path: Path, value: Any) -> Pieces:
+    text = json.dumps(value, allow_nan=False).encode()
+    with _create(path) as file:
+        file.write(text)
+    return [(len(text), hashlib.sha256(text).hexdigest())]
+
+
+def _sync(directory: Path) -> None:
+    """Brings the names in a directory to the disk."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -33,9 +33,9 @@ class Directory:
         self.path = _make(path, fresh)
         self._lock = self._take_lock()
         self.store = Store(self.path)
-        self.metrics = Metrics(self.path / "metrics.jsonl")
         self._ledger: IO[bytes] | None = None
         self.record: dict[str, Any] = self._read_record()
+        self.metrics = Metrics(self.path / "metrics.jsonl")
 
     # --- whose it is ------------------------------------------------------------------------------------------
 
@@ -65,7 +65,8 @@ class Directory:
     def _read_record(self) -> dict[str, Any]:
         path = self.path / "run.json"
         if not path.exists():
-            if (self.path / "metrics.jsonl").exists() or self.store.snapshots():
+            rows = self.path / "metrics.jsonl"
+            if (rows.exists() and rows.stat().st_size) or self.store.snapshots():
                 raise Error(f"{self.path} holds files of a run but no run.json: name another run directory")
             return {}
         try:

@@ -101,7 +101,7 @@ class Loop:
             directory.enter(step.number, epoch, step.num_samples, step.fingerprint)
         run._progress.step(self.steps_done, step.num_samples, epoch)
         if run._logs_step(self.steps_done):
-            run._write_row({"epoch": epoch} | step.row, self.steps_done)
+            run._write_row(step.row, self.steps_done, epoch=epoch)
 
     def _save_what_is_due(self, *, epochs_done: int | None, numbered: bool) -> None:
         run = self._run

@@ -365,11 +365,11 @@ class Run:
     def _logs_step(self, steps_done: int) -> bool:
         return steps_done % self._settings.log_every == 0
 
-    def _write_row(self, values: dict[str, Any], step: int) -> None:
+    def _write_row(self, values: dict[str, Any], step: int, **place: int) -> None:
         if self.rank != 0:
             return
         if self._keeper.directory is not None:
-            self._keeper.directory.metrics.append({"step": step, **values})
+            self._keeper.directory.metrics.append({"step": step, **place, **values})
         self._progress.log(values)
         self._trackers.log(values, step)
 

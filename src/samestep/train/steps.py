@@ -190,13 +190,11 @@ class Step:
         run._statistics.write_parts(record["values"])
         records = reducer.finish()
         self._loop.take_votes(records["stop"])
-        in_order = [(rank, k) for rank, held in enumerate(self._layout.ranges) for k in range(len(held))]
-        inverses = self._average(records, in_order)
-        reducer.assign(inverses)
+        reducer.assign(self._average(records))
         if not run._precision.accepts(param.grad for param in reducer.params if param.grad is not None):
             for param in reducer.params:
                 param.grad = None
-        run._statistics.finish(records["values"].reshape(-1, run._statistics.num_values))
+        run._statistics.finish(records["values"])
         if records["buffers_changed"].any():
             owner = next(rank for rank, held in enumerate(self._layout.ranges) if 0 in held)
             run._group.broadcast_tensors(run._buffers.finish(), owner)
@@ -206,15 +204,20 @@ class Step:
             if records["logged"].any():
                 self.row |= self._gather_logs()
         if self.num_passes == 0:
-            self.fingerprint = combine([int(records["fingerprints"][place]) for place in in_order])
+            self.fingerprint = combine(self._in_order(records["fingerprints"]))
         self._logged = []
 
-    def _average(self, records: Any, in_order: list[tuple[int, int]]) -> list[float]:
+    def _in_order(self, by_rank: Any) -> list[Any]:
+        """A field of the control records [W, k, ...], as a list over the step's micro-batches."""
+        ranges = self._layout.ranges
+        return [row for rows, held in zip(by_rank.tolist(), ranges, strict=True) for row in rows[: len(held)]]
+
+    def _average(self, records: Any) -> list[float]:
         """Sets the step's loss. Returns, per slot, what to multiply the sum of gradients with."""
-        losses = [records["losses"][place].tolist() for place in in_order]
-        weights = [records["weights"][place].tolist() for place in in_order]
-        for (rank, _), v, row in zip(in_order, range(len(losses)), losses, strict=True):
+        losses, weights = self._in_order(records["losses"]), self._in_order(records["weights"])
+        for v, row in enumerate(losses):
             if not all(map(math.isfinite, row)):
+                rank = next(rank for rank, held in enumerate(self._layout.ranges) if v in held)
                 raise Error(
                     f"the loss of step {self.number} is {next(x for x in row if not math.isfinite(x))} in micro-batch "
                     f"{v} (rank {rank}): nothing of this step is saved; look at that batch, the learning rate and "

@@ -91,9 +91,7 @@ class Pace:
     one, which compiles and warms up, tell nothing about the rest.
     """
 
-    def __init__(
-        self, *, total_steps: int | None = None, done_steps: int = 0, epochs: int | None = None
-    ) -> None:
+    def __init__(self, *, total_steps: int | None = None, done_steps: int = 0, epochs: int | None = None) -> None:
         self.total_steps = total_steps
         self.number = done_steps
         self.epoch: int | None = None
@@ -204,9 +202,7 @@ class Bar:
         self._pace = Pace(total_steps=total_steps, done_steps=done_steps, epochs=epochs)
         self._news.clear()
         longest = "" if total_steps is None else f"{total_steps}/{total_steps}  epoch {epochs}"
-        place = Column(
-            no_wrap=True, min_width=len(longest)
-        )  # on a narrow terminal the news are cut, not this
+        place = Column(no_wrap=True, min_width=len(longest))  # on a narrow terminal the news are cut, not this
         self._live = RichProgress(
             TextColumn("{task.description}", markup=False, table_column=place),
             BarColumn(bar_width=None),
@@ -215,9 +211,7 @@ class Bar:
             auto_refresh=False,
             expand=True,
         )
-        self._live.add_task(
-            self._pace.place().removeprefix("step "), total=total_steps, completed=done_steps, news=""
-        )
+        self._live.add_task(self._pace.place().removeprefix("step "), total=total_steps, completed=done_steps, news="")
         self._live.start()
         self.console.show_cursor(True)  # a hidden one would stay so when the process is killed
 

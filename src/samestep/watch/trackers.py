@@ -56,9 +56,7 @@ class TensorBoard:
 
     def start(self, info: TrackerInfo) -> None:
         if self.dir is None and info.dir is None:
-            raise Error(
-                "TensorBoard has nowhere to write: the run has no directory; give TensorBoard(dir=...)"
-            )
+            raise Error("TensorBoard has nowhere to write: the run has no directory; give TensorBoard(dir=...)")
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -172,9 +170,7 @@ class Trackers:
                 self._running.remove(tracker)
                 reason = " ".join(str(error).split())
                 name = type(tracker).__name__
-                self._warn(
-                    f"tracker {name} failed and is left out from here on: {type(error).__name__}: {reason}"
-                )
+                self._warn(f"tracker {name} failed and is left out from here on: {type(error).__name__}: {reason}")
 
 
 def _number(value: Any) -> float | int | None:

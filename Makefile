@@ -1,0 +1,28 @@
+# Two commands: `make train` and `make test`. Both make a virtual environment in .venv first.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: train test check clean
+
+train: $(VENV)/installed
+	$(BIN)/samestep train digits --nproc-per-node 2
+
+test: $(VENV)/installed-dev
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/mypy
+	$(BIN)/pytest
+
+$(VENV)/installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet "$(TORCH)"
+	$(BIN)/pip install --quiet --editable ".[recipes]"
+	touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed
+	$(BIN)/pip install --quiet --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV)

@@ -1,0 +1,146 @@
+"""A small CNN on scikit-learn's handwritten digits: 99 % on the held-out fifth, in seconds.
+
+samestep train digits --nproc-per-node 2
+python -m samestep.recipes.digits --epochs 5
+"""
+
+import argparse
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import samestep
+
+
+class CNN(nn.Module):
+    """8x8 grey images (N, 1, 8, 8) -> scores of the ten digits (N, 10)."""
+
+    def __init__(self, width: int = 32, dropout: float = 0.3) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            self.block(1, width),
+            self.block(width, 2 * width, stride=2),
+            self.block(2 * width, 4 * width, stride=2),
+        )
+        self.head = nn.Sequential(nn.Flatten(), nn.Dropout(dropout), nn.Linear(4 * width * 2 * 2, 10))
+
+    @staticmethod
+    def block(num_inputs: int, num_outputs: int, stride: int = 1) -> nn.Sequential:
+        convolution = nn.Conv2d(num_inputs, num_outputs, kernel_size=3, stride=stride, padding=1, bias=False)
+        return nn.Sequential(convolution, nn.BatchNorm2d(num_outputs), nn.ReLU())
+
+    def forward(self, images: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.features(images))
+        return scores
+
+
+class Digits(Dataset[tuple[Tensor, Tensor]]):
+    """Images (1, 8, 8) in 0..1 and their digits; each is shifted by up to `shift` pixels, anew each time."""
+
+    def __init__(self, images: Tensor, digits: Tensor, shift: int = 0) -> None:
+        self.images = F.pad(images, [shift] * 4)
+        self.digits = digits
+        self.shift = shift
+
+    def __len__(self) -> int:
+        return len(self.digits)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        # samestep has seeded torch, numpy and random for this micro-batch: what is drawn depends on nothing else.
+        x, y = torch.randint(2 * self.shift + 1, (2,)).tolist()
+        return self.images[index, :, y : y + 8, x : x + 8], self.digits[index]
+
+
+def load_data() -> tuple[Digits, Digits]:
+    """The 1,797 real digits that come with scikit-learn: four fifths to train on, shifted, and a held-out fifth."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise samestep.Error("the recipe digits needs scikit-learn: pip install 'samestep[recipes]'") from None
+    data = load_digits()
+    images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
+    digits = torch.tensor(data.target)
+    shuffled = torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))  # the same split in every run
+    held_out, train = shuffled[: len(digits) // 5], shuffled[len(digits) // 5 :]
+    return Digits(images[train], digits[train], shift=1), Digits(images[held_out], digits[held_out])
+
+
+def warm_up_then_cosine(step: int, num_steps: int, num_warm_up: int) -> float:
+    """What to multiply the learning rate with: up to 1 in a line, then down to 0 along half a cosine."""
+    if step < num_warm_up:
+        return (step + 1) / num_warm_up
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - num_warm_up) / max(1, num_steps - num_warm_up))))
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="digits", description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--epochs", type=int, default=20, help="passes over the training set (default: 20)")
+    parser.add_argument(
+        "--batch-size", "--batch_size", type=int, default=96, help="of one step, over all ranks (default: 96)"
+    )
+    parser.add_argument(
+        "--micro-batch-size", "--micro_batch_size", type=int, help="of one forward and backward (default: an eighth)"
+    )
+    parser.add_argument("--lr", type=float, default=3e-3, help="the highest learning rate (default: 0.003)")
+    parser.add_argument("--seed", type=int, default=0, help="of everything random but the split (default: 0)")
+    parser.add_argument(
+        "--num-workers", "--num_workers", type=int, default=0, help="DataLoader workers per rank (default: 0)"
+    )
+    parser.add_argument("--run-dir", "--run_dir", default="runs/digits", help="default: runs/digits")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_arguments(argv)
+    train, held_out = load_data()
+
+    run = samestep.Run(
+        args.run_dir,
+        batch_size=args.batch_size,
+        micro_batch_size=args.micro_batch_size,
+        seed=args.seed,
+        config=vars(args),
+    )
+    model = CNN()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.01)
+    steps_per_epoch = math.ceil(len(train) / run.batch_size)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: warm_up_then_cosine(step, args.epochs * steps_per_epoch, steps_per_epoch)
+    )
+    run.prepare(model=model, optimizer=optimizer, scheduler=scheduler)
+
+    def score(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        images, digits = batch
+        scores = model(images)
+        return {
+            "loss": F.cross_entropy(scores, digits),
+            "accuracy": (scores.argmax(1) == digits).float().mean(),
+        }
+
+    for epoch in run.epochs(train, args.epochs, num_workers=args.num_workers):
+        for step in epoch:
+            for images, digits in step:
+                with run.autocast():
+                    scores = model(images)
+                    loss = F.cross_entropy(scores, digits)
+                step.backward(loss)
+                step.log(accuracy=(scores.argmax(1) == digits).float().mean())
+            run.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+
+        validation = run.evaluate(score, held_out)
+        run.log({f"validation/{name}": value for name, value in validation.items()})
+        accuracy, best = validation["accuracy"], run.state.get("best", 0.0)
+        if accuracy > best:
+            best = run.state["best"] = accuracy
+            run.snapshot("best")
+        run.summary["validation accuracy"] = f"{accuracy:.2%} (best {best:.2%})"
+
+
+if __name__ == "__main__":
+    main()

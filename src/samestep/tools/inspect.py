@@ -1,0 +1,310 @@
+"""`samestep inspect`: what a run's directory holds, and whether it is sound. Never imports torch."""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from samestep.errors import Error
+from samestep.plan.ledger import RECORD, combine, fingerprint
+from samestep.plan.order import GivenOrder, Order, build_order
+from samestep.plan.schedule import EndlessSchedule, Schedule, Span
+from samestep.snapshot.manifest import find_damage
+from samestep.snapshot.store import Snapshot, Store
+
+_NUM_SHOWN = 10
+
+Indices = NDArray[np.int64]
+
+
+def run_inspect(args: list[str]) -> int:
+    """Runs the command with the arguments after its name. Returns the exit code: 1 if an audit failed.
+
+    Raises:
+        Error: there is no run, or nothing of what was asked for in it.
+    """
+    options = _build_parser().parse_args(args)
+    record = _read_record(options.run)
+    if options.digest:
+        return _show_digest(options)
+    if options.samples:
+        return _show_samples(options, record.get("numbers", {}))
+    return _show_run(options, record)
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="samestep inspect", description="Shows what a run's directory holds: numbers, snapshots, samples."
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's directory")
+    parser.add_argument(
+        "--step", metavar="STEP|NAME", default="latest", type=_parse_which, help="of this snapshot only"
+    )
+    parser.add_argument("--json", action="store_true", help="JSON for programs")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--digest", action="store_true", help="the sha256 of the state in the newest sound snapshot")
+    what.add_argument(
+        "--samples",
+        action="store_true",
+        help="the samples that each step used, and an audit of them (exit 1: it failed)",
+    )
+    return parser
+
+
+def _parse_which(text: str) -> int | str:
+    return int(text) if text.isdecimal() else text
+
+
+def _read_record(run: Path) -> dict[str, Any]:
+    if not run.is_dir():
+        raise Error(f"there is no directory {run}: name a run's directory")
+    try:
+        record: dict[str, Any] = json.loads((run / "run.json").read_bytes())
+    except FileNotFoundError:
+        raise Error(
+            f"{run} is no run's directory, it has no run.json: name the directory that holds snapshots/"
+        ) from None
+    except ValueError:
+        raise Error(f"{run / 'run.json'} cannot be read as JSON: repair it") from None
+    return record
+
+
+def _warn(sentence: str) -> None:
+    print(f"samestep: {sentence}", file=sys.stderr)
+
+
+# --- the digest ---------------------------------------------------------------------------------------------------
+
+
+def _show_digest(options: argparse.Namespace) -> int:
+    snapshot = Store(options.run).find(options.step, warn=_warn)
+    if snapshot is None:
+        raise Error(f"{options.run} has no snapshot yet")
+    digest = snapshot.manifest["digest"]
+    if options.json:
+        print(json.dumps({"step": snapshot.step, "name": snapshot.name, "digest": digest}))
+    else:
+        print(digest)
+    return 0
+
+
+# --- the run ------------------------------------------------------------------------------------------------------
+
+
+def _show_run(options: argparse.Namespace, record: Mapping[str, Any]) -> int:
+    wanted = [
+        snapshot for snapshot in Store(options.run).snapshots()
+        if options.step == "latest" or options.step in (snapshot.name, snapshot.step)
+    ]  # fmt: skip
+    if options.step != "latest" and not wanted:
+        raise Error(f"{options.run} has no snapshot {options.step}: leave out --step to see what it has")
+    snapshots = [_describe(snapshot) for snapshot in wanted]
+    metrics = _read_last_row(options.run / "metrics.jsonl")
+    if options.json:
+        print(json.dumps({"run": record, "snapshots": snapshots, "metrics": metrics}, indent=1))
+        return 0
+    numbers = {"samestep": record.get("samestep"), **record.get("numbers", {})}
+    _print_table(f"run {options.run}", ("number", "value"), [(name, _plain(value)) for name, value in numbers.items()])
+    if record.get("config"):
+        config = [(name, _plain(value)) for name, value in record["config"].items()]
+        _print_table("config", ("name", "value"), config)
+    rows = [
+        (str(s["step"]) if s["step"] >= 0 else "?", s["name"] or "", _size(s["size_bytes"]), _age(s["time"]),
+         s["problem"] or "sound")
+        for s in snapshots
+    ]  # fmt: skip
+    _print_table("snapshots", ("step", "name", "size", "age", "state"), rows or [("none", "", "", "", "")])
+    if metrics is not None:
+        _print_table("last metrics", ("name", "value"), [(name, _plain(value)) for name, value in metrics.items()])
+    return 0
+
+
+def _describe(snapshot: Snapshot) -> dict[str, Any]:
+    """A snapshot as JSON, after reading every byte of it."""
+    problem = snapshot.problem or find_damage(snapshot.path, snapshot.manifest)
+    return {
+        "step": snapshot.step,
+        "name": snapshot.name,
+        "path": str(snapshot.path),
+        "size_bytes": snapshot.size_bytes,
+        "time": snapshot.manifest.get("time"),
+        "digest": snapshot.manifest.get("digest"),
+        "versions": snapshot.manifest.get("versions"),
+        "meta": snapshot.manifest.get("meta"),
+        "problem": problem,
+    }
+
+
+def _read_last_row(path: Path) -> dict[str, Any] | None:
+    try:
+        lines = path.read_bytes().splitlines()
+    except FileNotFoundError:
+        return None
+    for line in reversed(lines[-2:]):  # the last may be half written
+        try:
+            row: dict[str, Any] = json.loads(line)
+        except ValueError:
+            continue
+        return row
+    return None
+
+
+def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.table import Table
+
+        table = Table(*header, title=escape(title), title_justify="left")
+        for row in rows:
+            table.add_row(*map(escape, row))
+        Console().print(table)
+        return
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    print(title)
+    for row in (header, *rows):
+        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def _plain(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _size(size_bytes: float) -> str:
+    for unit in ("B", "KB", "MB", "GB"):
+        if size_bytes < 1000:
+            return f"{size_bytes:.3g} {unit}"
+        size_bytes /= 1000
+    return f"{size_bytes:.4g} TB"
+
+
+def _age(time: str | None) -> str:
+    if time is None:
+        return "?"
+    age_s = max((datetime.now(UTC) - datetime.fromisoformat(time)).total_seconds(), 0.0)
+    for unit, seconds in (("days", 86400), ("h", 3600), ("min", 60)):
+        if age_s >= 2 * seconds:
+            return f"{age_s / seconds:.0f} {unit}"
+    return f"{age_s:.0f} s"
+
+
+# --- the samples --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A step as the plan has it: per epoch that it touches, the epoch and the samples."""
+
+    pieces: tuple[tuple[int, Indices], ...]
+    fingerprint: int
+
+    @property
+    def samples(self) -> Indices:
+        return np.concatenate([samples for _, samples in self.pieces])
+
+
+class _Plan:
+    """The run's samples once more, from its numbers alone."""
+
+    def __init__(self, run: Path, numbers: Mapping[str, Any]) -> None:
+        try:
+            sizes = numbers["data_length"], numbers["batch_size"], numbers["micro_batch_size"]
+            self.is_endless, self.is_given = numbers["mode"] == "steps", numbers["sampler"] == "given"
+            self._seed, self._shuffle, self.drop_last = numbers["seed"], numbers["shuffle"], numbers["drop_last"]
+        except KeyError as error:
+            raise Error(f"{run / 'run.json'} lacks {error}: the run has not begun its first step yet") from None
+        self._run, self.length, self.batch_size = run, sizes[0], sizes[1]
+        self._schedule = EndlessSchedule(*sizes) if self.is_endless else Schedule(*sizes, self.drop_last)
+        self.order = lru_cache(maxsize=2)(self._read_order if self.is_given else self._build_order)
+
+    def step(self, step: int) -> _Planned:
+        if isinstance(self._schedule, EndlessSchedule):
+            epoch, spans = 0, self._schedule.micro_batches(step)
+        else:
+            epoch, step = divmod(step, self._schedule.num_steps)
+            spans = self._schedule.micro_batches(step)
+        taken = [list(self._take(epoch, span)) for span in spans]
+        prints = [fingerprint(np.concatenate([samples for _, samples in pieces])) for pieces in taken]
+        return _Planned(tuple(piece for pieces in taken for piece in pieces), combine(prints))
+
+    def num_steps_until(self, epoch: int) -> int:
+        """Steps until all samples of an epoch, and of those before it, are used."""
+        if isinstance(self._schedule, Schedule):
+            return (epoch + 1) * self._schedule.num_steps
+        return -(-(epoch + 1) * self.length // self.batch_size)
+
+    def expect_uses(self, epoch: int) -> NDArray[np.int64]:
+        """How often each sample is to be used in an epoch."""
+        if self.is_given:
+            return np.bincount(self.order(epoch).take(0, self.length))
+        return np.ones(self.length, dtype=np.int64)
+
+    def _take(self, epoch: int, span: Span) -> Iterator[tuple[int, Indices]]:
+        start, stop = span
+        while start < stop:
+            later, offset = divmod(start, self.length)
+            end = min(self.length, offset + stop - start)
+            yield epoch + later, self.order(epoch + later).take(offset, end)
+            start += end - offset
+
+    def _build_order(self, epoch: int) -> Order:
+        return build_order(self.length, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+
+    def _read_order(self, epoch: int) -> Order:
+        path = self._run / "orders" / f"epoch-{epoch:08d}.npy"
+        try:
+            indices = np.load(path, allow_pickle=False)
+            if len(indices) < self.length:
+                raise ValueError(f"{len(indices)} indices, not {self.length}")
+            return GivenOrder(indices, int(indices.max()) + 1)
+        except (OSError, ValueError, EOFError) as error:
+            raise Error(f"the sampler's order of epoch {epoch} cannot be read from {path}: {error}") from None
+
+
+class _Audit:
+    """Whether the steps used what they were to use, each sample of an epoch once. Fed step by step."""
+
+    def __init__(self, plan: _Plan) -> None:
+        self.problems: list[str] = []
+        self._plan = plan
+        self._left: dict[int, NDArray[np.int64]] = {}  # per open epoch: uses that each sample has left
+        self._by_fingerprint: dict[int, _Planned] = {}
+
+    def add(self, step: int, record: tuple[int, int, int, int], num_steps: int) -> _Planned | None:
+        """The samples that the ledger's record says step `step` used; None if no step of the plan has these."""
+        found_step, epoch, num_samples, found = record
+        planned = self._plan.step(step)
+        used: _Planned | None = planned
+        if found_step != step:
+            self.problems.append(f"step {step}: the ledger has a record of step {found_step} in its place")
+        if found != planned.fingerprint:
+            used = self._find(found, num_steps)
+            what = "samples that no step was to use" if used is None else "those of another step"
+            first = planned.samples[0]
+            self.problems.append(f"step {step}: it was to use sample {first} and so on, and used {what}")
+        elif (epoch, num_samples) != (planned.pieces[0][0], len(planned.samples)):
+            self.problems.append(f"step {step}: the ledger says {num_samples} samples of epoch {epoch}")
+        for piece_epoch, samples in used.pieces if used else ():
+            self._use(step, piece_epoch, samples)
+        for open_epoch in [e for e in self._left if self._plan.num_steps_until(e) <= step + 1]:
+            self._close(open_epoch)
+        return used
+
+    def _use(self, step: int, epoch: int, samples: Indices) -> None:
+        left = (
+            self._left.setdefault(epoch, self._plan.expect_uses(epoch))
+            if epoch not in self._left
+            else self._left[epoch]
+        )
+        np.subtract.at(left, samples, 1)
+        for sample in samples[left[samples] < 0]:
+            self.problems.append(f"step {step}: sample {sample} was used in epoch {epoch} before")
+            left[sample] = 0

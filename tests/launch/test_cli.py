@@ -1,0 +1,100 @@
+"""The command line: what it says, and what it says to mistakes. Nothing here starts a rank."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from samestep import cli
+from samestep.errors import Error
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "samestep", *arguments], capture_output=True, text=True, check=False)
+
+
+def test_help_teaches_and_is_fast() -> None:
+    times_s = []
+    for _ in range(5):
+        start_s = time.perf_counter()
+        done = run("--help")
+        times_s.append(time.perf_counter() - start_s)
+        assert done.returncode == 0
+    assert min(times_s) < 0.3
+    for word in ("samestep train", "samestep launch", "samestep inspect", "Examples:"):
+        assert word in done.stdout
+    assert run().stdout == done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["launch", "--help"], ["train", "--help"], ["train", "--list"], ["--version"], ["trian"]]
+)
+def test_torch_is_not_imported(arguments: list[str]) -> None:
+    script = f"import sys; from samestep.cli import main; main({arguments!r}); sys.exit('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_version() -> None:
+    import samestep
+
+    assert run("--version").stdout == f"samestep {samestep.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["lanch", "x.py"], "there is no command lanch; did you mean launch?"),
+        (["--versio"], "there is no option --versio; did you mean --version?"),
+        (["launch"], "launch needs a script to start"),
+        (["launch", "-m"], "launch needs a module to start"),
+        (["launch", "--nproc-per-nod", "2", "x.py"], "no option --nproc-per-nod; did you mean --nproc-per-node?"),
+        (["launch", "nothing.py"], "there is no script nothing.py"),
+        (["launch", "."], ". is a directory"),
+        (["launch", "-m", "no_such_module"], "there is no module no_such_module"),
+        (["launch", "--nproc-per-node", "0", __file__], "--nproc-per-node must be at least 1, not 0"),
+        (["launch", "--nproc-per-node=-2", __file__], "--nproc-per-node must be at least 1, not -2"),
+        (["launch", "--nproc-per-node", "foo", __file__], "takes a number, gpu, cpu or auto, not 'foo'"),
+        (["launch", "--nproc-per-node"], "--nproc-per-node needs a value"),
+        (["launch", "--show-ranks", "1", "--nproc-per-node", "1", __file__], "--show-ranks names rank 1"),
+        (["launch", "--show-ranks", "x", "--nproc-per-node", "1", __file__], "--show-ranks takes all"),
+        (["launch", "--batch-size", "many", __file__], "--batch-size takes a whole number, not 'many'"),
+        (["launch", "--fresh=1", __file__], "--fresh takes no value"),
+        (["train", "digitz"], "there is no recipe digitz"),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments: list[str], said: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("samestep: error: ")
+    assert said in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_flags_of_launch_stand_anywhere_before_the_script() -> None:
+    values, left = cli.take_flags(
+        ["--nproc_per_node=2", "--batch_size", "8", "--fresh", "a.py", "--seed", "1", "--", "--x"], stop_at_first=True
+    )
+    assert values == {"nproc_per_node": "2", "batch_size": 8, "fresh": True}
+    assert left == ["a.py", "--seed", "1", "--", "--x"]
+
+
+def test_flags_of_train_mix_with_the_recipes_own() -> None:
+    values, left = cli.take_flags(
+        ["mlp", "50", "--seed", "1", "--total_epochs", "5", "--show-ranks=all", "--", "--seed", "2"],
+        stop_at_first=False,
+    )
+    assert values == {"seed": 1, "show_ranks": "all"}
+    assert left == ["mlp", "50", "--total_epochs", "5", "--seed", "2"]
+    with pytest.raises(Error, match="--seed needs a value"):
+        cli.take_flags(["mlp", "--seed"], stop_at_first=False)
+
+
+def test_every_override_is_a_flag_and_a_field() -> None:
+    from dataclasses import fields
+
+    from samestep.world.environment import OVERRIDES, Overrides
+
+    assert set(OVERRIDES) == {field.name for field in fields(Overrides)} <= set(cli.FLAGS)

@@ -1,0 +1,325 @@
+"""`samestep launch` with real ranks: what scripts see, how failures and signals end, and that nothing stays behind."""
+
+import json
+import os
+import pty
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from conftest import Command, wait_until
+
+SUM = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+x = torch.tensor([dist.get_rank() + 1])
+dist.all_reduce(x)
+print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {x.item()} {sys.argv[1:]}")
+dist.destroy_process_group()
+"""
+
+# Rank 1 does what the argument says while the others wait for it in a collective.
+FAIL = """
+import ctypes, os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+print("hello from", rank)
+def fall():
+    if what == "raise": raise ValueError("oh no")
+    if what == "text": sys.exit("that is all")
+    if what == "code": sys.exit(9)
+    if what == "_exit": os._exit(7)
+    if what == "kill": os.kill(os.getpid(), 9)
+    if what == "segfault": ctypes.string_at(0)
+    if what == "error":
+        import samestep
+        raise samestep.Error("the batch size is odd")
+what = sys.argv[1]
+if rank == 1 or "all" in sys.argv:
+    fall()
+dist.barrier()
+"""
+
+# Ends its step, saves and leaves when it is told to, like a run.
+STOPPABLE = """
+import os, signal, sys, torch, torch.distributed as dist
+told = []
+def hear(signum, frame):
+    told.append(signum)
+    open(f"told{dist.get_rank()}", "w").close()
+signal.signal(signal.SIGTERM, hear)
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+open(f"ready{rank}", "w").close()
+stop = torch.zeros(1)
+while not stop or "deaf" in sys.argv:
+    stop[0] = len(told)
+    dist.all_reduce(stop)
+with open(f"saved{rank}", "w") as file:
+    file.write(" ".join(map(str, told)))
+"""
+
+PLAIN = """
+import os, subprocess, sys, time, torch.distributed as dist
+dist.init_process_group("gloo")
+subprocess.Popen(["sleep", "600"])
+if "fork" in sys.argv and os.fork() == 0:
+    time.sleep(600)
+open(f"ready{dist.get_rank()}", "w").close()
+if dist.get_rank() == 0:
+    time.sleep(600)
+dist.barrier()
+"""
+
+SEEN = """
+import atexit, json, os, pickle, sys
+class Mine: pass
+seen = {
+    "argv": sys.argv, "path": sys.path, "name": __name__, "file": __file__, "package": __package__,
+    "spec": __spec__ and __spec__.name, "main": sys.modules["__main__"].__dict__ is globals(),
+    "pickles": isinstance(pickle.loads(pickle.dumps(Mine())), Mine), "cwd": os.getcwd(), "doc": __doc__,
+}
+atexit.register(lambda: print(json.dumps(seen)))
+"""
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_ranks_meet(command: Command, num_ranks: int) -> None:
+    command.write("sum.py", SUM)
+    done = command.run("launch", "--nproc-per-node", str(num_ranks), "--show_ranks=all", "sum.py", "--seed", "3")
+    assert done.returncode == 0, done.stderr
+    total = num_ranks * (num_ranks + 1) // 2
+    lines = [f"rank {rank} of {num_ranks}: {total} ['--seed', '3']" for rank in range(num_ranks)]
+    assert sorted(done.stdout.splitlines()) == lines
+    assert done.stderr == ""
+
+
+def test_the_same_script_under_torchrun(command: Command) -> None:
+    command.write("sum.py", SUM)
+    done = command.run("--nproc-per-node", "2", "--standalone", "sum.py", program="torch.distributed.run")
+    assert sorted(done.stdout.splitlines()) == ["rank 0 of 2: 3 []", "rank 1 of 2: 3 []"], done.stderr
+
+
+def test_only_rank_0_is_shown(command: Command) -> None:
+    command.write("sum.py", SUM)
+    done = command.run("launch", "--nproc-per-node", "2", "sum.py")
+    assert done.stdout == "rank 0 of 2: 3 []\n"
+    assert list((command.directory.parent / "temporary").iterdir()) == []
+
+
+def test_launches_beside_each_other_do_not_meet(command: Command) -> None:
+    command.write("sum.py", SUM)
+    launches = [command.start("launch", "--nproc-per-node", "2", "sum.py", str(i)) for i in range(3)]
+    for i, launch in enumerate(launches):
+        out, err = launch.communicate(timeout=60)
+        assert (out, err, launch.returncode) == (f"rank 0 of 2: 3 ['{i}']\n", "", 0)
+
+
+def test_a_script_sees_what_it_sees_under_python(command: Command) -> None:
+    command.write("scripts/seen.py", SEEN)
+    arguments = ["scripts/seen.py", "-x", "a b", "--seed=1"]
+    python = command.run(*arguments, program="")
+    launched = command.run("launch", "--nproc-per-node", "1", *arguments)
+    assert launched.stderr == ""
+    assert json.loads(launched.stdout) == json.loads(python.stdout)
+
+
+@pytest.mark.parametrize("name", ["package.seen", "package"])
+def test_a_module_sees_what_it_sees_under_python(command: Command, name: str) -> None:
+    for file in ("seen", "__main__", "__init__"):
+        command.write(f"package/{file}.py", SEEN if file != "__init__" else "")
+    python = command.run("-x", program=name)
+    launched = command.run("launch", "--nproc-per-node", "1", "-m", name, "-x")
+    assert launched.stderr == ""
+    assert json.loads(launched.stdout) == json.loads(python.stdout)
+
+
+def test_overrides_and_defaults_reach_the_ranks(command: Command) -> None:
+    command.write(
+        "variables.py",
+        "import os, json, torch; print(json.dumps(dict(os.environ, threads=torch.get_num_threads())))",
+    )
+    flags = ["--batch-size", "96", "--run-dir=runs/x", "--fresh", "--device", "cpu"]
+    done = command.run("launch", *flags, "variables.py")
+    seen = json.loads(done.stdout)
+    expected = {
+        "SAMESTEP_BATCH_SIZE": "96",
+        "SAMESTEP_RUN_DIR": "runs/x",
+        "SAMESTEP_FRESH": "1",
+        "SAMESTEP_DEVICE": "cpu",
+        "SAMESTEP_LAUNCHER": "1",
+        "OMP_NUM_THREADS": "1",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "MASTER_ADDR": "127.0.0.1",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "threads": 1,
+    }
+    assert {name: seen[name] for name in expected} == expected
+    command.variables["OMP_NUM_THREADS"] = "2"
+    seen = json.loads(command.run("launch", "variables.py").stdout)
+    assert (seen["OMP_NUM_THREADS"], seen["threads"]) == ("2", 2)
+
+
+def test_rank_0_is_on_the_terminal(command: Command) -> None:
+    command.write("tty.py", "import os, sys\nif os.environ['RANK'] == '0': print(sys.stdout.isatty())")
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w") as terminal:
+        process = command.start("launch", "--nproc-per-node", "2", "tty.py", stdout=terminal)
+        process.wait(timeout=60)
+    assert os.read(ours, 100).strip() == b"True"
+    os.close(ours)
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "last"),
+    [
+        ("raise", 1, "ValueError: oh no"),
+        ("text", 1, "samestep: rank 1 exited with code 1; the others were stopped"),
+        ("code", 9, "samestep: rank 1 exited with code 9; the others were stopped"),
+        ("_exit", 7, "samestep: rank 1 ended with exit code 7; the others were stopped"),
+        ("kill", 137, "samestep: rank 1 was killed by SIGKILL (out of memory?); the others were stopped"),
+        ("segfault", 139, "samestep: rank 1 was killed by SIGSEGV; the others were stopped"),
+        ("error", 2, "samestep: error: the batch size is odd"),
+    ],
+)
+def test_the_rank_that_fails_has_the_last_word(command: Command, what: str, code: int, last: str) -> None:
+    script = command.write("fail.py", FAIL)
+    done = command.run("launch", "--nproc-per-node", "3", "fail.py", what)
+    assert done.returncode == code
+    lines = done.stderr.splitlines()
+    assert lines[-1] == last
+    if what == "raise":
+        assert lines[:3] == [
+            "samestep: rank 1 of 3 failed; the others were stopped",
+            "Traceback (most recent call last):",
+            f'  File "{script}", line 17, in <module>',
+        ]
+        assert done.stderr.count("oh no") == 2  # the source line and the error
+    if what == "error":
+        assert len(lines) == 1
+    if what in ("text", "segfault", "_exit"):
+        assert "hello from 1" in lines
+    assert ("that is all" in lines) == (what == "text")
+    assert list((command.directory.parent / "temporary").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "said"), [("error", 2, "samestep: error: the batch size is odd\n"), ("code", 9, "")]
+)
+def test_ranks_that_fail_alike_speak_once(command: Command, what: str, code: int, said: str) -> None:
+    command.write("fail.py", FAIL)
+    done = command.run("launch", "--nproc-per-node", "3", "fail.py", what, "all")
+    assert (done.returncode, done.stderr) == (code, said)
+
+
+def test_one_rank_fails_as_under_python(command: Command) -> None:
+    command.write("broken.py", "def f(:\n")
+    python, launched = command.run("broken.py", program=""), command.run("launch", "broken.py")
+    assert (launched.returncode, launched.stderr) == (1, python.stderr)
+
+
+def test_a_rank_that_does_not_heed_is_killed_when_another_fails(command: Command) -> None:
+    command.write(
+        "deaf.py",
+        "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "rank = os.environ['RANK']\nopen('ready' + rank, 'w').close()\n"
+        "while rank == '1' or not os.path.exists('ready1'): time.sleep(0.01)\n"
+        "raise KeyError('first')",
+    )
+    done = command.run("launch", "--nproc-per-node", "2", "deaf.py")
+    assert done.stderr.splitlines()[-1] == "KeyError: 'first'"
+
+
+def press_ctrl_c(pid: int) -> None:
+    """As a terminal does it: to the whole process group."""
+    os.killpg(pid, signal.SIGINT)
+
+
+def terminate(pid: int) -> None:
+    os.kill(pid, signal.SIGTERM)
+
+
+@pytest.mark.parametrize(("send", "code"), [(press_ctrl_c, 130), (terminate, 75)])
+def test_ranks_are_told_once_and_leave_by_themselves(command: Command, send: Callable[[int], None], code: int) -> None:
+    command.write("stoppable.py", STOPPABLE)
+    launch = command.start("launch", "--nproc-per-node", "2", "stoppable.py")
+    command.wait_for("ready0", "ready1")
+    send(launch.pid)
+    _, err = launch.communicate(timeout=60)
+    assert (launch.returncode, err) == (code, "")
+    assert [(command.directory / f"saved{rank}").read_text() for rank in range(2)] == [str(int(signal.SIGTERM))] * 2
+    command.assert_nothing_left()
+
+
+@pytest.mark.parametrize(("send", "code"), [(press_ctrl_c, 130), (terminate, 143)])
+def test_a_second_signal_kills(command: Command, send: Callable[[int], None], code: int) -> None:
+    command.write("stoppable.py", STOPPABLE)
+    launch = command.start("launch", "--nproc-per-node", "2", "stoppable.py", "deaf")
+    command.wait_for("ready0", "ready1")
+    send(launch.pid)
+    command.wait_for("told0", "told1")
+    send(launch.pid)
+    _, err = launch.communicate(timeout=60)
+    assert (launch.returncode, err) == (code, "")
+    command.assert_nothing_left()
+
+
+def test_a_script_that_does_not_heed_signals_dies_of_the_first(command: Command) -> None:
+    command.write("plain.py", PLAIN)
+    launch = command.start("launch", "--nproc-per-node", "2", "plain.py")
+    command.wait_for("ready0", "ready1")
+    terminate(launch.pid)
+    _, err = launch.communicate(timeout=60)
+    assert (launch.returncode, err) == (143, "")
+    command.assert_nothing_left()
+
+
+def test_a_signal_before_there_are_ranks(command: Command) -> None:
+    command.write("plain.py", PLAIN)
+    launch = command.start("launch", "--nproc-per-node", "2", "plain.py")
+    has_torch = "libtorch_cpu"
+    wait_until(lambda: has_torch in Path(f"/proc/{launch.pid}/maps").read_text(), "the launcher imports torch")
+    terminate(launch.pid)
+    _, err = launch.communicate(timeout=60)
+    assert (launch.returncode, err) == (143, "")
+    command.assert_nothing_left()
+
+
+@pytest.mark.parametrize("victim", ["launcher", "server"])
+def test_nothing_outlives_a_killed_launcher(command: Command, victim: str) -> None:
+    command.write("plain.py", PLAIN)
+    launch = command.start("launch", "--nproc-per-node", "2", "plain.py", "fork")
+    command.wait_for("ready0", "ready1")
+    assert len(command.processes()) == 8  # launcher, server, 2 ranks, 2 children each
+    if victim == "launcher":
+        launch.kill()
+    else:
+        [server] = [process for process in command.processes() if process.ppid() == launch.pid]
+        server.kill()
+    command.assert_nothing_left()
+    _, err = launch.communicate(timeout=60)
+    if victim == "server":
+        assert launch.returncode == 137
+        assert "killed by SIGKILL" in err
+
+
+def test_data_loader_workers_in_a_rank(command: Command) -> None:
+    command.write(
+        "loader.py",
+        "from torch.utils.data import DataLoader\nprint(sum(x.item() for x in DataLoader(range(10), num_workers=2)))",
+    )
+    done = command.run("launch", "loader.py")
+    assert (done.stdout, done.stderr) == ("45\n", "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_ports_are_open_on_this_machine_alone(command: Command) -> None:
+    command.write("port.py", "import os; print(os.environ['MASTER_PORT'], open('/proc/net/tcp').read())")
+    port, *lines = command.run("launch", "port.py").stdout.split("\n")
+    wanted = f":{int(port.split()[0]):04X} 00000000:0000 0A"
+    assert [line.split()[1].split(":")[0] for line in lines if wanted in line] == ["0100007F"]

@@ -1,0 +1,220 @@
+"""`samestep.spawn`: functions of any kind on ranks, what they return and raise, and that no process stays."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import Command, wait_until
+
+import samestep
+
+
+class NotPicklable(Exception):
+    def __reduce__(self) -> Any:
+        raise TypeError("I stay")
+
+
+class NeedsTwo(Exception):
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__(f"{first} and {second}")
+        self.both = (first, second)
+
+
+def sum_ranks(scale: int = 1) -> tuple[torch.Tensor, int]:
+    dist.init_process_group("gloo")
+    x = torch.tensor([dist.get_rank() + 1]) * scale
+    dist.all_reduce(x)
+    return x, os.getpid()
+
+
+def children() -> list[psutil.Process]:
+    """Ranks and their children: what lives under a fork server of this process."""
+    servers = psutil.Process().children()
+    return [rank for server in servers for rank in server.children(recursive=True)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 5, 12])
+def test_rank_0s_value_returns(num_ranks: int) -> None:
+    x, pid = samestep.spawn(sum_ranks, num_ranks, (2,))
+    assert torch.equal(x, torch.tensor([num_ranks * (num_ranks + 1)]))
+    assert pid != os.getpid()
+    assert not psutil.pid_exists(pid)
+    assert children() == []
+
+
+def test_closures_lambdas_and_keywords() -> None:
+    weight = torch.arange(3.0)
+
+    def scale(x: torch.Tensor, *, by: float) -> torch.Tensor:
+        return x * by + weight
+
+    assert torch.equal(samestep.spawn(scale, 1, (weight,), {"by": 2.0}), weight * 3)
+    assert samestep.spawn(lambda: os.environ["COLOUR"], 2, env={"COLOUR": "green"}) == "green"
+    assert samestep.spawn(lambda: os.environ["SAMESTEP_DEVICE"], device="cpu") == "cpu"
+
+
+def test_later_spawns_are_fast() -> None:
+    samestep.spawn(os.getpid)
+    times_s = []
+    for _ in range(3):
+        start_s = time.perf_counter()
+        samestep.spawn(sum_ranks, 2)
+        times_s.append(time.perf_counter() - start_s)
+    assert min(times_s) < 1.0
+
+
+def test_spawns_beside_each_other() -> None:
+    sums = []
+    threads = [
+        threading.Thread(target=lambda scale=scale: sums.append(samestep.spawn(sum_ranks, 2, (scale,))[0].item()))
+        for scale in (1, 2)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(sums) == [3, 6]
+
+
+def test_the_first_failing_ranks_own_error_is_raised() -> None:
+    def fail() -> None:
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 1:
+            raise KeyError("a column")
+        dist.barrier()
+
+    with pytest.raises(KeyError, match="a column") as caught:
+        samestep.spawn(fail, 3)
+    [note] = caught.value.__notes__
+    assert note.startswith("rank 1 raised this:\nTraceback (most recent call last):\n")
+    assert "in fail" in note
+    assert "run_rank" not in note
+    assert children() == []
+
+
+def test_an_error_is_an_error() -> None:
+    def fail() -> None:
+        raise samestep.Error("too few samples", rank=1)
+
+    with pytest.raises(samestep.Error, match="too few samples") as caught:
+        samestep.spawn(fail, 2)
+    assert caught.value.rank == 1
+
+
+@pytest.mark.parametrize("error", [NotPicklable("what it said"), NeedsTwo(1, 2)])
+def test_errors_that_do_not_travel_are_told(error: Exception) -> None:
+    def fail() -> None:
+        raise type(error)(*getattr(error, "both", error.args))
+
+    with pytest.raises(RuntimeError, match=f"rank 0 raised {type(error).__name__}: {error}") as caught:
+        samestep.spawn(fail)
+    assert type(error).__name__ in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    ("end", "said"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), r"rank 1 was killed by SIGKILL \(out of memory\?\)"),
+        (lambda: os._exit(3), "rank 1 ended with exit code 3"),
+        (lambda: sys.exit(4), "rank 1 exited with code 4"),
+    ],
+)
+def test_a_rank_that_dies(end: Any, said: str) -> None:
+    def die() -> None:
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 1:
+            print("my last words")
+            end()
+        dist.barrier()
+
+    with pytest.raises(RuntimeError, match=said) as caught:
+        samestep.spawn(die, 2)
+    assert caught.value.__notes__ == ["rank 1 printed at the end:\nmy last words"]
+    assert children() == []
+
+
+def test_sys_exit_0_returns_none() -> None:
+    assert samestep.spawn(lambda: sys.exit(0), 2) is None
+
+
+@pytest.mark.parametrize("num_ranks", [0, -1, "2"])
+def test_a_wrong_number_of_ranks(num_ranks: Any) -> None:
+    with pytest.raises(samestep.Error, match="at least 1"):
+        samestep.spawn(os.getpid, num_ranks)
+
+
+def test_a_killed_server_is_replaced() -> None:
+    def kill_server() -> None:
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(600)
+
+    with pytest.raises(RuntimeError, match="was killed by SIGKILL"):
+        samestep.spawn(kill_server)
+    assert samestep.spawn(sum_ranks, 1)[0].item() == 1
+
+
+@pytest.mark.parametrize("heeds", [True, False])
+def test_keyboard_interrupt_stops_all(tmp_path: Any, heeds: bool) -> None:
+    def wait(heeds: bool) -> None:
+        def leave(*_: object) -> None:
+            (tmp_path / f"saved{os.environ['RANK']}").touch()
+            sys.exit(0)
+
+        if heeds:
+            signal.signal(signal.SIGTERM, leave)
+        (tmp_path / f"ready{os.environ['RANK']}").touch()
+        time.sleep(600)
+
+    def interrupt() -> None:
+        wait_until(lambda: len(list(tmp_path.glob("ready*"))) == 2, "two ranks")
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        samestep.spawn(wait, 2, (heeds,))
+    thread.join()
+    assert len(list(tmp_path.glob("saved*"))) == (2 if heeds else 0)
+    assert children() == []
+
+
+SCRIPT = """
+import os, subprocess, sys, time, samestep
+print("once")
+factor = 3
+class Point:
+    def __init__(self, x): self.x = x
+def f(point):
+    return Point(point.x * factor)
+print(samestep.spawn(f, 2, (Point(2),)).x)
+if "die" in sys.argv:
+    def stay():
+        subprocess.Popen(["sleep", "600"])
+        open(f"ready{os.environ['RANK']}", "w").close()
+        time.sleep(600)
+    samestep.spawn(stay, 2)
+"""
+
+
+def test_a_script_without_a_guard(command: Command) -> None:
+    command.write("script.py", SCRIPT)
+    done = command.run("script.py", program="")
+    assert (done.stdout, done.stderr) == ("once\n6\n", "")
+    command.assert_nothing_left()
+    command.assert_no_files_left()
+
+
+def test_nothing_outlives_a_killed_parent(command: Command) -> None:
+    command.write("script.py", SCRIPT)
+    script = command.start("script.py", "die", program="")
+    command.wait_for("ready0", "ready1")
+    assert len(command.processes()) == 6  # script, server, 2 ranks, 2 children
+    script.kill()
+    command.assert_nothing_left()
