@@ -79,6 +79,9 @@ class Command:
     def assert_nothing_left(self, deadline_s: float = 5.0) -> None:
         wait_until(lambda: not self.processes(), "no process left", deadline_s)
 
+    def assert_no_files_left(self) -> None:
+        assert list(Path(self.variables["TMPDIR"]).glob("samestep-*")) == []
+
     def close(self) -> None:
         for process in self.started:
             if process.poll() is None:

@@ -24,7 +24,6 @@ class NotPicklable(Exception):
 class NeedsTwo(Exception):
     def __init__(self, first: int, second: int) -> None:
         super().__init__(f"{first} and {second}")
-        self.both = (first, second)
 
 
 def sum_ranks(scale: int = 1) -> tuple[torch.Tensor, int]:
@@ -108,14 +107,14 @@ def test_an_error_is_an_error() -> None:
     assert caught.value.rank == 1
 
 
-@pytest.mark.parametrize("error", [NotPicklable("what it said"), NeedsTwo(1, 2)])
-def test_errors_that_do_not_travel_are_told(error: Exception) -> None:
+@pytest.mark.parametrize("kind", [NotPicklable, NeedsTwo])
+def test_errors_that_do_not_travel_are_told(kind: type[Exception]) -> None:
     def fail() -> None:
-        raise type(error)(*getattr(error, "both", error.args))
+        raise kind(1, 2)
 
-    with pytest.raises(RuntimeError, match=f"rank 0 raised {type(error).__name__}: {error}") as caught:
+    with pytest.raises(RuntimeError, match=f"rank 0 raised {kind.__name__}: ") as caught:
         samestep.spawn(fail)
-    assert type(error).__name__ in caught.value.__notes__[0]
+    assert f"{kind.__name__}: " in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize(
@@ -186,35 +185,27 @@ def test_keyboard_interrupt_stops_all(tmp_path: Any, heeds: bool) -> None:
 
 
 SCRIPT = """
-import os, subprocess, sys, time, samestep
-print("once")
+import os, subprocess, time, samestep
+print("once", flush=True)
 factor = 3
 class Point:
     def __init__(self, x): self.x = x
-def f(point):
+def scale(point):
     return Point(point.x * factor)
-print(samestep.spawn(f, 2, (Point(2),)).x)
-if "die" in sys.argv:
-    def stay():
-        subprocess.Popen(["sleep", "600"])
-        open(f"ready{os.environ['RANK']}", "w").close()
-        time.sleep(600)
-    samestep.spawn(stay, 2)
+print(samestep.spawn(scale, 2, (Point(2),)).x, flush=True)
+def stay():
+    subprocess.Popen(["sleep", "600"])
+    open(f"ready{os.environ['RANK']}", "w").close()
+    time.sleep(600)
+samestep.spawn(stay, 2)
 """
 
 
-def test_a_script_without_a_guard(command: Command) -> None:
+def test_a_script_without_a_guard_whose_ranks_do_not_outlive_it(command: Command) -> None:
     command.write("script.py", SCRIPT)
-    done = command.run("script.py", program="")
-    assert (done.stdout, done.stderr) == ("once\n6\n", "")
-    command.assert_nothing_left()
-    command.assert_no_files_left()
-
-
-def test_nothing_outlives_a_killed_parent(command: Command) -> None:
-    command.write("script.py", SCRIPT)
-    script = command.start("script.py", "die", program="")
+    script = command.start("script.py", program="")
     command.wait_for("ready0", "ready1")
     assert len(command.processes()) == 6  # script, server, 2 ranks, 2 children
     script.kill()
+    assert script.communicate(timeout=60) == ("once\n6\n", "")
     command.assert_nothing_left()

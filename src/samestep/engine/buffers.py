@@ -10,7 +10,7 @@ formula is exact when c is the same for all micro-batches of the step, as it is 
 All other buffers end as micro-batch 0 leaves them.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -76,6 +76,7 @@ class BatchNormStatistics:
         ]
         self.size = sum(buffer.numel() for buffer in buffers)
         self.active = False
+        self._no_parts = np.zeros((0, 0))
         if not self.layers:
             return
         kinds = {(buffer.dtype, buffer.device) for buffer in buffers}
@@ -139,17 +140,20 @@ class BatchNormStatistics:
         """Values that travel per part: a weighted delta per statistic, a count per layer."""
         return self.size + len(self.layers)
 
-    def write_parts(self, out: NDArray[np.float64]) -> None:
-        """Writes this rank's parts into `out` [max_parts, num_values]."""
-        if self.active:
-            for row, part in zip(out, self._parts, strict=False):
-                row[:] = part.cpu().numpy()
+    def parts(self) -> NDArray[np.float64]:
+        """This rank's parts [max_parts, num_values], to be told to all ranks."""
+        if not self.active:
+            return self._no_parts
+        out = np.zeros((self._layout.max_parts, self.num_values))
+        for row, part in zip(out, self._parts, strict=False):
+            row[:] = part.cpu().numpy()
+        return out
 
-    def finish(self, parts: NDArray[np.float64]) -> None:
-        """Takes all ranks' parts [W, max_parts, num_values], adds them up along the tree, moves the statistics on."""
+    def finish(self, parts: Sequence[NDArray[np.float64]]) -> None:
+        """Takes all ranks' parts, adds them up along the tree and moves the statistics on."""
         if not self.active:
             return
-        slots = parts.reshape(-1, self.num_values)
+        slots = np.concatenate(parts)
         for dst, src in self._layout.additions:
             slots[dst] += slots[src]
         total = torch.from_numpy(slots[self._layout.root]).to(self._flat.device)

@@ -17,32 +17,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from samestep.engine import routes
+from samestep.engine.control import Control, ControlFormat
 from samestep.errors import Error
 from samestep.plan.tree import Layout, merges
 from samestep.world.group import Group
 
 ALIGN_BYTES = 64  # of each gradient in a bucket: kernels may pick another code path, and other bits, when less aligned
 Grads = list[Tensor | None]
-
-
-def build_control(layout: Layout, num_slots: int, num_params: int, num_values: int) -> np.dtype:
-    """The control block: what each rank tells all others once per pass, as one record of bytes (never added up).
-
-    A slot is what a loss belongs to: 0 for all models, else one model. `weights` is -1 where a micro-batch had no
-    backward. `values` are parts of the BatchNorm statistics.
-    """
-    k = max(len(held) for held in layout.ranges)
-    fields = [
-        ("stop", "<i8"),
-        ("buffers_changed", "<i8"),
-        ("logged", "<i8"),
-        ("losses", "<f8", (k, num_slots)),
-        ("weights", "<f8", (k, num_slots)),
-        ("fingerprints", "<u8", (k,)),
-        ("values", "<f8", (layout.max_parts, num_values)),
-        ("used", "u1", (-(-num_params // 16) * 16,)),
-    ]
-    return np.dtype(fields)
 
 
 @dataclass
@@ -161,7 +142,7 @@ class Reducer:
         self._fired = bytearray(len(self.params))
         self._ever_fired = bytearray(len(self.params))
         self._transits: dict[Layout, list[Transit]] = {}
-        self._controls: dict[Layout, tuple[Tensor | None, NDArray[np.void]]] = {}
+        self._controls: dict[Layout, tuple[ControlFormat, Tensor | None, NDArray[np.uint8]]] = {}
         self._in_micro_batch = self._in_backward = self._last = False
         self._zeros = {param.dtype: torch.zeros((), dtype=param.dtype, device=param.device) for param in self.params}
         self._hooks = [
@@ -197,10 +178,6 @@ class Reducer:
             bucket.missing = len(bucket.indices)
         if self._group.world_size > 1 and layout not in self._transits:
             self._build_transits(layout)
-        if layout not in self._controls:
-            self._build_control(layout)
-        self._control_rows, self.records = self._controls[layout]
-        self.own_record = self.records[self._group.rank]
 
     def open(self, v: int) -> None:
         """Micro-batch v begins."""
@@ -230,23 +207,27 @@ class Reducer:
             grads = [_add(left, right) for left, right in zip(self._held.pop(), grads, strict=True)]
         self._held.append(grads)
 
-    def finish(self) -> NDArray[np.void]:
-        """Completes the pass: the sums are ready for `assign`. Returns every rank's control record."""
-        record = self.own_record
-        record["used"][: len(self.params)] = np.frombuffer(self._ever_fired, np.uint8)
+    def finish(self, control: Control) -> list[Control]:
+        """Completes the pass: the sums are ready for `assign`. Returns every rank's control block."""
         if self._group.world_size == 1:
             self._finish_alone()
-            return self.records
-        tag = len(self._flights)
-        for _ in range(tag, len(self._buckets)):
+            return [control]
+        form, rows, blocks = self._controls[self.layout]
+        control.used = bytes(self._ever_fired)
+        form.pack_into(blocks[self._group.rank], control)
+        for _ in range(len(self._flights), len(self._buckets)):
             self._launch()
-        if self._control_rows is not None:
-            flight = routes.Flight(routes.run_direct(self._control_rows, self._group.rank, len(self._buckets)))
-            self._flights.append(flight)
+        if rows is not None:
+            self._flights.append(routes.Flight(routes.run_direct(rows, self._group.rank, len(self._buckets))))
         routes.land(self._flights)
         for transit in self._transits[self.layout]:
             transit.complete()
-        return self.records
+        controls = [
+            control if rank == self._group.rank else form.unpack_from(block, len(held))
+            for rank, (block, held) in enumerate(zip(blocks, self.layout.ranges, strict=True))
+        ]
+        self._used = bytes(map(max, *(control.used for control in controls)))
+        return controls
 
     def assign(self, inverses: Sequence[float]) -> None:
         """Leaves `sum * inverse` in `.grad`, None where no micro-batch of the step used the parameter.
@@ -254,7 +235,6 @@ class Reducer:
         Args:
             inverses: per slot, the inverse of the total weight.
         """
-        used = self.records["used"].any(axis=0).tolist()
         # 0 + inverse * x, in one sweep: a sum of nothing but -0.0 would else keep a sign that depends on whether
         # an absent gradient travelled as +0.0.
         if self._group.world_size == 1:
@@ -272,7 +252,7 @@ class Reducer:
             for tensor, slot in scaled:
                 torch.add(self._zeros[bucket.dtype], tensor, alpha=inverses[slot], out=tensor)
             for i, grad in zip(bucket.indices, transit.grads, strict=True):
-                self.params[i].grad = grad if used[i] else self._kept[i]
+                self.params[i].grad = grad if self._used[i] else self._kept[i]
 
     # --- inside -----------------------------------------------------------------------------------------------
 
@@ -353,30 +333,23 @@ class Reducer:
         ]
 
     def _build_transits(self, layout: Layout) -> None:
-        kind = build_control(layout, self._num_slots, len(self.params), self._num_values)
-        transits = []
-        for bucket in self._buckets:
-            # On a GPU the control block stays on the host: it holds what the host needs to know.
-            rides = bucket is self._buckets[-1] and bucket.device.type == "cpu"
-            transits.append(
-                Transit(
-                    bucket,
-                    layout,
-                    self._group.rank,
-                    exact=self._exact,
-                    control_bytes=kind.itemsize if rides else 0,
-                )
+        form = ControlFormat(layout, self._num_slots, len(self.params), self._num_values)
+        # On a GPU the control block stays on the host: it is the host that wants to know.
+        transits = [
+            Transit(
+                bucket,
+                layout,
+                self._group.rank,
+                exact=self._exact,
+                control_bytes=form.size_bytes if bucket is self._buckets[-1] and bucket.device.type == "cpu" else 0,
             )
-        self._transits[layout] = transits
-
-    def _build_control(self, layout: Layout) -> None:
-        kind = build_control(layout, self._num_slots, len(self.params), self._num_values)
-        rows = self._transits[layout][-1].control if self._group.world_size > 1 else None
-        own = None
+            for bucket in self._buckets
+        ]
+        rows, own_rows = transits[-1].control, None
         if rows is None:
-            rows = own = torch.zeros(self._group.world_size, kind.itemsize, dtype=torch.uint8)
-        records = rows.numpy().view(kind)[:, 0]
-        self._controls[layout] = (own if self._group.world_size > 1 else None, records)
+            rows = own_rows = torch.zeros(layout.world_size, form.size_bytes, dtype=torch.uint8)
+        self._transits[layout] = transits
+        self._controls[layout] = (form, own_rows, rows.numpy())
 
 
 def _build_buckets(params: Sequence[nn.Parameter], cap_bytes: int) -> list[Bucket]:

@@ -48,7 +48,7 @@ class ForkServer:
     def __init__(self, *, fork: bool = False) -> None:
         self._socket, theirs = socket.socketpair()
         self._received = b""
-        self._ended = False
+        self._ended = self._lost = False
         with theirs:
             self._pid = self._fork(theirs) if fork else _start_server(theirs.fileno())
         _open_servers.add(self)
@@ -87,16 +87,21 @@ class ForkServer:
         except TimeoutError:
             return []
         except OSError:
-            return None
+            data = b""
         finally:
             self._socket.settimeout(None)
         if not data:
+            self._lost = True
             return None
         *lines, self._received = (self._received + data).split(b"\n")
         return [json.loads(line) for line in lines]
 
     @property
-    def alive(self) -> bool:
+    def usable(self) -> bool:
+        """Whether it can be asked for ranks."""
+        return not self._lost and self._is_alive()
+
+    def _is_alive(self) -> bool:
         if not self._ended:
             self._ended = os.waitpid(self._pid, os.WNOHANG) != (0, 0)
         return not self._ended
@@ -104,12 +109,12 @@ class ForkServer:
     def close(self) -> None:
         """Ends the server, its ranks and their children, and waits for it."""
         self._socket.close()
-        if self.alive:
+        if self._is_alive():
             os.kill(self._pid, signal.SIGTERM)  # It heeds this only while it imports: nothing reads the socket then.
         deadline = time.monotonic() + CLOSE_S
-        while self.alive and time.monotonic() < deadline:
+        while self._is_alive() and time.monotonic() < deadline:
             time.sleep(0.002)
-        if self.alive:
+        if self._is_alive():
             os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
         _open_servers.discard(self)
@@ -141,7 +146,7 @@ def take_server() -> ForkServer:
     """An idle server that has imported everything, or a new one."""
     while _idle_servers:
         server = _idle_servers.pop()
-        if server.alive:
+        if server.usable:
             return server
         server.close()
     return ForkServer()

@@ -112,6 +112,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         optimizer, lambda step: warm_up_then_cosine(step, args.epochs * steps_per_epoch, steps_per_epoch)
     )
     run.prepare(model=model, optimizer=optimizer, scheduler=scheduler)
+    if "best" in run.state:  # restored: this run was here before
+        run.summary["validation accuracy"] = f"best {run.state['best']:.2%}"
 
     def score(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         images, digits = batch

@@ -80,7 +80,8 @@ def view_bytes(tensor: "Tensor") -> memoryview:
     import torch
 
     host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return memoryview(host.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    flat = host.as_strided((host.numel(),), (1,))  # reshape(-1) leaves odd strides on tensors of 0 or 1 elements
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def write_tensors(file: BinaryIO, tensors: Mapping[str, "Tensor"]) -> tuple[Pieces, dict[str, str]]:

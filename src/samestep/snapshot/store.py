@@ -142,24 +142,19 @@ class Store:
         raise Error(f"{fault} in {self.path}: {there}")
 
     def read(self, snapshot: Snapshot) -> dict[str, Any]:
-        """The state in a snapshot that `find` returned, its tensors in host memory."""
-        return self.read_path(snapshot.path)
-
-    @staticmethod
-    def read_path(path: Path) -> dict[str, Any]:
-        """As `read`, by the snapshot's directory.
+        """The state in a snapshot that `find` returned, its tensors in host memory.
 
         Raises:
             Error: it is not sound any more.
         """
-        manifest, problem = read_manifest(path)
+        manifest, problem = read_manifest(snapshot.path)
         if problem is not None:
-            raise Error(f"the snapshot {path} is not sound: {problem}")
+            raise Error(f"the snapshot {snapshot.path} is not sound any more: {problem}")
         tensors = {}
         for file in manifest["files"]:
             if file.endswith(".safetensors"):
-                tensors.update(read_tensors(path / file))
-        state: dict[str, Any] = decode(json.loads((path / STATE).read_bytes()), tensors)
+                tensors.update(read_tensors(snapshot.path / file))
+        state: dict[str, Any] = decode(json.loads((snapshot.path / STATE).read_bytes()), tensors)
         return state
 
     def prune(self, keep: int) -> None:

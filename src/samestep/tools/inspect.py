@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +221,10 @@ class _Plan:
             self._seed, self._shuffle, self.drop_last = numbers["seed"], numbers["shuffle"], numbers["drop_last"]
         except KeyError as error:
             raise Error(f"{run / 'run.json'} lacks {error}: the run has not begun its first step yet") from None
-        self._run, self.length, self.batch_size = run, sizes[0], sizes[1]
+        self.drop_last = self.drop_last and not self.is_endless
+        self.length: int = sizes[0]
+        self.batch_size: int = sizes[1]
+        self._run = run
         self._schedule = EndlessSchedule(*sizes) if self.is_endless else Schedule(*sizes, self.drop_last)
         self.order = lru_cache(maxsize=2)(self._read_order if self.is_given else self._build_order)
 
@@ -270,41 +273,98 @@ class _Plan:
 
 
 class _Audit:
-    """Whether the steps used what they were to use, each sample of an epoch once. Fed step by step."""
+    """Whether each step used the samples that it was to use, and each epoch its samples once. Fed step by step."""
 
-    def __init__(self, plan: _Plan) -> None:
+    def __init__(self, plan: _Plan, num_steps: int) -> None:
         self.problems: list[str] = []
-        self._plan = plan
-        self._left: dict[int, NDArray[np.int64]] = {}  # per open epoch: uses that each sample has left
-        self._by_fingerprint: dict[int, _Planned] = {}
+        self._closed: set[int] = set()
+        self._plan, self._num_steps = plan, num_steps
+        self._left: dict[int, Indices] = {}  # by open epoch: how many uses each sample has left
 
-    def add(self, step: int, record: tuple[int, int, int, int], num_steps: int) -> _Planned | None:
-        """The samples that the ledger's record says step `step` used; None if no step of the plan has these."""
+    def add(self, step: int, record: tuple[int, int, int, int]) -> _Planned:
+        """Takes the ledger's record of step `step`, and returns the samples that it used."""
         found_step, epoch, num_samples, found = record
-        planned = self._plan.step(step)
-        used: _Planned | None = planned
+        planned = used = self._plan.step(step)
         if found_step != step:
             self.problems.append(f"step {step}: the ledger has a record of step {found_step} in its place")
         if found != planned.fingerprint:
-            used = self._find(found, num_steps)
-            what = "samples that no step was to use" if used is None else "those of another step"
-            first = planned.samples[0]
-            self.problems.append(f"step {step}: it was to use sample {first} and so on, and used {what}")
+            other = self._steps_by_fingerprint.get(found)
+            used = planned if other is None else self._plan.step(other)
+            what = "samples that are not those of any step" if other is None else f"those of step {other}"
+            self.problems.append(f"step {step}: it was to use sample {planned.samples[0]} and so on, and used {what}")
         elif (epoch, num_samples) != (planned.pieces[0][0], len(planned.samples)):
             self.problems.append(f"step {step}: the ledger says {num_samples} samples of epoch {epoch}")
-        for piece_epoch, samples in used.pieces if used else ():
+        for piece_epoch, samples in used.pieces:
             self._use(step, piece_epoch, samples)
-        for open_epoch in [e for e in self._left if self._plan.num_steps_until(e) <= step + 1]:
-            self._close(open_epoch)
+        for open_epoch in sorted(self._left):
+            if self._plan.num_steps_until(open_epoch) <= step + 1:
+                self._close(open_epoch)
         return used
 
+    def summarize(self) -> str:
+        """The audit's result in a sentence."""
+        if self.problems:
+            shown = "".join(f"\n  {problem}" for problem in self.problems[:_NUM_SHOWN])
+            more = len(self.problems) - _NUM_SHOWN
+            return f"audit failed:{shown}" + (f"\n  and {more} more" if more > 0 else "")
+        parts = []
+        if num_closed := len(self._closed):
+            how_often = "as often as its sampler says" if self._plan.is_given else "once"
+            left_out = " but for the dropped tail" if self._plan.drop_last else ""
+            epochs = "1 complete epoch" if num_closed == 1 else f"{num_closed} complete epochs"
+            parts.append(f"in {epochs} each of {self._plan.length} samples was used {how_often}{left_out}")
+        if self._left:
+            parts.append(f"epoch {max(self._left)} is open and used none twice")
+        return f"audit passed: {'; '.join(parts) or 'there are no steps yet'}"
+
+    @cached_property
+    def _steps_by_fingerprint(self) -> dict[int, int]:
+        return {self._plan.step(step).fingerprint: step for step in reversed(range(self._num_steps))}
+
     def _use(self, step: int, epoch: int, samples: Indices) -> None:
-        left = (
-            self._left.setdefault(epoch, self._plan.expect_uses(epoch))
-            if epoch not in self._left
-            else self._left[epoch]
-        )
+        if epoch in self._closed:
+            self.problems.append(f"step {step}: sample {samples[0]} and so on were used in epoch {epoch} before")
+            return
+        if epoch not in self._left:
+            self._left[epoch] = self._plan.expect_uses(epoch)
+        left = self._left[epoch]
         np.subtract.at(left, samples, 1)
         for sample in samples[left[samples] < 0]:
             self.problems.append(f"step {step}: sample {sample} was used in epoch {epoch} before")
             left[sample] = 0
+
+    def _close(self, epoch: int) -> None:
+        left = self._left.pop(epoch)
+        self._closed.add(epoch)
+        dropped = self._plan.length % self._plan.batch_size if self._plan.drop_last else 0
+        if left.sum() != dropped:
+            unused = np.flatnonzero(left)
+            named = ", ".join(map(str, unused[:_NUM_SHOWN])) + (" ..." if len(unused) > _NUM_SHOWN else "")
+            self.problems.append(f"epoch {epoch}: samples never used: {named}")
+
+
+def _show_samples(options: argparse.Namespace, numbers: Mapping[str, Any]) -> int:
+    plan = _Plan(options.run, numbers)
+    path = options.run / "ledger.bin"
+    ledger = path.read_bytes() if path.exists() else b""
+    num_steps = len(ledger) // RECORD.size  # the last record may be half written
+    audit = _Audit(plan, num_steps)
+    steps = []
+    for step, record in enumerate(RECORD.iter_unpack(ledger[: num_steps * RECORD.size])):
+        used = audit.add(step, record)
+        if options.json:
+            epoch, samples = used.pieces[0][0], used.samples.tolist()
+            steps.append({"step": step, "epoch": epoch, "num_samples": len(samples), "samples": samples})
+        elif options.step in ("latest", step):
+            print(_format_step(step, used, len(used.samples) if not sys.stdout.isatty() else _NUM_SHOWN))
+    if options.json:
+        print(json.dumps({"steps": steps, "audit": {"passed": not audit.problems, "problems": audit.problems}}))
+    else:
+        print(audit.summarize())
+    return 1 if audit.problems else 0
+
+
+def _format_step(step: int, used: _Planned, num_shown: int) -> str:
+    samples = used.samples
+    listed = " ".join(map(str, samples[:num_shown])) + (" ..." if len(samples) > num_shown else "")
+    return f"{step} epoch {used.pieces[0][0]} {len(samples)}: {listed}"

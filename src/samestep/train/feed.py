@@ -24,6 +24,8 @@ class Feed:
         length: samples of one epoch.
         steps_per_epoch: None for an endless feed (`run.steps`).
         has_sampler: the order of an epoch is the script's.
+        order: `order(epoch)` -> which sample stands at which position.
+        micro_batches: `micro_batches(step)` -> the micro-batches of a step of the run, as spans of positions.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Feed:
         self.source, self._seed, self._sampler = source, seed, sampler
         self.has_sampler = sampler is not None
         self.order = lru_cache(maxsize=2)(self._build_order)
+        self.micro_batches = lru_cache(maxsize=64)(self._cut)
         self.length = len(source) if sampler is None else len(self.order(0))
         self.schedule: Schedule | EndlessSchedule
         if endless:
@@ -59,8 +62,7 @@ class Feed:
             return self.schedule.span(step)[0] // self.length
         return step // self.steps_per_epoch
 
-    def micro_batches(self, step: int) -> tuple[Span, ...]:
-        """The micro-batches of step `step` of the run, as spans of positions."""
+    def _cut(self, step: int) -> tuple[Span, ...]:
         return self.schedule.micro_batches(step if self.steps_per_epoch is None else step % self.steps_per_epoch)
 
     def indices(self, step: int, span: Span) -> NDArray[np.int64]:

@@ -87,9 +87,9 @@ class Loop:
             self._save_what_is_due(epochs_done=None, numbered=True)
             self._leave_if_told()
 
-    def take_votes(self, votes: Any) -> None:
+    def take_votes(self, votes: list[int]) -> None:
         """Any rank's signal ends the run on all ranks, at the end of this step."""
-        self._signal = int(votes.max())
+        self._signal = max(votes)
         self.ending |= bool(self._signal)
 
     def _account(self, step: Step) -> None:

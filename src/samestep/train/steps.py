@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from samestep.data.loader import Loaded, Loader, seed_all, to_device
 from samestep.engine.buffers import refuse_lone_sample
+from samestep.engine.control import NOT_CALLED, Control
 from samestep.errors import Error
 from samestep.plan.ledger import combine
 from samestep.plan.seeds import derive
@@ -178,43 +179,45 @@ class Step:
     def _finish(self) -> None:
         """All of this rank's micro-batches are done: exchanges, averages, and leaves the gradient in `.grad`."""
         run, reducer = self._run, self._run._reducer
-        record = reducer.own_record
-        record["stop"], record["logged"] = run._signals.heard if run._signals else 0, bool(self._logged)
-        record["buffers_changed"] = run._buffers.changed
-        record["losses"], record["weights"] = 0.0, -1.0
+        num_slots = len(run._modules) + 1
+        control = Control(
+            stop=run._signals.heard if run._signals else 0,
+            buffers_changed=run._buffers.changed,
+            logged=bool(self._logged),
+            losses=[[0.0] * num_slots for _ in self._losses],
+            weights=[[NOT_CALLED] * num_slots for _ in self._losses],
+            fingerprints=[loaded.fingerprint for loaded in self._cache],
+            used=b"",
+            parts=run._statistics.parts(),
+        )
         for k, losses in enumerate(self._losses):
-            record["fingerprints"][k] = self._cache[k].fingerprint
             for slot, (loss, weight) in losses.items():
-                record["weights"][k, slot] = weight = float(weight)
-                record["losses"][k, slot] = float(loss) if weight else 0.0
-        run._statistics.write_parts(record["values"])
-        records = reducer.finish()
-        self._loop.take_votes(records["stop"])
-        reducer.assign(self._average(records))
+                control.weights[k][slot] = weight = float(weight)
+                if weight:
+                    control.losses[k][slot] = float(loss)
+        controls = reducer.finish(control)
+        self._loop.take_votes([told.stop for told in controls])
+        reducer.assign(self._average(controls))
         if not run._precision.accepts(param.grad for param in reducer.params if param.grad is not None):
             for param in reducer.params:
                 param.grad = None
-        run._statistics.finish(records["values"])
-        if records["buffers_changed"].any():
-            owner = next(rank for rank, held in enumerate(self._layout.ranges) if 0 in held)
-            run._group.broadcast_tensors(run._buffers.finish(), owner)
+        run._statistics.finish([told.parts for told in controls])
+        for rank, told in enumerate(controls):
+            if told.buffers_changed:
+                run._group.broadcast_tensors(run._buffers.finish(), rank)
         if run._logs_step(self.number + 1):
             self.row |= {} if self._loss is None else {"train/loss": self._loss}
             self.row |= learning_rates(run._objects)
-            if records["logged"].any():
+            if any(told.logged for told in controls):
                 self.row |= self._gather_logs()
         if self.num_passes == 0:
-            self.fingerprint = combine(self._in_order(records["fingerprints"]))
+            self.fingerprint = combine([mark for told in controls for mark in told.fingerprints])
         self._logged = []
 
-    def _in_order(self, by_rank: Any) -> list[Any]:
-        """A field of the control records [W, k, ...], as a list over the step's micro-batches."""
-        ranges = self._layout.ranges
-        return [row for rows, held in zip(by_rank.tolist(), ranges, strict=True) for row in rows[: len(held)]]
-
-    def _average(self, records: Any) -> list[float]:
+    def _average(self, controls: list[Control]) -> list[float]:
         """Sets the step's loss. Returns, per slot, what to multiply the sum of gradients with."""
-        losses, weights = self._in_order(records["losses"]), self._in_order(records["weights"])
+        losses = [row for told in controls for row in told.losses]
+        weights = [row for told in controls for row in told.weights]
         for v, row in enumerate(losses):
             if not all(map(math.isfinite, row)):
                 rank = next(rank for rank, held in enumerate(self._layout.ranges) if v in held)

@@ -1,0 +1,97 @@
+"""What each rank tells all others once per pass, beside its gradients: bytes that are gathered, never added up."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from struct import Struct
+
+import numpy as np
+from numpy.typing import NDArray
+
+from samestep.plan.tree import Layout
+
+NOT_CALLED = -1.0  # the weight of a micro-batch that had no backward
+
+
+@dataclass
+class Control:
+    """One rank's control block.
+
+    A slot is what a loss belongs to: 0 for all models together, else one model.
+
+    Attributes:
+        stop: the signal that this rank was sent, 0 for none.
+        buffers_changed: micro-batch 0 was here and changed a buffer.
+        logged: this rank has values of step.log.
+        losses, weights: per micro-batch, per slot.
+        fingerprints: per micro-batch, of its samples.
+        used: per parameter, whether it got a gradient.
+        parts: of the BatchNorm statistics [max_parts, num_values].
+    """
+
+    stop: int
+    buffers_changed: bool
+    logged: bool
+    losses: list[list[float]]
+    weights: list[list[float]]
+    fingerprints: list[int]
+    used: bytes
+    parts: NDArray[np.float64]
+
+
+class ControlFormat:
+    """How the control blocks of one layout lie in memory; all ranks' take the same room.
+
+    Attributes:
+        size_bytes: of one block, a multiple of 64.
+    """
+
+    def __init__(self, layout: Layout, num_slots: int, num_params: int, num_values: int) -> None:
+        self._num_slots, self._num_params = num_slots, num_params
+        self._shape = (layout.max_parts, num_values)
+        most = max(len(held) for held in layout.ranges)
+        self._padding = [0] * most
+        numbers = most * num_slots
+        self._struct = Struct(f"<q??{6}x{numbers}d{numbers}d{most}Q")
+        self._bounds = [numbers, 2 * numbers]
+        self._used_at = self._struct.size
+        self._parts_at = -(-(self._used_at + num_params) // 8) * 8
+        self.size_bytes = -(-(self._parts_at + 8 * layout.max_parts * num_values) // 64) * 64
+        self._most = most
+
+    def pack_into(self, block: NDArray[np.uint8], control: Control) -> None:
+        """Writes a control block; micro-batches that this rank does not have are left 0."""
+        missing = self._most - len(control.fingerprints)
+        rest = [0.0] * (missing * self._num_slots)
+        losses = [loss for row in control.losses for loss in row]
+        weights = [weight for row in control.weights for weight in row]
+        self._struct.pack_into(
+            block, 0, control.stop, control.buffers_changed, control.logged,
+            *losses, *rest, *weights, *rest, *control.fingerprints, *self._padding[:missing],
+        )  # fmt: skip
+        block[self._used_at : self._used_at + self._num_params] = np.frombuffer(control.used, np.uint8)
+        if control.parts.size:
+            self._view_parts(block)[:] = control.parts
+
+    def unpack_from(self, block: NDArray[np.uint8], num_micro_batches: int) -> Control:
+        """Reads the control block of a rank that has `num_micro_batches`."""
+        stop, buffers_changed, logged, *numbers = self._struct.unpack_from(block, 0)
+        first, second = self._bounds
+        used = block[self._used_at : self._used_at + self._num_params].tobytes()
+        return Control(
+            stop,
+            buffers_changed,
+            logged,
+            self._rows(numbers[:first], num_micro_batches),
+            self._rows(numbers[first:second], num_micro_batches),
+            numbers[second : second + num_micro_batches],
+            used,
+            self._view_parts(block),
+        )
+
+    def _rows(self, numbers: Sequence[float], num_rows: int) -> list[list[float]]:
+        slots = self._num_slots
+        return [list(numbers[k * slots : (k + 1) * slots]) for k in range(num_rows)]
+
+    def _view_parts(self, block: NDArray[np.uint8]) -> NDArray[np.float64]:
+        num_bytes = 8 * self._shape[0] * self._shape[1]
+        return block[self._parts_at : self._parts_at + num_bytes].view(np.float64).reshape(self._shape)

@@ -1,0 +1,74 @@
+"""Every test leaves the process as it was: no child process, no variable of a launcher's, no other directory."""
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+LAUNCHERS = ("SAMESTEP_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
+GRACE_S = 5.0
+
+
+def find_children() -> dict[int, psutil.Process]:
+    """The descendants of this process by pid, but for idle fork servers and multiprocessing's resource tracker."""
+    found = {}
+    for child in psutil.Process().children():
+        try:
+            words = " ".join(child.cmdline())
+            if "samestep.launch.forkserver" in words or "multiprocessing.resource_tracker" in words:
+                found.update((rank.pid, rank) for rank in child.children(recursive=True))
+            elif child.status() != psutil.STATUS_ZOMBIE:
+                found.update((process.pid, process) for process in [child, *child.children(recursive=True)])
+        except psutil.Error:
+            continue
+    return found
+
+
+def describe(processes: dict[int, psutil.Process]) -> str:
+    lines = []
+    for pid, process in processes.items():
+        try:
+            lines.append(f"{pid} {process.status()} {' '.join(process.cmdline())}")
+        except psutil.Error:
+            lines.append(f"{pid} has gone")
+    return "\n".join(lines)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    """Fails a test that leaves something behind."""
+    directory, variables = os.getcwd(), dict(os.environ)
+    before = find_children()
+    yield
+    deadline_s = time.monotonic() + GRACE_S
+    while (left := {pid: p for pid, p in find_children().items() if pid not in before}) and (
+        time.monotonic() < deadline_s
+    ):
+        time.sleep(0.02)
+    faults = []
+    if left:
+        faults.append(f"child processes:\n{describe(left)}")
+        for process in left.values():
+            process.kill()
+    changed = {
+        name: os.environ.get(name)
+        for name in {*variables, *os.environ}
+        if name.startswith(LAUNCHERS) and os.environ.get(name) != variables.get(name)
+    }
+    if changed:
+        faults.append(f"variables {changed}")
+        for name in changed:
+            os.environ.pop(name)
+            if name in variables:
+                os.environ[name] = variables[name]
+    if os.getcwd() != directory:
+        faults.append(f"the current directory {os.getcwd()}")
+        os.chdir(directory)
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        faults.append("a process group")
+        distributed.destroy_process_group()
+    assert not faults, "the test has left behind: " + "; ".join(faults)

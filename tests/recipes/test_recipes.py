@@ -1,0 +1,138 @@
+"""The recipes as a person runs them, and their parts."""
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from samestep.recipes import digits, mlp
+from samestep.snapshot.store import Store
+
+
+def run_train(*arguments: str) -> str:
+    """Runs `samestep train` and returns what it printed."""
+    command = [sys.executable, "-m", "samestep", "train", *arguments]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def read_digests(run_dir: Path) -> dict[str, str]:
+    return {path.path.name: path.manifest["digest"] for path in Store(run_dir).snapshots()}
+
+
+def test_digits_learns_to_read(tmp_path: Path) -> None:
+    run_dir = tmp_path / "digits"
+    said = run_train("digits", "--nproc-per-node", "2", "--run-dir", str(run_dir))
+    found = re.search(r"validation accuracy\W+([\d.]+)%", said)
+    assert found is not None
+    assert float(found[1]) >= 98
+    for row in ("steps", "samples/s", "wall time"):
+        assert row in said
+    assert str(run_dir) in said
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    best = max(row.get("validation/accuracy", 0.0) for row in rows)
+    snapshot = Store(run_dir).find("best")
+    assert snapshot is not None
+    assert Store(run_dir).read(snapshot)["state"]["best"] == best
+
+
+def test_digits_is_the_same_on_any_number_of_ranks_and_workers(tmp_path: Path) -> None:
+    common = ["digits", "--batch-size", "96", "--micro-batch-size", "8", "--max-steps", "20", "--epochs", "2"]
+    several = ["--nproc-per-node", "5", "--num-workers", "2"]
+    for name, options in {"one": [], "several": several}.items():
+        run_train(*common, *options, "--run-dir", str(tmp_path / name))
+    assert read_digests(tmp_path / "one") == read_digests(tmp_path / "several")
+    assert (tmp_path / "one" / "metrics.jsonl").read_bytes() == (tmp_path / "several" / "metrics.jsonl").read_bytes()
+
+
+def test_mlp_prints_a_line_per_epoch_from_each_rank(tmp_path: Path) -> None:
+    options = ["--batch_size", "256", "--run_dir", str(tmp_path / "mlp")]
+    said = run_train("mlp", "3", "2", "--nproc-per-node", "2", "--show-ranks", "all", *options)
+    for rank in range(2):
+        for epoch in range(3):
+            assert f"[rank {rank}] Epoch {epoch} | Batchsize: 256 | Steps: 8\n" in said
+    steps = [snapshot.step for snapshot in Store(tmp_path / "mlp").snapshots()]
+    assert steps == [16, 24]
+
+
+@pytest.mark.parametrize(
+    ("argv", "numbers"),
+    [
+        ([], (50, 10, 32)),
+        (["7", "3"], (7, 3, 32)),
+        (["7"], (7, 10, 32)),
+        (["7", "3", "--batch_size", "64"], (7, 3, 64)),
+        (["--total-epochs", "7", "--save-every", "3", "--batch-size", "64"], (7, 3, 64)),
+        (["--total_epochs=7", "--save_every=3"], (7, 3, 32)),
+    ],
+)
+def test_mlp_takes_the_tutorials_arguments(argv: list[str], numbers: tuple[int, int, int]) -> None:
+    args = mlp.parse_arguments(argv)
+    assert (args.total_epochs, args.save_every, args.batch_size) == numbers
+
+
+@pytest.mark.parametrize("argv", [["1", "2", "3"], ["7", "--total-epochs", "8"], ["many"], ["--batchsize", "3"]])
+def test_mlp_refuses_other_arguments(argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        mlp.parse_arguments(argv)
+    assert caught.value.code == 2
+
+
+def test_mlp_says_what_its_batch_size_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        mlp.parse_arguments(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "over all ranks" in said
+    assert "per device" in said
+
+
+def test_mlp_data_does_not_depend_on_the_state_of_the_generators() -> None:
+    first = mlp.CustomDataset(5)
+    torch.rand(3)
+    second = mlp.CustomDataset(5)
+    assert len(first) == 5
+    for (x, y), (x_again, y_again) in zip(first.data, second.data, strict=True):
+        assert torch.equal(x, x_again)
+        assert torch.equal(y, y_again)
+        assert (x.shape, y.shape) == ((20,), (1,))
+
+
+def test_digits_split_is_fixed_and_disjoint() -> None:
+    train, held_out = digits.load_data()
+    assert (len(train), len(held_out)) == (1438, 359)
+    again, _ = digits.load_data()
+    assert torch.equal(train.images, again.images)
+    assert train.images.max() == 1
+    image, digit = held_out[0]
+    assert image.shape == (1, 8, 8)
+    assert digit.dtype == torch.int64
+    assert torch.equal(image, held_out[0][0])  # held-out images are not shifted
+
+
+def test_digits_shifts_are_of_whole_pixels_in_every_direction() -> None:
+    image = torch.arange(1.0, 65).view(1, 1, 8, 8)
+    data = digits.Digits(image, torch.tensor([3]), shift=1)
+    torch.manual_seed(0)
+    middles = {tuple(data[0][0][0, 3:5, 3:5].flatten().tolist()) for _ in range(200)}
+    corners = [image[0, 0, 3 + y : 5 + y, 3 + x : 5 + x] for y in (-1, 0, 1) for x in (-1, 0, 1)]
+    assert middles == {tuple(corner.flatten().tolist()) for corner in corners}
+
+
+def test_digits_learning_rate_rises_then_falls_to_zero() -> None:
+    curve = [digits.warm_up_then_cosine(step, 100, 10) for step in range(101)]
+    assert curve[:10] == [(step + 1) / 10 for step in range(10)]
+    assert max(curve) == curve[10] == 1
+    assert curve[10:] == sorted(curve[10:], reverse=True)
+    assert math.isclose(curve[100], 0, abs_tol=1e-12)
+    assert digits.warm_up_then_cosine(150, 100, 10) == curve[100]  # a run that goes on beyond its plan
+    assert digits.warm_up_then_cosine(0, 1, 1) == 1
+
+
+def test_digits_model_gives_ten_scores() -> None:
+    assert digits.CNN(width=4)(torch.rand(3, 1, 8, 8)).shape == (3, 10)

@@ -1,0 +1,62 @@
+"""What the tests of snapshots compare and write."""
+
+import struct
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def make_state(mark: float, num_values: int = 1000) -> dict[str, Any]:
+    """A run's state that differs with `mark`, of about `4 * num_values` bytes."""
+    weight = torch.arange(num_values, dtype=torch.float32) + mark
+    return {
+        "objects": {"model": {"weight": weight, "tied": weight}, "optimizer": {"state": {0: {"step": mark}}}},
+        "position": {"step": 1, "epoch": 0},
+        "state": {"best": mark},
+    }
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Equal to the bit, and of the types that a snapshot promises to give back."""
+    if isinstance(expected, torch.Tensor):
+        assert type(found) is torch.Tensor
+        assert found.dtype == expected.dtype
+        assert found.shape == expected.shape
+        assert _raw(found) == _raw(expected)
+    elif isinstance(expected, np.ndarray | np.generic):
+        assert isinstance(found, np.ndarray) == isinstance(expected, np.ndarray)
+        assert found.dtype == expected.dtype
+        assert found.shape == expected.shape
+        assert found.tobytes() == expected.tobytes()
+    elif isinstance(expected, dict):
+        assert isinstance(found, Counter) == isinstance(expected, Counter)
+        assert list(map(_describe, found)) == list(map(_describe, expected))
+        for key in expected:
+            assert_same(found[key], expected[key])
+    elif isinstance(expected, list | tuple):
+        assert type(found) is (list if isinstance(expected, list) else tuple)
+        assert len(found) == len(expected)
+        for one, other in zip(found, expected, strict=True):
+            assert_same(one, other)
+    elif isinstance(expected, set):
+        assert {_describe(item) for item in found} == {_describe(item) for item in expected}
+    else:
+        assert _describe(found) == _describe(expected)
+
+
+def _raw(tensor: torch.Tensor) -> bytes:
+    plain = torch.empty(tensor.numel(), dtype=tensor.dtype)
+    plain.view(tensor.shape).copy_(tensor.detach())
+    return bytes(plain.view(torch.uint8).tolist())
+
+
+def _describe(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_describe, value))
+    if type(value) is float:
+        return float, struct.pack(">d", value)
+    if type(value) is complex:
+        return complex, struct.pack(">dd", value.real, value.imag)
+    return type(value), value

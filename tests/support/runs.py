@@ -1,0 +1,93 @@
+"""Runs as a person starts them, and what is left of them on disk."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+# What would make a run of this machine another one.
+FOREIGN = ("SAMESTEP_", "OMP_", "MKL_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+
+
+def clean_variables(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's environment without what a launcher or a person may have set for other runs, and with `extra`."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+    return kept | dict(extra or {})
+
+
+def run_command(
+    *command: str | Path, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """Runs a program to its end in `cwd`; stdout and stderr are kept, as text.
+
+    Args:
+        env: variables to add.
+        timeout: seconds; past it the program and all that it has started are killed.
+
+    Raises:
+        TimeoutExpired: it took longer.
+    """
+    process = subprocess.Popen(
+        [str(word) for word in command],
+        cwd=cwd,
+        env=clean_variables(env),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except BaseException:
+        kill_tree(process.pid)
+        process.communicate()
+        raise
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def kill_tree(pid: int) -> None:
+    """Kills a process and all its descendants."""
+    import psutil
+
+    try:
+        root = psutil.Process(pid)
+        tree = [*root.children(recursive=True), root]
+    except psutil.NoSuchProcess:
+        return
+    for process in tree:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue
+
+
+def samestep_command(
+    *args: str | Path, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 120
+) -> subprocess.CompletedProcess[str]:
+    """Runs `samestep ARGS` in `cwd`, as `run_command`. The exit code is for the caller to look at."""
+    return run_command(sys.executable, "-m", "samestep", *args, cwd=cwd, env=env, timeout=timeout)
+
+
+def check(done: subprocess.CompletedProcess[str], code: int = 0) -> subprocess.CompletedProcess[str]:
+    """The same again, once its exit code is `code`; else fails with what it printed."""
+    assert done.returncode == code, (
+        f"{done.args} ended with {done.returncode}, not {code}\n"
+        f"--- stdout\n{done.stdout[-4000:]}\n--- stderr\n{done.stderr[-4000:]}"
+    )
+    return done
+
+
+def digest(run_dir: Path, step: int | str | None = None) -> str:
+    """What `samestep inspect RUN --digest` prints: the sha256 of a run's whole state."""
+    which = [] if step is None else ["--step", str(step)]
+    printed = check(samestep_command("inspect", run_dir, "--digest", *which, cwd=run_dir)).stdout.strip()
+    assert len(printed) == 64, printed
+    return printed
+
+
+def read_rows(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of `metrics.jsonl`."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
