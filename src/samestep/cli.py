@@ -55,6 +55,7 @@ Exit code: 0; that of the rank that failed first (128 + signal where one killed 
 """
 
 DEFAULT_RECIPE = "digits"
+MAX_NAMED = 8  # in one sentence
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,9 @@ def _dispatch(arguments: list[str]) -> int:
 def _suggest(word: str, known: Iterable[str]) -> str:
     known = sorted(known)
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"; did you mean {close[0]}?" if close else f"; there are {', '.join(known)}"
+    if close:
+        return f"; did you mean {close[0]}?"
+    return f"; there are {', '.join(known)}" if len(known) <= MAX_NAMED else "; see --help"
 
 
 def _option(token: str) -> str:

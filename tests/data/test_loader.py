@@ -112,7 +112,7 @@ def test_the_bits_do_not_depend_on_the_workers(data: Any) -> None:
 
 def test_the_bits_do_not_depend_on_how_workers_start() -> None:
     tasks = plan_tasks(3)
-    data = DataLoader(Noisy(), batch_size=4, num_workers=1, multiprocessing_context="forkserver")
+    data = DataLoader(Noisy(), batch_size=4, num_workers=1, multiprocessing_context="spawn")
     assert_same(load(Noisy(), tasks), load(data, tasks))
 
 

@@ -16,7 +16,7 @@ import sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 x = torch.tensor([dist.get_rank() + 1])
 dist.all_reduce(x)
-print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {x.item()} {sys.argv[1:]}")
+sys.stdout.write(f"rank {dist.get_rank()} of {dist.get_world_size()}: {x.item()} {sys.argv[1:]}\\n")
 dist.destroy_process_group()
 """
 

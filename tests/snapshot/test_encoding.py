@@ -103,14 +103,13 @@ def test_a_dense_tensor_keeps_its_strides(tensor: torch.Tensor, tmp_path_factory
         assert restored.is_contiguous()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# safetensors' own reader of torch does not know float8_e8m0fnu yet.
+@pytest.mark.parametrize("dtype", DTYPES[:-1], ids=str)
 def test_others_can_read_the_tensors(dtype: torch.dtype, tmp_path: Path) -> None:
     tensor = torch.randint(0, 2, (3, 5), dtype=torch.uint8).to(dtype)
     restore({"a": {"b": tensor, "odd": torch.ones(3, dtype=torch.int8)}}, tmp_path)
-    if dtype is torch.float8_e8m0fnu:
-        pytest.skip("safetensors' own reader does not know it yet")
     read = load_file(tmp_path / "tensors.safetensors")["a/b"]
-    assert_same(torch.view_as_complex(read) if dtype is torch.complex128 else read, tensor)
+    assert_same(torch.view_as_complex(read.clone()) if dtype is torch.complex128 else read, tensor)
 
 
 def test_the_state_of_pythons_and_numpys_generators_comes_back(tmp_path: Path) -> None:

@@ -11,13 +11,10 @@ import ctypes
 import dataclasses
 import multiprocessing
 import os
-import pickle
 import random
 import signal
 import sys
-import sysconfig
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -36,6 +33,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from samestep.data.failure import Failure, explain, pack, unpack
 from samestep.errors import Error
 from samestep.plan.ledger import fingerprint
 
@@ -60,14 +58,6 @@ class Loaded(NamedTuple):
     batch: Any
     num_samples: int
     fingerprint: int
-
-
-class Failure(NamedTuple):
-    """What a DataLoader worker sends instead of a micro-batch; torch's own wrapper would lose the cause."""
-
-    message: str
-    cause: Exception | None
-    worker_traceback: str
 
 
 @dataclass(frozen=True)
@@ -299,9 +289,7 @@ class Loader:
             self.close()
             raise
         if isinstance(result, Failure):
-            cause = result.cause or RuntimeError("in a DataLoader worker")
-            cause.add_note(f"In the DataLoader worker:\n{result.worker_traceback}")
-            raise Error(result.message) from cause
+            raise unpack(result)
         return result
 
     def close(self) -> None:
@@ -409,9 +397,7 @@ class Fetcher:
         try:
             return self.load(task)
         except Error as error:
-            cause = error.__cause__ if isinstance(error.__cause__, Exception) else None
-            text = "".join(traceback.format_exception(cause or error))
-            return Failure(str(error), cause if _is_picklable(cause) else None, text)
+            return pack(error)
 
     def load(self, task: Task) -> Loaded:
         """Seed, read the samples, collate.
@@ -435,7 +421,7 @@ class Fetcher:
         except Error:
             raise
         except Exception as error:
-            raise Error(self._explain(indices, samples, error)) from error
+            raise Error(explain(error, indices, samples, self._collate_fn, self._many)) from error
         return Loaded(batch, len(indices), fingerprint(task.indices))
 
     def _stack(self, samples: list[Any]) -> Any:
@@ -452,66 +438,6 @@ class Fetcher:
                     pass  # default_collate says what is wrong with them
         return default_collate(samples)
 
-    def _explain(self, indices: list[int], samples: Sequence[Any], error: Exception) -> str:
-        """One sentence that names the sample, if one can be made out."""
-        if len(samples) == len(indices):
-            what, odd = "collate_fn", self._find_uncollatable(samples)
-        elif self._many is None:
-            what, odd = "the data set", len(samples)
-        else:
-            what, odd = "the data set", self._find_unreadable(indices)
-        where = f"one of the samples {_abbreviate(indices)}" if odd is None else f"sample {indices[odd]}"
-        info = get_worker_info()
-        worker = f", in DataLoader worker {info.id}" if info is not None else ""
-        return f"{what} failed at {where} ({_describe_error(error)}{worker})."
-
-    def _find_uncollatable(self, samples: Sequence[Any]) -> int | None:
-        """The one that fails alone, or together with the first; the first, if it fails with every other."""
-        alone = [k for k, sample in enumerate(samples) if _fails(self._collate_fn, [sample])]
-        if alone:
-            return alone[0]
-        pairs = [k for k in range(1, len(samples)) if _fails(self._collate_fn, [samples[0], samples[k]])]
-        if len(pairs) == len(samples) - 1:
-            return 0 if len(pairs) > 1 else None
-        return pairs[0] if pairs else None
-
-    def _find_unreadable(self, indices: list[int]) -> int | None:
-        assert self._many is not None
-        return next((k for k, index in enumerate(indices) if _fails(self._many, [index])), None)
-
 
 def _unchanged(value: Any) -> Any:
     return value
-
-
-def _fails(function: Callable[[list[Any]], Any], argument: list[Any]) -> bool:
-    try:
-        function(argument)
-    except Exception:
-        return True
-    return False
-
-
-def _abbreviate(indices: list[int]) -> str:
-    if len(indices) <= 8:
-        return ", ".join(map(str, indices))
-    return f"{', '.join(map(str, indices[:6]))}, ... {indices[-1]}"
-
-
-def _describe_error(error: Exception) -> str:
-    """`KeyError: 'x' at data.py:31`: on one line, the deepest frame that is not of an installed library."""
-    text = " ".join(str(error).split())
-    text = f": {text[:300]}" if text else ""
-    libraries = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != __file__]
-    own = [frame for frame in frames if not frame.filename.startswith((*libraries, "<"))] or frames
-    place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
-    return f"{type(error).__name__}{text}{place}"
-
-
-def _is_picklable(value: object) -> bool:
-    try:
-        pickle.loads(pickle.dumps(value))
-    except Exception:
-        return False
-    return True

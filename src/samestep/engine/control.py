@@ -58,7 +58,7 @@ class ControlFormat:
         self.size_bytes = -(-(self._parts_at + 8 * layout.max_parts * num_values) // 64) * 64
         self._most = most
 
-    def pack_into(self, block: NDArray[np.uint8], control: Control) -> None:
+    def pack_into(self, block: memoryview, control: Control) -> None:
         """Writes a control block; micro-batches that this rank does not have are left 0."""
         missing = self._most - len(control.fingerprints)
         rest = [0.0] * (missing * self._num_slots)
@@ -68,11 +68,11 @@ class ControlFormat:
             block, 0, control.stop, control.buffers_changed, control.logged,
             *losses, *rest, *weights, *rest, *control.fingerprints, *self._padding[:missing],
         )  # fmt: skip
-        block[self._used_at : self._used_at + self._num_params] = np.frombuffer(control.used, np.uint8)
+        block[self._used_at : self._used_at + self._num_params] = control.used
         if control.parts.size:
             self._view_parts(block)[:] = control.parts
 
-    def unpack_from(self, block: NDArray[np.uint8], num_micro_batches: int) -> Control:
+    def unpack_from(self, block: memoryview, num_micro_batches: int) -> Control:
         """Reads the control block of a rank that has `num_micro_batches`."""
         stop, buffers_changed, logged, *numbers = self._struct.unpack_from(block, 0)
         first, second = self._bounds
@@ -92,6 +92,6 @@ class ControlFormat:
         slots = self._num_slots
         return [list(numbers[k * slots : (k + 1) * slots]) for k in range(num_rows)]
 
-    def _view_parts(self, block: NDArray[np.uint8]) -> NDArray[np.float64]:
+    def _view_parts(self, block: memoryview) -> NDArray[np.float64]:
         num_bytes = 8 * self._shape[0] * self._shape[1]
-        return block[self._parts_at : self._parts_at + num_bytes].view(np.float64).reshape(self._shape)
+        return np.frombuffer(block[self._parts_at : self._parts_at + num_bytes], np.float64).reshape(self._shape)

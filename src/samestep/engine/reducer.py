@@ -11,9 +11,7 @@ per model) and `close`, then `finish` and `assign`.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from samestep.engine import routes
@@ -142,7 +140,7 @@ class Reducer:
         self._fired = bytearray(len(self.params))
         self._ever_fired = bytearray(len(self.params))
         self._transits: dict[Layout, list[Transit]] = {}
-        self._controls: dict[Layout, tuple[ControlFormat, Tensor | None, NDArray[np.uint8]]] = {}
+        self._controls: dict[Layout, tuple[ControlFormat, Tensor | None, list[memoryview]]] = {}
         self._in_micro_batch = self._in_backward = self._last = False
         self._zeros = {param.dtype: torch.zeros((), dtype=param.dtype, device=param.device) for param in self.params}
         self._hooks = [
@@ -349,7 +347,7 @@ class Reducer:
         if rows is None:
             rows = own_rows = torch.zeros(layout.world_size, form.size_bytes, dtype=torch.uint8)
         self._transits[layout] = transits
-        self._controls[layout] = (form, own_rows, rows.numpy())
+        self._controls[layout] = (form, own_rows, [memoryview(row.numpy()) for row in rows])
 
 
 def _build_buckets(params: Sequence[nn.Parameter], cap_bytes: int) -> list[Bucket]:

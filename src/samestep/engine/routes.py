@@ -39,7 +39,7 @@ def _exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tens
     if sends and sends[0][0].is_cuda:
         ops = [dist.P2POp(dist.irecv, tensor, peer) for tensor, peer in receives]
         ops += [dist.P2POp(dist.isend, tensor, peer) for tensor, peer in sends]
-        return dist.batch_isend_irecv(ops)  # type: ignore[no-any-return]
+        return dist.batch_isend_irecv(ops)
     # batch_isend_irecv would do on gloo as well, at twice the cost of a small message.
     works = [dist.irecv(tensor, peer, tag=tag) for tensor, peer in receives]
     works += [dist.isend(tensor, peer, tag=tag) for tensor, peer in sends]

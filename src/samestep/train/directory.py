@@ -57,6 +57,9 @@ class Directory:
             raise Error(
                 f"the run in {self.path} is alive, in {holder}: wait for it or stop it, or start with --fresh"
             ) from None
+        if not path.exists() or os.fstat(lock.fileno()).st_ino != path.stat().st_ino:
+            lock.close()  # whoever held it has just removed it
+            return self._take_lock()
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {read_host()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n")
         lock.flush()
@@ -92,15 +95,26 @@ class Directory:
                 "or --fresh to start beside it"
             )
 
-    def write_record(self, numbers: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-        """Writes down whose directory this is; warns where the script's own config has changed."""
+    def write_record(self, numbers: Mapping[str, Any], machine: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+        """Writes down whose directory this is; warns where what may change has changed.
+
+        Args:
+            numbers: the run's identity.
+            machine: on which the bits depend as well.
+            config: the script's own.
+        """
         config = json.loads(json.dumps(dict(config), default=str))
-        before = self.record.get("config", config)
-        changed = [f"{key} {before.get(key)} -> {config.get(key)}" for key in sorted({*before, *config})
-                   if before.get(key) != config.get(key)]  # fmt: skip
-        if changed:
-            self._warn(f"config changed since the run began: {', '.join(changed)}; what was restored keeps its values")
-        self.record = {"format": FORMAT, "samestep": __version__, "numbers": dict(numbers), "config": config}
+        if changed := _find_changes(self.record.get("machine", machine), machine):
+            self._warn(f"{changed} since the run began: from here on, its bits are no longer those of the old setting")
+        if changed := _find_changes(self.record.get("config", config), config):
+            self._warn(f"config has changed since the run began, {changed}; what was restored keeps its values")
+        self.record = {
+            "format": FORMAT,
+            "samestep": __version__,
+            "numbers": dict(numbers),
+            "machine": dict(machine),
+            "config": config,
+        }
         temporary = self.path / ".run.json"
         with open(temporary, "w") as file:
             json.dump(self.record, file, indent=2)
@@ -143,8 +157,8 @@ class Directory:
         assert self._ledger is not None
         self._ledger.write(LEDGER_RECORD.pack(step, epoch, num_samples, fingerprint))
 
-    def save(self, state: Mapping[str, Any], *, step: int, name: str | None, world_size: int, keep: int) -> None:
-        """Writes a snapshot. A disk that is full or gone is reported, and the run goes on with the older one."""
+    def save(self, state: Mapping[str, Any], *, step: int, name: str | None, world_size: int, keep: int) -> bool:
+        """Writes a snapshot. False where the disk is full or gone: said, and the run goes on with the older one."""
         try:
             assert self._ledger is not None
             self._ledger.flush()
@@ -156,10 +170,12 @@ class Directory:
             }
             self.store.write(state, step=step, name=name, meta=meta)
             self.store.prune(keep)
+            return True
         except OSError as error:
             sound = [other.step for other in self.store.snapshots() if other.problem is None]
             stands = f"the one of step {max(sound)} stands" if sound else "there is none yet"
             self._warn(f"the snapshot of step {step} could not be written ({error}): {stands}, the run goes on")
+            return False
 
     def close(self) -> None:
         """Gives the directory up. One that no run began in is left as it was found."""
@@ -173,6 +189,11 @@ class Directory:
             if not self._existed and not any(self.path.iterdir()):
                 self.path.rmdir()
         self._lock.close()
+
+
+def _find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    keys = sorted({*before, *now})
+    return ", ".join(f"{key} {before.get(key)} -> {now.get(key)}" for key in keys if before.get(key) != now.get(key))
 
 
 def _make(path: Path, fresh: bool) -> Path:

@@ -61,13 +61,13 @@ class Keeper:
         self.directory.rewind(snapshot)
         return snapshot
 
-    def record(self, numbers: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    def record(self, numbers: Mapping[str, Any], machine: Mapping[str, Any], config: Mapping[str, Any]) -> None:
         """Compares with the run that is here, and writes down which one it is."""
 
         def write() -> None:
             assert self.directory is not None
             self.directory.check_numbers(numbers)
-            self.directory.write_record(numbers, config)
+            self.directory.write_record(numbers, machine, config)
 
         if self.path is not None:
             self._group.once(write)
@@ -109,10 +109,11 @@ class Keeper:
             self.saved_step = step
         if self.directory is not None:
             state = build_state()
+            world_size, keep = self._group.world_size, self._settings.keep
             for name in ([None] if due else []) + names:
-                self.directory.save(
-                    state, step=step, name=name, world_size=self._group.world_size, keep=self._settings.keep
-                )
+                saved = self.directory.save(state, step=step, name=name, world_size=world_size, keep=keep)
+                if name is None and not saved:
+                    self.saved_step = None
 
     def close(self) -> None:
         """Gives the directory up."""

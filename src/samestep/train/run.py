@@ -24,7 +24,7 @@ from samestep.train.exits import StopSignals, report_errors
 from samestep.train.feed import Feed, Sampler
 from samestep.train.keeper import Keeper
 from samestep.train.loop import Loop
-from samestep.train.settings import build_settings
+from samestep.train.settings import Settings, build_settings
 from samestep.train.steps import Epoch, Step
 from samestep.watch.progress import build_progress
 from samestep.watch.trackers import Tracker, TrackerInfo, Trackers
@@ -325,7 +325,8 @@ class Run:
             "drop_last": feed.source.drop_last,
             "sampler": "given" if feed.has_sampler else "default",
         }
-        self._keeper.record(self._numbers | numbers, self._config)
+        machine = _describe_machine(self._settings, self.device)
+        self._keeper.record(self._numbers | numbers, machine, self._config)
         _fix_compiler()
         self._loop = loop = Loop(self, feed, total_steps, self._settings.max_steps)
         if self.rank == 0:
@@ -442,6 +443,17 @@ def _fix_kernels(threads: int, deterministic: bool) -> None:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False
+
+
+def _describe_machine(settings: Settings, device: torch.device) -> dict[str, Any]:
+    """What the bits depend on beside the run's numbers."""
+    kernels = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    return {
+        "torch": torch.__version__,
+        "device": f"{device.type} {kernels}",
+        "reduction": settings.reduction,
+        "deterministic": settings.deterministic,
+    }
 
 
 def _fix_compiler() -> None:

@@ -1,0 +1,109 @@
+"""What is said when the data set or collate_fn fails, here or in a worker: one sentence that names the sample."""
+
+import pickle
+import sysconfig
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch.utils.data import get_worker_info
+
+from samestep.errors import Error
+
+ManySamples = Callable[[list[Any]], Any]
+
+
+class Failure(NamedTuple):
+    """What a DataLoader worker sends instead of a micro-batch; torch's own wrapper would lose the cause."""
+
+    message: str
+    cause: Exception | None
+    worker_traceback: str
+
+
+def pack(error: Error) -> Failure:
+    """An Error, in the worker, to be sent."""
+    cause = error.__cause__ if isinstance(error.__cause__, Exception) else None
+    text = "".join(traceback.format_exception(cause or error))
+    return Failure(str(error), cause if _is_picklable(cause) else None, text)
+
+
+def unpack(failure: Failure) -> Error:
+    """The Error again, with its cause and the worker's traceback."""
+    error = Error(failure.message)
+    error.__cause__ = failure.cause or RuntimeError("in a DataLoader worker")
+    error.__cause__.add_note(f"In the DataLoader worker:\n{failure.worker_traceback}")
+    return error
+
+
+def explain(
+    error: Exception,
+    indices: Sequence[int],
+    samples: Sequence[Any],
+    collate_fn: ManySamples,
+    read_many: ManySamples | None,
+) -> str:
+    """One sentence that names the sample, if one can be made out by trying again.
+
+    Args:
+        indices: of the micro-batch.
+        samples: those that were read before the data set failed; all of them, if it was collate_fn.
+        read_many: the data set's `__getitems__`, if that was used.
+    """
+    what, odd = "the data set", None
+    if len(samples) == len(indices):
+        what, odd = "collate_fn", _find_uncollatable(collate_fn, samples)
+    elif read_many is None:
+        odd = len(samples)
+    else:
+        odd = next((k for k, index in enumerate(indices) if _fails(read_many, [index])), None)
+    where = f"one of the samples {_abbreviate(indices)}" if odd is None else f"sample {indices[odd]}"
+    info = get_worker_info()
+    worker = f", in DataLoader worker {info.id}" if info is not None else ""
+    return f"{what} failed at {where} ({_describe_error(error)}{worker})."
+
+
+def _find_uncollatable(collate_fn: ManySamples, samples: Sequence[Any]) -> int | None:
+    """The one that fails alone, or together with the first; the first, if it fails with every other."""
+    alone = [k for k, sample in enumerate(samples) if _fails(collate_fn, [sample])]
+    if alone:
+        return alone[0]
+    pairs = [k for k in range(1, len(samples)) if _fails(collate_fn, [samples[0], samples[k]])]
+    if len(pairs) == len(samples) - 1:
+        return 0 if len(pairs) > 1 else None
+    return pairs[0] if pairs else None
+
+
+def _fails(function: ManySamples, argument: list[Any]) -> bool:
+    try:
+        function(argument)
+    except Exception:
+        return True
+    return False
+
+
+def _abbreviate(indices: Sequence[int]) -> str:
+    if len(indices) <= 8:
+        return ", ".join(map(str, indices))
+    return f"{', '.join(map(str, indices[:6]))}, ... {indices[-1]}"
+
+
+def _describe_error(error: Exception) -> str:
+    """`KeyError: 'x' at data.py:31`: on one line, the deepest frame that is not of an installed library."""
+    text = " ".join(str(error).split())
+    text = f": {text[:300]}" if text else ""
+    libraries = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+    ours = str(Path(__file__).parent)
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(ours)]
+    own = [frame for frame in frames if not frame.filename.startswith((*libraries, "<"))] or frames
+    place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+    return f"{type(error).__name__}{text}{place}"
+
+
+def _is_picklable(value: object) -> bool:
+    try:
+        pickle.loads(pickle.dumps(value))
+    except Exception:
+        return False
+    return True
