@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 .PHONY: train test check clean
 
 train: $(VENV)/installed
-	$(BIN)/samestep train digits --nproc-per-node 2
+	$(BIN)/samestep train digits --nproc-per-node 2 $(ARGS)
 
 test: $(VENV)/installed-dev
 	$(BIN)/ruff check src tests benchmarks

@@ -1,4 +1,4 @@
-"""The tutorials' DDP script for torchrun, on CPU: what people start from, and what samestep's start-up is compared with.
+"""The tutorials' DDP script for torchrun, on CPU: what people start from; start_up.py compares with it.
 
 torchrun --nproc-per-node 2 benchmarks/seeds_ddp.py 1 1
 """

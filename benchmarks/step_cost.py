@@ -7,13 +7,13 @@ in the same processes over the same process group, in turns. Accelerate and Ligh
 
 from __future__ import annotations  # cloudpickle does not see the names in a local class's annotations
 
-import contextlib
 import importlib.util
 import io
 import itertools
 import logging
 import os
 import statistics
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -215,6 +215,7 @@ def run_rank(world_size: int, frameworks: tuple[str, ...], num_rounds: int, step
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
+    sys.stdout = io.StringIO()  # samestep's own lines, up to the end of the process
     dist.init_process_group("gloo")
     others: list[Turns] = []
     contestants = [
@@ -231,10 +232,9 @@ def run_rank(world_size: int, frameworks: tuple[str, ...], num_rounds: int, step
     contestants.append(build_contestant(FLOOR, run_floor()))
     if world_size > 1:
         contestants.append(build_contestant(ALL_REDUCE, run_all_reduce()))
-    with contextlib.redirect_stdout(io.StringIO()):  # samestep's own lines
-        times = measure(contestants, num_rounds=num_rounds, steps_per_block=steps_per_block)
-        for turns in others:
-            turns.close()
+    times = measure(contestants, num_rounds=num_rounds, steps_per_block=steps_per_block)
+    for turns in others:
+        turns.close()
     return times
 
 

@@ -281,6 +281,8 @@ def test_close_leaves_no_process_and_no_thread() -> None:
         del loader
         gc.collect()
         assert not any(psutil.pid_exists(worker.pid) for worker in workers if worker.pid), ending
+        for thread in set(threading.enumerate()) - threads:
+            thread.join(5)  # a queue's, which ends by itself once the queue is closed
         assert set(threading.enumerate()) <= threads, ending
 
 
@@ -300,7 +302,7 @@ def test_workers_leave_the_decision_to_the_rank(number: signal.Signals) -> None:
 
 
 SCRIPT = """
-import itertools, multiprocessing, signal, sys
+import itertools, multiprocessing, sys
 import numpy as np
 import torch
 from samestep.data.loader import Loader, Task, understand
@@ -309,6 +311,7 @@ tasks = (Task(np.arange(4), seed) for seed in itertools.count())
 loader = Loader(understand(torch.zeros(8), num_workers=2), tasks, device=torch.device("cpu"))
 next(loader)
 print(*[worker.pid for worker in multiprocessing.active_children()], flush=True)
+sys.stdin.readline()
 exec(sys.argv[1])
 """
 
@@ -316,7 +319,9 @@ exec(sys.argv[1])
 def run_script(tmp_path: Path, ending: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    process = subprocess.Popen([sys.executable, script, ending], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, script, ending], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert process.stdout is not None
     workers = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
     assert len(workers) == 2
@@ -324,7 +329,7 @@ def run_script(tmp_path: Path, ending: str) -> tuple[subprocess.Popen[str], list
 
 
 def test_no_worker_outlives_a_rank_that_is_killed(tmp_path: Path) -> None:
-    process, workers = run_script(tmp_path, "signal.pause()")
+    process, workers = run_script(tmp_path, "pass")
     process.kill()
     process.communicate()
     gone, alive = psutil.wait_procs(workers, timeout=2)
@@ -336,7 +341,7 @@ def test_no_worker_outlives_a_rank_that_is_killed(tmp_path: Path) -> None:
 def test_a_rank_that_never_closes_its_loader_ends_at_once(tmp_path: Path, ending: str, code: int) -> None:
     process, workers = run_script(tmp_path, f"sys.stderr = None; {ending}")
     began_s = time.monotonic()
-    process.communicate(timeout=30)
+    process.communicate("\n", timeout=30)
     assert process.returncode == code
     assert time.monotonic() - began_s < 4  # torch's own exit hook would wait 5 s for each
     assert not psutil.wait_procs(workers, timeout=2)[1]

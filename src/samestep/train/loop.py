@@ -49,7 +49,7 @@ class Loop:
                 break
             if self.feed.has_sampler:
                 self._agree_on_order(number)
-            seed_all(derive(run.seed, "epoch", step=number))
+            self._begin_body("epoch", number)
             epoch = Epoch(self, number, per_epoch)
             yield epoch
             if not epoch.done:
@@ -72,7 +72,7 @@ class Loop:
         """Yields the next step and, when its body is done, closes it. `last`: of its epoch, whose body is to come."""
         run, number = self._run, self.steps_done
         run._follow_optimizers()
-        seed_all(derive(run.seed, "step", step=number))
+        self._begin_body("step", number)
         self.step = step = Step(run, self, number, self._loader)
         yield step
         if step.open or not step.num_passes:
@@ -86,6 +86,11 @@ class Loop:
         if not last:
             self._save_what_is_due(epochs_done=None, numbered=True)
             self._leave_if_told()
+
+    def _begin_body(self, purpose: str, number: int) -> None:
+        """Makes what the body draws, and its evaluations, depend on its number alone, not on where the run resumed."""
+        seed_all(derive(self._run.seed, purpose, step=number))
+        self._run._num_evaluations = 0
 
     def take_votes(self, votes: list[int]) -> None:
         """Any rank's signal ends the run on all ranks, at the end of this step."""

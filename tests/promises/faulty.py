@@ -1,0 +1,305 @@
+"""A small training run that goes wrong on demand. Its faults are data:
+
+    samestep launch --nproc-per-node 2 faulty.py D --fault "kill rank 1 at step 7 in forward"
+
+An action (kill: SIGKILL; raise; hold: say so and wait; stop: run.stop), who, the steps done by then, and a moment
+of MOMENTS. A fault strikes once, however often the command is run. It holds everything that a resume can lose: a
+BatchNorm, dropout, augmentation, an average of the model, a schedule that reads the validation, a score that
+draws noise, `run.state`, a named snapshot, and rows of its own.
+"""
+
+import argparse
+import os
+import re
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.data import get_worker_info
+
+import samestep
+from samestep.plan.schedule import rank_range
+
+BATCH_SIZE, MICRO_BATCH_SIZE, NUM_SAMPLES = 8, 2, 37
+NUM_MICRO_BATCHES = BATCH_SIZE // MICRO_BATCH_SIZE
+STEPS_PER_EPOCH = 5  # the last of them with 5 samples: 2 + 2 + 1
+NUM_EPOCHS = 3
+NUM_STEPS = NUM_EPOCHS * STEPS_PER_EPOCH
+DEADLINE_S = 60.0
+
+IN_STEP = ("forward", "backward", "reduction", "update")
+IN_BODY = ("before validation", "validation", "before schedule", "after schedule")
+IN_SAVING = (
+    "writing tensors",
+    "writing manifest",
+    "before rename",
+    "after rename",
+    "replacing best",
+    "between best and numbered",
+    "pruning",
+)
+MOMENTS = ("start", *IN_STEP, *IN_BODY, *IN_SAVING, "rewinding", "worker", "after loop")
+FAULT = re.compile(rf"(kill|raise|hold|stop) (?:rank (\d+)|all ranks) at step (\d+) in ({'|'.join(MOMENTS)})")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to whom (rank None: all) and when.
+
+    `step` counts the steps done; at the moment "worker", the samples that this DataLoader worker has begun.
+    """
+
+    action: str
+    rank: int | None
+    step: int
+    moment: str
+
+    @classmethod
+    def parse(cls, text: str) -> "Fault":
+        match = FAULT.fullmatch(text)
+        if match is None:
+            raise ValueError(f"{text!r} is no fault: {FAULT.pattern}")
+        return cls(match[1], None if match[2] is None else int(match[2]), int(match[3]), match[4])
+
+    def __str__(self) -> str:
+        who = "all ranks" if self.rank is None else f"rank {self.rank}"
+        return f"{self.action} {who} at step {self.step} in {self.moment}"
+
+
+class Faults:
+    """The faults of one run, and the files by which a test watches them, in a directory beside the run's."""
+
+    def __init__(self, faults: list[str], directory: Path) -> None:
+        self._faults = [Fault.parse(text) for text in faults]
+        self._directory = directory
+        self.rank = 0
+        self.run: Any = None
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def join(self, rank: int) -> None:
+        """Says which process this rank is. All have, before any is through `samestep.Run`."""
+        self.rank = rank
+        (self._directory / f"pid-{rank}").write_text(str(os.getpid()))
+
+    def reach(self, moment: str, step: int | None = None) -> None:
+        """This rank is at `moment`: does what is due."""
+        step = self.run.steps_done if step is None else step
+        for fault in self._faults:
+            if (fault.moment, fault.step) == (moment, step) and fault.rank in (None, self.rank):
+                if fault.action == "stop":
+                    self.run.stop("by a fault")
+                elif self._is_first(fault):
+                    self._strike(fault)
+
+    def _is_first(self, fault: Fault) -> bool:
+        name = str(fault).replace(" ", "-")
+        try:
+            (self._directory / f"struck-{name}").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+    def _strike(self, fault: Fault) -> None:
+        if fault.action == "raise":
+            raise RuntimeError(f"a fault: {fault}")
+        if fault.action == "hold":
+            (self._directory / f"held-{self.rank}").touch()
+            deadline_s = time.monotonic() + DEADLINE_S
+            while not (self._directory / "go").exists():
+                if time.monotonic() > deadline_s:
+                    raise TimeoutError("nobody said go")
+                time.sleep(0.005)
+            return
+        if fault.rank is None:
+            for path in self._directory.glob("pid-*"):
+                if int(path.read_text()) != os.getpid():
+                    os.kill(int(path.read_text()), signal.SIGKILL)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def watch_saving(self) -> None:
+        """From now on rank 0 reaches the moments within a snapshot's saving, which no line of a script sees."""
+        renamed = removed = 0
+
+        def on_event(event: str, args: tuple[Any, ...]) -> None:
+            nonlocal renamed, removed
+            if event == "open":
+                file = str(args[0])
+                if renamed:
+                    renamed = 0
+                    self.reach("after rename")
+                elif "/.tmp-step-" in file and file.endswith("state.json"):
+                    self.reach("writing tensors")  # written, and nothing else is
+                elif "/.tmp-step-" in file and file.endswith("manifest.json"):
+                    self.reach("writing manifest")
+            elif event == "os.rename":
+                source, target = Path(str(args[0])).name, Path(str(args[1])).name
+                if target.startswith("step-"):
+                    if (self.run.dir / "snapshots" / "best").exists() and self.run.state.get("best_step") == (
+                        self.run.steps_done
+                    ):
+                        self.reach("between best and numbered")
+                    self.reach("before rename")
+                    renamed = 1
+                elif target == "best" and (self.run.dir / "snapshots" / ".old-best").exists():
+                    self.reach("replacing best")
+                elif target.startswith(".tmp-doomed-step-"):
+                    removed = 0
+                elif source.startswith("step-") and Path(str(args[1])).parent.name == "abandoned":
+                    self.reach("rewinding")
+            elif event == "os.remove" and "state.json" in str(args[0]):
+                removed += 1
+                if removed == 1:
+                    self.reach("pruning")
+
+        sys.addaudithook(on_event)
+
+
+class Images(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Blurred stripes of three kinds, with noise that is drawn anew each time."""
+
+    def __init__(self, num_samples: int, faults: Faults) -> None:
+        generator = torch.Generator().manual_seed(num_samples)
+        self.kinds = torch.randint(3, (num_samples,), generator=generator)
+        self.images = torch.randn(num_samples, 1, 4, 4, generator=generator) + self.kinds.view(-1, 1, 1, 1)
+        self._faults = faults
+        self._num_read = 0
+
+    def __len__(self) -> int:
+        return len(self.kinds)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if get_worker_info() is not None:
+            self._faults.reach("worker", self._num_read)
+        self._num_read += 1
+        return self.images[index] + 0.3 * torch.randn(1, 4, 4), self.kinds[index]
+
+
+def build_model() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3, padding=1, bias=False),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Conv2d(4, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Dropout(0.2),
+        nn.Linear(8, 3),
+    )
+
+
+def train(
+    run_dir: str | Path,
+    fault: str | list[str] = (),  # type: ignore[assignment]
+    *,
+    epochs: int = NUM_EPOCHS,
+    num_workers: int = 0,
+    **arguments: Any,
+) -> Path:
+    """One run, or the rest of one. Returns its directory.
+
+    Args:
+        fault: one, or several.
+        arguments: for `samestep.Run`.
+    """
+    run_dir = Path(run_dir)
+    directory = run_dir.with_name(f"{run_dir.name}-faults")
+    faults = Faults([fault] if isinstance(fault, str) else list(fault), directory)
+    faults.join(int(os.environ.get("RANK", "0")))
+    run = faults.run = samestep.Run(
+        run_dir,
+        **{"batch_size": BATCH_SIZE, "micro_batch_size": MICRO_BATCH_SIZE, "log_every": 2, "seed": 5, "device": "cpu"}
+        | arguments,
+        bucket_cap_mb=0.0005,  # so that some of the gradients are on their way while others are still computed
+    )
+    if run.rank == 0:
+        faults.watch_saving()
+    model = build_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.7, patience=0, threshold=0.5)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+    run.prepare(model=model, optimizer=optimizer, schedule=schedule, average=average)
+    first: Any = model[0]
+    num_seen = 0
+
+    def on_first_grad(_: Tensor) -> None:
+        # The layer that a backward comes to last: when it is this rank's last micro-batch, too, then all buckets but
+        # the one that holds this gradient are on their way.
+        held = rank_range(num_micro_batches(run.steps_done), run.world_size, run.rank)
+        if num_seen == len(held):
+            faults.reach("reduction")
+
+    first.weight.register_post_accumulate_grad_hook(on_first_grad)
+
+    def score(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        faults.reach("validation")
+        images, kinds = batch
+        scores = average(images + 0.3 * torch.randn_like(images))
+        return {"loss": F.cross_entropy(scores, kinds), "accuracy": (scores.argmax(1) == kinds).float().mean()}
+
+    def on_scores_grad(_: Tensor) -> None:
+        faults.reach("backward")
+
+    samples, held_out = Images(NUM_SAMPLES, faults), Images(11, faults)
+    faults.reach("start")
+    for epoch in run.epochs(samples, epochs, num_workers=num_workers):
+        for step in epoch:
+            num_seen = 0
+            for images, kinds in step:
+                num_seen += 1
+                scores = model(images)
+                faults.reach("forward")
+                scores.register_hook(on_scores_grad)
+                step.backward(F.cross_entropy(scores, kinds))
+                step.log(accuracy=(scores.argmax(1) == kinds).float().mean())
+            run.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            average.update_parameters(model)
+            faults.reach("update")
+        faults.reach("before validation")
+        validation = run.evaluate(score, held_out)
+        second = run.evaluate(score, held_out)
+        faults.reach("before schedule")
+        schedule.step(validation["loss"])
+        jitter = torch.rand(()).item()  # alike on all ranks, and after every resume
+        run.log({f"validation/{name}": value for name, value in validation.items()} | {"jitter": jitter})
+        run.log({"validation/second": second["loss"], "epoch": epoch.number})
+        run.state.setdefault("losses", []).append(validation["loss"])
+        if validation["loss"] <= min(run.state["losses"]):
+            run.state["best_step"] = run.steps_done
+            run.snapshot("best")
+        faults.reach("after schedule")
+    if run.rank == 0:
+        with open(directory / "after", "a") as file:
+            print(run.steps_done, file=file)
+    faults.reach("after loop")
+    return Path(run.dir)
+
+
+def num_micro_batches(step: int) -> int:
+    """Those of step `step`: an epoch's last one is short."""
+    is_last = step % STEPS_PER_EPOCH == STEPS_PER_EPOCH - 1
+    size = NUM_SAMPLES - (STEPS_PER_EPOCH - 1) * BATCH_SIZE if is_last else BATCH_SIZE
+    return -(-size // MICRO_BATCH_SIZE)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run_dir", type=Path)
+    parser.add_argument("--fault", action="append", default=[])
+    parser.add_argument("--epochs", type=int, default=NUM_EPOCHS)
+    parser.add_argument("--num-workers", type=int, default=0)
+    args = parser.parse_args()
+    train(args.run_dir, args.fault, epochs=args.epochs, num_workers=args.num_workers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,408 @@
+"""Snapshots are written whole or not at all, and what is not whole is passed over."""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from samestep.errors import Error
+from samestep.snapshot.store import Store, digest
+from states import assert_same, make_state
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path)
+
+
+def found_steps(store: Store) -> list[tuple[int, str | None]]:
+    assert all(snapshot.problem is None for snapshot in store.snapshots())
+    return [(snapshot.step, snapshot.name) for snapshot in store.snapshots()]
+
+
+def read(store: Store, which: int | str = "latest") -> dict[str, Any]:
+    found = store.find(which, warn=lambda sentence: pytest.fail(sentence))
+    assert found is not None
+    return store.read(found)
+
+
+def test_what_is_written_is_found_and_read(store: Store, tmp_path: Path) -> None:
+    assert store.snapshots() == []
+    assert store.find("latest") is None
+    assert list(tmp_path.iterdir()) == []
+    state = make_state(0.5)
+    path = store.write(state, step=7, meta={"epoch": 1, "loss": 0.25, 3: [1, (2,)]})
+    assert path == tmp_path / "snapshots" / "step-00000007"
+    assert sorted(entry.name for entry in path.iterdir()) == ["manifest.json", "state.json", "tensors.safetensors"]
+    found = store.find("latest")
+    assert found is not None
+    assert (found.path, found.step, found.name, found.problem) == (path, 7, None, None)
+    assert found.manifest["meta"] == {"epoch": 1, "loss": 0.25, "3": [1, [2]]}
+    assert found.manifest["versions"]["torch"] == torch.__version__
+    assert found.size_bytes == sum((path / file).stat().st_size for file in ("state.json", "tensors.safetensors"))
+    assert_same(store.read(found), state)
+    assert found.manifest["digest"] == digest(state)
+
+
+def test_the_newest_is_the_one_of_most_steps(store: Store) -> None:
+    for step, name in [(30, None), (40, "best"), (40, None), (100_000_000, None), (20, "last_good"), (9, None)]:
+        store.write(make_state(step + len(name or "")), step=step, name=name, meta={})
+    assert found_steps(store) == [
+        (9, None), (20, "last_good"), (30, None), (40, "best"), (40, None), (100_000_000, None)
+    ]  # fmt: skip
+    assert read(store)["state"]["best"] == 100_000_000
+    assert read(store, 40)["state"]["best"] == 40
+    assert read(store, "best")["state"]["best"] == 44
+    assert read(store, 20)["state"]["best"] == 29
+    shutil.rmtree(store.path / "step-100000000")
+    assert read(store)["state"]["best"] == 40
+    shutil.rmtree(store.path / "step-00000040")
+    assert read(store)["state"]["best"] == 44
+
+
+def test_one_of_the_same_step_or_name_is_replaced(store: Store) -> None:
+    for mark in (1.0, 2.0):
+        store.write(make_state(mark), step=5, meta={})
+        store.write(make_state(mark + 10), step=int(mark), name="best", meta={})
+    assert found_steps(store) == [(2, "best"), (5, None)]
+    assert read(store)["state"]["best"] == 2.0
+    assert read(store, "best")["state"]["best"] == 12.0
+    assert len(list(store.path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("name", ["", "latest", "never", "123", "step-00000001", "a/b", "..", ".hidden", "ü", "x" * 65])
+def test_names_that_mean_something_else_are_refused(name: str, store: Store) -> None:
+    with pytest.raises(Error, match="use letters, digits and underscores"):
+        store.write({}, step=1, name=name, meta={})
+    assert not store.path.exists()
+
+
+def test_a_state_that_cannot_be_held_leaves_nothing(store: Store) -> None:
+    with pytest.raises(Error, match=r"^model\.hook is a function"):
+        store.write({"objects": {"model": {"hook": lambda: 0}}}, step=1, meta={})
+    assert not store.path.exists()
+
+
+def test_meta_that_is_no_json_leaves_nothing(store: Store) -> None:
+    for meta in ({"a": object()}, {"a": float("nan")}):
+        with pytest.raises((TypeError, ValueError)):
+            store.write({}, step=1, meta=meta)
+    assert list(store.path.iterdir()) == []
+
+
+# --- asked for what is not there -------------------------------------------------------------------------------------
+
+
+def test_what_is_absent_is_answered_with_what_there_is(store: Store) -> None:
+    with pytest.raises(Error, match=r"there is no snapshot named best in .*: there is no other"):
+        store.find("best")
+    store.write({}, step=1, meta={})
+    store.write({}, step=3, name="best", meta={})
+    with pytest.raises(Error, match=r"there is no snapshot of step 2 in .*: there is step 1, best"):
+        store.find(2)
+
+
+def test_asked_for_one_that_is_not_sound(store: Store) -> None:
+    for step in (1, 2):
+        store.write(make_state(step), step=step, meta={})
+    flip(store.path / "step-00000002" / "tensors.safetensors", -1)
+    warnings: list[str] = []
+    with pytest.raises(Error, match=r"the snapshot of step 2 is not sound \(.*damaged.*\) in .*: there is step 1$"):
+        store.find(2, warn=warnings.append)
+    assert len(warnings) == 1
+
+
+def test_none_sound_is_an_error_and_no_fresh_start(store: Store) -> None:
+    store.write(make_state(1), step=1, meta={})
+    flip(store.path / "step-00000001" / "state.json", 3)
+    warnings: list[str] = []
+    with pytest.raises(Error, match=r"no snapshot in .* is sound \(.*state\.json is damaged.*--fresh"):
+        store.find("latest", warn=warnings.append)
+    assert len(warnings) == 1
+
+
+# --- damage -------------------------------------------------------------------------------------------------------
+
+
+def flip(path: Path, place: int, bit: int = 0) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1 << bit
+    path.write_bytes(data)
+
+
+FILES = ["manifest.json", "state.json", "tensors.safetensors"]
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "removed": lambda path: path.unlink(),
+    "emptied": lambda path: os.truncate(path, 0),
+    "cut by a byte": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "cut in half": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "longer": lambda path: path.write_bytes(path.read_bytes() + b"x"),
+    "first bit flipped": lambda path: flip(path, 0),
+    "last bit flipped": lambda path: flip(path, -1, 7),
+    "zeroed": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "a directory": lambda path: (path.unlink(), path.mkdir()),
+    "a link to nothing": lambda path: (path.unlink(), path.symlink_to("nowhere")),
+}
+
+
+def check_passed_over(store: Store, file: str) -> None:
+    warnings: list[str] = []
+    found = store.find("latest", warn=warnings.append)
+    assert found is not None
+    assert found.step == 1
+    assert_same(store.read(found), make_state(1))
+    assert len(warnings) == 1
+    assert "step-00000002" in warnings[0]
+    assert file in warnings[0]
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_snapshot_is_passed_over(damage: str, file: str, store: Store) -> None:
+    for step in (1, 2):
+        store.write(make_state(step), step=step, meta={})
+    DAMAGE[damage](store.path / "step-00000002" / file)
+    check_passed_over(store, file)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), file=st.sampled_from(FILES))
+def test_any_flipped_bit_is_seen(place: float, bit: int, file: str, store: Store) -> None:
+    if not store.path.exists():
+        for step in (1, 2):
+            store.write(make_state(step), step=step, meta={"x": 0.5})
+    path = store.path / "step-00000002" / file
+    sound = path.read_bytes()
+    try:
+        flip(path, int(place * len(sound)), bit)
+        check_passed_over(store, file)
+    finally:
+        path.write_bytes(sound)
+
+
+def test_a_piece_that_is_damaged_is_located(store: Store) -> None:
+    store.write(make_state(1), step=1, meta={})
+    path = store.path / "step-00000001" / "tensors.safetensors"
+    flip(path, -1)
+    size = path.stat().st_size
+    with pytest.raises(Error, match=rf"damaged \(somewhere in bytes {size - 4000} to {size}\)"):
+        store.find("latest", warn=lambda _: None)
+
+
+def rewrite_manifest(store: Store, step: int, **changes: Any) -> None:
+    """As another version of samestep would have written it."""
+    path = store.path / f"step-{step:08d}" / "manifest.json"
+    manifest = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps(manifest))
+
+
+def test_a_newer_format_is_passed_over(store: Store) -> None:
+    for step in (1, 2):
+        store.write(make_state(step), step=step, meta={})
+    rewrite_manifest(store, 2, format=2)
+    warnings: list[str] = []
+    found = store.find("latest", warn=warnings.append)
+    assert found is not None
+    assert found.step == 1
+    assert "manifest.json has format 2 of a newer samestep" in warnings[0]
+
+
+def test_a_directory_under_another_step_is_passed_over(store: Store) -> None:
+    store.write(make_state(1), step=1, meta={})
+    shutil.copytree(store.path / "step-00000001", store.path / "step-00000009")
+    shutil.copytree(store.path / "step-00000001", store.path / "copy")
+    assert [(s.step, s.name, s.problem) for s in store.snapshots()] == [
+        (1, "copy", None), (1, None, None), (9, None, "manifest.json is of step 1")
+    ]  # fmt: skip
+
+
+def test_what_is_no_snapshot_is_passed_over(store: Store) -> None:
+    store.write(make_state(1), step=1, meta={})
+    (store.path / "step-00000002").mkdir()
+    (store.path / "notes.txt").write_text("mine")
+    (store.path / "strange").mkdir()
+    (store.path / "strange" / "manifest.json").write_text("[1]")
+    warnings: list[str] = []
+    found = store.find("latest", warn=warnings.append)
+    assert found is not None
+    assert found.step == 1
+    assert len(warnings) == 1
+    assert "manifest.json is missing" in warnings[0]
+    assert [snapshot.problem for snapshot in store.snapshots()] == [
+        "manifest.json is damaged", None, "manifest.json is missing"
+    ]  # fmt: skip
+
+
+def test_a_snapshot_that_goes_bad_after_it_was_found(store: Store) -> None:
+    store.write(make_state(1), step=1, meta={})
+    found = store.find("latest")
+    assert found is not None
+    (found.path / "tensors.safetensors").unlink()
+    with pytest.raises(Error, match=r"not sound any more: tensors.safetensors is missing"):
+        store.read(found)
+
+
+# --- pruning and cleaning -----------------------------------------------------------------------------------------
+
+
+def test_pruning_keeps_the_newest_and_the_named(store: Store) -> None:
+    for step in range(1, 6):
+        store.write({}, step=step, meta={})
+    store.write({}, step=1, name="best", meta={})
+    store.prune(2)
+    assert found_steps(store) == [(1, "best"), (4, None), (5, None)]
+    store.prune(0)
+    assert found_steps(store) == [(1, "best"), (5, None)]
+    assert len(list(store.path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_pruning_never_removes_the_newest_sound_one(file: str, store: Store) -> None:
+    for step in (1, 2, 3):
+        store.write(make_state(step), step=step, meta={})
+    flip(store.path / "step-00000003" / file, 5)
+    os.truncate(store.path / "step-00000002" / file, 3)
+    found = store.find("latest", warn=lambda _: None)
+    assert found is not None
+    assert found.step == 1
+    store.prune(1)
+    assert read_whatever(store) == 1
+    store.write(make_state(2), step=2, meta={})
+    store.prune(1)
+    assert read_whatever(store) == 2
+    store.write(make_state(3), step=3, meta={})
+    store.prune(1)
+    assert found_steps(store) == [(3, None)]
+
+
+def read_whatever(store: Store) -> int:
+    """As a new process finds it, which has seen no damage yet."""
+    store = Store(store.path.parent)
+    found = store.find("latest", warn=lambda _: None)
+    assert found is not None
+    assert_same(store.read(found), make_state(found.step))
+    return found.step
+
+
+def test_cleaning_removes_what_dead_writers_left(store: Store) -> None:
+    store.clean()
+    store.write(make_state(1), step=1, meta={})
+    store.write(make_state(2), step=2, meta={})
+    shutil.copytree(store.path / "step-00000002", store.path / ".tmp-step-00000003")
+    shutil.copytree(store.path / "step-00000001", store.path / ".old-step-00000001")
+    os.rename(store.path / "step-00000002", store.path / ".old-step-00000002")
+    assert found_steps(store) == [(1, None), (2, None)]
+    assert_same(read(store), make_state(2))
+    store.clean()
+    assert sorted(entry.name for entry in store.path.iterdir()) == ["step-00000001", "step-00000002"]
+    assert_same(read(store), make_state(2))
+
+
+def test_writing_over_what_a_dead_writer_left(store: Store) -> None:
+    store.write(make_state(1), step=1, meta={})
+    shutil.copytree(store.path / "step-00000001", store.path / ".old-step-00000001")
+    shutil.copytree(store.path / "step-00000001", store.path / ".tmp-step-00000001")
+    store.write(make_state(2), step=1, meta={})
+    assert_same(read(store), make_state(2))
+    os.rename(store.path / "step-00000001", store.path / ".old-step-00000001")
+    store.write(make_state(3), step=1, meta={})
+    assert_same(read(store), make_state(3))
+    assert [entry.name for entry in store.path.iterdir()] == ["step-00000001"]
+
+
+def test_everything_is_on_the_disk_before_it_gets_its_name(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.write(make_state(1), step=1, meta={})
+    events: list[tuple[str, str]] = []
+    sync, rename = os.fsync, os.rename
+
+    def record_sync(descriptor: int) -> None:
+        events.append(("sync", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        sync(descriptor)
+
+    def record_rename(source: Path, target: Path) -> None:
+        events.append(("rename", Path(target).name))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(os, "rename", record_rename)
+    store.write(make_state(2), step=1, meta={})
+    assert events == [
+        ("sync", "tensors.safetensors"), ("sync", "state.json"), ("sync", "manifest.json"),
+        ("sync", ".tmp-step-00000001"), ("rename", ".old-step-00000001"), ("rename", "step-00000001"),
+        ("sync", "snapshots"), ("rename", ".tmp-doomed-.old-step-00000001"),
+    ]  # fmt: skip
+
+
+# --- disks that fail ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "disk"
+    place.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(place)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"needs the right to mount a tmpfs: {done.stderr.strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def remount(place: Path, options: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{options}", str(place)], check=True)
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_full_disk_leaves_the_older_snapshot(step: int, small_disk: Path) -> None:
+    """Full at every place: the disk grows page by page until the snapshot fits."""
+    store = Store(small_disk)
+    store.write(make_state(1, 9_000), step=1, meta={})
+    outcomes = []
+    for size_kb in range(48, 400, 4):
+        remount(small_disk, f"size={size_kb}k")
+        before = sorted(path.name for path in store.path.iterdir())
+        try:
+            store.write(make_state(2, 9_000), step=step, meta={})
+        except OSError:
+            outcomes.append(False)
+            assert sorted(path.name for path in store.path.iterdir()) == before
+            assert_same(read(store), make_state(1, 9_000))
+            continue
+        outcomes.append(True)
+        break
+    assert_same(read(store), make_state(2, 9_000))
+    assert outcomes[-1]
+    assert len(outcomes) > 5
+
+
+def test_a_read_only_disk(small_disk: Path) -> None:
+    store = Store(small_disk)
+    remount(small_disk, "ro")
+    with pytest.raises(OSError, match="Read-only"):
+        store.write(make_state(1), step=1, meta={})
+    remount(small_disk, "rw")
+    store.write(make_state(1), step=1, meta={})
+    remount(small_disk, "ro")
+    with pytest.raises(OSError, match="Read-only"):
+        store.write(make_state(2), step=2, meta={})
+    with pytest.raises(OSError, match="Read-only"):
+        store.write(make_state(2), step=1, meta={})
+    store.clean()
+    assert found_steps(store) == [(1, None)]
+    assert_same(read(store), make_state(1))
+
+
+def test_a_directory_that_is_gone(tmp_path: Path) -> None:
+    store = Store(tmp_path / "run")
+    with pytest.raises(FileNotFoundError):
+        store.write(make_state(1), step=1, meta={})
+    assert store.snapshots() == []
+    assert store.find("latest") is None

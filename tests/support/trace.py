@@ -1,0 +1,70 @@
+"""What a run did, bit for bit, in a form that two runs can be compared by."""
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import samestep
+from samestep.snapshot.encoding import digest
+
+
+class Trace:
+    """Written by a training function while it runs, the same on all of its ranks.
+
+    Every entry is a (what, value) pair; floats stand as hexadecimal digits, so that equal means equal bits.
+    """
+
+    def __init__(self, run: samestep.Run) -> None:
+        self._run = run
+        self.entries: list[tuple[str, Any]] = []
+
+    def add(self, what: str, value: Any) -> None:
+        self.entries.append((what, freeze(value)))
+
+    def draw(self, where: str) -> None:
+        """What the three global generators give next."""
+        self.add(f"draws {where}", (torch.rand(2), float(np.random.rand()), random.random()))
+
+    def end_step(self, step: Any) -> None:
+        """At the end of a step's body: its loss, the generators, and a digest of all that is trained."""
+        self.add(f"loss of step {step.number}", step.loss)
+        self.draw(f"in step {step.number}")
+        self.add(f"digest of step {step.number}", self.digest())
+
+    def digest(self) -> str:
+        """What `samestep inspect --digest` would print of a snapshot that was made now."""
+        return digest(self._run._build_state({"step": self._run.steps_done, "epoch": 0}))
+
+    def finish(self) -> list[tuple[str, Any]]:
+        """The entries, once all ranks have been found to have the same."""
+        self.add("final digest", self.digest())
+        if dist.is_available() and dist.is_initialized():
+            traces: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(traces, self.entries)
+            for rank, trace in enumerate(traces):
+                assert_same(trace, self.entries, f"rank {rank}", f"rank {dist.get_rank()}")
+        return self.entries
+
+
+def freeze(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (str(value.dtype), freeze(value.tolist()))
+    if isinstance(value, float):
+        return value.hex()
+    if isinstance(value, Mapping):
+        return {str(key): freeze(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [freeze(item) for item in value]
+    return value
+
+
+def assert_same(found: list[tuple[str, Any]], wanted: list[tuple[str, Any]], here: str, there: str) -> None:
+    """Names the first entry in which two traces differ."""
+    for (what, value), (wanted_what, wanted_value) in zip(found, wanted, strict=False):
+        assert what == wanted_what, f"{here} has the {what} where {there} has the {wanted_what}"
+        assert value == wanted_value, f"{what}: {value} ({here}), {wanted_value} ({there})"
+    assert len(found) == len(wanted), f"{here} has {len(found)} entries, {there} has {len(wanted)}"
