@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import Command, wait_until
+from processes import Command, wait_until
 
 SUM = """
 import sys, torch, torch.distributed as dist

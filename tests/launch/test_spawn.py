@@ -11,7 +11,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Command, wait_until
+from processes import Command, wait_until
 
 import samestep
 
@@ -185,14 +185,18 @@ def test_keyboard_interrupt_stops_all(tmp_path: Any, heeds: bool) -> None:
 
 
 SCRIPT = """
-import os, subprocess, time, samestep
+import os, subprocess, time, samestep, torch.distributed as dist
 print("once", flush=True)
 factor = 3
 class Point:
     def __init__(self, x): self.x = x
 def scale(point):
-    return Point(point.x * factor)
-print(samestep.spawn(scale, 2, (Point(2),)).x, flush=True)
+    dist.init_process_group("gloo")
+    points = [None, None]
+    dist.all_gather_object(points, Point(point.x * factor))
+    return points[1]
+point = samestep.spawn(scale, 2, (Point(2),))
+print(point.x, isinstance(point, Point), flush=True)
 def stay():
     subprocess.Popen(["sleep", "600"])
     open(f"ready{os.environ['RANK']}", "w").close()
@@ -207,5 +211,5 @@ def test_a_script_without_a_guard_whose_ranks_do_not_outlive_it(command: Command
     command.wait_for("ready0", "ready1")
     assert len(command.processes()) == 6  # script, server, 2 ranks, 2 children
     script.kill()
-    assert script.communicate(timeout=60) == ("once\n6\n", "")
+    assert script.communicate(timeout=60) == ("once\n6 True\n", "")
     command.assert_nothing_left()

@@ -14,6 +14,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,7 @@ IN_SAVING = (
     "between best and numbered",
     "pruning",
 )
-MOMENTS = ("start", *IN_STEP, *IN_BODY, *IN_SAVING, "rewinding", "worker", "after loop")
+MOMENTS = ("start", *IN_STEP, *IN_BODY, *IN_SAVING, "rewinding", "worker")
 FAULT = re.compile(rf"(kill|raise|hold|stop) (?:rank (\d+)|all ranks) at step (\d+) in ({'|'.join(MOMENTS)})")
 
 
@@ -76,7 +77,7 @@ class Fault:
 class Faults:
     """The faults of one run, and the files by which a test watches them, in a directory beside the run's."""
 
-    def __init__(self, faults: list[str], directory: Path) -> None:
+    def __init__(self, faults: Sequence[str], directory: Path) -> None:
         self._faults = [Fault.parse(text) for text in faults]
         self._directory = directory
         self.rank = 0
@@ -125,38 +126,37 @@ class Faults:
 
     def watch_saving(self) -> None:
         """From now on rank 0 reaches the moments within a snapshot's saving, which no line of a script sees."""
-        renamed = removed = 0
+        named: dict[bool, int] = {}  # whether a snapshot is numbered -> the steps done when one last got its name
+        is_renamed = is_doomed = False
 
         def on_event(event: str, args: tuple[Any, ...]) -> None:
-            nonlocal renamed, removed
+            nonlocal is_renamed, is_doomed
             if event == "open":
                 file = str(args[0])
-                if renamed:
-                    renamed = 0
+                if is_renamed:  # the next thing that is done
+                    is_renamed = False
                     self.reach("after rename")
-                elif "/.tmp-step-" in file and file.endswith("state.json"):
-                    self.reach("writing tensors")  # written, and nothing else is
-                elif "/.tmp-step-" in file and file.endswith("manifest.json"):
+                if "/.tmp-step-" in file and file.endswith("state.json"):
+                    self.reach("writing tensors")  # they are there, and nothing else is
+                if "/.tmp-step-" in file and file.endswith("manifest.json"):
                     self.reach("writing manifest")
             elif event == "os.rename":
-                source, target = Path(str(args[0])).name, Path(str(args[1])).name
-                if target.startswith("step-"):
-                    if (self.run.dir / "snapshots" / "best").exists() and self.run.state.get("best_step") == (
-                        self.run.steps_done
-                    ):
-                        self.reach("between best and numbered")
-                    self.reach("before rename")
-                    renamed = 1
-                elif target == "best" and (self.run.dir / "snapshots" / ".old-best").exists():
-                    self.reach("replacing best")
-                elif target.startswith(".tmp-doomed-step-"):
-                    removed = 0
-                elif source.startswith("step-") and Path(str(args[1])).parent.name == "abandoned":
+                source, target = Path(str(args[0])), Path(str(args[1]))
+                is_doomed = target.name.startswith(".tmp-doomed-step-")
+                if target.parent.name == "abandoned":
                     self.reach("rewinding")
-            elif event == "os.remove" and "state.json" in str(args[0]):
-                removed += 1
-                if removed == 1:
-                    self.reach("pruning")
+                elif source.name.startswith(".tmp-"):
+                    is_numbered = target.name.startswith("step-")
+                    if named.get(not is_numbered) == self.run.steps_done:
+                        self.reach("between best and numbered")
+                    if is_numbered:
+                        self.reach("before rename")
+                    elif target.with_name(f".old-{target.name}").exists():
+                        self.reach("replacing best")
+                    named[is_numbered] = self.run.steps_done
+                    is_renamed = is_numbered
+            elif event == "os.remove" and is_doomed and str(args[0]).endswith("state.json"):
+                self.reach("pruning")
 
         sys.addaudithook(on_event)
 
@@ -198,28 +198,28 @@ def build_model() -> nn.Module:
 
 def train(
     run_dir: str | Path,
-    fault: str | list[str] = (),  # type: ignore[assignment]
+    fault: str | Sequence[str] = (),
     *,
     epochs: int = NUM_EPOCHS,
+    num_steps: int | None = None,
     num_workers: int = 0,
+    with_sampler: bool = False,
     **arguments: Any,
 ) -> Path:
     """One run, or the rest of one. Returns its directory.
 
     Args:
         fault: one, or several.
+        num_steps: so many steps without epochs, by `run.steps`.
+        with_sampler: the script gives each epoch's order.
         arguments: for `samestep.Run`.
     """
-    run_dir = Path(run_dir)
-    directory = run_dir.with_name(f"{run_dir.name}-faults")
-    faults = Faults([fault] if isinstance(fault, str) else list(fault), directory)
+    directory = Path(run_dir).with_name(f"{Path(run_dir).name}-faults")
+    faults = Faults([fault] if isinstance(fault, str) else fault, directory)
     faults.join(int(os.environ.get("RANK", "0")))
-    run = faults.run = samestep.Run(
-        run_dir,
-        **{"batch_size": BATCH_SIZE, "micro_batch_size": MICRO_BATCH_SIZE, "log_every": 2, "seed": 5, "device": "cpu"}
-        | arguments,
-        bucket_cap_mb=0.0005,  # so that some of the gradients are on their way while others are still computed
-    )
+    defaults = {"batch_size": BATCH_SIZE, "micro_batch_size": MICRO_BATCH_SIZE, "log_every": 2, "seed": 5}
+    # Tiny buckets, so that some gradients are on their way while others are still computed.
+    run = faults.run = samestep.Run(run_dir, **defaults | arguments, device="cpu", bucket_cap_mb=0.0005)  # type: ignore[arg-type]
     if run.rank == 0:
         faults.watch_saving()
     model = build_model()
@@ -227,16 +227,17 @@ def train(
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.7, patience=0, threshold=0.5)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
     run.prepare(model=model, optimizer=optimizer, schedule=schedule, average=average)
-    first: Any = model[0]
-    num_seen = 0
+    samples, held_out = Images(NUM_SAMPLES, faults), Images(11, faults)
+    num_begun = 0
 
     def on_first_grad(_: Tensor) -> None:
-        # The layer that a backward comes to last: when it is this rank's last micro-batch, too, then all buckets but
-        # the one that holds this gradient are on their way.
-        held = rank_range(num_micro_batches(run.steps_done), run.world_size, run.rank)
-        if num_seen == len(held):
+        # The layer that a backward comes to last: in this rank's last micro-batch, all buckets but the one that
+        # holds this gradient are on their way now.
+        spans = num_micro_batches(run.steps_done) if num_steps is None else NUM_MICRO_BATCHES
+        if num_begun == len(rank_range(spans, run.world_size, run.rank)):
             faults.reach("reduction")
 
+    first: Any = model[0]
     first.weight.register_post_accumulate_grad_hook(on_first_grad)
 
     def score(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
@@ -245,43 +246,58 @@ def train(
         scores = average(images + 0.3 * torch.randn_like(images))
         return {"loss": F.cross_entropy(scores, kinds), "accuracy": (scores.argmax(1) == kinds).float().mean()}
 
-    def on_scores_grad(_: Tensor) -> None:
-        faults.reach("backward")
+    def train_step(step: Any) -> None:
+        nonlocal num_begun
+        num_begun = 0
+        for images, kinds in step:
+            num_begun += 1
+            scores = model(images)
+            faults.reach("forward")
+            scores.register_hook(lambda _: faults.reach("backward"))
+            step.backward(F.cross_entropy(scores, kinds))
+            step.log(accuracy=(scores.argmax(1) == kinds).float().mean())
+        run.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        average.update_parameters(model)
+        faults.reach("update")
 
-    samples, held_out = Images(NUM_SAMPLES, faults), Images(11, faults)
-    faults.reach("start")
-    for epoch in run.epochs(samples, epochs, num_workers=num_workers):
-        for step in epoch:
-            num_seen = 0
-            for images, kinds in step:
-                num_seen += 1
-                scores = model(images)
-                faults.reach("forward")
-                scores.register_hook(on_scores_grad)
-                step.backward(F.cross_entropy(scores, kinds))
-                step.log(accuracy=(scores.argmax(1) == kinds).float().mean())
-            run.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            average.update_parameters(model)
-            faults.reach("update")
+    def validate(steps_done: int) -> None:
         faults.reach("before validation")
         validation = run.evaluate(score, held_out)
-        second = run.evaluate(score, held_out)
+        again = run.evaluate(score, held_out)  # draws other noise
         faults.reach("before schedule")
         schedule.step(validation["loss"])
         jitter = torch.rand(()).item()  # alike on all ranks, and after every resume
         run.log({f"validation/{name}": value for name, value in validation.items()} | {"jitter": jitter})
-        run.log({"validation/second": second["loss"], "epoch": epoch.number})
+        run.log({"again/loss": again["loss"]})
         run.state.setdefault("losses", []).append(validation["loss"])
         if validation["loss"] <= min(run.state["losses"]):
-            run.state["best_step"] = run.steps_done
+            run.state["best_step"] = steps_done
             run.snapshot("best")
         faults.reach("after schedule")
+
+    faults.reach("start")
+    if num_steps is not None:
+        for step in run.steps(samples, num_steps, num_workers=num_workers):
+            train_step(step)
+            if step.number % 4 == 3:
+                validate(step.number + 1)
+    else:
+        sampler = rotate if with_sampler else None
+        for epoch in run.epochs(samples, epochs, num_workers=num_workers, sampler=sampler):
+            for step in epoch:
+                train_step(step)
+            validate(run.steps_done)
     if run.rank == 0:
         with open(directory / "after", "a") as file:
             print(run.steps_done, file=file)
-    faults.reach("after loop")
-    return Path(run.dir)
+    assert run.dir is not None
+    return run.dir
+
+
+def rotate(epoch: int) -> list[int]:
+    """A sampler: an order of all samples for each epoch."""
+    return [(7 * epoch + 3 * i) % NUM_SAMPLES for i in range(NUM_SAMPLES)]
 
 
 def num_micro_batches(step: int) -> int:

@@ -642,14 +642,14 @@ class Kinds(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.single, self.half = nn.Linear(6, 7), nn.Linear(7, 5).bfloat16()
-        self.double = nn.Linear(5, 5).double()
+        self.single, self.brain = nn.Linear(6, 7), nn.Linear(7, 5).bfloat16()
+        self.wide = nn.Linear(5, 5).double()
         self.waves = nn.Parameter(torch.randn(5, dtype=torch.complex64))
         self.head = nn.Linear(5, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.half(torch.tanh(self.single(x)).bfloat16())
-        hidden = torch.tanh(self.double(hidden.double())).float()
+        hidden = self.brain(torch.tanh(self.single(x)).bfloat16())
+        hidden = torch.tanh(self.wide(hidden.double())).float()
         return self.head(torch.fft.ifft(torch.fft.fft(hidden) * self.waves).real)
 
 

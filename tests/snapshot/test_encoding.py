@@ -166,6 +166,12 @@ def test_shared_tensors_are_stored_once_and_shared_again(tmp_path: Path) -> None
     assert restored["row"].untyped_storage().data_ptr() != restored["a"].untyped_storage().data_ptr()
 
 
+def test_a_tensor_and_its_conjugate_share_memory_and_differ(tmp_path: Path) -> None:
+    tensor = torch.randn(3, dtype=torch.complex64)
+    state = {"a": tensor, "b": tensor.conj(), "c": tensor.conj().imag, "d": tensor.imag}
+    assert_same(restore(state, tmp_path), state)
+
+
 def test_a_view_of_a_large_storage_takes_only_its_own_bytes(tmp_path: Path) -> None:
     restore({"view": torch.zeros(1_000_000)[:10]}, tmp_path)
     assert (tmp_path / "tensors.safetensors").stat().st_size < 500

@@ -130,6 +130,8 @@ def run_launch(target: Target, *, num_ranks: str, show_ranks: str, overrides: Ov
 
 def _conclude(ranks: Ranks, received: list[int]) -> int:
     """Reports the failure, if any, and finds the exit code."""
+    if any(code < 0 for code in ranks.codes.values()) and sys.stdout.isatty():
+        print("\x1b[?25h", end="", flush=True)  # A progress bar may have hidden the cursor.
     failure = ranks.first_failure()
     if received and ranks.told_to_stop and (failure is None or failure.secondary or -failure.code in received):
         if len(received) == 1 and ranks.done and not any(ranks.codes.values()):

@@ -144,11 +144,12 @@ def _start_server(fd: int) -> int:
 
 def take_server() -> ForkServer:
     """An idle server that has imported everything, or a new one."""
-    while _idle_servers:
-        server = _idle_servers.pop()
-        if server.usable:
-            return server
-        server.close()
+    with suppress(IndexError):
+        while True:
+            server = _idle_servers.pop()
+            if server.usable:
+                return server
+            server.close()
     return ForkServer()
 
 

@@ -27,6 +27,7 @@ HOST = "127.0.0.1"
 POLL_S = 0.1
 FOLLOW_S = 0.5  # for the ranks to fail by themselves when one has: alike, or because they lost it
 LEAVE_S = 1.0  # for the others to leave when they are told to
+KILL_S = 30.0  # for the system to kill them: in a driver, say, it waits
 TAIL_LINES = 20
 
 
@@ -147,7 +148,7 @@ class Ranks:
         if events is None:
             if not self.started:
                 raise RuntimeError("the process that was to start the ranks has died")
-            self._server_lost()
+            self._give_up()
             return
         for event in events:
             if "started" in event:
@@ -170,11 +171,11 @@ class Ranks:
 
     def kill(self) -> None:
         """Kills the ranks that still run, and their children, and waits for their end."""
+        self.told_to_stop = True
         if self.started and not self.done:
-            self.told_to_stop = True
             self._server.signal(signal.SIGKILL)
-            while not self.done:
-                self.poll()
+            self._poll_for(KILL_S)
+            self._give_up()
 
     def _poll_for(self, timeout_s: float) -> None:
         """Until all have ended, or for that long."""
@@ -208,12 +209,11 @@ class Ranks:
             record = json.loads((self.directory / f"{rank}.json").read_text())
         except (OSError, ValueError):
             return Failure(rank, time_s, code, False, "died", _describe_death(code), log=tail)
-        fields = {name: record[name] for name in ("time_s", "secondary", "message", "traceback")}
-        kind = record.get("kind", "error" if record["exit_code"] == Error.exit_code else "exception")
-        return Failure(rank=rank, code=code, kind=kind, log=tail, **fields)
+        names = ("time_s", "secondary", "kind", "message", "traceback")
+        return Failure(rank, code=record["exit_code"], log=tail, **{name: record[name] for name in names})
 
-    def _server_lost(self) -> None:
-        """The server was killed: its ranks die with it, their children here."""
+    def _give_up(self) -> None:
+        """Nothing more will be heard of the ranks that still run: the server is gone, or cannot kill them."""
         for pid in self._pids:
             with suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)

@@ -8,6 +8,7 @@ import importlib.util
 import io
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -20,6 +21,8 @@ from typing import Any, NoReturn
 import cloudpickle
 
 from samestep.errors import Error, PeerFailed
+
+LEAVE_S = 30  # for what is registered with atexit, in a rank that has failed
 
 # What torch.distributed says where another rank has gone. Its exception types are not always specific.
 PEER_LOST = (
@@ -74,6 +77,10 @@ def run_rank(
 
 def leave(code: int) -> NoReturn:
     """Ends this process as Python would, less the teardown of modules: that takes torch 0.3 s."""
+    if code:
+        # The other ranks wait for this one, and cannot know why: it must not stay for long.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(LEAVE_S)
     with suppress(BaseException):
         if code == 0:
             threading._shutdown()  # type: ignore[attr-defined]  # Waits for threads that are not daemons.
@@ -137,6 +144,8 @@ def _call(rank: int, directory: Path, pickle: Path) -> None:
     sys.path[:] = json.loads((directory / "path.json").read_text())
     try:
         fn, args, kwargs = cloudpickle.loads(pickle.read_bytes())
+        if getattr(fn, "__module__", None) == "__main__":  # where plain pickle will look for its classes
+            sys.modules["__main__"].__dict__.update(getattr(fn, "__globals__", {}))
         value = fn(*args, **kwargs)
         if rank == 0:
             (directory / "value.pickle").write_bytes(cloudpickle.dumps(value))
@@ -198,8 +207,12 @@ def _write_error(rank: int, directory: str, error: BaseException, code: int) -> 
     }
     path = Path(directory) / f"{rank}.json"
     partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(record))
-    partial.rename(path)
+    try:
+        path.parent.mkdir(exist_ok=True)  # Somebody may tidy up /tmp in the weeks that a run takes.
+        partial.write_text(json.dumps(record))
+        partial.rename(path)
+    except OSError:
+        print(text or message, file=sys.stderr)
 
 
 def _format(error: BaseException) -> str:

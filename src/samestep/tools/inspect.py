@@ -111,11 +111,10 @@ def _show_run(options: argparse.Namespace, record: Mapping[str, Any]) -> int:
     if options.json:
         print(json.dumps({"run": record, "snapshots": snapshots, "metrics": metrics}, indent=1))
         return 0
-    numbers = {"samestep": record.get("samestep"), **record.get("numbers", {})}
-    _print_table(f"run {options.run}", ("number", "value"), [(name, _plain(value)) for name, value in numbers.items()])
-    if record.get("config"):
-        config = [(name, _plain(value)) for name, value in record["config"].items()]
-        _print_table("config", ("name", "value"), config)
+    print(f"run {options.run}, samestep {record.get('samestep')}")
+    for section in ("numbers", "machine", "config"):
+        if record.get(section):
+            _print_table(section, ("name", "value"), _list_values(record[section]))
     rows = [
         (str(s["step"]) if s["step"] >= 0 else "?", s["name"] or "", _size(s["size_bytes"]), _age(s["time"]),
          s["problem"] or "sound")
@@ -123,7 +122,7 @@ def _show_run(options: argparse.Namespace, record: Mapping[str, Any]) -> int:
     ]  # fmt: skip
     _print_table("snapshots", ("step", "name", "size", "age", "state"), rows or [("none", "", "", "", "")])
     if metrics is not None:
-        _print_table("last metrics", ("name", "value"), [(name, _plain(value)) for name, value in metrics.items()])
+        _print_table("last metrics", ("name", "value"), _list_values(metrics))
     return 0
 
 
@@ -174,8 +173,14 @@ def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]
         print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
-def _plain(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+def _list_values(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    rows = []
+    for name, value in values.items():
+        if isinstance(value, dict):
+            rows += _list_values(value, f"{prefix}{name}.")
+        else:
+            rows.append((prefix + name, value if isinstance(value, str) else json.dumps(value)))
+    return rows
 
 
 def _size(size_bytes: float) -> str:

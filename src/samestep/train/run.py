@@ -1,14 +1,12 @@
 """One training run, as a script sees it: the ranks, the data, the gradient, what is kept and what is said."""
 
 import atexit
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 from samestep.data.loader import seed_all, understand
@@ -24,7 +22,8 @@ from samestep.train.exits import StopSignals, report_errors
 from samestep.train.feed import Feed, Sampler
 from samestep.train.keeper import Keeper
 from samestep.train.loop import Loop
-from samestep.train.settings import Settings, build_settings
+from samestep.train.machine import describe_machine, fix_compiler, fix_kernels
+from samestep.train.settings import build_settings
 from samestep.train.steps import Epoch, Step
 from samestep.watch.progress import build_progress
 from samestep.watch.trackers import Tracker, TrackerInfo, Trackers
@@ -103,7 +102,7 @@ class Run:
         self.batch_size, self.micro_batch_size = settings.batch_size, settings.micro_batch_size
         self.seed = settings.seed
         self.device = choose_device(environment, environment.overrides.device or device)
-        _fix_kernels(settings.threads, settings.deterministic)
+        fix_kernels(settings.threads, settings.deterministic)
         self._precision = build_precision(settings.precision, self.device)
         self._group = open_group(environment, self.device)
         self.rank, self.world_size = environment.rank, environment.world_size
@@ -325,9 +324,9 @@ class Run:
             "drop_last": feed.source.drop_last,
             "sampler": "given" if feed.has_sampler else "default",
         }
-        machine = _describe_machine(self._settings, self.device)
+        machine = describe_machine(self._settings, self.device)
         self._keeper.record(self._numbers | numbers, machine, self._config)
-        _fix_compiler()
+        fix_compiler()
         self._loop = loop = Loop(self, feed, total_steps, self._settings.max_steps)
         if self.rank == 0:
             self._trackers.start(
@@ -434,30 +433,3 @@ class Run:
         self._progress.close()
         self._keeper.close()
         close_group()
-
-
-def _fix_kernels(threads: int, deterministic: bool) -> None:
-    """Makes one rank compute the same bits every time."""
-    torch.set_num_threads(threads)
-    if deterministic:
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        torch.backends.cudnn.benchmark = False
-
-
-def _describe_machine(settings: Settings, device: torch.device) -> dict[str, Any]:
-    """What the bits depend on beside the run's numbers."""
-    kernels = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
-    return {
-        "torch": torch.__version__,
-        "device": f"{device.type} {kernels}",
-        "reduction": settings.reduction,
-        "deterministic": settings.deterministic,
-    }
-
-
-def _fix_compiler() -> None:
-    """No dynamic shapes: a ragged micro-batch would bring a kernel that serves full ones afterwards."""
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None:
-        dynamo.config.automatic_dynamic_shapes = False

@@ -1,0 +1,133 @@
+"""How long each route takes for one bucket of gradients, between gloo ranks on this machine.
+
+Every rank holds one gradient. direct: everyone sends it to everyone and adds up; butterfly: recursive halving and
+doubling; chunks: all-to-all, addition, all-gather; all-reduce: the backend's own, whose bits depend on the ranks.
+The sweep over sizes shows where direct stops being the best, for `DIRECT_MAX_BYTES` in engine/routes.py.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from common import Times, build_contestant, build_parser, measure, print_json, print_machine, print_table
+from torch import Tensor
+
+import samestep
+from samestep.engine import routes
+from samestep.plan.tree import build_layout
+
+GRADIENT_BYTES = [5 * 10**6, 100 * 10**6]
+SWEEP_BYTES = [4 << 10, 16 << 10, 64 << 10, 256 << 10, 512 << 10, 1 << 20, 2 << 20, 4 << 20, 8 << 20, 26 << 20]
+BLOCK_S = 0.1  # about as long as one block of exchanges takes
+DIRECT, BUTTERFLY, CHUNKS, ALL_REDUCE = "direct", "butterfly", "chunks", "all-reduce"
+
+
+def build_exchange(name: str, num_elements: int, world_size: int, rank: int) -> tuple[Tensor, Callable[[], Tensor]]:
+    """This rank's gradient [num_elements], and what sums it over the ranks by the route `name`."""
+    # As many micro-batches as ranks: one part each.
+    layout = build_layout(world_size, world_size)
+    rows = torch.zeros(world_size if name == DIRECT else 1, num_elements)
+    slots, own = list(rows), rows[rank if name == DIRECT else 0]
+    if name == BUTTERFLY:
+        scratch = rows.new_zeros((num_elements + 1) // 2)
+    elif name == CHUNKS:
+        scratch = rows.new_zeros(world_size, 1, num_elements // world_size)
+
+    def run() -> Tensor:
+        if name == DIRECT:
+            routes.land([routes.Flight(routes.run_direct(rows, rank, tag=0))])
+            return routes.add_parts(slots, layout)
+        if name == BUTTERFLY:
+            route = routes.run_butterfly(own, scratch, rank, world_size, tag=0)
+        elif name == CHUNKS:
+            route = routes.run_chunks(rows, scratch, rank, layout, tag=0)
+        else:
+            route = routes.run_all_reduce(own)
+        routes.land([routes.Flight(route)])
+        return own
+
+    return own, run
+
+
+def run_again_and_again(run: Callable[[], Tensor]) -> Iterator[Tensor]:
+    while True:
+        yield run()
+
+
+def run_rank(sizes: Sequence[int], num_rounds: int, block_s: float) -> dict[int, Times]:
+    """On each rank: checks and measures all routes for each size in bytes."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    names = [DIRECT, BUTTERFLY, CHUNKS, ALL_REDUCE]
+    if not build_layout(world_size, world_size).butterfly:
+        names.remove(BUTTERFLY)
+    results = {}
+    for num_bytes in sizes:
+        num_elements = -(-num_bytes // (4 * world_size)) * world_size
+        contestants = []
+        for name in names:
+            own, run = build_exchange(name, num_elements, world_size, rank)
+            own.fill_(rank + 1.0)
+            total = run()
+            assert bool((total == world_size * (world_size + 1) / 2).all()), f"{name} gave a wrong sum"
+            own.zero_()
+            contestants.append(build_contestant(name, run_again_and_again(run)))
+        guess_s = 0.0003 + num_bytes * world_size / 2e9
+        times = measure(contestants, num_rounds=num_rounds, steps_per_block=max(1, min(100, int(block_s / guess_s))))
+        results[num_bytes] = times
+    return results
+
+
+def format_size(num_bytes: int) -> str:
+    for unit, size in (("MB", 10**6), ("MiB", 2**20), ("KiB", 2**10)):
+        if num_bytes % size == 0:
+            return f"{num_bytes // size} {unit}"
+    return f"{num_bytes:,} B"
+
+
+def print_results(title: str, world_size: int, results: dict[int, Times]) -> None:
+    """A row per size: the medians in ms, the best of the exact routes, and what the engine would take."""
+    layout = build_layout(world_size, world_size)
+    names = list(next(iter(results.values())))
+    rows = []
+    for num_bytes, times in results.items():
+        medians = {name: statistics.median(values) for name, values in times.items()}
+        best = min((name for name in names if name != ALL_REDUCE), key=lambda name: medians[name])
+        chosen = routes.choose_route(layout, num_bytes)
+        figures = [f"{medians[name] * 1e3:,.3f}" for name in names]
+        rows.append([format_size(num_bytes), *figures, best, chosen, f"{medians[chosen] / medians[best]:.2f}"])
+    print(f"{title}, {world_size} ranks: ms")
+    print_table(["", *names, "best exact", "engine takes", "by best"], rows)
+
+
+def main() -> None:
+    parser = build_parser(__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks")
+    parser.add_argument("--rounds", type=int, default=7, help="blocks of each route, after one to warm up")
+    args = parser.parse_args()
+    sizes, sweep, block_s = GRADIENT_BYTES, SWEEP_BYTES, BLOCK_S
+    if args.quick:
+        args.rounds, sizes, sweep, block_s = 1, [10**6], [4 << 10, 1 << 20], 0.005
+    if not args.json:
+        print_machine()
+    gradients, sweeps = {}, {}
+    for world_size in args.ranks:
+        run_args = (sizes, args.rounds, block_s)
+        gradients[world_size] = samestep.spawn(run_rank, nprocs=world_size, args=run_args, device="cpu")
+        if not args.json:
+            print_results("gradients", world_size, gradients[world_size])
+    for world_size in args.ranks:
+        run_args = (sweep, args.rounds, block_s)
+        sweeps[world_size] = samestep.spawn(run_rank, nprocs=world_size, args=run_args, device="cpu")
+        if not args.json:
+            print_results("sweep", world_size, sweeps[world_size])
+    if args.json:
+        print_json(seconds=gradients, seconds_in_sweep=sweeps, direct_max_bytes=routes.DIRECT_MAX_BYTES)
+    else:
+        print(f"DIRECT_MAX_BYTES is {format_size(routes.DIRECT_MAX_BYTES)}")
+
+
+if __name__ == "__main__":
+    main()

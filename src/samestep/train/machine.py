@@ -1,0 +1,35 @@
+"""The machine a rank computes on: made to give the same bits every time, and described."""
+
+import sys
+from typing import Any
+
+import torch
+
+from samestep.train.settings import Settings
+
+
+def fix_kernels(threads: int, deterministic: bool) -> None:
+    """Makes one rank compute the same bits every time."""
+    torch.set_num_threads(threads)
+    if deterministic:
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        torch.backends.cudnn.benchmark = False
+
+
+def describe_machine(settings: Settings, device: torch.device) -> dict[str, Any]:
+    """What the bits depend on beside the run's numbers."""
+    kernels = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
+    return {
+        "torch": torch.__version__,
+        "device": f"{device.type} {kernels}",
+        "reduction": settings.reduction,
+        "deterministic": settings.deterministic,
+    }
+
+
+def fix_compiler() -> None:
+    """No dynamic shapes: a ragged micro-batch would bring a kernel that serves full ones afterwards."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is not None:
+        dynamo.config.automatic_dynamic_shapes = False

@@ -1,0 +1,92 @@
+"""Running the command as a person does, and watching what becomes of its processes."""
+
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+import psutil
+
+MARK = "SAMESTEP_TEST_MARK"
+DEADLINE_S = 60.0
+
+
+def wait_until(condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
+        time.sleep(0.01)
+
+
+class Command:
+    """`samestep`, started in a directory, with a mark in the environment by which all its processes are known."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.mark = uuid.uuid4().hex
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("SAMESTEP", "OMP"))}
+        self.variables = {**kept, MARK: self.mark}
+        self.started: list[subprocess.Popen[str]] = []
+
+    def write(self, name: str, text: str) -> Path:
+        path = self.directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    def start(
+        self, *arguments: str, program: str = "samestep", stdout: int | IO[str] = subprocess.PIPE
+    ) -> subprocess.Popen[str]:
+        """In a process group of its own, as a shell starts it."""
+        process = subprocess.Popen(
+            [sys.executable, "-m", program, *arguments] if program else [sys.executable, *arguments],
+            cwd=self.directory,
+            env=self.variables,
+            stdout=stdout,
+            stderr=subprocess.PIPE,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            process_group=0,
+        )
+        self.started.append(process)
+        return process
+
+    def run(self, *arguments: str, program: str = "samestep") -> subprocess.CompletedProcess[str]:
+        process = self.start(*arguments, program=program)
+        out, err = process.communicate(timeout=DEADLINE_S)
+        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+
+    def processes(self) -> list[psutil.Process]:
+        """Those of this command that live, the ranks' children, too."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.Error, OSError):
+                continue
+        return found
+
+    def wait_for(self, *names: str) -> None:
+        """Until the ranks have made these files."""
+        wait_until(lambda: all((self.directory / name).exists() for name in names), f"files {names}")
+
+    def assert_nothing_left(self, deadline_s: float = 5.0) -> None:
+        wait_until(lambda: not self.processes(), "no process left", deadline_s)
+
+    def assert_no_files_left(self) -> None:
+        assert list(Path(self.variables["TMPDIR"]).glob("samestep-*")) == []
+
+    def close(self) -> None:
+        for process in self.started:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+            for stream in (process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
+        self.assert_nothing_left()

@@ -1,0 +1,442 @@
+"""Whatever kills a run, whenever: the same command goes on, at any number of ranks, to the very same end."""
+
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from promises.faulty import IN_BODY, IN_SAVING, IN_STEP, MOMENTS, NUM_STEPS, STEPS_PER_EPOCH, Fault
+from promises.trial import Outcome, Trial, read_tree, resume_is_from
+
+import samestep
+
+Undisturbed = Callable[..., Outcome]
+
+# --- kills, as a person meets them ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fault", "flags", "arguments", "num_ranks_then"),
+    [
+        ("kill rank 1 at step 7 in forward", [], [], 2),
+        ("kill rank 1 at step 8 in reduction", ["--snapshot-every", "3"], [], 4),
+        ("kill all ranks at step 10 in before validation", ["--snapshot-every", "3steps"], [], 1),
+        ("kill rank 0 at step 10 in before schedule", ["--snapshot-every", "2epochs"], [], 3),
+        ("kill rank 0 at step 6 in writing manifest", ["--snapshot-every", "2"], [], 2),
+        ("kill rank 1 at step 9 in worker", [], ["--num-workers", "2"], 2),
+    ],
+)
+def test_killed_under_the_launcher(
+    trial: Trial, undisturbed: Undisturbed, fault: str, flags: list[str], arguments: list[str], num_ranks_then: int
+) -> None:
+    killed = trial.start("launch", 2, fault, *flags, arguments=arguments)
+    code = killed.wait()
+    in_worker = "worker" in fault
+    assert code == (1 if in_worker else 128 + signal.SIGKILL), killed.output
+    assert ("DataLoader worker" if in_worker else "was killed by SIGKILL") in killed.output
+    trial.note_strike(fault, "kill its process" if in_worker else None)
+    assert trial.num_ends == 0
+
+    trial.run("launch", num_ranks_then, fault, *flags, arguments=arguments)
+    assert trial.num_ends == 1
+    assert trial.outcome() == undisturbed()
+
+
+@pytest.mark.parametrize("victim", ["launcher", "server"])
+def test_the_launcher_itself_is_killed(trial: Trial, undisturbed: Undisturbed, victim: str) -> None:
+    """Its ranks, and their DataLoader workers, do not outlive it to write into the run of those that follow."""
+    launch = trial.start("launch", 2, "hold rank 0 at step 7 in backward", arguments=["--num-workers", "1"])
+    trial.wait_held()
+    (server,) = [process for process in launch.processes() if process.ppid() == launch.process.pid]
+    assert len(launch.processes()) == 2 + 2 + 2
+    began_s = time.monotonic()
+    os.kill(launch.process.pid if victim == "launcher" else server.pid, signal.SIGKILL)
+    assert launch.wait() == (-signal.SIGKILL if victim == "launcher" else 128 + signal.SIGKILL)
+    trial.note(f"kill {victim}", "backward", time.monotonic() - began_s)
+
+    trial.spawn(3)
+    assert trial.outcome() == undisturbed()
+
+
+# --- kills at every moment --------------------------------------------------------------------------------------------
+
+
+def build_kills() -> list[str]:
+    """Every moment, for each kind of victim that can meet it."""
+    kills = [f"kill {who} at step 0 in start" for who in ("rank 0", "rank 2", "all ranks")]
+    kills += [f"kill {who} at step 7 in {moment}" for moment in IN_STEP for who in ("rank 0", "rank 2", "all ranks")]
+    kills += [f"kill {who} at step 10 in {moment}" for moment in IN_BODY for who in ("rank 0", "rank 2", "all ranks")]
+    kills += [f"kill {who} at step 10 in {moment}" for moment in IN_SAVING for who in ("rank 0", "all ranks")]
+    # The first step, the last of an epoch, the last of all; a body and a snapshot that are the first or the last.
+    kills += ["kill rank 1 at step 0 in backward", "kill rank 1 at step 4 in update", "kill rank 1 at step 14 in update"]
+    kills += ["kill rank 1 at step 5 in before schedule", "kill rank 1 at step 15 in after schedule"]
+    kills += ["kill rank 0 at step 5 in before rename", "kill rank 0 at step 15 in after rename"]
+    kills += ["raise rank 1 at step 7 in forward", "raise rank 1 at step 10 in validation"]
+    return kills
+
+
+@pytest.mark.parametrize("fault", build_kills())
+def test_killed_at_every_moment(trial: Trial, undisturbed: Undisturbed, fault: str) -> None:
+    """keep=1, so that there is something to prune."""
+    num_ranks_then = 1 + len(fault) % 4
+    error = trial.spawn_to_fail(3, fault, keep=1)
+    assert ("a fault" if fault.startswith("raise") else "was killed by SIGKILL") in str(error)
+    trial.note_strike(fault)
+    saved = trial.snapshots
+    assert trial.spawn(num_ranks_then, fault, keep=1) == trial.dir
+    assert trial.outcome() == undisturbed()
+    assert trial.snapshots == ["best", "step-00000015"]
+    step, moment = Fault.parse(fault).step, Fault.parse(fault).moment
+    if moment in (*IN_BODY, *IN_SAVING[:3]) and step == 10:
+        assert "step-00000005" in saved, "nothing of an epoch is saved before its body is done"
+        assert "step-00000010" not in saved
+    if moment in ("after rename", "pruning"):
+        assert f"step-{step:08d}" in saved
+
+
+def test_every_moment_is_struck() -> None:
+    struck = {Fault.parse(fault).moment for fault in build_kills()}
+    assert struck == set(MOMENTS) - {"worker", "rewinding"}, "those two have tests of their own"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_again_and_again(trial: Trial, undisturbed: Undisturbed, seed: int) -> None:
+    """One crash after the other, at other numbers of ranks each time, until there is none left."""
+    draw = random.Random(seed)
+    steps = sorted(draw.sample(range(NUM_STEPS), 5))
+    faults = [f"{draw.choice(['kill', 'raise'])} rank 0 at step {step} in {draw.choice(IN_STEP)}" for step in steps]
+    faults += [f"kill all ranks at step 5 in {draw.choice(IN_BODY)}", "kill rank 0 at step 6 in before rename"]
+    every = draw.choice(["2", "3", "4steps", "1epochs"])
+    num_failures = 0
+    while True:
+        num_ranks, num_workers = draw.randint(1, 4), draw.choice([0, 0, 1])
+        try:
+            trial.spawn(num_ranks, faults, num_workers=num_workers, snapshot_every=every)
+            break
+        except RuntimeError:
+            num_failures += 1
+    for path in trial.faults.glob("struck-*"):
+        trial.note_strike(path.name.removeprefix("struck-").replace("-", " "))
+    assert num_failures == len(list(trial.faults.glob("struck-*"))) >= 6
+    assert trial.outcome() == undisturbed()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "fault"),
+    [
+        ({"num_steps": 17, "snapshot_every": 3}, "kill rank 1 at step 10 in reduction"),
+        ({"num_steps": 17, "snapshot_every": 4}, "kill rank 1 at step 7 in before schedule"),
+        ({"with_sampler": True, "snapshot_every": 3}, "kill all ranks at step 7 in update"),
+        ({"num_workers": 2, "snapshot_every": 3}, "kill rank 0 at step 8 in backward"),
+    ],
+    ids=["steps", "steps, in the body", "a sampler", "DataLoader workers"],
+)
+def test_other_loops(trial: Trial, undisturbed: Undisturbed, arguments: dict[str, object], fault: str) -> None:
+    trial.spawn_to_fail(2, fault, **arguments)
+    trial.note_strike(fault)
+    trial.spawn(3, fault, **arguments)
+    assert trial.outcome() == undisturbed(**arguments)
+
+
+# --- what is in the directory -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("every", "keep", "fault", "saved", "resumed", "at_end"),
+    [
+        (3, 3, "kill rank 1 at step 13 in forward", ["5", "best 5", "6", "9", "best 10", "12"], 12, ["9", "12", "15"]),
+        ("3", 1, "kill rank 1 at step 10 in after schedule", ["best 5", "9"], 9, ["15"]),
+        ("5steps", 3, "kill rank 1 at step 10 in before schedule", ["best 5", "5"], 5, ["5", "10", "15"]),
+        ("1epochs", 3, "kill rank 1 at step 10 in before schedule", ["best 5", "5"], 5, ["5", "10", "15"]),
+        ("2epochs", 3, "kill rank 1 at step 9 in update", ["best 5"], 5, ["10", "15"]),
+        ("2epochs", 3, "kill rank 1 at step 11 in update", ["10", "best 10"], 10, ["10", "15"]),
+        ("never", 3, "kill rank 1 at step 11 in update", ["best 10"], 10, []),
+        ("never", 3, "kill rank 1 at step 4 in update", [], 0, []),
+    ],
+)
+def test_what_is_saved_and_kept(
+    trial: Trial,
+    undisturbed: Undisturbed,
+    capfd: pytest.CaptureFixture[str],
+    every: int | str,
+    keep: int,
+    fault: str,
+    saved: list[str],
+    resumed: int,
+    at_end: list[str],
+) -> None:
+    trial.spawn_to_fail(2, fault, snapshot_every=every, keep=keep)
+    trial.note_strike(fault)
+    numbered = [f"step-{int(name):08d}" for name in saved if name.isdecimal()][-keep:]
+    there = trial.snapshots
+    assert [name for name in there if name != "best"] == numbered
+    assert ("best" in there) == any("best" in name for name in saved)
+    capfd.readouterr()
+    trial.spawn(2, fault, snapshot_every=every, keep=keep)
+    assert resume_is_from(capfd.readouterr().out) == resumed
+    assert [name for name in trial.snapshots if name != "best"] == [f"step-{int(name):08d}" for name in at_end]
+    if every != "never":
+        assert trial.outcome() == undisturbed()
+    assert (trial.dir / "metrics.jsonl").read_bytes() == undisturbed().metrics
+
+
+def test_rows_past_the_snapshot_are_cut(trial: Trial, undisturbed: Undisturbed) -> None:
+    """An exception lets the rank write its rows before it goes; those past the snapshot must not stand there twice."""
+    fault = "raise all ranks at step 9 in update"
+    trial.spawn_to_fail(2, fault)
+    trial.note_strike(fault)
+    rows = (trial.dir / "metrics.jsonl").read_bytes()
+    ledger = (trial.dir / "ledger.bin").read_bytes()
+    assert b'{"step": 8' in rows
+    assert len(ledger) == 9 * 24
+    trial.spawn(2, fault)
+    assert trial.outcome() == undisturbed()
+    assert undisturbed().metrics.startswith(rows), "the run that failed had the same rows up to there"
+
+
+def test_rows_from_before_the_first_step(tmp_path: Path) -> None:
+    """Killed after it had logged, and before the run had begun: the same command begins."""
+
+    def train(is_first: bool) -> int:
+        import torch
+
+        run = samestep.Run(tmp_path / "run", batch_size=4)
+        model = torch.nn.Linear(1, 1)
+        run.prepare(model=model)
+        if is_first:
+            path = tmp_path / "run" / "metrics.jsonl"
+            while path.stat().st_size == 0:  # they are written once a second
+                run.log({"untrained": 1.0})
+            os.kill(os.getpid(), signal.SIGKILL)
+        for step in run.steps(torch.randn(4, 1), 2):
+            for x in step:
+                step.backward(model(x).mean())
+        return run.steps_done
+
+    with pytest.raises(RuntimeError, match="SIGKILL"):
+        samestep.spawn(train, 1, (True,))
+    assert samestep.spawn(train, 1, (False,)) == 2
+    assert "untrained" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+# --- where to go on from ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", [6, "6", "best", "latest"])
+def test_resume_from_an_older_snapshot(
+    trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], which: int | str
+) -> None:
+    """What is newer is moved out of the way, not lost; and the end is the same."""
+    fault = "kill rank 0 at step 13 in forward"
+    trial.spawn_to_fail(2, fault, snapshot_every=3)
+    there = set(trial.snapshots)
+    assert there == {"step-00000006", "step-00000009", "step-00000012", "best"}
+    capfd.readouterr()
+    trial.spawn(3, fault, snapshot_every=3, resume=which)
+    printed = capfd.readouterr().out
+    step = {"best": 10, "latest": 12}.get(str(which), 6)
+    assert resume_is_from(printed) == step
+    newer = {name for name in there if int(name.removeprefix("step-").replace("best", "10")) > step}
+    moved = {path.name.rpartition("-")[0] for path in trial.dir.glob("abandoned/*")}
+    assert moved == newer
+    assert ("abandoned" in printed) == bool(newer)
+    assert trial.outcome() == undisturbed()
+
+
+def test_resume_by_the_launcher_flag(trial: Trial, undisturbed: Undisturbed) -> None:
+    trial.spawn(2, snapshot_every=4, keep=9)
+    went_back = trial.run("launch", 2, "", "--resume", "8", "--snapshot-every", "4")
+    assert resume_is_from(went_back.output) == 8
+    assert len(list(trial.dir.glob("abandoned/*"))) == 4
+    assert trial.outcome() == undisturbed()
+
+
+def test_killed_while_going_back(trial: Trial, undisturbed: Undisturbed) -> None:
+    """A crash among the snapshots that are moved out of the way leaves a directory that can be resumed from."""
+    trial.spawn(2, snapshot_every=3, keep=9)
+    fault = "kill rank 0 at step 0 in rewinding"
+    trial.spawn_to_fail(2, fault, snapshot_every=3, resume=3)
+    trial.note_strike(fault)
+    assert "step-00000009" in trial.snapshots, "the kill came between two moves"
+    trial.spawn(2, snapshot_every=3, resume="latest")
+    assert trial.outcome() == undisturbed()
+
+
+@pytest.mark.parametrize(("resume", "said"), [("never", "resume is never"), (7, "step 7"), ("bset", "bset")])
+def test_resume_refused(trial: Trial, resume: str | int, said: str) -> None:
+    trial.spawn(1, epochs=1)
+    before = read_tree(trial.dir)
+    with pytest.raises(samestep.Error, match=said):
+        trial.spawn(2, resume=resume)
+    after = read_tree(trial.dir)
+    assert before.pop("lock") != after.pop("lock")  # says who came last
+    assert before == after
+
+
+def test_resume_refused_by_the_launcher(trial: Trial) -> None:
+    trial.spawn(1, epochs=1)
+    refused = trial.run("launch", 2, "", "--resume", "never", code=2)
+    assert "resume is never" in refused.output
+    assert "Traceback" not in refused.output
+    assert trial.num_ends == 1
+
+
+def test_never_on_an_empty_directory(trial: Trial, undisturbed: Undisturbed) -> None:
+    trial.spawn(2, resume="never")
+    assert trial.outcome() == undisturbed()
+
+
+def test_fresh_starts_beside(trial: Trial, undisturbed: Undisturbed) -> None:
+    trial.spawn(2, epochs=1)
+    before = read_tree(trial.dir)
+    times = {path: path.stat().st_mtime_ns for path in trial.dir.rglob("*")}
+    beside = trial.dir.with_name("run-2")
+    assert trial.spawn(1, SAMESTEP_FRESH=1) == beside
+    again = trial.run("launch", 2, "", "--fresh")
+    assert str(beside.with_name("run-3")) in again.output
+    assert read_tree(trial.dir) == before
+    assert {path: path.stat().st_mtime_ns for path in trial.dir.rglob("*")} == times
+    for directory in (beside, beside.with_name("run-3")):
+        trial.dir = directory
+        assert trial.outcome() == undisturbed()
+
+
+# --- the length of a run ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_steps", [3, 7, 10, 14])
+@pytest.mark.parametrize("every", [3, "1epochs", "2epochs"])
+def test_max_steps_and_then_more(
+    trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], max_steps: int, every: int | str
+) -> None:
+    """However a run is cut into pieces, in the middle of an epoch, too, it is the same."""
+    trial.spawn(2, max_steps=max_steps, snapshot_every=every)
+    assert f"step-{max_steps:08d}" in trial.snapshots
+    capfd.readouterr()
+    trial.spawn(3, max_steps=NUM_STEPS, snapshot_every=every)
+    assert resume_is_from(capfd.readouterr().out) == max_steps
+    assert trial.outcome() == undisturbed()
+    assert trial.num_ends == 2
+
+
+def test_max_steps_of_the_launcher(trial: Trial, undisturbed: Undisturbed) -> None:
+    trial.run("launch", 2, "", "--max-steps", "7")
+    trial.spawn(1)
+    assert trial.outcome() == undisturbed()
+
+
+def test_more_epochs(trial: Trial, undisturbed: Undisturbed) -> None:
+    trial.spawn(3, epochs=1)
+    trial.spawn(1, epochs=2, snapshot_every="2epochs")
+    trial.spawn(2)
+    assert trial.outcome() == undisturbed()
+
+
+def test_nothing_left_to_do(trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str]) -> None:
+    trial.spawn(2)
+    capfd.readouterr()
+    trial.spawn(2)
+    assert "nothing left to do: 15 of 15 steps are done" in capfd.readouterr().out
+    assert trial.outcome() == undisturbed()
+    assert trial.num_ends == 2
+
+
+# --- snapshots that are not whole -------------------------------------------------------------------------------------
+
+
+def truncate(snapshot: Path) -> str:
+    os.truncate(snapshot / "tensors.safetensors", (snapshot / "tensors.safetensors").stat().st_size // 2)
+    return "tensors.safetensors"
+
+
+def flip_a_byte(snapshot: Path) -> str:
+    data = bytearray((snapshot / "tensors.safetensors").read_bytes())
+    data[-100] ^= 1
+    (snapshot / "tensors.safetensors").write_bytes(data)
+    return "tensors.safetensors"
+
+
+def flip_a_byte_of_the_state(snapshot: Path) -> str:
+    data = (snapshot / "state.json").read_text()
+    assert '"best_step": 10' in data
+    (snapshot / "state.json").write_text(data.replace('"best_step": 10', '"best_step": 11'))
+    return "state.json"
+
+
+def lose_a_file(snapshot: Path) -> str:
+    (snapshot / "state.json").unlink()
+    return "state.json"
+
+
+def lose_the_manifest(snapshot: Path) -> str:
+    (snapshot / "manifest.json").unlink()
+    return "manifest.json"
+
+
+def tear_the_manifest(snapshot: Path) -> str:
+    data = (snapshot / "manifest.json").read_bytes()
+    (snapshot / "manifest.json").write_bytes(data[: len(data) // 2])
+    return "manifest.json"
+
+
+def forge_the_manifest(snapshot: Path) -> str:
+    data = (snapshot / "manifest.json").read_text()
+    (snapshot / "manifest.json").write_text(data.replace('"metrics_bytes": ', '"metrics_bytes": 1'))
+    return "manifest.json"
+
+
+DAMAGES = [
+    truncate,
+    flip_a_byte,
+    flip_a_byte_of_the_state,
+    lose_a_file,
+    lose_the_manifest,
+    tear_the_manifest,
+    forge_the_manifest,
+]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_torn_snapshot_is_passed_over(
+    trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], damage: Callable[[Path], str]
+) -> None:
+    trial.spawn(2, max_steps=12, snapshot_every=4, keep=9)
+    file = damage(trial.dir / "snapshots" / "step-00000012")
+    capfd.readouterr()
+    trial.spawn(3, snapshot_every=4)
+    printed = capfd.readouterr().out
+    assert resume_is_from(printed) == 10  # the best
+    assert f"snapshots/step-00000012: {file}" in printed
+    assert trial.outcome() == undisturbed()
+
+
+def test_nothing_is_sound(trial: Trial) -> None:
+    trial.spawn(1, epochs=1)
+    for snapshot in (trial.dir / "snapshots").iterdir():
+        flip_a_byte(snapshot)
+    before = read_tree(trial.dir / "snapshots")
+    with pytest.raises(samestep.Error, match=r"no snapshot in .* is sound .*tensors\.safetensors is damaged"):
+        trial.spawn(1)
+    assert read_tree(trial.dir / "snapshots") == before
+
+
+# --- can these tests fail? --------------------------------------------------------------------------------------------
+
+
+def test_what_is_compared_tells_runs_apart(trial: Trial, undisturbed: Undisturbed) -> None:
+    """A schedule stepped twice, a state that was lost, one sample in another order: none of it stays unseen."""
+    assert STEPS_PER_EPOCH * 3 == NUM_STEPS
+    reference = undisturbed()
+    other = undisturbed(seed=6)
+    assert (other.digest, other.metrics, other.ledger) != (reference.digest, reference.metrics, reference.ledger)
+    assert len({other.digest, reference.digest, undisturbed(epochs=2).digest, undisturbed(with_sampler=True).digest}) == 4
+    assert reference.digest == reference.digest_of_best, "the last epoch is the best, so every epoch replaces it"
+    rates = [line for line in reference.metrics.splitlines() if b"0.02," in line]
+    assert 0 < len(rates) < sum(b"learning_rate" in line for line in reference.metrics.splitlines())
+    trial.spawn(1)
+    assert trial.outcome() == reference
+    shutil.rmtree(trial.dir)

@@ -1,0 +1,253 @@
+"""A run under test: started in each way, struck by faults and signals, compared with one that was left alone."""
+
+import contextlib
+import hashlib
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+from promises.faulty import Fault, train
+from support.runs import clean_variables
+
+import samestep
+from samestep.cli import main
+from samestep.snapshot.store import Store
+
+SCRIPT = Path(__file__).with_name("faulty.py")
+MARK = "PROMISES_TEST_MARK"
+DEADLINE_S = 60.0
+PROMPTLY_S = 20.0  # from a fault to the end of everything: 1 s, but on a busy machine
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run leaves that must be the same, whatever has happened to it."""
+
+    digest: str
+    digest_of_best: str
+    metrics: bytes
+    ledger: bytes
+
+
+@dataclass(frozen=True)
+class Strike:
+    """A fault that struck a run, which then was resumed: who or what, when, and how long everything took to end."""
+
+    fault: str
+    moment: str
+    ended_s: float
+
+
+def wait_until(condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
+        time.sleep(0.005)
+
+
+def ask(*arguments: str | Path) -> str:
+    """What `samestep ARGUMENTS` prints; it must succeed."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main([str(argument) for argument in arguments]) == 0, printed.getvalue()
+    return printed.getvalue()
+
+
+def read_outcome(run_dir: Path) -> Outcome:
+    """A run's end, whose samples are audited on the way."""
+    ask("inspect", run_dir, "--samples")
+    return Outcome(
+        digest=ask("inspect", run_dir, "--digest").strip(),
+        digest_of_best=ask("inspect", run_dir, "--digest", "--step", "best").strip(),
+        metrics=(run_dir / "metrics.jsonl").read_bytes(),
+        ledger=(run_dir / "ledger.bin").read_bytes(),
+    )
+
+
+def read_tree(directory: Path) -> dict[str, str]:
+    """Every file's hash by its path."""
+    files = [path for path in sorted(directory.rglob("*")) if path.is_file()]
+    return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+class Started:
+    """A program that runs, with all that it has started, and its output."""
+
+    def __init__(self, command: Sequence[str | Path], output: Path, env: Mapping[str, str]) -> None:
+        self._mark = uuid.uuid4().hex
+        self.out, self.err = output.with_suffix(".out"), output.with_suffix(".err")
+        with open(self.out, "w") as out, open(self.err, "w") as err:
+            self.process = subprocess.Popen(
+                [str(word) for word in command],
+                env=clean_variables({**env, MARK: self._mark}),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                cwd=output.parent,
+                process_group=0,
+            )
+
+    def wait(self, deadline_s: float = DEADLINE_S) -> int:
+        """Its exit code, once it has ended and nothing of it is left."""
+        try:
+            code = self.process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it runs on after {deadline_s} s:\n{self.output}") from None
+        wait_until(lambda: not self.processes(), "nothing is left", 10)
+        return code
+
+    def wait_for_words(self, words: str) -> None:
+        wait_until(lambda: words in self.output or self.process.poll() is not None, f"it says {words!r}")
+        assert words in self.output, self.output
+
+    def processes(self) -> list[psutil.Process]:
+        """All of it that lives."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+            except (psutil.Error, OSError):
+                continue
+        return found
+
+    @property
+    def output(self) -> str:
+        return self.out.read_text() + self.err.read_text()
+
+    def close(self) -> None:
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.process.wait()
+
+
+class Trial:
+    """One run directory, and what is done to it.
+
+    Attributes:
+        dir: the run's directory.
+        faults: the directory beside it in which the script and the test meet.
+    """
+
+    def __init__(self, run_dir: Path, strikes: list[Strike]) -> None:
+        self.dir = run_dir
+        self.faults = run_dir.with_name(f"{run_dir.name}-faults")
+        self._strikes = strikes
+        self._started: list[Started] = []
+        self.faults.mkdir()
+
+    # --- ways to start it -------------------------------------------------------------------------------------
+
+    def start(self, how: str, num_ranks: int = 1, fault: str = "", *flags: str, arguments: Sequence[str] = (),
+              stdout: IO[str] | None = None) -> Started:  # fmt: skip
+        """Starts the script. `how`: "launch" (with its `flags`), "torchrun" or "python"."""
+        script = [SCRIPT, self.dir, *(["--fault", fault] if fault else []), *arguments]
+        before: dict[str, list[str]] = {
+            "launch": ["-m", "samestep", "launch", "--nproc-per-node", str(num_ranks), *flags],
+            "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)],
+            "python": [],
+        }
+        env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        output = self.faults / f"output-{len(self._started)}"
+        started = Started([sys.executable, *before[how], *script], output, env)
+        self._started.append(started)
+        return started
+
+    def run(self, how: str, num_ranks: int = 1, fault: str = "", *flags: str, code: int = 0, **more: Any) -> Started:
+        """Starts it and waits for the end; its exit code must be `code`."""
+        started = self.start(how, num_ranks, fault, *flags, **more)
+        found = started.wait()
+        assert found == code, f"{how} ended with {found}, not {code}:\n{started.output}"
+        return started
+
+    def spawn(self, num_ranks: int = 1, fault: str | Sequence[str] = (), **arguments: Any) -> Path:
+        """As a call of `samestep.spawn`, which raises what a rank raises. Returns the run's directory.
+
+        Arguments in capitals are variables, SAMESTEP_KEEP for instance.
+        """
+        env = {name: str(arguments.pop(name)) for name in list(arguments) if name.isupper()}
+        return samestep.spawn(train, num_ranks, (self.dir, fault), arguments, env=env)
+
+    def spawn_to_fail(self, num_ranks: int, fault: str | Sequence[str], **arguments: Any) -> BaseException:
+        """As `spawn`, where a fault is to strike. Returns what was raised."""
+        try:
+            self.spawn(num_ranks, fault, **arguments)
+        except Exception as error:
+            return error
+        raise AssertionError(f"{fault} did not strike")
+
+    # --- what happens to it -----------------------------------------------------------------------------------
+
+    def note_strike(self, fault: str, kind: str | None = None) -> None:
+        """Writes down that a fault has struck and everything has ended by now; both must be so."""
+        parsed = Fault.parse(fault)
+        ended_s = time.time() - (self.faults / f"struck-{fault.replace(' ', '-')}").stat().st_mtime
+        assert ended_s < PROMPTLY_S, f"{fault}: everything had ended {ended_s:.1f} s later"
+        who = "all ranks" if parsed.rank is None else f"rank {parsed.rank}" if parsed.rank == 0 else "another rank"
+        self.note(kind or f"{parsed.action} {who}", parsed.moment, ended_s)
+
+    def note(self, kind: str, moment: str, ended_s: float) -> None:
+        self._strikes.append(Strike(kind, moment, ended_s))
+
+    def wait_held(self, rank: int = 0) -> None:
+        """Until the rank is held by its fault."""
+        wait_until(lambda: (self.faults / f"held-{rank}").exists() or self._ended(), f"rank {rank} is held")
+        assert (self.faults / f"held-{rank}").exists(), self._started[-1].output
+
+    def go_on(self) -> None:
+        """Lets go who is held."""
+        (self.faults / "go").touch()
+
+    def pid(self, rank: int) -> int:
+        return int((self.faults / f"pid-{rank}").read_text())
+
+    def tell(self, started: Started, signum: signal.Signals) -> None:
+        """Sends a signal, and waits until rank 0 says that it has heard of it."""
+        started.process.send_signal(signum)
+        # A launcher passes on both as SIGTERM.
+        started.wait_for_words("a second one ends at once")
+
+    def _ended(self) -> bool:
+        return self._started[-1].process.poll() is not None
+
+    # --- what is left of it -----------------------------------------------------------------------------------
+
+    @property
+    def snapshots(self) -> list[str]:
+        """The names of the snapshots that are sound, the oldest first."""
+        return [snapshot.path.name for snapshot in Store(self.dir).snapshots() if snapshot.problem is None]
+
+    @property
+    def num_ends(self) -> int:
+        """How often the code after the loop has run."""
+        path = self.faults / "after"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+    def outcome(self) -> Outcome:
+        return read_outcome(self.dir)
+
+    def close(self) -> None:
+        left = [process for started in self._started for process in started.processes()]
+        for started in self._started:
+            started.close()
+        assert not left, f"left behind: {left}"
+
+
+def resume_is_from(output: str) -> int:
+    """The step at which a run says that it goes on; 0 where it begins."""
+    _, found, after = output.partition("; resumed at step ")
+    return int(after.split()[0]) if found else 0
+
+
+def is_quiet(started: Started) -> bool:
+    """Whether nobody printed a traceback."""
+    return "Traceback" not in started.output and os.path.getsize(started.err) == 0
