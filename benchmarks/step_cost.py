@@ -17,6 +17,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -39,13 +40,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import samestep
+from samestep.engine import routes
 from samestep.recipes.mlp import CustomDataset
 
 NUM_SAMPLES = 2048
 SAMPLES_PER_RANK = 32
 OURS, SEEDS, ACCELERATE = "samestep", "DDP loop", "Accelerate"
 LIGHTNING, BAREBONES = "Lightning", "Lightning, barebones"
-FLOOR, ALL_REDUCE = "forward, backward, Adam alone", "all-reduce of the gradient alone"
+FLOOR = "forward, backward, Adam alone"
+ALL_REDUCE, DIRECT = "all-reduce of the gradient alone", "direct exchange of it alone"
 # (contestant to compare with, ranks) -> the largest ratio that is wanted
 TARGETS = {
     (SEEDS, 1): 0.7,
@@ -182,13 +185,16 @@ def run_lightning(world_size: int, barebones: bool, after_step: Callable[[], boo
 
     loader = DataLoader(CustomDataset(NUM_SAMPLES), batch_size=SAMPLES_PER_RANK, shuffle=True)
     ddp = DDPStrategy(process_group_backend="gloo", gradient_as_bucket_view=True)
-    switches = {"barebones": True} if barebones else {
-        "logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False
-    }  # fmt: skip
+    names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    switches: dict[str, Any] = {"barebones": True} if barebones else dict.fromkeys(names, False)
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=world_size, strategy=ddp if world_size > 1 else "auto", max_epochs=10**6,
-        callbacks=[AfterStep()], **switches,
-    )  # fmt: skip
+        accelerator="cpu",
+        devices=world_size,
+        strategy=ddp if world_size > 1 else "auto",
+        max_epochs=10**6,
+        callbacks=[AfterStep()],
+        **switches,
+    )
     trainer.fit(Toy(), loader)
 
 
@@ -203,10 +209,14 @@ def run_floor() -> Iterator[None]:
         yield
 
 
-def run_all_reduce() -> Iterator[None]:
-    gradient = torch.zeros(sum(param.numel() for param in build_model().parameters()))
+def run_exchange(route: str) -> Iterator[None]:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    gradients = torch.zeros(world_size, sum(param.numel() for param in build_model().parameters()))
     while True:
-        dist.all_reduce(gradient)
+        if route == "direct":
+            routes.land([routes.Flight(routes.run_direct(gradients, rank, tag=0))])
+        else:
+            dist.all_reduce(gradients[rank])
         yield
 
 
@@ -226,12 +236,13 @@ def run_rank(world_size: int, frameworks: tuple[str, ...], num_rounds: int, step
         contestants.append(build_contestant(ACCELERATE, run_accelerate(world_size)))
     if "lightning" in frameworks:
         for name, barebones in ((LIGHTNING, False), (BAREBONES, True)):
-            turns = Turns(lambda after_step, barebones=barebones: run_lightning(world_size, barebones, after_step))
+            turns = Turns(partial(run_lightning, world_size, barebones))
             others.append(turns)
             contestants.append(Contestant(name, turns.run_steps))
     contestants.append(build_contestant(FLOOR, run_floor()))
     if world_size > 1:
-        contestants.append(build_contestant(ALL_REDUCE, run_all_reduce()))
+        contestants.append(build_contestant(ALL_REDUCE, run_exchange("all-reduce")))
+        contestants.append(build_contestant(DIRECT, run_exchange("direct")))
     times = measure(contestants, num_rounds=num_rounds, steps_per_block=steps_per_block)
     for turns in others:
         turns.close()
@@ -243,9 +254,7 @@ def print_results(world_size: int, times: Times) -> None:
     for name, values in times.items():
         target = TARGETS.get((name, world_size))
         ours = judge(compute_ratio(times, OURS, name), target) if target is not None else ""
-        rows.append(
-            [name, f"{statistics.median(values) * 1e6:,.0f}", f"{compute_ratio(times, name, SEEDS):.3f}", ours]
-        )
+        rows.append([name, f"{statistics.median(values) * 1e6:,.0f}", f"{compute_ratio(times, name, SEEDS):.3f}", ours])
     title = f"{world_size} rank{'s' if world_size > 1 else ''}"
     print_table([title, "us per step", f"by the {SEEDS}", "samestep by it"], rows)
 

@@ -258,7 +258,7 @@ def _check_options(recipe: str, left: list[str]) -> None:
     known = {_option(option) for option in own}
     for token in left:
         if token.startswith("--") and _option(token) not in known:
-            message = f"neither launch nor the recipe {recipe} has an option {token.partition('=')[0]}"
+            message = f"train {recipe} has no option {token.partition('=')[0]}"
             raise Error(message + _suggest(_option(token), [*known, *_flag_names()]))
 
 

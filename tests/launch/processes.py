@@ -5,7 +5,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -56,9 +57,11 @@ class Command:
         return process
 
     def run(self, *arguments: str, program: str = "samestep") -> subprocess.CompletedProcess[str]:
-        process = self.start(*arguments, program=program)
+        return self.finish(self.start(*arguments, program=program))
+
+    def finish(self, process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
         out, err = process.communicate(timeout=DEADLINE_S)
-        return subprocess.CompletedProcess(arguments, process.returncode, out, err)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def processes(self) -> list[psutil.Process]:
         """Those of this command that live, the ranks' children, too."""
@@ -90,3 +93,17 @@ class Command:
                 if stream is not None:
                     stream.close()
         self.assert_nothing_left()
+
+
+@contextmanager
+def open_command(directory: Path) -> Iterator[Command]:
+    """In an empty directory. Afterwards no process is left."""
+    command = Command(directory / "here")
+    command.directory.mkdir()
+    temporary = directory / "temporary"
+    temporary.mkdir()
+    command.variables["TMPDIR"] = str(temporary)
+    try:
+        yield command
+    finally:
+        command.close()

@@ -61,7 +61,9 @@ def test_version() -> None:
         (["launch", "--show-ranks", "x", "--nproc-per-node", "1", __file__], "--show-ranks takes all"),
         (["launch", "--batch-size", "many", __file__], "--batch-size takes a whole number, not 'many'"),
         (["launch", "--fresh=1", __file__], "--fresh takes no value"),
-        (["train", "digitz"], "there is no recipe digitz"),
+        (["train", "digitz"], "there is no recipe digitz; did you mean digits?"),
+        (["train", "mlp", "--total-epocs", "5"], "train mlp has no option --total-epocs; did you mean --total-epochs?"),
+        (["train", "mlp", "--nproc_per_nod=2"], "no option --nproc_per_nod; did you mean --nproc-per-node?"),
     ],
 )
 def test_a_mistake_is_one_sentence(arguments: list[str], said: str) -> None:
@@ -98,3 +100,17 @@ def test_every_override_is_a_flag_and_a_field() -> None:
     from samestep.world.environment import OVERRIDES, Overrides
 
     assert set(OVERRIDES) == {field.name for field in fields(Overrides)} <= set(cli.FLAGS)
+
+
+def test_recipes_are_listed_by_their_docstrings() -> None:
+    listed = run("train", "--list").stdout
+    assert "  digits" in listed
+    assert "  mlp" in listed
+    assert listed in run("train", "--help").stdout
+
+
+def test_a_recipes_help_is_its_own_and_launchs() -> None:
+    done = run("train", "--seed=1", "mlp", "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--total-epochs" in done.stdout
+    assert "--nproc-per-node" in done.stdout

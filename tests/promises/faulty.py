@@ -119,9 +119,8 @@ class Faults:
                 time.sleep(0.005)
             return
         if fault.rank is None:
-            for path in self._directory.glob("pid-*"):
-                if int(path.read_text()) != os.getpid():
-                    os.kill(int(path.read_text()), signal.SIGKILL)
+            for rank in set(range(self.run.world_size)) - {self.rank}:
+                os.kill(int((self._directory / f"pid-{rank}").read_text()), signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
     def watch_saving(self) -> None:

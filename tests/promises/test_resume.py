@@ -72,9 +72,14 @@ def build_kills() -> list[str]:
     kills += [f"kill {who} at step 10 in {moment}" for moment in IN_BODY for who in ("rank 0", "rank 2", "all ranks")]
     kills += [f"kill {who} at step 10 in {moment}" for moment in IN_SAVING for who in ("rank 0", "all ranks")]
     # The first step, the last of an epoch, the last of all; a body and a snapshot that are the first or the last.
-    kills += ["kill rank 1 at step 0 in backward", "kill rank 1 at step 4 in update", "kill rank 1 at step 14 in update"]
+    kills += [
+        "kill rank 1 at step 0 in backward",
+        "kill rank 1 at step 4 in update",
+        "kill rank 1 at step 14 in update",
+    ]
     kills += ["kill rank 1 at step 5 in before schedule", "kill rank 1 at step 15 in after schedule"]
     kills += ["kill rank 0 at step 5 in before rename", "kill rank 0 at step 15 in after rename"]
+    kills += ["kill rank 0 at step 15 in between best and numbered"]
     kills += ["raise rank 1 at step 7 in forward", "raise rank 1 at step 10 in validation"]
     return kills
 
@@ -89,9 +94,10 @@ def test_killed_at_every_moment(trial: Trial, undisturbed: Undisturbed, fault: s
     saved = trial.snapshots
     assert trial.spawn(num_ranks_then, fault, keep=1) == trial.dir
     assert trial.outcome() == undisturbed()
-    assert trial.snapshots == ["best", "step-00000015"]
     step, moment = Fault.parse(fault).step, Fault.parse(fault).moment
-    if moment in (*IN_BODY, *IN_SAVING[:3]) and step == 10:
+    if step < NUM_STEPS:  # else there may have been nothing left to do
+        assert trial.snapshots == ["best", "step-00000015"]
+    if fault.startswith("kill rank 0 at step 10") and moment in (*IN_BODY, *IN_SAVING[:3]):
         assert "step-00000005" in saved, "nothing of an epoch is saved before its body is done"
         assert "step-00000010" not in saved
     if moment in ("after rename", "pruning"):
@@ -149,9 +155,9 @@ def test_other_loops(trial: Trial, undisturbed: Undisturbed, arguments: dict[str
     ("every", "keep", "fault", "saved", "resumed", "at_end"),
     [
         (3, 3, "kill rank 1 at step 13 in forward", ["5", "best 5", "6", "9", "best 10", "12"], 12, ["9", "12", "15"]),
-        ("3", 1, "kill rank 1 at step 10 in after schedule", ["best 5", "9"], 9, ["15"]),
-        ("5steps", 3, "kill rank 1 at step 10 in before schedule", ["best 5", "5"], 5, ["5", "10", "15"]),
-        ("1epochs", 3, "kill rank 1 at step 10 in before schedule", ["best 5", "5"], 5, ["5", "10", "15"]),
+        ("3", 1, "kill rank 0 at step 10 in after schedule", ["best 5", "9"], 9, ["15"]),
+        ("5steps", 3, "kill rank 0 at step 10 in before schedule", ["best 5", "5"], 5, ["5", "10", "15"]),
+        ("1epochs", 3, "kill rank 0 at step 10 in before schedule", ["best 5", "5"], 5, ["5", "10", "15"]),
         ("2epochs", 3, "kill rank 1 at step 9 in update", ["best 5"], 5, ["10", "15"]),
         ("2epochs", 3, "kill rank 1 at step 11 in update", ["10", "best 10"], 10, ["10", "15"]),
         ("never", 3, "kill rank 1 at step 11 in update", ["best 10"], 10, []),
@@ -186,7 +192,7 @@ def test_what_is_saved_and_kept(
 
 def test_rows_past_the_snapshot_are_cut(trial: Trial, undisturbed: Undisturbed) -> None:
     """An exception lets the rank write its rows before it goes; those past the snapshot must not stand there twice."""
-    fault = "raise all ranks at step 9 in update"
+    fault = "raise rank 0 at step 9 in update"
     trial.spawn_to_fail(2, fault)
     trial.note_strike(fault)
     rows = (trial.dir / "metrics.jsonl").read_bytes()
@@ -251,7 +257,8 @@ def test_resume_by_the_launcher_flag(trial: Trial, undisturbed: Undisturbed) -> 
     trial.spawn(2, snapshot_every=4, keep=9)
     went_back = trial.run("launch", 2, "", "--resume", "8", "--snapshot-every", "4")
     assert resume_is_from(went_back.output) == 8
-    assert len(list(trial.dir.glob("abandoned/*"))) == 4
+    moved = {path.name.rpartition("-")[0] for path in trial.dir.glob("abandoned/*")}
+    assert moved == {"step-00000012", "step-00000015", "best"}
     assert trial.outcome() == undisturbed()
 
 
@@ -433,7 +440,8 @@ def test_what_is_compared_tells_runs_apart(trial: Trial, undisturbed: Undisturbe
     reference = undisturbed()
     other = undisturbed(seed=6)
     assert (other.digest, other.metrics, other.ledger) != (reference.digest, reference.metrics, reference.ledger)
-    assert len({other.digest, reference.digest, undisturbed(epochs=2).digest, undisturbed(with_sampler=True).digest}) == 4
+    digests = {reference.digest, other.digest, undisturbed(epochs=2).digest, undisturbed(with_sampler=True).digest}
+    assert len(digests) == 4
     assert reference.digest == reference.digest_of_best, "the last epoch is the best, so every epoch replaces it"
     rates = [line for line in reference.metrics.splitlines() if b"0.02," in line]
     assert 0 < len(rates) < sum(b"learning_rate" in line for line in reference.metrics.splitlines())

@@ -1,27 +1,108 @@
 """Any number of ranks, the same bits: digests, losses, scores and random draws of a run do not tell how many it had."""
 
 import functools
-import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from promises import models
-from support.runs import check, digest, read_rows, samestep_command
+from promises import cases
+from promises.gaps import GAPS
+from support.runs import check, digest, samestep_command
 from support.trace import assert_same
 
 import samestep
 
 WORLD_SIZES = (2, 3, 4, 5, 12)
+# One core for each thread, or a compiler for each rank: fewer of these.
+HEAVY = {"two_threads": (2, 3), "compiled_by_aot_eager": (2, 5)}
+ENDINGS = ("metrics.jsonl", "ledger.bin")
 
 
 @functools.cache
-def run_alone(name: str) -> Any:
-    return samestep.spawn(getattr(models, name), 1)
+def run_alone(train: Callable[[], Any]) -> Any:
+    return samestep.spawn(train, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [(name, world_size) for name in cases.CASES for world_size in HEAVY.get(name, WORLD_SIZES)],
+)
+def test_any_model(name: str, world_size: int) -> None:
+    train = cases.CASES[name]
+    assert_same(samestep.spawn(train, world_size), run_alone(train), f"{world_size} ranks", "1 rank")
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_workers_draw_as_the_rank_itself(world_size: int) -> None:
+    trace = samestep.spawn(cases.augmentation_in_workers, world_size)
+    assert_same(trace, run_alone(cases.augmentation), f"{world_size} ranks with workers", "1 rank without")
+
+
+@pytest.mark.timeout(400)  # It compiles C++, when no earlier run has.
+@pytest.mark.parametrize("train", [cases.compiled_by_inductor, cases.compiled_for_many_lengths])
+def test_compiled_to_kernels(train: Callable[[], Any]) -> None:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        pytest.skip("no C++ compiler")
+    assert_same(samestep.spawn(train, 3), run_alone(train), "3 ranks", "1 rank")
+
+
+@pytest.mark.parametrize("name", GAPS)
+@pytest.mark.xfail(strict=True, reason="known and told in the documentation of limits")
+def test_known_gaps(name: str) -> None:
+    train = GAPS[name]
+    assert_same(samestep.spawn(train, 3), run_alone(train), "3 ranks", "1 rank")
+
+
+class Recipe:
+    """A recipe that is trained by the command, each time in another directory."""
+
+    def __init__(self, root: Path, name: str) -> None:
+        self.root, self.name = root, name
+
+    @functools.cache  # noqa: B019
+    def train(self, world_size: int, *flags: str) -> tuple[str, dict[str, bytes]]:
+        """The digest that `inspect` prints, and the files that must be the same."""
+        directory = self.root / f"{self.name}-{world_size}{''.join(flags)}"
+        done = samestep_command(
+            "train", self.name, "--nproc-per-node", str(world_size), "--batch-size", "96", "--micro-batch-size", "8",
+            "--max-steps", "40", "--run-dir", directory, *flags, cwd=self.root,
+        )  # fmt: skip
+        check(done)
+        return digest(directory), {name: (directory / name).read_bytes() for name in ENDINGS}
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    return Recipe(tmp_path_factory.mktemp("digits"), "digits")
+
+
+@pytest.fixture(scope="module")
+def mlp(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    return Recipe(tmp_path_factory.mktemp("mlp"), "mlp")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("world_size", [1, *WORLD_SIZES])
+def test_digits(digits: Recipe, world_size: int, num_workers: int) -> None:
+    wanted, files = digits.train(1)
+    found, found_files = digits.train(world_size, *(["--num-workers", "2"] if num_workers else []))
+    assert found == wanted
+    assert found_files == files
+    assert files["metrics.jsonl"].count(b'"validation/accuracy"') == 2
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("name", models.CASES)
-def test_any_model(name: str, world_size: int) -> None:
-    trace = samestep.spawn(models.CASES[name], world_size)
-    assert_same(trace, run_alone(name), f"{world_size} ranks", "1 rank")
+def test_mlp(mlp: Recipe, world_size: int) -> None:
+    assert mlp.train(world_size) == mlp.train(1)
+
+
+def test_other_numbers_give_other_bits(mlp: Recipe) -> None:
+    """The digest does tell runs apart."""
+    digests = {mlp.train(1, *flags)[0] for flags in [(), ("--seed", "1"), ("--resume", "latest", "--threads", "1")]}
+    assert len(digests) == 2

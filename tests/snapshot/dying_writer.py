@@ -1,8 +1,8 @@
-"""A writer of snapshots that dies at a chosen moment: `python dying_writer.py SCENARIO DIRECTORY`.
+"""A writer of snapshots that dies at a chosen moment: `python dying_writer.py DIRECTORY`.
 
-For point = 0, 1, 2 ... it makes DIRECTORY/point with the scenario's older snapshots, and forks a child that does the
-scenario's work there and is killed by SIGKILL just before its point-th call of the operating system (open, write,
-fsync, rename ...). It ends, printing the number of points, when a child has lived to the end.
+For every scenario and point = 0, 1, 2 ... it makes DIRECTORY/scenario/point with the scenario's older snapshots, and
+forks a child that does the scenario's work there and is killed by SIGKILL just before its point-th call of the
+operating system (open, write, fsync, rename ...), until a child has lived to the end.
 """
 
 import os
@@ -13,8 +13,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from samestep.snapshot.store import Store
 from states import make_state
+
+from samestep.snapshot.store import Store
 
 # 1.5 MB a tensor, so that the files' buffers are written in several calls.
 LARGE = 400_000
@@ -76,11 +77,11 @@ def die_at(point: int) -> None:
     sys.setprofile(see)
 
 
-def run(scenario: str, directory: Path) -> int:
+def run(scenario: str, directory: Path) -> None:
     prepare, work, _ = SCENARIOS[scenario]
     for point in count():
-        run_dir = directory / str(point)
-        run_dir.mkdir()
+        run_dir = directory / scenario / str(point)
+        run_dir.mkdir(parents=True)
         store = Store(run_dir)
         prepare(store)
         child = os.fork()
@@ -94,10 +95,10 @@ def run(scenario: str, directory: Path) -> int:
                 os._exit(1)
         _, status = os.waitpid(child, 0)
         if status == 0:
-            return point
+            return
         assert os.WIFSIGNALED(status), f"the child of point {point} failed with status {status}"
-    raise AssertionError
 
 
 if __name__ == "__main__":
-    print(run(sys.argv[1], Path(sys.argv[2])))
+    for scenario in SCENARIOS:
+        run(scenario, Path(sys.argv[1]))

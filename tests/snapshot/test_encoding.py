@@ -16,9 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as st_numpy
 from safetensors.torch import load_file
+from states import assert_same
+
 from samestep.errors import Error
 from samestep.snapshot.encoding import decode, digest, digest_of, encode, read_tensors, view_bytes, write_tensors
-from states import assert_same
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,
@@ -73,12 +74,14 @@ ARRAYS = st_numpy.arrays(
 LEAVES = SCALARS | make_tensors() | ARRAYS | ARRAYS.filter(lambda a: a.size).map(lambda a: a.reshape(-1)[0])
 STATES = st.recursive(
     LEAVES,
-    lambda states: st.lists(states, max_size=4)
-    | st.tuples(states, states)
-    | st.dictionaries(KEYS, states, max_size=4)
-    | st.dictionaries(st.text(), states, max_size=4)
-    | st.dictionaries(KEYS, st.integers(), max_size=3).map(Counter)
-    | st.sets(KEYS, max_size=3),
+    lambda states: (
+        st.lists(states, max_size=4)
+        | st.tuples(states, states)
+        | st.dictionaries(KEYS, states, max_size=4)
+        | st.dictionaries(st.text(), states, max_size=4)
+        | st.dictionaries(KEYS, st.integers(), max_size=3).map(Counter)
+        | st.sets(KEYS, max_size=3)
+    ),
     max_leaves=12,
 )
 

@@ -1,6 +1,7 @@
 """When snapshots are due."""
 
 import pytest
+
 from samestep.errors import Error
 from samestep.snapshot.policy import Every, parse_every
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from states import assert_same, make_state
+
 from samestep.errors import Error
 from samestep.snapshot.store import Store, digest
-from states import assert_same, make_state
 
 
 @pytest.fixture

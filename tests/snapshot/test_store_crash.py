@@ -6,19 +6,25 @@ from pathlib import Path
 
 import dying_writer
 import pytest
-from samestep.snapshot.store import Store, digest
 from states import assert_same, make_state
+
+from samestep.snapshot.store import Store, digest
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("killed")
+    command = [sys.executable, dying_writer.__file__, str(directory)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return directory
 
 
 @pytest.mark.parametrize("scenario", dying_writer.SCENARIOS)
-def test_a_writer_that_is_killed(scenario: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, dying_writer.__file__, scenario, str(tmp_path)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    num_points = int(done.stdout)
-    assert num_points >= (6 if scenario == "prune" else 20)
-    marks = [check(Store(tmp_path / str(point)), scenario) for point in range(num_points + 1)]
+def test_a_writer_that_is_killed(scenario: str, directory: Path) -> None:
+    num_runs = len(list((directory / scenario).iterdir()))
+    assert num_runs > (6 if scenario == "prune" else 20)
+    marks = [check(Store(directory / scenario / str(point)), scenario) for point in range(num_runs)]
     allowed = dying_writer.SCENARIOS[scenario][2] | ({None} if scenario == "first" else set())
     assert set(marks) == allowed  # the older one early on, the newer one at last
     assert marks[-1] == max(mark for mark in allowed if mark is not None)
@@ -26,19 +32,19 @@ def test_a_writer_that_is_killed(scenario: str, tmp_path: Path) -> None:
 
 def check(store: Store, scenario: str) -> float | None:
     """All that passes for sound is so. Returns the newest's mark, the same before and after cleaning."""
-    before = read_newest(store)
-    store.clean()
-    assert not list(store.path.glob(".*"))
-    assert read_newest(store) == before
-    if scenario == "prune":
-        assert [snapshot.step for snapshot in store.snapshots()] in ([1, 2, 3], [2, 3], [1, 3], [3])
-    return before
-
-
-def read_newest(store: Store) -> float | None:
     for snapshot in store.snapshots():
         assert snapshot.problem is None, snapshot
         check_exact(store.read(snapshot), snapshot.manifest["meta"]["mark"], snapshot.manifest["digest"])
+    before = find_newest(store)
+    store.clean()
+    assert not list(store.path.glob(".*"))
+    assert find_newest(store) == before
+    if scenario == "prune":
+        assert [snapshot.step for snapshot in store.snapshots()] in ([1, 2, 3], [2, 3], [3])
+    return before
+
+
+def find_newest(store: Store) -> float | None:
     found = store.find("latest", warn=pytest.fail)
     return None if found is None else found.manifest["meta"]["mark"]
 

@@ -7,13 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from samestep.snapshot.store import Store, digest
 from states import assert_same
 from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
+from samestep.snapshot.store import Store, digest
+
 Optimizer = torch.optim.Optimizer
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """The same bits need the same threads, and small tensors are faster on one."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture
@@ -76,7 +86,7 @@ OPTIMIZERS |= {
     "RMSprop centered": lambda params: torch.optim.RMSprop(params, centered=True, momentum=0.9),
     "Rprop": lambda params: torch.optim.Rprop(params, etas=(0.4, 1.3)),
     "ASGD": lambda params: torch.optim.ASGD(params, t0=2),
-    "LBFGS": lambda params: torch.optim.LBFGS(params, lr=0.1, history_size=3, line_search_fn="strong_wolfe"),
+    "LBFGS": lambda params: torch.optim.LBFGS(params, max_iter=4, line_search_fn="strong_wolfe"),
     "Muon": lambda params: torch.optim.Muon([param for param in params if param.ndim == 2]),
     "two groups": lambda params: two_groups(list(params)),
 }

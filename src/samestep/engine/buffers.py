@@ -75,7 +75,8 @@ class BatchNormStatistics:
             buffer for layer in self.layers for buffer in (layer.running_mean, layer.running_var) if buffer is not None
         ]
         self.size = sum(buffer.numel() for buffer in buffers)
-        self.active = False
+        # Even when all are in eval mode: a micro-batch may change that, on the ranks that have one.
+        self.active = bool(self.layers)
         self._no_parts = np.zeros((0, 0))
         if not self.layers:
             return
@@ -93,13 +94,12 @@ class BatchNormStatistics:
             assert layer.num_batches_tracked is not None
             _move(layer.num_batches_tracked, self._counts[k])
         self._start, self._start_counts = self._flat.double(), self._counts.clone()
-        self._scales: dict[tuple[int, int, tuple[int, ...]], Tensor] = {}
+        self._scales: dict[tuple[int, int, tuple[int, ...], tuple[float | None, ...]], Tensor] = {}
         self._parts: list[Tensor] = []
 
     def begin(self, layout: Layout) -> None:
         """A pass begins: remembers b0."""
         self._layout = layout
-        self.active = any(layer.training for layer in self.layers)
         if self.active:
             self._parts = []
             self._start.copy_(self._flat)
@@ -121,7 +121,7 @@ class BatchNormStatistics:
 
     def _scale(self, n: int, v: int, counts: tuple[int, ...]) -> Tensor:
         """What micro-batch v's deltas count in the end [size], if each of n micro-batches makes `counts` updates."""
-        key = (n, v, counts)
+        key = (n, v, counts, tuple(layer.momentum for layer in self.layers))  # a script may change the momentum
         if key in self._scales:
             return self._scales[key]
         befores = self._start_counts.tolist()

@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 from types import FrameType
 
@@ -70,14 +71,17 @@ def parse_num_ranks(text: str) -> int | None:
     return num_ranks
 
 
-def _fork_server(overrides: Overrides) -> ForkServer:
+def _open_server(overrides: Overrides) -> ForkServer:
     """Imports torch once, for this process and the ranks; what only ranks need is imported by the server meanwhile."""
+    if "torch" in sys.modules or threading.active_count() > 1:
+        return ForkServer()  # This is not the program `samestep`: no forks from what it has done so far.
     gc.disable()  # Imports are a quarter faster without.
     # Before numpy is imported and starts threads, which do not survive a fork.
     os.environ.update({"OMP_NUM_THREADS": str(overrides.threads or 1), **child_variables()})
     import torch  # noqa: F401
 
     server = ForkServer(fork=True)
+    gc.freeze()
     gc.enable()
     return server
 
@@ -112,7 +116,7 @@ def run_launch(target: Target, *, num_ranks: str, show_ranks: str, overrides: Ov
     if known is not None:
         parse_shown(show_ranks, known)
     with Stopping() as stopping:
-        server = _fork_server(overrides)
+        server = _open_server(overrides)
         try:
             from samestep.launch.agent import run_agent
 

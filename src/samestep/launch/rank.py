@@ -59,10 +59,10 @@ def run_rank(
     """
     os.environ.clear()
     os.environ.update(variables)
-    os.chdir(cwd)
-    _redirect(log)
-    _refresh(variables)
     try:
+        _redirect(log)
+        os.chdir(cwd)
+        _refresh(variables)
         _run_target(rank, directory, **target)
         code = 0
     except SystemExit as error:
@@ -177,7 +177,7 @@ def _refresh(variables: dict[str, str]) -> None:
         numpy_random.seed()
     torch = sys.modules.get("torch")
     num_threads = variables.get("OMP_NUM_THREADS", "")
-    if torch is not None and num_threads.isdigit():
+    if torch is not None and num_threads.isdecimal() and int(num_threads) > 0:
         torch.set_num_threads(int(num_threads))
 
 

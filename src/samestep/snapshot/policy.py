@@ -24,7 +24,7 @@ class Every:
         """
         if self.steps is not None:
             return step > 0 and step % self.steps == 0
-        return bool(self.epochs and epochs_done) and epochs_done % self.epochs == 0  # type: ignore[operator]
+        return bool(self.epochs and epochs_done and epochs_done % self.epochs == 0)
 
 
 def parse_every(value: int | str | None) -> Every | None:

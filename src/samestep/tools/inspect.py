@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,11 +35,18 @@ def run_inspect(args: list[str]) -> int:
     """
     options = _build_parser().parse_args(args)
     record = _read_record(options.run)
-    if options.digest:
-        return _show_digest(options)
-    if options.samples:
-        return _show_samples(options, record.get("numbers", {}))
-    return _show_run(options, record)
+    try:
+        if options.digest:
+            code = _show_digest(options)
+        elif options.samples:
+            code = _show_samples(options, record.get("numbers", {}))
+        else:
+            code = _show_run(options, record)
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return code
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -357,11 +366,13 @@ def _show_samples(options: argparse.Namespace, numbers: Mapping[str, Any]) -> in
     steps = []
     for step, record in enumerate(RECORD.iter_unpack(ledger[: num_steps * RECORD.size])):
         used = audit.add(step, record)
+        if options.step not in ("latest", step):
+            continue
         if options.json:
             epoch, samples = used.pieces[0][0], used.samples.tolist()
             steps.append({"step": step, "epoch": epoch, "num_samples": len(samples), "samples": samples})
-        elif options.step in ("latest", step):
-            print(_format_step(step, used, len(used.samples) if not sys.stdout.isatty() else _NUM_SHOWN))
+        else:
+            print(_format_step(step, used, _NUM_SHOWN if sys.stdout.isatty() else len(used.samples)))
     if options.json:
         print(json.dumps({"steps": steps, "audit": {"passed": not audit.problems, "problems": audit.problems}}))
     else:

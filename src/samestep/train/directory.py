@@ -4,7 +4,6 @@ import fcntl
 import json
 import os
 import shutil
-import struct
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,11 +11,11 @@ from typing import IO, Any
 
 from samestep import __version__
 from samestep.errors import Error
+from samestep.plan.ledger import RECORD
 from samestep.snapshot.store import Snapshot, Store
 from samestep.watch.metrics import Metrics
 from samestep.world.environment import read_host
 
-LEDGER_RECORD = struct.Struct("<QIIQ")  # step, epoch, samples, fingerprint of their indices
 FORMAT = 1
 
 
@@ -31,10 +30,17 @@ class Directory:
         self._warn = warn
         self._existed = path.exists()
         self.path = _make(path, fresh)
+        is_ours = (self.path / "lock").exists()  # maybe of a run that was killed before it began
         self._lock = self._take_lock()
         self.store = Store(self.path)
         self._ledger: IO[bytes] | None = None
-        self.record: dict[str, Any] = self._read_record()
+        try:
+            self.record: dict[str, Any] = self._read_record(is_ours)
+        except Error:
+            if not is_ours:
+                (self.path / "lock").unlink()
+            self._lock.close()
+            raise
         self.metrics = Metrics(self.path / "metrics.jsonl")
 
     # --- whose it is ------------------------------------------------------------------------------------------
@@ -65,11 +71,11 @@ class Directory:
         lock.flush()
         return lock
 
-    def _read_record(self) -> dict[str, Any]:
+    def _read_record(self, is_ours: bool) -> dict[str, Any]:
         path = self.path / "run.json"
         if not path.exists():
             rows = self.path / "metrics.jsonl"
-            if (rows.exists() and rows.stat().st_size) or self.store.snapshots():
+            if (not is_ours and rows.exists() and rows.stat().st_size) or self.store.snapshots():
                 raise Error(f"{self.path} holds files of a run but no run.json: name another run directory")
             return {}
         try:
@@ -139,43 +145,51 @@ class Directory:
         Snapshots of later steps, which exist after a resume from an older one, are moved into `abandoned/`.
         """
         step = 0 if snapshot is None else snapshot.step
-        rows = 0 if snapshot is None else snapshot.manifest["meta"]["metrics_bytes"]
-        if not self.metrics.cut(rows):
-            self._warn(f"{self.path / 'metrics.jsonl'} is shorter than when step {step} was saved: rows are missing")
         later = [other for other in self.store.snapshots() if snapshot is not None and other.step > step]
-        for other in later:
+        for other in reversed(later):  # and the rows last: after a crash in between, it is sound at the newest left
             target = self.path / "abandoned" / f"{other.path.name}-{time.time_ns()}"
             target.parent.mkdir(exist_ok=True)
             os.rename(other.path, target)
         if later:
             self._warn(f"{len(later)} snapshots after step {step} were moved to {self.path / 'abandoned'}")
+        rows = 0 if snapshot is None else snapshot.manifest["meta"]["metrics_bytes"]
+        if not self.metrics.cut(rows):
+            self._warn(f"{self.path / 'metrics.jsonl'} is shorter than when step {step} was saved: rows are missing")
         self._ledger = open(self.path / "ledger.bin", "ab")  # noqa: SIM115
-        self._ledger.truncate(step * LEDGER_RECORD.size)
+        self._ledger.truncate(step * RECORD.size)
 
     def enter(self, step: int, epoch: int, num_samples: int, fingerprint: int) -> None:
         """Adds a finished step (counted from 0) to the ledger."""
         assert self._ledger is not None
-        self._ledger.write(LEDGER_RECORD.pack(step, epoch, num_samples, fingerprint))
+        self._ledger.write(RECORD.pack(step, epoch, num_samples, fingerprint))
 
-    def save(self, state: Mapping[str, Any], *, step: int, name: str | None, world_size: int, keep: int) -> bool:
+    def save(self, state: Mapping[str, Any], *, name: str | None, world_size: int) -> bool:
         """Writes a snapshot. False where the disk is full or gone: said, and the run goes on with the older one."""
+        assert self._ledger is not None
+        step, epoch = state["position"]["step"], state["position"]["epoch"]
         try:
-            assert self._ledger is not None
             self._ledger.flush()
             os.fsync(self._ledger.fileno())
             meta = {
+                "epoch": epoch,
                 "metrics_bytes": self.metrics.position(),
                 "world_size": world_size,
                 "numbers": self.record["numbers"],
             }
             self.store.write(state, step=step, name=name, meta=meta)
-            self.store.prune(keep)
-            return True
         except OSError as error:
             sound = [other.step for other in self.store.snapshots() if other.problem is None]
             stands = f"the one of step {max(sound)} stands" if sound else "there is none yet"
             self._warn(f"the snapshot of step {step} could not be written ({error}): {stands}, the run goes on")
             return False
+        return True
+
+    def prune(self, keep: int) -> None:
+        """Removes the oldest numbered snapshots above `keep`."""
+        try:
+            self.store.prune(keep)
+        except OSError as error:
+            self._warn(f"old snapshots could not be removed ({error}): the run goes on")
 
     def close(self) -> None:
         """Gives the directory up. One that no run began in is left as it was found."""

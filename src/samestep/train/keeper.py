@@ -109,11 +109,12 @@ class Keeper:
             self.saved_step = step
         if self.directory is not None:
             state = build_state()
-            world_size, keep = self._group.world_size, self._settings.keep
-            for name in ([None] if due else []) + names:
-                saved = self.directory.save(state, step=step, name=name, world_size=world_size, keep=keep)
+            # The numbered one last: resumed from, it would not have the script ask for the named ones again.
+            for name in [*names, *([None] if due else [])]:
+                saved = self.directory.save(state, name=name, world_size=self._group.world_size)
                 if name is None and not saved:
                     self.saved_step = None
+            self.directory.prune(self._settings.keep)
 
     def close(self) -> None:
         """Gives the directory up."""

@@ -33,7 +33,7 @@ class Loop:
         self.steps_done = self._began_step = run.steps_done
         self.last_step = min(total_steps, max_steps or ENDLESS)
         self.step: Step | None = None
-        self.ending = self.steps_done >= self.last_step
+        self.ending = self.steps_done >= self.last_step or bool(run._stop_reason)
         self._signal = 0
         self._num_samples = 0
         self._began_s = time.perf_counter()
@@ -42,7 +42,7 @@ class Loop:
 
     def run_epochs(self, num_epochs: int) -> Generator[Epoch, None, None]:
         """Yields the epochs from where the run stands."""
-        run, per_epoch = self._run, self.feed.steps_per_epoch
+        per_epoch = self.feed.steps_per_epoch
         assert per_epoch is not None
         for number in range(self.steps_done // per_epoch, num_epochs):
             if self.ending:

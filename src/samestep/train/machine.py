@@ -29,7 +29,12 @@ def describe_machine(settings: Settings, device: torch.device) -> dict[str, Any]
 
 
 def fix_compiler() -> None:
-    """No dynamic shapes: a ragged micro-batch would bring a kernel that serves full ones afterwards."""
+    """A kernel of its own for every shape, whichever micro-batches a rank meets, and in which order.
+
+    With dynamic shapes, a ragged micro-batch would bring a kernel that serves full ones afterwards. With a limit, a
+    rank would run uncompiled those of its shapes that it meets last.
+    """
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         dynamo.config.automatic_dynamic_shapes = False
+        dynamo.config.recompile_limit = dynamo.config.accumulated_recompile_limit = sys.maxsize

@@ -16,6 +16,7 @@ from samestep.engine.reducer import Reducer
 from samestep.errors import Error
 from samestep.plan.schedule import describe
 from samestep.plan.seeds import derive
+from samestep.snapshot.encoding import encode
 from samestep.train import objects as prepared
 from samestep.train.evaluate import run_evaluate
 from samestep.train.exits import StopSignals, report_errors
@@ -121,7 +122,7 @@ class Run:
         self._resumed = self._stop_reason = ""
         self._keeper = Keeper(settings, self._group, self._say)
         self.dir = self._keeper.path
-        self._signals = None if self.dir is None else StopSignals(self._say)
+        self._signals = None if self.dir is None else StopSignals(self._say, environment.launcher)
         atexit.register(self._close)
         self._old_params = prepared.find_params()
         seed_all(derive(self.seed, "init"))
@@ -154,6 +155,8 @@ class Run:
         for optimizer in prepared.optimizers(objects):
             optimizer.register_step_pre_hook(self._guard_update)
         self._numbers = self._settings.numbers() | {"models": prepared.describe(self._modules)}
+        if self.dir is not None:
+            encode(prepared.states(objects))  # what cannot be saved is said now, not after the first epoch
         self._restore()
         self._buffers = OtherBuffers(self._modules, self._statistics)
         self._build_reducer()
@@ -338,7 +341,7 @@ class Run:
                 )
             )
         self._say(describe(self.batch_size // self.micro_batch_size, self.world_size) + self._resumed)
-        if loop.ending:
+        if self.steps_done >= loop.last_step:
             self._say(f"nothing left to do: {self.steps_done} of {loop.last_step} steps are done")
         self._progress.begin(total_steps=loop.last_step, done_steps=self.steps_done, epochs=num_epochs)
         return loop

@@ -1,0 +1,310 @@
+"""SIGTERM, Ctrl-C and `run.stop`: the step is ended and saved, nothing is lost, and no one sees a traceback."""
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from promises.trial import Outcome, Started, Trial, read_tree, resume_is_from, wait_until
+
+import samestep
+
+Undisturbed = Callable[..., Outcome]
+
+HELD = "hold rank 0 at step 7 in forward"
+CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
+
+
+def assert_stopped(trial: Trial, stopped: Started, step: int) -> None:
+    """It has saved after `step`, and said so and nothing else."""
+    assert f"stopped by a signal after step {step}, saved in {trial.dir}" in stopped.output
+    assert "Traceback" not in stopped.output
+    assert stopped.err.read_text() == ""
+    assert trial.snapshots[-1] == f"step-{step:08d}"
+    assert trial.num_ends == 0, "what follows the loop has no business after a preemption"
+
+
+def assert_goes_on(trial: Trial, undisturbed: Undisturbed, then: Started, step: int) -> None:
+    """The same command again has gone on from `step`, to the end of a run that nothing happened to."""
+    assert resume_is_from(then.output) == step
+    assert trial.num_ends == 1
+    assert trial.outcome() == undisturbed()
+
+
+# --- the launcher -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_signal_to_the_launcher(trial: Trial, undisturbed: Undisturbed, signum: signal.Signals) -> None:
+    """In the middle of an epoch, with DataLoader workers."""
+    arguments = ["--num-workers", "1"]
+    launch = trial.start("launch", 2, HELD, arguments=arguments)
+    trial.wait_held()
+    trial.tell(launch, signum)
+    began_s = time.monotonic()
+    trial.go_on()
+    assert launch.wait() == CODES[signum]
+    trial.note(f"{signum.name} to launcher", "forward", time.monotonic() - began_s)
+    assert_stopped(trial, launch, step=8)
+    assert_goes_on(trial, undisturbed, trial.run("launch", 2, HELD, arguments=arguments), step=8)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_second_signal_to_the_launcher(trial: Trial, undisturbed: Undisturbed, signum: signal.Signals) -> None:
+    """Nobody waits for the rank that is stuck."""
+    launch = trial.start("launch", 2, HELD, "--snapshot-every", "3")
+    trial.wait_held()
+    trial.tell(launch, signum)
+    before = read_tree(trial.dir)
+    began_s = time.monotonic()
+    launch.process.send_signal(signum)
+    assert launch.wait() == 128 + signum
+    ended_s = time.monotonic() - began_s
+    assert ended_s < 10
+    trial.note(f"2 x {signum.name} to launcher", "forward", ended_s)
+    assert "Traceback" not in launch.output
+    assert read_tree(trial.dir) == before
+    trial.spawn(3)
+    assert trial.num_ends == 1
+    assert trial.outcome() == undisturbed()
+
+
+def test_signal_to_everyone(trial: Trial, undisturbed: Undisturbed) -> None:
+    """As a scheduler does that signals each process of a job: the ranks hear of it twice, and save all the same."""
+    launch = trial.start("launch", 2, HELD, arguments=["--num-workers", "1"])
+    trial.wait_held()
+    everyone = launch.processes()
+    assert len(everyone) == 2 + 2 + 2
+    for process in everyone:
+        if process.pid != launch.process.pid:
+            process.send_signal(signal.SIGTERM)
+    launch.wait_for_words("a second one ends at once")
+    trial.tell(launch, signal.SIGTERM)
+    began_s = time.monotonic()
+    # The launcher passes it on within its poll; a rank that dies of it is noticed by then, or at the latest below.
+    trial.go_on()
+    assert launch.wait() == 75, launch.output
+    trial.note("SIGTERM to everyone", "forward", time.monotonic() - began_s)
+    assert_stopped(trial, launch, step=8)
+    trial.spawn(1)
+    assert trial.outcome() == undisturbed()
+
+
+@pytest.mark.parametrize("moment", ["start", "reduction", "validation", "after schedule", "writing tensors"])
+def test_signal_at_other_moments(trial: Trial, undisturbed: Undisturbed, moment: str) -> None:
+    """It is heard at the end of the step that is under way, or of the next one."""
+    step = {"start": 0, "reduction": 9}.get(moment, 10)
+    launch = trial.start("launch", 2, f"hold rank 0 at step {step} in {moment}")
+    trial.wait_held()
+    trial.tell(launch, signal.SIGTERM)
+    began_s = time.monotonic()
+    trial.go_on()
+    assert launch.wait() == 75
+    trial.note("SIGTERM to launcher", moment, time.monotonic() - began_s)
+    assert_stopped(trial, launch, step + 1)
+    trial.spawn(2)
+    assert trial.outcome() == undisturbed()
+
+
+def test_signal_in_the_last_validation(trial: Trial, undisturbed: Undisturbed) -> None:
+    """There is no step left to stop after: the run is done, and its script goes on."""
+    launch = trial.start("launch", 2, "hold rank 0 at step 15 in validation")
+    trial.wait_held()
+    trial.tell(launch, signal.SIGTERM)
+    trial.go_on()
+    assert launch.wait() in (0, 75)
+    assert launch.err.read_text() == ""
+    assert trial.num_ends == 1
+    assert trial.outcome() == undisturbed()
+
+
+def test_signal_to_one_rank(trial: Trial, undisturbed: Undisturbed) -> None:
+    """All stop after the same step."""
+    launch = trial.start("launch", 3, HELD)
+    trial.wait_held()
+    os.kill(trial.pid(2), signal.SIGTERM)
+    began_s = time.monotonic()
+    trial.go_on()
+    # Rank 2 may be waiting in the exchange of step 7 already, with its vote cast: then it is the one of step 8 that counts.
+    code = launch.wait()
+    trial.note("SIGTERM to one rank", "forward", time.monotonic() - began_s)
+    stopped = re.search(r"stopped by a signal after step (\d+)", launch.output)
+    assert stopped, launch.output
+    assert int(stopped[1]) in (8, 9)
+    assert_stopped(trial, launch, int(stopped[1]))
+    assert code in (0, 75)
+    trial.spawn(2)
+    assert trial.outcome() == undisturbed()
+
+
+# --- other ways to start it -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_signal_to_plain_python(trial: Trial, undisturbed: Undisturbed, signum: signal.Signals) -> None:
+    """And, as Ctrl-C in a terminal does, to its DataLoader workers."""
+    arguments = ["--num-workers", "2"]
+    python = trial.start("python", 1, HELD, arguments=arguments)
+    trial.wait_held()
+    assert len(python.processes()) == 1 + 2
+    os.killpg(python.process.pid, signum)
+    python.wait_for_words("a second one ends at once")
+    began_s = time.monotonic()
+    trial.go_on()
+    assert python.wait() == 0
+    trial.note(f"{signum.name} to python", "forward", time.monotonic() - began_s)
+    assert_stopped(trial, python, step=8)
+    if signum == signal.SIGINT:
+        assert_goes_on(trial, undisturbed, trial.run("python", 1, HELD, arguments=arguments), step=8)
+    trial.spawn(2)
+    assert trial.outcome() == undisturbed()
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_second_signal_to_plain_python(trial: Trial, undisturbed: Undisturbed, signum: signal.Signals) -> None:
+    python = trial.start("python", 1, HELD, arguments=["--num-workers", "2"])
+    trial.wait_held()
+    trial.tell(python, signum)
+    began_s = time.monotonic()
+    python.process.send_signal(signum)
+    assert python.wait() == -signum
+    ended_s = time.monotonic() - began_s
+    assert ended_s < 10
+    trial.note(f"2 x {signum.name} to python", "forward", ended_s)
+    assert python.err.read_text() == ""
+    assert trial.snapshots[-1] == "step-00000005"
+    trial.spawn(2)
+    assert trial.outcome() == undisturbed()
+
+
+def test_signal_to_a_rank_of_torchrun(trial: Trial, undisturbed: Undisturbed) -> None:
+    torchrun = trial.start("torchrun", 2, HELD)
+    trial.wait_held()
+    os.kill(trial.pid(0), signal.SIGTERM)
+    torchrun.wait_for_words("a second one ends at once")
+    began_s = time.monotonic()
+    trial.go_on()
+    assert torchrun.wait() == 0, torchrun.output
+    trial.note("SIGTERM to one rank", "forward", time.monotonic() - began_s)
+    assert_stopped(trial, torchrun, step=8)
+    trial.spawn(3)
+    assert trial.outcome() == undisturbed()
+
+
+def test_signal_to_torchrun(trial: Trial, undisturbed: Undisturbed) -> None:
+    """Its own exit code and words are its own; the run is saved."""
+    torchrun = trial.start("torchrun", 2, HELD)
+    trial.wait_held()
+    trial.tell(torchrun, signal.SIGTERM)
+    began_s = time.monotonic()
+    trial.go_on()
+    torchrun.wait()
+    trial.note("SIGTERM to torchrun", "forward", time.monotonic() - began_s)
+    assert trial.snapshots[-1] == "step-00000008"
+    assert_goes_on(trial, undisturbed, trial.run("torchrun", 2, HELD), step=8)
+
+
+def test_signal_to_spawned_ranks(trial: Trial, undisturbed: Undisturbed) -> None:
+    """All of them are preempted: the call returns, and what follows the loop has not run."""
+    import threading
+
+    def preempt() -> None:
+        wait_until(lambda: (trial.faults / "held-0").exists(), "rank 0 is held")
+        for rank in range(2):
+            os.kill(trial.pid(rank), signal.SIGTERM)
+        trial.go_on()
+
+    thread = threading.Thread(target=preempt)
+    thread.start()
+    assert trial.spawn(2, "hold rank 0 at step 7 in forward") is None
+    thread.join()
+    assert trial.num_ends == 0
+    assert trial.snapshots[-1] in ("step-00000008", "step-00000009")
+    trial.spawn(3)
+    assert trial.outcome() == undisturbed()
+
+
+def test_signals_are_given_back(tmp_path: Path) -> None:
+    """After the loop, Ctrl-C is Python's again."""
+
+    def train(directory: Path | None) -> tuple[bool, bool, bool]:
+        import torch
+
+        def handlers() -> list[object]:
+            return [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)]
+
+        before = handlers()
+        run = samestep.Run(directory, batch_size=4)
+        model = torch.nn.Linear(1, 1)
+        run.prepare(model=model)
+        during = handlers()
+        for step in run.steps(torch.randn(4, 1), 2):
+            for x in step:
+                step.backward(model(x).mean())
+        return during == before, handlers() == before, run.steps_done == 2
+
+    assert samestep.spawn(train, 1, (tmp_path / "run",)) == (False, True, True)
+    assert samestep.spawn(train, 1, (None,)) == (True, True, True)  # nothing to save: Ctrl-C ends it
+
+
+def test_a_signal_while_the_output_is_stuck(trial: Trial, undisturbed: Undisturbed) -> None:
+    """A person stops a run whose output waits in a full pipe, say before a pager: what the run says goes nowhere."""
+
+
+# --- run.stop ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("moment", "step", "stops_at"),
+    [
+        ("forward", 7, 8),
+        ("update", 7, 8),
+        ("update", 9, 10),
+        ("after schedule", 10, 10),
+        ("validation", 5, 5),
+        ("forward", 14, 15),
+    ],
+)
+@pytest.mark.parametrize("every", ["1epochs", "2epochs"])
+def test_run_stop(
+    trial: Trial,
+    undisturbed: Undisturbed,
+    capfd: pytest.CaptureFixture[str],
+    moment: str,
+    step: int,
+    stops_at: int,
+    every: str,
+) -> None:
+    """The loop ends, what follows it runs; and the same command goes on, in the middle of an epoch, too."""
+    fault = f"stop all ranks at step {step} in {moment}"
+    assert trial.spawn(2, fault, snapshot_every=every) == trial.dir
+    printed = capfd.readouterr().out
+    assert f"stopped at step {stops_at}: by a fault" in printed
+    assert trial.num_ends == 1
+    assert f"step-{stops_at:08d}" in trial.snapshots
+    trial.note("run.stop", moment, 0.0)
+    trial.spawn(3, snapshot_every=every)
+    assert resume_is_from(capfd.readouterr().out) == stops_at
+    assert trial.num_ends == 2
+    assert trial.outcome() == undisturbed()
+
+
+def test_run_stop_before_the_loop(trial: Trial) -> None:
+    trial.spawn(2, "stop all ranks at step 0 in start")
+    assert trial.snapshots == []
+    assert trial.num_ends == 1
+
+
+def test_nothing_of_it_is_left(trial: Trial) -> None:
+    """The check that the tests above rely on sees a process that stays behind."""
+    held = trial.start("launch", 2, HELD, arguments=["--num-workers", "1"])
+    trial.wait_held()
+    assert len(held.processes()) == 6
+    assert {process.pid for process in held.processes()} >= {trial.pid(0), trial.pid(1), held.process.pid}
+    held.close()
+    wait_until(lambda: not held.processes(), "all are gone")
+    assert not psutil.pid_exists(trial.pid(0))

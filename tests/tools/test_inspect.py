@@ -1,0 +1,413 @@
+"""What `samestep inspect` shows of a run's directory, and what its audit catches."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from samestep.errors import Error
+from samestep.plan.ledger import RECORD, combine, fingerprint
+from samestep.plan.order import build_order
+from samestep.snapshot.store import Store, digest
+from samestep.tools.inspect import run_inspect
+
+NUMBERS = {
+    "seed": 3, "batch_size": 8, "micro_batch_size": 2, "threads": 1, "models": {"net": "1 parameter"},
+    "data_length": 21, "mode": "epochs", "shuffle": True, "drop_last": False, "sampler": "default",
+}  # fmt: skip
+STATE = {"objects": {"net": {"w": torch.arange(10.0)}}, "position": {"step": 3, "epoch": 1}, "state": {}}
+
+Steps = list[tuple[int, list[int]]]  # epoch, samples
+
+
+def write_run(run: Path, **numbers: Any) -> None:
+    record = {"format": 1, "samestep": "0.1.0", "numbers": NUMBERS | numbers, "config": {"lr": 0.1, "name": "x"}}
+    (run / "run.json").write_text(json.dumps(record))
+
+
+def write_ledger(run: Path, steps: Steps, micro_batch_size: int = 2) -> None:
+    """As a run writes it that uses these samples."""
+    with open(run / "ledger.bin", "wb") as file:
+        for step, (epoch, samples) in enumerate(steps):
+            cuts = [samples[at : at + micro_batch_size] for at in range(0, len(samples), micro_batch_size)]
+            mark = combine([fingerprint(np.array(cut, dtype=np.int64)) for cut in cuts])
+            file.write(RECORD.pack(step, epoch, len(samples), mark))
+
+
+def plan_steps(num_steps: int, orders: Callable[[int], NDArray[np.int64]], drop_last: bool = False) -> Steps:
+    """The steps of whole epochs of 21 samples, 8 to a step."""
+    steps: Steps = []
+    for epoch in range(num_steps):
+        order = orders(epoch).tolist()
+        cuts = [order[at : at + 8] for at in range(0, len(order), 8)]
+        steps += [(epoch, cut) for cut in cuts if len(cut) == 8 or not drop_last]
+    return steps[:num_steps]
+
+
+def plan_endless(num_steps: int, orders: Callable[[int], NDArray[np.int64]]) -> Steps:
+    samples = np.concatenate([orders(epoch) for epoch in range(num_steps * 8 // 21 + 2)]).tolist()
+    return [(step * 8 // 21, samples[step * 8 : step * 8 + 8]) for step in range(num_steps)]
+
+
+def shuffled(epoch: int) -> NDArray[np.int64]:
+    return build_order(21, seed=3, epoch=epoch).take(0, 21)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    write_run(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def inspect(run: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    def inspect(*args: str) -> tuple[int, str]:
+        code = run_inspect([str(run), *args])
+        return code, capsys.readouterr().out
+
+    return inspect
+
+
+Inspect = Callable[..., tuple[int, str]]
+
+
+# --- the run ------------------------------------------------------------------------------------------------------
+
+
+def test_the_listing(run: Path, inspect: Inspect) -> None:
+    store = Store(run)
+    for step, name in ((3, None), (6, None), (6, "best")):
+        store.write(STATE, step=step, name=name, meta={})
+    os.truncate(store.path / "step-00000006" / "state.json", 3)
+    with open(store.path / "step-00000003" / "tensors.safetensors", "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"!")
+    (run / "metrics.jsonl").write_text('{"step": 5, "loss": 0.5}\n{"step": 6, "loss": 0.25}\n{"step": 7, "lo')
+    code, out = inspect()
+    assert code == 0
+    assert re.search(r"^  batch_size +8$", out, re.M)
+    assert re.search(r"^  models.net +1 parameter$", out, re.M)
+    assert re.search(r"^  lr +0.1$", out, re.M)
+    assert re.search(r"^  3 .* tensors.safetensors is damaged \(somewhere in bytes \d+ to \d+\)$", out, re.M)
+    assert re.search(r"^  6 +best +\d+ B +\d s +sound$", out, re.M)
+    assert re.search(r"^  6 .* state.json has 3 bytes, not \d+$", out, re.M)
+    assert re.search(r"^  loss +0.25$", out, re.M)
+    code, out = inspect("--step", "best")
+    assert "state.json has" not in out
+    assert "sound" in out
+
+
+def test_the_listing_as_json(run: Path, inspect: Inspect) -> None:
+    path = Store(run).write(STATE, step=3, meta={"epoch": 1})
+    code, out = inspect("--json")
+    shown = json.loads(out)
+    assert code == 0
+    assert shown["run"]["numbers"] == NUMBERS
+    assert shown["metrics"] is None
+    (snapshot,) = shown["snapshots"]
+    assert snapshot["step"] == 3
+    assert snapshot["path"] == str(path)
+    assert snapshot["problem"] is None
+    assert snapshot["meta"] == {"epoch": 1}
+    assert snapshot["digest"] == digest(STATE)
+
+
+def test_a_run_that_has_not_begun(run: Path, inspect: Inspect) -> None:
+    (run / "run.json").write_text(json.dumps({"format": 1, "samestep": "0.1.0", "numbers": {"seed": 1}, "config": {}}))
+    (run / "metrics.jsonl").write_text("")
+    code, out = inspect()
+    assert code == 0
+    assert re.search(r"^  seed +1$", out, re.M)
+    assert re.search(r"^  none$", out, re.M)
+    with pytest.raises(Error, match=r"run.json lacks 'data_length': the run has not begun"):
+        inspect("--samples")
+
+
+def test_on_a_terminal_it_is_a_table(run: Path) -> None:
+    Store(run).write(STATE, step=3, name="best", meta={})
+    write_ledger(run, plan_steps(5, lambda epoch: np.arange(21)))
+    write_run(run, shuffle=False, batch_size=16)
+    write_ledger(run, [(0, list(range(16)))])
+    assert "┃ name" in re.sub(r"\x1b\[[0-9;]*m", "", on_terminal(str(run)))
+    assert "0 epoch 0 16: 0 1 2 3 4 5 6 7 8 9 ...\r\n" in on_terminal(str(run), "--samples")
+
+
+def on_terminal(*args: str) -> str:
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "samestep", "inspect", *args]
+    with subprocess.Popen(command, stdout=theirs, stdin=theirs) as process:
+        os.close(theirs)
+        shown = b""
+        while chunk := read_terminal(ours):
+            shown += chunk
+    os.close(ours)
+    assert process.returncode == 0
+    return shown.decode()
+
+
+def read_terminal(descriptor: int) -> bytes:
+    try:
+        return os.read(descriptor, 65536)
+    except OSError:  # EIO: the other end is closed
+        return b""
+
+
+# --- the digest ---------------------------------------------------------------------------------------------------
+
+
+def test_the_digest_is_of_the_newest_sound_snapshot(run: Path, inspect: Inspect, capsys: Any) -> None:
+    store = Store(run)
+    states = {step: STATE | {"position": {"step": step, "epoch": 0}} for step in (3, 6)}
+    for step, state in states.items():
+        store.write(state, step=step, meta={})
+    store.write(states[3], step=3, name="best", meta={})
+    assert inspect("--digest") == (0, digest(states[6]) + "\n")
+    assert inspect("--digest", "--step", "best") == (0, digest(states[3]) + "\n")
+    _, out = inspect("--digest", "--json", "--step", "3")
+    assert json.loads(out) == {"step": 3, "name": None, "digest": digest(states[3])}
+    (store.path / "step-00000006" / "state.json").unlink()
+    assert run_inspect([str(run), "--digest"]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == digest(states[3]) + "\n"
+    assert "step-00000006: state.json is missing" in captured.err
+
+
+def test_what_is_not_there(run: Path, tmp_path: Path, inspect: Inspect) -> None:
+    with pytest.raises(Error, match=r"there is no directory .*nowhere"):
+        run_inspect([str(tmp_path / "nowhere")])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(Error, match=r"it has no run\.json"):
+        run_inspect([str(tmp_path / "empty"), "--digest"])
+    with pytest.raises(Error, match="has no snapshot yet"):
+        inspect("--digest")
+    Store(run).write(STATE, step=3, meta={})
+    with pytest.raises(Error, match=r"there is no snapshot of step 4 in .*: there is step 3"):
+        inspect("--digest", "--step", "4")
+    with pytest.raises(Error, match="has no snapshot 4"):
+        inspect("--step", "4")
+    (run / "snapshots" / "step-00000003" / "manifest.json").write_text("")
+    with pytest.raises(Error, match=r"no snapshot in .* is sound \(.*manifest.json is damaged"):
+        inspect("--digest")
+    (run / "run.json").write_text("{")
+    with pytest.raises(Error, match="cannot be read as JSON"):
+        inspect()
+
+
+@pytest.mark.parametrize("args", [[], ["--digest"], ["--samples"]])
+def test_it_never_imports_torch(args: list[str], run: Path) -> None:
+    Store(run).write(STATE, step=3, meta={})
+    write_ledger(run, plan_steps(5, shuffled))
+    script = (
+        "import sys; from samestep.tools.inspect import run_inspect\n"
+        f"code = run_inspect({[str(run), *args]!r}); assert 'torch' not in sys.modules; sys.exit(code)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+
+
+def test_a_reader_that_leaves_early(run: Path) -> None:
+    write_run(run, data_length=100_000, batch_size=1000, micro_batch_size=1000, shuffle=False)
+    steps = [(0, list(range(at, at + 1000))) for at in range(0, 100_000, 1000)]
+    write_ledger(run, steps, micro_batch_size=1000)
+    command = f"{sys.executable} -m samestep inspect {run} --samples | head -c 10"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout == "0 epoch 0 "
+    assert done.stderr == ""
+
+
+# --- the samples --------------------------------------------------------------------------------------------------
+
+
+def keep_order(run: Path, epoch: int, indices: NDArray[np.int64]) -> None:
+    (run / "orders").mkdir(exist_ok=True)
+    np.save(run / "orders" / f"epoch-{epoch:08d}.npy", indices)
+
+
+def drawn(epoch: int) -> NDArray[np.int64]:
+    """As a weighted sampler draws: some twice, some never."""
+    return np.random.default_rng(epoch).integers(0, 30, 21)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 5, 6, 8])
+@pytest.mark.parametrize(
+    "numbers",
+    [{}, {"shuffle": False}, {"drop_last": True}, {"sampler": "given"}, {"mode": "steps"},
+     {"mode": "steps", "drop_last": True}, {"mode": "steps", "sampler": "given"}],
+    ids=str,
+)  # fmt: skip
+def test_sound_runs_pass_the_audit(numbers: dict[str, Any], num_steps: int, run: Path, inspect: Inspect) -> None:
+    write_run(run, **numbers)
+    orders = shuffled
+    if "shuffle" in numbers:
+        orders = lambda epoch: np.arange(21)  # noqa: E731
+    if "sampler" in numbers:
+        orders = drawn
+        for epoch in range(num_steps + 1):
+            keep_order(run, epoch, drawn(epoch))
+    if "mode" in numbers:
+        steps = plan_endless(num_steps, orders)
+    else:
+        steps = plan_steps(num_steps, orders, numbers.get("drop_last", False))
+    write_ledger(run, steps)
+    code, out = inspect("--samples")
+    assert code == 0
+    lines = out.splitlines()
+    assert len(lines) == num_steps + 1
+    assert "passed" in lines[-1]
+    for step, (epoch, samples) in enumerate(steps):
+        assert lines[step] == f"{step} epoch {epoch} {len(samples)}: {' '.join(map(str, samples))}"
+    code, out = inspect("--samples", "--json")
+    shown = json.loads(out)
+    assert code == 0
+    assert shown["audit"] == {"passed": True, "problems": []}
+    assert [(step["epoch"], step["samples"]) for step in shown["steps"]] == steps
+
+
+def test_the_verdict_in_words(run: Path, inspect: Inspect) -> None:
+    verdicts = []
+    for num_steps in (0, 2, 3, 7):
+        write_ledger(run, plan_steps(num_steps, shuffled))
+        verdicts.append(inspect("--samples")[1].splitlines()[-1])
+    assert verdicts == [
+        "audit passed: there are no steps yet",
+        "audit passed: epoch 0 is open and used none twice",
+        "audit passed: in 1 complete epoch each of 21 samples was used once",
+        "audit passed: in 2 complete epochs each of 21 samples was used once; epoch 2 is open and used none twice",
+    ]
+
+
+def test_one_step_alone(run: Path, inspect: Inspect) -> None:
+    write_ledger(run, plan_steps(5, shuffled))
+    out = inspect("--samples", "--step", "3")[1]
+    assert [line.split(":")[0] for line in out.splitlines()] == ["3 epoch 1 8", "audit passed"]
+
+
+def test_a_record_that_is_half_written_is_no_step(run: Path, inspect: Inspect) -> None:
+    write_ledger(run, plan_steps(4, shuffled))
+    os.truncate(run / "ledger.bin", 4 * RECORD.size - 1)
+    code, out = inspect("--samples")
+    assert code == 0
+    assert len(out.splitlines()) == 3 + 1
+
+
+def use_again(steps: Steps) -> None:
+    steps[4] = steps[3]
+
+
+def skip_one(steps: Steps) -> None:
+    del steps[4]
+
+
+def swap_two(steps: Steps) -> None:
+    steps[1], steps[2] = steps[2], steps[1]
+
+
+def use_an_old_epoch(steps: Steps) -> None:
+    steps[5] = steps[0]
+
+
+def change_one(steps: Steps) -> None:
+    steps[4] = (1, [*steps[4][1][:-1], steps[3][1][0]])
+
+
+def reorder(steps: Steps) -> None:
+    steps[4] = (1, steps[4][1][::-1])
+
+
+def claim_epoch(steps: Steps) -> None:
+    steps[4] = (2, steps[4][1])
+
+
+S = [samples for _, samples in plan_steps(9, shuffled)]
+FAULTS: dict[Callable[[Steps], None], list[str]] = {
+    use_again: [
+        f"step 4: it was to use sample {S[4][0]} and so on, and used those of step 3",
+        f"step 4: sample {S[3][0]} was used in epoch 1 before",
+        "epoch 1: samples never used: ",
+    ],
+    skip_one: [f"step 4: it was to use sample {S[4][0]} and so on, and used those of step 5"],
+    swap_two: [
+        f"step 1: it was to use sample {S[1][0]} and so on, and used those of step 2",
+        f"step 2: it was to use sample {S[2][0]} and so on, and used those of step 1",
+    ],
+    use_an_old_epoch: [
+        f"step 5: sample {S[0][0]} and so on were used in epoch 0 before",
+        "epoch 1: samples never used: ",
+    ],
+    change_one: [f"step 4: it was to use sample {S[4][0]} and so on, and used samples that are not those of any step"],
+    reorder: [f"step 4: it was to use sample {S[4][0]} and so on, and used samples that are not those of any step"],
+    claim_epoch: ["step 4: the ledger says 8 samples of epoch 2"],
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_the_audit_catches(fault: Callable[[Steps], None], run: Path, inspect: Inspect) -> None:
+    steps = plan_steps(9, shuffled)
+    fault(steps)
+    write_ledger(run, steps)
+    code, out = inspect("--samples")
+    assert code == 1
+    assert "audit failed:" in out
+    for sentence in FAULTS[fault]:
+        assert f"\n  {sentence}" in out
+    code, out = inspect("--samples", "--json")
+    assert code == 1
+    assert not json.loads(out)["audit"]["passed"]
+
+
+def test_a_hole_in_the_ledger_is_caught(run: Path, inspect: Inspect) -> None:
+    write_ledger(run, plan_steps(4, shuffled))
+    ledger = bytearray((run / "ledger.bin").read_bytes())
+    ledger[2 * RECORD.size : 3 * RECORD.size] = bytes(RECORD.size)
+    (run / "ledger.bin").write_bytes(ledger)
+    code, out = inspect("--samples")
+    assert code == 1
+    assert "step 2: the ledger has a record of step 0 in its place" in out
+
+
+def test_many_problems_are_cut_short(run: Path, inspect: Inspect) -> None:
+    write_ledger(run, plan_steps(20, lambda epoch: np.arange(21)))
+    code, out = inspect("--samples")
+    assert code == 1
+    assert out.endswith("\n  and 10 more\n")
+
+
+def test_an_order_that_is_lost(run: Path, inspect: Inspect) -> None:
+    write_run(run, sampler="given")
+    write_ledger(run, plan_steps(2, drawn))
+    with pytest.raises(Error, match=r"the sampler's order of epoch 0 cannot be read from .*epoch-00000000.npy"):
+        inspect("--samples")
+    keep_order(run, 0, np.array([object()], dtype=object))
+    with pytest.raises(Error, match="cannot be read"):
+        inspect("--samples")
+    keep_order(run, 0, np.arange(3))
+    with pytest.raises(Error, match="3 indices, not 21"):
+        inspect("--samples")
+
+
+# --- fingerprints -------------------------------------------------------------------------------------------------
+
+
+@given(one=st.lists(st.integers(0, 2**40), max_size=6), other=st.lists(st.integers(0, 2**40), max_size=6))
+def test_fingerprints_tell_samples_and_their_order_apart(one: list[int], other: list[int]) -> None:
+    prints = [fingerprint(np.array(indices, dtype=np.int64)) for indices in (one, other)]
+    assert (prints[0] == prints[1]) == (one == other)
+    assert 0 <= prints[0] < 2**64
+    assert (combine(prints) == combine(prints[::-1])) == (one == other)
+
+
+def test_fingerprints_do_not_change_between_versions() -> None:
+    prints = [fingerprint(np.arange(3)), fingerprint(np.arange(6)[::2])]
+    assert prints == [8901564848246840783, 7714057721677054770]
+    assert combine(prints) == 1769091025158433932
