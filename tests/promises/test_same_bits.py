@@ -53,7 +53,7 @@ def test_compiled_to_kernels(train: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("name", GAPS)
-@pytest.mark.xfail(strict=True, reason="known and told in the documentation of limits")
+@pytest.mark.xfail(strict=True, reason="not yet the same at every number of ranks")
 def test_known_gaps(name: str) -> None:
     train = GAPS[name]
     assert_same(samestep.spawn(train, 3), run_alone(train), "3 ranks", "1 rank")
@@ -87,14 +87,13 @@ def mlp(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     return Recipe(tmp_path_factory.mktemp("mlp"), "mlp")
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("world_size", [1, *WORLD_SIZES])
+@pytest.mark.parametrize(("world_size", "num_workers"), [*((w, 0) for w in WORLD_SIZES), (1, 2), (3, 2), (12, 2)])
 def test_digits(digits: Recipe, world_size: int, num_workers: int) -> None:
     wanted, files = digits.train(1)
     found, found_files = digits.train(world_size, *(["--num-workers", "2"] if num_workers else []))
     assert found == wanted
     assert found_files == files
-    assert files["metrics.jsonl"].count(b'"validation/accuracy"') == 2
+    assert files["metrics.jsonl"].count(b'"validation/accuracy"') == 3
 
 
 @pytest.mark.parametrize("world_size", WORLD_SIZES)

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType, TracebackType
 
 from samestep.errors import Error, PeerFailed
@@ -63,7 +64,8 @@ class StopSignals:
                 os.kill(os.getpid(), number)
             return
         self.heard, self._heard_at_s = number, now_s
-        self._say(f"{signal.Signals(number).name}: this step is finished and saved; a second one ends at once")
+        with suppress(RuntimeError):  # it interrupted a print that is stuck, which cannot be entered again
+            self._say(f"{signal.Signals(number).name}: this step is finished and saved; a second one ends at once")
 
     def restore(self) -> None:
         """Gives the signals back to whoever had them."""

@@ -1,0 +1,273 @@
+"""Gradients, losses, metrics and statistics are those of the whole batch, against references in plain PyTorch."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from promises.models import Branches, Kinds, build_pairs
+from support.runs import read_rows
+from support.trace import freeze
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import samestep
+
+Row = dict[str, Any]
+FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+class Weighted(Dataset[tuple[int, Tensor, Tensor, Tensor]]):
+    """Samples with their index; some stand for many units, and some for none."""
+
+    def __init__(self, num_samples: int) -> None:
+        generator = torch.Generator().manual_seed(num_samples)
+        self.x = 3 * torch.randn(num_samples, 5, generator=generator)
+        self.y = torch.randn(num_samples, 2, generator=generator) + 1
+        self.units = torch.randint(-2, 9, (num_samples,), generator=generator).clamp(min=0)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor, Tensor, Tensor]:
+        return index, self.x[index], self.y[index], self.units[index]
+
+
+def gather(indices: list[int]) -> list[int]:
+    """All ranks' sample indices, in the order of the micro-batches."""
+    found: list[Any] = [indices]
+    if dist.is_initialized():
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, indices)
+    return [index for of_rank in found for index in of_rank]
+
+
+def compute_mean(model: nn.Module, x: Tensor, y: Tensor, units: Tensor) -> Tensor:
+    """The squared error, averaged over all units of all samples: not a number when there are none."""
+    return (units * ((model(x) - y) ** 2).mean(1)).sum() / units.sum()
+
+
+def relative(found: Tensor, wanted: Tensor) -> float:
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+def measure_steps(run_dir: Path, data: Weighted, batch_size: int, micro_batch_size: int, by_units: bool) -> list[Row]:
+    """Per step: its errors against a float64 reference of the whole batch, and the reference's own metrics."""
+    run = samestep.Run(run_dir, batch_size=batch_size, micro_batch_size=micro_batch_size, log_every=1)
+    model = nn.Sequential(nn.Linear(5, 9), nn.GELU(), nn.LayerNorm(9), nn.Linear(9, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
+    run.prepare(model=model, optimizer=optimizer)
+    rows: list[Row] = []
+    for epoch in run.epochs(data, 2):
+        for step in epoch:
+            held: list[int] = []
+            for indices, x, y, units in step:
+                held += indices.tolist()
+                units = units if by_units else torch.ones_like(units)
+                step.backward(compute_mean(model, x, y, units), weight=units.sum() if by_units else None)
+                step.log(first=(units * x[:, 0]).sum() / units.sum().clamp(min=1))
+            indices = gather(held)
+            assert len(indices) == step.num_samples
+            units = data.units[indices] if by_units else torch.ones(len(indices))
+            whole = copy.deepcopy(model).double()
+            loss = compute_mean(whole, data.x[indices].double(), data.y[indices].double(), units)
+            wanted = torch.autograd.grad(loss, list(whole.parameters()))
+            errors = [relative(p.grad, w) for p, w in zip(model.parameters(), wanted, strict=True)]
+            first = float((units * data.x[indices, 0].double()).sum() / units.sum())
+            rows.append({"gradient": max(errors), "loss": (float(step.loss), float(loss)), "first": first})
+            optimizer.step()
+    run._close()
+    return rows
+
+
+@given(data=st.data())
+@FEW
+def test_a_step_is_the_whole_batch(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    world_size = data.draw(st.integers(1, 5), "ranks")
+    num_micro_batches = data.draw(st.integers(world_size, 9), "micro-batches")
+    micro_batch_size = data.draw(st.integers(1, 4), "samples of one")
+    num_samples = data.draw(st.integers(1, 3 * num_micro_batches * micro_batch_size), "samples")
+    by_units = data.draw(st.booleans(), "weighted by units")
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    arguments = (run_dir, Weighted(num_samples), num_micro_batches * micro_batch_size, micro_batch_size, by_units)
+    try:
+        rows = samestep.spawn(measure_steps, world_size, arguments)
+    except samestep.Error as error:
+        assert by_units
+        assert "total weight" in str(error)
+        assume(False)  # a step of samples without units
+    for row, logged in zip(rows, read_rows(run_dir), strict=True):
+        found, wanted = row["loss"]
+        assert row["gradient"] < 1e-5
+        assert found == pytest.approx(wanted, rel=1e-6)
+        assert logged["train/loss"] == pytest.approx(wanted, rel=1e-6)
+        assert logged["train/first"] == pytest.approx(row["first"], rel=1e-5, abs=1e-6)
+
+
+def evaluate_means(data: Weighted, micro_batch_size: int) -> dict[str, Any]:
+    run = samestep.Run(None, batch_size=24, micro_batch_size=2)
+    model = nn.Linear(5, 2)
+    run.prepare(model=model)
+
+    def score(batch: Any) -> dict[str, Any]:
+        indices, x, y, units = batch
+        assert not model.training
+        assert not torch.is_grad_enabled()
+        return {
+            "loss": ((model(x) - y) ** 2).mean(),
+            "by unit": (compute_mean(model, x, y, units), units.sum()),
+            "number": (len(indices), 1),
+            "indices": indices.tolist(),
+        }
+
+    out = run.evaluate(score, data, micro_batch_size=micro_batch_size)
+    assert model.training
+    errors = (model.double()(data.x.double()) - data.y).square().mean(1)
+    return out | {"wanted": (float(errors.mean()), float((data.units * errors).sum() / data.units.sum()))}
+
+
+@given(st.integers(1, 5), st.integers(1, 70), st.integers(1, 8))
+@FEW
+def test_evaluate_is_the_mean_over_the_data_set(world_size: int, num_samples: int, micro_batch_size: int) -> None:
+    data = Weighted(num_samples)
+    assume(data.units.sum() > 0)
+    out = samestep.spawn(evaluate_means, world_size, (data, micro_batch_size))
+    assert (out["loss"], out["by unit"]) == pytest.approx(out["wanted"], rel=1e-6)
+    assert out["indices"] == list(range(num_samples))
+    assert out["number"] == pytest.approx(num_samples / -(-num_samples // micro_batch_size))
+
+
+class NormFirst(nn.Module):
+    """BatchNorm on the samples themselves, so that what it sees is known; a layer that runs twice."""
+
+    def __init__(self, momentum: float | None) -> None:
+        super().__init__()
+        self.norm, self.twice = nn.BatchNorm1d(5, momentum=momentum), nn.BatchNorm1d(5, momentum=momentum)
+        self.head = nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(x) + self.twice(x) + self.twice(2 * x - 1))
+
+
+def measure_statistics(momentum: float | None, is_scheduled: bool) -> list[float]:
+    """Per step: how far the running statistics are from those of the same layers run over all samples in turn."""
+    run = samestep.Run(None, batch_size=24, micro_batch_size=4)
+    data = Weighted(24 + 11)
+    model = NormFirst(momentum)
+    reference = copy.deepcopy(model).double()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run.prepare(model=model, optimizer=optimizer)
+    layers, wanted = (model.norm, model.twice), (reference.norm, reference.twice)
+    errors = []
+    for epoch in run.epochs(data, 3):
+        for step in epoch:
+            if is_scheduled:
+                for layer in (*layers, *wanted):
+                    layer.momentum = 0.5 / (step.number + 1)
+            held: list[int] = []
+            for indices, x, y, _ in step:
+                held += indices.tolist()
+                step.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+            for chunk in torch.tensor(gather(held)).split(4):
+                reference(data.x[chunk].double())
+            for layer, other in zip(layers, wanted, strict=True):
+                assert layer.num_batches_tracked == other.num_batches_tracked
+                errors.append(relative(layer.running_mean, other.running_mean))
+                errors.append(relative(layer.running_var, other.running_var))
+    return errors
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 5])
+@pytest.mark.parametrize(("momentum", "is_scheduled"), [(0.1, False), (0.9, False), (None, False), (0.1, True)])
+def test_statistics_are_those_of_one_device(momentum: float | None, is_scheduled: bool, world_size: int) -> None:
+    errors = samestep.spawn(measure_statistics, world_size, (momentum, is_scheduled))
+    assert len(errors) == 3 * 2 * 4
+    assert max(errors) < 1e-6
+
+
+def train_beside_a_plain_loop() -> tuple[float, float]:
+    """How far the run ends from plain PyTorch with gradient accumulation, and from where both began."""
+    run = samestep.Run(None, batch_size=24, micro_batch_size=4)
+    data = Weighted(24 + 24 + 9)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    plain, start = copy.deepcopy(model), copy.deepcopy(model)
+    optimizer, plain_optimizer = (torch.optim.AdamW(m.parameters(), 1e-2) for m in (model, plain))
+    run.prepare(model=model, optimizer=optimizer)
+    for epoch in run.epochs(data, 3):
+        for step in epoch:
+            held: list[int] = []
+            for indices, x, y, _ in step:
+                held += indices.tolist()
+                step.backward(F.mse_loss(model(x), y))
+            run.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+
+            batch = torch.tensor(gather(held))
+            plain_optimizer.zero_grad()
+            for chunk in batch.split(4):
+                (F.mse_loss(plain(data.x[chunk]), data.y[chunk]) * len(chunk) / len(batch)).backward()
+            nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            plain_optimizer.step()
+
+    def distance(a: nn.Module, b: nn.Module) -> float:
+        pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
+        return max(float((x.double() - y.double()).abs().max()) for x, y in pairs)
+
+    return distance(model, plain), distance(model, start)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 5])
+def test_a_plain_loop_ends_at_the_same_place(world_size: int) -> None:
+    apart, moved = samestep.spawn(train_beside_a_plain_loop, world_size)
+    assert apart < 1e-5
+    assert moved > 0.05
+
+
+def train_reduced(run_dir: Path, reduction: str, kind: type[nn.Module], bucket_cap_mb: float) -> Row:
+    run = samestep.Run(
+        run_dir, batch_size=24, micro_batch_size=2, reduction=reduction, bucket_cap_mb=bucket_cap_mb, log_every=1
+    )
+    model = kind()
+    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
+    run.prepare(model=model, optimizer=optimizer)
+    losses, unused = [], []
+    for epoch in run.epochs(build_pairs(24 * 2 + 5), 3):
+        for step in epoch:
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x), y))
+            unused.append([name for name, param in model.named_parameters() if param.grad is None])
+            optimizer.step()
+            losses.append(float(step.loss))
+    run._close()
+    return {
+        "losses": losses,
+        "unused": unused,
+        "weights": torch.cat([torch.view_as_real(p).flatten() if p.is_complex() else p.flatten().float()
+                              for p in model.state_dict().values()]),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [25.0, 0.0002])
+@pytest.mark.parametrize("kind", [Branches, Kinds])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 12])
+def test_fast_keeps_all_but_the_bits(
+    tmp_path: Path, kind: type[nn.Module], bucket_cap_mb: float, world_size: int
+) -> None:
+    exact = samestep.spawn(train_reduced, 1, (tmp_path / "exact", "exact", kind, bucket_cap_mb))
+    fast = samestep.spawn(train_reduced, world_size, (tmp_path / "fast", "fast", kind, bucket_cap_mb))
+    # The half-precision layer of Kinds rounds to 8 bits.
+    close = {"rtol": 1e-2, "atol": 1e-2} if kind is Kinds else {"rtol": 1e-5, "atol": 1e-6}
+    torch.testing.assert_close(fast["weights"], exact["weights"], **close)
+    assert fast["losses"] == pytest.approx(exact["losses"], rel=close["rtol"])
+    assert fast["unused"] == exact["unused"]
+    assert (tmp_path / "fast" / "ledger.bin").read_bytes() == (tmp_path / "exact" / "ledger.bin").read_bytes()
+    if world_size == 1:
+        assert freeze(fast) == freeze(exact)
+    for row, other in zip(read_rows(tmp_path / "fast"), read_rows(tmp_path / "exact"), strict=True):
+        assert row.keys() == other.keys()
