@@ -143,7 +143,7 @@ class Faults:
                 source, target = Path(str(args[0])), Path(str(args[1]))
                 is_doomed = target.name.startswith(".tmp-doomed-step-")
                 if target.parent.name == "abandoned":
-                    self.reach("rewinding")
+                    self.reach("rewinding", 0)  # at whatever step it goes back to
                 elif source.name.startswith(".tmp-"):
                     is_numbered = target.name.startswith("step-")
                     if named.get(not is_numbered) == self.run.steps_done:

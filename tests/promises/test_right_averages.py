@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, given, reject, settings
 from hypothesis import strategies as st
 from promises.models import Branches, Kinds, build_pairs
 from support.runs import read_rows
@@ -81,7 +81,6 @@ def measure_steps(run_dir: Path, data: Weighted, batch_size: int, micro_batch_si
             first = float((units * data.x[indices, 0].double()).sum() / units.sum())
             rows.append({"gradient": max(errors), "loss": (float(step.loss), float(loss)), "first": first})
             optimizer.step()
-    run._close()
     return rows
 
 
@@ -98,9 +97,9 @@ def test_a_step_is_the_whole_batch(tmp_path_factory: pytest.TempPathFactory, dat
     try:
         rows = samestep.spawn(measure_steps, world_size, arguments)
     except samestep.Error as error:
-        assert by_units
-        assert "total weight" in str(error)
-        assume(False)  # a step of samples without units
+        if "total weight" not in str(error) or not by_units:
+            raise
+        reject()  # a step of samples without units
     for row, logged in zip(rows, read_rows(run_dir), strict=True):
         found, wanted = row["loss"]
         assert row["gradient"] < 1e-5
@@ -194,10 +193,11 @@ def test_statistics_are_those_of_one_device(momentum: float | None, is_scheduled
 def train_beside_a_plain_loop() -> tuple[float, float]:
     """How far the run ends from plain PyTorch with gradient accumulation, and from where both began."""
     run = samestep.Run(None, batch_size=24, micro_batch_size=4)
-    data = Weighted(24 + 24 + 9)
+    data = Weighted(24 + 24 + 10)
     model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
     plain, start = copy.deepcopy(model), copy.deepcopy(model)
-    optimizer, plain_optimizer = (torch.optim.AdamW(m.parameters(), 1e-2) for m in (model, plain))
+    # Not Adam, which blows rounding up where a gradient is zero: that of the bias before BatchNorm.
+    optimizer, plain_optimizer = (torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (model, plain))
     run.prepare(model=model, optimizer=optimizer)
     for epoch in run.epochs(data, 3):
         for step in epoch:
@@ -244,7 +244,6 @@ def train_reduced(run_dir: Path, reduction: str, kind: type[nn.Module], bucket_c
             unused.append([name for name, param in model.named_parameters() if param.grad is None])
             optimizer.step()
             losses.append(float(step.loss))
-    run._close()
     return {
         "losses": losses,
         "unused": unused,
@@ -255,7 +254,7 @@ def train_reduced(run_dir: Path, reduction: str, kind: type[nn.Module], bucket_c
 
 @pytest.mark.parametrize("bucket_cap_mb", [25.0, 0.0002])
 @pytest.mark.parametrize("kind", [Branches, Kinds])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 12])
+@pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_fast_keeps_all_but_the_bits(
     tmp_path: Path, kind: type[nn.Module], bucket_cap_mb: float, world_size: int
 ) -> None:

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import io
-import os
 import signal
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import psutil
 from promises.faulty import Fault, train
@@ -81,15 +80,19 @@ def read_tree(directory: Path) -> dict[str, str]:
 class Started:
     """A program that runs, with all that it has started, and its output."""
 
-    def __init__(self, command: Sequence[str | Path], output: Path, env: Mapping[str, str]) -> None:
+    def __init__(
+        self, command: Sequence[str | Path], output: Path, env: Mapping[str, str], stdout: int | None = None
+    ) -> None:
         self._mark = uuid.uuid4().hex
         self.out, self.err = output.with_suffix(".out"), output.with_suffix(".err")
+        variables = clean_variables({**env, MARK: self._mark})
+        variables.pop("PYTHONUNBUFFERED", None)  # most people have it not
         with open(self.out, "w") as out, open(self.err, "w") as err:
             self.process = subprocess.Popen(
                 [str(word) for word in command],
-                env=clean_variables({**env, MARK: self._mark}),
+                env=variables,
                 stdin=subprocess.DEVNULL,
-                stdout=out,
+                stdout=out if stdout is None else stdout,
                 stderr=err,
                 cwd=output.parent,
                 process_group=0,
@@ -147,9 +150,16 @@ class Trial:
 
     # --- ways to start it -------------------------------------------------------------------------------------
 
-    def start(self, how: str, num_ranks: int = 1, fault: str = "", *flags: str, arguments: Sequence[str] = (),
-              stdout: IO[str] | None = None) -> Started:  # fmt: skip
-        """Starts the script. `how`: "launch" (with its `flags`), "torchrun" or "python"."""
+    def start(
+        self,
+        how: str,
+        num_ranks: int = 1,
+        fault: str = "",
+        *flags: str,
+        arguments: Sequence[str] = (),
+        stdout: int | None = None,
+    ) -> Started:
+        """Starts the script. `how`: "launch" (with its `flags`), "torchrun" or "python". `stdout`: None: a file."""
         script = [SCRIPT, self.dir, *(["--fault", fault] if fault else []), *arguments]
         before: dict[str, list[str]] = {
             "launch": ["-m", "samestep", "launch", "--nproc-per-node", str(num_ranks), *flags],
@@ -158,7 +168,7 @@ class Trial:
         }
         env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         output = self.faults / f"output-{len(self._started)}"
-        started = Started([sys.executable, *before[how], *script], output, env)
+        started = Started([sys.executable, *before[how], *script], output, env, stdout)
         self._started.append(started)
         return started
 
@@ -213,7 +223,6 @@ class Trial:
     def tell(self, started: Started, signum: signal.Signals) -> None:
         """Sends a signal, and waits until rank 0 says that it has heard of it."""
         started.process.send_signal(signum)
-        # A launcher passes on both as SIGTERM.
         started.wait_for_words("a second one ends at once")
 
     def _ended(self) -> bool:
@@ -246,8 +255,3 @@ def resume_is_from(output: str) -> int:
     """The step at which a run says that it goes on; 0 where it begins."""
     _, found, after = output.partition("; resumed at step ")
     return int(after.split()[0]) if found else 0
-
-
-def is_quiet(started: Started) -> bool:
-    """Whether nobody printed a traceback."""
-    return "Traceback" not in started.output and os.path.getsize(started.err) == 0

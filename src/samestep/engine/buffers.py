@@ -37,7 +37,7 @@ def check_module(name: str, module: nn.Module) -> None:
             )
 
 
-def refuse_lone_sample(modules: Mapping[str, nn.Module], step: int, v: int) -> list[RemovableHandle]:
+def refuse_lone_sample(modules: Mapping[str, nn.Module], step: int, v: int, rank: int) -> list[RemovableHandle]:
     """Lets BatchNorm layers refuse micro-batch v, which has one sample, by their own name. Returns the hooks.
 
     Raises:
@@ -49,9 +49,10 @@ def refuse_lone_sample(modules: Mapping[str, nn.Module], step: int, v: int) -> l
             shape = inputs[0].shape
             if layer.training and inputs[0].numel() == shape[1]:
                 raise Error(
-                    f"micro-batch {v} of step {step} has one sample, and {path} cannot normalise one value per "
-                    f"channel (shape {tuple(shape)}): choose a micro_batch_size that leaves no remainder of 1, or "
-                    "drop_last=True"
+                    f"micro-batch {v} of step {step} (rank {rank}) has one sample, and {path} cannot normalise one "
+                    f"value per channel (shape {tuple(shape)}): choose a larger micro_batch_size that leaves no "
+                    "remainder of 1, or drop_last=True",
+                    rank=rank,
                 )
 
         return check

@@ -195,6 +195,12 @@ class Reducer:
     def close(self) -> None:
         """The micro-batch is done: unless it is the last of this rank's, folds it into the parts held."""
         self._in_micro_batch = False
+        first = self._fired.find(1)
+        if first >= 0 and self.params[first].grad is None:
+            raise Error(
+                f"the gradient of {self.names[first]} is gone at the end of micro-batch {self._v}: zero_grad() is not "
+                "needed, leave it out"
+            )
         if self._v == self._range.stop - 1:
             return  # `finish` folds it, bucket by bucket, on the way out
         grads: Grads = []

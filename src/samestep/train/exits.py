@@ -64,7 +64,7 @@ class StopSignals:
                 os.kill(os.getpid(), number)
             return
         self.heard, self._heard_at_s = number, now_s
-        with suppress(RuntimeError):  # it interrupted a print that is stuck, which cannot be entered again
+        with suppress(RuntimeError, OSError):  # it interrupted a stuck print, or nobody reads: it is heard all the same
             self._say(f"{signal.Signals(number).name}: this step is finished and saved; a second one ends at once")
 
     def restore(self) -> None:

@@ -1,5 +1,6 @@
 """Which samples each step holds, and which of them this rank loads: the plan put to a data set."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -8,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep.data.loader import Source, Task
+from samestep.errors import Error
 from samestep.plan.ledger import fingerprint
 from samestep.plan.order import GivenOrder, Order, build_order
 from samestep.plan.schedule import EndlessSchedule, Schedule, Span
@@ -38,6 +40,11 @@ class Feed:
         endless: bool,
         sampler: Sampler | None,
     ) -> None:
+        if sampler is not None and not callable(sampler):
+            kind = type(sampler).__name__
+            raise Error(
+                f"sampler must be a function, sampler(epoch) -> sample indices, alike on all ranks, not a {kind}"
+            )
         self.source, self._seed, self._sampler = source, seed, sampler
         self.has_sampler = sampler is not None
         self.order = lru_cache(maxsize=2)(self._build_order)
@@ -54,13 +61,24 @@ class Feed:
     def _build_order(self, epoch: int) -> Order:
         if self._sampler is None:
             return build_order(len(self.source), seed=self._seed, epoch=epoch, shuffle=self.source.shuffle)
-        return GivenOrder(self._sampler(epoch), len(self.source))
+        given = self._sampler(epoch)
+        if not isinstance(given, Iterable):
+            raise Error(f"sampler({epoch}) gave {given!r}: give the epoch's sample indices, such as a list")
+        order = GivenOrder(given, len(self.source))
+        if epoch and len(order) != self.length:
+            raise Error(f"sampler({epoch}) gave {len(order)} indices and sampler(0) {self.length}: give equally many")
+        return order
 
     def epoch_of(self, step: int) -> int:
         """The epoch that step `step` of the run begins in."""
         if self.steps_per_epoch is None:
             return self.schedule.span(step)[0] // self.length
         return step // self.steps_per_epoch
+
+    def epochs_of(self, step: int) -> range:
+        """The epochs that have a sample in step `step` of an endless feed."""
+        start, stop = self.schedule.span(step)
+        return range(start // self.length, (stop - 1) // self.length + 1)
 
     def _cut(self, step: int) -> tuple[Span, ...]:
         return self.schedule.micro_batches(step if self.steps_per_epoch is None else step % self.steps_per_epoch)
@@ -90,8 +108,20 @@ class Feed:
         order = self.order(epoch)
         return fingerprint(order.take(0, len(order)))
 
-    def keep_order(self, epoch: int, directory: Path) -> None:
-        """Writes down the order that a sampler gave, for the audit of the ledger."""
+    def keep_order(self, epoch: int, directory: Path, steps_done: int) -> None:
+        """Writes down the order that a sampler gave, for the audit of the ledger.
+
+        Raises:
+            Error: it is not the one by which the epoch was begun, before a restart.
+            OSError: the disk is full or gone.
+        """
+        path, order = directory / f"epoch-{epoch:08d}.npy", self.order(epoch)
+        indices = order.take(0, len(order))
+        first = epoch * self.length if self.steps_per_epoch is None else epoch * self.steps_per_epoch
+        is_begun = (steps_done if self.steps_per_epoch else self.schedule.span(steps_done)[0]) > first
+        if is_begun and path.exists() and not np.array_equal(np.load(path), indices):
+            raise Error(f"sampler({epoch}) gave other indices than before the restart: make them depend on epoch alone")
         directory.mkdir(exist_ok=True)
-        order = self.order(epoch)
-        np.save(directory / f"epoch-{epoch:08d}.npy", order.take(0, len(order)))
+        with open(path.with_suffix(".tmp"), "wb") as file:
+            np.save(file, indices)
+        os.replace(path.with_suffix(".tmp"), path)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from samestep.errors import Error
 from samestep.snapshot.store import Snapshot, Store
@@ -10,6 +10,8 @@ from samestep.train import objects as prepared
 from samestep.train.directory import Directory
 from samestep.train.settings import Settings
 from samestep.world.group import Group
+
+T = TypeVar("T")
 
 
 class Keeper:
@@ -38,6 +40,18 @@ class Keeper:
         self.directory = directory
         return directory.path
 
+    def _once(self, fn: Callable[[], T]) -> T:
+        """`fn` on rank 0; a disk that is full or gone is an Error."""
+
+        def call() -> T:
+            try:
+                return fn()
+            except OSError as error:
+                reason = f"({error.strerror}): make room, or name another one"
+                raise Error(f"the run directory {self.path} cannot be written {reason}") from None
+
+        return self._group.once(call)
+
     def restore(self, objects: prepared.Objects, numbers: Mapping[str, Any]) -> tuple[dict[str, Any], int] | None:
         """Brings `objects` to where the snapshot to resume from has them.
 
@@ -46,7 +60,7 @@ class Keeper:
         """
         if self.path is None:
             return None
-        found = self._group.once(self._find, numbers)
+        found = self._once(lambda: self._find(numbers))
         if found is None:
             return None
         state = Store(self.path).read(found)
@@ -57,9 +71,7 @@ class Keeper:
     def _find(self, numbers: Mapping[str, Any]) -> Snapshot | None:
         assert self.directory is not None
         self.directory.check_numbers(numbers)
-        snapshot = self.directory.find(self._settings.resume)
-        self.directory.rewind(snapshot)
-        return snapshot
+        return self.directory.find(self._settings.resume)
 
     def record(self, numbers: Mapping[str, Any], machine: Mapping[str, Any], config: Mapping[str, Any]) -> None:
         """Compares with the run that is here, and writes down which one it is."""
@@ -70,7 +82,7 @@ class Keeper:
             self.directory.write_record(numbers, machine, config)
 
         if self.path is not None:
-            self._group.once(write)
+            self._once(write)
 
     def ask_for(self, name: str) -> None:
         """A named snapshot is due at the end of the present body."""

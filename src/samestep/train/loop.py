@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samestep.data.loader import Loader, seed_all
@@ -34,7 +35,10 @@ class Loop:
         self.last_step = min(total_steps, max_steps or ENDLESS)
         self.step: Step | None = None
         self.ending = self.steps_done >= self.last_step or bool(run._stop_reason)
+        self._left = ""
+        self._is_ended = False
         self._signal = 0
+        self._agreed_epoch = -1
         self._num_samples = 0
         self._began_s = time.perf_counter()
         tasks = feed.tasks(self.steps_done, self.last_step, rank=run.rank, world_size=run.world_size)
@@ -51,11 +55,16 @@ class Loop:
                 self._agree_on_order(number)
             self._begin_body("epoch", number)
             epoch = Epoch(self, number, per_epoch)
-            yield epoch
+            try:
+                yield epoch
+            except GeneratorExit:
+                self._leave(f"the loop over the epochs was left by break in epoch {number}")
+                raise
+            self.check_not_left()
             if not epoch.done:
                 raise Error(
-                    f"the loop over the steps of epoch {number} was left by break (or never begun), so the rest of "
-                    "its samples would be lost: to end early, call run.stop() and let the loop end by itself"
+                    f"the steps of epoch {number} were not iterated over: its body needs `for step in epoch`; to end "
+                    "early, call run.stop() and let the loop end by itself"
                 )
             whole = self.steps_done == (number + 1) * per_epoch
             self._save_what_is_due(epochs_done=number + 1 if whole else None, numbered=whole)
@@ -65,6 +74,9 @@ class Loop:
     def run_steps(self) -> Generator[Step, None, None]:
         """Yields the steps from where the run stands."""
         while not self.ending:
+            if self.feed.has_sampler:
+                for epoch in self.feed.epochs_of(self.steps_done):
+                    self._agree_on_order(epoch)
             yield from self.next_step(last=False)
         self._finish()
 
@@ -74,11 +86,16 @@ class Loop:
         run._follow_optimizers()
         self._begin_body("step", number)
         self.step = step = Step(run, self, number, self._loader)
-        yield step
+        try:
+            yield step
+        except GeneratorExit:
+            self._leave(f"the loop over the steps was left by break in step {number}")
+            raise
+        step.check_not_left()
         if step.open or not step.num_passes:
             raise Error(
-                f"the loop over the micro-batches of step {number} was left by break (or never begun), so its "
-                "gradient is not complete: to end early, call run.stop() and let the loop end by itself"
+                f"the micro-batches of step {number} were not iterated over: its body needs `for batch in step`; to "
+                "end early, call run.stop() and let the loop end by itself"
             )
         self.steps_done += 1
         self._account(step)
@@ -86,6 +103,25 @@ class Loop:
         if not last:
             self._save_what_is_due(epochs_done=None, numbered=True)
             self._leave_if_told()
+
+    def check_not_left(self) -> None:
+        """Raises Error where the script has left one of the loops before its end."""
+        error = self.left_error()
+        if error is not None:
+            raise error
+
+    def left_error(self) -> Error | None:
+        """What is to be said of a loop that was left before its end."""
+        if not self._left:
+            return None
+        return Error(
+            f"{self._left} (or return, or an error), so that what came after the last snapshot is lost: to end early, "
+            "call run.stop() and let the loop end by itself"
+        )
+
+    def _leave(self, how: str) -> None:
+        if not self._is_ended:
+            self._left = self._left or how
 
     def _begin_body(self, purpose: str, number: int) -> None:
         """Makes what the body draws, and its evaluations, depend on its number alone, not on where the run resumed."""
@@ -142,6 +178,7 @@ class Loop:
         self._end("stopped" if self._run._stop_reason else "done")
 
     def _end(self, status: str) -> None:
+        self._is_ended = True
         self._loader.close()
         seconds = time.perf_counter() - self._began_s
         rows: dict[str, Any] = {"steps": self.steps_done}
@@ -152,7 +189,16 @@ class Loop:
     def _agree_on_order(self, epoch: int) -> None:
         """A sampler's order must be the same on all ranks; it is kept for the audit."""
         run = self._run
+        if epoch <= self._agreed_epoch:
+            return
+        self._agreed_epoch = epoch
         if len(set(run._group.gather(self.feed.order_fingerprint(epoch)))) > 1:
             raise Error(f"sampler({epoch}) gave other indices on other ranks: seed it from the epoch, not the rank")
-        if run._keeper.directory is not None:
-            self.feed.keep_order(epoch, run._keeper.directory.path / "orders")
+        if run.dir is not None:
+            run._group.once(self._keep_order, epoch, run.dir / "orders")
+
+    def _keep_order(self, epoch: int, directory: Path) -> None:
+        try:
+            self.feed.keep_order(epoch, directory, self.steps_done)
+        except OSError as error:
+            self._run._say(f"the order of epoch {epoch} could not be written down ({error}): the run goes on")

@@ -5,26 +5,30 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 
 from samestep.engine.buffers import check_module
 from samestep.errors import Error
 
 Objects = Mapping[str, Any]
+OldParams = dict[int, ref[nn.Parameter]]
 # Schedules' settings that a script may change with the length of a run; a restored schedule keeps the old ones.
 SCHEDULE_LENGTHS = ("T_max", "T_0", "total_steps", "total_iters", "milestones", "step_size", "_milestones")
 
 
-def find_params() -> set[int]:
-    """The ids of all parameters alive: models made before the run was seeded."""
-    return {id(thing) for thing in gc.get_objects() if type(thing) is nn.Parameter}
+def find_params() -> OldParams:
+    """All parameters alive, by id: of models made before the run was seeded."""
+    return {id(thing): ref(thing) for thing in gc.get_objects() if type(thing) is nn.Parameter}
 
 
-def check(objects: Objects, old_params: set[int]) -> dict[str, nn.Module]:
+def check(objects: Objects, old_params: OldParams) -> dict[str, nn.Module]:
     """Checks what was passed. Returns the modules among it, unwrapped of torch.compile.
 
     Raises:
@@ -36,10 +40,15 @@ def check(objects: Objects, old_params: set[int]) -> dict[str, nn.Module]:
             raise Error(f"run.prepare got {name}, a {type(thing).__name__} without state_dict and load_state_dict")
         if isinstance(thing, DistributedDataParallel | DataParallel):
             raise Error(f"{name} is wrapped in {type(thing).__name__}: pass the bare model, samestep reduces gradients")
+        if isinstance(thing, torch.amp.GradScaler):
+            raise Error(f"{name} is a GradScaler: leave it out, samestep.Run(precision='fp16') scales the loss itself")
         if not isinstance(thing, nn.Module):
             continue
         check_module(name, thing)
-        if any(id(param) in old_params for param in thing.parameters()):
+        for path, param in thing.named_parameters():
+            if is_lazy(param):
+                raise Error(f"{name}.{path} has no shape yet: run a batch through the model before run.prepare")
+        if any(id(param) in old_params and old_params[id(param)]() is param for param in thing.parameters()):
             raise Error(
                 f"{name} was built before samestep.Run(...), so its initial weights do not follow from the run's seed: "
                 "build it after the Run"
@@ -101,6 +110,16 @@ def describe(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     return described
 
 
+def outline(objects: Objects, modules: Mapping[str, nn.Module]) -> dict[str, Any]:
+    """What must be the same on all ranks before tensors are exchanged."""
+    buffers = {
+        f"the buffers of {name}": [(path, tuple(buffer.shape)) for path, buffer in module.named_buffers()]
+        for name, module in modules.items()
+    }
+    kinds = ", ".join(f"{name} ({type(thing).__name__})" for name, thing in objects.items())
+    return {"what run.prepare got": kinds, **describe(modules), **buffers}
+
+
 def states(objects: Objects) -> dict[str, Any]:
     """Every object's state_dict."""
     return {name: unwrap(thing).state_dict() for name, thing in objects.items()}
@@ -123,6 +142,14 @@ def load(objects: Objects, saved: Mapping[str, Any], warn: Callable[[str], None]
             unwrap(thing).load_state_dict(saved[name])
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             raise Error(f"{name} does not take its state from the snapshot: {str(error).splitlines()[0]}") from error
+        if isinstance(thing, torch.optim.Optimizer):
+            # What torch has taken from another kind of optimizer without a word, and would miss in the next update.
+            missing = sorted(thing.defaults.keys() - thing.param_groups[0].keys())
+            if missing:
+                raise Error(
+                    f"{name} is a {type(thing).__name__}, but its state in the snapshot has no {missing[0]}: keep the "
+                    "kind of optimizer, or start with --fresh"
+                )
 
 
 def _warn_of_lengths(name: str, new: Mapping[str, Any], old: Mapping[str, Any], warn: Callable[[str], None]) -> None:
@@ -135,11 +162,18 @@ def check_finite(objects: Objects, step: int) -> None:
     """Refuses to save what is poisoned.
 
     Raises:
-        Error: a parameter or an optimizer's state is not finite.
+        Error: a parameter, a BatchNorm's statistic or an optimizer's state is not finite. (Other buffers may well be
+            infinite: masks.)
     """
     for name, thing in objects.items():
         if isinstance(thing, nn.Module):
-            tensors: Iterable[tuple[str, torch.Tensor]] = thing.named_parameters()
+            statistics = [
+                (f"{path}.{key}", buffer)
+                for path, part in thing.named_modules()
+                if isinstance(part, _BatchNorm)
+                for key, buffer in part.named_buffers(recurse=False)
+            ]
+            tensors: Iterable[tuple[str, torch.Tensor]] = [*thing.named_parameters(), *statistics]
         elif isinstance(thing, torch.optim.Optimizer):
             values = [value for state in thing.state.values() for value in state.values()]
             tensors = [("state", value) for value in values if isinstance(value, torch.Tensor)]

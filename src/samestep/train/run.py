@@ -14,21 +14,22 @@ from samestep.engine.buffers import BatchNormStatistics, OtherBuffers
 from samestep.engine.precision import build_precision
 from samestep.engine.reducer import Reducer
 from samestep.errors import Error
-from samestep.plan.schedule import describe
+from samestep.plan.schedule import check_numbers, describe
 from samestep.plan.seeds import derive
 from samestep.snapshot.encoding import encode
 from samestep.train import objects as prepared
 from samestep.train.evaluate import run_evaluate
 from samestep.train.exits import StopSignals, report_errors
 from samestep.train.feed import Feed, Sampler
+from samestep.train.guards import Guards
 from samestep.train.keeper import Keeper
 from samestep.train.loop import Loop
 from samestep.train.machine import describe_machine, fix_compiler, fix_kernels
-from samestep.train.settings import build_settings
+from samestep.train.settings import build_settings, check_extras
 from samestep.train.steps import Epoch, Step
 from samestep.watch.progress import build_progress
 from samestep.watch.trackers import Tracker, TrackerInfo, Trackers
-from samestep.world.environment import read_environment
+from samestep.world.environment import read_environment, read_rank
 from samestep.world.group import choose_device, close_group, open_group
 
 T = TypeVar("T")
@@ -90,8 +91,9 @@ class Run:
         bucket_cap_mb: float = 25.0,
         shard: None = None,
     ) -> None:
+        report_errors(read_rank())
         environment = read_environment()
-        report_errors(environment.rank)
+        check_extras(trackers, config)
         if shard is not None:
             raise Error("shard is not built yet: leave it out; every rank holds the whole model")
         self._settings = settings = build_settings(
@@ -117,6 +119,7 @@ class Run:
         self._modules: dict[str, nn.Module] = {}
         self._statistics = BatchNormStatistics([])
         self._buffers = OtherBuffers({}, self._statistics)
+        self._guards = Guards({}, {})
         self._loop: Loop | None = None
         self._steps_done = self._num_evaluations = 0
         self._resumed = self._stop_reason = ""
@@ -144,17 +147,16 @@ class Run:
         """
         if self._objects:
             raise Error("run.prepare was called twice: pass all objects in one call")
-        self._objects = objects
         self._modules = prepared.check(objects, self._old_params)
-        self._old_params = set()
+        self._objects, self._old_params = objects, {}
+        self._numbers = self._settings.numbers() | {"models": prepared.describe(self._modules)}
+        self._group.agree(self._settings.alike() | prepared.outline(objects, self._modules))
         for module in self._modules.values():
             module.to(self.device)
         tensors = [t for m in self._modules.values() for t in (*m.parameters(), *m.buffers())]
         self._group.broadcast_tensors(tensors)
         self._statistics = BatchNormStatistics(self._modules.values())
-        for optimizer in prepared.optimizers(objects):
-            optimizer.register_step_pre_hook(self._guard_update)
-        self._numbers = self._settings.numbers() | {"models": prepared.describe(self._modules)}
+        self._guards = Guards(objects, self._modules)
         if self.dir is not None:
             encode(prepared.states(objects))  # what cannot be saved is said now, not after the first epoch
         self._restore()
@@ -249,8 +251,12 @@ class Run:
         Returns:
             name -> mean as a float, or the list over the whole data set in its order.
         """
+        self._check_call("run.evaluate", "the ranks are not at the same place there; dedent it")
+        if not self._objects:
+            raise Error("run.evaluate before run.prepare(model=...): prepare first, so that all ranks have one model")
+        size = self.micro_batch_size if micro_batch_size is None else micro_batch_size
+        check_numbers(size, size, 1)
         self._num_evaluations += 1
-        size = micro_batch_size or self.micro_batch_size
         source = replace(
             understand(data, micro_batch_size=size, collate_fn=collate_fn, num_workers=num_workers, shuffle=False),
             shuffle=False,
@@ -261,7 +267,15 @@ class Run:
             seed_all(derive(self.seed, "after", step=self.steps_done, pass_=2**32 + self._num_evaluations))
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Adds a row to `metrics.jsonl` and to the trackers, at the present step. The same on all ranks."""
+        """Adds a row to `metrics.jsonl` and to the trackers, at the present step. The same on all ranks.
+
+        What a resumed script logs before its loop was logged by the run's first start, and is left out.
+        """
+        self._check_call("run.log", "it knows this rank's part only; call step.log, which averages over all ranks")
+        if not isinstance(values, Mapping):
+            raise Error(f"run.log takes a dict of name -> value, not {values!r}")
+        if self._loop is None and self.steps_done:
+            return
         step = None if self._loop is None else self._loop.step
         in_body = step is not None and step.number == self.steps_done
         self._write_row(dict(values), self.steps_done + in_body)
@@ -272,16 +286,20 @@ class Run:
 
     def once(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Calls `fn` on rank 0 alone; every rank gets its result (which must pickle)."""
+        self._check_call("run.once", "the ranks are not at the same place there; call it before the loop")
         return self._group.once(fn, *args, **kwargs)
 
     def snapshot(self, name: str) -> None:
         """Keeps the run's state under `name`, for good, once the loop's body is done. On all ranks."""
-        if not name.isidentifier():
+        usable = isinstance(name, str) and name.isascii() and name.isidentifier() and len(name) <= 64
+        if not usable or name in ("latest", "never"):
             raise Error(f"a snapshot's name is letters, digits and underscores, such as best, not {name!r}")
+        self._check_left()
         self._keeper.ask_for(name)
 
     def stop(self, reason: str = "") -> None:
         """Ends the loop after the present step (or epoch's body). Call it on every rank: decide on what all know."""
+        self._check_left()
         self._stop_reason = reason or "run.stop()"
         if self._loop is not None:
             self._loop.ending = True
@@ -296,15 +314,20 @@ class Run:
         Raises:
             Error: inside the micro-batch loop, where the gradient is not complete.
         """
-        if self._in_step():
-            raise Error("run.clip_grad_norm_ inside the micro-batch loop: the gradient is not complete; dedent it")
+        self._guards.refuse_in_step("run.clip_grad_norm_", "the gradient is not complete there; dedent it")
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     # --- inside -----------------------------------------------------------------------------------------------
 
     def _open_feed(self, data: Any, *, endless: bool, sampler: Sampler | None, **source: Any) -> Feed:
+        self._check_left()
         if self._loop is not None:
             raise Error("this run has had its loop: one run.epochs() or run.steps() per Run")
+        for name in ("shuffle", "drop_last", "pin_memory"):
+            if not isinstance(source.get(name), bool | None):
+                raise Error(f"{name} must be True or False, not {source[name]!r}")
+        if sampler is not None and source.get("shuffle"):
+            raise Error("sampler and shuffle=True were both given: the sampler decides the order, leave shuffle out")
         if not self._objects:
             raise Error(
                 "call run.prepare(model=..., optimizer=...) before the loop: it holds what is trained and saved"
@@ -327,10 +350,13 @@ class Run:
             "drop_last": feed.source.drop_last,
             "sampler": "given" if feed.has_sampler else "default",
         }
+        lengths = {"the number of steps": total_steps, "the length of the data set": len(feed.source)}
+        self._group.agree(numbers | lengths)
         machine = describe_machine(self._settings, self.device)
         self._keeper.record(self._numbers | numbers, machine, self._config)
         fix_compiler()
         self._loop = loop = Loop(self, feed, total_steps, self._settings.max_steps)
+        self._guards.watch(loop)
         if self.rank == 0:
             self._trackers.start(
                 TrackerInfo(
@@ -359,6 +385,8 @@ class Run:
 
     def _build_state(self, position: dict[str, Any]) -> dict[str, Any]:
         """What a snapshot holds and its digest covers."""
+        if not isinstance(self.state, dict):
+            raise Error(f"run.state has become a {type(self.state).__name__}: keep it a dict, run.state[name] = value")
         return {
             "objects": prepared.states(self._objects),
             "position": position | {"precision": self._precision.state_dict()},
@@ -372,7 +400,7 @@ class Run:
         if self.rank != 0:
             return
         if self._keeper.directory is not None:
-            self._keeper.directory.metrics.append({"step": step, **place, **values})
+            self._keeper.directory.write_row({"step": step, **place, **values})
         self._progress.log(values)
         self._trackers.log(values, step)
 
@@ -383,6 +411,7 @@ class Run:
         self._progress.end(self.summary | rows)
         if self.rank == 0:
             self._trackers.finish(status)
+        self._guards.close()
         if self._signals is not None:
             self._signals.restore()
 
@@ -417,16 +446,14 @@ class Run:
             raise Error("step.backward(model=...) got a model that shares parameters with another: add the losses")
         return [param for param, _ in params]
 
-    def _guard_update(self, *_: Any) -> None:
-        if self._in_step():
-            raise Error(
-                f"optimizer.step() inside the micro-batch loop of step {self.steps_done}: its gradient is not "
-                "complete there; dedent it by one level"
-            )
+    def _check_call(self, what: str, instead: str) -> None:
+        """Refuses a call in the wrong place."""
+        self._check_left()
+        self._guards.refuse_in_step(what, instead)
 
-    def _in_step(self) -> bool:
-        """Whether a micro-batch loop is open."""
-        return self._loop is not None and self._loop.step is not None and self._loop.step.open
+    def _check_left(self) -> None:
+        if self._loop is not None:
+            self._loop.check_not_left()
 
     def _say(self, sentence: str) -> None:
         self._progress.print(f"samestep: {sentence}")

@@ -1,6 +1,9 @@
 """Run's arguments, after what a launcher said and after they were checked."""
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,10 @@ class Settings:
         names = ("seed", "batch_size", "micro_batch_size", "threads", "precision")
         return {name: getattr(self, name) for name in names}
 
+    def alike(self) -> dict[str, Any]:
+        """The part of them that must be the same on all ranks. (Of the directories, rank 0's counts.)"""
+        return {name: value for name, value in asdict(self).items() if name not in ("run_dir", "fresh", "resume")}
+
 
 def build_settings(overrides: Overrides, world_size: int, **arguments: Any) -> Settings:
     """Run's arguments with the launcher's overrides put over them.
@@ -50,6 +57,7 @@ def build_settings(overrides: Overrides, world_size: int, **arguments: Any) -> S
     if arguments["micro_batch_size"] is None:
         arguments["micro_batch_size"] = default_micro_batch_size(batch_size)
     check_numbers(batch_size, arguments["micro_batch_size"], world_size)
+    _check_kinds(arguments)
     for name in ("seed", "threads", "keep", "log_every", "max_steps"):
         least = 0 if name == "seed" else 1
         value = arguments[name]
@@ -60,22 +68,52 @@ def build_settings(overrides: Overrides, world_size: int, **arguments: Any) -> S
     if arguments["reduction"] not in ("exact", "fast"):
         raise Error(f"reduction must be exact or fast, not {arguments['reduction']!r}")
     bucket_cap_mb = arguments.pop("bucket_cap_mb")
-    if not bucket_cap_mb > 0:
+    if not 0 < bucket_cap_mb < math.inf:
         raise Error(f"bucket_cap_mb must be above 0, not {bucket_cap_mb!r}")
     arguments["snapshot_every"] = parse_every(arguments["snapshot_every"])
     arguments["resume"] = _parse_resume(arguments["resume"])
     return Settings(
-        run_dir=None if run_dir is None else Path(run_dir),
+        run_dir=_parse_run_dir(run_dir),
         bucket_cap_bytes=int(bucket_cap_mb * 2**20),
         **arguments,
     )
 
 
-def _parse_resume(resume: str | int | bool | None) -> str | int | None:
+def check_extras(trackers: Any, config: Any) -> None:
+    """Raises Error where what goes beside a run's settings is of the wrong kind."""
+    needed = ("start", "log", "finish")
+    if isinstance(trackers, str) or not isinstance(trackers, Sequence):
+        raise Error(f"trackers must be a list such as [samestep.TensorBoard()], not {trackers!r}")
+    for tracker in trackers:
+        if isinstance(tracker, type) or not all(callable(getattr(tracker, name, None)) for name in needed):
+            raise Error(f"trackers holds {tracker!r}, which is no tracker: give objects such as samestep.TensorBoard()")
+    if config is not None and not isinstance(config, Mapping):
+        raise Error(f"config must be a dict such as vars(args), not a {type(config).__name__}")
+
+
+def _check_kinds(arguments: Mapping[str, Any]) -> None:
+    kinds = (("precision", str, "a name"), ("bucket_cap_mb", int | float, "a number"),
+             ("deterministic", bool, "True or False"), ("fresh", bool, "True or False"))  # fmt: skip
+    for name, kind, words in kinds:
+        if not isinstance(arguments[name], kind):
+            raise Error(f"{name} must be {words}, not {arguments[name]!r}")
+
+
+def _parse_run_dir(run_dir: Any) -> Path | None:
+    if run_dir is None:
+        return None
+    if not isinstance(run_dir, str | PathLike) or not str(run_dir) or "\0" in str(run_dir):
+        raise Error(f"run_dir must be the path of a directory, or None for a run that leaves no files, not {run_dir!r}")
+    return Path(run_dir).expanduser()
+
+
+def _parse_resume(resume: Any) -> str | int | None:
     if resume is None or resume is False or resume == "never":
         return None
     if resume is True:
         return "latest"
     if isinstance(resume, str) and resume.isdecimal():
         return int(resume)
+    if not isinstance(resume, str | int) or resume == "" or (isinstance(resume, int) and resume < 0):
+        raise Error(f"resume must be latest, a step, a snapshot's name such as best, or never, not {resume!r}")
     return resume

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,9 +33,13 @@ class Epoch:
     def __init__(self, loop: "Loop", number: int, num_steps: int) -> None:
         self.number, self.num_steps = number, num_steps
         self._loop = loop
+        self._is_begun = False
         self.done = False
 
     def __iter__(self) -> Iterator["Step"]:
+        if self._is_begun:
+            raise Error(f"the steps of epoch {self.number} can be iterated over once: take the next epoch")
+        self._is_begun = True
         loop, end = self._loop, (self.number + 1) * self.num_steps
         while loop.steps_done < end and not loop.ending:
             yield from loop.next_step(last=loop.steps_done + 1 == end)
@@ -65,7 +70,7 @@ class Step:
         self.num_passes = 0
         self._loss: float | None = None
         self._logged: list[tuple[int, str, Any]] = []
-        self.open = False
+        self.open = self._is_left = False
         self.row: dict[str, float] = {}
         self.fingerprint = 0
 
@@ -81,6 +86,7 @@ class Step:
         Raises:
             Error: read inside the micro-batch loop, or in a step without step.backward.
         """
+        self.check_not_left()
         if self.open or self._loss is None:
             raise Error(
                 f"step.loss of step {self.number} was read "
@@ -91,10 +97,14 @@ class Step:
 
     def __iter__(self) -> Iterator[Any]:
         run, reducer, layout = self._run, self._run._reducer, self._layout
+        self.check_not_left()
+        if self._loop.step is not self:
+            raise Error(f"step {self.number} is over, since step {self._loop.steps_done} has begun")
         if self.open:
             raise Error(f"step {self.number} is iterated over inside its own loop: use one loop after the other")
         self.open = True
         held = layout.ranges[run.rank]
+        schedules = run._guards.read_schedules()
         self._losses: list[dict[int, tuple[Any, Any]]] = [{} for _ in held]
         reducer.begin(layout, keep_grads=self.num_passes > 0)
         run._statistics.begin(layout)
@@ -105,18 +115,31 @@ class Step:
             self._k, self._v = k, v
             batch = to_device(self._cache[k].batch, run.device, non_blocking=True)
             seed_all(derive(run.seed, "compute", step=self.number, pass_=self.num_passes, micro_batch=v))
-            guards = refuse_lone_sample(run._modules, self.number, v) if self._sizes[v] == 1 else ()
+            guards = refuse_lone_sample(run._modules, self.number, v, run.rank) if self._sizes[v] == 1 else ()
             reducer.open(v)
-            yield batch
+            try:
+                yield batch
+            except GeneratorExit:
+                self._is_left = True
+                raise
             reducer.close()
             for guard in guards:
                 guard.remove()
             run._statistics.fold(held.start, v)
             run._buffers.fold(v)
+        run._guards.check_schedules(schedules, self.number)
         self._finish()
         seed_all(derive(run.seed, "after", step=self.number, pass_=self.num_passes))
         self.num_passes += 1
         self.open = False
+
+    def check_not_left(self) -> None:
+        """Raises Error where the loop over the micro-batches was left before its end."""
+        if self._is_left:
+            raise Error(
+                f"the loop over the micro-batches of step {self.number} was left by break (or return, or an error), so "
+                "its gradient is not complete: let it run to its end; to end early, call run.stop()"
+            )
 
     def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, model: nn.Module | None = None) -> None:
         """Runs this micro-batch's backward; its part of the batch's gradient is added up with all others.
@@ -141,19 +164,15 @@ class Step:
                 f"two step.backward into one model in micro-batch {self._v} of step {self.number}: add the losses "
                 "and call it once, or name the model each is for, step.backward(loss, model=...)"
             )
-        if loss.numel() != 1 or not loss.requires_grad:
-            raise Error(
-                f"step.backward needs a scalar loss that depends on the model, and got one of shape "
-                f"{tuple(loss.shape)}" + ("" if loss.requires_grad else " without a gradient") + ": take its mean, "
-                "and compute it from the model's output outside of torch.no_grad()"
-            )
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad or loss.is_complex():
+            hint = "take its mean" if isinstance(loss, Tensor) and loss.numel() > 1 else "compute it as a tensor from "\
+                "the model's output, outside of torch.no_grad()"  # fmt: skip
+            raise Error(f"step.backward needs a scalar loss that depends on the model, not {_describe(loss)}: {hint}")
         size = self._sizes[self._v]
         if weight is None:
             weight = size
         elif not isinstance(weight, Tensor) or weight.device.type == "cpu":
-            weight = float(weight)
-            if not weight >= 0:
-                raise Error(f"step.backward got weight {weight} in step {self.number}: a weight is at least 0")
+            weight = _check_weight(weight, self.number, self._v)
         losses[slot] = (loss.detach(), weight)
         if isinstance(weight, Tensor) or weight:
             factor = weight / run.micro_batch_size * run._precision.scale
@@ -165,21 +184,30 @@ class Step:
         """Adds to the metrics of this step, averaged over the batch with the weights of step.backward; no sync.
 
         Only in the steps that are logged (`log_every`) does it do anything at all.
+
+        Raises:
+            Error: outside the micro-batch loop, or a value that is no number.
         """
-        if self._run._logs_step(self.number + 1):
-            self._logged += [(self._k, name, value) for name, value in values.items()]
+        if not self.open:
+            raise Error("step.log was called outside the micro-batch loop: call it inside, or run.log after it")
+        if not self._run._logs_step(self.number + 1):
+            return
+        for name, value in values.items():
+            if not (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)):
+                raise Error(f"step.log needs a number as {name}, not {_describe(value)}: take its mean")
+            self._logged.append((self._k, name, value))
 
     def _load(self) -> Loaded:
         try:
             return next(self._loader)
         except Error as error:
-            error.rank = self._run.rank
-            raise
+            rank, cause = self._run.rank, error.__cause__
+            raise Error(f"{str(error).rstrip('.')}, on rank {rank} in step {self.number}", rank=rank) from cause
 
     def _finish(self) -> None:
         """All of this rank's micro-batches are done: exchanges, averages, and leaves the gradient in `.grad`."""
         run, reducer = self._run, self._run._reducer
-        num_slots = len(run._modules) + 1
+        num_slots, held = len(run._modules) + 1, self._layout.ranges[run.rank]
         control = Control(
             stop=run._signals.heard if run._signals else 0,
             buffers_changed=run._buffers.changed,
@@ -192,12 +220,17 @@ class Step:
         )
         for k, losses in enumerate(self._losses):
             for slot, (loss, weight) in losses.items():
-                control.weights[k][slot] = weight = float(weight)
+                control.weights[k][slot] = weight = _check_weight(weight, self.number, held[k])
                 if weight:
                     control.losses[k][slot] = float(loss)
         controls = reducer.finish(control)
         self._loop.take_votes([told.stop for told in controls])
         reducer.assign(self._average(controls))
+        if self._loss is not None and not self.num_passes and all(param.grad is None for param in reducer.params):
+            raise Error(
+                f"no parameter that is trained got a gradient in step {self.number}: compute the loss from the models "
+                "that run.prepare got, and do not detach it from them"
+            )
         if not run._precision.accepts(param.grad for param in reducer.params if param.grad is not None):
             for param in reducer.params:
                 param.grad = None
@@ -258,3 +291,22 @@ class Step:
             else 0.0
             for name, pairs in by_name.items()
         }
+
+
+def _describe(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return f"a tensor of shape {tuple(value.shape)}" + ("" if value.requires_grad else " without a gradient")
+
+
+def _check_weight(weight: Any, step: int, v: int) -> float:
+    try:
+        number = float(weight)
+    except (TypeError, ValueError, RuntimeError):
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise Error(
+            f"step.backward got weight {weight} in micro-batch {v} of step {step}: a weight is a finite number of at "
+            "least 0"
+        )
+    return number

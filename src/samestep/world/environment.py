@@ -103,8 +103,18 @@ def read_overrides(variables: Mapping[str, str] | None = None) -> Overrides:
     return Overrides(**{name: _parse(name, text) for name, text in found.items() if text is not None})  # type: ignore[arg-type]
 
 
+def read_rank() -> int:
+    """This process's rank, for errors in all the rest of the environment; 0 where nothing can be made of it."""
+    rank = os.environ.get("RANK", "")
+    return int(rank) if rank.isdecimal() else 0
+
+
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
-    """Reads the place in the world. Raises Error where RANK is set without WORLD_SIZE, or a number is not one."""
+    """Reads the place in the world.
+
+    Raises:
+        Error: a number is not one, or those that say where this rank stands are not complete.
+    """
     variables = os.environ if variables is None else variables
 
     def number(name: str, default: int) -> int:
@@ -116,14 +126,21 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         except ValueError:
             raise Error(f"{name} must be a whole number, not {text!r}") from None
 
+    rank, world_size = number("RANK", 0), number("WORLD_SIZE", 1)
     launched = "RANK" in variables and "WORLD_SIZE" in variables
-    if not launched:
-        rank = local_rank = 0
-        world_size = local_world_size = 1
-    else:
-        rank, world_size = number("RANK", 0), number("WORLD_SIZE", 1)
-        local_rank = number("LOCAL_RANK", rank)
-        local_world_size = number("LOCAL_WORLD_SIZE", world_size)
+    if not launched and ("RANK" in variables or world_size > 1):
+        there, missing = ("RANK", "WORLD_SIZE") if "RANK" in variables else ("WORLD_SIZE", "RANK")
+        raise Error(f"{there} is set and {missing} is not: start the ranks by samestep launch or torchrun, or unset it")
+    if not 0 <= rank < world_size:
+        raise Error(f"RANK is {rank} and WORLD_SIZE {world_size}: ranks are 0 to WORLD_SIZE - 1")
+    missing_address = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not variables.get(name)]
+    if world_size > 1 and missing_address:
+        raise Error(
+            f"WORLD_SIZE is {world_size} and {missing_address[0]} is not set: start the ranks by samestep launch or "
+            "torchrun, or say where rank 0 is to be found"
+        )
+    local_rank = number("LOCAL_RANK", rank)
+    local_world_size = number("LOCAL_WORLD_SIZE", world_size)
     launcher = "samestep" if PREFIX + "LAUNCHER" in variables else "torchrun" if launched else "python"
     return Environment(
         rank=rank,

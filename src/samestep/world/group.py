@@ -1,6 +1,7 @@
 """The ranks as one group: its backend, and the few collectives on objects and whole tensors that are not gradients."""
 
-from collections.abc import Callable, Sequence
+import pickle
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -58,6 +59,21 @@ class Group:
         dist.all_gather_object(values, value)
         return values
 
+    def agree(self, values: Mapping[str, Any]) -> None:
+        """Compares `values` over the ranks.
+
+        Raises:
+            Error: one of them is not the same on all.
+        """
+        first, *others = self.gather(dict(values))
+        for rank, theirs in enumerate(others, start=1):
+            for name, value in theirs.items():
+                if value != first.get(name):
+                    raise Error(
+                        f"{name} is {first.get(name)!r} on rank 0 and {value!r} on rank {rank}: make it the same on "
+                        "all ranks"
+                    )
+
     def broadcast(self, value: T, source: int = 0) -> T:
         """The `value` of rank `source` on every rank."""
         if self.world_size == 1:
@@ -70,7 +86,7 @@ class Group:
         """Calls `fn` on rank 0 alone; every rank gets what it returned.
 
         Raises:
-            Error: what `fn` raised, on every rank.
+            Error: what `fn` raised, or it returned what does not pickle, on every rank.
             PeerFailed: on the other ranks, when `fn` raised anything else.
         """
         if self.world_size == 1:
@@ -84,7 +100,13 @@ class Group:
                 message = ("error", str(error))
             except BaseException as error:
                 failure, message = error, ("failure", f"{type(error).__name__}: {error}")
-        kind, value = self.broadcast(message)
+        try:
+            kind, value = self.broadcast(message)
+        except (pickle.PicklingError, TypeError, AttributeError) as error:  # before anything was sent
+            if self.rank != 0:
+                raise
+            what = type(message[1]).__name__
+            kind, value = self.broadcast(("error", f"rank 0 cannot send a {what} to the other ranks: {error}"))
         if failure is not None:
             raise failure
         if kind == "error":
@@ -123,6 +145,16 @@ def open_group(environment: Environment, device: torch.device, *, timeout_s: flo
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     return Group(environment.rank, environment.world_size, device)
+
+
+def is_first(name: str) -> bool | None:
+    """Whether this rank is the first of all to ask for `name`; None where there is no way to know."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    try:
+        return bool(dist.distributed_c10d._get_default_store().add(f"samestep/{name}", 1) == 1)
+    except (RuntimeError, ValueError):  # the rank that holds the store is gone
+        return None
 
 
 def close_group() -> None:

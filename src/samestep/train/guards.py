@@ -1,0 +1,97 @@
+"""What a script must not do to a step whose gradient is not complete: caught where it is done."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from samestep.errors import Error
+
+if TYPE_CHECKING:
+    from samestep.train.loop import Loop
+
+Signature = list[tuple[str, int, Any]]
+
+
+class Guards:
+    """Watches over one run's loop, what it prepared, and all optimizers of the process."""
+
+    def __init__(self, objects: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> None:
+        self._objects, self._modules = objects, modules
+        self._optimizers: WeakSet[Optimizer] = WeakSet(o for o in objects.values() if isinstance(o, Optimizer))
+        self._schedules = [(name, thing) for name, thing in objects.items() if isinstance(thing, LRScheduler)]
+        self._signature = self._sign()
+        self._names = {number: path for path, number, _ in self._signature}
+        self._loop: Loop | None = None
+        self._hook: Any = None
+
+    def watch(self, loop: "Loop") -> None:
+        """The loop begins.
+
+        Raises:
+            Error: a model is not the one that was prepared.
+        """
+        for (path, *there), (now_path, *here) in zip(self._signature, self._sign(), strict=False):
+            if path != now_path or there != here:
+                raise Error(f"{now_path} was replaced or converted after run.prepare: change the model before it")
+        if len(self._signature) != len(self._sign()):
+            raise Error("a model got or lost parameters after run.prepare: change the model before it")
+        self._loop = loop
+        self._hook = register_optimizer_step_pre_hook(self._check_update)
+
+    def close(self) -> None:
+        """The loop has ended."""
+        self._loop = None
+        if self._hook is not None:
+            self._hook.remove()
+
+    def refuse_in_step(self, what: str, instead: str) -> None:
+        """Raises Error inside the micro-batch loop of a step."""
+        step = None if self._loop is None else self._loop.step
+        if step is not None and step.open:
+            step.check_not_left()
+            raise Error(f"{what} inside the micro-batch loop of step {step.number}: {instead}")
+
+    def read_schedules(self) -> list[int]:
+        """How far each learning rate schedule is."""
+        return [getattr(schedule, "last_epoch", 0) for _, schedule in self._schedules]
+
+    def check_schedules(self, before: list[int], step: int) -> None:
+        """Raises Error where a schedule was moved on within the micro-batch loop."""
+        for (name, _), was, now in zip(self._schedules, before, self.read_schedules(), strict=True):
+            if was != now:
+                raise Error(
+                    f"{name}.step() inside the micro-batch loop of step {step}: each rank calls it as often as it has "
+                    "micro-batches; dedent it by one level"
+                )
+
+    def _check_update(self, optimizer: Optimizer, *_: Any) -> None:
+        is_known = optimizer in self._optimizers
+        name = None if is_known else self._find_ours(optimizer)
+        if is_known or name is not None:
+            self.refuse_in_step("optimizer.step()", "its gradient is not complete there; dedent it by one level")
+        if name is not None:
+            raise Error(
+                f"an optimizer ({type(optimizer).__name__}) that run.prepare did not get updates {name}: pass it too, "
+                "or its state is in no snapshot"
+            )
+
+    def _find_ours(self, optimizer: Optimizer) -> str | None:
+        """A parameter of ours that a strange optimizer holds, unless it is part of something that was prepared."""
+        things = [thing for thing in self._objects.values() if not isinstance(thing, LRScheduler)]
+        if any(value is optimizer for thing in things for value in getattr(thing, "__dict__", {}).values()):
+            self._optimizers.add(optimizer)
+            return None
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        return next((self._names[id(param)] for param in params if id(param) in self._names), None)
+
+    def _sign(self) -> Signature:
+        return [
+            (f"{name}.{path}", id(param), (param.dtype, param.device))
+            for name, module in self._modules.items()
+            for path, param in module.named_parameters()
+        ]

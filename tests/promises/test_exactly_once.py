@@ -1,0 +1,307 @@
+"""Each epoch's samples are read and used once each, at any number of ranks, with any kind of tail."""
+
+import functools
+import json
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.runs import check, samestep_command
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import samestep
+from samestep.cli import main
+from samestep.plan.ledger import RECORD
+
+NUM_EPOCHS = 2
+WORLD_SIZES = (1, 2, 3, 5)
+Used = dict[int, list[int]]  # step -> samples, in the order of the micro-batches
+
+
+class Recorded(Dataset[tuple[int, Tensor]]):
+    """Notes in a file which samples are read, by whatever process."""
+
+    def __init__(self, length: int, path: Path) -> None:
+        self.length, self.path = length, path
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(file, b"%d\n" % index)
+        os.close(file)
+        return index, torch.tensor([index / self.length])
+
+    def count(self) -> Counter[int]:
+        """How often each sample was read."""
+        return Counter(map(int, self.path.read_text().split()))
+
+
+def use_samples(
+    directory: Path,
+    data: Any,
+    *,
+    batch_size: int,
+    micro_batch_size: int,
+    num_steps: int | None = None,
+    max_steps: int | None = None,
+    **feed: Any,
+) -> None:
+    """Trains for some epochs (or `num_steps`) in directory/run; each rank notes what it used in `rank-R.jsonl`."""
+    run = samestep.Run(
+        directory / "run", batch_size=batch_size, micro_batch_size=micro_batch_size, max_steps=max_steps, keep=99
+    )
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run.prepare(model=model, optimizer=optimizer)
+
+    def use(step: Any) -> None:
+        used: list[int] = []
+        for indices, x in step:
+            assert 0 < len(indices) <= micro_batch_size
+            used += indices.tolist()
+            step.backward(model(x).square().mean())
+        optimizer.step()
+        with open(directory / f"rank-{run.rank}.jsonl", "a") as file:
+            file.write(json.dumps([step.number, used]) + "\n")
+
+    if num_steps is not None:
+        for step in run.steps(data, num_steps, **feed):
+            use(step)
+    else:
+        for epoch in run.epochs(data, NUM_EPOCHS, **feed):
+            for step in epoch:
+                use(step)
+
+
+def read_used(directory: Path) -> Used:
+    """What all ranks used."""
+    used: Used = {}
+    for path in sorted(directory.glob("rank-*.jsonl")):
+        for line in path.read_text().splitlines():
+            step, samples = json.loads(line)
+            used.setdefault(step, []).extend(samples)
+    return used
+
+
+def join(used: Used, first: int = 0, last: int | None = None) -> list[int]:
+    """The samples of steps first..last-1, in order."""
+    return [sample for step in range(first, len(used) if last is None else last) for sample in used[step]]
+
+
+def train(directory: Path, world_size: int, length: int, **arguments: Any) -> tuple[Used, Counter[int]]:
+    """What was used, and how often each sample was read."""
+    directory.mkdir(exist_ok=True)
+    data = Recorded(length, directory / "read")
+    samestep.spawn(functools.partial(use_samples, directory, data, **arguments), world_size)
+    return read_used(directory), data.count()
+
+
+TAILS = {
+    "none": 24,
+    "whole micro-batches": 24 + 12,
+    "a ragged micro-batch": 24 + 14,
+    "fewer micro-batches than ranks": 24 + 8,
+    "less than a micro-batch": 24 + 1,
+    "an epoch of less than a step": 13,
+    "an epoch of less than a micro-batch": 3,
+    "one sample": 1,
+}
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("length", TAILS.values(), ids=TAILS)
+def test_every_tail(tmp_path: Path, length: int, world_size: int) -> None:
+    used, read = train(tmp_path, world_size, length, batch_size=24, micro_batch_size=4)
+    steps_per_epoch = -(-length // 24)
+    assert sorted(used) == list(range(NUM_EPOCHS * steps_per_epoch))
+    epochs = [join(used, e * steps_per_epoch, (e + 1) * steps_per_epoch) for e in range(NUM_EPOCHS)]
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(length))
+    assert read == dict.fromkeys(range(length), NUM_EPOCHS)
+    assert length < 10 or epochs[0] != epochs[1]
+    assert main(["inspect", str(tmp_path / "run"), "--samples"]) == 0
+
+
+@given(data=st.data())
+@settings(max_examples=10, deadline=None)
+def test_any_numbers(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """The steps of any number of ranks are those of one."""
+    world_size = data.draw(st.integers(2, 6), "ranks")
+    num_micro_batches = data.draw(st.integers(world_size, 8), "micro-batches")
+    micro_batch_size = data.draw(st.integers(1, 4), "samples of one")
+    batch_size = num_micro_batches * micro_batch_size
+    drop_last = data.draw(st.booleans(), "drop_last")
+    length = data.draw(st.integers(batch_size if drop_last else 1, 3 * batch_size), "samples")
+    arguments = {"batch_size": batch_size, "micro_batch_size": micro_batch_size, "drop_last": drop_last}
+    alone, _ = train(tmp_path_factory.mktemp("alone"), 1, length, **arguments)
+    used, read = train(tmp_path_factory.mktemp("ranks"), world_size, length, **arguments)
+    assert used == alone
+    assert read == Counter(join(used))
+    assert set(read.values()) <= {1, 2}
+    assert sum(read.values()) == NUM_EPOCHS * (length - length % batch_size if drop_last else length)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_drop_last(tmp_path: Path, world_size: int) -> None:
+    used, read = train(tmp_path, world_size, 24 + 15, batch_size=12, micro_batch_size=2, drop_last=True)
+    assert sorted(used) == list(range(NUM_EPOCHS * 3))
+    epochs = [join(used, 3 * e, 3 * e + 3) for e in range(NUM_EPOCHS)]
+    assert [len(set(epoch)) for epoch in epochs] == [36, 36]
+    assert set(epochs[0]) != set(epochs[1]), "each epoch drops others"
+    assert read == Counter(join(used))
+    assert main(["inspect", str(tmp_path / "run"), "--samples"]) == 0
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_workers_read_once_too(tmp_path: Path, world_size: int) -> None:
+    used, read = train(tmp_path, world_size, 38, batch_size=24, micro_batch_size=4, num_workers=2)
+    assert sorted(join(used, 0, 2)) == sorted(join(used, 2, 4)) == list(range(38))
+    assert read == dict.fromkeys(range(38), NUM_EPOCHS)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_loader_is_taken_for_its_data(tmp_path: Path, world_size: int) -> None:
+    data = Recorded(38, tmp_path / "read")
+    loader = DataLoader(data, batch_size=4, shuffle=False, drop_last=True)
+    samestep.spawn(functools.partial(use_samples, tmp_path, loader, batch_size=24, micro_batch_size=4), world_size)
+    assert join(read_used(tmp_path)) == [*range(24), *range(24)]
+    assert data.count() == dict.fromkeys(range(24), NUM_EPOCHS)
+
+
+def draw_some(epoch: int) -> list[int]:
+    """Some twice, some not at all."""
+    return [(epoch + 3 * i) % 31 for i in range(38)]
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+def test_a_sampler_is_obeyed(tmp_path: Path, world_size: int) -> None:
+    used, read = train(tmp_path, world_size, 31, batch_size=24, micro_batch_size=4, sampler=draw_some)
+    assert join(used, 0, 2) == draw_some(0)
+    assert join(used, 2, 4) == draw_some(1)
+    assert read == Counter(draw_some(0) + draw_some(1))
+    assert main(["inspect", str(tmp_path / "run"), "--samples"]) == 0
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("length", [31, 7])
+def test_endless_steps_cross_epochs(tmp_path: Path, length: int, world_size: int) -> None:
+    """A step of 24 samples holds several epochs of 7."""
+    used, read = train(tmp_path, world_size, length, batch_size=24, micro_batch_size=4, num_steps=6)
+    samples = join(used)
+    assert [len(step) for step in used.values()] == [24] * 6
+    for start in range(0, len(samples) - length + 1, length):
+        assert sorted(samples[start : start + length]) == list(range(length))
+    assert len(set(samples[-(6 * 24 % length) :])) == 6 * 24 % length
+    assert read == Counter(samples)
+    assert main(["inspect", str(tmp_path / "run"), "--samples"]) == 0
+
+
+@pytest.mark.parametrize("world_sizes", [(2, 5, 1), (1, 3, 2)])
+def test_a_run_of_several_parts(tmp_path: Path, world_sizes: tuple[int, int, int]) -> None:
+    """It stops in the middle of epochs and goes on with other numbers of ranks."""
+    for world_size, max_steps in zip(world_sizes, (1, 4, None), strict=True):
+        used, read = train(tmp_path, world_size, 38, batch_size=12, micro_batch_size=2, max_steps=max_steps)
+        assert sorted(used) == list(range(max_steps or 8))
+    assert sorted(join(used, 0, 4)) == sorted(join(used, 4, 8)) == list(range(38))
+    assert read == dict.fromkeys(range(38), NUM_EPOCHS)
+    alone = tmp_path / "alone"
+    assert train(alone, 1, 38, batch_size=12, micro_batch_size=2)[0] == used
+    assert (alone / "run" / "ledger.bin").read_bytes() == (tmp_path / "run" / "ledger.bin").read_bytes()
+
+
+def evaluate_all(directory: Path, length: int, micro_batch_size: int | None, num_workers: int) -> dict[str, Any]:
+    run = samestep.Run(None, batch_size=24, micro_batch_size=4)
+    run.prepare(model=nn.Linear(1, 1))
+    data = Recorded(length, directory / "read")
+
+    def score(batch: Any) -> dict[str, Any]:
+        return {"indices": batch[0].tolist(), "mean": batch[0].double().mean()}
+
+    return run.evaluate(score, data, micro_batch_size=micro_batch_size, num_workers=num_workers)
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize(("length", "micro_batch_size", "num_workers"), [(31, None, 0), (3, None, 0), (40, 7, 2)])
+def test_evaluate_sees_each_sample_once_in_order(
+    tmp_path: Path, length: int, micro_batch_size: int | None, num_workers: int, world_size: int
+) -> None:
+    out = samestep.spawn(evaluate_all, world_size, (tmp_path, length, micro_batch_size, num_workers))
+    assert out == {"indices": list(range(length)), "mean": (length - 1) / 2}
+    assert Recorded(length, tmp_path / "read").count() == dict.fromkeys(range(length), 1)
+
+
+# --- the ledger -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def audited(tmp_path: Path) -> tuple[Path, Used]:
+    """A run of two epochs of four steps on three ranks, and what its ranks say they used."""
+    used, _ = train(tmp_path, 3, 38, batch_size=12, micro_batch_size=2)
+    return tmp_path / "run", used
+
+
+def test_inspect_tells_what_each_step_used(audited: tuple[Path, Used]) -> None:
+    run_dir, used = audited
+    told = json.loads(check(samestep_command("inspect", run_dir, "--samples", "--json", cwd=run_dir)).stdout)
+    assert {step["step"]: step["samples"] for step in told["steps"]} == used
+    assert [step["epoch"] for step in told["steps"]] == [0] * 4 + [1] * 4
+    assert told["audit"] == {"passed": True, "problems": []}
+    lines = check(samestep_command("inspect", run_dir, "--samples", cwd=run_dir)).stdout.splitlines()
+    assert str(used[5][0]) in lines[5]
+    assert "2 complete epochs each of 38 samples was used once" in lines[-1]
+
+
+def swap_steps(records: list[tuple[int, ...]]) -> None:
+    """Step 5 has used what step 2 did: of another epoch."""
+    records[5] = (*records[5][:3], records[2][3])
+
+
+def use_unknown(records: list[tuple[int, ...]]) -> None:
+    records[5] = (*records[5][:3], records[5][3] ^ 1)
+
+
+def use_fewer(records: list[tuple[int, ...]]) -> None:
+    records[5] = (5, 1, 11, records[5][3])
+
+
+def lose_a_step(records: list[tuple[int, ...]]) -> None:
+    del records[5]
+
+
+def repeat_a_step(records: list[tuple[int, ...]]) -> None:
+    records.insert(5, records[4])
+
+
+@pytest.mark.parametrize("tamper", [swap_steps, use_unknown, use_fewer, lose_a_step, repeat_a_step])
+def test_the_audit_fails_on_another_ledger(
+    audited: tuple[Path, Used], tamper: Callable[[list[tuple[int, ...]]], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, _ = audited
+    path = run_dir / "ledger.bin"
+    records: list[tuple[int, ...]] = list(RECORD.iter_unpack(path.read_bytes()))
+    tamper(records)
+    path.write_bytes(b"".join(RECORD.pack(*record) for record in records))
+    assert main(["inspect", str(run_dir), "--samples"]) == 1
+    printed = capsys.readouterr().out
+    assert "audit failed" in printed
+    assert "step 5" in printed
+
+
+def test_the_audit_fails_on_another_order(audited: tuple[Path, Used], capsys: pytest.CaptureFixture[str]) -> None:
+    """The ledger is not repeated from the plan: it says what was read."""
+    run_dir, _ = audited
+    path = run_dir / "run.json"
+    record = json.loads(path.read_text())
+    record["numbers"]["seed"] += 1
+    path.write_text(json.dumps(record))
+    assert main(["inspect", str(run_dir), "--samples"]) == 1
+    assert "audit failed" in capsys.readouterr().out

@@ -1,0 +1,124 @@
+"""Whole scripts, unchanged under every launcher and at any number of ranks: one result."""
+
+import functools
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from support.runs import check, digest, run_command
+
+from samestep.snapshot.store import Store
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+PYTHON = (sys.executable,)
+LAUNCH = (sys.executable, "-m", "samestep", "launch")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node")
+STARTS = {
+    "python": PYTHON,
+    "launch on 1": (*LAUNCH, "--nproc-per-node", "1"),
+    "launch on 3": (*LAUNCH, "--nproc-per-node", "3"),
+    "torchrun on 1": (*TORCHRUN, "1", "--master-port", "0"),
+    "torchrun on 3": (*TORCHRUN, "3", "--master-port", "0"),
+}
+ARGUMENTS = {"trainer": ("4", "2", "--batch_size=20"), "gan": (), "translate": ("--epochs", "2")}
+RUN_DIRS = {"trainer": "trainer", "gan": "gan", "translate": "en-it"}
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a script printed, and what its run leaves that must be the same."""
+
+    printed: str
+    digest: str
+    metrics: bytes
+    ledger: bytes
+
+
+class Scripts:
+    """Each way of starting each script, once, in a directory of its own."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @functools.cache  # noqa: B019
+    def start(self, name: str, start: str) -> Result:
+        cwd = self.root / f"{name} by {start}"
+        cwd.mkdir()
+        done = check(run_command(*STARTS[start], SCRIPTS / f"{name}.py", *ARGUMENTS[name], cwd=cwd))
+        return read_result(cwd / "runs" / RUN_DIRS[name], done.stdout)
+
+
+def read_result(run_dir: Path, printed: str) -> Result:
+    metrics, ledger = ((run_dir / name).read_bytes() for name in ("metrics.jsonl", "ledger.bin"))
+    return Result(printed, digest(run_dir), metrics, ledger)
+
+
+def assert_same(found: Result, wanted: Result) -> None:
+    assert (found.digest, found.ledger) == (wanted.digest, wanted.ledger)
+    assert found.metrics == wanted.metrics
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Scripts:
+    return Scripts(tmp_path_factory.mktemp("scripts"))
+
+
+@pytest.mark.parametrize("start", [start for start in STARTS if start != "python"])
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_every_launcher(scripts: Scripts, name: str, start: str) -> None:
+    assert_same(scripts.start(name, start), scripts.start(name, "python"))
+
+
+def test_the_trainer_speaks_as_in_the_tutorials(scripts: Scripts) -> None:
+    line = "[rank {}] Epoch 3 | Batchsize: 20 | Steps: 5"
+    assert line.format(0) in scripts.start("trainer", "python").printed
+    from_all = scripts.start("trainer", "torchrun on 3").printed
+    assert all(line.format(rank) in from_all for rank in range(3))
+
+
+def test_the_translation_gets_somewhere(scripts: Scripts) -> None:
+    result = scripts.start("translate", "python")
+    words = [float(found) for found in re.findall(rb'"validation/words": ([0-9.e-]+)', result.metrics)]
+    assert len(words) == 2
+    assert words[1] > 0.3
+    assert "  -> " in result.printed
+
+
+def test_the_tokenizers_were_trained_once_and_are_read_again(scripts: Scripts) -> None:
+    scripts.start("translate", "launch on 3")
+    run_dir = scripts.root / "translate by launch on 3" / "runs" / "en-it"
+    assert sorted(path.name for path in (run_dir / "tokenizers").iterdir()) == ["en.json", "it.json"]
+    assert Store(run_dir).find("best", warn=pytest.fail) is not None
+
+
+@pytest.mark.parametrize(("first", "then"), [(3, 1), (2, 3)])
+def test_resumed_on_another_number_of_ranks(scripts: Scripts, tmp_path: Path, first: int, then: int) -> None:
+    """No line of the script is about it."""
+    script = (SCRIPTS / "translate.py", *ARGUMENTS["translate"])
+    check(run_command(*LAUNCH, "--nproc-per-node", str(first), "--max-steps", "10", *script, cwd=tmp_path))
+    done = check(run_command(*LAUNCH, "--nproc-per-node", str(then), *script, cwd=tmp_path))
+    assert f"resumed at step 10 (was {first} ranks)" in done.stdout
+    assert_same(read_result(tmp_path / "runs" / "en-it", ""), scripts.start("translate", "python"))
+
+
+@pytest.mark.parametrize("start", ["python", "launch on 3", "torchrun on 3"])
+def test_the_mistake_is_named_where_it_is_made(tmp_path: Path, start: str) -> None:
+    done = run_command(*STARTS[start], SCRIPTS / "dedent.py", cwd=tmp_path)
+    assert done.returncode == (1 if "torchrun" in start else 2), done.stderr
+    sentences = re.findall(r"^samestep: error: (.*)$", done.stderr, re.MULTILINE)
+    assert len(sentences) == 1, done.stderr
+    assert "optimizer.step() inside the micro-batch loop of step 0" in sentences[0]
+    assert "dedent it" in sentences[0]
+    if start != "torchrun on 3":
+        assert "Traceback" not in done.stderr
+    assert not (tmp_path / "runs" / "dedent" / "snapshots").is_dir() or not Store(tmp_path / "runs/dedent").snapshots()
+
+
+def test_a_notebook_trains_here_and_on_ranks(tmp_path: Path) -> None:
+    done = check(run_command(sys.executable, SCRIPTS / "notebook.py", "1", "3", "4", cwd=tmp_path))
+    digests = re.findall(r"^(here|spawned) (\w{64})$", done.stdout, re.MULTILINE)
+    assert [where for where, _ in digests] == ["here", "spawned", "spawned", "spawned"]
+    assert len({found for _, found in digests}) == 1
+    assert list(tmp_path.iterdir()) == []
