@@ -150,20 +150,29 @@ def run_rank(shape: Shape, num_micro_batches: int, num_rounds: int, steps_per_bl
     return measure(contestants, num_rounds=num_rounds, steps_per_block=steps_per_block)
 
 
+def summarize(times: Times) -> dict[str, dict[str, float]]:
+    """The times in ms, and the ratios."""
+    return {
+        "ms": {name: statistics.median(values) * 1e3 for name, values in times.items()},
+        "ratios": {f"{name} by {other}": compute_ratio(times, name, other) for name, other, _ in TARGETS},
+    }
+
+
 def print_results(num_micro_batches: int, times: Times) -> None:
+    summary = summarize(times)
     print_table(
         [f"{num_micro_batches} micro-batches, 2 ranks", "ms per step"],
-        [[name, f"{statistics.median(values) * 1e3:,.1f}"] for name, values in times.items()],
+        [[name, f"{value:,.1f}"] for name, value in summary["ms"].items()],
     )
-    for name, other, target in TARGETS:
-        print(f"{name} by {other}: {judge(compute_ratio(times, name, other), target)}")
+    for (title, ratio), (_, _, target) in zip(summary["ratios"].items(), TARGETS, strict=True):
+        print(f"{title}: {judge(ratio, target)}")
     print(flush=True)
 
 
 def main() -> None:
     parser = build_parser(__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[2, 8], help="micro-batches per step")
-    parser.add_argument("--rounds", type=int, default=15, help="blocks of each, after one to warm up")
+    parser.add_argument("--rounds", type=int, default=25, help="blocks of each, after one to warm up")
     parser.add_argument("--steps", type=int, default=1, help="steps per block")
     args = parser.parse_args()
     shape = Shape()
@@ -181,7 +190,8 @@ def main() -> None:
         if not args.json:
             print_results(num_micro_batches, results[num_micro_batches])
     if args.json:
-        print_json(seconds_per_step=results)
+        summary = {num_micro_batches: summarize(times) for num_micro_batches, times in results.items()}
+        print_json(summary=summary, seconds_per_step=results)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,13 @@ The sweep over sizes shows where direct stops being the best, for `DIRECT_MAX_BY
 """
 
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import Times, build_contestant, build_parser, measure, print_json, print_machine, print_table
+from common import Contestant, Times, build_contestant, build_parser, measure, print_json, print_machine, print_table
 from torch import Tensor
 
 import samestep
@@ -74,10 +76,19 @@ def run_rank(sizes: Sequence[int], num_rounds: int, block_s: float) -> dict[int,
             assert bool((total == world_size * (world_size + 1) / 2).all()), f"{name} gave a wrong sum"
             own.zero_()
             contestants.append(build_contestant(name, run_again_and_again(run)))
-        guess_s = 0.0003 + num_bytes * world_size / 2e9
-        times = measure(contestants, num_rounds=num_rounds, steps_per_block=max(1, min(100, int(block_s / guess_s))))
-        results[num_bytes] = times
+        steps_per_block = choose_block(contestants[-1], block_s)
+        results[num_bytes] = measure(contestants, num_rounds=num_rounds, steps_per_block=steps_per_block)
     return results
+
+
+def choose_block(contestant: Contestant, block_s: float) -> int:
+    """How many exchanges fill `block_s`, the same on all ranks."""
+    contestant.run_steps(1)
+    began = time.perf_counter()
+    contestant.run_steps(5)
+    num_steps = torch.tensor(5 * block_s / (time.perf_counter() - began)).clamp(1, 300).int()
+    dist.broadcast(num_steps, 0)
+    return int(num_steps)
 
 
 def format_size(num_bytes: int) -> str:
@@ -87,17 +98,25 @@ def format_size(num_bytes: int) -> str:
     return f"{num_bytes:,} B"
 
 
-def print_results(title: str, world_size: int, results: dict[int, Times]) -> None:
-    """A row per size: the medians in ms, the best of the exact routes, and what the engine would take."""
-    layout = build_layout(world_size, world_size)
-    names = list(next(iter(results.values())))
+def summarize(world_size: int, results: dict[int, Times]) -> list[dict[str, Any]]:
+    """Per size: the medians, the best of the exact routes, and what the engine would take."""
     rows = []
     for num_bytes, times in results.items():
-        medians = {name: statistics.median(values) for name, values in times.items()}
-        best = min((name for name in names if name != ALL_REDUCE), key=lambda name: medians[name])
-        chosen = routes.choose_route(layout, num_bytes)
-        figures = [f"{medians[name] * 1e3:,.3f}" for name in names]
-        rows.append([format_size(num_bytes), *figures, best, chosen, f"{medians[chosen] / medians[best]:.2f}"])
+        medians = {name: statistics.median(values) * 1e3 for name, values in times.items()}
+        best = min((name for name in medians if name != ALL_REDUCE), key=lambda name: medians[name])
+        chosen = routes.choose_route(build_layout(world_size, world_size), num_bytes)
+        rows.append({"bytes": num_bytes, "ms": medians, "best": best, "chosen": chosen})
+    return rows
+
+
+def print_results(title: str, world_size: int, results: dict[int, Times]) -> None:
+    names = list(next(iter(results.values())))
+    rows = [
+        [format_size(row["bytes"])]
+        + [f"{row['ms'][name]:,.3f}" for name in names]
+        + [row["best"], row["chosen"], f"{row['ms'][row['chosen']] / row['ms'][row['best']]:.2f}"]
+        for row in summarize(world_size, results)
+    ]
     print(f"{title}, {world_size} ranks: ms")
     print_table(["", *names, "best exact", "engine takes", "by best"], rows)
 
@@ -105,11 +124,11 @@ def print_results(title: str, world_size: int, results: dict[int, Times]) -> Non
 def main() -> None:
     parser = build_parser(__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks")
-    parser.add_argument("--rounds", type=int, default=7, help="blocks of each route, after one to warm up")
+    parser.add_argument("--rounds", type=int, default=9, help="blocks of each route, after one to warm up")
     args = parser.parse_args()
     sizes, sweep, block_s = GRADIENT_BYTES, SWEEP_BYTES, BLOCK_S
     if args.quick:
-        args.rounds, sizes, sweep, block_s = 1, [10**6], [4 << 10, 1 << 20], 0.005
+        args.ranks, args.rounds, sizes, sweep, block_s = args.ranks[:1], 1, [10**6], [4 << 10, 1 << 20], 0.005
     if not args.json:
         print_machine()
     gradients, sweeps = {}, {}
@@ -124,7 +143,11 @@ def main() -> None:
         if not args.json:
             print_results("sweep", world_size, sweeps[world_size])
     if args.json:
-        print_json(seconds=gradients, seconds_in_sweep=sweeps, direct_max_bytes=routes.DIRECT_MAX_BYTES)
+        print_json(
+            gradients={world_size: summarize(world_size, results) for world_size, results in gradients.items()},
+            sweep={world_size: summarize(world_size, results) for world_size, results in sweeps.items()},
+            direct_max_bytes=routes.DIRECT_MAX_BYTES,
+        )
     else:
         print(f"DIRECT_MAX_BYTES is {format_size(routes.DIRECT_MAX_BYTES)}")
 

@@ -2,7 +2,7 @@
 
 
 class Error(Exception):
-    """Bad input, or a mistake in the training loop: one sentence that says what is wrong, what was found and what to do.
+    """Bad input, or a mistake in the training loop: one sentence of what is wrong, what was found and what to do.
 
     Uncaught, it ends the program with that sentence and exit code 2 instead of a traceback.
 

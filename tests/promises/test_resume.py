@@ -37,7 +37,8 @@ def test_killed_under_the_launcher(
     code = killed.wait()
     in_worker = "worker" in fault
     assert code == (1 if in_worker else 128 + signal.SIGKILL), killed.output
-    assert ("DataLoader worker" if in_worker else "was killed by SIGKILL") in killed.output
+    # (What a rank says whose DataLoader worker dies is torch's choice, of several errors.)
+    assert ("samestep: rank" if in_worker else "was killed by SIGKILL") in killed.output
     trial.note_strike(fault, "kill its process" if in_worker else None)
     assert trial.num_ends == 0
 

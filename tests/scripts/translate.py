@@ -36,8 +36,8 @@ class Transformer(nn.Module):
 
 
 p = argparse.ArgumentParser()
-p.add_argument("--lr", type=float, default=1e-2)
-p.add_argument("--epochs", type=int, default=3)
+p.add_argument("--lr", type=float, default=2e-2)
+p.add_argument("--epochs", type=int, default=20)
 args = p.parse_args()
 run = samestep.Run(
     "runs/en-it", batch_size=32, micro_batch_size=4, precision="bf16", snapshot_every=3, log_every=1, config=vars(args)
@@ -45,7 +45,7 @@ run = samestep.Run(
 train, val = read_pairs()
 src, tgt = run.once(load_or_train, run.dir / "tokenizers", train)
 model = Transformer(src.get_vocab_size(), tgt.get_vocab_size())
-ema = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+ema = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.8))
 optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, eps=1e-9)
 scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min((s + 1) / 8, (8 / (s + 1)) ** 0.5))
 run.prepare(model=model, optimizer=optimizer, scheduler=scheduler, ema=ema)

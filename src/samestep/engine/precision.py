@@ -76,5 +76,5 @@ class ScaledPrecision(Precision):
 def build_precision(name: str, device: torch.device) -> Precision:
     """The precision called `name`. Raises Error for an unknown one."""
     if name not in PRECISIONS:
-        raise Error(f"precision must be {', '.join(PRECISIONS)}, not {name!r}")
+        raise Error(f"precision must be fp32, bf16 or fp16, not {name!r}")
     return ScaledPrecision(device) if name == "fp16" else Precision(name, device)

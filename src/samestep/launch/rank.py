@@ -68,10 +68,10 @@ def run_rank(
     except SystemExit as error:
         code = _exit_code(error)
         if code:
-            _write_error(rank, directory, error, code)
+            write_error(rank, directory, error, code)
     except BaseException as error:
         code = error.exit_code if isinstance(error, Error) else 1
-        _write_error(rank, directory, error, code)
+        write_error(rank, directory, error, code)
     leave(code)
 
 
@@ -187,7 +187,7 @@ def _exit_code(error: SystemExit) -> int:
     return error.code & 0xFF if isinstance(error.code, int) else 1
 
 
-def _write_error(rank: int, directory: str, error: BaseException, code: int) -> None:
+def write_error(rank: int, directory: str, error: BaseException, code: int) -> None:
     if isinstance(error, SystemExit):
         kind, message, text = "exit", f"code {code}", ""
         if not isinstance(error.code, int):
@@ -203,7 +203,7 @@ def _write_error(rank: int, directory: str, error: BaseException, code: int) -> 
         "kind": kind,
         "message": message,
         "traceback": text,
-        "secondary": _is_secondary(error),
+        "secondary": is_secondary(error),
     }
     path = Path(directory) / f"{rank}.json"
     partial = path.with_suffix(".partial")
@@ -223,7 +223,7 @@ def _format(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, frames))
 
 
-def _is_secondary(error: BaseException) -> bool:
+def is_secondary(error: BaseException) -> bool:
     """Whether the rank is well and has only lost another: what went wrong first was a message between ranks."""
     root = error
     seen = {id(root)}

@@ -1,7 +1,8 @@
 """Scores over a data set: every sample once, the same bits at any number of ranks."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,8 @@ def run_evaluate(
     run: "Run", score: Callable[[Any], Mapping[str, Any]], source: Source, micro_batch_size: int, number: int
 ) -> dict[str, Any]:
     """What `Run.evaluate` returns. `number` tells apart the evaluations of one step, which draw other noise."""
+    if not callable(score):
+        raise Error(f"run.evaluate needs a function score(batch) -> dict, not {score!r}")
     length = len(source)
     spans = [(start, min(start + micro_batch_size, length)) for start in range(0, length, micro_batch_size)]
     held = rank_range(len(spans), run.world_size, run.rank)
@@ -43,13 +46,14 @@ def run_evaluate(
                 seed_all(seed_of("evaluate", v))
                 rows.append(_read(score(to_device(loaded.batch, run.device)), loaded.num_samples))
                 run._buffers.undo()
+        settled = [_settle(row) for row in rows]
     except Error as error:
-        error.rank = run.rank
-        raise
+        message = f"{str(error).rstrip('.')}, on rank {run.rank} in run.evaluate"
+        raise Error(message, rank=run.rank) from error.__cause__
     finally:
         for part in modules:
             part.training = True
-    return _merge([row for of_rank in run._group.gather([_settle(row) for row in rows]) for row in of_rank])
+    return _merge([row for of_rank in run._group.gather(settled) for row in of_rank])
 
 
 def _read(scores: Mapping[str, Any], num_samples: int) -> Row:
@@ -65,7 +69,7 @@ def _read(scores: Mapping[str, Any], num_samples: int) -> Row:
             continue
         mean, weight = value if isinstance(value, tuple) and len(value) == 2 else (value, num_samples)
         for number in (mean, weight):
-            if not isinstance(number, int | float) and not (isinstance(number, Tensor) and number.numel() == 1):
+            if not isinstance(number, Real) and not (isinstance(number, Tensor) and number.numel() == 1):
                 raise Error(
                     f"score {name!r} is neither a number, nor (number, weight), nor a list with one entry per sample, "
                     f"but {type(number).__name__}: average it, or turn it into a list"
@@ -75,21 +79,40 @@ def _read(scores: Mapping[str, Any], num_samples: int) -> Row:
 
 
 def _settle(row: Row) -> Row:
-    return {
-        name: value if isinstance(value, list) else (float(value[0]), float(value[1])) for name, value in row.items()
-    }
+    """With Python's numbers."""
+    settled = {name: v if isinstance(v, list) else (float(v[0]), float(v[1])) for name, v in row.items()}
+    for name, value in settled.items():
+        if isinstance(value, tuple) and not 0 <= value[1] < math.inf:
+            raise Error(f"score {name!r} has weight {value[1]}: a weight is a finite number of at least 0")
+    return settled
 
 
 def _merge(rows: list[Row]) -> dict[str, Any]:
     """Rows of all micro-batches, in order, into means (exactly rounded sums, so in any grouping) and lists."""
     merged: dict[str, Any] = {}
+    kinds = [{name: type(value) for name, value in row.items()} for row in rows]
     for name in dict.fromkeys(name for row in rows for name in row):
-        values = [row[name] for row in rows if name in row]
+        if len({kind.get(name) for kind in kinds}) > 1:
+            raise Error(
+                f"score {name!r} is not the same kind of value in all micro-batches, or not there in some: return it "
+                "each time, with weight 0 where it does not count"
+            )
+        values = [row[name] for row in rows]
         if isinstance(values[0], list):
             merged[name] = [entry for value in values for entry in value]
             continue
         total = math.fsum(weight for _, weight in values)
         if total == 0:
             raise Error(f"the total weight of score {name!r} is 0: no sample of the data set counts")
-        merged[name] = math.fsum(value * weight for value, weight in values if weight) / total
+        merged[name] = _sum([value * weight for value, weight in values if weight]) / total
     return merged
+
+
+def _sum(values: Sequence[float]) -> float:
+    """The exactly rounded sum; nan for infinities of both signs, and inf for what is too large."""
+    try:
+        return math.fsum(values)
+    except ValueError:
+        return math.nan
+    except OverflowError:
+        return math.inf

@@ -2,34 +2,67 @@
 
 import math
 import os
+import pickle
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType, TracebackType
+from typing import NoReturn
 
 from samestep.errors import Error, PeerFailed
+from samestep.launch.rank import is_secondary, write_error
+from samestep.world.group import is_first
 
 
 def report_errors(rank: int) -> None:
-    """Lets an uncaught Error end the program with its one sentence and exit code 2, said by one rank."""
+    """Lets an uncaught Error end the program with its one sentence and exit code 2, said by one rank.
+
+    A rank that has only lost another one says so in a line: the other's error is what a person needs to see.
+    """
     others = sys.excepthook
     if getattr(others, "is_samestep", False):
         return
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if not isinstance(error, Error | PeerFailed):
-            others(kind, error, trace)
-            return
-        said_by = getattr(error, "rank", None)
-        if isinstance(error, Error) and rank == (said_by or 0):
-            print(f"samestep: error: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(Error.exit_code if isinstance(error, Error) else 1)
+        if isinstance(error, Error):
+            _say_once(error, rank)
+            raise SystemExit(Error.exit_code)
+        if isinstance(error, PeerFailed) or is_secondary(error):
+            reason = " ".join(str(error).split("\n")[0].split())
+            print(f"samestep: rank {rank} has lost another rank ({reason})", file=sys.stderr, flush=True)
+            raise SystemExit(1)
+        others(kind, error, trace)
 
     report.is_samestep = True  # type: ignore[attr-defined]
     sys.excepthook = report
+
+
+def _say_once(error: Error, rank: int) -> None:
+    is_sayer = is_first("error")
+    if rank == (error.rank or 0) if is_sayer is None else is_sayer:
+        print(f"samestep: error: {error}", file=sys.stderr, flush=True)
+
+
+def is_failing(error_dir: str | None, rank: int) -> bool:
+    """Whether this process is ending because of an exception."""
+    return hasattr(sys, "last_value") or (error_dir is not None and (Path(error_dir) / f"{rank}.json").exists())
+
+
+def end_with(error: Error, error_dir: str | None, rank: int) -> NoReturn:
+    """Ends a process whose script is through as if the script had raised `error`."""
+    if error_dir is None:
+        _say_once(error, rank)
+    else:
+        write_error(rank, error_dir, error, Error.exit_code)
+        (Path(error_dir) / f"{rank}.pickle").write_bytes(pickle.dumps(error))
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(Error.exit_code)
 
 
 # For how long a further signal is the first one once more: who signals every process of a job reaches a rank directly

@@ -4,11 +4,12 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from samestep.data.loader import Source, Task
+from samestep.data.loader import Source, Task, understand
 from samestep.errors import Error
 from samestep.plan.ledger import fingerprint
 from samestep.plan.order import GivenOrder, Order, build_order
@@ -40,11 +41,6 @@ class Feed:
         endless: bool,
         sampler: Sampler | None,
     ) -> None:
-        if sampler is not None and not callable(sampler):
-            kind = type(sampler).__name__
-            raise Error(
-                f"sampler must be a function, sampler(epoch) -> sample indices, alike on all ranks, not a {kind}"
-            )
         self.source, self._seed, self._sampler = source, seed, sampler
         self.has_sampler = sampler is not None
         self.order = lru_cache(maxsize=2)(self._build_order)
@@ -125,3 +121,29 @@ class Feed:
         with open(path.with_suffix(".tmp"), "wb") as file:
             np.save(file, indices)
         os.replace(path.with_suffix(".tmp"), path)
+
+
+def build_feed(
+    data: Any, seed: int, batch_size: int, micro_batch_size: int, *, endless: bool, sampler: Any, **source: Any
+) -> Feed:
+    """The feed of what a script passed to `run.epochs` or `run.steps`.
+
+    Raises:
+        Error: that is no data, or its arguments contradict each other.
+    """
+    for name in ("shuffle", "drop_last", "pin_memory"):
+        if not isinstance(source.get(name), bool | None):
+            raise Error(f"{name} must be True or False, not {source[name]!r}")
+    if sampler is not None and not callable(sampler):
+        kind = type(sampler).__name__
+        raise Error(f"sampler must be a function, sampler(epoch) -> sample indices, alike on all ranks, not a {kind}")
+    if sampler is not None and source.get("shuffle"):
+        raise Error("sampler and shuffle=True were both given: the sampler decides the order, leave shuffle out")
+    return Feed(
+        understand(data, micro_batch_size=micro_batch_size, **source),
+        seed=seed,
+        batch_size=batch_size,
+        micro_batch_size=micro_batch_size,
+        endless=endless,
+        sampler=sampler,
+    )

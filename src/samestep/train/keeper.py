@@ -85,7 +85,10 @@ class Keeper:
             self._once(write)
 
     def ask_for(self, name: str) -> None:
-        """A named snapshot is due at the end of the present body."""
+        """A named snapshot is due at the end of the present body. Raises Error for what is no name."""
+        usable = isinstance(name, str) and name.isascii() and name.isidentifier() and len(name) <= 64
+        if not usable or name in ("latest", "never"):
+            raise Error(f"a snapshot's name is letters, digits and underscores, such as best, not {name!r}")
         if name not in self._names_due:
             self._names_due.append(name)
 

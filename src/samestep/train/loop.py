@@ -10,6 +10,7 @@ from samestep.errors import Error
 from samestep.plan.seeds import derive
 from samestep.train.feed import Feed
 from samestep.train.steps import Epoch, Step
+from samestep.world.group import leave_note, read_note
 
 if TYPE_CHECKING:
     from samestep.train.run import Run
@@ -58,7 +59,7 @@ class Loop:
             try:
                 yield epoch
             except GeneratorExit:
-                self._leave(f"the loop over the epochs was left by break in epoch {number}")
+                self._leave("epochs", f"epoch {number}")
                 raise
             self.check_not_left()
             if not epoch.done:
@@ -89,7 +90,7 @@ class Loop:
         try:
             yield step
         except GeneratorExit:
-            self._leave(f"the loop over the steps was left by break in step {number}")
+            self._leave("steps", f"step {number}")
             raise
         step.check_not_left()
         if step.open or not step.num_passes:
@@ -115,13 +116,13 @@ class Loop:
         if not self._left:
             return None
         return Error(
-            f"{self._left} (or return, or an error), so that what came after the last snapshot is lost: to end early, "
-            "call run.stop() and let the loop end by itself"
+            f"{self._left}, so that what came after the last snapshot is lost: to end early, call run.stop() and let "
+            "the loop end by itself"
         )
 
-    def _leave(self, how: str) -> None:
-        if not self._is_ended:
-            self._left = self._left or how
+    def _leave(self, loop: str, where: str) -> None:
+        if not self._is_ended and not self._left:
+            self._left = f"the loop over the {loop} was left by break (or return, or an error) in {where}"
 
     def _begin_body(self, purpose: str, number: int) -> None:
         """Makes what the body draws, and its evaluations, depend on its number alone, not on where the run resumed."""
@@ -132,6 +133,17 @@ class Loop:
         """Any rank's signal ends the run on all ranks, at the end of this step."""
         self._signal = max(votes)
         self.ending |= bool(self._signal)
+
+    def explain_loss(self, error: RuntimeError) -> None:
+        """Raises Error where an exchange has failed because of a run.stop() on another rank alone."""
+        for rank in range(self._run.world_size):
+            step = read_note(f"stopped/{rank}")
+            if step is not None:
+                raise Error(
+                    f"rank {rank} ended its loop after step {step} by run.stop(), and rank {self._run.rank} did not: "
+                    "call it on every rank, decided on what all ranks know",
+                    rank=self._run.rank,
+                ) from error
 
     def _account(self, step: Step) -> None:
         """Writes down a finished step."""
@@ -174,6 +186,7 @@ class Loop:
     def _finish(self) -> None:
         """The loop has ended by itself."""
         if self._run._stop_reason:
+            leave_note(f"stopped/{self._run.rank}", str(self.steps_done))
             self._run._say(f"stopped at step {self.steps_done}: {self._run._stop_reason}")
         self._end("stopped" if self._run._stop_reason else "done")
 

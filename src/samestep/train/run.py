@@ -19,13 +19,13 @@ from samestep.plan.seeds import derive
 from samestep.snapshot.encoding import encode
 from samestep.train import objects as prepared
 from samestep.train.evaluate import run_evaluate
-from samestep.train.exits import StopSignals, report_errors
-from samestep.train.feed import Feed, Sampler
+from samestep.train.exits import StopSignals, end_with, is_failing, report_errors
+from samestep.train.feed import Feed, Sampler, build_feed
 from samestep.train.guards import Guards
 from samestep.train.keeper import Keeper
 from samestep.train.loop import Loop
 from samestep.train.machine import describe_machine, fix_compiler, fix_kernels
-from samestep.train.settings import build_settings, check_extras
+from samestep.train.settings import build_settings, check_count, check_extras
 from samestep.train.steps import Epoch, Step
 from samestep.watch.progress import build_progress
 from samestep.watch.trackers import Tracker, TrackerInfo, Trackers
@@ -109,7 +109,7 @@ class Run:
         self._precision = build_precision(settings.precision, self.device)
         self._group = open_group(environment, self.device)
         self.rank, self.world_size = environment.rank, environment.world_size
-        self.local_rank = environment.local_rank
+        self.local_rank, self._error_dir = environment.local_rank, environment.error_dir
         self._progress = build_progress(rank=self.rank)
         self._config = dict(config or {})
         self._trackers = Trackers(trackers, self._say)
@@ -135,7 +135,7 @@ class Run:
         """Steps finished so far, over all restarts."""
         return self._steps_done if self._loop is None else self._loop.steps_done
 
-    def prepare(self, **objects: Any) -> None:
+    def prepare(self, *unnamed: Any, **objects: Any) -> None:
         """Takes the run's models, optimizers, schedules and whatever else has a state, and restores them. Once.
 
         In place: modules go to the device and are made alike on all ranks, but stay themselves. The names are the
@@ -145,6 +145,8 @@ class Run:
             Error: something without state_dict, a model built before the run was seeded, SyncBatchNorm, an
                 optimizer of parameters in no model, a snapshot that does not fit.
         """
+        if unnamed:
+            raise Error("run.prepare takes everything by name, run.prepare(model=model, ...), and returns nothing")
         if self._objects:
             raise Error("run.prepare was called twice: pass all objects in one call")
         self._modules = prepared.check(objects, self._old_params)
@@ -188,18 +190,11 @@ class Run:
         Raises:
             Error: no data, or data that cannot be indexed; `run.json` tells of other data; a loop left by break.
         """
-        if isinstance(num_epochs, bool) or not isinstance(num_epochs, int) or num_epochs < 1:
-            raise Error(f"run.epochs needs a number of epochs of at least 1, not {num_epochs!r}")
+        check_count("epochs", num_epochs)
         feed = self._open_feed(
-            data,
-            endless=False,
-            sampler=sampler,
-            collate_fn=collate_fn,
-            num_workers=num_workers,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            pin_memory=pin_memory,
-        )
+            data, endless=False, sampler=sampler, collate_fn=collate_fn, num_workers=num_workers, shuffle=shuffle,
+            drop_last=drop_last, pin_memory=pin_memory,
+        )  # fmt: skip
         assert feed.steps_per_epoch is not None
         return self._begin(feed, num_epochs * feed.steps_per_epoch, num_epochs).run_epochs(num_epochs)
 
@@ -218,17 +213,11 @@ class Run:
 
         Args and errors as for `epochs`; `num_steps` counts those before a restart.
         """
-        if isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 1:
-            raise Error(f"run.steps needs a number of steps of at least 1, not {num_steps!r}")
+        check_count("steps", num_steps)
         feed = self._open_feed(
-            data,
-            endless=True,
-            sampler=sampler,
-            collate_fn=collate_fn,
-            num_workers=num_workers,
-            shuffle=shuffle,
+            data, endless=True, sampler=sampler, collate_fn=collate_fn, num_workers=num_workers, shuffle=shuffle,
             pin_memory=pin_memory,
-        )
+        )  # fmt: skip
         return self._begin(feed, num_steps, None).run_steps()
 
     def evaluate(
@@ -252,8 +241,7 @@ class Run:
             name -> mean as a float, or the list over the whole data set in its order.
         """
         self._check_call("run.evaluate", "the ranks are not at the same place there; dedent it")
-        if not self._objects:
-            raise Error("run.evaluate before run.prepare(model=...): prepare first, so that all ranks have one model")
+        self._check_prepared("run.evaluate")
         size = self.micro_batch_size if micro_batch_size is None else micro_batch_size
         check_numbers(size, size, 1)
         self._num_evaluations += 1
@@ -291,9 +279,6 @@ class Run:
 
     def snapshot(self, name: str) -> None:
         """Keeps the run's state under `name`, for good, once the loop's body is done. On all ranks."""
-        usable = isinstance(name, str) and name.isascii() and name.isidentifier() and len(name) <= 64
-        if not usable or name in ("latest", "never"):
-            raise Error(f"a snapshot's name is letters, digits and underscores, such as best, not {name!r}")
         self._check_left()
         self._keeper.ask_for(name)
 
@@ -319,27 +304,12 @@ class Run:
 
     # --- inside -----------------------------------------------------------------------------------------------
 
-    def _open_feed(self, data: Any, *, endless: bool, sampler: Sampler | None, **source: Any) -> Feed:
+    def _open_feed(self, data: Any, **arguments: Any) -> Feed:
         self._check_left()
         if self._loop is not None:
             raise Error("this run has had its loop: one run.epochs() or run.steps() per Run")
-        for name in ("shuffle", "drop_last", "pin_memory"):
-            if not isinstance(source.get(name), bool | None):
-                raise Error(f"{name} must be True or False, not {source[name]!r}")
-        if sampler is not None and source.get("shuffle"):
-            raise Error("sampler and shuffle=True were both given: the sampler decides the order, leave shuffle out")
-        if not self._objects:
-            raise Error(
-                "call run.prepare(model=..., optimizer=...) before the loop: it holds what is trained and saved"
-            )
-        return Feed(
-            understand(data, micro_batch_size=self.micro_batch_size, **source),
-            seed=self.seed,
-            batch_size=self.batch_size,
-            micro_batch_size=self.micro_batch_size,
-            endless=endless,
-            sampler=sampler,
-        )
+        self._check_prepared("the loop")
+        return build_feed(data, self.seed, self.batch_size, self.micro_batch_size, **arguments)
 
     def _begin(self, feed: Feed, total_steps: int, num_epochs: int | None) -> Loop:
         """Everything between the arguments' check and the first step."""
@@ -451,6 +421,12 @@ class Run:
         self._check_left()
         self._guards.refuse_in_step(what, instead)
 
+    def _check_prepared(self, what: str) -> None:
+        if not self._objects:
+            raise Error(
+                f"call run.prepare(model=..., optimizer=...) before {what}: all ranks get the same models there"
+            )
+
     def _check_left(self) -> None:
         if self._loop is not None:
             self._loop.check_not_left()
@@ -462,4 +438,7 @@ class Run:
         """At the end of the process."""
         self._progress.close()
         self._keeper.close()
+        left = None if self._loop is None or self.dir is None else self._loop.left_error()
+        if left is not None and not is_failing(self._error_dir, self.rank):
+            end_with(left, self._error_dir, self.rank)
         close_group()

@@ -91,6 +91,12 @@ def check_extras(trackers: Any, config: Any) -> None:
         raise Error(f"config must be a dict such as vars(args), not a {type(config).__name__}")
 
 
+def check_count(what: str, count: Any) -> None:
+    """Raises Error where `run.epochs` or `run.steps` was not given a number of them."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise Error(f"run.{what} needs a number of {what} of at least 1, not {count!r}")
+
+
 def _check_kinds(arguments: Mapping[str, Any]) -> None:
     kinds = (("precision", str, "a name"), ("bucket_cap_mb", int | float, "a number"),
              ("deterministic", bool, "True or False"), ("fresh", bool, "True or False"))  # fmt: skip

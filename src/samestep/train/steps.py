@@ -223,7 +223,11 @@ class Step:
                 control.weights[k][slot] = weight = _check_weight(weight, self.number, held[k])
                 if weight:
                     control.losses[k][slot] = float(loss)
-        controls = reducer.finish(control)
+        try:
+            controls = reducer.finish(control)
+        except RuntimeError as error:
+            self._loop.explain_loss(error)
+            raise
         self._loop.take_votes([told.stop for told in controls])
         reducer.assign(self._average(controls))
         if self._loss is not None and not self.num_passes and all(param.grad is None for param in reducer.params):

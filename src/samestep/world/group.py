@@ -2,6 +2,7 @@
 
 import pickle
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -149,12 +150,24 @@ def open_group(environment: Environment, device: torch.device, *, timeout_s: flo
 
 def is_first(name: str) -> bool | None:
     """Whether this rank is the first of all to ask for `name`; None where there is no way to know."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    try:
+    with suppress(RuntimeError, ValueError):  # no group, or the rank that holds the store is gone
         return bool(dist.distributed_c10d._get_default_store().add(f"samestep/{name}", 1) == 1)
-    except (RuntimeError, ValueError):  # the rank that holds the store is gone
-        return None
+    return None
+
+
+def leave_note(name: str, text: str) -> None:
+    """Leaves a text that other ranks can read without this one's help."""
+    with suppress(RuntimeError, ValueError):
+        dist.distributed_c10d._get_default_store().set(f"samestep/{name}", text)
+
+
+def read_note(name: str) -> str | None:
+    """What a rank left as `name`; None where there is nothing."""
+    with suppress(RuntimeError, ValueError):
+        store = dist.distributed_c10d._get_default_store()
+        if store.check([f"samestep/{name}"]):
+            return bytes(store.get(f"samestep/{name}")).decode()
+    return None
 
 
 def close_group() -> None:
