@@ -100,9 +100,9 @@ class Faults:
                     self._strike(fault)
 
     def _is_first(self, fault: Fault) -> bool:
-        name = str(fault).replace(" ", "-")
         try:
-            (self._directory / f"struck-{name}").touch(exist_ok=False)
+            with open(self._directory / f"struck-{str(fault).replace(' ', '-')}", "x") as file:
+                file.write(str(fault))
         except FileExistsError:
             return False
         return True

@@ -208,6 +208,11 @@ class Directory:
         except OSError as error:
             self._warn(f"old snapshots could not be removed ({error}): the run goes on")
 
+    @property
+    def is_open(self) -> bool:
+        """Whether it has not been closed, or taken over by a later run."""
+        return self._lock is not None
+
     def close(self) -> None:
         """Gives the directory up. One that no run began in is left as it was found. A second call does nothing."""
         files, self._metrics, self._ledger = (self._metrics, self._ledger), None, None

@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from samestep.data.loader import Loader, Source, Task, seed_all, to_device
+from samestep.data.loader import Loader, Source, Task, seed_all, to_device, understand
 from samestep.errors import Error
 from samestep.plan.order import build_order
 from samestep.plan.schedule import rank_range
@@ -18,6 +19,17 @@ if TYPE_CHECKING:
     from samestep.train.run import Run
 
 Row = dict[str, Any]  # name -> list, or (value, weight)
+
+
+def open_source(data: Any, micro_batch_size: int, **arguments: Any) -> Source:
+    """The data that a script passed to `run.evaluate`.
+
+    Raises:
+        Error: that is no data, or its micro-batches have no size.
+    """
+    if isinstance(micro_batch_size, bool) or not isinstance(micro_batch_size, int) or micro_batch_size < 1:
+        raise Error(f"micro_batch_size must be a whole number above 0, not {micro_batch_size!r}")
+    return replace(understand(data, micro_batch_size=micro_batch_size, **arguments), shuffle=False)
 
 
 def run_evaluate(

@@ -33,7 +33,7 @@ def report_errors(rank: int) -> None:
             raise SystemExit(Error.exit_code)
         if isinstance(error, PeerFailed) or is_secondary(error):
             reason = " ".join(str(error).split("\n")[0].split())
-            print(f"samestep: rank {rank} has lost another rank ({reason})", file=sys.stderr, flush=True)
+            print(f"samestep: rank {rank} has lost another rank ({reason})", file=sys.__stderr__, flush=True)
             raise SystemExit(1)
         others(kind, error, trace)
 
@@ -44,7 +44,8 @@ def report_errors(rank: int) -> None:
 def _say_once(error: Error, rank: int) -> None:
     is_sayer = is_first("error")
     if rank == (error.rank or 0) if is_sayer is None else is_sayer:
-        print(f"samestep: error: {error}", file=sys.stderr, flush=True)
+        # Not sys.stderr: torch.distributed's own hook buffers that around this one, and SystemExit loses the buffer.
+        print(f"samestep: error: {error}", file=sys.__stderr__, flush=True)
 
 
 def is_failing(error_dir: str | None, rank: int) -> bool:

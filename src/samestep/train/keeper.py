@@ -131,8 +131,10 @@ class Keeper:
                     self.saved_step = None
             self.directory.prune(self._settings.keep)
 
-    def close(self) -> None:
-        """Gives the directory up."""
+    def close(self) -> bool:
+        """Gives the directory up. False where there was none to give up, since a later run has taken it over."""
+        was_open = self.path is not None and (self.directory is None or self.directory.is_open)
         if self.directory is not None:
             self.directory.close()
             self.directory = None
+        return was_open

@@ -3,22 +3,21 @@
 import atexit
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
-from samestep.data.loader import seed_all, understand
+from samestep.data.loader import seed_all
 from samestep.engine.buffers import BatchNormStatistics, OtherBuffers
 from samestep.engine.precision import build_precision
 from samestep.engine.reducer import Reducer
 from samestep.errors import Error
-from samestep.plan.schedule import check_numbers, describe
+from samestep.plan.schedule import describe
 from samestep.plan.seeds import derive
 from samestep.snapshot.encoding import encode
 from samestep.train import objects as prepared
-from samestep.train.evaluate import run_evaluate
+from samestep.train.evaluate import open_source, run_evaluate
 from samestep.train.exits import StopSignals, end_with, is_failing, report_errors
 from samestep.train.feed import Feed, Sampler, build_feed
 from samestep.train.guards import Guards
@@ -242,13 +241,9 @@ class Run:
         """
         self._check_call("run.evaluate", "the ranks are not at the same place there; dedent it")
         self._check_prepared("run.evaluate")
-        size = self.micro_batch_size if micro_batch_size is None else micro_batch_size
-        check_numbers(size, size, 1)
         self._num_evaluations += 1
-        source = replace(
-            understand(data, micro_batch_size=size, collate_fn=collate_fn, num_workers=num_workers, shuffle=False),
-            shuffle=False,
-        )
+        size = self.micro_batch_size if micro_batch_size is None else micro_batch_size
+        source = open_source(data, size, collate_fn=collate_fn, num_workers=num_workers)
         try:
             return run_evaluate(self, score, source, size, self._num_evaluations)
         finally:
@@ -437,8 +432,8 @@ class Run:
     def _close(self) -> None:
         """At the end of the process."""
         self._progress.close()
-        self._keeper.close()
-        left = None if self._loop is None or self.dir is None else self._loop.left_error()
+        was_open = self._keeper.close()
+        left = self._loop.left_error() if self._loop is not None and was_open else None
         if left is not None and not is_failing(self._error_dir, self.rank):
             end_with(left, self._error_dir, self.rank)
         close_group()
