@@ -235,6 +235,19 @@ def test_user_directories_are_found(tmp_path: Path) -> None:
 # --- what is no mistake -----------------------------------------------------------------------------------------------
 
 
+class Lookahead:
+    """Wraps an optimizer, as some do."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state)
+
+
 def test_checks_do_not_get_in_the_way(tmp_path: Path) -> None:
     """Each of these stands near a mistake above."""
 
@@ -242,19 +255,7 @@ def test_checks_do_not_get_in_the_way(tmp_path: Path) -> None:
         run = samestep.Run(tmp_path / "run", batch_size=8, micro_batch_size=2, log_every=1, device="cpu")
         model = torch.nn.Linear(4, 1)
 
-        class Lookahead:
-            """Wraps an optimizer, as some do."""
-
-            def __init__(self) -> None:
-                self.inner = torch.optim.SGD(model.parameters(), lr=0.1)
-
-            def state_dict(self) -> dict[str, Any]:
-                return self.inner.state_dict()
-
-            def load_state_dict(self, state: dict[str, Any]) -> None:
-                self.inner.load_state_dict(state)
-
-        lookahead = Lookahead()
+        lookahead = Lookahead(torch.optim.SGD(model.parameters(), lr=0.1))
         run.prepare(model=model, lookahead=lookahead)
         stranger = torch.nn.Linear(1, 1)
         others = torch.optim.SGD(stranger.parameters(), lr=0.1)

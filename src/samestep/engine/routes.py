@@ -22,14 +22,14 @@ class Work(Protocol):
 
 Route = Iterator[Sequence[Work]]
 
-# Gloo, 2 and 4 ranks (benchmarks/routes.py): below this, one message to each peer is the fastest; above it, the
-# log2 W exchanges of half the data at a time are. Powers of two aside, chunks beat whole copies from here on.
-DIRECT_MAX_BYTES = 1 << 20
+# Of all ranks' parts together. Gloo, 2 and 4 ranks (benchmarks/routes.py): below this, one message to each peer is the
+# fastest; above it, the log2 W exchanges of half the data at a time are, or chunks where ranks are no power of two.
+DIRECT_MAX_BYTES = 4 << 20
 
 
 def choose_route(layout: Layout, num_bytes: int) -> str:
     """ "direct", "butterfly" or "chunks" for a bucket of `num_bytes`: the same on every rank."""
-    if num_bytes * layout.max_parts <= DIRECT_MAX_BYTES:
+    if num_bytes * layout.max_parts * layout.world_size <= DIRECT_MAX_BYTES:
         return "direct"
     return "butterfly" if layout.butterfly else "chunks"
 
@@ -46,13 +46,27 @@ def _exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tens
     return [work for work in works if work is not None]  # None: a rank outside of the group
 
 
-def run_direct(rows: Tensor, rank: int, tag: int) -> Route:
-    """Each rank sends its row of `rows` [W, n] to every other. Latency 1, W - 1 rows received."""
-    peers = [peer for peer in range(rows.shape[0]) if peer != rank]
+def post_receives(rows: Tensor, rank: int, tag: int) -> Sequence[Work]:
+    """Gets ready to receive what `run_direct` sends. Early, so that no peer waits for this rank to get there."""
+    if rows.is_cuda:
+        return ()
+    works = [dist.irecv(rows[peer], peer, tag=tag) for peer in range(rows.shape[0]) if peer != rank]
+    return [work for work in works if work is not None]
+
+
+def run_direct(rows: Tensor, rank: int, tag: int, receives: Sequence[Work] | None = None) -> Route:
+    """Each rank sends its row of `rows` [W, n] to every other. Latency 1, W - 1 rows received.
+
+    Args:
+        receives: of `post_receives`, for the same rows and tag; None: posts them now.
+    """
     if rows.is_cuda:
         dist.all_gather_into_tensor(rows.view(-1), rows[rank])
         return
-    yield _exchange([(rows[rank], peer) for peer in peers], [(rows[peer], peer) for peer in peers], tag)
+    if receives is None:
+        receives = post_receives(rows, rank, tag)
+    works = [dist.isend(rows[rank], peer, tag=tag) for peer in range(rows.shape[0]) if peer != rank]
+    yield [*receives, *(work for work in works if work is not None)]
 
 
 def add_parts(slots: Sequence[Tensor] | Tensor, layout: Layout) -> Tensor:

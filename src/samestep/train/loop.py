@@ -158,6 +158,8 @@ class Loop:
 
     def _save_what_is_due(self, *, epochs_done: int | None, numbered: bool) -> None:
         run = self._run
+        if run.dir is None:
+            return
 
         def build_state() -> dict[str, Any]:
             epoch = self.feed.epoch_of(self.steps_done) if epochs_done is None else epochs_done

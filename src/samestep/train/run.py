@@ -403,13 +403,13 @@ class Run:
                 return slot
         raise Error("step.backward(model=...) got a model that run.prepare does not know: pass it there, too")
 
-    def _params_of(self, slot: int) -> list[nn.Parameter]:
+    def _params_of(self, slot: int) -> tuple[nn.Parameter, ...]:
         module = list(self._modules.values())[slot - 1]
         held = {id(param) for param in module.parameters()}
         params = [(param, home) for _, param, home in self._trained if id(param) in held and param.requires_grad]
         if any(home != slot for _, home in params):
             raise Error("step.backward(model=...) got a model that shares parameters with another: add the losses")
-        return [param for param, _ in params]
+        return tuple(param for param, _ in params)
 
     def _check_call(self, what: str, instead: str) -> None:
         """Refuses a call in the wrong place."""

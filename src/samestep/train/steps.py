@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -178,7 +178,7 @@ class Step:
             factor = weight / run.micro_batch_size * run._precision.scale
             gradient = None if not isinstance(factor, Tensor) and factor == 1.0 else torch.as_tensor(
                 factor, dtype=loss.dtype, device=loss.device).view_as(loss)  # fmt: skip
-            run._reducer.backward(loss, gradient, None if model is None else run._params_of(slot))
+            run._reducer.backward(loss, gradient, () if model is None else run._params_of(slot))
 
     def log(self, **values: float | Tensor) -> None:
         """Adds to the metrics of this step, averaged over the batch with the weights of step.backward; no sync.
@@ -247,36 +247,45 @@ class Step:
             self.row |= learning_rates(run._objects)
             if any(told.logged for told in controls):
                 self.row |= self._gather_logs()
-        if self.num_passes == 0:
+        if self.num_passes == 0 and run.dir is not None:
             self.fingerprint = combine([mark for told in controls for mark in told.fingerprints])
         self._logged = []
 
     def _average(self, controls: list[Control]) -> list[float]:
         """Sets the step's loss. Returns, per slot, what to multiply the sum of gradients with."""
-        losses = [row for told in controls for row in told.losses]
-        weights = [row for told in controls for row in told.weights]
-        for v, row in enumerate(losses):
-            if not all(map(math.isfinite, row)):
-                rank = next(rank for rank, held in enumerate(self._layout.ranges) if v in held)
-                raise Error(
-                    f"the loss of step {self.number} is {next(x for x in row if not math.isfinite(x))} in micro-batch "
-                    f"{v} (rank {rank}): nothing of this step is saved; look at that batch, the learning rate and "
-                    "the precision"
-                )
-        num_slots = len(weights[0])
-        totals = [math.fsum(row[slot] for row in weights if row[slot] > 0) for slot in range(num_slots)]
-        called = [any(row[slot] >= 0 for row in weights) for slot in range(num_slots)]
-        if any(called) and not any(totals):
+        rows = [row for told in controls for row in zip(told.losses, told.weights, strict=True)]
+        totals: list[float] = []
+        means: list[float] = []
+        was_called = False
+        for slot in range(len(self._run._modules) + 1):
+            pairs = [(losses[slot], weights[slot]) for losses, weights in rows if weights[slot] != NOT_CALLED]
+            was_called |= bool(pairs)
+            total = math.fsum([weight for _, weight in pairs])
+            totals.append(total)
+            if total:
+                weighted = [loss * weight for loss, weight in pairs]
+                if not math.isfinite(sum(weighted)):
+                    self._refuse_losses(controls)
+                means.append(math.fsum(weighted) / total)
+        if was_called and not means:
             raise Error(f"the total weight of step {self.number} is 0: every micro-batch was given weight 0")
-        self._loss = None if not any(called) else math.fsum(
-            math.fsum(loss[slot] * weight[slot] for loss, weight in zip(losses, weights, strict=True)) / totals[slot]
-            for slot in range(num_slots)
-            if totals[slot]
-        )  # fmt: skip
+        self._loss = math.fsum(means) if was_called else None
         unit = self._run.micro_batch_size / self._run._precision.scale
-        return [
-            unit / total if (total := totals[slot] + (totals[0] if slot else 0.0)) else 0.0 for slot in range(num_slots)
-        ]
+        shared = totals[0]
+        totals = [shared] + [total + shared for total in totals[1:]]
+        return [unit / total if total else 0.0 for total in totals]
+
+    def _refuse_losses(self, controls: list[Control]) -> NoReturn:
+        """Names the first micro-batch whose loss is not finite."""
+        for rank, held in enumerate(self._layout.ranges):
+            for v, losses in zip(held, controls[rank].losses, strict=True):
+                for loss in losses:
+                    if not math.isfinite(loss):
+                        raise Error(
+                            f"the loss of step {self.number} is {loss} in micro-batch {v} (rank {rank}): nothing of "
+                            "this step is saved; look at that batch, the learning rate and the precision"
+                        )
+        raise Error(f"the losses of step {self.number} are too large to be added up: scale the loss down")
 
     def _gather_logs(self) -> dict[str, float]:
         """The values of step.log, averaged over the batch by weight."""
