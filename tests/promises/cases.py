@@ -362,13 +362,25 @@ def training_mode_set_in_the_loop() -> Result:
 
 @case
 def other_buffers() -> Result:
-    """Buffers that a forward writes in place, replaces, or draws; all start each micro-batch where the step began."""
+    """Buffers that a forward writes in place, replaces, or draws: kept as the step's first micro-batch leaves them."""
     run = build_run()
     model = Buffers()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    result = train_classes(run, model, optimizer)
-    assert model.count == 6
-    return result
+    seen: list[Tensor] = []
+
+    def remember(step: Any) -> None:
+        seen[:] = [model.mean.clone()]
+
+    def forward(x: Tensor) -> Tensor:
+        seen.append(x)
+        return model(x)
+
+    def look(step: Any) -> None:
+        assert model.count == step.number + 1
+        if run.world_size == 1:
+            torch.testing.assert_close(model.mean, 0.9 * seen[0] + 0.1 * seen[1].mean(0))
+
+    return train_classes(run, model, optimizer, forward=forward, before=remember, after=look)
 
 
 @case
