@@ -6,6 +6,7 @@ Each mistake is a function of the run's directory; what is to be said of it stan
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -867,8 +868,40 @@ def _(run_dir: RunDir) -> None:
     build(run_dir)[0].once(lambda: (x for x in "ab"))
 
 
+# --- no mistakes ------------------------------------------------------------------------------------------------------
+
+
+def learn_well(run_dir: RunDir, num_samples: int = NUM_SAMPLES, **arguments: Any) -> int:
+    """Without a mistake. Returns the steps done."""
+    run, model, optimizer = build(run_dir, snapshot_every=2, **arguments)
+    loop(run, model, optimizer, data=Pairs(num_samples))
+    return int(run.steps_done)
+
+
+def wait_in_step_3(run_dir: RunDir) -> None:
+    """With a DataLoader worker, until there is a file `go` beside the directory; `held` says that it waits."""
+    beside = Path(str(run_dir)).parent
+    run, model, optimizer = build(run_dir, snapshot_every=2)
+
+    def then(step: Any) -> None:
+        optimizer.step()
+        if step.number == 3:
+            (beside / "held").touch()
+            deadline_s = time.monotonic() + 60
+            while not (beside / "go").exists() and time.monotonic() < deadline_s:
+                time.sleep(0.005)
+
+    loop(run, model, optimizer, num_workers=1, then=then)
+
+
+FINE: dict[str, Callable[[RunDir], object]] = {"nothing": learn_well, "waiting in step 3": wait_in_step_3}
+
+
 def train(name: str, run_dir: RunDir) -> None:
-    (MISTAKES | RANKS)[name].train(run_dir)
+    if name in FINE:
+        FINE[name](run_dir)
+    else:
+        (MISTAKES | RANKS)[name].train(run_dir)
 
 
 def main() -> None:

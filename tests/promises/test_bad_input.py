@@ -1,0 +1,554 @@
+"""Bad input, through the commands that people run: one sentence, exit code 2, and nothing written or overwritten."""
+
+import hashlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from promises.wrong import MISTAKES, build, learn_well, train
+from support.runs import check, clean_variables, run_command, samestep_command
+
+import samestep
+from samestep.snapshot.store import Store
+
+SCRIPT = Path(__file__).with_name("wrong.py")
+ON_LO = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+Done = subprocess.CompletedProcess[str]
+
+
+def look(directory: Path) -> dict[str, str] | None:
+    """All that is in a directory, by path: files by their hash, but for who held the lock last. None: it is not there."""
+    if not directory.exists():
+        return None
+    return {
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
+        if path.is_file()
+        else "directory"
+        for path in sorted(directory.rglob("*"))
+        if path.name != "lock"
+    }
+
+
+def assert_refused(done: Done, *said: str) -> None:
+    """Exit code 2, one sentence that holds all of `said` (regular expressions), and nothing else on stderr."""
+    check(done, 2)
+    assert re.fullmatch(r"samestep: error: [^\n]+\n", done.stderr), done.stderr
+    assert "Traceback" not in done.stdout
+    assert "error" not in done.stdout.lower(), done.stdout
+    for words in said:
+        assert re.search(words, done.stderr), done.stderr
+
+
+def launch(name: str, run_dir: Path, num_ranks: int, *flags: str) -> Done:
+    command = ["launch", "--nproc-per-node", str(num_ranks), *flags, SCRIPT, run_dir, name]
+    return samestep_command(*command, cwd=run_dir.parent, env=ON_LO)
+
+
+def python(name: str, run_dir: Path, **variables: str) -> Done:
+    return run_command(sys.executable, SCRIPT, run_dir, name, cwd=run_dir.parent, env=ON_LO | variables)
+
+
+# --- numbers that make no run -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (
+            ["--batch-size", "33", "--micro-batch-size", "4"],
+            [
+                "batch_size 33 is not a multiple of micro_batch_size 4",
+                "a batch_size of 32 or 36, or a micro_batch_size of",
+            ],
+        ),
+        (
+            ["--nproc-per-node", "3", "--batch-size", "4", "--micro-batch-size", "2"],
+            [r"3 ranks for 2 micro-batches: start 1 to 2 ranks, or lower micro_batch_size \(now 2\) to at most 1"],
+        ),
+        (["--nproc-per-node", "2", "--precision", "fp8"], ["precision must be fp32, bf16 or fp16, not 'fp8'"]),
+        (["--snapshot-every", "2weeks"], ["snapshot_every is '2weeks': give a number of steps such as 10"]),
+        (["--resume", "best"], ["there is no snapshot named best"]),
+    ],
+    ids=["batch size", "ranks", "precision", "snapshot_every", "resume"],
+)
+def test_numbers(tmp_path: Path, flags: list[str], said: list[str]) -> None:
+    done = samestep_command("train", "mlp", *flags, "--run-dir", "runs/x", cwd=tmp_path)
+    assert_refused(done, *said)
+    assert look(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train", "digitz"], "there is no recipe digitz; did you mean digits?"),
+        (["trian", "digits"], "there is no command trian; did you mean train?"),
+        (["train", "mlp", "--bach-size", "3"], "train mlp has no option --bach-size; did you mean --batch-size?"),
+        (["train", "mlp", "--sed=3"], "train mlp has no option --sed; did you mean --seed?"),
+        (["train", "mlp", "--batch-size", "many"], "--batch-size takes a whole number, not 'many'"),
+        (
+            ["launch", "--nproc-per-nod", "2", "x.py"],
+            "launch has no option --nproc-per-nod; did you mean --nproc-per-node?",
+        ),
+        (["launch", "--nproc-per-node", "0", "x.py"], "--nproc-per-node must be at least 1, not 0"),
+        (["launch", "missing.py"], "there is no script missing.py"),
+        (["inspect", "nowhere"], "nowhere"),
+    ],
+)
+def test_words(tmp_path: Path, words: list[str], said: str) -> None:
+    (tmp_path / "x.py").touch()
+    done = samestep_command(*words, cwd=tmp_path)
+    assert_refused(done, re.escape(said))
+    assert look(tmp_path) == {"x.py": hashlib.sha256(b"").hexdigest()}
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"SAMESTEP_BATCH_SIZE": "abc"}, "SAMESTEP_BATCH_SIZE must be a whole number, not 'abc'"),
+        ({"SAMESTEP_MICRO_BATCH_SIZE": "3"}, "batch_size 8 is not a multiple of micro_batch_size 3"),
+        ({"RANK": "1"}, "RANK is set and WORLD_SIZE is not: start the ranks by samestep launch or torchrun"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "WORLD_SIZE is 2 and MASTER_ADDR is not set"),
+    ],
+)
+def test_variables(tmp_path: Path, variables: dict[str, str], said: str) -> None:
+    assert_refused(python("nothing", tmp_path / "runs" / "x", **variables), said)
+    assert look(tmp_path) == {}
+
+
+# --- whose directory it is --------------------------------------------------------------------------------------------
+
+
+def test_another_run(tmp_path: Path) -> None:
+    """It says which numbers differ; --fresh starts beside it."""
+    run_dir = tmp_path / "x"
+    samestep.spawn(learn_well, 1, (run_dir,))
+    before = look(run_dir)
+    assert_refused(
+        launch("nothing", run_dir, 2, "--batch-size", "4", "--seed", "3"),
+        f"{run_dir} holds another run",
+        "seed 0 there, 3 here",
+        "batch_size 8 there, 4 here",
+        "--fresh to start beside it",
+    )
+    assert look(run_dir) == before
+    times = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}
+    done = check(launch("nothing", run_dir, 2, "--batch-size", "4", "--fresh"))
+    assert str(tmp_path / "x-2") in done.stdout
+    assert look(run_dir) == before
+    assert {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")} == times
+    assert json.loads((tmp_path / "x-2" / "run.json").read_text())["numbers"]["batch_size"] == 4
+    assert {path.name for path in tmp_path.iterdir()} == {"x", "x-2"}
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_another_model_and_other_data(tmp_path: Path, num_ranks: int) -> None:
+    """What is found out late: when the models are there, and when the data is. A killed run has rows to lose by then."""
+    run_dir = tmp_path / "x"
+
+    def fail_late(run_dir: Path) -> None:
+        import promises.wrong as wrong
+
+        run, model, optimizer = build(run_dir, snapshot_every=2, log_every=1)
+
+        def then(step: object) -> None:
+            optimizer.step()
+            if run.steps_done == 5:
+                raise RuntimeError("a crash")
+
+        wrong.loop(run, model, optimizer, then=then)
+
+    with pytest.raises(RuntimeError, match="a crash"):
+        samestep.spawn(fail_late, 1, (run_dir,))
+    before = look(run_dir)
+    assert (run_dir / "metrics.jsonl").read_text().count("\n") == 5, "a row more than the snapshot of step 4 has"
+
+    def train(num_samples: int, width: int, **arguments: object) -> int:
+        import torch
+
+        given = {"model": lambda: torch.nn.Linear(4, 1) if width == 1 else torch.nn.Linear(4, width)}
+        run, model, optimizer = build(run_dir, snapshot_every=2, log_every=1, **given, **arguments)
+        wrong = __import__("promises.wrong", fromlist=["loop"])
+        wrong.loop(run, model, optimizer, data=wrong.Pairs(num_samples))
+        return int(run.steps_done)
+
+    for arguments, said in (
+        ({"num_samples": 33, "width": 1}, "data_length 32 there, 33 here"),
+        ({"num_samples": 32, "width": 2}, "models .*5 values.* there, .*10 values.* here"),
+        ({"num_samples": 33, "width": 1, "resume": 2}, "data_length 32 there, 33 here"),
+    ):
+        with pytest.raises(samestep.Error, match=rf"holds another run \({said}"):
+            samestep.spawn(train, num_ranks, (), arguments)
+        assert look(run_dir) == before
+    assert samestep.spawn(train, num_ranks, (), {"num_samples": 32, "width": 1}) == 8
+
+
+def test_another_kind_of_optimizer(tmp_path: Path) -> None:
+    """torch takes its state without a word, and would fail in the first update."""
+
+    def train(adam: bool) -> None:
+        import torch
+
+        run = samestep.Run(tmp_path / "x", batch_size=8)
+        model = torch.nn.Linear(4, 1)
+        kind = torch.optim.Adam if adam else torch.optim.SGD
+        run.prepare(model=model, optimizer=kind(model.parameters(), lr=0.1))
+        for epoch in run.epochs(__import__("promises.wrong", fromlist=["x"]).Pairs(), 1):
+            for step in epoch:
+                for x, y in step:
+                    step.backward((model(x) - y).square().mean())
+
+    samestep.spawn(train, 1, (True,))
+    before = look(tmp_path)
+    with pytest.raises(samestep.Error, match="optimizer is a SGD, but its state in the snapshot has no dampening"):
+        samestep.spawn(train, 1, (False,))
+    assert look(tmp_path) == before
+
+
+def test_directories_of_others(tmp_path: Path) -> None:
+    """What a directory held before stays, whatever it is called; with a run's name and content, it is refused."""
+    (tmp_path / "snapshots").mkdir()
+    for name in ("snapshots/photo.jpg", "ledger.bin", "notes.txt"):
+        (tmp_path / name).write_text("dear to someone")
+    before = look(tmp_path)
+    with pytest.raises(samestep.Error, match="there is no sample"):
+        samestep.spawn(train, 1, ("an empty data set", tmp_path))
+    assert look(tmp_path) == before
+    assert not (tmp_path / "lock").exists()
+    for name, text, said in (
+        ("metrics.jsonl", '{"a": 1}\n', "holds files of a run but no run.json"),
+        ("run.json", "{", "run.json cannot be read as JSON"),
+        ("run.json", "[]", "run.json cannot be read as JSON"),
+        ("run.json", '{"format": 99}', "run.json has format 99, this samestep reads 1: update samestep"),
+    ):
+        (tmp_path / name).write_text(text)
+        before = look(tmp_path)
+        with pytest.raises(samestep.Error, match=said):
+            samestep.spawn(train, 1, ("nothing", tmp_path))
+        assert look(tmp_path) == before
+        assert not (tmp_path / "lock").exists()
+        (tmp_path / name).unlink()
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "x"):
+        with pytest.raises(samestep.Error, match=r"cannot be written \((File exists|Not a directory)\): name another"):
+            samestep.spawn(train, 1, ("nothing", path))
+
+
+# --- in the loop ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks"),
+    [
+        ("an empty data set", 2),
+        ("a loss per sample", 2),
+        ("weights of 0", 1),
+        ("a lone sample", 2),
+        ("SyncBatchNorm", 1),
+        ("optimizer.step not dedented", 2),
+        ("a collate function that fails in a worker", 2),
+        ("break in the epochs", 2),
+    ],
+)
+def test_launched(tmp_path: Path, name: str, num_ranks: int) -> None:
+    """The other ranks, which have lost one, are not heard."""
+    run_dir = tmp_path / "x"
+    assert_refused(launch(name, run_dir, num_ranks), MISTAKES[name].said)
+    if MISTAKES[name].at == "start":
+        assert look(tmp_path) == {}
+
+
+@pytest.mark.parametrize("name", ["loss.item()", "break in the epochs", "a data set that fails in a worker"])
+def test_plain_python(tmp_path: Path, name: str) -> None:
+    assert_refused(python(name, tmp_path / "x"), MISTAKES[name].said)
+
+
+def start_by_hand(name: str, run_dir: Path, num_ranks: int = 2) -> list[Done]:
+    """Each rank as a program of its own, as mpirun or srun start them: nobody filters what they say."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, SCRIPT, run_dir, name],
+            env=clean_variables(
+                ON_LO
+                | {
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(num_ranks),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                }
+            ),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(num_ranks)
+    ]
+    try:
+        said = [rank.communicate(timeout=60) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    return [Done(rank.args, rank.returncode, *words) for rank, words in zip(ranks, said, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["a data set that fails", "optimizer.step not dedented", "a loss that is nan"])
+def test_once_where_nobody_filters(tmp_path: Path, name: str) -> None:
+    """Said by one rank, whichever it is; another one says at most that it has lost that one."""
+    ranks = start_by_hand(name, tmp_path / "x")
+    words = "".join(done.stderr for done in ranks)
+    assert words.count("samestep: error: ") == 1, words
+    assert "Traceback" not in words
+    assert re.search(MISTAKES[name].said, words), words
+    for rank, done in enumerate(ranks):
+        if done.returncode == 1:
+            assert re.fullmatch(rf"samestep: rank {rank} has lost another rank \(.*\)\n", done.stderr), done.stderr
+        else:
+            assert done.returncode == 2
+            assert done.stderr == "" or re.fullmatch(r"samestep: error: [^\n]+\n", done.stderr)
+
+
+def test_once_under_torchrun(tmp_path: Path) -> None:
+    """Its own words follow, and its own exit code."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = run_command(*words, SCRIPT, tmp_path / "x", "a data set that fails", cwd=tmp_path, env=ON_LO)
+    assert done.returncode == 1
+    assert done.stderr.count("samestep: error: ") == 1, done.stderr
+    assert re.search(MISTAKES["a data set that fails"].said, done.stderr)
+    assert "wrong.py" not in "".join(re.findall(r"Traceback.*", done.stderr, re.DOTALL)).split("ChildFailedError")[0]
+
+
+def test_after_a_poisoned_step(tmp_path: Path) -> None:
+    """The last sound snapshot stays; mended, the script goes on from it."""
+    run_dir = tmp_path / "x"
+    assert_refused(launch("a loss that is nan", run_dir, 2), r"loss of step 5 is nan in micro-batch 3 \(rank 1\)")
+    assert [(snapshot.step, snapshot.problem) for snapshot in Store(run_dir).snapshots()] == [(2, None), (4, None)]
+    done = check(launch("nothing", run_dir, 1))
+    assert "resumed at step 4" in done.stdout
+    done = check(samestep_command("inspect", run_dir, "--samples", cwd=tmp_path))
+
+
+# --- disks ------------------------------------------------------------------------------------------------------------
+
+
+class Disk:
+    """A small file system of its own."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.mkdir()
+        self._mount("-t", "tmpfs", "-o", "size=1m", "tmpfs")
+
+    def _mount(self, *words: str) -> None:
+        done = subprocess.run(["mount", *words, self.path], capture_output=True, text=True)
+        if done.returncode:
+            self.path.rmdir() if not any(self.path.iterdir()) else None
+            pytest.skip(f"mount is not permitted: {done.stderr.strip()}")
+
+    def remount(self, options: str) -> None:
+        self._mount("-o", f"remount,{options}")
+
+    def close(self) -> None:
+        subprocess.run(["umount", "--lazy", self.path], check=True, capture_output=True)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    if os.name != "posix" or sys.platform != "linux":
+        pytest.skip("mounts a file system, as on Linux")
+    made = Disk(tmp_path / "disk")
+    yield made
+    made.close()
+
+
+def test_full_disk(disk: Disk) -> None:
+    """The older snapshot stands, the run says so and goes on to its end; with room, the same command saves again."""
+    run_dir = disk.path / "x"
+    disk.remount("size=120k")
+    words = ["train", "mlp", "--snapshot-every", "5", "--keep", "50", "--log-every", "1", "--run-dir", run_dir]
+    done = check(samestep_command(*words, "--max-steps", "60", cwd=disk.path))
+    assert done.stderr == ""
+    failed = re.findall(r"the snapshot of step (\d+) could not be written \((.*)\): (.*), the run goes on", done.stdout)
+    sound = [snapshot.step for snapshot in Store(run_dir).snapshots() if snapshot.problem is None]
+    assert sound[:2] == [5, 10]
+    assert {int(step) for step, _, _ in failed} == set(range(5, 61, 5)) - set(sound)
+    assert all("No space left on device" in reason for _, reason, _ in failed)
+    assert failed[-1][2] == f"the one of step {max(sound)} stands"
+    assert "steps       60" in done.stdout
+    assert not list(run_dir.rglob(".tmp-*")), "what was begun is removed"
+    for snapshot in Store(run_dir).snapshots():
+        check(samestep_command("inspect", run_dir, "--digest", "--step", str(snapshot.step), cwd=disk.path))
+
+    disk.remount("size=4m")
+    done = check(samestep_command(*words, "--max-steps", "60", cwd=disk.path))
+    assert f"resumed at step {max(sound)}" in done.stdout
+    assert "could not be written" not in done.stdout
+    lone = disk.path / "lone"
+    check(samestep_command(*words[:-1], lone, "--max-steps", "60", cwd=disk.path))
+    for name in ("metrics.jsonl", "ledger.bin"):
+        assert (run_dir / name).read_bytes() == (lone / name).read_bytes()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_no_room_to_begin(disk: Disk, num_ranks: int) -> None:
+    disk.remount("size=8k")
+    (disk.path / "x").mkdir()
+    with open(disk.path / "filler", "wb", buffering=0) as file, pytest.raises(OSError, match="No space"):
+        while True:
+            file.write(b"x" * 4096)
+    before = look(disk.path)
+    with pytest.raises(samestep.Error, match=r"the run directory .* cannot be written \(No space left on device\)"):
+        samestep.spawn(train, num_ranks, ("nothing", disk.path / "x"))
+    assert look(disk.path) == before
+
+
+def test_read_only_disk(disk: Disk) -> None:
+    """A directory that is there, and one that is to be made."""
+    run_dir = disk.path / "x"
+    samestep.spawn(learn_well, 1, (run_dir,))
+    disk.remount("ro")
+    before = look(disk.path)
+    assert_refused(
+        launch("nothing", run_dir, 2), rf"{run_dir} cannot be written \(Read-only file system\): name another"
+    )
+    with pytest.raises(samestep.Error, match=r"cannot be written \(Read-only file system\): name another one"):
+        samestep.spawn(train, 1, ("nothing", disk.path / "y" / "z"))
+    assert look(disk.path) == before
+    disk.remount("rw")
+
+
+def test_directory_of_another_user(tmp_path: Path) -> None:
+    """As after a run as root, in a container for instance."""
+    if os.geteuid() != 0:
+        pytest.skip("root alone can become another user")
+    run_dir = tmp_path / "x"
+    samestep.spawn(learn_well, 1, (run_dir,))
+    before = look(run_dir)
+
+    def start() -> None:
+        os.setuid(65534)
+        learn_well(run_dir)
+
+    for path in (*tmp_path.parents, tmp_path)[:3]:
+        assert path.exists()
+    os.chmod(tmp_path, 0o755)
+    os.chmod(tmp_path.parent, 0o755)
+    with pytest.raises(samestep.Error, match=r"cannot be written \(Permission denied\)"):
+        samestep.spawn(start)
+    assert look(run_dir) == before
+
+
+# --- one writer -------------------------------------------------------------------------------------------------------
+
+
+class Waiting:
+    """A run that waits in its step 3, with a DataLoader worker."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        command = [sys.executable, SCRIPT, run_dir, "waiting in step 3"]
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        self.process = subprocess.Popen(command, env=clean_variables(ON_LO), text=True, **pipes)  # type: ignore[call-overload]
+
+    def wait_held(self) -> None:
+        deadline_s = time.monotonic() + 60
+        while not (self.run_dir.parent / "held").exists():
+            assert self.process.poll() is None, self.process.communicate()
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+
+    def go_on(self) -> None:
+        (self.run_dir.parent / "go").touch()
+
+    def end(self) -> Done:
+        out, err = self.process.communicate(timeout=60)
+        return Done(self.process.args, self.process.returncode, out, err)
+
+
+@pytest.fixture
+def waiting(tmp_path: Path) -> Iterator[Waiting]:
+    made = Waiting(tmp_path / "x")
+    yield made
+    made.process.kill()
+    made.process.communicate()
+
+
+def test_second_process(waiting: Waiting, tmp_path: Path) -> None:
+    """Fenced off while the first is alive, however it is started; and not any longer."""
+    waiting.wait_held()
+    before = look(waiting.run_dir)
+    pid, host = waiting.process.pid, socket.gethostname()
+    alive = rf"the run in {waiting.run_dir} is alive, in process {pid} on {host} since .*: wait for it or stop it, or "
+    assert_refused(launch("nothing", waiting.run_dir, 2), alive)
+    with pytest.raises(samestep.Error, match=alive):
+        samestep.spawn(train, 1, ("nothing", waiting.run_dir))
+    # Whoever reads what is in the directory does not take the lock away by that.
+    (waiting.run_dir / "lock").read_bytes()
+    with pytest.raises(samestep.Error, match=alive):
+        samestep.spawn(train, 1, ("nothing", waiting.run_dir))
+    assert look(waiting.run_dir) == before
+    [worker] = psutil.Process(pid).children()
+    lock = str(waiting.run_dir / "lock")
+    assert lock in open_files(pid)
+    assert lock not in open_files(worker.pid), "a worker that outlives its rank would keep the lock"
+    waiting.process.send_signal(signal.SIGKILL)
+    waiting.process.wait()
+    assert samestep.spawn(learn_well, 2, (waiting.run_dir,)) == 8, "free at once"
+    assert samestep.spawn(learn_well, 1, (waiting.run_dir,)) == 8, "and after it has ended"
+    check(samestep_command("inspect", waiting.run_dir, "--samples", cwd=tmp_path))
+
+
+def open_files(pid: int) -> set[str]:
+    """By /proc: psutil leaves out what was removed, and what is no regular file."""
+    return {os.readlink(entry.path) for entry in os.scandir(f"/proc/{pid}/fd") if os.path.lexists(entry.path)}
+
+
+def test_the_process_itself_reads_its_lock(tmp_path: Path) -> None:
+    """A POSIX lock would be gone when anything in the process has read the file, to copy the directory for instance."""
+
+    def train() -> None:
+        import subprocess
+
+        run, *_ = build(tmp_path / "x")
+        (tmp_path / "x" / "lock").read_bytes()
+        second = [sys.executable, SCRIPT, str(tmp_path / "x"), "nothing"]
+        done = subprocess.run(second, env=clean_variables(ON_LO), capture_output=True, text=True)
+        assert done.returncode == 2
+        assert "is alive" in done.stderr
+        assert run.dir is not None
+
+    samestep.spawn(train)
+
+
+def test_at_the_same_moment(tmp_path: Path) -> None:
+    """Of some processes that start together one gets the run; the others leave it alone, also as they clean up."""
+    started = [Waiting(tmp_path / "x") for _ in range(4)]
+    try:
+        losers = []
+        while len(losers) < 3:
+            losers = [waiting for waiting in started if waiting.process.poll() is not None]
+            time.sleep(0.01)
+        for loser in losers:
+            assert_refused(loser.end(), "is alive, in process")
+        [winner] = set(started) - set(losers)
+        winner.wait_held()
+        winner.go_on()
+        check(winner.end())
+    finally:
+        for waiting in started:
+            waiting.process.kill()
+            waiting.process.communicate()
+    samestep.spawn(learn_well, 1, (tmp_path / "lone" / "x",))
+    for name in ("metrics.jsonl", "ledger.bin"):
+        assert (tmp_path / "x" / name).read_bytes() == (tmp_path / "lone" / "x" / name).read_bytes()
