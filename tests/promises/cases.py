@@ -1,6 +1,6 @@
 """Training functions of all kinds, each a script of its own: run on any number of ranks, they must do the same.
 
-All have 12 micro-batches per step, so that 1 to 12 ranks are legal, and most have a short last step that leaves
+Almost all have 12 micro-batches per step, so that 1 to 12 ranks are legal, and most have a short last step that leaves
 ranks idle, with a ragged last micro-batch.
 """
 
@@ -92,7 +92,8 @@ def train_classes(
             optimizer.step()
             after(step)
             trace.end_step(step)
-        trace.add("scores", run.evaluate(score_classes(forward), build_pairs(29, seed=1)))
+        held_out, num_workers = build_pairs(29, seed=1), feed.get("num_workers")
+        trace.add("scores", run.evaluate(score_classes(forward), held_out, num_workers=num_workers))
         trace.draw(f"after epoch {epoch.number}")
     return trace.finish()
 
@@ -145,6 +146,27 @@ def transformer_in_many_buckets_on_long_routes() -> Result:
     return train_transformer(build_run(bucket_cap_mb=0.004), num_epochs=1)
 
 
+def train_many_parts() -> Result:
+    """23 micro-batches: a rank's share is up to four subtrees."""
+    run = samestep.Run(None, batch_size=23, micro_batch_size=1)
+    model = Branches()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    return train_classes(run, model, optimizer, data=build_pairs(23 + 13))
+
+
+@case
+def many_parts() -> Result:
+    return train_many_parts()
+
+
+@case
+def many_parts_on_long_routes() -> Result:
+    from samestep.engine import routes
+
+    routes.DIRECT_MAX_BYTES = 0
+    return train_many_parts()
+
+
 @case
 def two_threads() -> Result:
     return train_transformer(build_run(threads=2), num_epochs=1)
@@ -179,6 +201,53 @@ def a_step_without_any_gradient_of_a_bucket() -> Result:
         model.is_even = step.number % 2 == 0
 
     return train_classes(run, model, optimizer, before=choose)
+
+
+@case
+def a_last_step_of_one_micro_batch() -> Result:
+    run = build_run()
+    model = Branches()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    return train_classes(run, model, optimizer, data=build_pairs(BATCH_SIZE + MICRO_BATCH_SIZE))
+
+
+@case
+def micro_batches_without_backward() -> Result:
+    """Left out by the script: neither the gradient nor the loss knows them."""
+    run = build_run()
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run.prepare(model=model, optimizer=optimizer)
+    trace = Trace(run)
+    for epoch in run.epochs(build_pairs(), 2):
+        for step in epoch:
+            for x, y in step:
+                if step.num_samples < BATCH_SIZE or not bool((y == 3).any()):
+                    step.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+            trace.end_step(step)
+    return trace.finish()
+
+
+@case
+def gradients_of_minus_zero() -> Result:
+    """From a part of the micro-batches only: how the others' absence travels must not turn the sign of the sum."""
+    run = build_run()
+    model = nn.ParameterDict({"head": nn.Parameter(torch.randn(6, 4)), "zero": nn.Parameter(torch.zeros(3))})
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    run.prepare(model=model, optimizer=optimizer)
+    trace = Trace(run)
+    for epoch in run.epochs(build_pairs(), 2):
+        for step in epoch:
+            for x, y in step:
+                loss = F.cross_entropy(x @ model["head"], y)
+                if bool((y == 3).any()):
+                    loss = loss - (0.0 * model["zero"]).sum()
+                step.backward(loss)
+            trace.add("gradient of zero", model["zero"].grad)
+            optimizer.step()
+            trace.end_step(step)
+    return trace.finish()
 
 
 @case
