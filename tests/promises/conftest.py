@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from textwrap import wrap
 
 import pytest
 from promises.trial import Outcome, Strike, Trial, read_outcome
@@ -43,18 +44,27 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outco
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     strikes = config.stash.get(STRIKES, [])
-    if not strikes:
-        return
-    kinds = sorted({strike.fault for strike in strikes})
-    moments = list(dict.fromkeys(strike.moment for strike in strikes))
-    rows = [["moment", *kinds, "slowest end"]]
-    for moment in moments:
-        there = [strike for strike in strikes if strike.moment == moment]
+    crashes = [strike for strike in strikes if strike.fault.startswith(("kill", "raise"))]
+    stops = [strike for strike in strikes if strike not in crashes]
+    for what, of_kind in (("crashes", crashes), ("stops", stops)):
+        if of_kind:
+            terminalreporter.section(f"{what}, by the moment; each run then came to the same end", sep="-")
+            for line in format_table(of_kind):
+                terminalreporter.write_line(line)
+
+
+def format_table(strikes: list[Strike]) -> list[str]:
+    """How often each fault struck at each moment, and the longest that everything took to end then."""
+
+    def count(moment: str, there: list[Strike]) -> list[str]:
         counts = [str(sum(strike.fault == kind for strike in there) or "") for kind in kinds]
-        rows.append([moment, *counts, f"{max(strike.ended_s for strike in there):.1f} s"])
-    totals = [str(sum(strike.fault == kind for strike in strikes)) for kind in kinds]
-    rows.append([f"all {len(strikes)}", *totals, f"{max(strike.ended_s for strike in strikes):.1f} s"])
+        return [moment, *counts, f"{max(strike.ended_s for strike in there):.1f} s"]
+
+    kinds = sorted({strike.fault for strike in strikes})
+    heads = [["", "moment"], *(wrap(kind, 12) for kind in kinds), ["slowest", "end"]]
+    rows = [[head[line] if line < len(head) else "" for head in heads] for line in range(max(map(len, heads)))]
+    for moment in dict.fromkeys(strike.moment for strike in strikes):
+        rows.append(count(moment, [strike for strike in strikes if strike.moment == moment]))
+    rows.append(count(f"all {len(strikes)}", strikes))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    terminalreporter.section("faults and the moments they struck at; the run then went on to the same end", sep="-")
-    for row in rows:
-        terminalreporter.write_line("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)))
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -95,6 +95,7 @@ def test_killed_at_every_moment(trial: Trial, undisturbed: Undisturbed, fault: s
     saved = trial.snapshots
     assert trial.spawn(num_ranks_then, fault, keep=1) == trial.dir
     assert trial.outcome() == undisturbed()
+    assert not list(trial.dir.glob("snapshots/.*")), "what the dead writer had begun is gone"
     step, moment = Fault.parse(fault).step, Fault.parse(fault).moment
     if step < NUM_STEPS:  # else there may have been nothing left to do
         assert trial.snapshots == ["best", "step-00000015"]

@@ -94,7 +94,7 @@ class BatchNormStatistics:
         for k, layer in enumerate(self.layers):
             assert layer.num_batches_tracked is not None
             _move(layer.num_batches_tracked, self._counts[k])
-        self._start, self._start_counts = self._flat.double(), self._counts.clone()
+        self._start, self._start_counts = self._flat.to(torch.float64, copy=True), self._counts.clone()
         self._scales: dict[tuple[int, int, tuple[int, ...], tuple[float | None, ...]], Tensor] = {}
         self._parts: list[Tensor] = []
 
@@ -112,7 +112,7 @@ class BatchNormStatistics:
             return
         n = self._layout.num_micro_batches
         counts = self._counts - self._start_counts
-        delta = self._flat.double().sub_(self._start).mul_(self._scale(n, v, tuple(counts.tolist())))
+        delta = torch.sub(self._flat, self._start).mul_(self._scale(n, v, tuple(counts.tolist())))
         part = torch.cat([delta, counts.double()])
         for _ in merges(n, first, v):
             part = self._parts.pop().add_(part)

@@ -11,7 +11,7 @@ from types import FrameType
 from samestep.errors import Error
 from samestep.launch.forkserver import ForkServer
 from samestep.launch.local import Failure, Ranks, Target, parse_shown
-from samestep.world.environment import Overrides, child_variables
+from samestep.world.environment import STOPPED, Overrides, child_variables
 
 START_AGAIN = 75  # EX_TEMPFAIL: stopped because it was told to, and saved; the same command goes on
 
@@ -141,8 +141,8 @@ def _conclude(ranks: Ranks, received: list[int]) -> int:
         if len(received) == 1 and ranks.done and not any(ranks.codes.values()):
             return 128 + signal.SIGINT if received[0] == signal.SIGINT else START_AGAIN
         return 128 + received[-1]
-    if failure is None:
-        return 0
+    if failure is None:  # a rank that was told by someone else has had all ranks stop and save
+        return START_AGAIN if (ranks.directory / STOPPED).exists() else 0
     _report(failure, ranks)
     return failure.exit_code
 

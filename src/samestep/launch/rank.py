@@ -66,10 +66,12 @@ def run_rank(
         _run_target(rank, directory, **target)
         code = 0
     except SystemExit as error:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         code = _exit_code(error)
         if code:
             write_error(rank, directory, error, code)
     except BaseException as error:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a DataLoader worker has died
         code = error.exit_code if isinstance(error, Error) else 1
         write_error(rank, directory, error, code)
     leave(code)

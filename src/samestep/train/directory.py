@@ -115,8 +115,7 @@ class Directory:
         if changed := _find_changes(self.record.get("config", config), config):
             self._warn(f"config has changed since the run began, {changed}; what was restored keeps its values")
         self.begin()
-        self._is_begun = True
-        self.record = {
+        record = {
             "format": FORMAT,
             "samestep": __version__,
             "numbers": dict(numbers),
@@ -124,11 +123,16 @@ class Directory:
             "config": config,
         }
         temporary = self.path / ".run.json"
-        with open(temporary, "w") as file:
-            json.dump(self.record, file, indent=2)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, self.path / "run.json")
+        try:
+            with open(temporary, "w") as file:
+                json.dump(record, file, indent=2)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.path / "run.json")
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        self.record, self._is_begun = record, True
 
     # --- what is in it ----------------------------------------------------------------------------------------
 

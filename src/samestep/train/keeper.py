@@ -92,6 +92,12 @@ class Keeper:
         if name not in self._names_due:
             self._names_due.append(name)
 
+    def drop_names(self) -> None:
+        """Named snapshots that are due are not taken."""
+        for name in self._names_due:
+            self._say(f"the snapshot {name} is not taken: the run stopped within the epoch that asks for it")
+        self._names_due = []
+
     def save_what_is_due(
         self,
         build_state: Callable[[], dict[str, Any]],

@@ -10,6 +10,7 @@ from samestep.errors import Error
 from samestep.plan.seeds import derive
 from samestep.train.feed import Feed
 from samestep.train.steps import Epoch, Step
+from samestep.world.environment import STOPPED
 from samestep.world.group import leave_note, read_note
 
 if TYPE_CHECKING:
@@ -68,6 +69,8 @@ class Loop:
                     "early, call run.stop() and let the loop end by itself"
                 )
             whole = self.steps_done == (number + 1) * per_epoch
+            if not whole:  # the body of an epoch that was cut short will run again: what it asks for is not final
+                self._run._keeper.drop_names()
             self._save_what_is_due(epochs_done=number + 1 if whole else None, numbered=whole)
             self._leave_if_told()
         self._finish()
@@ -183,6 +186,8 @@ class Loop:
                 + (f", saved in {keeper.path}: the same command goes on from there" if saved else "")
             )
             self._end("stopped")
+            if self._run._error_dir is not None:
+                Path(self._run._error_dir, STOPPED).touch()  # torch's agent knows success and failure only
             raise SystemExit(0)
 
     def _finish(self) -> None:

@@ -1,6 +1,7 @@
 """What a person sees of a run while it goes: a bar on a terminal, plain lines elsewhere, of rank 0 alone."""
 
 import io
+import os
 import sys
 from collections import deque
 from collections.abc import Mapping
@@ -164,7 +165,10 @@ class Lines:
             self.print("  ".join([self._pace.place(), *_texts(validation)]))
 
     def print(self, *args: Any, **kw: Any) -> None:
-        print(*args, **{"flush": True, **kw})
+        try:
+            print(*args, **{"flush": True, **kw})
+        except BrokenPipeError:  # `... | tee log` has ended, by the same Ctrl-C perhaps: no reason to lose the run
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def end(self, rows: Mapping[str, Any]) -> None:
         self.close()

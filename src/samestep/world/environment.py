@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from samestep.errors import Error
 
 PREFIX = "SAMESTEP_"
+STOPPED = "stopped"  # the file in `error_dir` that says that a run ended early, saved, because of a signal
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,15 @@ def read_overrides(variables: Mapping[str, str] | None = None) -> Overrides:
 def read_rank() -> int:
     """This process's rank, for errors in all the rest of the environment; 0 where nothing can be made of it."""
     rank = os.environ.get("RANK", "")
-    return int(rank) if rank.isdecimal() else 0
+    return int(rank) if rank.isdecimal() and "WORLD_SIZE" in os.environ else 0
+
+
+def read_master() -> tuple[str, int]:
+    """Where the ranks meet. Raises OSError where nothing says so."""
+    address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
+    if not address or not port.isdecimal():
+        raise OSError("MASTER_ADDR and MASTER_PORT are not set")
+    return address, int(port)
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:

@@ -1,6 +1,7 @@
 """The ranks as one group: its backend, and the few collectives on objects and whole tensors that are not gradients."""
 
 import pickle
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import _broadcast_coalesced  # type: ignore[attr-defined]  # what DDP itself calls
 
 from samestep.errors import Error, PeerFailed
-from samestep.world.environment import Environment
+from samestep.world.environment import Environment, read_master
 
 T = TypeVar("T")
 
@@ -148,24 +149,35 @@ def open_group(environment: Environment, device: torch.device, *, timeout_s: flo
     return Group(environment.rank, environment.world_size, device)
 
 
+def _find_store() -> Any:
+    """The store that the ranks have met in; None without one, or when the rank that holds it is gone."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    try:  # torch would write pages of warnings to stderr
+        socket.create_connection(read_master(), timeout=5).close()
+    except OSError:
+        return None
+    return dist.distributed_c10d._get_default_store()
+
+
 def is_first(name: str) -> bool | None:
     """Whether this rank is the first of all to ask for `name`; None where there is no way to know."""
-    with suppress(RuntimeError, ValueError):  # no group, or the rank that holds the store is gone
-        return bool(dist.distributed_c10d._get_default_store().add(f"samestep/{name}", 1) == 1)
+    with suppress(RuntimeError):
+        return None if (store := _find_store()) is None else bool(store.add(f"samestep/{name}", 1) == 1)
     return None
 
 
 def leave_note(name: str, text: str) -> None:
     """Leaves a text that other ranks can read without this one's help."""
-    with suppress(RuntimeError, ValueError):
-        dist.distributed_c10d._get_default_store().set(f"samestep/{name}", text)
+    with suppress(RuntimeError):
+        if (store := _find_store()) is not None:
+            store.set(f"samestep/{name}", text)
 
 
 def read_note(name: str) -> str | None:
     """What a rank left as `name`; None where there is nothing."""
-    with suppress(RuntimeError, ValueError):
-        store = dist.distributed_c10d._get_default_store()
-        if store.check([f"samestep/{name}"]):
+    with suppress(RuntimeError):
+        if (store := _find_store()) is not None and store.check([f"samestep/{name}"]):
             return bytes(store.get(f"samestep/{name}")).decode()
     return None
 

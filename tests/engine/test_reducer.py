@@ -1,0 +1,220 @@
+"""The reducer alone, on real ranks: what is added up, what is left alone, and what it refuses."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import samestep
+from samestep.engine import routes
+from samestep.engine.control import Control
+from samestep.engine.reducer import ALIGN_BYTES, Reducer, _build_buckets
+from samestep.plan.tree import build_layout, split
+from samestep.world.environment import read_environment
+from samestep.world.group import open_group
+
+SHAPES = [(3,), (5, 7), (1,), (2, 3, 4, 4), (33,)]
+DTYPES = [torch.float32, torch.float32, torch.float64, torch.float32, torch.float64]
+ALL = tuple(range(len(SHAPES)))
+
+
+def build_params() -> list[nn.Parameter]:
+    params = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape, dtype in zip(SHAPES, DTYPES, strict=True)]
+    params[3] = nn.Parameter(params[3].data.contiguous(memory_format=torch.channels_last))
+    return params
+
+
+def draw(i: int, v: int) -> Tensor:
+    """The gradient of parameter i in micro-batch v; sums of such depend on their order."""
+    generator = torch.Generator().manual_seed(100 * i + v)
+    exponents = torch.randint(-6, 6, SHAPES[i], generator=generator)
+    return (torch.randn(SHAPES[i], generator=generator) * 10.0**exponents).to(DTYPES[i])
+
+
+def sum_tree(leaves: list[Tensor | None], lo: int, hi: int) -> Tensor | None:
+    """The canonical sum, written out: what is absent is not added."""
+    if hi - lo == 1:
+        return leaves[lo]
+    mid = split(lo, hi)
+    left, right = sum_tree(leaves, lo, mid), sum_tree(leaves, mid, hi)
+    return right if left is None else left if right is None else left + right
+
+
+class Ranks:
+    """A reducer on this rank, and a pass over micro-batches."""
+
+    def __init__(self, slots: tuple[int, ...] = (1, 1, 1, 1, 1), *, exact: bool = True, cap_bytes: int = 200) -> None:
+        self.group = open_group(read_environment(), torch.device("cpu"))
+        self.params = build_params()
+        named = [(f"p{i}", param, slot) for i, (param, slot) in enumerate(zip(self.params, slots, strict=True))]
+        self.reducer = Reducer(
+            named, self.group, exact=exact, bucket_cap_bytes=cap_bytes, num_slots=max(slots) + 1, num_values=0
+        )
+        self.num_slots = max(slots) + 1
+
+    def run(
+        self,
+        n: int,
+        uses: Callable[[int], tuple[int, ...]] = lambda v: ALL,
+        inverses: tuple[float, ...] = (1.0, 1.0),
+        keep_grads: bool = False,
+    ) -> list[bytes | None]:
+        """One pass in which micro-batch v uses parameters `uses(v)`. Returns the gradients' bytes."""
+        layout = build_layout(n, self.group.world_size)
+        self.reducer.begin(layout, keep_grads=keep_grads)
+        held = layout.ranges[self.group.rank]
+        for v in held:
+            self.reducer.open(v)
+            if used := uses(v):
+                terms = [(self.params[i] * draw(i, v)).sum().double() for i in used]
+                self.reducer.backward(torch.stack(terms).sum(), None, ())
+            self.reducer.close()
+        rows = [[1.0] * self.num_slots for _ in held]
+        control = Control(0, False, False, rows, rows, [0] * len(held), b"", torch.zeros(0).numpy())
+        self.reducer.finish(control)
+        self.reducer.assign(inverses)
+        return [None if param.grad is None else param.grad.numpy().tobytes() for param in self.params]
+
+
+def gather(ranks: Ranks, grads: Any) -> Any:
+    """`grads`, once they have been found to be the same on all ranks."""
+    first, *others = ranks.group.gather(grads)
+    assert all(other == first for other in others)
+    return first
+
+
+def use_some(v: int) -> tuple[int, ...]:
+    """Parameter 2 never, 4 in micro-batch 1 alone, 0 in every other one."""
+    return tuple(i for i in (1, 3) if v != 2) + ((0,) if v % 2 else ()) + ((4,) if v == 1 else ())
+
+
+def reduce_some(n: int, direct_max_bytes: int) -> list[bytes | None]:
+    routes.DIRECT_MAX_BYTES = direct_max_bytes
+    ranks = Ranks()
+    ranks.run(3)  # what is left of another pass, with another layout, does no harm
+    return gather(ranks, ranks.run(n, use_some))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("n", [1, 2, 6, 11])
+def test_sums_of_what_was_used(n: int) -> None:
+    """By every route, idle ranks or not; in the parameters' own strides."""
+    expected: list[bytes | None] = []
+    for i in ALL:
+        total = sum_tree([draw(i, v) if i in use_some(v) else None for v in range(n)], 0, n)
+        if total is None:
+            expected.append(None)
+            continue
+        like = build_params()[i]
+        expected.append(torch.empty_like(like).copy_(total + 0.0).detach().numpy().tobytes())
+    for num_ranks in (1, 2, 3, 4):
+        for direct_max_bytes in (0, 1 << 30) if num_ranks > 1 else (0,):
+            found = samestep.spawn(partial(reduce_some, n, direct_max_bytes), num_ranks)
+            assert found == expected, (num_ranks, direct_max_bytes)
+
+
+def reduce_two_passes() -> tuple[Any, Any]:
+    """As a GAN: the first pass is of model 1 (parameters 0 to 2), the second of model 2."""
+    ranks = Ranks((1, 1, 1, 2, 2))
+    first = ranks.run(4, lambda v: (0, 1, 2), (0.0, 0.5, 0.25))
+    return gather(ranks, first), gather(ranks, ranks.run(4, lambda v: (3, 4), (0.0, 0.5, 0.25), keep_grads=True))
+
+
+def test_a_second_pass_leaves_the_first_ones_gradients() -> None:
+    first, second = samestep.spawn(reduce_two_passes, 1)
+    assert [grad is None for grad in first] == [False, False, False, True, True]
+    assert first[:3] == second[:3]
+    total = sum_tree([draw(4, v) for v in range(4)], 0, 4)
+    assert total is not None
+    assert second[4] == (total * 0.25).numpy().tobytes(), "each slot by its own inverse"
+    for num_ranks in (2, 3):
+        assert samestep.spawn(reduce_two_passes, num_ranks) == (first, second)
+
+
+def reduce_fast(n: int) -> list[list[float] | None]:
+    ranks = Ranks(exact=False)
+    ranks.run(n, use_some)
+    return gather(ranks, [None if p.grad is None else p.grad.double().flatten().tolist() for p in ranks.params])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_fast_gives_the_same_sums_but_for_rounding(num_ranks: int) -> None:
+    found = samestep.spawn(partial(reduce_fast, 5), num_ranks)
+    for i in ALL:
+        total = sum_tree([draw(i, v).double() if i in use_some(v) else None for v in range(5)], 0, 5)
+        assert (found[i] is None) == (total is None)
+        if total is not None:
+            largest = sum(draw(i, v).double().abs() for v in range(5))
+            assert isinstance(largest, Tensor)
+            got = torch.tensor(found[i], dtype=torch.float64).view(SHAPES[i])
+            assert ((got - total).abs() <= 1e-6 * largest).all()
+
+
+# --- buckets ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cap_bytes", [1, 200, 1 << 20])
+def test_buckets(cap_bytes: int) -> None:
+    """Every parameter once, from the last to the first, one dtype to a bucket, each gradient aligned."""
+    params = build_params()
+    buckets = _build_buckets(params, cap_bytes)
+    assert [i for bucket in buckets for i in bucket.indices] == [4, 3, 2, 1, 0]
+    for bucket in buckets:
+        size = bucket.params[0].element_size()
+        assert {param.dtype for param in bucket.params} == {bucket.dtype}
+        assert all(offset * size % ALIGN_BYTES == 0 for offset in bucket.offsets)
+        assert len(bucket.indices) == 1 or sum(param.numel() for param in bucket.params) * size <= cap_bytes
+        flat = torch.zeros(bucket.num_elements, dtype=bucket.dtype)
+        for param, view in zip(bucket.params, bucket.views(flat), strict=True):
+            assert (view.shape, view.stride()) == (param.shape, param.stride())
+            view.add_(1)
+        assert flat.max() == 1, "no two overlap"
+    assert (len(buckets) == 5) == (cap_bytes == 1)
+
+
+# --- what it refuses --------------------------------------------------------------------------------------------------
+
+
+def build_alone() -> tuple[Reducer, nn.Parameter]:
+    group = open_group(read_environment({}), torch.device("cpu"))
+    param = nn.Parameter(torch.ones(2))
+    reducer = Reducer([("w", param, 1)], group, exact=True, bucket_cap_bytes=1 << 20, num_slots=2, num_values=0)
+    reducer.begin(build_layout(2, 1), keep_grads=False)
+    reducer.open(0)
+    return reducer, param
+
+
+def test_a_backward_by_hand() -> None:
+    reducer, param = build_alone()
+    with pytest.raises(samestep.Error, match=r"loss\.backward\(\) by hand"):
+        param.sum().backward()
+    reducer.close()
+    param.sum().backward()  # outside of a micro-batch it is the script's own affair
+    reducer.open(1)
+    reducer.remove()
+    param.sum().backward()
+
+
+def test_two_gradients() -> None:
+    reducer, param = build_alone()
+    reducer.backward(param.sum(), None, ())
+    with pytest.raises(samestep.Error, match="w got two gradients in one micro-batch"):
+        reducer.backward(param.sum(), None, ())
+
+
+def test_a_gradient_that_is_gone() -> None:
+    reducer, param = build_alone()
+    reducer.backward(param.sum(), None, ())
+    param.grad = None
+    with pytest.raises(samestep.Error, match="the gradient of w is gone at the end of micro-batch 0: zero_grad"):
+        reducer.close()
+
+
+def test_an_unused_parameter_is_not_gone() -> None:
+    reducer, param = build_alone()
+    other = torch.ones(1, requires_grad=True)
+    reducer.backward(other.sum(), None, ())
+    reducer.close()
+    assert param.grad is None

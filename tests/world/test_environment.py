@@ -1,0 +1,114 @@
+"""Who this process is, read from variables."""
+
+from dataclasses import fields
+
+import pytest
+
+import samestep
+from samestep.world.environment import (
+    OVERRIDES,
+    Overrides,
+    read_environment,
+    read_master,
+    read_overrides,
+    read_rank,
+)
+
+TORCHRUN = {
+    "RANK": "3",
+    "LOCAL_RANK": "1",
+    "WORLD_SIZE": "4",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "10.0.0.1",
+    "MASTER_PORT": "29500",
+}
+
+
+def test_alone() -> None:
+    environment = read_environment({})
+    assert (environment.rank, environment.local_rank, environment.world_size, environment.local_world_size) == (
+        0,
+        0,
+        1,
+        1,
+    )
+    assert (environment.launcher, environment.error_dir, environment.overrides) == ("python", None, Overrides())
+
+
+def test_under_torchrun() -> None:
+    environment = read_environment(TORCHRUN)
+    assert (environment.rank, environment.local_rank, environment.world_size, environment.local_world_size) == (
+        3,
+        1,
+        4,
+        2,
+    )
+    assert environment.launcher == "torchrun"
+
+
+def test_under_our_launcher() -> None:
+    environment = read_environment({**TORCHRUN, "SAMESTEP_LAUNCHER": "1", "SAMESTEP_ERROR_DIR": "/tmp/x"})
+    assert (environment.launcher, environment.error_dir) == ("samestep", "/tmp/x")
+
+
+def test_less_than_torchrun_says() -> None:
+    """As started by hand: one node, and the local rank is the rank."""
+    few = {name: value for name, value in TORCHRUN.items() if "LOCAL" not in name}
+    environment = read_environment(few)
+    assert (environment.rank, environment.local_rank, environment.local_world_size) == (3, 3, 4)
+    assert read_environment({"RANK": "0", "WORLD_SIZE": "1"}).launcher == "torchrun"
+    assert read_environment({"WORLD_SIZE": "1"}).launcher == "python"
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"RANK": "0"}, "RANK is set and WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE is set and RANK is not"),
+        ({**TORCHRUN, "RANK": "x"}, "RANK must be a whole number, not 'x'"),
+        ({**TORCHRUN, "LOCAL_RANK": ""}, "LOCAL_RANK must be a whole number, not ''"),
+        ({**TORCHRUN, "RANK": "4"}, "RANK is 4 and WORLD_SIZE 4: ranks are 0 to WORLD_SIZE - 1"),
+        ({**TORCHRUN, "RANK": "-1"}, "RANK is -1"),
+        ({**TORCHRUN, "MASTER_PORT": ""}, "WORLD_SIZE is 4 and MASTER_PORT is not set"),
+        ({**TORCHRUN, "SAMESTEP_KEEP": "all"}, "SAMESTEP_KEEP must be a whole number, not 'all'"),
+    ],
+)
+def test_what_makes_no_world(variables: dict[str, str], said: str) -> None:
+    with pytest.raises(samestep.Error, match=said):
+        read_environment(variables)
+
+
+def test_overrides_travel_as_variables() -> None:
+    assert {field.name for field in fields(Overrides)} == set(OVERRIDES)
+    everything = {name: {str: "x", int: 7, bool: True}[override.type] for name, override in OVERRIDES.items()}
+    given = Overrides(**everything)  # type: ignore[arg-type]
+    variables = given.to_variables()
+    assert set(variables) == {f"SAMESTEP_{name.upper()}" for name in OVERRIDES}
+    assert read_overrides(variables) == given
+    assert Overrides().to_variables() == {}
+    assert read_overrides({}) == Overrides()
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", True), ("true", True), ("0", False), ("no", False), ("", False)])
+def test_switches(text: str, value: bool) -> None:
+    assert read_overrides({"SAMESTEP_FRESH": text}).fresh is value
+
+
+@pytest.mark.parametrize(
+    ("variables", "rank"),
+    [({}, 0), ({"RANK": "2"}, 0), ({"RANK": "2", "WORLD_SIZE": "x"}, 2), ({"RANK": "x", "WORLD_SIZE": "4"}, 0)],
+)
+def test_rank_for_errors(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], rank: int) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert read_rank() == rank
+    monkeypatch.undo()
+
+
+def test_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OSError, match="MASTER_ADDR"):
+        read_master()
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert read_master() == ("10.0.0.1", 29500)
+    monkeypatch.undo()

@@ -1,0 +1,213 @@
+"""The ranks as one group: objects and whole tensors go round, and errors do."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import samestep
+from samestep.errors import PeerFailed
+from samestep.world.environment import Environment, Overrides, read_environment
+from samestep.world.group import (
+    Group,
+    choose_device,
+    close_group,
+    is_first,
+    leave_note,
+    open_group,
+    read_note,
+)
+
+CPU = torch.device("cpu")
+
+
+def join() -> Group:
+    return open_group(read_environment(), CPU)
+
+
+def on_ranks(num_ranks: int, fn: Callable[[Group], Any]) -> list[Any]:
+    """What `fn` returns on each rank."""
+
+    def call() -> list[Any]:
+        group = join()
+        return group.gather(fn(group))
+
+    return samestep.spawn(call, num_ranks)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 5])
+def test_gather_and_broadcast(num_ranks: int) -> None:
+    assert on_ranks(num_ranks, lambda group: group.rank) == list(range(num_ranks))
+    last = num_ranks - 1
+    found = on_ranks(num_ranks, lambda group: group.broadcast({"from": group.rank}, last))
+    assert found == [{"from": last}] * num_ranks
+
+
+def test_alone_there_is_no_process_group() -> None:
+    def call() -> tuple[bool, Any, Any]:
+        group = join()
+        group.barrier()
+        thing = object()
+        return dist.is_initialized(), group.broadcast(thing) is thing, group.once(lambda: thing) is thing
+
+    assert samestep.spawn(call) == (False, True, True)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_once(num_ranks: int) -> None:
+    def fn(group: Group) -> tuple[int, int]:
+        count = 0
+
+        def load(x: int, *, y: int) -> int:
+            nonlocal count
+            count += 1
+            return 10 * x + y + group.rank
+
+        return group.once(load, 4, y=2), count
+
+    assert on_ranks(num_ranks, fn) == [(42, 1)] + [(42, 0)] * (num_ranks - 1)
+
+
+def test_an_error_of_once_is_everyones() -> None:
+    def fn(group: Group) -> str:
+        def fail() -> None:
+            raise samestep.Error("there is no such file")
+
+        with pytest.raises(samestep.Error, match="there is no such file"):
+            group.once(fail)
+        with pytest.raises(KeyError if group.rank == 0 else PeerFailed, match="a column"):
+            group.once({}.__getitem__, "a column")
+        with pytest.raises(samestep.Error, match="rank 0 cannot send a generator to the other ranks"):
+            group.once(lambda: (x for x in "ab"))
+        return group.once(lambda: "still there")
+
+    assert on_ranks(3, fn) == ["still there"] * 3
+
+
+def test_agree() -> None:
+    def fn(group: Group) -> str:
+        group.agree({"a": 1, "b": [2, "x"]})
+        with pytest.raises(samestep.Error) as caught:
+            group.agree({"a": 1, "b": group.rank // 2})
+        return str(caught.value)
+
+    assert set(on_ranks(3, fn)) == {"b is 0 on rank 0 and 1 on rank 2: make it the same on all ranks"}
+    Group(0, 1, CPU).agree({"a": 1})
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_broadcast_tensors(num_ranks: int) -> None:
+    """In place, of all kinds, as autograd leaves them."""
+
+    def fn(group: Group) -> list[Any]:
+        linear = torch.nn.Linear(3, 2)
+        tensors = [
+            *linear.parameters(),
+            torch.full((2, 2), group.rank, dtype=torch.int64),
+            torch.full((), float(group.rank), dtype=torch.float64),
+            torch.zeros(0),
+            torch.full((3, 4), float(group.rank)).T,
+        ]
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        group.broadcast_tensors(tensors, source=group.world_size - 1)
+        assert [tensor.data_ptr() for tensor in tensors] == addresses
+        assert tensors[0].requires_grad
+        assert tensors[0].grad_fn is None
+        return [tensor.tolist() for tensor in tensors]
+
+    first, *others = on_ranks(num_ranks, fn)
+    assert all(other == first for other in others)
+    assert first[2] == [[num_ranks - 1] * 2] * 2
+
+
+def test_first_of_all() -> None:
+    found = on_ranks(3, lambda group: (is_first("a"), is_first("b")))
+    assert sorted(a for a, _ in found) == [False, False, True]
+    assert sum(bool(b) for _, b in found) == 1
+    assert is_first("a") is None, "without a group"
+
+
+def test_notes() -> None:
+    def fn(group: Group) -> tuple[str | None, str | None]:
+        if group.rank == 1:
+            leave_note("x", "of rank 1")
+        group.barrier()
+        return read_note("x"), read_note("y")
+
+    assert on_ranks(2, fn) == [("of rank 1", None)] * 2
+    leave_note("x", "to nobody")
+    assert read_note("x") is None
+
+
+def test_who_is_asked_may_be_gone() -> None:
+    """Rank 0 holds the store of ranks that were started by hand; when it is gone, nobody hangs, or talks for pages."""
+
+    def fn() -> Any:
+        # As by hand: no agent of a launcher holds it.
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE")
+        os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) ^ 1)
+        group = join()
+        group.barrier()
+        if group.rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        deadline_s = time.monotonic() + 20
+        while is_first("a") is not None:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        assert read_note("a") is None
+        leave_note("a", "b")
+        raise LookupError("rank 1 is well")
+
+    with pytest.raises((RuntimeError, LookupError), match="SIGKILL|rank 1 is well"):
+        samestep.spawn(fn, 2)
+
+
+def test_a_group_that_is_there_is_used() -> None:
+    def fn() -> list[int]:
+        dist.init_process_group("gloo")
+        group = join()
+        found = group.gather(group.rank)
+        close_group()
+        assert not dist.is_initialized()
+        close_group()
+        return found
+
+    assert samestep.spawn(fn, 2) == [0, 1]
+
+
+# --- devices ----------------------------------------------------------------------------------------------------------
+
+
+def build_environment(local_rank: int = 0) -> Environment:
+    return Environment(local_rank, local_rank, 4, 4, "torchrun", None, Overrides())
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "local_rank", "wanted", "found"),
+    [
+        (0, 0, None, "cpu"),
+        (0, 3, "cpu", "cpu"),
+        (2, 0, "cpu", "cpu"),
+        (2, 1, None, "cuda:1"),
+        (2, 1, "cuda", "cuda:1"),
+        (0, 0, "cuda", "torch sees no GPU"),
+        (2, 2, None, "4 ranks on a machine with 2 GPUs: start at most 2 ranks here, or say --device cpu"),
+        (2, 0, "mps", "device must be cpu or cuda, not 'mps'"),
+    ],
+)
+def test_devices(
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, local_rank: int, wanted: str | None, found: str
+) -> None:
+    """torch's count of GPUs is set, since the machine may have none."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    if " " in found:
+        with pytest.raises(samestep.Error, match=found):
+            choose_device(build_environment(local_rank), wanted)
+    else:
+        assert choose_device(build_environment(local_rank), wanted) == torch.device(found)
