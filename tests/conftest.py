@@ -1,6 +1,7 @@
 """Every test leaves the process as it was: no child process, no variable of a launcher's, no other directory."""
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -10,6 +11,9 @@ import pytest
 
 LAUNCHERS = ("SAMESTEP_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
 GRACE_S = 5.0
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started with & by a shell; tests and their children need it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def find_children() -> dict[int, psutil.Process]:

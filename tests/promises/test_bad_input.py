@@ -26,7 +26,7 @@ Done = subprocess.CompletedProcess[str]
 
 
 def look(directory: Path) -> dict[str, str] | None:
-    """All that is in a directory, by path: files by their hash, but for who held the lock last. None: it is not there."""
+    """What is in a directory, by path: files by their hash, but for who held the lock last. None: it is not there."""
     if not directory.exists():
         return None
     return {
