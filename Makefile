@@ -12,7 +12,7 @@ train: $(VENV)/installed
 test: $(VENV)/installed-dev
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/mypy
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist worksteal
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

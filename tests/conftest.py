@@ -18,7 +18,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started with & by a she
 
 def find_children() -> dict[int, psutil.Process]:
     """The descendants of this process by pid, but for idle fork servers and multiprocessing's resource tracker."""
-    found = {}
+    found: dict[int, psutil.Process] = {}
     for child in psutil.Process().children():
         try:
             words = " ".join(child.cmdline())

@@ -41,6 +41,7 @@ def run_command(command: str, cwd: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.timeout(900)  # a dozen commands, each with a limit of its own
 def test_readme_ladder_and_commands(tmp_path: Path) -> None:
     page = ROOT / "README.md"
     for script in find_blocks(page, "python"):

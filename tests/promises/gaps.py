@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from promises.cases import Result, build_run, train_classes
+from promises.loops import Result, build_run, train_classes
 from promises.models import build_pairs, build_texts
 from support.trace import Trace
 from torch import Tensor, nn

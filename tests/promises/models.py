@@ -1,4 +1,4 @@
-"""Small models and data sets of many kinds, for the training functions in `cases.py`."""
+"""Small models and data sets of many kinds, for the training functions of these tests."""
 
 import random
 

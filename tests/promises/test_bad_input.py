@@ -151,7 +151,7 @@ def test_another_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_another_model_and_other_data(tmp_path: Path, num_ranks: int) -> None:
-    """What is found out late: when the models are there, and when the data is. A killed run has rows to lose by then."""
+    """What is found out late: when the models are there, and when the data is. A crashed run has rows to lose."""
     run_dir = tmp_path / "x"
 
     def fail_late(run_dir: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from promises.wrong import MISTAKES, NUM_SAMPLES, RANKS, Mistake, Pairs, build, learn, loop, train
+from torch.utils.data import DataLoader
 
 import samestep
 from samestep.snapshot.store import Store
@@ -275,6 +276,8 @@ def test_checks_do_not_get_in_the_way(tmp_path: Path) -> None:
                 assert len(out["b"]) == 5
             run.state["worst"] = float("nan")
             run.snapshot("best")
+        sizes = run.evaluate(lambda b: {"size": float(len(b[0]))}, DataLoader(Pairs(5), batch_size=4))
+        assert sizes == {"size": (4 * 4 + 1 * 1) / 5}, "a DataLoader's own micro-batches"
         torch.optim.Adam(model.parameters()).step()  # after the loop, the model is the script's
         return float(step.loss), run.state
 

@@ -21,15 +21,17 @@ if TYPE_CHECKING:
 Row = dict[str, Any]  # name -> list, or (value, weight)
 
 
-def open_source(data: Any, micro_batch_size: int, **arguments: Any) -> Source:
-    """The data that a script passed to `run.evaluate`.
+def open_source(data: Any, micro_batch_size: int | None, **arguments: Any) -> Source:
+    """The data that a script passed to `run.evaluate`; its micro-batches, when anything says how large they are.
 
     Raises:
         Error: that is no data, or its micro-batches have no size.
     """
-    if isinstance(micro_batch_size, bool) or not isinstance(micro_batch_size, int) or micro_batch_size < 1:
+    size = 1 if micro_batch_size is None else micro_batch_size
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise Error(f"micro_batch_size must be a whole number above 0, not {micro_batch_size!r}")
-    return replace(understand(data, micro_batch_size=micro_batch_size, **arguments), shuffle=False)
+    source = understand(data, **arguments)
+    return replace(source, shuffle=False, micro_batch_size=micro_batch_size or source.micro_batch_size)
 
 
 def run_evaluate(

@@ -15,7 +15,9 @@ from typing import NoReturn
 
 from samestep.errors import Error, PeerFailed
 from samestep.launch.rank import is_secondary, write_error
-from samestep.world.group import is_first
+from samestep.world.group import is_first, is_left_by_rank_0
+
+SAY_AFTER_S = 10.0
 
 
 def report_errors(rank: int) -> None:
@@ -43,7 +45,10 @@ def report_errors(rank: int) -> None:
 
 def _say_once(error: Error, rank: int) -> None:
     is_sayer = is_first("error")
-    if rank == (error.rank or 0) if is_sayer is None else is_sayer:
+    if is_sayer is None:
+        # Of what is the same on all ranks, rank 0 speaks; it is gone soon after.
+        is_sayer = rank == (error.rank or 0) or (error.rank is None and not is_left_by_rank_0(SAY_AFTER_S))
+    if is_sayer:
         # Not sys.stderr: torch.distributed's own hook buffers that around this one, and SystemExit loses the buffer.
         print(f"samestep: error: {error}", file=sys.__stderr__, flush=True)
 

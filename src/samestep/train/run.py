@@ -234,7 +234,7 @@ class Run:
             score: called in eval mode without gradients with a micro-batch; returns name -> value: a number or
                 scalar tensor (a mean over the samples), `(value, weight)` (a mean over weight), or a list with one
                 entry per sample.
-            micro_batch_size: None: the run's.
+            micro_batch_size: None: the DataLoader's where `data` is one, else the run's.
 
         Returns:
             name -> mean as a float, or the list over the whole data set in its order.
@@ -242,8 +242,8 @@ class Run:
         self._check_call("run.evaluate", "the ranks are not at the same place there; dedent it")
         self._check_prepared("run.evaluate")
         self._num_evaluations += 1
-        size = self.micro_batch_size if micro_batch_size is None else micro_batch_size
-        source = open_source(data, size, collate_fn=collate_fn, num_workers=num_workers)
+        source = open_source(data, micro_batch_size, collate_fn=collate_fn, num_workers=num_workers)
+        size = source.micro_batch_size or self.micro_batch_size
         try:
             return run_evaluate(self, score, source, size, self._num_evaluations)
         finally:

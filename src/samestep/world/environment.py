@@ -118,6 +118,11 @@ def read_master() -> tuple[str, int]:
     return address, int(port)
 
 
+def has_agent_store() -> bool:
+    """Whether the ranks meet in a store of their launcher's, and not of rank 0's."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     """Reads the place in the world.
 

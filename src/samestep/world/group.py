@@ -2,6 +2,7 @@
 
 import pickle
 import socket
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import _broadcast_coalesced  # type: ignore[attr-defined]  # what DDP itself calls
 
 from samestep.errors import Error, PeerFailed
-from samestep.world.environment import Environment, read_master
+from samestep.world.environment import Environment, has_agent_store, read_master
 
 T = TypeVar("T")
 
@@ -150,14 +151,23 @@ def open_group(environment: Environment, device: torch.device, *, timeout_s: flo
 
 
 def _find_store() -> Any:
-    """The store that the ranks have met in; None without one, or when the rank that holds it is gone."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    try:  # torch would write pages of warnings to stderr
-        socket.create_connection(read_master(), timeout=5).close()
-    except OSError:
+    """The store that the ranks have met in, where a launcher holds it, so that it outlives each of them."""
+    if not (dist.is_available() and dist.is_initialized() and has_agent_store()):
         return None
     return dist.distributed_c10d._get_default_store()
+
+
+def is_left_by_rank_0(within_s: float) -> bool:
+    """Whether rank 0, where it holds the store itself, is gone within that time. (Of a store that is gone, torch
+    would say so in pages on stderr.)"""
+    deadline_s = time.monotonic() + within_s
+    while time.monotonic() < deadline_s:
+        try:
+            socket.create_connection(read_master(), timeout=within_s).close()
+        except OSError:
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def is_first(name: str) -> bool | None:
