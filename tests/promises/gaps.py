@@ -19,14 +19,6 @@ def gap(fn: Callable[[], Result]) -> Callable[[], Result]:
 
 
 @gap
-def clipping_with_weights_of_no_optimizer() -> Result:
-    """Weights that no optimizer holds keep each rank's own gradients, which the norm of all weights then takes in."""
-    run = build_run()
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-    return train_classes(run, model, torch.optim.SGD(model[2].parameters(), 0.1))
-
-
-@gap
 def buffers_written_through_data() -> Result:
     """As codebooks often are; their version counters do not tell."""
     run = build_run()

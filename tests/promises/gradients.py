@@ -304,3 +304,11 @@ def dtypes_on_long_routes() -> Result:
 
     routes.DIRECT_MAX_BYTES = 0
     return train_kinds()
+
+
+@case
+def clipping_with_weights_of_no_optimizer() -> Result:
+    """Weights that no optimizer holds have no gradient, or the norm of all weights would take in each rank's own."""
+    run = build_run()
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    return train_classes(run, model, torch.optim.SGD(model[2].parameters(), 0.1))

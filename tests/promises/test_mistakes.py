@@ -353,3 +353,36 @@ def test_memory_used_again_is_no_old_model() -> None:
         run.prepare(model=new)
 
     samestep.spawn(train)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_sampler_that_has_changed(num_ranks: int, tmp_path: Path) -> None:
+    """Since an epoch was begun: some samples would be used twice in it, and others not at all."""
+
+    def train(shift: int, max_steps: int) -> int:
+        run, model, optimizer = build(tmp_path / "run", snapshot_every=1, max_steps=max_steps)
+        sampler = lambda epoch: [(i + shift) % NUM_SAMPLES for i in range(NUM_SAMPLES)]  # noqa: E731
+        loop(run, model, optimizer, sampler=sampler)
+        return int(run.steps_done)
+
+    assert samestep.spawn(train, num_ranks, (0, 2)) == 2
+    with pytest.raises(samestep.Error, match=r"sampler\(0\) gave other indices than before the restart: make them dep"):
+        samestep.spawn(train, num_ranks, (1, 8))
+    assert samestep.spawn(train, num_ranks, (0, 4)) == 4
+    assert samestep.spawn(train, num_ranks, (1, 8)) == 8, "an epoch that begins may have another order"
+
+
+def test_rows_from_before_the_loop_stand_once(tmp_path: Path) -> None:
+    """A script that scores its model before it trains logs the same at every start."""
+
+    def train(max_steps: int) -> None:
+        run, model, optimizer = build(tmp_path / "run", snapshot_every=1, max_steps=max_steps, log_every=2)
+        run.log({"untrained": 1.0})
+        loop(run, model, optimizer)
+        run.log({"trained": 2.0})
+
+    for max_steps in (2, 4, 4):
+        samestep.spawn(train, 1, (max_steps,))
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [row for row in rows if "untrained" in row] == ['{"step": 0, "untrained": 1.0}']
+    assert [row for row in rows if '"trained"' in row] == ['{"step": 4, "trained": 2.0}']

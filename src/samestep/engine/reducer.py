@@ -123,6 +123,7 @@ class Reducer:
         group: the ranks.
         exact: along the canonical tree; else by the backend's all-reduce.
         bucket_cap_bytes: how large a bucket may grow.
+        untrained: parameters that no optimizer holds; their gradients, of this rank alone, are dropped.
     """
 
     def __init__(
@@ -134,7 +135,9 @@ class Reducer:
         bucket_cap_bytes: int,
         num_slots: int,
         num_values: int,
+        untrained: Sequence[nn.Parameter] = (),
     ) -> None:
+        self._untrained = untrained
         self.params = [param for _, param, _ in params]
         self.names = [name for name, _, _ in params]
         self.slots = [slot for _, _, slot in params]
@@ -211,6 +214,8 @@ class Reducer:
     def close(self) -> None:
         """The micro-batch is done: unless it is the last of this rank's, folds it into the parts held."""
         self._in_micro_batch = False
+        for param in self._untrained:
+            param.grad = None
         first = self._fired.find(1)
         if first >= 0 and self.params[first].grad is None:
             raise Error(
