@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import IO
 
 import psutil
@@ -100,10 +101,10 @@ def open_command(directory: Path) -> Iterator[Command]:
     """In an empty directory. Afterwards no process is left."""
     command = Command(directory / "here")
     command.directory.mkdir()
-    temporary = directory / "temporary"
-    temporary.mkdir()
-    command.variables["TMPDIR"] = str(temporary)
-    try:
-        yield command
-    finally:
-        command.close()
+    # Not below pytest's own: data loaders open sockets here, and a socket's path may hold 107 bytes.
+    with TemporaryDirectory(prefix="t-", dir="/tmp") as temporary:
+        command.variables["TMPDIR"] = temporary
+        try:
+            yield command
+        finally:
+            command.close()
