@@ -19,6 +19,7 @@ from samestep.engine.control import Control, ControlFormat
 from samestep.errors import Error
 from samestep.plan.tree import Layout, merges
 from samestep.world.group import Group
+from samestep.world.neighbors import Neighbors
 
 ALIGN_BYTES = 64  # of each gradient in a bucket: kernels may pick another code path, and other bits, when less aligned
 Grads = list[Tensor | None]
@@ -58,9 +59,23 @@ class Bucket:
 
 
 class Transit:
-    """A bucket's memory for one layout: this rank's parts, and where the sum ends."""
+    """A bucket's memory for one layout: this rank's parts, and where the sum ends.
 
-    def __init__(self, bucket: Bucket, layout: Layout, rank: int, *, exact: bool, control_bytes: int) -> None:
+    Args:
+        control_bytes: of the control block that rides with the last bucket, 0 in the others.
+        neighbors: the sockets that the last bucket may take.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        layout: Layout,
+        rank: int,
+        *,
+        exact: bool,
+        control_bytes: int,
+        neighbors: Neighbors | None,
+    ) -> None:
         self.layout, self.rank = layout, rank
         world_size, n = layout.world_size, bucket.num_elements
         num_parts = layout.max_parts if exact else 1
@@ -68,9 +83,13 @@ class Transit:
         new = {"dtype": bucket.dtype, "device": bucket.device}
         self.route = routes.choose_route(layout, part_bytes) if exact and world_size > 1 else "all-reduce"
         self.control: Tensor | None = None
+        self._neighbors: Neighbors | None = None
+        self._receives: Sequence[routes.Work] | None = None
         if self.route == "direct":
             row_bytes = num_parts * part_bytes + control_bytes
             self.rows = torch.zeros(world_size, row_bytes, dtype=torch.uint8, device=bucket.device)
+            if control_bytes and row_bytes <= routes.NEIGHBORS_MAX_BYTES:
+                self._neighbors = neighbors
             slots = [
                 row[k * part_bytes : (k + 1) * part_bytes].view(bucket.dtype)
                 for row in self.rows
@@ -91,18 +110,19 @@ class Transit:
             self.root = torch.zeros(n, **new)  # type: ignore[call-overload]
             self.spare = self.root.new_empty((n + 1) // 2 if self.route == "butterfly" else 0)
             self.parts = [self.root]
-        self.part_views = [bucket.views(part) for part in self.parts]
+        self.part_views = list(zip(*(bucket.views(part) for part in self.parts), strict=True))
         self.grads = bucket.views(self.root)
 
     def expect(self, tag: int) -> None:
         """Gets ready for the other ranks' parts, where the route allows it before this rank has its own."""
-        if self.route == "direct":
+        if self.route == "direct" and self._neighbors is None:
             self._receives = routes.post_receives(self.rows, self.rank, tag)
 
     def start(self, tag: int) -> routes.Flight:
         """Sends this rank's parts on their way."""
         if self.route == "direct":
-            return routes.Flight(routes.run_direct(self.rows, self.rank, tag, self._receives))
+            direct = routes.run_direct(self.rows, self.rank, tag, receives=self._receives, neighbors=self._neighbors)
+            return routes.Flight(direct)
         if self.route == "butterfly":
             return routes.Flight(routes.run_butterfly(self.root, self.spare, self.rank, self.layout.world_size, tag))
         if self.route == "chunks":
@@ -149,6 +169,7 @@ class Reducer:
         self._fired = bytearray(len(self.params))
         self._ever_fired = bytearray(len(self.params))
         self._transits: dict[Layout, list[Transit]] = {}
+        self._views_of: dict[Layout, list[tuple[Tensor, ...]]] = {}  # each parameter's pieces of this rank's parts
         self._controls: dict[Layout, tuple[ControlFormat, Tensor | None, list[memoryview]]] = {}
         self._ones: dict[torch.dtype, Tensor] = {}
         self._in_micro_batch = self._in_backward = self._last = False
@@ -187,6 +208,7 @@ class Reducer:
         if self._group.world_size > 1:
             if layout not in self._transits:
                 self._build_transits(layout)
+            self._views = self._views_of[layout]
             for tag, transit in enumerate(self._transits[layout]):
                 transit.expect(tag)
 
@@ -195,6 +217,8 @@ class Reducer:
         self._v = v
         self._last = v == self._range.stop - 1 and self._group.world_size > 1
         self._fired[:] = bytes(len(self.params))
+        if self._last:
+            self._merges_left = self._num_merges()
         self._in_micro_batch = True
 
     def backward(self, loss: Tensor, factor: Tensor | None, inputs: tuple[Tensor, ...]) -> None:
@@ -243,7 +267,8 @@ class Reducer:
         for _ in range(len(self._flights), len(self._buckets)):
             self._launch()
         if rows is not None:
-            self._flights.append(routes.Flight(routes.run_direct(rows, self._group.rank, len(self._buckets))))
+            direct = routes.run_direct(rows, self._group.rank, len(self._buckets), neighbors=self._group.neighbors)
+            self._flights.append(routes.Flight(direct))
         routes.land(self._flights)
         for transit in self._transits[self.layout]:
             transit.complete()
@@ -301,6 +326,7 @@ class Reducer:
             self._fired[i] = self._ever_fired[i] = 1
             if self._last:
                 bucket = self._bucket_of[i]
+                self._pack(i)
                 bucket.missing -= 1
                 # The last bucket waits for the control block, in `finish`.
                 while len(self._flights) < len(self._buckets) - 1 and not self._next_bucket().missing:
@@ -317,11 +343,13 @@ class Reducer:
         return len(merges(self.layout.num_micro_batches, self._range.start, self._v))
 
     def _launch(self) -> None:
-        """Packs the next bucket's parts and sends it; lets the bucket before it take its next stage."""
+        """Sends the next bucket's parts; lets the bucket before it take its next stage."""
         position = len(self._flights)
         bucket, transit = self._buckets[position], self._transits[self.layout][position]
         if self._range:
-            self._pack(bucket, transit)
+            for i in bucket.indices:
+                if not self._fired[i]:
+                    self._pack(i)
         elif not self._exact:
             transit.root.zero_()
         self._flights.append(transit.start(tag=position))
@@ -329,22 +357,22 @@ class Reducer:
         if position and self._transits[self.layout][position - 1].route in ("butterfly", "chunks"):
             self._flights[position - 1].advance()
 
-    def _pack(self, bucket: Bucket, transit: Transit) -> None:
-        held, num_merges = self._held, self._num_merges()
-        stay = len(held) - num_merges
-        for part, views in zip(held[:stay], transit.part_views, strict=False):
-            for i, view in zip(bucket.indices, views, strict=True):
-                _put(part[i], view)
-        merged = held[stay:][::-1]
-        for i, param, view in zip(bucket.indices, bucket.params, transit.part_views[stay], strict=True):
-            grad = param.grad
-            for part in merged[:-1]:
-                grad = _add(part[i], grad)
-            left = merged[-1][i] if merged else None
-            if left is not None and grad is not None:
-                torch.add(left, grad, out=view)
-            else:
-                _put(grad if left is None else left, view)
+    def _pack(self, i: int) -> None:
+        """Puts what this rank has of parameter i into its bucket: at once, while the gradient is in the cache."""
+        param, views = self.params[i], self._views[i]
+        grad, num_stay = param.grad, len(self._held) - self._merges_left
+        for part, view in zip(self._held[:num_stay], views, strict=False):
+            _put(part[i], view)
+        merged, view = self._held[num_stay:][::-1], views[num_stay]
+        for part in merged[:-1]:
+            grad = _add(part[i], grad)
+        left = merged[-1][i] if merged else None
+        if left is not None and grad is not None:
+            torch.add(left, grad, out=view)
+        else:
+            _put(grad if left is None else left, view)
+        if param.grad is not None:
+            param.grad = view  # so that the memory of its own serves the next gradient
 
     def _finish_alone(self) -> None:
         sums: Grads = [param.grad for param in self.params]
@@ -368,6 +396,7 @@ class Reducer:
                 self._group.rank,
                 exact=self._exact,
                 control_bytes=form.size_bytes if bucket is self._buckets[-1] and bucket.device.type == "cpu" else 0,
+                neighbors=self._group.neighbors,
             )
             for bucket in self._buckets
         ]
@@ -375,6 +404,12 @@ class Reducer:
         if rows is None:
             rows = own_rows = torch.zeros(layout.world_size, form.size_bytes, dtype=torch.uint8)
         self._transits[layout] = transits
+        views = {
+            i: pieces
+            for bucket, transit in zip(self._buckets, transits, strict=True)
+            for i, pieces in zip(bucket.indices, transit.part_views, strict=True)
+        }
+        self._views_of[layout] = [views[i] for i in range(len(self.params))]
         self._controls[layout] = (form, own_rows, [memoryview(row.numpy()) for row in rows])
 
 

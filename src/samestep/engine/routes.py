@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.plan.tree import Layout
+from samestep.world.neighbors import Neighbors
 
 
 class Work(Protocol):
@@ -25,6 +26,8 @@ Route = Iterator[Sequence[Work]]
 # Of all ranks' parts together. Gloo, 2 and 4 ranks (benchmarks/routes.py): below this, one message to each peer is the
 # fastest; above it, the log2 W exchanges of half the data at a time are, or chunks where ranks are no power of two.
 DIRECT_MAX_BYTES = 4 << 20
+# Of one rank's row. Above it, gloo's thread, which copies while this one goes on, is the faster one.
+NEIGHBORS_MAX_BYTES = 1 << 20
 
 
 def choose_route(layout: Layout, num_bytes: int) -> str:
@@ -54,12 +57,23 @@ def post_receives(rows: Tensor, rank: int, tag: int) -> Sequence[Work]:
     return [work for work in works if work is not None]
 
 
-def run_direct(rows: Tensor, rank: int, tag: int, receives: Sequence[Work] | None = None) -> Route:
+def run_direct(
+    rows: Tensor,
+    rank: int,
+    tag: int,
+    *,
+    receives: Sequence[Work] | None = None,
+    neighbors: Neighbors | None = None,
+) -> Route:
     """Each rank sends its row of `rows` [W, n] to every other. Latency 1, W - 1 rows received.
 
     Args:
         receives: of `post_receives`, for the same rows and tag; None: posts them now.
+        neighbors: takes their sockets, and waits at once.
     """
+    if neighbors is not None:
+        neighbors.exchange([memoryview(row.numpy()) for row in rows])
+        return
     if rows.is_cuda:
         dist.all_gather_into_tensor(rows.view(-1), rows[rank])
         return

@@ -14,6 +14,7 @@ from torch.distributed import _broadcast_coalesced  # type: ignore[attr-defined]
 
 from samestep.errors import Error, PeerFailed
 from samestep.world.environment import Environment, has_agent_store, read_master
+from samestep.world.neighbors import Neighbors, connect
 
 T = TypeVar("T")
 
@@ -47,12 +48,14 @@ class Group:
     Attributes:
         rank, world_size: as in torch.distributed.
         device: where this rank computes.
+        neighbors: the other ranks, where all are on one host.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
         self.rank = rank
         self.world_size = world_size
         self.device = device
+        self.neighbors: Neighbors | None = None
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's `value` (anything that pickles), in rank order, on every rank."""
@@ -61,6 +64,14 @@ class Group:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values
+
+    def gather_number(self, number: int) -> list[int]:
+        """Every rank's `number` (below 2**63), in rank order, on every rank: one exchange, nothing is pickled."""
+        if self.world_size == 1:
+            return [number]
+        numbers = [torch.empty((), dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(numbers, torch.tensor(number))
+        return [int(each) for each in numbers]
 
     def agree(self, values: Mapping[str, Any]) -> None:
         """Compares `values` over the ranks.
@@ -147,7 +158,10 @@ def open_group(environment: Environment, device: torch.device, *, timeout_s: flo
     if environment.world_size > 1 and not dist.is_initialized():
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
-    return Group(environment.rank, environment.world_size, device)
+    group = Group(environment.rank, environment.world_size, device)
+    if group.world_size > 1:
+        group.neighbors = connect(group, timeout_s)
+    return group
 
 
 def _find_store() -> Any:
