@@ -70,7 +70,7 @@ class Ranks:
             self.reducer.open(v)
             if used := uses(v):
                 terms = [(self.params[i] * draw(i, v)).sum().double() for i in used]
-                self.reducer.backward(torch.stack(terms).sum(), None, ())
+                self.reducer.backward(torch.stack(terms).sum(), 1.0, ())
             self.reducer.close()
         rows = [[1.0] * self.num_slots for _ in held]
         control = Control(0, False, False, rows, rows, [0] * len(held), b"", torch.zeros(0).numpy())
@@ -199,14 +199,14 @@ def test_a_backward_by_hand() -> None:
 
 def test_two_gradients() -> None:
     reducer, param = build_alone()
-    reducer.backward(param.sum(), None, ())
+    reducer.backward(param.sum(), 1.0, ())
     with pytest.raises(samestep.Error, match="w got two gradients in one micro-batch"):
-        reducer.backward(param.sum(), None, ())
+        reducer.backward(param.sum(), 1.0, ())
 
 
 def test_a_gradient_that_is_gone() -> None:
     reducer, param = build_alone()
-    reducer.backward(param.sum(), None, ())
+    reducer.backward(param.sum(), 1.0, ())
     param.grad = None
     with pytest.raises(samestep.Error, match="the gradient of w is gone at the end of micro-batch 0: zero_grad"):
         reducer.close()
@@ -215,6 +215,6 @@ def test_a_gradient_that_is_gone() -> None:
 def test_an_unused_parameter_is_not_gone() -> None:
     reducer, param = build_alone()
     other = torch.ones(1, requires_grad=True)
-    reducer.backward(other.sum(), None, ())
+    reducer.backward(other.sum(), 1.0, ())
     reducer.close()
     assert param.grad is None

@@ -48,7 +48,7 @@ def reduce_on_a_rank(n: int, direct_max_bytes: int) -> list[bytes]:
     held = layout.ranges[group.rank]
     for v in held:
         reducer.open(v)
-        reducer.backward((params[0] * draw_leaf(v)).sum(), None, ())
+        reducer.backward((params[0] * draw_leaf(v)).sum(), 1.0, ())
         reducer.close()
     weights = [[1.0, -1.0]] * len(held)
     control = Control(0, False, False, weights, weights, [0] * len(held), b"", torch.zeros(0).numpy())

@@ -24,7 +24,7 @@ class Control:
         logged: this rank has values of step.log.
         losses, weights: per micro-batch, per slot.
         fingerprints: per micro-batch, of its samples.
-        used: per parameter, whether it got a gradient.
+        used: per parameter, a byte: whether micro-batches used it, and whether others did not.
         parts: of the BatchNorm statistics [max_parts, num_values].
     """
 

@@ -10,6 +10,7 @@ per model) and `close`, then `finish` and `assign`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from samestep.world.group import Group
 from samestep.world.neighbors import Neighbors
 
 ALIGN_BYTES = 64  # of each gradient in a bucket: kernels may pick another code path, and other bits, when less aligned
+USED, MISSED = 1, 2  # by some micro-batch of the step, by some other: bits of a parameter's byte
 Grads = list[Tensor | None]
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
@@ -167,11 +169,11 @@ class Reducer:
         self._buckets = _build_buckets(self.params, bucket_cap_bytes)
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
         self._fired = bytearray(len(self.params))
-        self._ever_fired = bytearray(len(self.params))
+        self._used = 0  # a byte per parameter, see USED
+        self._all_fired = int.from_bytes(b"\1" * len(self.params))
         self._transits: dict[Layout, list[Transit]] = {}
         self._views_of: dict[Layout, list[tuple[Tensor, ...]]] = {}  # each parameter's pieces of this rank's parts
         self._controls: dict[Layout, tuple[ControlFormat, Tensor | None, list[memoryview]]] = {}
-        self._ones: dict[torch.dtype, Tensor] = {}
         self._in_micro_batch = self._in_backward = self._last = False
         self._zeros = {param.dtype: torch.zeros((), dtype=param.dtype, device=param.device) for param in self.params}
         self._hooks = [
@@ -201,7 +203,7 @@ class Reducer:
         for param in self.params:
             param.grad = None
         self._held: list[Grads] = []
-        self._ever_fired[:] = bytes(len(self.params))
+        self._used = 0
         self._flights: list[routes.Flight] = []
         for bucket in self._buckets:
             bucket.missing = len(bucket.indices)
@@ -221,17 +223,17 @@ class Reducer:
             self._merges_left = self._num_merges()
         self._in_micro_batch = True
 
-    def backward(self, loss: Tensor, factor: Tensor | None, inputs: tuple[Tensor, ...]) -> None:
-        """Runs the backward of `factor * loss` (factor None: 1), for all parameters (`inputs` empty) or for some."""
-        if factor is None:
-            factor = self._ones.get(loss.dtype)
-            if factor is None or factor.shape != loss.shape or factor.device != loss.device:
-                factor = self._ones[loss.dtype] = torch.ones_like(loss, requires_grad=False)
+    def backward(self, loss: Tensor, factor: float | Tensor, inputs: tuple[Tensor, ...]) -> None:
+        """Runs the backward of `factor * loss` for all parameters (`inputs` empty) or for some."""
+        if isinstance(factor, Tensor):
+            gradient = factor.to(loss).view_as(loss)
+        else:
+            gradient = _build_constant(factor, loss.dtype, loss.device, loss.shape)
         self._in_backward = True
         try:
             # What torch.autograd.backward comes down to. Its checks of what Step.backward has checked already take
             # 30 us, a tenth of a small model's step.
-            _run_backward((loss,), (factor,), False, False, inputs, allow_unreachable=True, accumulate_grad=True)
+            _run_backward((loss,), (gradient,), False, False, inputs, allow_unreachable=True, accumulate_grad=True)
         finally:
             self._in_backward = False
 
@@ -246,6 +248,8 @@ class Reducer:
                 f"the gradient of {self.names[first]} is gone at the end of micro-batch {self._v}: zero_grad() is not "
                 "needed, leave it out"
             )
+        fired = int.from_bytes(self._fired)
+        self._used |= fired * USED | (fired ^ self._all_fired) * MISSED
         if self._v == self._range.stop - 1:
             return  # `finish` folds it, bucket by bucket, on the way out
         grads: Grads = []
@@ -262,7 +266,7 @@ class Reducer:
             self._finish_alone()
             return [control]
         form, rows, blocks = self._controls[self.layout]
-        control.used = bytes(self._ever_fired)
+        control.used = self._used.to_bytes(len(self.params))
         form.pack_into(blocks[self._group.rank], control)
         for _ in range(len(self._flights), len(self._buckets)):
             self._launch()
@@ -276,7 +280,8 @@ class Reducer:
             control if rank == self._group.rank else form.unpack_from(block, len(held))
             for rank, (block, held) in enumerate(zip(blocks, self.layout.ranges, strict=True))
         ]
-        self._used = bytes(map(max, *(control.used for control in controls)))
+        for told in controls:
+            self._used |= int.from_bytes(told.used)
         return controls
 
     def assign(self, inverses: Sequence[float]) -> None:
@@ -285,25 +290,21 @@ class Reducer:
         Args:
             inverses: per slot, the inverse of the total weight.
         """
-        # 0 + inverse * x, in one sweep: a sum of nothing but -0.0 would else keep a sign that depends on whether
-        # an absent gradient travelled as +0.0. With one micro-batch, nothing was added, and a full one weighs 1.
-        is_scaled = self.layout.num_micro_batches > 1 or any(inverse not in (0.0, 1.0) for inverse in inverses)
+        used = self._used.to_bytes(len(self.params))
         if self._group.world_size == 1:
             for i, (param, grad) in enumerate(zip(self.params, self._sums, strict=True)):
-                if grad is not None and is_scaled:
-                    torch.add(self._zeros[grad.dtype], grad, alpha=inverses[self.slots[i]], out=grad)
+                self._scale(grad, inverses[self.slots[i]], used[i])
                 param.grad = self._kept[i] if grad is None else grad
             return
         for bucket, transit in zip(self._buckets, self._transits[self.layout], strict=True):
-            slots = {self.slots[i] for i in bucket.indices}
-            if len(slots) == 1:
-                scaled = [(transit.root, slots.pop())]
-            else:
-                scaled = [(grad, self.slots[i]) for i, grad in zip(bucket.indices, transit.grads, strict=True)]
-            for tensor, slot in scaled if is_scaled else ():
-                torch.add(self._zeros[bucket.dtype], tensor, alpha=inverses[slot], out=tensor)
+            shared = {inverses[self.slots[i]] for i in bucket.indices}
+            is_whole = len(shared) == 1 and shared != {1.0}
+            if is_whole:
+                self._scale(transit.root, shared.pop(), USED)
             for i, grad in zip(bucket.indices, transit.grads, strict=True):
-                self.params[i].grad = grad if self._used[i] else self._kept[i]
+                if not is_whole:
+                    self._scale(grad, inverses[self.slots[i]], used[i])
+                self.params[i].grad = grad if used[i] & USED else self._kept[i]
 
     # --- inside -----------------------------------------------------------------------------------------------
 
@@ -323,7 +324,7 @@ class Reducer:
                 )
             if param.grad is not None and param.grad.layout is not torch.strided:
                 raise Error(f"{self.names[i]} has a sparse gradient: build its layer with sparse=False")
-            self._fired[i] = self._ever_fired[i] = 1
+            self._fired[i] = 1
             if self._last:
                 bucket = self._bucket_of[i]
                 self._pack(i)
@@ -333,6 +334,16 @@ class Reducer:
                     self._launch()
 
         return on_grad
+
+    def _scale(self, grad: Tensor | None, inverse: float, used: int) -> None:
+        """Multiplies a sum in place.
+
+        0 + inverse * x: a sum of nothing but -0.0 would else keep a sign that depends on whether an absent gradient
+        travelled as +0.0. Where none was absent, and the weights need no more than a power of two, which the
+        backward has seen to, there is nothing to do: a sweep over all memory less.
+        """
+        if grad is not None and used & USED and (inverse != 1.0 or used & MISSED):
+            torch.add(self._zeros[grad.dtype], grad, alpha=inverse, out=grad)
 
     def _next_bucket(self) -> Bucket:
         return self._buckets[len(self._flights)]
@@ -430,6 +441,11 @@ def _build_buckets(params: Sequence[nn.Parameter], cap_bytes: int) -> list[Bucke
         groups[-1].append(i)
         size += num_bytes
     return [Bucket(indices, [params[i] for i in indices]) for indices in groups]
+
+
+@lru_cache(maxsize=32)
+def _build_constant(value: float, dtype: torch.dtype, device: torch.device, shape: torch.Size) -> Tensor:
+    return torch.full(shape, value, dtype=dtype, device=device)
 
 
 def _strides(param: Tensor) -> tuple[int, ...]:

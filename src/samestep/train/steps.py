@@ -106,6 +106,8 @@ class Step:
         held = layout.ranges[run.rank]
         schedules = run._guards.read_schedules()
         self._losses: list[dict[int, tuple[Any, Any]]] = [{} for _ in held]
+        # A power of two, which changes no bit. With it, the sum over a full step of as many micro-batches is the mean.
+        self._scale = run._precision.scale / 2 ** (layout.num_micro_batches - 1).bit_length()
         reducer.begin(layout, keep_grads=self.num_passes > 0)
         run._statistics.begin(layout)
         run._buffers.begin()
@@ -175,10 +177,8 @@ class Step:
             weight = _check_weight(weight, self.number, self._v)
         losses[slot] = (loss.detach(), weight)
         if isinstance(weight, Tensor) or weight:
-            factor = weight / run.micro_batch_size * run._precision.scale
-            gradient = None if not isinstance(factor, Tensor) and factor == 1.0 else torch.as_tensor(
-                factor, dtype=loss.dtype, device=loss.device).view_as(loss)  # fmt: skip
-            run._reducer.backward(loss, gradient, () if model is None else run._params_of(slot))
+            factor = weight / run.micro_batch_size * self._scale
+            run._reducer.backward(loss, factor, () if model is None else run._params_of(slot))
 
     def log(self, **values: float | Tensor) -> None:
         """Adds to the metrics of this step, averaged over the batch with the weights of step.backward; no sync.
@@ -270,7 +270,7 @@ class Step:
         if was_called and not means:
             raise Error(f"the total weight of step {self.number} is 0: every micro-batch was given weight 0")
         self._loss = math.fsum(means) if was_called else None
-        unit = self._run.micro_batch_size / self._run._precision.scale
+        unit = self._run.micro_batch_size / self._scale
         shared = totals[0]
         totals = [shared] + [total + shared for total in totals[1:]]
         return [unit / total if total else 0.0 for total in totals]
