@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.engine import routes
+from samestep.engine.buckets import ALIGN_BYTES, build_buckets
 from samestep.engine.control import Control
-from samestep.engine.reducer import ALIGN_BYTES, Reducer, _build_buckets
+from samestep.engine.reducer import Reducer
 from samestep.plan.tree import build_layout, split
 from samestep.world.environment import read_environment
 from samestep.world.group import open_group
@@ -159,7 +160,7 @@ def test_fast_gives_the_same_sums_but_for_rounding(num_ranks: int) -> None:
 def test_buckets(cap_bytes: int) -> None:
     """Every parameter once, from the last to the first, one dtype to a bucket, each gradient aligned."""
     params = build_params()
-    buckets = _build_buckets(params, cap_bytes)
+    buckets = build_buckets(params, cap_bytes)
     assert [i for bucket in buckets for i in bucket.indices] == [4, 3, 2, 1, 0]
     for bucket in buckets:
         size = bucket.params[0].element_size()

@@ -17,7 +17,7 @@ from promises.models import (
     build_texts,
 )
 from support.trace import Trace
-from torch import nn
+from torch import Tensor, nn
 
 import samestep
 
@@ -307,8 +307,75 @@ def dtypes_on_long_routes() -> Result:
 
 
 @case
+def direct_between_hosts() -> Result:
+    """Without the sockets between the ranks of one host."""
+    from samestep.engine import routes
+
+    routes.NEIGHBORS_MAX_BYTES = 0
+    return train_kinds()
+
+
+@case
 def clipping_with_weights_of_no_optimizer() -> Result:
     """Weights that no optimizer holds have no gradient, or the norm of all weights would take in each rank's own."""
     run = build_run()
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
     return train_classes(run, model, torch.optim.SGD(model[2].parameters(), 0.1))
+
+
+@case
+def buffers_written_through_data() -> Result:
+    """As codebooks often are; their version counters do not tell."""
+    run = build_run()
+
+    class Codebook(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(6))
+            self.head = nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                self.mean.data.mul_(0.9).add_(0.1 * x.mean(0))
+            return self.head(x - self.mean)
+
+    model = Codebook()
+    return train_classes(run, model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+@case
+def two_views_of_one_gradient() -> Result:
+    """Autograd gives both weights the same memory as their gradient, and adding in place then adds to both."""
+    run = build_run()
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(4, 6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ (self.a.view(24) + self.b.view(24)).view(6, 4)
+
+    model = Sum()
+    return train_classes(run, model, torch.optim.SGD(model.parameters(), 0.1))
+
+
+@case
+def gradients_kept_for_the_next_step() -> Result:
+    """With more than one rank, the next step writes its gradient into the same memory."""
+    run = build_run()
+    model = nn.Linear(6, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run.prepare(model=model, optimizer=optimizer)
+    trace = Trace(run)
+    before: Any = None
+    for epoch in run.epochs(build_pairs(), 2):
+        for step in epoch:
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x), y))
+            if before is not None:
+                trace.add("cosine", F.cosine_similarity(before.flatten(), model.weight.grad.flatten(), dim=0))
+            before = model.weight.grad
+            optimizer.step()
+            trace.end_step(step)
+    return trace.finish()

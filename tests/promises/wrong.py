@@ -368,6 +368,16 @@ def _(run_dir: RunDir) -> None:
     loop(*build(run_dir, lambda: nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1))), body)
 
 
+@mistake(
+    "weights changed by the forward", r"model\.0\.weight was changed inside the micro-batch loop .*: change weights"
+)
+def _(run_dir: RunDir) -> None:
+    def body(step: Any, model: nn.Module, x: Tensor, y: Tensor) -> None:
+        step.backward(F.mse_loss(model(x[:, 0].abs().long()), y))
+
+    loop(*build(run_dir, lambda: nn.Sequential(nn.Embedding(10, 4, max_norm=0.1), nn.Linear(4, 1))), body)
+
+
 @mistake("reentrant checkpointing", r"model\.\w+ got two gradients in one micro-batch .*: use .* with use_reentrant=Fa")
 def _(run_dir: RunDir) -> None:
     def body(step: Any, model: nn.Module, x: Tensor, y: Tensor) -> None:

@@ -230,11 +230,17 @@ class OtherBuffers:
         return self._tensors
 
     def _find_changes(self) -> list[int]:
-        """Places whose tensor was written or replaced. A version counter sees in-place writes at no cost."""
+        """Places whose tensor was written or replaced.
+
+        A version counter sees in-place writes at no cost. Those through `.data` it does not see, and then the values
+        are compared, except on a GPU, which the host would have to wait for.
+        """
         return [
             k
-            for k, (part, name) in enumerate(self._places)
-            if part._buffers[name] is not self._tensors[k] or self._tensors[k]._version != self._versions[k]
+            for k, ((part, name), tensor) in enumerate(zip(self._places, self._tensors, strict=True))
+            if part._buffers[name] is not tensor
+            or tensor._version != self._versions[k]
+            or (tensor.device.type == "cpu" and not torch.equal(tensor, self._start[k]))
         ]
 
     def _accept(self, k: int, tensor: Tensor) -> None:

@@ -9,132 +9,21 @@ per model) and `close`, then `finish` and `assign`.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 
 from samestep.engine import routes
+from samestep.engine.buckets import Bucket, Transit, build_buckets, dense_strides
 from samestep.engine.control import Control, ControlFormat
 from samestep.errors import Error
 from samestep.plan.tree import Layout, merges
 from samestep.world.group import Group
-from samestep.world.neighbors import Neighbors
 
-ALIGN_BYTES = 64  # of each gradient in a bucket: kernels may pick another code path, and other bits, when less aligned
 USED, MISSED = 1, 2  # by some micro-batch of the step, by some other: bits of a parameter's byte
 Grads = list[Tensor | None]
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
-
-
-@dataclass
-class Bucket:
-    """Parameters whose gradients travel together, in the order in which a backward meets them."""
-
-    indices: list[int]
-    params: list[nn.Parameter]
-    offsets: list[int] = field(default_factory=list)
-    num_elements: int = 0
-    missing: int = 0
-
-    def __post_init__(self) -> None:
-        align = ALIGN_BYTES // self.params[0].element_size()
-        for param in self.params:
-            self.offsets.append(self.num_elements)
-            self.num_elements += -(-param.numel() // align) * align
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.params[0].dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.params[0].device
-
-    def views(self, flat: Tensor) -> list[Tensor]:
-        """Each parameter's piece of `flat`, shaped and strided as the parameter."""
-        return [
-            flat.as_strided(param.shape, _strides(param), flat.storage_offset() + offset)
-            for param, offset in zip(self.params, self.offsets, strict=True)
-        ]
-
-
-class Transit:
-    """A bucket's memory for one layout: this rank's parts, and where the sum ends.
-
-    Args:
-        control_bytes: of the control block that rides with the last bucket, 0 in the others.
-        neighbors: the sockets that the last bucket may take.
-    """
-
-    def __init__(
-        self,
-        bucket: Bucket,
-        layout: Layout,
-        rank: int,
-        *,
-        exact: bool,
-        control_bytes: int,
-        neighbors: Neighbors | None,
-    ) -> None:
-        self.layout, self.rank = layout, rank
-        world_size, n = layout.world_size, bucket.num_elements
-        num_parts = layout.max_parts if exact else 1
-        part_bytes = n * bucket.params[0].element_size()
-        new = {"dtype": bucket.dtype, "device": bucket.device}
-        self.route = routes.choose_route(layout, part_bytes) if exact and world_size > 1 else "all-reduce"
-        self.control: Tensor | None = None
-        self._neighbors: Neighbors | None = None
-        self._receives: Sequence[routes.Work] | None = None
-        if self.route == "direct":
-            row_bytes = num_parts * part_bytes + control_bytes
-            self.rows = torch.zeros(world_size, row_bytes, dtype=torch.uint8, device=bucket.device)
-            if control_bytes and row_bytes <= routes.NEIGHBORS_MAX_BYTES:
-                self._neighbors = neighbors
-            slots = [
-                row[k * part_bytes : (k + 1) * part_bytes].view(bucket.dtype)
-                for row in self.rows
-                for k in range(num_parts)
-            ]
-            self.slots = slots
-            self.parts = slots[rank * num_parts : (rank + 1) * num_parts]
-            self.root = slots[layout.root]
-            if control_bytes:
-                self.control = self.rows[:, num_parts * part_bytes :]
-        elif self.route == "chunks":
-            padded = -(-n // (world_size * ALIGN_BYTES)) * world_size * ALIGN_BYTES
-            self.whole = torch.zeros(num_parts, padded, **new)  # type: ignore[call-overload]
-            self.chunks = torch.zeros(world_size, num_parts, padded // world_size, **new)  # type: ignore[call-overload]
-            self.parts = [row[:n] for row in self.whole]
-            self.root = self.parts[0]
-        else:
-            self.root = torch.zeros(n, **new)  # type: ignore[call-overload]
-            self.spare = self.root.new_empty((n + 1) // 2 if self.route == "butterfly" else 0)
-            self.parts = [self.root]
-        self.part_views = list(zip(*(bucket.views(part) for part in self.parts), strict=True))
-        self.grads = bucket.views(self.root)
-
-    def expect(self, tag: int) -> None:
-        """Gets ready for the other ranks' parts, where the route allows it before this rank has its own."""
-        if self.route == "direct" and self._neighbors is None:
-            self._receives = routes.post_receives(self.rows, self.rank, tag)
-
-    def start(self, tag: int) -> routes.Flight:
-        """Sends this rank's parts on their way."""
-        if self.route == "direct":
-            direct = routes.run_direct(self.rows, self.rank, tag, receives=self._receives, neighbors=self._neighbors)
-            return routes.Flight(direct)
-        if self.route == "butterfly":
-            return routes.Flight(routes.run_butterfly(self.root, self.spare, self.rank, self.layout.world_size, tag))
-        if self.route == "chunks":
-            return routes.Flight(routes.run_chunks(self.whole, self.chunks, self.rank, self.layout, tag))
-        return routes.Flight(routes.run_all_reduce(self.root))
-
-    def complete(self) -> None:
-        """After arrival: adds up what the route itself has not."""
-        if self.route == "direct":
-            routes.add_parts(self.slots, self.layout)
 
 
 class Reducer:
@@ -165,8 +54,8 @@ class Reducer:
         self.slots = [slot for _, _, slot in params]
         self._group, self._exact = group, exact
         self._num_slots, self._num_values = num_slots, num_values
-        self._strides = [_strides(param) for param in self.params]
-        self._buckets = _build_buckets(self.params, bucket_cap_bytes)
+        self._strides = [dense_strides(param) for param in self.params]
+        self._buckets = build_buckets(self.params, bucket_cap_bytes)
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
         self._fired = bytearray(len(self.params))
         self._used = 0  # a byte per parameter, see USED
@@ -202,13 +91,14 @@ class Reducer:
             self._kept = [None if param.grad is None else param.grad.clone() for param in self.params]
         for param in self.params:
             param.grad = None
+        self._versions = [param._version for param in self.params]
         self._held: list[Grads] = []
         self._used = 0
         self._flights: list[routes.Flight] = []
         for bucket in self._buckets:
             bucket.missing = len(bucket.indices)
         if self._group.world_size > 1:
-            if layout not in self._transits:
+            if layout not in self._transits or any(transit.is_kept for transit in self._transits[layout]):
                 self._build_transits(layout)
             self._views = self._views_of[layout]
             for tag, transit in enumerate(self._transits[layout]):
@@ -219,6 +109,7 @@ class Reducer:
         self._v = v
         self._last = v == self._range.stop - 1 and self._group.world_size > 1
         self._fired[:] = bytes(len(self.params))
+        self._places: set[int] = set()
         if self._last:
             self._merges_left = self._num_merges()
         self._in_micro_batch = True
@@ -251,6 +142,7 @@ class Reducer:
         fired = int.from_bytes(self._fired)
         self._used |= fired * USED | (fired ^ self._all_fired) * MISSED
         if self._v == self._range.stop - 1:
+            self._check_unchanged()
             return  # `finish` folds it, bucket by bucket, on the way out
         grads: Grads = []
         for param in self.params:
@@ -322,8 +214,12 @@ class Reducer:
                     f"{self.names[i]} got two gradients in one micro-batch (reentrant activation checkpointing?): "
                     "use torch.utils.checkpoint with use_reentrant=False"
                 )
-            if param.grad is not None and param.grad.layout is not torch.strided:
+            grad = param.grad
+            if grad is None or grad.layout is not torch.strided:
                 raise Error(f"{self.names[i]} has a sparse gradient: build its layer with sparse=False")
+            if (place := grad.data_ptr()) in self._places:  # autograd's one tensor for two parameters
+                param.grad = grad.clone()
+            self._places.add(place)
             self._fired[i] = 1
             if self._last:
                 bucket = self._bucket_of[i]
@@ -334,6 +230,14 @@ class Reducer:
                     self._launch()
 
         return on_grad
+
+    def _check_unchanged(self) -> None:
+        for name, param, version in zip(self.names, self.params, self._versions, strict=True):
+            if param._version != version:
+                raise Error(
+                    f"{name} was changed inside the micro-batch loop (by the model's forward, as nn.Embedding(max_norm="
+                    "...) does?), so that the gradient depends on the rank: change weights after the loop"
+                )
 
     def _scale(self, grad: Tensor | None, inverse: float, used: int) -> None:
         """Multiplies a sum in place.
@@ -424,34 +328,9 @@ class Reducer:
         self._controls[layout] = (form, own_rows, [memoryview(row.numpy()) for row in rows])
 
 
-def _build_buckets(params: Sequence[nn.Parameter], cap_bytes: int) -> list[Bucket]:
-    """Fills buckets in reverse order of the models' parameters, about the order in which a backward meets them."""
-    groups: list[list[int]] = []
-    size = 0
-    for i in reversed(range(len(params))):
-        param = params[i]
-        num_bytes = param.numel() * param.element_size()
-        same_kind = groups and (params[groups[-1][0]].dtype, params[groups[-1][0]].device) == (
-            param.dtype,
-            param.device,
-        )
-        if not same_kind or size + num_bytes > cap_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(i)
-        size += num_bytes
-    return [Bucket(indices, [params[i] for i in indices]) for indices in groups]
-
-
 @lru_cache(maxsize=32)
 def _build_constant(value: float, dtype: torch.dtype, device: torch.device, shape: torch.Size) -> Tensor:
     return torch.full(shape, value, dtype=dtype, device=device)
-
-
-def _strides(param: Tensor) -> tuple[int, ...]:
-    """The parameter's strides where it is dense, else those of a contiguous tensor."""
-    stride: tuple[int, ...] = torch.empty_like(param, device="meta").stride()
-    return stride
 
 
 def _add(left: Tensor | None, right: Tensor | None) -> Tensor | None:

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from samestep.errors import PeerFailed
+
 # A peer that works on a like share is at most this late as a rule. A rank that slept meanwhile would lose as much
 # again on waking up.
 SPIN_S = 200e-6
@@ -46,8 +48,7 @@ class Neighbors:
         """Sends this rank's row of bytes to every other rank, and receives theirs into their rows.
 
         Raises:
-            ConnectionError: another rank is gone.
-            TimeoutError: another rank has sent nothing for `timeout_s`.
+            PeerFailed: another rank is gone, or has sent nothing for `timeout_s`.
         """
         mine = rows[self._rank]
         leaving = [(peer, mine) for peer in self._sockets]
@@ -74,14 +75,18 @@ class Neighbors:
             return row[self._sockets[peer].send(row) :]
         except BlockingIOError:
             return row
+        except OSError as error:
+            raise PeerFailed(f"rank {peer} is gone ({error.strerror})") from None
 
     def _receive(self, peer: int, row: memoryview) -> memoryview:
         try:
             size = self._sockets[peer].recv_into(row)
         except BlockingIOError:
             return row
+        except OSError as error:
+            raise PeerFailed(f"rank {peer} is gone ({error.strerror})") from None
         if not size:
-            raise ConnectionResetError(f"rank {peer} is gone")
+            raise PeerFailed(f"rank {peer} is gone")
         return row[size:]
 
     def _sleep(self, to: Sequence[int], of: Sequence[int]) -> None:
@@ -90,7 +95,7 @@ class Neighbors:
             wanted = (select.POLLOUT if peer in to else 0) | (select.POLLIN if peer in of else 0)
             waiting.register(self._sockets[peer], wanted)
         if not waiting.poll(self._timeout_s * 1000):
-            raise TimeoutError(f"nothing came from rank {', '.join(map(str, of))} for {self._timeout_s:g} s")
+            raise PeerFailed(f"nothing came from rank {', '.join(map(str, of))} for {self._timeout_s:g} s")
 
     def close(self) -> None:
         """Hangs up on all of them."""

@@ -1,0 +1,158 @@
+"""The memory in which gradients travel: flat buckets of parameters, and a layout's parts and sum of each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from sys import getrefcount
+
+import torch
+from torch import Tensor, nn
+
+from samestep.engine import routes
+from samestep.plan.tree import Layout
+from samestep.world.neighbors import Neighbors
+
+ALIGN_BYTES = 64  # of each gradient in a bucket: kernels may pick another code path, and other bits, when less aligned
+
+
+@dataclass
+class Bucket:
+    """Parameters whose gradients travel together, in the order in which a backward meets them."""
+
+    indices: list[int]
+    params: list[nn.Parameter]
+    offsets: list[int] = field(default_factory=list)
+    num_elements: int = 0
+    missing: int = 0
+
+    def __post_init__(self) -> None:
+        align = ALIGN_BYTES // self.params[0].element_size()
+        for param in self.params:
+            self.offsets.append(self.num_elements)
+            self.num_elements += -(-param.numel() // align) * align
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.params[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.params[0].device
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Each parameter's piece of `flat`, shaped and strided as the parameter."""
+        return [
+            flat.as_strided(param.shape, dense_strides(param), flat.storage_offset() + offset)
+            for param, offset in zip(self.params, self.offsets, strict=True)
+        ]
+
+
+class Transit:
+    """A bucket's memory for one layout: this rank's parts, and where the sum ends.
+
+    Args:
+        control_bytes: of the control block that rides with the last bucket, 0 in the others.
+        neighbors: the sockets that the last bucket may take.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        layout: Layout,
+        rank: int,
+        *,
+        exact: bool,
+        control_bytes: int,
+        neighbors: Neighbors | None,
+    ) -> None:
+        self.layout, self.rank = layout, rank
+        world_size, n = layout.world_size, bucket.num_elements
+        num_parts = layout.max_parts if exact else 1
+        part_bytes = n * bucket.params[0].element_size()
+        new = {"dtype": bucket.dtype, "device": bucket.device}
+        self.route = routes.choose_route(layout, part_bytes) if exact and world_size > 1 else "all-reduce"
+        self.control: Tensor | None = None
+        self._neighbors: Neighbors | None = None
+        self._receives: Sequence[routes.Work] | None = None
+        if self.route == "direct":
+            row_bytes = num_parts * part_bytes + control_bytes
+            self.rows = torch.zeros(world_size, row_bytes, dtype=torch.uint8, device=bucket.device)
+            if control_bytes and row_bytes <= routes.NEIGHBORS_MAX_BYTES:
+                self._neighbors = neighbors
+            slots = [
+                row[k * part_bytes : (k + 1) * part_bytes].view(bucket.dtype)
+                for row in self.rows
+                for k in range(num_parts)
+            ]
+            self.slots = slots
+            self.parts = slots[rank * num_parts : (rank + 1) * num_parts]
+            self.root = slots[layout.root]
+            if control_bytes:
+                self.control = self.rows[:, num_parts * part_bytes :]
+        elif self.route == "chunks":
+            padded = -(-n // (world_size * ALIGN_BYTES)) * world_size * ALIGN_BYTES
+            self.whole = torch.zeros(num_parts, padded, **new)  # type: ignore[call-overload]
+            self.chunks = torch.zeros(world_size, num_parts, padded // world_size, **new)  # type: ignore[call-overload]
+            self.parts = [row[:n] for row in self.whole]
+            self.root = self.parts[0]
+        else:
+            self.root = torch.zeros(n, **new)  # type: ignore[call-overload]
+            self.spare = self.root.new_empty((n + 1) // 2 if self.route == "butterfly" else 0)
+            self.parts = [self.root]
+        self.part_views = list(zip(*(bucket.views(part) for part in self.parts), strict=True))
+        self.grads = bucket.views(self.root)
+        self._storage = self.root.untyped_storage()._cdata
+        self._num_references = self._count_references()
+
+    def _count_references(self) -> tuple[int, int]:
+        return sum(map(getrefcount, self.grads)), torch._C._storage_Use_Count(self._storage)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the script has kept a gradient of the last step, or a view of one, so that it may not change."""
+        return self._count_references() != self._num_references
+
+    def expect(self, tag: int) -> None:
+        """Gets ready for the other ranks' parts, where the route allows it before this rank has its own."""
+        if self.route == "direct" and self._neighbors is None:
+            self._receives = routes.post_receives(self.rows, self.rank, tag)
+
+    def start(self, tag: int) -> routes.Flight:
+        """Sends this rank's parts on their way."""
+        if self.route == "direct":
+            direct = routes.run_direct(self.rows, self.rank, tag, receives=self._receives, neighbors=self._neighbors)
+            return routes.Flight(direct)
+        if self.route == "butterfly":
+            return routes.Flight(routes.run_butterfly(self.root, self.spare, self.rank, self.layout.world_size, tag))
+        if self.route == "chunks":
+            return routes.Flight(routes.run_chunks(self.whole, self.chunks, self.rank, self.layout, tag))
+        return routes.Flight(routes.run_all_reduce(self.root))
+
+    def complete(self) -> None:
+        """After arrival: adds up what the route itself has not."""
+        if self.route == "direct":
+            routes.add_parts(self.slots, self.layout)
+
+
+def build_buckets(params: Sequence[nn.Parameter], cap_bytes: int) -> list[Bucket]:
+    """Fills buckets in reverse order of the models' parameters, about the order in which a backward meets them."""
+    groups: list[list[int]] = []
+    size = 0
+    for i in reversed(range(len(params))):
+        param = params[i]
+        num_bytes = param.numel() * param.element_size()
+        same_kind = groups and (params[groups[-1][0]].dtype, params[groups[-1][0]].device) == (
+            param.dtype,
+            param.device,
+        )
+        if not same_kind or size + num_bytes > cap_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(i)
+        size += num_bytes
+    return [Bucket(indices, [params[i] for i in indices]) for indices in groups]
+
+
+def dense_strides(param: Tensor) -> tuple[int, ...]:
+    """The parameter's strides where it is dense, else those of a contiguous tensor."""
+    stride: tuple[int, ...] = torch.empty_like(param, device="meta").stride()
+    return stride

@@ -1,0 +1,87 @@
+"""The sockets between the ranks of one host."""
+
+import os
+import socket
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import torch
+
+import samestep
+from samestep.errors import PeerFailed
+from samestep.world.environment import read_environment
+from samestep.world.group import open_group
+from samestep.world.neighbors import Neighbors, connect
+
+
+class Alone:
+    """As if each of two ranks were on a host of its own."""
+
+    rank, world_size = 0, 2
+
+    def gather(self, value: object) -> list[object]:
+        return [value, (("another boot", 1), b"", b"")]
+
+
+def build_mesh(num_ranks: int, timeout_s: float = 60.0) -> list[Neighbors]:
+    sockets: list[dict[int, socket.socket]] = [{} for _ in range(num_ranks)]
+    for high in range(num_ranks):
+        for low in range(high):
+            sockets[high][low], sockets[low][high] = socket.socketpair()
+    return [Neighbors(rank, sockets[rank], timeout_s) for rank in range(num_ranks)]
+
+
+def exchange(num_ranks: int, num_bytes: int, mesh: Sequence[Neighbors], rank: int) -> None:
+    for turn in range(3):
+        rows = [bytearray(num_bytes) for _ in range(num_ranks)]
+        rows[rank][:] = bytes([rank + turn]) * num_bytes
+        mesh[rank].exchange([memoryview(row) for row in rows])
+        assert rows == [bytes([peer + turn]) * num_bytes for peer in range(num_ranks)]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 5])
+@pytest.mark.parametrize("num_bytes", [1, 1000, 3_000_001])  # the last is more than a socket's buffer holds
+def test_every_rank_gets_every_row(num_ranks: int, num_bytes: int) -> None:
+    mesh = build_mesh(num_ranks)
+    with ThreadPoolExecutor(num_ranks) as threads:
+        list(threads.map(partial(exchange, num_ranks, num_bytes, mesh), range(num_ranks)))
+    for neighbors in mesh:
+        neighbors.close()
+
+
+def test_a_rank_that_is_gone_is_named() -> None:
+    first, second = build_mesh(2)
+    second.close()
+    with pytest.raises(PeerFailed, match="rank 1 is gone"):
+        first.exchange([memoryview(bytearray(8))] * 2)
+    first.close()
+
+
+def test_a_rank_that_is_silent_is_named() -> None:
+    first, second = build_mesh(2, timeout_s=0.05)
+    with pytest.raises(PeerFailed, match=r"nothing came from rank 1 for 0\.05 s"):
+        first.exchange([memoryview(bytearray(8))] * 2)
+    first.close()
+    second.close()
+
+
+def test_ranks_of_two_hosts_are_no_neighbors() -> None:
+    assert connect(Alone(), 60.0) is None
+
+
+def exchange_in_a_group() -> list[int]:
+    environment = read_environment()
+    group = open_group(environment, torch.device("cpu"))
+    assert group.neighbors is not None
+    rows = [bytearray(8) for _ in range(group.world_size)]
+    rows[group.rank][:] = os.getpid().to_bytes(8)
+    group.neighbors.exchange([memoryview(row) for row in rows])
+    found = [int.from_bytes(row) for row in rows]
+    assert found == group.gather(os.getpid())
+    return found
+
+
+def test_ranks_of_one_host_find_one_another() -> None:
+    assert len(set(samestep.spawn(exchange_in_a_group, 3))) == 3
