@@ -42,12 +42,15 @@ from torch.utils.data import DataLoader, DistributedSampler
 import samestep
 from samestep.engine import routes
 from samestep.recipes.mlp import CustomDataset
+from samestep.world.environment import read_environment
+from samestep.world.group import open_group
 
 NUM_SAMPLES = 2048
 SAMPLES_PER_RANK = 32
 OURS, SEEDS, ACCELERATE, LIGHTNING = "samestep", "DDP loop", "Accelerate", "Lightning"
-FLOOR = "forward, backward, Adam alone"
+FLOOR, BARE = "forward, backward, Adam alone", "the same and loading the samples"
 ALL_REDUCE, DIRECT = "all-reduce of the gradient alone", "direct exchange of it alone"
+SOCKETS = "the same over sockets"
 # (contestant to compare with, ranks) -> the largest ratio that is wanted
 TARGETS = {
     (SEEDS, 1): 0.7,
@@ -197,11 +200,15 @@ def run_lightning(world_size: int, after_step: Callable[[], bool]) -> None:
     trainer.fit(Toy(), loader)
 
 
-def run_floor() -> Iterator[None]:
+def run_floor(*, loads: bool) -> Iterator[None]:
+    """What is left without any framework: the arithmetic, with or without the loading of the same samples in order."""
+    dataset = CustomDataset(NUM_SAMPLES)
     model = build_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    source, targets = torch.rand(SAMPLES_PER_RANK, 20), torch.rand(SAMPLES_PER_RANK, 1)
-    while True:
+    for start in itertools.cycle(range(0, NUM_SAMPLES, SAMPLES_PER_RANK)):
+        if loads or start == 0:
+            samples = [dataset[index] for index in range(start, start + SAMPLES_PER_RANK)]
+            source, targets = (torch.stack(column) for column in zip(*samples, strict=True))
         optimizer.zero_grad()
         F.mse_loss(model(source), targets).backward()
         optimizer.step()
@@ -210,10 +217,13 @@ def run_floor() -> Iterator[None]:
 
 def run_exchange(route: str) -> Iterator[None]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    neighbors = open_group(read_environment(), torch.device("cpu")).neighbors if route == "sockets" else None
     gradients = torch.zeros(world_size, sum(param.numel() for param in build_model().parameters()))
     while True:
         if route == "direct":
             routes.land([routes.Flight(routes.run_direct(gradients, rank, tag=0))])
+        elif route == "sockets":
+            routes.land([routes.Flight(routes.run_direct(gradients.view(torch.uint8), rank, 0, neighbors=neighbors))])
         else:
             dist.all_reduce(gradients[rank])
         yield
@@ -236,10 +246,12 @@ def run_rank(world_size: int, frameworks: tuple[str, ...], num_rounds: int, step
     if "lightning" in frameworks:
         others.append(Turns(partial(run_lightning, world_size)))
         contestants.append(Contestant(LIGHTNING, others[0].run_steps))
-    contestants.append(build_contestant(FLOOR, run_floor()))
+    contestants.append(build_contestant(BARE, run_floor(loads=True)))
+    contestants.append(build_contestant(FLOOR, run_floor(loads=False)))
     if world_size > 1:
         contestants.append(build_contestant(ALL_REDUCE, run_exchange("all-reduce")))
         contestants.append(build_contestant(DIRECT, run_exchange("direct")))
+        contestants.append(build_contestant(SOCKETS, run_exchange("sockets")))
     times = measure(contestants, num_rounds=num_rounds, steps_per_block=steps_per_block)
     for turns in others:
         turns.close()
