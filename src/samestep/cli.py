@@ -5,7 +5,7 @@ import difflib
 import importlib.util
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,8 +24,10 @@ the same samples, the same updates, the same bits, through crashes and changes o
 
 Commands:
   samestep train [RECIPE]       train a recipe that comes with samestep (digits if none is named)
-  samestep launch SCRIPT ...    start a script of yours on several ranks of this machine
-  samestep inspect RUN          what a run's directory holds: numbers, snapshots, samples, digest
+  samestep launch SCRIPT ...    start a script of yours on several ranks, of this machine or of several
+  samestep inspect RUN          what a run's directory holds: numbers, snapshots, restarts, samples, digest
+  samestep verify SCRIPT ...    prove that a script gives the same run on 1, 2, 3 and 4 ranks, and when it is killed
+  samestep export RUN FILE      a snapshot's weights as a safetensors file, for other programs
 
 Examples:
   samestep train digits --nproc-per-node 2        a small CNN on real handwritten digits, in seconds
@@ -49,9 +51,23 @@ usage: samestep launch [options] SCRIPT [arguments of the script]
 Starts the script on ranks of this machine and waits for them. What follows the script is the script's own.
 The ranks find each other as under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, ...); the script may use samestep or not.
 
-Ctrl-C or SIGTERM tells the ranks once to stop: a run ends its step, saves and leaves. A second one kills them.
+On several machines, give the same command on each: --nnodes 2 --rdzv-endpoint HOST:29400, HOST being one of them. With
+--nnodes 1:4, machines may go and come while it runs. They must share the run's directory.
+
+Ctrl-C, SIGTERM or SIGUSR1 tells the ranks once to stop: a run ends its step, saves and leaves. A second one kills
+them. With --max-restarts, a rank that dies has all ranks start again from the newest snapshot.
 Exit code: 0; that of the rank that failed first (128 + signal where one killed it); 130 after Ctrl-C;
-75 after SIGTERM when the run has saved: the same command goes on.
+75 after SIGTERM or SIGUSR1 when the run has saved: the same command goes on.
+"""
+
+VERIFY_HELP = """\
+usage: samestep verify [options] SCRIPT|RECIPE [arguments of it]
+       samestep verify [options] -m MODULE [arguments of the module]
+
+Trains for a few steps on several numbers of ranks, and once more killed at random moments, in the middle of a save
+too, and resumed on another number of ranks each time. Compares the state after every step, the losses and the samples
+used. What differs is named, with its likely cause. Nothing is written into the run directory that the script names.
+Exit code: 0 when all runs are the same, 1 when not, 2 when the script does not train by itself.
 """
 
 DEFAULT_RECIPE = "digits"
@@ -70,7 +86,28 @@ class Flag:
 FLAGS: dict[str, Flag] = {
     "nproc_per_node": Flag(str, "N", "ranks: a number, gpu (one per GPU), cpu (one per core) or auto (gpu, else 1)"),
     "show_ranks": Flag(str, "R", "whose output to show: all, or ranks such as 0,2; default: 0"),
+    "max_restarts": Flag(int, "N", "start all ranks again, from the newest snapshot, when one has failed; default: 0"),
+    "nnodes": Flag(str, "N", "nodes that run it together: a number, or MIN:MAX where they may come and go; default: 1"),
+    "node_rank": Flag(int, "R", "this node's place among them, from 0; without, they are numbered as they come"),
+    "rdzv_endpoint": Flag(
+        str, "H:P", "where the nodes meet: one of them, by name or address ([v6]), and a free port there"
+    ),
+    "rdzv_id": Flag(str, "ID", "the same on all nodes; tells apart what meets at one place"),
+    "rdzv_timeout": Flag(int, "S", "seconds to wait for the other nodes; default: 300"),
     **{name: Flag(override.type, override.metavar, override.help) for name, override in OVERRIDES.items()},
+}
+
+VERIFY_FLAGS: dict[str, Flag] = {
+    "steps": Flag(int, "N", "steps of each run; default: 20"),
+    "world_sizes": Flag(str, "N,N", "numbers of ranks; all are compared with the first; default: 1,2,3,4"),
+    "kills": Flag(int, "K", "how often a rank of the interrupted run is killed; default: 2"),
+    "kill_seed": Flag(int, "N", "of the moments at which; default: others each time"),
+    "gradients": Flag(bool, "", "first check the averages, against float64 and single samples"),
+    "keep_runs": Flag(str, "DIR", "keep the runs' directories and traces here"),
+    **{
+        name: FLAGS[name]
+        for name in ("batch_size", "micro_batch_size", "seed", "threads", "precision", "reduction", "device")
+    },
 }
 
 
@@ -91,7 +128,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(arguments: list[str]) -> int:
-    commands: dict[str, Callable[[list[str]], int]] = {"train": _train, "launch": _launch, "inspect": _inspect}
+    commands: dict[str, Callable[[list[str]], int]] = {
+        "train": _train, "launch": _launch, "verify": _verify, "inspect": _inspect, "export": _export,
+    }  # fmt: skip
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(HELP, end="")
         return 0
@@ -119,16 +158,19 @@ def _option(token: str) -> str:
     return token.partition("=")[0].replace("_", "-")
 
 
-def _flag_names() -> list[str]:
-    return ["--" + name.replace("_", "-") for name in FLAGS]
+def _flag_names(flags: Mapping[str, Flag] = FLAGS) -> list[str]:
+    return ["--" + name.replace("_", "-") for name in flags]
 
 
-def take_flags(arguments: Sequence[str], *, stop_at_first: bool) -> tuple[dict[str, Any], list[str]]:
-    """Takes the flags of `launch` out of `arguments`.
+def take_flags(
+    arguments: Sequence[str], *, stop_at_first: bool, flags: Mapping[str, Flag] = FLAGS
+) -> tuple[dict[str, Any], list[str]]:
+    """Takes `flags` out of `arguments`.
 
     Args:
         arguments: of the command.
         stop_at_first: leave everything from the first one on that is not such a flag.
+        flags: those of `launch`, or of another command.
 
     Returns:
         The values by name, and the arguments that are left, in order; all that follows `--` is left.
@@ -145,12 +187,12 @@ def take_flags(arguments: Sequence[str], *, stop_at_first: bool) -> tuple[dict[s
         name = option[2:].replace("-", "_")
         if token == "--":
             return values, left + tokens
-        if not token.startswith("--") or name not in FLAGS:
+        if not token.startswith("--") or name not in flags:
             if stop_at_first:
                 return values, [token, *tokens]
             left.append(token)
             continue
-        flag, (_, equals, text) = FLAGS[name], token.partition("=")
+        flag, (_, equals, text) = flags[name], token.partition("=")
         if flag.type is bool:
             if equals:
                 raise Error(f"{option} takes no value, but {text!r} was given")
@@ -175,9 +217,25 @@ def _convert(option: str, flag: Flag, text: str) -> int | str:
 
 def _start(target: "Target", values: dict[str, Any]) -> int:
     from samestep.launch.command import run_launch
+    from samestep.launch.nodes import parse_nodes
 
     num_ranks, show_ranks = values.pop("nproc_per_node", "auto"), values.pop("show_ranks", "0")
-    return run_launch(target, num_ranks=num_ranks, show_ranks=show_ranks, overrides=Overrides(**values))
+    max_restarts = values.pop("max_restarts", 0)
+    nodes = parse_nodes(
+        values.pop("nnodes", "1"),
+        values.pop("node_rank", None),
+        values.pop("rdzv_endpoint", None),
+        values.pop("rdzv_id", ""),
+        values.pop("rdzv_timeout", 300),
+    )
+    return run_launch(
+        target,
+        num_ranks=num_ranks,
+        show_ranks=show_ranks,
+        max_restarts=max_restarts,
+        nodes=nodes,
+        overrides=Overrides(**values),
+    )
 
 
 def _launch(arguments: list[str]) -> int:
@@ -217,10 +275,48 @@ def _train(arguments: list[str]) -> int:
     return _start(Target("recipe", f"samestep.recipes.{recipe}", left), values)
 
 
+def _verify(arguments: list[str]) -> int:
+    values, left = take_flags(arguments, stop_at_first=True, flags=VERIFY_FLAGS)
+    if left and left[0] in ("-h", "--help"):
+        print(f"{VERIFY_HELP}\n{_describe_flags(VERIFY_FLAGS)}", end="")
+        return 0
+    known = [*_flag_names(VERIFY_FLAGS), "-m"]
+    if left and left[0].startswith("-") and left[0] != "-m":
+        raise Error(f"verify has no option {left[0]}{_suggest(_option(left[0]), known)}")
+    if not [word for word in left if word != "-m"]:
+        raise Error("verify needs a script or a recipe; see samestep verify --help")
+    from samestep.launch.command import check_target
+    from samestep.launch.local import Target
+    from samestep.tools.verify.command import Options, parse_world_sizes, run_verify
+    from samestep.tools.verify.trials import Subject
+
+    is_recipe = left[0] in find_recipes() and not Path(left[0]).is_file()
+    if is_recipe:
+        _check_options(left[0], left[1:])
+    elif left[0] == "-m":
+        check_target(Target("module", left[1], left[2:]))
+    else:
+        check_target(Target("script", left[0], left[1:]))
+    names = {"steps": "num_steps", "kills": "num_kills"}
+    options = {names.get(name, name): values.pop(name) for name in list(values) if name not in OVERRIDES}
+    if "world_sizes" in options:
+        options["world_sizes"] = parse_world_sizes(options["world_sizes"])
+    if "keep_runs" in options:
+        options["keep_runs"] = Path(options["keep_runs"])
+    subject = Subject("train" if is_recipe else "launch", tuple(left), Overrides(**values))
+    return run_verify(subject, Options(**options))
+
+
 def _inspect(arguments: list[str]) -> int:
     from samestep.tools.inspect import run_inspect
 
     return run_inspect(arguments)
+
+
+def _export(arguments: list[str]) -> int:
+    from samestep.tools.export import run_export
+
+    return run_export(arguments)
 
 
 @cache
@@ -281,10 +377,11 @@ def _describe_recipes() -> str:
     return "".join(lines)
 
 
-def _describe_flags() -> str:
-    lines = ["Options of launch:"]
-    for name, flag in FLAGS.items():
-        if name == next(iter(OVERRIDES)):
+def _describe_flags(flags: Mapping[str, Flag] = FLAGS) -> str:
+    lines = ["Options of launch:" if flags is FLAGS else "Options:"]
+    first = next(name for name in flags if name in OVERRIDES)
+    for name, flag in flags.items():
+        if name == first:
             lines += ["", "Instead of what the script gives to samestep.Run:"]
         option = f"  --{name.replace('_', '-')} {flag.metavar}".rstrip()
         wrapped = textwrap.wrap(flag.help, width=82)

@@ -220,6 +220,38 @@ def test_ranks_that_fail_alike_speak_once(command: Command, what: str, code: int
     assert (done.returncode, done.stderr) == (code, said)
 
 
+def test_an_error_is_not_tried_again(command: Command) -> None:
+    """It is a person's mistake, and would be the same one again."""
+    command.write("fail.py", FAIL)
+    done = command.run("launch", "--nproc-per-node", "2", "--max-restarts", "3", "fail.py", "error")
+    assert (done.returncode, done.stderr) == (2, "samestep: error: the batch size is odd\n")
+    assert done.stdout == "hello from 0\n"
+
+
+def test_ranks_of_any_script_are_started_again(command: Command) -> None:
+    """In a world of their own: they meet as if for the first time."""
+    command.write(
+        "twice.py",
+        "import os, sys, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "if dist.get_rank() == 1 and not os.path.exists('once'):\n"
+        "    open('once', 'w').close()\n"
+        "    os._exit(3)\n"
+        "dist.barrier()\n"
+        "print('met', os.environ['TORCHELASTIC_RESTART_COUNT'])\n",
+    )
+    done = command.run("launch", "--nproc-per-node", "2", "--max-restarts", "2", "twice.py")
+    assert (done.returncode, done.stdout) == (0, "met 1\n")
+    assert done.stderr.splitlines()[-1] == "samestep: rank 1 ended with exit code 3; restart 1 of 2"
+    command.assert_no_files_left()
+
+
+def test_restarts_cannot_be_fewer_than_none(command: Command) -> None:
+    command.write("sum.py", SUM)
+    done = command.run("launch", "--max-restarts", "-1", "sum.py")
+    assert (done.returncode, done.stderr) == (2, "samestep: error: --max-restarts must be at least 0, not -1\n")
+
+
 def test_one_rank_fails_as_under_python(command: Command) -> None:
     command.write("broken.py", "def f(:\n")
     python, launched = command.run("broken.py", program=""), command.run("launch", "broken.py")

@@ -9,6 +9,7 @@ draws noise, `run.state`, a named snapshot, and rows of its own.
 """
 
 import argparse
+import json
 import os
 import re
 import signal
@@ -114,6 +115,8 @@ class Faults:
             (self._directory / f"held-{self.rank}").touch()
             deadline_s = time.monotonic() + DEADLINE_S
             while not (self._directory / "go").exists():
+                if self.run._signals.heard:
+                    (self._directory / f"heard-{self.rank}").touch()
                 if time.monotonic() > deadline_s:
                     raise TimeoutError("nobody said go")
                 time.sleep(0.005)
@@ -124,8 +127,11 @@ class Faults:
         os.kill(os.getpid(), signal.SIGKILL)
 
     def watch_saving(self) -> None:
-        """From now on rank 0 reaches the moments within a snapshot's saving, which no line of a script sees."""
-        named: dict[bool, int] = {}  # whether a snapshot is numbered -> the steps done when one last got its name
+        """From now on rank 0 reaches the moments within a snapshot's saving, which no line of a script sees.
+
+        Most of them beside later steps: the steps done are those that the snapshot is of.
+        """
+        named: dict[bool, int] = {}  # whether a snapshot is numbered -> the step of the one that last got its name
         is_renamed = is_doomed = False
 
         def on_event(event: str, args: tuple[Any, ...]) -> None:
@@ -134,30 +140,36 @@ class Faults:
                 file = str(args[0])
                 if is_renamed:  # the next thing that is done
                     is_renamed = False
-                    self.reach("after rename")
+                    self.reach("after rename", named[True])
                 if "/.tmp-step-" in file and file.endswith("state.json"):
-                    self.reach("writing tensors")  # they are there, and nothing else is
+                    self.reach("writing tensors", read_step(Path(file).parent))  # they are there, and nothing else is
                 if "/.tmp-step-" in file and file.endswith("manifest.json"):
-                    self.reach("writing manifest")
+                    self.reach("writing manifest", read_step(Path(file).parent))
             elif event == "os.rename":
                 source, target = Path(str(args[0])), Path(str(args[1]))
                 is_doomed = target.name.startswith(".tmp-doomed-step-")
                 if target.parent.name == "abandoned":
                     self.reach("rewinding", 0)  # at whatever step it goes back to
                 elif source.name.startswith(".tmp-"):
-                    is_numbered = target.name.startswith("step-")
-                    if named.get(not is_numbered) == self.run.steps_done:
-                        self.reach("between best and numbered")
+                    is_numbered, step = target.name.startswith("step-"), read_step(source)
+                    if named.get(not is_numbered) == step:
+                        self.reach("between best and numbered", step)
                     if is_numbered:
-                        self.reach("before rename")
+                        self.reach("before rename", step)
                     elif target.with_name(f".old-{target.name}").exists():
-                        self.reach("replacing best")
-                    named[is_numbered] = self.run.steps_done
+                        self.reach("replacing best", step)
+                    named[is_numbered] = step
                     is_renamed = is_numbered
             elif event == "os.remove" and is_doomed and str(args[0]).endswith("state.json"):
-                self.reach("pruning")
+                self.reach("pruning", named.get(True, -1))
 
         sys.addaudithook(on_event)
+
+
+def read_step(snapshot: Path) -> int:
+    """The steps done by a snapshot that is about to get its name: in that name, or in its manifest."""
+    _, is_numbered, number = snapshot.name.partition("step-")
+    return int(number) if is_numbered else json.loads((snapshot / "manifest.json").read_text())["step"]
 
 
 class Images(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -203,6 +215,7 @@ def train(
     num_steps: int | None = None,
     num_workers: int = 0,
     with_sampler: bool = False,
+    settled: bool = False,
     **arguments: Any,
 ) -> Path:
     """One run, or the rest of one. Returns its directory.
@@ -211,6 +224,7 @@ def train(
         fault: one, or several.
         num_steps: so many steps without epochs, by `run.steps`.
         with_sampler: the script gives each epoch's order.
+        settled: no step begins before the snapshots taken so far are there, so that a fault cannot overtake them.
         arguments: for `samestep.Run`.
     """
     directory = Path(run_dir).with_name(f"{Path(run_dir).name}-faults")
@@ -248,6 +262,8 @@ def train(
     def train_step(step: Any) -> None:
         nonlocal num_begun
         num_begun = 0
+        if settled:
+            run._keeper.settle()
         for images, kinds in step:
             num_begun += 1
             scores = model(images)
@@ -312,8 +328,9 @@ def main() -> None:
     parser.add_argument("--fault", action="append", default=[])
     parser.add_argument("--epochs", type=int, default=NUM_EPOCHS)
     parser.add_argument("--num-workers", type=int, default=0)
+    parser.add_argument("--settled", action="store_true")
     args = parser.parse_args()
-    train(args.run_dir, args.fault, epochs=args.epochs, num_workers=args.num_workers)
+    train(args.run_dir, args.fault, epochs=args.epochs, num_workers=args.num_workers, settled=args.settled)
 
 
 if __name__ == "__main__":

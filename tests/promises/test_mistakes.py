@@ -15,7 +15,7 @@ import samestep
 from samestep.snapshot.store import Store
 
 # What a run that has begun and failed in its first epoch leaves: nothing that a later start would not begin anew.
-BEGUN = {"run.json", "lock", "metrics.jsonl", "ledger.bin"}
+BEGUN = {"run.json", "status.json", "lock", "metrics.jsonl", "ledger.bin"}
 
 
 def check_left(found: Mistake, run_dir: Path, name: str) -> None:

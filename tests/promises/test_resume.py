@@ -89,14 +89,14 @@ def build_kills() -> list[str]:
 def test_killed_at_every_moment(trial: Trial, undisturbed: Undisturbed, fault: str) -> None:
     """keep=1, so that there is something to prune."""
     num_ranks_then = 1 + len(fault) % 4
-    error = trial.spawn_to_fail(3, fault, keep=1)
+    step, moment = Fault.parse(fault).step, Fault.parse(fault).moment
+    error = trial.spawn_to_fail(3, fault, keep=1, settled=moment in IN_BODY)
     assert ("a fault" if fault.startswith("raise") else "was killed by SIGKILL") in str(error)
     trial.note_strike(fault)
     saved = trial.snapshots
     assert trial.spawn(num_ranks_then, fault, keep=1) == trial.dir
     assert trial.outcome() == undisturbed()
     assert not list(trial.dir.glob("snapshots/.*")), "what the dead writer had begun is gone"
-    step, moment = Fault.parse(fault).step, Fault.parse(fault).moment
     if step < NUM_STEPS:  # else there may have been nothing left to do
         assert trial.snapshots == ["best", "step-00000015"]
     if fault.startswith("kill rank 0 at step 10") and moment in (*IN_BODY, *IN_SAVING[:3]):
@@ -180,7 +180,7 @@ def test_what_is_saved_and_kept(
     resumed: int,
     at_end: list[str],
 ) -> None:
-    trial.spawn_to_fail(2, fault, snapshot_every=every, keep=keep)
+    trial.spawn_to_fail(2, fault, snapshot_every=every, keep=keep, settled=True)
     trial.note_strike(fault)
     numbered = [f"step-{int(name):08d}" for name in saved if name.isdecimal()][-keep:]
     there = trial.snapshots
@@ -243,7 +243,7 @@ def test_resume_from_an_older_snapshot(
 ) -> None:
     """What is newer is moved out of the way, not lost; and the end is the same."""
     fault = "kill rank 0 at step 13 in forward"
-    trial.spawn_to_fail(2, fault, snapshot_every=3)
+    trial.spawn_to_fail(2, fault, snapshot_every=3, settled=True)
     there = set(trial.snapshots)
     assert there == {"step-00000006", "step-00000009", "step-00000012", "best"}
     capfd.readouterr()
@@ -379,6 +379,15 @@ def flip_a_byte_of_the_state(snapshot: Path) -> str:
     return "state.json"
 
 
+def flip_any_byte(snapshot: Path) -> str:
+    draw = random.Random(str(snapshot))
+    path = draw.choice(sorted(snapshot.iterdir()))
+    data = bytearray(path.read_bytes())
+    data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+    path.write_bytes(data)
+    return path.name
+
+
 def lose_a_file(snapshot: Path) -> str:
     (snapshot / "state.json").unlink()
     return "state.json"
@@ -405,6 +414,7 @@ DAMAGES = [
     truncate,
     flip_a_byte,
     flip_a_byte_of_the_state,
+    flip_any_byte,
     lose_a_file,
     lose_the_manifest,
     tear_the_manifest,

@@ -1,6 +1,7 @@
 """SIGTERM, Ctrl-C and `run.stop`: the step is ended and saved, nothing is lost, and no one sees a traceback."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -16,7 +17,7 @@ import samestep
 Undisturbed = Callable[..., Outcome]
 
 HELD = "hold rank 0 at step 7 in forward"
-CODES = {signal.SIGTERM: 75, signal.SIGINT: 130}
+CODES = {signal.SIGTERM: 75, signal.SIGUSR1: 75, signal.SIGINT: 130}
 
 
 def assert_stopped(trial: Trial, stopped: Started, step: int) -> None:
@@ -38,7 +39,7 @@ def assert_goes_on(trial: Trial, undisturbed: Undisturbed, then: Started, step: 
 # --- the launcher -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", CODES)
 def test_signal_to_the_launcher(trial: Trial, undisturbed: Undisturbed, signum: signal.Signals) -> None:
     """In the middle of an epoch, with DataLoader workers."""
     arguments = ["--num-workers", "1"]
@@ -48,6 +49,9 @@ def test_signal_to_the_launcher(trial: Trial, undisturbed: Undisturbed, signum: 
     began_s = time.monotonic()
     trial.go_on()
     assert launch.wait() == CODES[signum]
+    heard = "SIGUSR1" if signum == signal.SIGUSR1 else "SIGTERM"  # what the launcher makes of a Ctrl-C
+    status = json.loads((trial.dir / "status.json").read_text())
+    assert (status["status"], status["reason"]) == ("stopped", f"stopped by {heard}")
     trial.note(f"{signum.name} to launcher", "forward", time.monotonic() - began_s)
     assert_stopped(trial, launch, step=8)
     assert_goes_on(trial, undisturbed, trial.run("launch", 2, HELD, arguments=arguments), step=8)
@@ -56,7 +60,7 @@ def test_signal_to_the_launcher(trial: Trial, undisturbed: Undisturbed, signum: 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_second_signal_to_the_launcher(trial: Trial, undisturbed: Undisturbed, signum: signal.Signals) -> None:
     """Nobody waits for the rank that is stuck."""
-    launch = trial.start("launch", 2, HELD, "--snapshot-every", "3")
+    launch = trial.start("launch", 2, HELD, "--snapshot-every", "3", arguments=["--settled"])
     trial.wait_held()
     trial.tell(launch, signum)
     before = read_tree(trial.dir)
@@ -91,32 +95,69 @@ def test_signal_to_everyone(trial: Trial, undisturbed: Undisturbed) -> None:
     assert trial.outcome() == undisturbed()
 
 
-@pytest.mark.parametrize("moment", ["start", "reduction", "validation", "after schedule", "writing tensors"])
-def test_signal_at_other_moments(trial: Trial, undisturbed: Undisturbed, moment: str) -> None:
-    """It is heard at the end of the step that is under way, or of the next one."""
-    step = {"start": 0, "reduction": 9}.get(moment, 10)
-    launch = trial.start("launch", 2, f"hold rank 0 at step {step} in {moment}")
+@pytest.mark.parametrize(
+    ("moment", "step", "stops_at"),
+    [
+        ("reduction", 9, 10),
+        ("validation", 10, 10),  # with the epoch's body, not a step of the next one later
+        ("after schedule", 10, 11),
+        ("writing tensors", 10, 11),
+    ],
+)
+def test_signal_at_other_moments(trial: Trial, undisturbed: Undisturbed, moment: str, step: int, stops_at: int) -> None:
+    """It is heard at the end of the step or validation that is under way, or of the next one."""
+    launch = trial.start("launch", 2, f"hold rank 0 at step {step} in {moment}", arguments=["--settled"])
     trial.wait_held()
     trial.tell(launch, signal.SIGTERM)
     began_s = time.monotonic()
     trial.go_on()
     assert launch.wait() == 75
     trial.note("SIGTERM to launcher", moment, time.monotonic() - began_s)
-    assert_stopped(trial, launch, step + 1)
+    assert_stopped(trial, launch, stops_at)
     trial.spawn(2)
     assert trial.outcome() == undisturbed()
 
 
-def test_signal_in_the_last_validation(trial: Trial, undisturbed: Undisturbed) -> None:
-    """There is no step left to stop after: the run is done, and its script goes on."""
-    launch = trial.start("launch", 2, "hold rank 0 at step 15 in validation")
+@pytest.mark.parametrize("done", [0, 10])
+def test_signal_before_the_first_step(trial: Trial, undisturbed: Undisturbed, done: int) -> None:
+    """As while data is read: nobody waits for a step, which may take minutes when it is the first."""
+    if done:
+        trial.spawn(1, max_steps=done)
+    launch = trial.start("launch", 2, f"hold rank 0 at step {done} in start")
     trial.wait_held()
     trial.tell(launch, signal.SIGTERM)
+    began_s = time.monotonic()
     trial.go_on()
-    assert launch.wait() in (0, 75)
+    assert launch.wait() == 75
+    trial.note("SIGTERM to launcher", "start", time.monotonic() - began_s)
+    assert f"stopped by a signal after step {done}" in launch.output
+    assert launch.err.read_text() == ""
+    assert trial.num_ends == (1 if done else 0)
+    trial.spawn(3)
+    assert trial.outcome() == undisturbed()
+
+
+@pytest.mark.parametrize(("signum", "moment"), [(signal.SIGTERM, "validation"), (signal.SIGINT, "after schedule")])
+def test_signal_after_the_last_step(
+    trial: Trial, undisturbed: Undisturbed, signum: signal.Signals, moment: str
+) -> None:
+    """There is nothing to go on with: the run is whole and saved, its script goes on, and all has ended well."""
+    launch = trial.start("launch", 2, f"hold rank 0 at step 15 in {moment}")
+    trial.wait_held()
+    trial.tell(launch, signum)
+    trial.go_on()
+    assert launch.wait() == 0
     assert launch.err.read_text() == ""
     assert trial.num_ends == 1
     assert trial.outcome() == undisturbed()
+
+
+@pytest.mark.parametrize(("grace_s", "is_short"), [(0, True), (3600, False)])
+def test_too_little_time_to_save_is_said_beforehand(
+    trial: Trial, capfd: pytest.CaptureFixture[str], grace_s: int, is_short: bool
+) -> None:
+    trial.spawn(1, snapshot_every=2, SAMESTEP_GRACE_S=grace_s)
+    assert capfd.readouterr().out.count(f"the grace period of {grace_s} s is too short") == is_short
 
 
 def test_signal_to_one_rank(trial: Trial, undisturbed: Undisturbed) -> None:
@@ -163,7 +204,7 @@ def test_signal_to_plain_python(trial: Trial, undisturbed: Undisturbed, signum: 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_second_signal_to_plain_python(trial: Trial, undisturbed: Undisturbed, signum: signal.Signals) -> None:
-    python = trial.start("python", 1, HELD, arguments=["--num-workers", "2"])
+    python = trial.start("python", 1, HELD, arguments=["--num-workers", "2", "--settled"])
     trial.wait_held()
     trial.tell(python, signum)
     began_s = time.monotonic()
@@ -271,7 +312,7 @@ def test_signal_while_the_output_is_stuck(trial: Trial, undisturbed: Undisturbed
         printed = pipe.read()
     assert python.wait() == 0, python.output
     trial.note("SIGTERM to python", "printing", time.monotonic() - began_s)
-    assert "stopped by a signal after step 1, saved" in printed
+    assert "stopped by a signal after step 0" in printed
     assert python.err.read_text() == ""
     trial.spawn(2)
     assert trial.outcome() == undisturbed()

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 from promises.faulty import Fault, train
+from support.hosts import Host
 from support.runs import clean_variables
 
 import samestep
@@ -158,17 +159,22 @@ class Trial:
         *flags: str,
         arguments: Sequence[str] = (),
         stdout: int | None = None,
+        host: Host | None = None,
+        script: Path = SCRIPT,
     ) -> Started:
-        """Starts the script. `how`: "launch" (with its `flags`), "torchrun" or "python". `stdout`: None: a file."""
-        script = [SCRIPT, self.dir, *(["--fault", fault] if fault else []), *arguments]
+        """Starts the script. `how`: "launch" (with its `flags`), "torchrun" or "python". `stdout`: None: a file.
+        `host`: on another one than this.
+        """
+        words = [script, self.dir, *(["--fault", fault] if fault else []), *arguments]
         before: dict[str, list[str]] = {
             "launch": ["-m", "samestep", "launch", "--nproc-per-node", str(num_ranks), *flags],
             "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)],
             "python": [],
         }
-        env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        env = {"OMP_NUM_THREADS": "1", **({"GLOO_SOCKET_IFNAME": "lo"} if host is None else {})}
         output = self.faults / f"output-{len(self._started)}"
-        started = Started([sys.executable, *before[how], *script], output, env, stdout)
+        command = [sys.executable, *before[how], *words]
+        started = Started(command if host is None else host.wrap(command), output, env, stdout)
         self._started.append(started)
         return started
 

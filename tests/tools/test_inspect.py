@@ -95,8 +95,8 @@ def test_the_listing(run: Path, inspect: Inspect) -> None:
         file.seek(-1, os.SEEK_END)
         file.write(b"!")
     (run / "metrics.jsonl").write_text('{"step": 5, "loss": 0.5}\n{"step": 6, "loss": 0.25}\n{"step": 7, "lo')
-    code, out = inspect()
-    assert code == 0
+    code, out = inspect("--check")
+    assert code == 1
     assert re.search(r"^  batch_size +8$", out, re.M)
     assert re.search(r"^  models.net +1 parameter$", out, re.M)
     assert re.search(r"^  lr +0.1$", out, re.M)
@@ -104,9 +104,44 @@ def test_the_listing(run: Path, inspect: Inspect) -> None:
     assert re.search(r"^  6 +best +\d+ B +\d s +sound$", out, re.M)
     assert re.search(r"^  6 .* state.json has 3 bytes, not \d+$", out, re.M)
     assert re.search(r"^  loss +0.25$", out, re.M)
-    code, out = inspect("--step", "best")
+    code, out = inspect("--step", "best", "--check")
+    assert code == 0
     assert "state.json has" not in out
     assert "sound" in out
+
+
+def test_the_quick_listing_goes_by_manifests_and_sizes(run: Path, inspect: Inspect) -> None:
+    store = Store(run)
+    for step in (3, 6):
+        store.write(STATE, step=step, meta={})
+    os.truncate(store.path / "step-00000006" / "state.json", 3)
+    with open(store.path / "step-00000003" / "tensors.safetensors", "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"!")
+    code, out = inspect()
+    assert code == 0
+    assert re.search(r"^  3 +\d+ B +\d s +whole$", out, re.M)
+    assert re.search(r"^  6 .* state.json has 3 bytes, not \d+$", out, re.M)
+    assert [s["problem"] is None for s in json.loads(inspect("--json")[1])["snapshots"]] == [True, False]
+    checked = json.loads(inspect("--json", "--check")[1])
+    assert [s["problem"] is None for s in checked["snapshots"]] == [False, False]
+    assert checked["checked"]
+
+
+def test_restarts(run: Path, inspect: Inspect) -> None:
+    assert "lost_steps" not in inspect()[1]
+    rows = [
+        {"time": "2026-01-02T03:04:05Z", "reason": "rank 1 was killed by SIGKILL", "rank": 1, "from_step": 40,
+         "lost_steps": 3, "world_size": 2},
+        {"time": "2026-01-02T04:04:05Z", "reason": "stopped by SIGTERM", "rank": None, "from_step": 90,
+         "lost_steps": 0, "world_size": 4},
+    ]  # fmt: skip
+    text = "\n".join([json.dumps(rows[0]), "torn {", "7", json.dumps(rows[1]), '{"time": "20'])
+    (run / "restarts.jsonl").write_text(text)
+    _, out = inspect()
+    assert re.search(r"^  2026-01-02T03:04:05Z +rank 1 was killed by SIGKILL +1 +40 +3 +2$", out, re.M)
+    assert re.search(r"^  2026-01-02T04:04:05Z +stopped by SIGTERM +90 +0 +4$", out, re.M)
+    assert json.loads(inspect("--json")[1])["restarts"] == rows
 
 
 def test_the_listing_as_json(run: Path, inspect: Inspect) -> None:

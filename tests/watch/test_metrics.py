@@ -59,9 +59,7 @@ def test_rows_are_read_back_as_they_were(rows: list[dict[str, Any]]) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(before=st.lists(ROWS, max_size=5), lost=st.lists(ROWS, max_size=5), after=st.lists(ROWS, max_size=5))
-def test_a_cut_run_writes_the_same_bytes_as_one_that_was_never_cut(
-    before: Any, lost: Any, after: Any
-) -> None:
+def test_a_cut_run_writes_the_same_bytes_as_one_that_was_never_cut(before: Any, lost: Any, after: Any) -> None:
     with TemporaryDirectory() as folder:
         cut, whole = Path(folder) / "cut.jsonl", Path(folder) / "whole.jsonl"
         with opened(cut) as metrics:
@@ -161,9 +159,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_full_disk_is_told_by_position_and_no_line_is_torn(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(
-        signal.SIGXFSZ, signal.SIG_IGN
-    )  # so that the limit is an OSError, as a full disk is
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that the limit is an OSError, as a full disk is
     try:
         with opened(path) as metrics:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))

@@ -59,9 +59,7 @@ def run_on_terminal(script: str, *, columns: int = 100, term: str = "xterm") -> 
         env = {**os.environ, "TERM": term}
         for name in ("COLUMNS", "NO_COLOR"):
             env.pop(name, None)
-        process = subprocess.Popen(
-            [sys.executable, "-c", script], stdin=theirs, stdout=theirs, stderr=theirs, env=env
-        )
+        process = subprocess.Popen([sys.executable, "-c", script], stdin=theirs, stdout=theirs, stderr=theirs, env=env)
         os.close(theirs)
         output = b""
         while True:
@@ -97,9 +95,7 @@ def test_bar_on_a_terminal() -> None:
     text = plain(output)
     assert code == 0, text
     bars = [line for line in re.split(r"[\r\n]+", text) if re.match(r"\d+/720", line)]
-    assert re.fullmatch(
-        r"720/720  epoch 20 +━+ loss 0\.001389  lr 3\.00e-04  [\d,]+ samples/s  eta 0:00 *", bars[-1]
-    )
+    assert re.fullmatch(r"720/720  epoch 20 +━+ loss 0\.001389  lr 3\.00e-04  [\d,]+ samples/s  eta 0:00 *", bars[-1])
     for line in (
         "before",
         "in the-middle-[bold]" + "x" * 200,

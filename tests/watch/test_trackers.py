@@ -15,9 +15,7 @@ from samestep.watch.trackers import TensorBoard, Tracker, TrackerInfo, Trackers,
 
 
 def about(dir: Path | None, *, resumed_step: int = 0) -> TrackerInfo:
-    return TrackerInfo(
-        name="digits", dir=dir, config={"lr": 1e-3, "path": Path("x")}, resumed_step=resumed_step
-    )
+    return TrackerInfo(name="digits", dir=dir, config={"lr": 1e-3, "path": Path("x")}, resumed_step=resumed_step)
 
 
 class Listed:

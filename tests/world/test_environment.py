@@ -8,6 +8,7 @@ import samestep
 from samestep.world.environment import (
     OVERRIDES,
     Overrides,
+    Restart,
     read_environment,
     read_master,
     read_overrides,
@@ -48,7 +49,12 @@ def test_under_torchrun() -> None:
 
 def test_under_our_launcher() -> None:
     environment = read_environment({**TORCHRUN, "SAMESTEP_LAUNCHER": "1", "SAMESTEP_ERROR_DIR": "/tmp/x"})
-    assert (environment.launcher, environment.error_dir) == ("samestep", "/tmp/x")
+    assert (environment.launcher, environment.error_dir, environment.restart) == ("samestep", "/tmp/x", None)
+
+
+@pytest.mark.parametrize("restart", [Restart("rank 3 was killed by SIGKILL", 3), Restart('a node "b" was lost')])
+def test_why_it_was_started_again(restart: Restart) -> None:
+    assert read_environment({**TORCHRUN, **restart.to_variables()}).restart == restart
 
 
 def test_less_than_torchrun_says() -> None:

@@ -192,7 +192,7 @@ def test_a_group_that_is_there_is_used() -> None:
 
 
 def build_environment(local_rank: int = 0) -> Environment:
-    return Environment(local_rank, local_rank, 4, 4, "torchrun", None, Overrides())
+    return Environment(local_rank, local_rank, 4, 4, "torchrun", None, None, Overrides())
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from samestep.data.failure import Failure, explain, pack, unpack
 from samestep.errors import Error
 from samestep.plan.ledger import fingerprint
 
-IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM)  # by DataLoader workers
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # by DataLoader workers
 
 
 class Task(NamedTuple):

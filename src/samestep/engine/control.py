@@ -26,6 +26,7 @@ class Control:
         fingerprints: per micro-batch, of its samples.
         used: per parameter, a byte: whether micro-batches used it, and whether others did not.
         parts: of the BatchNorm statistics [max_parts, num_values].
+        snapshot: by this rank's clock, one is due.
     """
 
     stop: int
@@ -36,6 +37,7 @@ class Control:
     fingerprints: list[int]
     used: bytes
     parts: NDArray[np.float64]
+    snapshot: bool = False
 
 
 class ControlFormat:
@@ -51,7 +53,7 @@ class ControlFormat:
         most = max(len(held) for held in layout.ranges)
         self._padding = [0] * most
         numbers = most * num_slots
-        self._struct = Struct(f"<q??{6}x{numbers}d{numbers}d{most}Q")
+        self._struct = Struct(f"<q???{5}x{numbers}d{numbers}d{most}Q")
         self._bounds = [numbers, 2 * numbers]
         self._used_at = self._struct.size
         self._parts_at = -(-(self._used_at + num_params) // 8) * 8
@@ -65,7 +67,7 @@ class ControlFormat:
         losses = [loss for row in control.losses for loss in row]
         weights = [weight for row in control.weights for weight in row]
         self._struct.pack_into(
-            block, 0, control.stop, control.buffers_changed, control.logged,
+            block, 0, control.stop, control.buffers_changed, control.logged, control.snapshot,
             *losses, *rest, *weights, *rest, *control.fingerprints, *self._padding[:missing],
         )  # fmt: skip
         block[self._used_at : self._used_at + self._num_params] = control.used
@@ -74,7 +76,7 @@ class ControlFormat:
 
     def unpack_from(self, block: memoryview, num_micro_batches: int) -> Control:
         """Reads the control block of a rank that has `num_micro_batches`."""
-        stop, buffers_changed, logged, *numbers = self._struct.unpack_from(block, 0)
+        stop, buffers_changed, logged, snapshot, *numbers = self._struct.unpack_from(block, 0)
         first, second = self._bounds
         used = block[self._used_at : self._used_at + self._num_params].tobytes()
         return Control(
@@ -86,6 +88,7 @@ class ControlFormat:
             numbers[second : second + num_micro_batches],
             used,
             self._view_parts(block),
+            snapshot,
         )
 
     def _rows(self, numbers: Sequence[float], num_rows: int) -> list[list[float]]:

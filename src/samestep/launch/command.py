@@ -7,12 +7,15 @@ import sys
 import threading
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from samestep.errors import Error
 from samestep.launch.forkserver import ForkServer
 from samestep.launch.local import Failure, Ranks, Target, parse_shown
-from samestep.world.environment import STOPPED, Overrides, child_variables
+from samestep.launch.nodes import Nodes
+from samestep.world.environment import FINISHED, STOPPED, Overrides, child_variables
 
+MOST_RANKS = 1 << 16  # where it is not known yet how many there are
 START_AGAIN = 75  # EX_TEMPFAIL: stopped because it was told to, and saved; the same command goes on
 
 
@@ -24,7 +27,7 @@ class Stopping:
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> "Stopping":
-        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             before = signal.getsignal(signum)
             if before is not signal.SIG_IGN:  # as nohup and & of a shell have it
                 self._before[signum] = before
@@ -95,7 +98,15 @@ def _count_ranks(text: str, device: str | None) -> int:
     return 1 if text == "auto" and device == "cpu" else max(num_gpus, 1)
 
 
-def run_launch(target: Target, *, num_ranks: str, show_ranks: str, overrides: Overrides) -> int:
+def run_launch(
+    target: Target,
+    *,
+    num_ranks: str,
+    show_ranks: str,
+    overrides: Overrides,
+    max_restarts: int = 0,
+    nodes: Nodes | None = None,
+) -> int:
     """Runs ranks to their end and reports what failed.
 
     Args:
@@ -103,28 +114,42 @@ def run_launch(target: Target, *, num_ranks: str, show_ranks: str, overrides: Ov
         num_ranks: a number, "gpu", "cpu" (one per core), or "auto": one per GPU, else 1.
         show_ranks: whose output goes to the terminal: "all", or ranks such as "0,2".
         overrides: arguments of `Run` to replace.
+        max_restarts: how often all ranks are started again when one has failed, other than by an Error.
+        nodes: the others; None: there are none.
 
     Returns:
         0; the exit code of the rank that failed first (128 + signal where one killed it). After Ctrl-C 130. After
-        SIGTERM 75 when every rank ended well (the same command goes on), else 143.
+        SIGTERM or SIGUSR1 75 when every rank ended well (the same command goes on), else 128 + signal; but 0 when
+        the run was at its end.
 
     Raises:
-        Error: no such script, or no such ranks.
+        Error: no such script, no such ranks, or nodes that do not come together.
     """
     check_target(target)
+    if max_restarts < 0:
+        raise Error(f"--max-restarts must be at least 0, not {max_restarts}")
     known = parse_num_ranks(num_ranks)
-    if known is not None:
+    if known is not None and nodes is None:
         parse_shown(show_ranks, known)
     with Stopping() as stopping:
         server = _open_server(overrides)
         try:
-            from samestep.launch.agent import run_agent
+            from samestep.launch.agent import Launch, run_agent, run_node_agent
 
             count = known or _count_ranks(num_ranks, overrides.device)
-            ranks = Ranks(server, parse_shown(show_ranks, count))
+            ranks = Ranks(server, parse_shown(show_ranks, count if nodes is None else MOST_RANKS))
+
+            def report(failure: Failure, then: str) -> None:
+                _report(failure, ranks, then)
+
+            launch = Launch(target, count, overrides, stopping.received, max_restarts, report)
             try:
-                run_agent(ranks, target, count, overrides, stopping.received)
-                code = _conclude(ranks, stopping.received)
+                if nodes is None:
+                    run_agent(ranks, launch)
+                    code = _conclude(ranks, stopping.received)
+                else:
+                    end = run_node_agent(ranks, launch, nodes)
+                    code = _conclude_on_nodes(ranks, stopping.received, end)
             finally:
                 ranks.close()
         finally:
@@ -139,6 +164,8 @@ def _conclude(ranks: Ranks, received: list[int]) -> int:
     failure = ranks.first_failure()
     if received and ranks.told_to_stop and (failure is None or failure.secondary or -failure.code in received):
         if len(received) == 1 and ranks.done and not any(ranks.codes.values()):
+            if (ranks.directory / FINISHED).exists() and not (ranks.directory / STOPPED).exists():
+                return 0  # it was at its end
             return 128 + signal.SIGINT if received[0] == signal.SIGINT else START_AGAIN
         return 128 + received[-1]
     if failure is None:  # a rank that was told by someone else has had all ranks stop and save
@@ -147,24 +174,41 @@ def _conclude(ranks: Ranks, received: list[int]) -> int:
     return failure.exit_code
 
 
-def _report(failure: Failure, ranks: Ranks) -> None:
-    """Says what failed; last, and once, the reason."""
-    if failure.kind == "error":
-        lines = [f"samestep: error: {failure.message}"]
-    elif failure.kind == "exit" and failure.rank in ranks.shown:
-        lines = []  # As after `python script.py`: who exits has said why.
+def _conclude_on_nodes(ranks: Ranks, received: list[int], end: dict[str, Any]) -> int:
+    """As `_conclude`; what went wrong elsewhere is told in a line."""
+    failure = ranks.first_failure()
+    said = end.get("message") or end.get("failure")
+    if not said or received or (failure is not None and not failure.secondary):
+        return _conclude(ranks, received)
+    if end["message"]:
+        print(f"samestep: error: {said}", file=sys.stderr)
     else:
-        lines = []
+        print(f"samestep: {said}; the others were stopped", file=sys.stderr)
+    return int(end["code"])
+
+
+def _report(failure: Failure, ranks: Ranks, then: str = "") -> None:
+    """Says what failed; last, and once, the reason.
+
+    Args:
+        then: what follows from it, where that is not the end.
+    """
+    lines: list[str] = []
+    if failure.kind == "error":
+        lines.append(f"samestep: error: {failure.message}")
+    elif failure.kind != "exit" or failure.rank not in ranks.shown:  # who exits, and is shown, has said why
         if failure.log and not failure.traceback:
             lines += [f"samestep: the end of rank {failure.rank}'s output:", failure.log]
         too = [other.rank for other in ranks.failures if other.rank != failure.rank and not other.secondary]
         others = ""
-        if ranks.num_ranks > 1:
+        if ranks.world_size > 1:
             others = f"; so did {', '.join(map(str, sorted(too)))}" if too else "; the others were stopped"
         if failure.traceback:
-            lines += [f"samestep: rank {failure.rank} of {ranks.num_ranks} failed{others}"] if others else []
+            lines += [f"samestep: rank {failure.rank} of {ranks.world_size} failed{others}"] if others else []
             lines.append(failure.traceback.rstrip("\n"))
-        else:
+        elif not then:
             lines.append(f"samestep: {failure}{others}")
+    if then:
+        lines.append(f"samestep: {failure.reason}{then}")
     for line in lines:
         print(line, file=sys.stderr)

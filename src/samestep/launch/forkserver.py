@@ -184,14 +184,14 @@ os.register_at_fork(after_in_child=_forget_all)
 
 def serve(client_fd: int) -> NoReturn:
     """The server process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(signum, signal.SIG_IGN)  # It ends with its owner, not before.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # What does not survive a fork: threads that numpy starts when imported, and CUDA, which
     # torch.cuda.is_available() starts unless it is told not to.
     os.environ.update({"OMP_NUM_THREADS": "1", **child_variables(), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
     preload()
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, signal.SIG_IGN)  # It ends with its owner, not before.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _Server(socket.socket(fileno=client_fd)).run()
     os._exit(0)
 
@@ -282,7 +282,7 @@ class _Server:
             if os.getppid() != server_pid:
                 os._exit(1)
             signal.set_wakeup_fd(-1)
-            for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
+            for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
                 signal.signal(signum, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             for end in (self.client, self.woken, self.waker):

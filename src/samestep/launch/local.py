@@ -19,7 +19,7 @@ import cloudpickle
 
 from samestep.errors import Error
 from samestep.launch.forkserver import ForkServer, give_back_server, take_server
-from samestep.world.environment import PREFIX, Overrides, child_variables
+from samestep.world.environment import FINISHED, LEAVE, PREFIX, STOPPED, Overrides, Restart, child_variables
 
 T = TypeVar("T")
 
@@ -29,6 +29,7 @@ FOLLOW_S = 0.5  # for the ranks to fail by themselves when one has: alike, or be
 LEAVE_S = 1.0  # for the others to leave when they are told to
 KILL_S = 30.0  # for the system to kill them: in a driver, say, it waits
 TAIL_LINES = 20
+MAX_REASON = 200  # characters
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,13 @@ class Failure:
     log: str = ""
 
     def __str__(self) -> str:
-        what = {"exit": "exited with ", "exception": "raised "}.get(self.kind, "")
+        what = {"exit": "exited with ", "exception": "raised ", "error": "raised "}.get(self.kind, "")
         return f"rank {self.rank} {what}{self.message}"
+
+    @property
+    def reason(self) -> str:
+        """As one short line."""
+        return " ".join(str(self).split())[:MAX_REASON]
 
     @property
     def exit_code(self) -> int:
@@ -96,13 +102,15 @@ def parse_shown(text: str, num_ranks: int) -> frozenset[int]:
 
 
 class Ranks:
-    """A set of ranks on this machine, forked by one server.
+    """A set of ranks on this machine, forked by one server. When all have ended, they can be started again.
 
     Attributes:
         directory: a temporary one, for what ranks say about themselves; removed by `close`.
         shown: the ranks whose output goes to the terminal.
         num_ranks: how many, once they are asked for.
+        world_size: how many there are with those of other machines.
         started: whether they exist.
+        lost: nothing more is heard of some of them: they cannot be started again.
         codes: rank -> exit code (or minus the signal) of those that have ended.
         failures: those of them that have failed; not those that were told to stop, and did.
         told_to_stop: whether they were.
@@ -111,22 +119,32 @@ class Ranks:
     def __init__(self, server: ForkServer, shown: frozenset[int] = frozenset({0})) -> None:
         self.directory = Path(tempfile.mkdtemp(prefix="samestep-"))
         self.shown = shown
-        self.num_ranks = 0
-        self.started = False
+        self.num_ranks = self.world_size = 0
+        self.started = self.lost = False
         self.codes: dict[int, int] = {}
         self.failures: list[Failure] = []
         self.told_to_stop = False
         self._server = server
+        self._first_rank = 0
         self._pids: list[int] = []
 
-    def start(self, target: Target, variables: list[dict[str, str]]) -> None:
+    def start(
+        self, target: Target, variables: list[dict[str, str]], *, first_rank: int = 0, world_size: int | None = None
+    ) -> None:
         """Asks for one rank per element of `variables`, its whole environment. Returns before they exist."""
-        self.num_ranks = len(variables)
+        self.num_ranks, self._first_rank = len(variables), first_rank
+        self.world_size = world_size or first_rank + len(variables)
+        if self.started:
+            self.started, self.told_to_stop = False, False
+            self.codes, self.failures = {}, []
+            for said in self.directory.iterdir():
+                if said.name in (STOPPED, FINISHED, LEAVE) or said.suffix in (".json", ".log"):
+                    said.unlink()
         marks = {PREFIX + "LAUNCHER": "1", PREFIX + "ERROR_DIR": str(self.directory)}
         self._server.start(
             [
                 {"rank": rank, "variables": {**own, **marks}, "log": self._log(rank)}
-                for rank, own in enumerate(variables)
+                for rank, own in enumerate(variables, start=first_rank)
             ],
             target=asdict(target),
             cwd=os.getcwd(),
@@ -156,17 +174,20 @@ class Ranks:
             else:
                 self._end(event["rank"], event["code"], event["time_s"])
 
-    def tell_to_stop(self) -> None:
-        """Sends SIGTERM to the ranks: a run ends its step, saves and leaves; anything else dies of it."""
+    def tell_to_stop(self, signum: int = signal.SIGTERM) -> None:
+        """Sends a signal to the ranks: a run ends its step, saves and leaves; anything else dies of it."""
         self.told_to_stop = True
-        self._server.signal(signal.SIGTERM)
+        self._server.signal(signum)
 
     def stop(self) -> None:
         """Some rank has failed: ends the others within seconds, also those that wait for it in a collective."""
         if self.started:
             self._poll_for(FOLLOW_S)
-            self.tell_to_stop()
-            self._poll_for(LEAVE_S)
+            if not self.done:
+                with suppress(OSError):
+                    (self.directory / LEAVE).touch()
+                self.tell_to_stop()
+                self._poll_for(LEAVE_S)
             self.kill()
 
     def kill(self) -> None:
@@ -199,7 +220,7 @@ class Ranks:
     def _end(self, rank: int, code: int, time_s: float) -> None:
         self.codes[rank] = code
         # What was told to stop has not failed by being stopped.
-        if code and not (self.told_to_stop and code in (-signal.SIGTERM, -signal.SIGKILL)):
+        if code and not (self.told_to_stop and -code in (signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL)):
             self.failures.append(self._read_failure(rank, code, time_s))
 
     def _read_failure(self, rank: int, code: int, time_s: float) -> Failure:
@@ -217,7 +238,8 @@ class Ranks:
         for pid in self._pids:
             with suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
-        for rank in set(range(self.num_ranks)) - set(self.codes):
+        for rank in set(range(self._first_rank, self._first_rank + self.num_ranks)) - set(self.codes):
+            self.lost = True
             self._end(rank, -signal.SIGKILL, time.time())
 
 
@@ -241,32 +263,56 @@ def _describe_death(code: int) -> str:
     return f"was killed by {name}" + (" (out of memory?)" if code == -signal.SIGKILL else "")
 
 
-def build_variables(num_ranks: int, port: int, overrides: Overrides) -> list[dict[str, str]]:
-    """The environment of each of `num_ranks` ranks that meet on this machine at `port`."""
+@dataclass(frozen=True)
+class Place:
+    """Where the ranks of a node stand among all, and where all meet.
+
+    Attributes:
+        host, port: of the store that they meet in.
+        interface: by which they reach each other; "": not known.
+        num_restarts, restart: how often they were started again, and why the last time.
+    """
+
+    port: int
+    host: str = HOST
+    interface: str = "lo" if sys.platform == "linux" else ""  # else gloo asks what address the host's name has
+    node: int = 0
+    num_nodes: int = 1
+    first_rank: int = 0
+    world_size: int | None = None
+    num_restarts: int = 0
+    restart: Restart | None = None
+
+
+def build_variables(num_ranks: int, place: Place, overrides: Overrides) -> list[dict[str, str]]:
+    """The environment of each of the `num_ranks` ranks on this machine."""
     defaults = {
         "OMP_NUM_THREADS": str(overrides.threads or 1),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # must be there before CUDA starts, for determinism
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
-    if sys.platform == "linux":
-        defaults["GLOO_SOCKET_IFNAME"] = "lo"  # or gloo asks what address the host's name has
+    if place.interface:
+        defaults["GLOO_SOCKET_IFNAME"] = place.interface
+    if place.interface and place.num_nodes > 1:
+        defaults["NCCL_SOCKET_IFNAME"] = place.interface
     common = {
         **defaults,
         **child_variables(),
         **overrides.to_variables(),
-        "WORLD_SIZE": str(num_ranks),
+        **(place.restart.to_variables() if place.restart is not None else {}),
+        "WORLD_SIZE": str(place.world_size or num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": HOST,
-        "MASTER_PORT": str(port),
+        "GROUP_RANK": str(place.node),
+        "GROUP_WORLD_SIZE": str(place.num_nodes),
+        "MASTER_ADDR": place.host,
+        "MASTER_PORT": str(place.port),
         # init_process_group joins the store that is there, instead of opening one in rank 0.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RESTART_COUNT": str(place.num_restarts),
         "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_RUN_ID": str(port),
+        "TORCHELASTIC_RUN_ID": str(place.port),
     }
-    return [{**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(num_ranks)]
+    return [{**common, "RANK": str(place.first_rank + i), "LOCAL_RANK": str(i)} for i in range(num_ranks)]
 
 
 def spawn(
@@ -309,7 +355,7 @@ def spawn(
         (ranks.directory / "call.pickle").write_bytes(call)
         (ranks.directory / "path.json").write_text(json.dumps([str(entry) for entry in sys.path]))
         store = open_store()
-        variables = build_variables(nprocs, store.port, Overrides(device=device))
+        variables = build_variables(nprocs, Place(store.port), Overrides(device=device))
         ranks.start(Target("call", str(ranks.directory / "call.pickle")), [{**v, **(env or {})} for v in variables])
         _wait(ranks)
         failure = ranks.first_failure()

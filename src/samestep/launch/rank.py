@@ -42,6 +42,7 @@ PEER_LOST = (
     "nccl communicator was aborted",
     "ncclremoteerror",
 )
+BETWEEN_RANKS = ("/torch/distributed/", "/samestep/engine/", "/samestep/world/")
 
 
 def run_rank(
@@ -232,7 +233,15 @@ def is_secondary(error: BaseException) -> bool:
     while (before := root.__cause__ or root.__context__) is not None and id(before) not in seen:
         root = before
         seen.add(id(root))
-    if isinstance(root, (PeerFailed, ConnectionError)):
+    if isinstance(root, PeerFailed):
         return True
+    if isinstance(root, ConnectionError):
+        return _is_between_ranks(root)
     from_torch = isinstance(root, RuntimeError) or type(root).__module__.startswith("torch.distributed")
     return from_torch and any(sign in str(root).lower() for sign in PEER_LOST)
+
+
+def _is_between_ranks(error: BaseException) -> bool:
+    """Whether it comes from what ranks say to each other, not from a data loader's worker or the script's own wires."""
+    frames = traceback.walk_tb(error.__traceback__)
+    return any(place in frame.f_code.co_filename for frame, _ in frames for place in BETWEEN_RANKS)

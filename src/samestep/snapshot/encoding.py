@@ -12,9 +12,11 @@ import json
 import math
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from queue import Queue
+from threading import Thread
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
@@ -103,15 +105,14 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, "Tensor"]) -> tuple[Piec
     text += b" " * (-len(text) % 8)
     text = struct.pack("<Q", len(text)) + text
     file.write(text)
-    pieces, hashes = [(len(text), _hash(text))], {}
-    with ThreadPoolExecutor(1) as pool:  # hashing takes as long as writing, and both leave Python to others
+    hashes: dict[str, str] = {}
+    with _hashing(hashes) as submit:  # it takes as long as writing, and both leave Python to others
         for name, tensor in ordered:
             data = view_bytes(tensor)
-            hashing = pool.submit(_hash, data) if len(data) >= _LARGE_BYTES else None
+            submit(name, data)
             file.write(data)
-            hashes[name] = hashing.result() if hashing else _hash(data)
-            pieces.append((len(data), hashes[name]))
-    return pieces, hashes
+    lengths = [(name, tensor.numel() * tensor.element_size()) for name, tensor in ordered]
+    return [(len(text), _hash(text)), *((length, hashes[name]) for name, length in lengths)], hashes
 
 
 def read_tensors(path: Path) -> dict[str, "Tensor"]:
@@ -316,6 +317,35 @@ def _name_of(dtype: Any) -> str:
 
 def _hash(data: bytes | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()
+
+
+@contextmanager
+def _hashing(hashes: dict[str, str]) -> Iterator[Callable[[str, memoryview], None]]:
+    """What is submitted in the block is hashed beside it, and in `hashes` when the block ends.
+
+    (An executor of concurrent.futures takes nothing more as soon as the main thread has ended.)
+    """
+    waiting: Queue[tuple[str, memoryview] | None] = Queue(2)  # what is not dense is held as a copy
+
+    def submit(name: str, data: memoryview) -> None:
+        if len(data) < _LARGE_BYTES:
+            hashes[name] = _hash(data)
+            return
+        if thread.ident is None:
+            thread.start()
+        waiting.put((name, data))
+
+    def run() -> None:
+        while (item := waiting.get()) is not None:
+            hashes[item[0]] = _hash(item[1])
+
+    thread = Thread(target=run, name="samestep hashing")
+    try:
+        yield submit
+    finally:
+        if thread.ident is not None:
+            waiting.put(None)
+            thread.join()
 
 
 def _refusal(path: tuple[Any, ...], what: str) -> Error:

@@ -3,8 +3,10 @@
 import hashlib
 import json
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from datetime import UTC, datetime
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from samestep import __version__
 FORMAT = 1
 MANIFEST = "manifest.json"
 _BUFFER_BYTES = 1 << 20
+_NUM_READERS = 4
 
 # A file's consecutive pieces: their lengths in bytes and their sha256. Pieces follow what is in the file (one
 # tensor each), so that one pass over a tensor's bytes serves the file's check and the digest of the state, and a
@@ -65,13 +68,14 @@ def read_manifest(directory: Path) -> tuple[dict[str, Any], str | None]:
 
 def find_damage(directory: Path, manifest: Mapping[str, Any]) -> str | None:
     """What differs from the manifest's checksums, after reading every byte of every file; None if nothing does."""
-    for file, expected in manifest["files"].items():
-        try:
-            problem = _find_damaged_piece(directory / file, expected["pieces"])
-        except OSError as error:
-            return f"{file} cannot be read ({error.strerror})"
-        if problem:
-            return f"{file} is damaged ({problem})"
+    with ThreadPoolExecutor(_NUM_READERS) as pool:  # hashing is what takes the time, and it leaves Python to others
+        for file, expected in manifest["files"].items():
+            try:
+                problem = _find_damaged_piece(directory / file, expected["pieces"], pool)
+            except OSError as error:
+                return f"{file} cannot be read ({error.strerror})"
+            if problem:
+                return f"{file} is damaged ({problem})"
     return None
 
 
@@ -88,19 +92,26 @@ def _find_wrong_size(directory: Path, files: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _find_damaged_piece(path: Path, pieces: Iterable[tuple[int, str]]) -> str | None:
-    buffer = memoryview(bytearray(_BUFFER_BYTES))
-    start = 0
-    with open(path, "rb", buffering=0) as file:
-        for length, checksum in pieces:
-            sha, left = hashlib.sha256(), length
-            while left and (count := file.readinto(buffer[: min(left, _BUFFER_BYTES)])):
-                sha.update(buffer[:count])
-                left -= count
-            if left or sha.hexdigest() != checksum:
-                return f"somewhere in bytes {start} to {start + length}"
-            start += length
-    return None
+def _find_damaged_piece(path: Path, pieces: Sequence[tuple[int, str]], pool: Executor) -> str | None:
+    starts = [0, *accumulate(length for length, _ in pieces)]
+    shares = [range(k, len(pieces), _NUM_READERS) for k in range(_NUM_READERS)]
+
+    def find(share: range) -> int | None:
+        buffer = memoryview(bytearray(_BUFFER_BYTES))
+        with open(path, "rb", buffering=0) as file:
+            for k in share:
+                length, checksum = pieces[k]
+                sha, left = hashlib.sha256(), length
+                file.seek(starts[k])
+                while left and (count := file.readinto(buffer[: min(left, _BUFFER_BYTES)])):
+                    sha.update(buffer[:count])
+                    left -= count
+                if left or sha.hexdigest() != checksum:
+                    return k
+        return None
+
+    damaged = [k for k in pool.map(find, shares) if k is not None]
+    return f"somewhere in bytes {starts[min(damaged)]} to {starts[min(damaged) + 1]}" if damaged else None
 
 
 def _checksum(manifest: Mapping[str, Any]) -> str:

@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from samestep.errors import Error
 from samestep.snapshot.encoding import decode, digest, digest_of, encode, read_tensors, write_tensors
 from samestep.snapshot.manifest import MANIFEST, Pieces, build_manifest, find_damage, read_manifest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["Snapshot", "Store", "digest"]
 
@@ -73,16 +76,27 @@ class Store:
             Error: the state holds something else, or the name will not do.
             OSError: the disk is full, read-only or gone; what was begun is removed, older snapshots stand.
         """
+        return self.write_encoded(*encode(state), step=step, name=name, meta=meta)
+
+    def write_encoded(
+        self, structure: Any, tensors: Mapping[str, "Tensor"], *, step: int, name: str | None,
+        meta: Mapping[str, Any], confirm: Callable[[], None] = lambda: None,
+    ) -> Path:  # fmt: skip
+        """As `write`, of what `encode` gave.
+
+        Args:
+            confirm: called when all is written but the manifest. If it raises, nothing is left of the snapshot.
+        """
         import torch
 
         if name is not None and not _NAME.fullmatch(name):
             raise Error(f"a snapshot cannot be named {name!r}: use letters, digits and underscores, such as best")
-        structure, tensors = encode(state)
         target = self.path / (name or f"step-{step:08d}")
         with self._staging(target) as directory:
             with _create(directory / TENSORS) as file:
                 pieces, hashes = write_tensors(file, tensors)
             files = {TENSORS: pieces, STATE: _write_json(directory / STATE, structure)}
+            confirm()
             manifest = build_manifest(
                 step=step, name=name, digest=digest_of(structure, hashes), files=files,
                 versions={"torch": torch.__version__}, meta=meta,

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property, lru_cache
@@ -23,18 +24,19 @@ from samestep.snapshot.manifest import find_damage
 from samestep.snapshot.store import Snapshot, Store
 
 _NUM_SHOWN = 10
+_RESTART = ("time", "reason", "rank", "from_step", "lost_steps", "world_size")
 
 Indices = NDArray[np.int64]
 
 
 def run_inspect(args: list[str]) -> int:
-    """Runs the command with the arguments after its name. Returns the exit code: 1 if an audit failed.
+    """Runs the command with the arguments after its name. Returns the exit code: 1 if an audit or a check failed.
 
     Raises:
         Error: there is no run, or nothing of what was asked for in it.
     """
     options = _build_parser().parse_args(args)
-    record = _read_record(options.run)
+    record = read_record(options.run)
     try:
         if options.digest:
             code = _show_digest(options)
@@ -54,9 +56,8 @@ def _build_parser() -> argparse.ArgumentParser:
         prog="samestep inspect", description="Shows what a run's directory holds: numbers, snapshots, samples."
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's directory")
-    parser.add_argument(
-        "--step", metavar="STEP|NAME", default="latest", type=_parse_which, help="of this snapshot only"
-    )
+    parser.add_argument("--step", metavar="STEP|NAME", default="latest", type=parse_which, help="of this snapshot only")
+    parser.add_argument("--check", action="store_true", help="read every byte of every snapshot, not only their sizes")
     parser.add_argument("--json", action="store_true", help="JSON for programs")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--digest", action="store_true", help="the sha256 of the state in the newest sound snapshot")
@@ -68,11 +69,13 @@ def _build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _parse_which(text: str) -> int | str:
+def parse_which(text: str) -> int | str:
+    """A snapshot as a person names it: a step, a name, or "latest"."""
     return int(text) if text.isdecimal() else text
 
 
-def _read_record(run: Path) -> dict[str, Any]:
+def read_record(run: Path) -> dict[str, Any]:
+    """What `run.json` says. Raises Error where there is none."""
     if not run.is_dir():
         raise Error(f"there is no directory {run}: name a run's directory")
     try:
@@ -86,7 +89,8 @@ def _read_record(run: Path) -> dict[str, Any]:
     return record
 
 
-def _warn(sentence: str) -> None:
+def warn(sentence: str) -> None:
+    """Says a sentence beside the output."""
     print(f"samestep: {sentence}", file=sys.stderr)
 
 
@@ -94,7 +98,7 @@ def _warn(sentence: str) -> None:
 
 
 def _show_digest(options: argparse.Namespace) -> int:
-    snapshot = Store(options.run).find(options.step, warn=_warn)
+    snapshot = Store(options.run).find(options.step, warn=warn)
     if snapshot is None:
         raise Error(f"{options.run} has no snapshot yet")
     digest = snapshot.manifest["digest"]
@@ -115,29 +119,36 @@ def _show_run(options: argparse.Namespace, record: Mapping[str, Any]) -> int:
     ]  # fmt: skip
     if options.step != "latest" and not wanted:
         raise Error(f"{options.run} has no snapshot {options.step}: leave out --step to see what it has")
-    snapshots = [_describe(snapshot) for snapshot in wanted]
-    metrics = _read_last_row(options.run / "metrics.jsonl")
+    snapshots = [_describe(snapshot, check=options.check) for snapshot in wanted]
+    code = 1 if options.check and any(snapshot["problem"] for snapshot in snapshots) else 0
+    metrics, restarts = _read_last_row(options.run / "metrics.jsonl"), _read_rows(options.run / "restarts.jsonl")
     if options.json:
-        print(json.dumps({"run": record, "snapshots": snapshots, "metrics": metrics}, indent=1))
-        return 0
+        shown = {"run": record, "snapshots": snapshots, "restarts": restarts, "metrics": metrics}
+        print(json.dumps(shown | {"checked": options.check}, indent=1))
+        return code
     print(f"run {options.run}, samestep {record.get('samestep')}")
     for section in ("numbers", "machine", "config"):
         if record.get(section):
             _print_table(section, ("name", "value"), _list_values(record[section]))
     rows = [
         (str(s["step"]) if s["step"] >= 0 else "?", s["name"] or "", _size(s["size_bytes"]), _age(s["time"]),
-         s["problem"] or "sound")
+         s["problem"] or ("sound" if options.check else "whole"))
         for s in snapshots
     ]  # fmt: skip
-    _print_table("snapshots", ("step", "name", "size", "age", "state"), rows or [("none", "", "", "", "")])
+    title = "snapshots" if options.check else "snapshots, by their sizes (--check reads them)"
+    _print_table(title, ("step", "name", "size", "age", "state"), rows or [("none", "", "", "", "")])
+    if restarts:
+        _print_table("restarts", _RESTART, [[_format_cell(row.get(key)) for key in _RESTART] for row in restarts])
     if metrics is not None:
         _print_table("last metrics", ("name", "value"), _list_values(metrics))
-    return 0
+    return code
 
 
-def _describe(snapshot: Snapshot) -> dict[str, Any]:
-    """A snapshot as JSON, after reading every byte of it."""
-    problem = snapshot.problem or find_damage(snapshot.path, snapshot.manifest)
+def _describe(snapshot: Snapshot, *, check: bool) -> dict[str, Any]:
+    """A snapshot as JSON. `check`: after reading every byte of it."""
+    problem = snapshot.problem
+    if problem is None and check:
+        problem = find_damage(snapshot.path, snapshot.manifest)
     return {
         "step": snapshot.step,
         "name": snapshot.name,
@@ -163,6 +174,19 @@ def _read_last_row(path: Path) -> dict[str, Any] | None:
             continue
         return row
     return None
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file of JSON that can be read; none where there is no file."""
+    rows = []
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        with suppress(ValueError):
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict)]
+
+
+def _format_cell(value: Any) -> str:
+    return "" if value is None else str(value)
 
 
 def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

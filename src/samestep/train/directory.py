@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -14,9 +15,10 @@ from samestep.plan.ledger import RECORD
 from samestep.snapshot.store import Snapshot, Store
 from samestep.train.lock import Lock
 from samestep.watch.metrics import Metrics
+from samestep.world.environment import Restart, read_host
 
 FORMAT = 1
-LEDGER_FLUSH_RECORDS = 1024
+LEDGER_FLUSH_S = 0.1
 
 _open: dict[Path, "Directory"] = {}  # of this process
 
@@ -27,17 +29,24 @@ class Directory:
     Nothing but the lock is written before `begin`. A later run of the same process in the same directory takes it
     over, as when a notebook's cell is run again.
 
+    Attributes:
+        before_close: called first of all when it is given up, by whoever does.
+        save_s: what the last snapshot took to write; 0 before there is one.
+
     Raises:
         Error: it cannot be written, another process is at it, or it holds something else.
     """
 
     def __init__(self, path: Path, *, fresh: bool, warn: Callable[[str], None]) -> None:
         self._warn = warn
+        self.before_close: Callable[[], None] = lambda: None
         self._lock: Lock | None = None
         self._metrics: Metrics | None = None
         self._ledger: Ledger | None = None
         self._snapshot: Snapshot | None = None
         self._is_begun = False
+        self._lost_steps = 0
+        self.save_s = 0.0
         self._made_directories: list[Path] = []
         self._made_files: list[Path] = []
         self.record: dict[str, Any] = {}
@@ -166,11 +175,77 @@ class Directory:
             self._warn(f"{len(later)} snapshots after step {step} were moved to {self.path / 'abandoned'}")
         rows, records = self.path / "metrics.jsonl", self.path / "ledger.bin"
         self._made_files += [path for path in (rows, records) if not path.exists()]
+        if self._lock.was_elsewhere:
+            for path in (rows, records):
+                _part_from_old_writers(path)
         self._metrics, self._ledger = Metrics(rows), Ledger(records)
+        self._lost_steps = max(self._ledger.num_steps - step, 0)
         is_whole = self._metrics.cut(0 if self._snapshot is None else self._snapshot.manifest["meta"]["metrics_bytes"])
         for path, whole in ((rows, is_whole), (records, self._ledger.cut(step))):
             if not whole:
                 self._warn(f"{path} is shorter than when step {step} was saved: a part of it is missing")
+
+    def check_still_ours(self) -> None:
+        """Raises Error where another process, on another machine perhaps, has taken the run over."""
+        if self._lock is None:
+            raise self._is_taken_over()
+        self._lock.check()
+
+    # --- what has become of it --------------------------------------------------------------------------------
+
+    def write_start(self, restart: Restart | None, *, from_step: int, world_size: int) -> None:
+        """Adds a line to `restarts.jsonl`, unless this is the run's first start.
+
+        Args:
+            restart: what the launcher knows; None: only the directory tells how the last start ended.
+            from_step: the steps done by now.
+            world_size: of this start.
+        """
+        path = self.path / "restarts.jsonl"
+        before = self._read_status()
+        if before or restart is not None:
+            row = {
+                "time": _now(),
+                "restart": path.read_bytes().count(b"\n") + 1 if path.exists() else 1,
+                "reason": restart.reason if restart is not None else _describe_end(before),
+                "rank": restart.rank if restart is not None else None,
+                "from_step": from_step,
+                "lost_steps": self._lost_steps,
+                "world_size": world_size,
+            }
+            try:
+                with open(path, "a") as file:
+                    file.write(json.dumps(row) + "\n")
+            except OSError as error:
+                self._warn(f"{path} could not be written ({_reason(error)}): the run goes on")
+        self.write_status("running", "")
+
+    def write_status(self, status: str, reason: str) -> None:
+        """Says how the run stands: `status.json`, for the next start to read.
+
+        Args:
+            status: "running", "stopped", "done" or "failed".
+            reason: a sentence; "" where there is none.
+        """
+        if self._lock is None or not self._is_begun:
+            return
+        record = {"status": status, "reason": reason, "time": _now(), "host": read_host(), "process": os.getpid()}
+        temporary = self.path / ".status.json"
+        try:
+            self._lock.check()
+            temporary.write_text(json.dumps(record) + "\n")
+            os.replace(temporary, self.path / "status.json")
+        except (OSError, Error):
+            temporary.unlink(missing_ok=True)
+
+    def _read_status(self) -> dict[str, Any]:
+        try:
+            record = json.loads((self.path / "status.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return record if isinstance(record, dict) else {}
+
+    # --- what is written in it --------------------------------------------------------------------------------
 
     def write_row(self, row: Mapping[str, Any]) -> None:
         """Adds a row to the metrics."""
@@ -184,33 +259,61 @@ class Directory:
             raise self._is_taken_over()
         self._ledger.append(step, epoch, num_samples, fingerprint)
 
-    def save(self, state: Mapping[str, Any], *, name: str | None, world_size: int) -> bool:
-        """Writes a snapshot. False where the disk is full or gone: said, and the run goes on with the older one."""
+    def mark(self, *, epoch: int, world_size: int) -> dict[str, Any]:
+        """What a snapshot of this moment is to say in its manifest; rows and records up to here are in their files.
+
+        Raises:
+            Error: another process has taken the run over.
+            OSError: the disk is full or gone.
+        """
         if self._ledger is None or self._metrics is None:
             raise self._is_taken_over()
-        step, epoch = state["position"]["step"], state["position"]["epoch"]
-        try:
-            self._ledger.sync()
-            meta = {
-                "epoch": epoch,
-                "metrics_bytes": self._metrics.position(),
-                "world_size": world_size,
-                "numbers": self.record["numbers"],
-            }
-            self.store.write(state, step=step, name=name, meta=meta)
-        except OSError as error:
-            sound = [other.step for other in self.store.snapshots() if other.problem is None]
-            stands = f"the one of step {max(sound)} stands" if sound else "there is none yet"
-            self._warn(f"the snapshot of step {step} could not be written ({error}): {stands}, the run goes on")
-            return False
-        return True
+        self.check_still_ours()
+        self._ledger.flush()
+        return {
+            "epoch": epoch,
+            "metrics_bytes": self._metrics.position(),
+            "world_size": world_size,
+            "numbers": self.record["numbers"],
+        }
+
+    def save(
+        self, structure: Any, tensors: Mapping[str, Any], *, step: int, name: str | None, meta: Mapping[str, Any],
+        confirm: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """Writes a snapshot of what `snapshot.encoding.encode` and `mark` gave. Any thread may, one at a time.
+
+        Raises:
+            Error: another process has taken the run over.
+            OSError: the disk is full or gone; older snapshots stand.
+        """
+        if self._ledger is None or self._metrics is None:
+            raise self._is_taken_over()
+        began_s = time.monotonic()
+        self._ledger.sync()  # or a machine's end could leave a snapshot of steps that the ledger has not
+        self._metrics.sync()
+
+        def confirm_all() -> None:
+            nonlocal began_s
+            waits_s = time.monotonic()
+            confirm()
+            began_s += time.monotonic() - waits_s
+            self.check_still_ours()
+
+        self.store.write_encoded(structure, tensors, step=step, name=name, meta=meta, confirm=confirm_all)
+        self.save_s = time.monotonic() - began_s
 
     def prune(self, keep: int) -> None:
-        """Removes the oldest numbered snapshots above `keep`."""
-        try:
-            self.store.prune(keep)
-        except OSError as error:
-            self._warn(f"old snapshots could not be removed ({error}): the run goes on")
+        """Removes the oldest numbered snapshots above `keep`. Errors as for `save`."""
+        self.check_still_ours()
+        self.store.prune(keep)
+
+    def explain_failure(self, step: int, error: Exception) -> str:
+        """What is to be said of a snapshot that could not be written."""
+        sound = [other.step for other in self.store.snapshots() if other.problem is None]
+        stands = f"the one of step {max(sound)} stands" if sound else "there is none yet"
+        why = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        return f"the snapshot of step {step} could not be written ({why}): {stands}, the run goes on"
 
     @property
     def is_open(self) -> bool:
@@ -219,6 +322,7 @@ class Directory:
 
     def close(self) -> None:
         """Gives the directory up. One that no run began in is left as it was found. A second call does nothing."""
+        self.before_close()
         files, self._metrics, self._ledger = (self._metrics, self._ledger), None, None
         for file in files:
             try:
@@ -243,11 +347,17 @@ class Directory:
 
 
 class Ledger:
-    """`ledger.bin`: what each finished step used. Raises OSError where the file cannot be opened."""
+    """`ledger.bin`: what each finished step used. Raises OSError where the file cannot be opened.
+
+    Attributes:
+        num_steps: the records that were found.
+    """
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._pending = bytearray()
+        self.num_steps = os.fstat(self._file).st_size // RECORD.size
+        self._flushed_s = time.monotonic()
 
     def cut(self, num_steps: int) -> bool:
         """Keeps the first `num_steps` records. False where there are fewer."""
@@ -257,25 +367,29 @@ class Ledger:
         return is_whole
 
     def append(self, step: int, epoch: int, num_samples: int, fingerprint: int) -> None:
-        """Adds a record. Never raises for a full disk: it is kept and tried again, and `sync` raises."""
+        """Adds a record. Never raises for a full disk: it is kept and tried again, and `sync` raises.
+
+        It is written within `LEDGER_FLUSH_S`: who starts the run again after a crash counts the steps that were lost.
+        """
         self._pending += RECORD.pack(step, epoch, num_samples, fingerprint)
-        if not len(self._pending) % (LEDGER_FLUSH_RECORDS * RECORD.size):
+        if time.monotonic() - self._flushed_s >= LEDGER_FLUSH_S:  # a write costs more than everything else here
+            self._flushed_s = time.monotonic()
             with suppress(OSError):
-                self._flush()
+                self.flush()
 
     def sync(self) -> None:
-        """Brings all records to the disk. Raises OSError where that cannot be done."""
-        self._flush()
+        """Waits until what was written is on the disk. Any thread may, beside `append`. Raises OSError."""
         os.fsync(self._file)
 
     def close(self) -> None:
         """Writes what is left and closes the file."""
         try:
-            self._flush()
+            self.flush()
         finally:
             os.close(self._file)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Writes all records to the file. Raises OSError where that cannot be done."""
         while self._pending:
             # A full disk may cut a write short: what did not go stays.
             del self._pending[: os.write(self._file, self._pending)]
@@ -284,6 +398,25 @@ class Ledger:
 def _find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     keys = sorted({*before, *now})
     return ", ".join(f"{key} {before.get(key)} -> {now.get(key)}" for key in keys if before.get(key) != now.get(key))
+
+
+def _describe_end(status: Mapping[str, Any]) -> str:
+    """How the last start ended. One that was killed, or whose machine was lost, had no time to say so."""
+    return status.get("reason") or ("the run was done" if status.get("status") == "done" else "unknown")
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def _part_from_old_writers(path: Path) -> None:
+    """Puts a copy in a file's place: who may still have it open, on a machine that was cut off, adds to the old one."""
+    if path.exists():
+        copy = path.with_name(f".{path.name}")
+        shutil.copyfile(path, copy)
+        with open(copy, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(copy, path)
 
 
 def _reason(error: Exception) -> str:

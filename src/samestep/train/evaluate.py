@@ -67,7 +67,10 @@ def run_evaluate(
     finally:
         for part in modules:
             part.training = True
-    return _merge([row for of_rank in run._group.gather(settled) for row in of_rank])
+    gathered = run._group.gather((settled, run._signals.heard if run._signals is not None else 0))
+    if run._loop is not None:  # validations can be long: what was heard meanwhile is not left to the next step
+        run._loop.take_votes([heard for _, heard in gathered])
+    return _merge([row for rows_of_rank, _ in gathered for row in rows_of_rank])
 
 
 def _read(scores: Mapping[str, Any], num_samples: int) -> Row:

@@ -1,5 +1,6 @@
 """How a run ends other than by finishing: an Error, or a signal."""
 
+import json
 import math
 import os
 import pickle
@@ -15,6 +16,7 @@ from typing import NoReturn
 
 from samestep.errors import Error, PeerFailed
 from samestep.launch.rank import is_secondary, write_error
+from samestep.world.environment import LEAVE
 from samestep.world.group import is_first, is_left_by_rank_0
 
 SAY_AFTER_S = 10.0
@@ -53,9 +55,20 @@ def _say_once(error: Error, rank: int) -> None:
         print(f"samestep: error: {error}", file=sys.__stderr__, flush=True)
 
 
-def is_failing(error_dir: str | None, rank: int) -> bool:
-    """Whether this process is ending because of an exception."""
-    return hasattr(sys, "last_value") or (error_dir is not None and (Path(error_dir) / f"{rank}.json").exists())
+def find_failure(error_dir: str | None, rank: int) -> str:
+    """Why this process is ending, where it is because of an exception; else nothing."""
+    if error_dir is not None:
+        with suppress(OSError, ValueError):
+            record = json.loads((Path(error_dir) / f"{rank}.json").read_text())
+            return _shorten(f"rank {rank}", record["message"], record["secondary"])
+    error = getattr(sys, "last_value", None)
+    if error is None:
+        return ""
+    return _shorten(f"rank {rank}", f"{type(error).__name__}: {error}", is_secondary(error))
+
+
+def _shorten(who: str, message: str, is_secondary: bool) -> str:
+    return f"{who} lost another rank" if is_secondary else f"{who}: {' '.join(message.split())[:200]}"
 
 
 def end_with(error: Error, error_dir: str | None, rank: int) -> NoReturn:
@@ -76,31 +89,38 @@ def end_with(error: Error, error_dir: str | None, rank: int) -> NoReturn:
 SAME_SIGNAL_S = {"python": 0.0, "torchrun": 2.0, "samestep": math.inf}
 
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
 class StopSignals:
-    """SIGINT and SIGTERM as a wish to stop: heard at the end of a step by all ranks. A second one ends at once.
+    """SIGINT, SIGTERM and SIGUSR1 as a wish to stop: heard at the end of a step by all ranks. A second one ends at
+    once; so does the first, where our launcher says that another rank has failed: there is no one to vote with.
 
     Args:
         launcher: who started this rank, as in `Environment`.
+        error_dir: where that launcher says so.
 
     Attributes:
         heard: the first signal's number, 0 when there was none.
     """
 
-    def __init__(self, say: Callable[[str], None], launcher: str) -> None:
+    def __init__(self, say: Callable[[str], None], launcher: str, error_dir: str | None) -> None:
         self.heard = 0
+        self._leave = None if error_dir is None else Path(error_dir, LEAVE)
         self._say = say
         self._same_for_s = SAME_SIGNAL_S[launcher]
         self._heard_at_s = 0.0
         self._before = {}
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)}
+            self._before = {number: signal.signal(number, self._hear) for number in STOP_SIGNALS}
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()
+        is_second = self.heard and now_s - self._heard_at_s >= self._same_for_s
+        if is_second or (self._leave is not None and self._leave.exists()):
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         if self.heard:
-            if now_s - self._heard_at_s >= self._same_for_s:
-                signal.signal(number, signal.SIG_DFL)
-                os.kill(os.getpid(), number)
             return
         self.heard, self._heard_at_s = number, now_s
         with suppress(RuntimeError, OSError):  # it interrupted a stuck print, or nobody reads: it is heard all the same

@@ -1,17 +1,47 @@
 """Saving and restoring a run: rank 0 writes in the directory, every rank knows what was written."""
 
+import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import Tensor
+
 from samestep.errors import Error
+from samestep.snapshot.encoding import encode
+from samestep.snapshot.saving import Refused, Saving
+from samestep.snapshot.staging import Copy, Staging, Watch, is_watchable, locate
 from samestep.snapshot.store import Snapshot, Store
 from samestep.train import objects as prepared
 from samestep.train.directory import Directory
+from samestep.train.inspection import Inspection
+from samestep.train.replicas import Replicas
 from samestep.train.settings import Settings
 from samestep.world.group import Group
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Order:
+    """Snapshots to be written: None among the names is a numbered one."""
+
+    step: int
+    names: list[str | None]
+    structure: Any
+    tensors: dict[str, Tensor]
+    meta: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """Snapshots on their way."""
+
+    order: _Order
+    inspection: Inspection
+    saving: Saving
 
 
 class Keeper:
@@ -20,14 +50,22 @@ class Keeper:
     Attributes:
         path: the run's directory, None without one.
         directory: on rank 0, the directory itself.
-        saved_step: the step of the newest numbered snapshot, None when there is none.
+        saved_step: the step of the newest numbered snapshot, or of one on its way; None when there is none.
+        is_wanted: a numbered snapshot is due after this step, or as soon as the position can be resumed from.
     """
 
     def __init__(self, settings: Settings, group: Group, say: Callable[[str], None]) -> None:
         self._settings, self._group, self._say = settings, group, say
         self.directory: Directory | None = None
         self.saved_step: int | None = None
+        self.is_wanted = False
+        self._saved_s = time.monotonic()
         self._names_due: list[str] = []
+        self._notes: list[str] = []
+        self._watch: Watch | None = None
+        self._restless: set[int] = set()
+        self._staging = Staging()
+        self._pending: _Pending | None = None
         self.path: Path | None = None if settings.run_dir is None else group.once(self._open, settings.run_dir)
 
     def _open(self, path: Path) -> Path:
@@ -38,6 +76,7 @@ class Keeper:
             directory.close()
             raise
         self.directory = directory
+        directory.before_close = self._settle_at_close
         return directory.path
 
     def _once(self, fn: Callable[[], T]) -> T:
@@ -98,47 +137,180 @@ class Keeper:
             self._say(f"the snapshot {name} is not taken: the run stopped within the epoch that asks for it")
         self._names_due = []
 
+    # --- saving -----------------------------------------------------------------------------------------------
+
+    def watch(self, objects: prepared.Objects) -> None:
+        """The first step begins: what is written to before its update has to be copied at once in all of them."""
+        if self.path is not None:
+            self._watch = Watch(tensor for tensor in prepared.list_calm(objects) if is_watchable(tensor))
+            self._saved_s = time.monotonic()
+
+    def is_time(self) -> bool:
+        """Whether a snapshot is due by this rank's clock. Rank 0's counts, and the others hear of it."""
+        every = self._settings.snapshot_every
+        if self.directory is None or every is None or every.seconds is None:
+            return False
+        return time.monotonic() - self._saved_s >= every.seconds
+
     def save_what_is_due(
         self,
         build_state: Callable[[], dict[str, Any]],
         objects: prepared.Objects,
+        replicas: Replicas,
         *,
         step: int,
         epochs_done: int | None,
         numbered: bool,
         ending: bool,
     ) -> None:
-        """Writes the snapshots that are due between two steps.
+        """Begins to write the snapshots that are due between two steps. On all ranks.
 
         Args:
             step: the steps done.
             epochs_done: at an epoch's end, after its body.
             numbered: whether the position can be resumed from, so that a numbered one may be written.
-            ending: the run ends here, so a numbered one is due.
+            ending: the run ends here, so a numbered one is due, and all are there when this returns.
 
         Raises:
-            Error: the state is poisoned.
+            Error: the state is poisoned, or not the same on all ranks, or the run has another writer by now.
         """
+        self._collect()
         every = self._settings.snapshot_every
-        due = numbered and self.saved_step != step and every is not None
-        due = due and every is not None and (ending or every.is_due(step, epochs_done))
-        names, self._names_due = self._names_due, []
+        due = numbered and every is not None and self.saved_step != step
+        due = due and every is not None and (ending or self.is_wanted or every.is_due(step, epochs_done))
+        names: list[str | None] = [*self._names_due]
+        self._names_due = []
         if self.path is None or not (due or names):
             return
-        prepared.check_finite(objects, step)
+        self.settle()
         if due:
-            self.saved_step = step
-        if self.directory is not None:
-            state = build_state()
-            # The numbered one last: resumed from, it would not have the script ask for the named ones again.
-            for name in [*names, *([None] if due else [])]:
-                saved = self.directory.save(state, name=name, world_size=self._group.world_size)
-                if name is None and not saved:
-                    self.saved_step = None
+            # Last: resumed from, it would not have the script ask for the named ones again.
+            names.append(None)
+            self.saved_step, self._saved_s, self.is_wanted = step, time.monotonic(), False
+        inspection = Inspection(objects, replicas, step)
+        order = self._order(build_state, step, names)
+        if ending:
+            self._save_now(order, inspection)
+        else:
+            self._save_beside(order, inspection, objects)
+
+    def join_copy(self) -> None:
+        """Before an update, on all ranks: what is being copied must not change any more.
+
+        Raises:
+            Error: the state that was copied is poisoned, or not the same on all ranks.
+        """
+        if self._watch is not None:
+            self._restless |= {locate(tensor) for tensor in self._watch.find_changed()}
+            self._watch = None
+        if self._pending is None or self._pending.saving.is_decided:
+            return
+        copy = self._pending.saving.copy
+        copy.join()
+        if copy.torn:
+            self._pending.saving.decide(False)
+            self._restless |= {*copy.torn}
+            self._take_again(self._pending.order)
+            return
+        try:
+            self._pending.inspection.conclude()
+        except Error:
+            self._pending.saving.decide(False)
+            raise
+        self._pending.saving.decide(True)
+
+    def settle(self) -> None:
+        """Waits until what is on its way is there. On all ranks. Errors as for `join_copy`."""
+        self.join_copy()
+        if self._pending is not None:
+            self._pending.saving.settle()
+        self._collect()
+
+    def _order(self, build_state: Callable[[], dict[str, Any]], step: int, names: list[str | None]) -> "_Order":
+        """What is to be written; on ranks that do not write, nothing."""
+        if self.directory is None:
+            return _Order(step, names, None, {}, {})
+        state = build_state()
+        structure, tensors = encode(state)
+        try:
+            meta = self.directory.mark(epoch=state["position"]["epoch"], world_size=self._group.world_size)
+        except OSError as error:
+            self._report(step, names, error)
+            return _Order(step, [], None, {}, {})
+        return _Order(step, names, structure, tensors, meta)
+
+    def _save_now(self, order: "_Order", inspection: Inspection) -> None:
+        for place, tensor in inspection.tensors.items():
+            inspection.look(place, tensor)
+        inspection.conclude()
+        try:
+            self._write(order, order.tensors, lambda: None)
+        except OSError as error:
+            self._report(order.step, order.names, error)
+
+    def _save_beside(self, order: "_Order", inspection: Inspection, objects: prepared.Objects) -> None:
+        targets = self._staging.take(order.tensors)
+        places = {locate(tensor) for tensor in order.tensors.values()}
+        others = {f"/{place}": tensor for place, tensor in inspection.tensors.items() if place not in places}
+        calm = {locate(tensor) for tensor in prepared.list_calm(objects)} - self._restless
+        copy = Copy(order.tensors | others, targets, calm=calm, look=inspection.look)
+        saving = Saving(copy, lambda confirm: self._write(order, targets, confirm))
+        self._pending = _Pending(order, inspection, saving)
+
+    def _write(self, order: "_Order", tensors: Mapping[str, Tensor], confirm: Callable[[], None]) -> None:
+        """Writes all of an order, in whatever thread."""
+        if self.directory is None:
+            confirm()
+            return
+        for name in order.names:
+            self.directory.save(
+                order.structure, tensors, step=order.step, name=name, meta=order.meta, confirm=confirm
+            )  # fmt: skip
+        try:
             self.directory.prune(self._settings.keep)
+        except OSError as error:
+            self._notes.append(f"old snapshots could not be removed ({error}): the run goes on")
+
+    def _take_again(self, order: "_Order") -> None:
+        """What could not be copied is due once more after this step."""
+        self._names_due = [*(name for name in order.names if name is not None), *self._names_due]
+        if None in order.names:
+            self.saved_step, self.is_wanted = None, True
+        self._say(
+            f"the snapshot of step {order.step} is taken one step later: the model or an optimizer was changed between "
+            "that step and the next update; from now on, what was changed is copied before the step goes on"
+        )
+
+    def _collect(self) -> None:
+        """Says what has become of a snapshot whose thread has ended."""
+        if self._pending is None or not self._pending.saving.has_ended:
+            return
+        pending, self._pending = self._pending, None
+        notes, self._notes = self._notes, []
+        for note in notes:
+            self._say(note)
+        failure = pending.saving.failure
+        if isinstance(failure, Error):
+            raise failure
+        if failure is not None and not isinstance(failure, Refused):
+            self._report(pending.order.step, pending.order.names, failure)
+
+    def _report(self, step: int, names: list[str | None], error: Exception) -> None:
+        if None in names:
+            self.saved_step = None
+        if self.directory is not None:
+            self._say(self.directory.explain_failure(step, error))
+
+    def _settle_at_close(self) -> None:
+        """Without the other ranks: they may be gone."""
+        if self._pending is not None:
+            with suppress(Error):
+                self._pending.saving.settle()
+                self._collect()
 
     def close(self) -> bool:
         """Gives the directory up. False where there was none to give up, since a later run has taken it over."""
+        self._settle_at_close()
         was_open = self.path is not None and (self.directory is None or self.directory.is_open)
         if self.directory is not None:
             self.directory.close()

@@ -1,13 +1,19 @@
-"""One writer per run: a lock that ends with its process, however that dies."""
+"""One writer per run: a lock that ends with its process, and a token against a writer who has lost the lock."""
 
+import errno
 import fcntl
 import os
 import time
+import uuid
 from contextlib import suppress
 from pathlib import Path
 
 from samestep.errors import Error
 from samestep.world.environment import read_host
+
+# What flock says on file systems that have none (some mounts of Lustre and NFS). The token remains.
+NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+TEXT_BYTES = 400
 
 _held: set[int] = set()  # descriptors
 
@@ -25,10 +31,14 @@ os.register_at_fork(after_in_child=_let_go)
 class Lock:
     """The lock on a run's directory, held by this process until `release`. The file says by whom.
 
-    (flock: a POSIX lock would be lost as soon as anything in this process reads and closes the file.)
+    flock keeps a second process out on one machine, and on most network file systems. (A POSIX lock would be lost as
+    soon as anything in this process reads and closes the file.) Where the file system has no such locks, or has
+    forgotten those of a machine that was cut off, the file's text is a token: whoever comes last has written its own,
+    and `check` ends the one before.
 
     Attributes:
         is_new: the file was not there before.
+        was_elsewhere: who held it before was on another machine, and may live.
 
     Raises:
         Error: another process holds it, or another run of this process.
@@ -42,20 +52,46 @@ class Lock:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                holder = os.read(self._descriptor, 200).decode(errors="replace").strip() or "another process"
-                os.close(self._descriptor)
-                raise Error(
-                    f"the run in {path.parent} is alive, in {holder}: wait for it or stop it, or start with --fresh"
-                ) from None
+            except OSError as error:
+                if error.errno not in NO_FLOCK:
+                    holder = _name_holder(os.read(self._descriptor, TEXT_BYTES))
+                    os.close(self._descriptor)
+                    raise Error(
+                        f"the run in {path.parent} is alive, in {holder}: wait for it or stop it, or start with --fresh"
+                    ) from None
             if self._is_there():
                 break
             os.close(self._descriptor)  # whoever held it has just removed it
         _held.add(self._descriptor)
+        before = os.read(self._descriptor, TEXT_BYTES)
+        self.was_elsewhere = bool(before) and f" on {read_host()} since ".encode() not in before
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        text = f"process {os.getpid()} on {read_host()} since {now}\n{uuid.uuid4().hex}\n".encode()
+        self._text: bytes | None = None
         with suppress(OSError):  # a full disk
-            os.ftruncate(self._descriptor, 0)
-            now = time.strftime("%Y-%m-%d %H:%M:%S")
-            os.write(self._descriptor, f"process {os.getpid()} on {read_host()} since {now}\n".encode())
+            os.pwrite(self._descriptor, text, 0)
+            os.ftruncate(self._descriptor, len(text))
+            self._text = text
+
+    def check(self) -> None:
+        """Returns where no one has come since. To be called before anything in the directory is replaced.
+
+        Raises:
+            Error: someone has.
+        """
+        if text := self._find_successor():
+            raise Error(
+                f"the run in {self.path.parent} was taken over by {_name_holder(text)}: this one ends, and leaves what "
+                "is there as it is"
+            )
+
+    def _find_successor(self) -> bytes:
+        """What whoever has come since has written into the file; nothing where no one has."""
+        try:
+            text = self.path.read_bytes()  # opened anew, or a network file system might tell what it knew before
+        except OSError:
+            return b""  # the directory is gone, and no one is to be protected
+        return text if self._text is not None and text != self._text else b""
 
     def _is_there(self) -> bool:
         try:
@@ -65,7 +101,12 @@ class Lock:
 
     def release(self, *, remove: bool = False) -> None:
         """Gives it up, and removes the file if so told."""
-        if remove:
+        if remove and not self._find_successor():
             self.path.unlink(missing_ok=True)  # before others can take it
         _held.discard(self._descriptor)
         os.close(self._descriptor)
+
+
+def _name_holder(text: bytes) -> str:
+    """Who holds a lock, as its file says."""
+    return text.decode(errors="replace").partition("\n")[0].strip() or "another process"

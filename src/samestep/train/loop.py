@@ -1,5 +1,6 @@
 """The loop over epochs and steps: what happens between two steps, and how it ends."""
 
+import signal
 import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -10,7 +11,7 @@ from samestep.errors import Error
 from samestep.plan.seeds import derive
 from samestep.train.feed import Feed
 from samestep.train.steps import Epoch, Step
-from samestep.world.environment import STOPPED
+from samestep.world.environment import FINISHED, STOPPED
 from samestep.world.group import leave_note, read_note
 
 if TYPE_CHECKING:
@@ -50,6 +51,7 @@ class Loop:
         """Yields the epochs from where the run stands."""
         per_epoch = self.feed.steps_per_epoch
         assert per_epoch is not None
+        self._begin()
         for number in range(self.steps_done // per_epoch, num_epochs):
             if self.ending:
                 break
@@ -77,6 +79,7 @@ class Loop:
 
     def run_steps(self) -> Generator[Step, None, None]:
         """Yields the steps from where the run stands."""
+        self._begin()
         while not self.ending:
             if self.feed.has_sampler:
                 for epoch in self.feed.epochs_of(self.steps_done):
@@ -87,9 +90,13 @@ class Loop:
     def next_step(self, *, last: bool) -> Iterator[Step]:
         """Yields the next step and, when its body is done, closes it. `last`: of its epoch, whose body is to come."""
         run, number = self._run, self.steps_done
+        began_s = time.monotonic()
         run._follow_optimizers()
         self._begin_body("step", number)
-        self.step = step = Step(run, self, number, self._loader)
+        if number == self._began_step:
+            run._keeper.watch(run._objects)
+        build = Step if run._trace is None else run._trace.build_step
+        self.step = step = build(run, self, number, self._loader)
         try:
             yield step
         except GeneratorExit:
@@ -103,6 +110,7 @@ class Loop:
             )
         self.steps_done += 1
         self._account(step)
+        self._warn_of_grace(time.monotonic() - began_s)
         self.ending |= self.steps_done >= self.last_step
         if not last:
             self._save_what_is_due(epochs_done=None, numbered=True)
@@ -127,15 +135,31 @@ class Loop:
         if not self._is_ended and not self._left:
             self._left = f"the loop over the {loop} was left by break (or return, or an error) in {where}"
 
+    def _begin(self) -> None:
+        """Before the first step: who was told to stop by now leaves without one."""
+        run = self._run
+        if run._keeper.directory is not None:
+            run._keeper.directory.write_start(run._restart, from_step=self.steps_done, world_size=run.world_size)
+        if run._signals is not None:
+            self.take_votes(run._group.gather(run._signals.heard))
+            self._leave_if_told()
+
     def _begin_body(self, purpose: str, number: int) -> None:
         """Makes what the body draws, and its evaluations, depend on its number alone, not on where the run resumed."""
         seed_all(derive(self._run.seed, purpose, step=number))
         self._run._num_evaluations = 0
 
-    def take_votes(self, votes: list[int]) -> None:
-        """Any rank's signal ends the run on all ranks, at the end of this step."""
-        self._signal = max(votes)
-        self.ending |= bool(self._signal)
+    def take_votes(self, votes: list[int], wants_snapshot: bool = False) -> None:
+        """Any rank's signal ends the run on all ranks, at the end of this step or epoch's body; a clock's snapshot
+        is due there.
+
+        The last thing before the script may update: what is being copied for a snapshot is copied by now.
+        """
+        self._run._keeper.join_copy()
+        self._run._keeper.is_wanted |= wants_snapshot
+        if not self._is_ended:
+            self._signal = max(votes)
+            self.ending |= bool(self._signal)
 
     def explain_loss(self, error: RuntimeError) -> None:
         """Raises Error where an exchange has failed because of a run.stop() on another rank alone."""
@@ -159,8 +183,23 @@ class Loop:
         if run._logs_step(self.steps_done):
             run._write_row(step.row, self.steps_done, epoch=epoch)
 
+    def _warn_of_grace(self, step_s: float) -> None:
+        """Says, once, that the kill which follows a signal to stop comes before a step and a snapshot are through."""
+        run, directory = self._run, self._run._keeper.directory
+        if run._grace_s is None or directory is None or not directory.save_s:
+            return
+        if step_s + directory.save_s > run._grace_s:
+            run._say(
+                f"the grace period of {run._grace_s} s is too short: a step takes {step_s:.1f} s and a "
+                f"snapshot {directory.save_s:.1f} s, a run told to stop may be killed before it has saved: ask for more"
+            )
+            run._grace_s = None
+
     def _save_what_is_due(self, *, epochs_done: int | None, numbered: bool) -> None:
         run = self._run
+        if run._trace is not None:
+            run._trace.end_step(self)
+        run._replicas.compare_if_due(self.steps_done)
         if run.dir is None:
             return
 
@@ -171,6 +210,7 @@ class Loop:
         run._keeper.save_what_is_due(
             build_state,
             run._objects,
+            run._replicas,
             step=self.steps_done,
             epochs_done=epochs_done,
             numbered=numbered,
@@ -178,28 +218,37 @@ class Loop:
         )
 
     def _leave_if_told(self) -> None:
-        if self._signal:
-            keeper = self._run._keeper
-            saved = keeper.saved_step == self.steps_done
-            self._run._say(
-                f"stopped by a signal after step {self.steps_done}"
-                + (f", saved in {keeper.path}: the same command goes on from there" if saved else "")
-            )
-            self._end("stopped")
-            if self._run._error_dir is not None:
-                Path(self._run._error_dir, STOPPED).touch()  # torch's agent knows success and failure only
-            raise SystemExit(0)
+        if not self._signal or self.steps_done >= self.last_step or self._run._stop_reason:
+            return  # a run that is whole, or has ended itself, has nothing to go on with
+        keeper = self._run._keeper
+        saved = keeper.saved_step == self.steps_done
+        self._run._say(
+            f"stopped by a signal after step {self.steps_done}"
+            + (f", saved in {keeper.path}: the same command goes on from there" if saved else "")
+        )
+        self._end("stopped", f"stopped by {signal.Signals(self._signal).name}")
+        self._tell_launcher(STOPPED)
+        raise SystemExit(0)
+
+    def _tell_launcher(self, how: str) -> None:
+        """Tells our launcher how the run has ended: torch's agent knows success and failure only."""
+        if self._run._error_dir is not None:
+            Path(self._run._error_dir, how).touch()
 
     def _finish(self) -> None:
         """The loop has ended by itself."""
         if self._run._stop_reason:
             leave_note(f"stopped/{self._run.rank}", str(self.steps_done))
             self._run._say(f"stopped at step {self.steps_done}: {self._run._stop_reason}")
-        self._end("stopped" if self._run._stop_reason else "done")
+        self._end("stopped" if self._run._stop_reason else "done", self._run._stop_reason)
+        self._tell_launcher(FINISHED)
 
-    def _end(self, status: str) -> None:
+    def _end(self, status: str, reason: str) -> None:
         self._is_ended = True
         self._loader.close()
+        self._run._keeper.settle()
+        if self._run._keeper.directory is not None:
+            self._run._keeper.directory.write_status(status, reason)
         seconds = time.perf_counter() - self._began_s
         rows: dict[str, Any] = {"steps": self.steps_done}
         if self.steps_done > self._began_step:

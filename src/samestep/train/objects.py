@@ -3,7 +3,7 @@
 import gc
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import ref
 
@@ -158,30 +158,33 @@ def _warn_of_lengths(name: str, new: Mapping[str, Any], old: Mapping[str, Any], 
         warn(f"{name} was restored and goes on with {', '.join(changed)}, which is not what the script says now")
 
 
-def check_finite(objects: Objects, step: int) -> None:
-    """Refuses to save what is poisoned.
+def list_checked(objects: Objects) -> list[tuple[str, torch.Tensor]]:
+    """What must be finite to be saved, with what to call it.
 
-    Raises:
-        Error: a parameter, a BatchNorm's statistic or an optimizer's state is not finite. (Other buffers may well be
-            infinite: masks.)
+    (Parameters, a BatchNorm's statistics, an optimizer's state; other buffers may well be infinite: masks.)
     """
+    found: list[tuple[str, torch.Tensor]] = []
     for name, thing in objects.items():
         if isinstance(thing, nn.Module):
-            statistics = [
-                (f"{path}.{key}", buffer)
-                for path, part in thing.named_modules()
+            found += [(f"{name}.{path}", param) for path, param in unwrap(thing).named_parameters()]
+            found += [
+                (f"{name}.{path}.{key}", buffer)
+                for path, part in unwrap(thing).named_modules()
                 if isinstance(part, _BatchNorm)
                 for key, buffer in part.named_buffers(recurse=False)
             ]
-            tensors: Iterable[tuple[str, torch.Tensor]] = [*thing.named_parameters(), *statistics]
         elif isinstance(thing, torch.optim.Optimizer):
-            values = [value for state in thing.state.values() for value in state.values()]
-            tensors = [("state", value) for value in values if isinstance(value, torch.Tensor)]
-        else:
-            continue
-        for path, tensor in tensors:
-            if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-                raise Error(
-                    f"{name}.{path} is not finite after step {step}: no snapshot is made of it, the last sound one "
-                    "stays; look at the learning rate, clipping and precision"
-                )
+            found += [(f"{name}.state", value) for value in _state_tensors(thing)]
+    return found
+
+
+def list_calm(objects: Objects) -> list[torch.Tensor]:
+    """What changes in an update alone, or after it: parameters and what optimizers hold of them."""
+    modules = [unwrap(thing) for thing in objects.values() if isinstance(thing, nn.Module)]
+    params = [param for module in modules for param in module.parameters()]
+    return [*params, *(value for optimizer in optimizers(objects) for value in _state_tensors(optimizer))]
+
+
+def _state_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    states = [state for state in optimizer.state.values() if isinstance(state, Mapping)]
+    return [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]

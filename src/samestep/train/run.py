@@ -18,14 +18,16 @@ from samestep.plan.seeds import derive
 from samestep.snapshot.encoding import encode
 from samestep.train import objects as prepared
 from samestep.train.evaluate import open_source, run_evaluate
-from samestep.train.exits import StopSignals, end_with, is_failing, report_errors
+from samestep.train.exits import StopSignals, end_with, find_failure, report_errors
 from samestep.train.feed import Feed, Sampler, build_feed
 from samestep.train.guards import Guards
 from samestep.train.keeper import Keeper
 from samestep.train.loop import Loop
 from samestep.train.machine import describe_machine, fix_compiler, fix_kernels
+from samestep.train.replicas import Replicas
 from samestep.train.settings import build_settings, check_count, check_extras
 from samestep.train.steps import Epoch, Step
+from samestep.train.trace import open_trace
 from samestep.watch.progress import build_progress
 from samestep.watch.trackers import Tracker, TrackerInfo, Trackers
 from samestep.world.environment import read_environment, read_rank
@@ -45,11 +47,12 @@ class Run:
         precision: "fp32", "bf16" or "fp16": what `autocast` opens.
         reduction: "exact" (the same bits at any number of ranks) or "fast" (the backend's all-reduce).
         threads: CPU threads per rank. Bits depend on it, so it never follows from the machine.
-        snapshot_every: 10 (steps), "2epochs" or None.
+        snapshot_every: 10 (steps), "2epochs", "30min" (or s, h) or None; those of a run's end and stop come besides.
         keep: how many numbered snapshots stay; named ones always do.
         resume: "latest", a step, a snapshot's name such as "best", or False.
         max_steps: ends the run after this many steps in all.
         log_every: steps between two rows of `metrics.jsonl`.
+        compare_every: steps between two checks, made before a snapshot too, that all ranks hold the same; 0: none.
         trackers: see `samestep.TensorBoard`, `samestep.WandB`.
         config: recorded; a change at a restart is warned about.
         device: "cpu" or "cuda"; None: CUDA when there is one.
@@ -83,6 +86,7 @@ class Run:
         resume: str | int | bool | None = "latest",
         max_steps: int | None = None,
         log_every: int = 10,
+        compare_every: int = 100,
         trackers: Sequence[Tracker] = (),
         config: Mapping[str, Any] | None = None,
         device: str | None = None,
@@ -99,7 +103,7 @@ class Run:
             environment.overrides, environment.world_size, run_dir=run_dir, batch_size=batch_size,
             micro_batch_size=micro_batch_size, seed=seed, precision=precision, reduction=reduction, threads=threads,
             snapshot_every=snapshot_every, keep=keep, resume=resume, max_steps=max_steps, log_every=log_every,
-            deterministic=deterministic, bucket_cap_mb=bucket_cap_mb, fresh=False,
+            compare_every=compare_every, deterministic=deterministic, bucket_cap_mb=bucket_cap_mb, fresh=False,
         )  # fmt: skip
         self.batch_size, self.micro_batch_size = settings.batch_size, settings.micro_batch_size
         self.seed = settings.seed
@@ -108,7 +112,8 @@ class Run:
         self._precision = build_precision(settings.precision, self.device)
         self._group = open_group(environment, self.device)
         self.rank, self.world_size = environment.rank, environment.world_size
-        self.local_rank, self._error_dir = environment.local_rank, environment.error_dir
+        self.local_rank, self._restart = environment.local_rank, environment.restart
+        self._error_dir, self._grace_s = environment.error_dir, environment.overrides.grace_s
         self._progress = build_progress(rank=self.rank)
         self._config = dict(config or {})
         self._trackers = Trackers(trackers, self._say)
@@ -124,9 +129,10 @@ class Run:
         self._resumed = self._stop_reason = ""
         self._keeper = Keeper(settings, self._group, self._say)
         self.dir = self._keeper.path
-        self._signals = None if self.dir is None else StopSignals(self._say, environment.launcher)
+        self._signals = None if self.dir is None else StopSignals(self._say, environment.launcher, self._error_dir)
         atexit.register(self._close)
         self._old_params = prepared.find_params()
+        self._trace = None if environment.trace is None else open_trace(self, environment.trace)
         seed_all(derive(self.seed, "init"))
 
     @property
@@ -154,6 +160,8 @@ class Run:
         self._group.agree(self._settings.alike() | prepared.outline(objects, self._modules))
         for module in self._modules.values():
             module.to(self.device)
+        if self._trace is not None:
+            self._trace.prepare()
         tensors = [t for m in self._modules.values() for t in (*m.parameters(), *m.buffers())]
         self._group.broadcast_tensors(tensors)
         self._statistics = BatchNormStatistics(self._modules.values())
@@ -162,6 +170,7 @@ class Run:
             encode(prepared.states(objects))  # what cannot be saved is said now, not after the first epoch
         self._restore()
         self._buffers = OtherBuffers(self._modules, self._statistics)
+        self._replicas = Replicas(objects, self._group, self._settings.compare_every)
         self._build_reducer()
 
     def epochs(
@@ -323,14 +332,9 @@ class Run:
         self._loop = loop = Loop(self, feed, total_steps, self._settings.max_steps)
         self._guards.watch(loop)
         if self.rank == 0:
-            self._trackers.start(
-                TrackerInfo(
-                    name="" if self.dir is None else self.dir.name,
-                    dir=self.dir,
-                    config=self._config,
-                    resumed_step=self.steps_done,
-                )
-            )
+            name = "" if self.dir is None else self.dir.name
+            info = TrackerInfo(name=name, dir=self.dir, config=self._config, resumed_step=self.steps_done)
+            self._trackers.start(info)
         self._say(describe(self.batch_size // self.micro_batch_size, self.world_size) + self._resumed)
         if self.steps_done >= loop.last_step:
             self._say(f"nothing left to do: {self.steps_done} of {loop.last_step} steps are done")
@@ -435,8 +439,11 @@ class Run:
     def _close(self) -> None:
         """At the end of the process."""
         self._progress.close()
+        failure = find_failure(self._error_dir, self.rank)
+        if failure and self._keeper.directory is not None:
+            self._keeper.directory.write_status("failed", failure)
         was_open = self._keeper.close()
         left = self._loop.left_error() if self._loop is not None and was_open else None
-        if left is not None and not is_failing(self._error_dir, self.rank):
+        if left is not None and not failure:
             end_with(left, self._error_dir, self.rank)
         close_group()

@@ -29,6 +29,7 @@ class Settings:
     resume: str | int | None
     fresh: bool
     log_every: int
+    compare_every: int
     max_steps: int | None
     deterministic: bool
     bucket_cap_bytes: int
@@ -58,8 +59,8 @@ def build_settings(overrides: Overrides, world_size: int, **arguments: Any) -> S
         arguments["micro_batch_size"] = default_micro_batch_size(batch_size)
     check_numbers(batch_size, arguments["micro_batch_size"], world_size)
     _check_kinds(arguments)
-    for name in ("seed", "threads", "keep", "log_every", "max_steps"):
-        least = 0 if name == "seed" else 1
+    for name in ("seed", "threads", "keep", "log_every", "compare_every", "max_steps"):
+        least = 0 if name in ("seed", "compare_every") else 1
         value = arguments[name]
         if value is None and name == "max_steps":
             continue

@@ -212,6 +212,7 @@ class Step:
             stop=run._signals.heard if run._signals else 0,
             buffers_changed=run._buffers.changed,
             logged=bool(self._logged),
+            snapshot=run._keeper.is_time(),
             losses=[[0.0] * num_slots for _ in self._losses],
             weights=[[NOT_CALLED] * num_slots for _ in self._losses],
             fingerprints=[loaded.fingerprint for loaded in self._cache],
@@ -228,7 +229,7 @@ class Step:
         except RuntimeError as error:
             self._loop.explain_loss(error)
             raise
-        self._loop.take_votes([told.stop for told in controls])
+        self._loop.take_votes([told.stop for told in controls], any(told.snapshot for told in controls))
         reducer.assign(self._average(controls))
         if self._loss is not None and not self.num_passes and all(param.grad is None for param in reducer.params):
             raise Error(

@@ -47,14 +47,17 @@ class Metrics:
                 self._flushed_at = monotonic()
 
     def position(self) -> int:
-        """Writes everything to the disk and returns the length of the file in bytes.
+        """Writes everything to the file and returns its length in bytes; `sync` brings it to the disk.
 
         Raises:
             OSError: it could not be written; the rows are kept and tried again.
         """
         self._flush()
-        os.fsync(self._file)
         return os.fstat(self._file).st_size
+
+    def sync(self) -> None:
+        """Waits until what was written is on the disk. Any thread may, beside `append`. Raises OSError."""
+        os.fsync(self._file)
 
     def cut(self, offset: int) -> bool:
         """Drops everything past `offset`, an earlier `position`; False if the file is shorter than that."""

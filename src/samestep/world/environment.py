@@ -1,14 +1,20 @@
 """Who this process is: the environment, read once into frozen values. Nothing else in samestep reads os.environ."""
 
+import json
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 
 from samestep.errors import Error
 
 PREFIX = "SAMESTEP_"
-STOPPED = "stopped"  # the file in `error_dir` that says that a run ended early, saved, because of a signal
+TRACE = PREFIX + "TRACE"
+
+# Files in `error_dir`, by which ranks and their launcher tell each other what no exit code says.
+STOPPED = "stopped"  # a run ended early, saved, because of a signal
+FINISHED = "finished"  # a run's loop came to its own end
+LEAVE = "leave"  # a rank that is sent SIGTERM is to end at once: another one has failed
 
 
 @dataclass(frozen=True)
@@ -30,12 +36,17 @@ OVERRIDES: dict[str, Override] = {
     "precision": Override(str, "P", "fp32, bf16 or fp16: what run.autocast() uses"),
     "reduction": Override(str, "R", "exact: the same bits at any world size; fast: the backend's all-reduce"),
     "device": Override(str, "D", "cpu or cuda; default: cuda when there is one"),
-    "snapshot_every": Override(str, "E", "10 (steps), 2epochs, or never"),
+    "snapshot_every": Override(str, "E", "10 (steps), 2epochs, 30min, or never"),
+    "deterministic": Override(bool, "", "have torch choose deterministic kernels, whatever the script says"),
     "keep": Override(int, "N", "how many numbered snapshots to keep"),
     "resume": Override(str, "R", "latest, a step, a snapshot's name such as best, or never"),
     "fresh": Override(bool, "", "start anew in a new directory beside the run's, never over it"),
     "max_steps": Override(int, "N", "stop after this many steps in all"),
     "log_every": Override(int, "N", "steps between two rows of metrics"),
+    "compare_every": Override(int, "N", "steps between two comparisons of the ranks' models; 0: never"),
+    "grace_s": Override(
+        int, "S", "seconds from a signal to stop to the kill that follows: it says when they are too few"
+    ),
 }
 
 
@@ -52,11 +63,14 @@ class Overrides:
     reduction: str | None = None
     device: str | None = None
     snapshot_every: str | None = None
+    deterministic: bool | None = None
     keep: int | None = None
     resume: str | None = None
     fresh: bool | None = None
     max_steps: int | None = None
     log_every: int | None = None
+    compare_every: int | None = None
+    grace_s: int | None = None
 
     def to_variables(self) -> dict[str, str]:
         """The SAMESTEP_* variables that hand these values to the ranks."""
@@ -69,11 +83,24 @@ class Overrides:
 
 
 @dataclass(frozen=True)
+class Restart:
+    """Why a launcher of ours has started the ranks anew: a sentence, and the rank that failed, where one did."""
+
+    reason: str
+    rank: int | None = None
+
+    def to_variables(self) -> dict[str, str]:
+        """The variable that tells the ranks."""
+        return {PREFIX + "RESTART": json.dumps(asdict(self))}
+
+
+@dataclass(frozen=True)
 class Environment:
     """This process's place in the world, as the launcher told it.
 
     `launcher` is "samestep", "torchrun" (anything that sets RANK and WORLD_SIZE) or "python" (alone).
     `error_dir` is where a rank that fails leaves its error for samestep's launcher.
+    `restart` tells after what that launcher has started it anew.
     """
 
     rank: int
@@ -82,7 +109,9 @@ class Environment:
     local_world_size: int
     launcher: str
     error_dir: str | None
+    restart: Restart | None
     overrides: Overrides
+    trace: str | None = None
 
 
 def _parse(name: str, text: str) -> int | str | bool:
@@ -163,7 +192,9 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         local_world_size=local_world_size,
         launcher=launcher,
         error_dir=variables.get(PREFIX + "ERROR_DIR"),
+        restart=Restart(**json.loads(variables[PREFIX + "RESTART"])) if PREFIX + "RESTART" in variables else None,
         overrides=read_overrides(variables),
+        trace=variables.get(TRACE),
     )
 
 

@@ -1,0 +1,275 @@
+"""Where launchers of several nodes meet: it lets them in, has them start together, and says what follows from an end.
+
+The hub is a thread in the launcher on the machine of `--rdzv-endpoint`. A *round* is one start of all ranks. It ends
+when every node that is still there has told how its ranks ended; then all start again, or all are through.
+"""
+
+import ipaddress
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from samestep.errors import Error
+from samestep.launch.local import Failure
+from samestep.launch.nodes import Hello, Link, Nodes, find_difference, open_listener
+from samestep.world.environment import Restart
+
+TICK_S = 0.1
+LAST_CALL_S = 2.0  # for further nodes, before a run begins that could do with fewer
+FLUSH_S = 5.0  # for everyone to hear of the end
+
+
+@dataclass
+class Member:
+    """A node: how to reach it, what it says of itself, how its ranks ended in the present round."""
+
+    link: Link
+    hello: Hello | None = None
+    in_round: bool = False
+    outcome: dict[str, Any] | None = field(default=None)
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return "a node" if self.hello is None else self.hello.name
+
+
+class Hub(threading.Thread):
+    """Begins to listen when started. Its decisions go to all nodes alike, by their links.
+
+    Args:
+        listener: at the endpoint's port.
+        max_restarts: after how many failures the next one ends the run.
+    """
+
+    def __init__(self, nodes: Nodes, listener: socket.socket, max_restarts: int) -> None:
+        super().__init__(name="samestep hub", daemon=True)
+        self._nodes, self._listener = nodes, listener
+        self._max_restarts = max_restarts
+        self._members: list[Member] = []
+        self._strangers: list[Member] = []  # connected, and not yet let in
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        self._round = 0
+        self._in_round = self._is_over = False
+        self._num_restarts = 0
+        self._restart: Restart | None = None
+        self._lost: list[str] = []
+        self._is_making_room = False
+        self._store: Any = None
+        self._changed_s = time.monotonic()
+        self._wait_s = self._changed_s + nodes.timeout_s
+
+    def run(self) -> None:
+        try:
+            self._serve()
+        finally:  # whatever has happened, the nodes are to know that nobody is here any more
+            self._listener.close()
+            for member in [*self._members, *self._strangers]:
+                member.link.close()
+
+    def _serve(self) -> None:
+        while not self._is_over:
+            for key, _ in self._selector.select(TICK_S):
+                if key.fileobj is self._listener:
+                    self._accept()
+                else:
+                    self._hear(key.data)
+            if self._in_round:
+                self._conclude_if_ended()
+            else:
+                self._begin_if_complete()
+        self._selector.unregister(self._listener)
+        self._listener.close()
+        deadline_s = time.monotonic() + FLUSH_S
+        while (self._members or self._strangers) and time.monotonic() < deadline_s:
+            for key, _ in self._selector.select(TICK_S):
+                self._hear(key.data)
+
+    # --- who is there -----------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            connection, _ = self._listener.accept()
+            member = Member(Link(connection))
+            self._strangers.append(member)
+            self._selector.register(member.link, selectors.EVENT_READ, member)
+
+    def _hear(self, member: Member) -> None:
+        try:
+            for message in member.link.receive():
+                if message["kind"] == "hello":
+                    fields = {name: value for name, value in message.items() if name != "kind"}
+                    self._admit(member, Hello(**fields))
+                elif message["kind"] == "ended" and message["round"] == self._round:
+                    member.outcome = message
+                    if not message["is_well"]:  # else the others may still be saving
+                        self._stop_all("now")
+        except (OSError, ValueError, KeyError, TypeError):  # it has gone, or is no launcher of ours
+            self._drop(member)
+
+    def _drop(self, member: Member) -> None:
+        self._selector.unregister(member.link)
+        member.link.close()
+        if member in self._strangers:
+            self._strangers.remove(member)
+            return
+        self._members.remove(member)
+        self._changed_s = time.monotonic()
+        if self._in_round and member.in_round and not self._is_over:
+            self._lost.append(member.name)
+            self._stop_all("now")
+
+    def _admit(self, member: Member, hello: Hello) -> None:
+        there = [other.hello for other in self._members if other.hello is not None]
+        reason = find_difference(hello, there)
+        if reason is None and len(there) == self._nodes.most:
+            full = f"the run at {self._nodes.endpoint} has its {self._nodes.most} nodes"
+            reason = f"{full}: raise --nnodes, or use another port"
+        if reason is not None:
+            member.link.send("refused", reason=reason)
+            print(f"samestep: {hello.name} was turned away: {reason}", file=sys.stderr, flush=True)
+            return  # it closes the link itself
+        member.hello = hello
+        self._strangers.remove(member)
+        self._members.append(member)
+        self._changed_s = time.monotonic()
+        member.link.send("welcome")
+        if self._in_round and not self._is_making_room:
+            self._is_making_room = True
+            self._stop_all("saved")
+
+    # --- what they do -----------------------------------------------------------------------------------------
+
+    def _begin_if_complete(self) -> None:
+        now_s, there = time.monotonic(), len(self._members)
+        is_called = self._round > 0 or now_s > self._changed_s + LAST_CALL_S
+        if there == self._nodes.most or (there >= self._nodes.least and is_called):
+            self._begin()
+        elif now_s > self._wait_s:
+            self._end(message=self._describe_missing())
+
+    def _describe_missing(self) -> str:
+        hellos = [member.hello for member in self._members if member.hello is not None]
+        here = ", ".join(hello.name for hello in hellos)
+        ranks = {hello.node_rank for hello in hellos}
+        missing = [] if None in ranks else [rank for rank in range(self._nodes.most) if rank not in ranks]
+        who = f"--node-rank {', '.join(map(str, missing))}" if missing else f"{self._nodes.least - len(hellos)} more"
+        return (
+            f"of {self._nodes.least} nodes, {who} did not come to {self._nodes.endpoint} within "
+            f"{self._nodes.timeout_s:.0f} s; here: {here}: start the launcher there, too, or allow more time with "
+            "--rdzv-timeout"
+        )
+
+    def _begin(self) -> None:
+        members = sorted(self._members, key=lambda member: -1 if (rank := _rank_of(member)) is None else rank)
+        sizes = [member.hello.num_ranks for member in members if member.hello is not None]
+        self._round += 1
+        self._in_round, self._is_making_room, self._lost = True, False, []
+        self._store = open_public_store()
+        for number, member in enumerate(members):
+            member.in_round, member.outcome = True, None
+            member.link.send(
+                "begin",
+                round=self._round,
+                node=number,
+                names=[other.name for other in members],
+                sizes=sizes,
+                port=self._store.port,
+                num_restarts=self._num_restarts,
+                restart=None if self._restart is None else [self._restart.reason, self._restart.rank],
+                address=self._find_address(member),
+            )
+
+    def _find_address(self, member: Member) -> str:
+        """By which the others reach a node. The hub's own is the one that they reach the hub by."""
+        address = member.link.addresses[1]
+        if ipaddress.ip_address(address).is_loopback:
+            mine = (other.link.addresses[0] for other in self._members)
+            return next((seen for seen in mine if not ipaddress.ip_address(seen).is_loopback), address)
+        return address
+
+    def _stop_all(self, how: str) -> None:
+        for member in self._members:
+            if member.in_round and member.outcome is None:
+                member.link.send("stop", round=self._round, how=how)
+
+    def _conclude_if_ended(self) -> None:
+        """What follows, once all ranks have ended."""
+        members = [member for member in self._members if member.in_round]
+        outcomes = [member.outcome for member in members if member.outcome is not None]
+        if len(outcomes) < len(members):
+            return
+        self._in_round = False
+        for member in self._members:
+            member.in_round = False
+        self._changed_s = time.monotonic()
+        self._wait_s = self._changed_s + self._nodes.timeout_s
+        failures = [Failure(**outcome["failure"]) for outcome in outcomes if outcome["failure"] is not None]
+        first = min(failures, key=lambda failure: (failure.secondary, failure.time_s), default=None)
+        if any(outcome["signum"] for outcome in outcomes):
+            self._end()
+        elif first is not None and not (first.secondary and (self._lost or self._is_making_room)):
+            name = next(member.name for member in members if _has_failed(member, first.rank))
+            if first.kind == "error" or self._num_restarts >= self._max_restarts:
+                self._end(failure=first, name=name)
+            else:
+                self._num_restarts += 1
+                self._restart = Restart(first.reason, first.rank)
+        elif self._lost:
+            self._go_on_without(self._lost)
+        elif self._is_making_room and not all(outcome["is_well"] and outcome["done"] for outcome in outcomes):
+            self._restart = Restart("a node has joined")
+        else:
+            self._end()
+
+    def _go_on_without(self, lost: Sequence[str]) -> None:
+        reason = f"{' and '.join(lost)} {'was' if len(lost) == 1 else 'were'} lost"
+        if len(self._members) >= self._nodes.least:
+            self._restart = Restart(reason)
+        elif self._members and self._num_restarts < self._max_restarts:  # whoever starts it again there is let in
+            self._num_restarts += 1
+            self._restart = Restart(reason)
+            waits = f"waiting for up to {self._nodes.timeout_s:.0f} s for it to be started again"
+            print(f"samestep: {reason}; {waits}", file=sys.stderr, flush=True)
+        else:
+            self._end(message=f"{reason}: the same commands go on from the newest snapshot", code=1)
+
+    def _end(
+        self, *, failure: Failure | None = None, name: str = "", message: str = "", code: int = Error.exit_code
+    ) -> None:
+        """All are through: because all is done or told to stop, because a rank has failed, or for another reason."""
+        self._is_over = True
+        said = None if failure is None else f"{failure.reason}, on {name}"
+        for member in [*self._members, *self._strangers]:
+            member.link.send("end", message=message, failure=said, code=code if failure is None else failure.exit_code)
+
+
+def _rank_of(member: Member) -> int | None:
+    return None if member.hello is None else member.hello.node_rank
+
+
+def _has_failed(member: Member, rank: int) -> bool:
+    return member.outcome is not None and (failure := member.outcome["failure"]) is not None and failure["rank"] == rank
+
+
+def open_public_store() -> Any:  # TCPStore
+    """A store for the ranks of all nodes to meet in, on a port of the system's choice."""
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    listener = open_listener(0)
+    if listener is None:
+        raise OSError("no port is free")
+    port = listener.getsockname()[1]
+    return TCPStore(
+        "localhost", port, None, True, timedelta(seconds=300), wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )  # fmt: skip

@@ -1,0 +1,108 @@
+"""`samestep export`: the weights in a snapshot as a plain safetensors file, for other programs to load."""
+
+import argparse
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from samestep.errors import Error
+from samestep.snapshot.store import Store
+from samestep.tools.inspect import parse_which, read_record, warn
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def run_export(args: list[str]) -> int:
+    """Runs the command with the arguments after its name. Returns the exit code.
+
+    Raises:
+        Error: there is no run, no sound snapshot, no such object, or a file where one is to be written.
+    """
+    options = _build_parser().parse_args(args)
+    read_record(options.run)
+    if options.file.exists() and not options.force:
+        raise Error(f"{options.file} is there already: name another file, or say --force to replace it")
+    store = Store(options.run)
+    snapshot = store.find(options.snapshot, warn=warn)
+    if snapshot is None:
+        raise Error(f"{options.run} has no snapshot yet")
+    objects = store.read(snapshot)["objects"]
+    name = options.object or _choose(objects)
+    if name not in objects:
+        raise Error(f"the snapshot holds no {name}: it holds {', '.join(objects)}; name one of them by --object")
+    tensors, others = _take_tensors(objects[name])
+    if not tensors:
+        raise Error(f"{name} has no tensors by name: it is no model; the snapshot holds {', '.join(objects)}")
+    num_bytes = _write(options.file, tensors, {"run": str(options.run), "step": str(snapshot.step), "object": name})
+    kept = f", without {', '.join(others)}, which are no tensors" if others else ""
+    print(f"{options.file}: {len(tensors)} tensors of {name} after step {snapshot.step}, {num_bytes:,} bytes{kept}")
+    return 0
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="samestep export",
+        description="Writes a model's weights as a safetensors file, by the model's own names: "
+        "model.load_state_dict(safetensors.torch.load_file(FILE)) reads it.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's directory")
+    parser.add_argument("file", type=Path, metavar="FILE", help="to be written, such as model.safetensors")
+    parser.add_argument(
+        "--snapshot", metavar="STEP|NAME", default="latest", type=parse_which, help="default: the newest sound one"
+    )
+    parser.add_argument(
+        "--object", metavar="NAME", help="as run.prepare got it, such as model or ema; default: the only model"
+    )
+    parser.add_argument("--force", action="store_true", help="replace the file if it is there")
+    return parser
+
+
+def _choose(objects: Mapping[str, Any]) -> str:
+    """The one to export where nothing is said: `model`, or the only one that could be a model."""
+    if "model" in objects:
+        return "model"
+    models = [name for name, state in objects.items() if _is_of_module(state)]
+    if len(models) != 1:
+        raise Error(f"the snapshot holds {', '.join(objects)}: name the model by --object")
+    return models[0]
+
+
+def _is_of_module(state: Any) -> bool:
+    return isinstance(state, dict) and hasattr(state, "_metadata")
+
+
+def _take_tensors(state: Any) -> tuple[dict[str, "Tensor"], list[str]]:
+    """The tensors of a module's state_dict, each in memory of its own, and the names of what is none.
+
+    An average of a model (AveragedModel) is exported as that model: its names without their prefix, and without the
+    count of its updates.
+    """
+    import torch
+
+    if not isinstance(state, dict):
+        return {}, []
+    is_average = "n_averaged" in state and all(key == "n_averaged" or key.startswith("module.") for key in state)
+    if is_average:
+        state = {key.removeprefix("module."): value for key, value in state.items() if key != "n_averaged"}
+    tensors = {str(key): value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    # Tied weights are written once by each of their names, as readers of safetensors expect them.
+    others = [str(key) for key in state if str(key) not in tensors]
+    return {key: value.clone(memory_format=torch.contiguous_format) for key, value in tensors.items()}, others
+
+
+def _write(file: Path, tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str]) -> int:
+    """Writes the file, whole or not at all. Returns its size in bytes."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    partial = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        save_file(dict(tensors), partial, metadata={"format": "pt", **metadata})
+        os.replace(partial, file)
+        return file.stat().st_size
+    except (OSError, SafetensorError) as error:
+        raise Error(f"{file} cannot be written ({error}): name another file") from None
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,284 @@
+"""What `samestep verify` does: the runs, one after the other, and the verdict."""
+
+import random
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from samestep.errors import Error
+from samestep.tools.verify.causes import explain, explain_drift, find_operator, measure_difference
+from samestep.tools.verify.gradients import check_gradients, check_schedules
+from samestep.tools.verify.table import Table
+from samestep.tools.verify.traces import Difference, Traced, find_difference, name_tensor
+from samestep.tools.verify.trials import LEAST_DEADLINE_S, Outcome, Subject, Trials
+
+KILLED = 128 + 9
+MAX_EVENTS = 12  # how far into the writing of a snapshot a rank is killed: about as many files are touched
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `samestep verify` was asked for.
+
+    Attributes:
+        num_steps: of each run.
+        world_sizes: the first one is what all others are compared with.
+        num_kills: of the run that is interrupted; 0: none is.
+        kill_seed: of the moments; None: others each time.
+        gradients: whether the averages are checked first.
+        keep_runs: where the runs' directories stay; None: nowhere.
+    """
+
+    num_steps: int = 20
+    world_sizes: Sequence[int] = (1, 2, 3, 4)
+    num_kills: int = 2
+    kill_seed: int | None = None
+    gradients: bool = False
+    keep_runs: Path | None = None
+
+
+def parse_world_sizes(text: str) -> tuple[int, ...]:
+    """Numbers of ranks such as "1,2,3,4". Raises Error where they are none."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or not all(part.isdecimal() and int(part) for part in parts):
+        raise Error(f"--world-sizes takes numbers of ranks such as 1,2,3,4, not {text!r}")
+    return tuple(dict.fromkeys(map(int, parts)))
+
+
+def run_verify(subject: Subject, options: Options) -> int:
+    """Runs everything. Returns 0 when all runs are the same, 1 when not.
+
+    Raises:
+        Error: the script does not train with samestep, or ends with an error by itself.
+    """
+    if options.num_steps < 1 or options.num_kills < 0:
+        raise Error("verify needs at least one step, and no fewer than 0 kills")
+    if options.keep_runs is None:
+        home = Path(tempfile.mkdtemp(prefix="samestep-verify-"))
+    else:
+        home = options.keep_runs
+        if home.exists() and (not home.is_dir() or any(home.iterdir())):
+            raise Error(f"--keep-runs {home} is there already: name a directory that is not, or is empty")
+        home.mkdir(parents=True, exist_ok=True)
+    before = signal.signal(signal.SIGTERM, _leave)
+    try:
+        return _Verification(subject, options, home.resolve()).run()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if options.keep_runs is None:
+            shutil.rmtree(home, ignore_errors=True)
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)  # by way of what ends the run that goes on, and removes its files
+
+
+class _Verification:
+    def __init__(self, subject: Subject, options: Options, home: Path) -> None:
+        self._options = options
+        self._subject = subject
+        every = max(1, options.num_steps // (2 * (options.num_kills + 1)))
+        self._trials = Trials(subject, home, options.num_steps, every)
+        self._lines: list[str] = []
+        self._is_same = True
+
+    def run(self) -> int:
+        self._table = Table(f"samestep verify {' '.join(self._subject.words)}")
+        try:
+            self._compare_all()
+        finally:
+            self._table.close()
+        for line in self._lines:
+            print(line)
+        print("everything is the same" if self._is_same else "it is NOT the same")
+        return 0 if self._is_same else 1
+
+    def _compare_all(self) -> None:
+        first, *others = self._options.world_sizes
+        self._reference = reference = self._run_reference(first)
+        assert reference.trace is not None
+        most = reference.trace.settings["num_micro_batches"]
+        allowed = [size for size in (first, *others) if size <= most]
+        if self._options.gradients:
+            self._table.begin("averages", _count(max(allowed)))
+            found = check_gradients(self._trials, max(allowed))
+            faults = found.faults + check_schedules(reference.trace)
+            result = "WRONG" if faults else "not checked" if found.failure else "same"
+            self._table.add("averages", f"1 and {max(allowed)}", "", result, found.seconds)
+            self._lines += [*faults, *found.notes, *([found.failure] if found.failure else [])]
+            self._is_same &= result == "same"
+        if not self._run_and_compare("again", first):
+            return  # what differs between two equal runs differs everywhere
+        for size in others:
+            if size not in allowed:
+                why = f"skipped: a step has {most} micro-batch{'es' if most > 1 else ''} only"
+                self._table.add("train", _count(size), "", why)
+                continue
+            self._run_and_compare("train", size)
+        if self._is_same and self._options.num_kills:
+            self._interrupt(allowed)
+
+    # --- the runs ---------------------------------------------------------------------------------------------
+
+    def _run_reference(self, size: int) -> Outcome:
+        self._table.begin("train", _count(size))
+        outcome = self._trials.run(size)
+        if outcome.code or outcome.trace is None or not outcome.trace.steps:
+            self._table.close()
+            print(outcome.last_words, file=sys.stderr)
+            if outcome.code:
+                raise Error(
+                    f"{self._subject.name} ends with exit code {outcome.code} on {_count(size)}, before anything "
+                    "can be compared: look at what it says above"
+                )
+            raise Error(
+                f"{self._subject.name} ended without a step of samestep.Run (on {_count(size)}): verify needs a "
+                "script that trains with run.epochs or run.steps"
+            )
+        found = outcome.trace.settings["world_size"]
+        if found != size:
+            raise Error(f"{self._subject.name} starts {found} ranks itself: give the script that each rank runs")
+        if outcome.trace.settings["begin"]:
+            raise Error(f"{self._subject.name} did not begin at step 0: it must leave the run's directory to samestep")
+        self._trials.deadline_s = max(LEAST_DEADLINE_S, 10 * outcome.seconds)
+        self._table.add("train", _count(size), str(len(outcome.trace.steps)), "the reference", outcome.seconds)
+        return outcome
+
+    def _run_and_compare(self, name: str, size: int) -> bool:
+        self._table.begin(name, _count(size))
+        outcome = self._trials.run(size)
+        result = self._judge(outcome)
+        steps = 0 if outcome.trace is None else len(outcome.trace.steps)
+        self._table.add(name, _count(size), str(steps), result, outcome.seconds)
+        return result == "same"
+
+    def _interrupt(self, sizes: Sequence[int]) -> None:
+        """One run, killed and resumed at another number of ranks each time."""
+        seed = self._options.kill_seed
+        chance = random.Random(random.randrange(2**32) if seed is None else seed)
+        assert self._reference.trace is not None
+        num_steps, num_kills = len(self._reference.trace.steps), self._options.num_kills
+        run_dir = self._trials.home / "interrupted"
+        step_s = self._reference.trace.step_s
+        size = 0
+        for number in range(num_kills + 1):
+            size = chance.choice([other for other in sizes if other != size] or list(sizes))
+            if number == num_kills:
+                self._table.begin("resumed", _count(size))
+                outcome = self._trials.run(size, run_dir=run_dir)
+                result = self._judge(outcome, is_resumed=True)
+                self._table.add("resumed", _count(size), _describe_steps(outcome.trace), result, outcome.seconds)
+                return
+            # Each in a stretch of its own; the first when there is a snapshot to resume from, the last before the end.
+            low, high = number * num_steps // num_kills, max((number + 1) * num_steps // num_kills - 2, 0)
+            low = max(low, self._trials.snapshot_every + 1)
+            step = chance.randint(min(low, high), high)
+            kill: dict[str, float] = {"step": step, "rank": chance.randrange(size), "after_s": chance.random() * step_s}
+            if number == 0:  # while a snapshot is written
+                kill = {"step": step, "rank": 0, "events": chance.randint(1, MAX_EVENTS)}
+            if not self._kill(size, run_dir, kill, is_resumed=number > 0):
+                return
+
+    def _kill(self, size: int, run_dir: Path, kill: dict[str, float], *, is_resumed: bool) -> bool:
+        """Runs until a rank is killed. Returns whether to go on."""
+        where = "in a save" if "events" in kill else f"rank {kill['rank']}"
+        self._table.begin(f"killed {where}", _count(size))
+        outcome = self._trials.run(size, run_dir=run_dir, kill=kill)
+        if outcome.code == KILLED or outcome.code == 0:
+            late = outcome.code == 0
+            result = self._judge(outcome, is_resumed=is_resumed, is_cut=True)
+            shown = f"{result} (it ended before it was killed)" if late else result
+            self._table.add(f"killed {where}", _count(size), _describe_steps(outcome.trace), shown, outcome.seconds)
+            if late:
+                self._lines.append("one kill came too late, the run had ended: take more --steps")
+            return result == "same"
+        result = self._judge(outcome, is_resumed=is_resumed)
+        self._table.add(f"killed {where}", _count(size), _describe_steps(outcome.trace), result, outcome.seconds)
+        return False
+
+    # --- the verdict ------------------------------------------------------------------------------------------
+
+    def _judge(self, outcome: Outcome, *, is_resumed: bool = False, is_cut: bool = False) -> str:
+        """Compares with the reference; what differs is explained. Returns the words for the table."""
+        reference, trace = self._reference, outcome.trace
+        assert reference.trace is not None
+        difference = None if trace is None else find_difference(reference.trace, trace)
+        if trace is not None and difference is not None:
+            self._is_same = False
+            self._explain(outcome, trace, difference, is_resumed=is_resumed)
+            return f"differs from step {difference.step}"
+        if is_cut:
+            return "same"
+        if outcome.code:
+            self._is_same = False
+            self._lines += [
+                f"on {_count(outcome.world_size)} it ends with exit code {outcome.code}:",
+                outcome.last_words,
+                *explain_drift(reference.trace, outcome.output),
+            ]
+            return f"exit code {outcome.code}"
+        last = max(reference.trace.steps)
+        if (trace is None and not is_resumed) or (trace is not None and max(trace.steps, default=last) != last):
+            result = "other steps"
+        elif outcome.final != reference.final:
+            result = "another last snapshot"
+        elif outcome.ledger != reference.ledger:
+            result = "other samples in the ledger"
+        else:
+            return "same"
+        self._is_same = False
+        self._lines.append(f"on {_count(outcome.world_size)}: {result}, though the digests of all steps are the same")
+        return result
+
+    def _explain(self, outcome: Outcome, trace: Traced, difference: Difference, *, is_resumed: bool) -> None:
+        reference = self._reference
+        assert reference.trace is not None
+        if outcome.world_size != reference.world_size:
+            whose = f"on {_count(outcome.world_size)} and on {_count(reference.world_size)}"
+        else:
+            whose = f"in two runs on {_count(reference.world_size)}"
+        self._lines.append(f"step {difference.step} is not the same {whose}" + (", resumed" if is_resumed else ""))
+        if difference.tensor is not None:
+            self._lines.append(
+                f"  first: {name_tensor(difference.tensor)}, of {difference.num_tensors} tensors that differ: "
+                + self._measure(outcome, difference, difference.tensor, is_resumed=is_resumed)
+            )
+        elif difference.what in ("value", "loss"):
+            name = name_tensor(difference.name) or "the loss"
+            self._lines.append(f"  first: {name}, {difference.values[0]} and {difference.values[1]}")
+        size = reference.world_size
+        causes = explain(
+            reference.trace,
+            trace,
+            difference,
+            is_resumed=is_resumed,
+            find_operator=lambda: find_operator(self._trials.run(size, overrides={"deterministic": True}).output),
+        )
+        self._lines += [f"  likely: {cause}" for cause in causes]
+
+    def _measure(self, outcome: Outcome, difference: Difference, name: str, *, is_resumed: bool) -> str:
+        """Runs both once more, as far as that step, and compares the tensors themselves."""
+        if is_resumed:
+            return "it was resumed, so its bits are not at hand"
+        step, places = difference.step, []
+        for size in (self._reference.world_size, outcome.world_size):
+            again = self._trials.run(size, num_steps=step + 1, dump=step)
+            if not (again.place / "dump.safetensors").exists():
+                return f"a further run on {_count(size)} did not come as far"
+            places.append(again.place)
+        return measure_difference(places[0], places[1], name)
+
+
+def _count(size: int) -> str:
+    return f"{size} rank{'s' if size > 1 else ''}"
+
+
+def _describe_steps(trace: Traced | None) -> str:
+    if trace is None or not trace.steps:
+        return "0"
+    return f"{min(trace.steps)}-{max(trace.steps)}"

@@ -1,0 +1,49 @@
+"""Lines of a script at which a reason may stand, found without running it."""
+
+import ast
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+RANK_NAMES = {"rank", "local_rank", "world_size", "get_rank", "get_world_size", "is_main_process"}
+RANK_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
+GENERATORS = {"default_rng", "RandomState", "Generator", "Random", "SystemRandom"}
+MAX_NAMED = 4
+
+
+def find_rank_readers(files: Iterable[str]) -> str:
+    """Where a rank or the number of ranks is read, such as "train.py:31 (run.rank)"; "" where nowhere."""
+    return _name(files, _reads_rank)
+
+
+def find_generator_makers(files: Iterable[str]) -> str:
+    """Where a random generator is made."""
+    return _name(files, _makes_generator)
+
+
+def _reads_rank(node: ast.AST) -> bool:
+    if isinstance(node, ast.Attribute):
+        return node.attr in RANK_NAMES and isinstance(node.ctx, ast.Load)
+    return isinstance(node, ast.Constant) and node.value in RANK_VARIABLES
+
+
+def _makes_generator(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call):
+        return False
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    return name in GENERATORS
+
+
+def _name(files: Iterable[str], wanted: Callable[[ast.AST], bool]) -> str:
+    found = [place for file in files for place in _search(Path(file), wanted)]
+    more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+    return ", ".join(found[:MAX_NAMED]) + more
+
+
+def _search(file: Path, wanted: Callable[[ast.AST], bool]) -> Iterator[str]:
+    try:
+        tree = ast.parse(file.read_text())
+    except (OSError, ValueError, SyntaxError):
+        return
+    for node in ast.walk(tree):
+        if wanted(node) and isinstance(node, ast.expr):
+            yield f"{file.name}:{node.lineno} ({ast.unparse(node)[:60]})"

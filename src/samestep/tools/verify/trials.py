@@ -1,0 +1,157 @@
+"""One training of the script at a time, in processes of its own, in a directory that is nobody else's."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from samestep.plan.ledger import RECORD
+from samestep.snapshot.store import Store
+from samestep.tools.verify.traces import Traced, read_traces
+from samestep.world.environment import TRACE, Overrides, child_variables
+
+SHOWN_LINES = 30
+LEAST_DEADLINE_S = 120.0
+STUCK = 124  # as timeout(1) has it
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is verified. `command`: "launch" or "train"; `words`: the script and its arguments."""
+
+    command: str
+    words: tuple[str, ...]
+    overrides: Overrides
+
+    @property
+    def name(self) -> str:
+        return self.words[1] if self.words[0] == "-m" else self.words[0]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One start of a run, and what it left.
+
+    Attributes:
+        world_size: the ranks.
+        code: the launcher's exit code.
+        output: of the launcher and rank 0.
+        trace: what the ranks wrote down; None: they did not come to a first step.
+        final: the digest of the newest snapshot.
+        place: the directory with its traces.
+        ledger: by step, the fingerprint of the samples used.
+    """
+
+    world_size: int
+    code: int
+    output: str
+    seconds: float
+    trace: Traced | None
+    run_dir: Path
+    place: Path
+    final: str | None = None
+    ledger: tuple[int, ...] = ()
+
+    @property
+    def last_words(self) -> str:
+        """The error that it ended with; the end of the output, where it says none."""
+        lines = self.output.rstrip().splitlines()
+        errors = [line for line in lines if line.startswith("samestep: error: ")]
+        return "\n".join(errors or lines[-SHOWN_LINES:])
+
+
+@dataclass
+class Trials:
+    """Starts runs of one subject, each with a number of its own below `home`.
+
+    Attributes:
+        deadline_s: after which a run is taken for stuck, and killed.
+    """
+
+    subject: Subject
+    home: Path
+    num_steps: int
+    snapshot_every: int
+    deadline_s: float | None = None
+    _count: int = field(default=0)
+
+    def run(
+        self,
+        world_size: int,
+        *,
+        run_dir: Path | None = None,
+        num_steps: int | None = None,
+        overrides: Mapping[str, Any] | None = None,
+        **trace: Any,
+    ) -> Outcome:
+        """Starts the script and waits for its end.
+
+        Args:
+            run_dir: one that an earlier start has left behind; None: a new one.
+            num_steps: of the whole run.
+            overrides: further ones.
+            trace: what the trace is to do besides.
+        """
+        self._count += 1
+        place = self.home / f"{self._count:02}-{world_size}-rank{'s' if world_size > 1 else ''}"
+        place.mkdir(parents=True)
+        run_dir = run_dir or place / "run"
+        settings = replace(
+            self.subject.overrides,
+            run_dir=str(run_dir),
+            max_steps=num_steps or self.num_steps,
+            snapshot_every=str(self.snapshot_every),
+            compare_every=1,
+            log_every=1,
+            **(overrides or {}),
+        )
+        variables = child_variables() | settings.to_variables() | {"WANDB_MODE": "disabled"}
+        variables[TRACE] = json.dumps({"dir": str(place), **trace})
+        command, words = self.subject.command, self.subject.words
+        recipe, own = (words[:1], words[1:]) if command == "train" else ((), words)
+        ranks = ("--nproc-per-node", str(world_size))
+        began = time.monotonic()
+        code = self._start([sys.executable, "-m", "samestep", command, *recipe, *ranks, *own], variables, place)
+        ledger = run_dir / "ledger.bin"
+        records = ledger.read_bytes() if ledger.exists() else b""
+        final = Store(run_dir).find("latest", warn=lambda _: None) if run_dir.exists() else None
+        return Outcome(
+            world_size,
+            code,
+            (place / "output").read_text(errors="replace"),
+            time.monotonic() - began,
+            read_traces(place),
+            run_dir,
+            place,
+            None if final is None else final.manifest["digest"],
+            tuple(record[3] for record in RECORD.iter_unpack(records[: len(records) // RECORD.size * RECORD.size])),
+        )
+
+    def _start(self, command: list[str], variables: Mapping[str, str], place: Path) -> int:
+        with open(place / "output", "w") as output:
+            process = subprocess.Popen(
+                command,
+                env=dict(variables),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+            )
+        try:
+            return process.wait(self.deadline_s)
+        except subprocess.TimeoutExpired:
+            with open(place / "output", "a") as output:
+                print(f"\nsamestep: error: it is stuck, and was ended after {self.deadline_s:.0f} s", file=output)
+            return STUCK
+        finally:
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()

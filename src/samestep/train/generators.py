@@ -1,0 +1,78 @@
+"""Random generators that a script made for itself: nothing seeds them per micro-batch."""
+
+import hashlib
+import pickle
+import random
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+MAX_DEPTH = 4
+MAX_LOOKS = 20_000
+KINDS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
+
+
+def read_generator(generator: Any) -> str:
+    """Where a generator stands, as a hash; "" where that cannot be told."""
+    try:
+        if isinstance(generator, torch.Generator):
+            state = generator.get_state().numpy().tobytes()
+        elif isinstance(generator, np.random.Generator):
+            state = pickle.dumps(generator.bit_generator.state)
+        elif isinstance(generator, np.random.RandomState):
+            state = pickle.dumps(generator.get_state())
+        else:
+            state = repr(generator.getstate()).encode()
+    except Exception:
+        return ""
+    return hashlib.sha256(state).hexdigest()
+
+
+def find_generators(roots: Mapping[str, Any]) -> dict[str, Any]:
+    """Generators by the path at which they are found: from `roots`, and from the variables of the script.
+
+    Not the global ones, which are seeded.
+    """
+    things: list[tuple[str, Any, int]] = [(name, root, 0) for name, root in roots.items()]
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        if "samestep" not in frame.f_globals.get("__name__", ""):
+            things += [(name, value, 0) for name, value in frame.f_locals.items() if not name.startswith("__")]
+        frame = frame.f_back
+    main = vars(sys.modules["__main__"])
+    things += [(name, value, 0) for name, value in main.items() if not name.startswith("__")]
+    found: dict[str, Any] = {}
+    seen = {id(random._inst), id(np.random.mtrand._rand), id(torch.default_generator)}
+    for path, thing, depth in things:  # grows on the way
+        if len(seen) > MAX_LOOKS:
+            break
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, KINDS):
+            found[path] = thing
+        elif depth < MAX_DEPTH:
+            things += [(f"{path}{step}", value, depth + 1) for step, value in _look_into(thing)]
+    return found
+
+
+def _look_into(thing: Any) -> list[tuple[str, Any]]:
+    if type(thing).__module__.partition(".")[0] == "samestep" or isinstance(thing, type(sys) | torch.Tensor | type):
+        return []
+    if isinstance(thing, dict):
+        return [(f"[{key!r}]", value) for key, value in list(thing.items())[:1000]]
+    if isinstance(thing, list | tuple):
+        return [(f"[{i}]", value) for i, value in enumerate(thing[:100])]
+    looks: list[tuple[str, Any]] = []
+    if callable(thing) and getattr(thing, "__closure__", None):
+        names = thing.__code__.co_freevars
+        for name, cell in zip(names, thing.__closure__, strict=True):
+            try:
+                looks.append((f".{name}", cell.cell_contents))
+            except ValueError:
+                continue
+    looks += [(f".{name}", value) for name, value in list(getattr(thing, "__dict__", {}).items())[:1000]]
+    return looks

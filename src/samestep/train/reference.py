@@ -1,0 +1,226 @@
+"""A run's averages worked out a second way, for `samestep verify --gradients`.
+
+With `"reference": "float64"` the models compute in float64, and the first step's gradient is written down as autograd
+gives it, summed up by weight without the reducer. Before that step, a few of its samples go through the loop's body
+together and then one by one: a mean of them must be the mean of the single ones. With "float32", the gradient that the
+ranks have reduced is written down. In both, dropout is off, since float64 would draw another one.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from samestep.data.loader import Loader, seed_all, to_device
+from samestep.plan.seeds import derive
+from samestep.snapshot.encoding import write_tensors
+from samestep.train.steps import Step
+from samestep.train.trace import Trace, TracedStep, read_draws
+
+if TYPE_CHECKING:
+    from samestep.train.loop import Loop
+    from samestep.train.run import Run
+
+NUM_PROBES = 8  # samples that are looked at one by one
+Grads = list[Tensor | None]
+
+
+class Reference(Trace):
+    """A trace that works out averages."""
+
+    def __init__(self, run: "Run", options: dict[str, Any]) -> None:
+        super().__init__(run, options)
+        self.is_double = options["reference"] == "float64"
+        if self.is_double:
+            self._evaluate = run.evaluate
+            run.evaluate = self._check_evaluate  # type: ignore[method-assign]
+
+    def prepare(self) -> None:
+        for module in self.run._modules.values():
+            for part in module.modules():
+                if isinstance(part, _DropoutNd):
+                    part.p = 0.0
+                elif isinstance(getattr(part, "dropout", None), float):
+                    setattr(part, "dropout", 0.0)  # noqa: B010  # as of MultiheadAttention
+                if self.is_double:  # what the script draws or makes itself is float32
+                    part.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+            if self.is_double:
+                module.double()
+
+    def build_step(self, run: "Run", loop: "Loop", number: int, loader: Loader) -> Step:
+        super().build_step(run, loop, number, loader)
+        return ReferenceStep(self, run, loop, number, loader)
+
+    def _check_evaluate(self, score: Callable[[Any], Mapping[str, Any]], data: Any, **arguments: Any) -> dict[str, Any]:
+        """Scores in micro-batches of the size asked for, the same once more, and in micro-batches of one sample."""
+
+        def cast_and_score(batch: Any) -> Mapping[str, Any]:
+            return score(cast(batch))
+
+        result = self._evaluate(cast_and_score, data, **arguments)
+        if self.run.rank == 0 and self.run.world_size == 1:
+            again = self._evaluate(cast_and_score, data, **arguments)
+            single = self._evaluate(cast_and_score, data, **arguments | {"micro_batch_size": 1})
+            names = [name for name, value in result.items() if isinstance(value, float)]
+            self.write({"evaluate": {name: [result[name], again[name], single[name]] for name in names}})
+        return result
+
+
+class ReferenceStep(TracedStep):
+    """A step in float64, or in float32. The average of a run's first one is worked out besides."""
+
+    def __init__(self, trace: Reference, run: "Run", loop: "Loop", number: int, loader: Loader) -> None:
+        super().__init__(run, loop, number, loader)
+        self._trace, self._is_first = trace, number == 0
+        self._params = run._reducer.params
+        self._probe: list[tuple[int, float, float | None, Tensor]] | None = None
+        self._sums: dict[int, list[Tensor]] = {}
+        self._weights: dict[int, float] = {}
+        self._draws = False
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._trace.is_double and self._is_first and self.num_passes == 0:
+            yield from self._run_probes()
+        inner = super().__iter__()
+        try:
+            for batch in inner:
+                before = read_draws()
+                yield cast(batch) if self._trace.is_double else batch
+                self._draws |= read_draws() != before
+        finally:
+            inner.close()  # type: ignore[attr-defined]
+        if self._run.rank == 0 and self._is_first and self.num_passes == 1:
+            self._write_gradients()
+
+    def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, model: nn.Module | None = None) -> None:
+        slot = 0 if model is None else self._run._slot_of(model)
+        if self._probe is not None:
+            number = None if weight is None else float(weight)
+            flat = [g.flatten() for g in self._differentiate(loss, slot, retain=False) if g is not None]
+            self._probe.append((slot, float(loss.detach()), number, torch.cat(flat)))
+            return
+        if self._trace.is_double and self._is_first and self.num_passes == 0:
+            share = float(self._sizes[self._v] if weight is None else weight)
+            if share:
+                self._add(slot, share, self._differentiate(loss, slot, retain=True))
+        super().backward(loss, weight=weight, model=model)
+
+    def log(self, **values: float | Tensor) -> None:
+        if self._probe is None:
+            super().log(**values)
+
+    def _differentiate(self, loss: Tensor, slot: int, *, retain: bool) -> Grads:
+        """The loss's gradient for each parameter; None for those that this loss is not for, zeros where unused."""
+        wanted = [p.requires_grad and slot in (0, home) for p, home in zip(self._params, self._run._reducer.slots,
+                                                                           strict=True)]  # fmt: skip
+        params = [param for param, is_wanted in zip(self._params, wanted, strict=True) if is_wanted]
+        grads = iter(torch.autograd.grad(loss, params, retain_graph=retain, allow_unused=True, materialize_grads=True))
+        return [next(grads) if is_wanted else None for is_wanted in wanted]
+
+    def _add(self, slot: int, weight: float, grads: Grads) -> None:
+        weighted = [torch.zeros_like(p) if g is None else weight * g for p, g in zip(self._params, grads, strict=True)]
+        before = self._sums.get(slot)
+        self._sums[slot] = weighted if before is None else [a + b for a, b in zip(before, weighted, strict=True)]
+        self._weights[slot] = self._weights.get(slot, 0.0) + weight
+
+    def _write_gradients(self) -> None:
+        reducer = self._run._reducer
+        gradients = {}
+        for i, (name, param, home) in enumerate(zip(reducer.names, self._params, reducer.slots, strict=True)):
+            if self._trace.is_double:
+                slots = [slot for slot in self._sums if slot in (0, home)]
+                total = sum(self._weights[slot] for slot in slots)
+                gradients[name] = sum(self._sums[slot][i] for slot in slots) / total if slots else torch.zeros(())
+            elif param.grad is not None:
+                gradients[name] = param.grad
+        with open(self._trace.directory / "gradients.safetensors", "wb") as file:
+            write_tensors(file, {name: torch.as_tensor(gradient).clone() for name, gradient in gradients.items()})
+        self._trace.write({"draws": self._draws})
+
+    # --- a few samples, together and one by one ---------------------------------------------------------------
+
+    def _run_probes(self) -> Iterator[Any]:
+        run, feed = self._run, self._loop.feed
+        spans = feed.micro_batches(self.number)
+        indices = [int(i) for span in spans for i in feed.indices(self.number, span)][:NUM_PROBES]
+        modules = {id(part): part for module in run._modules.values() for part in module.modules()}.values()
+        norms = [part for part in modules if isinstance(part, _BatchNorm) and part.training]
+        buffers = [buffer for part in modules for buffer in part._buffers.values() if buffer is not None]
+        kept = [buffer.clone() for buffer in buffers]
+        for part in norms:
+            part.training = False
+        self.open, results = True, []
+        for batch in self._load_probes(indices):
+            seed_all(derive(run.seed, "compute", step=self.number))
+            self._probe, before = [], read_draws()
+            yield batch
+            results.append(self._probe)
+            self._draws |= read_draws() != before
+        self._probe, self.open = None, False
+        for part in norms:
+            part.training = True
+        with torch.no_grad():
+            for buffer, old in zip(buffers, kept, strict=True):
+                buffer.copy_(old)
+        for slot in sorted({slot for slot, *_ in results[0]}):
+            rows = [[entry[1:] for entry in result if entry[0] == slot] for result in results]
+            if all(len(row) == 1 for row in rows):
+                self._trace.write({"probe": summarize([row[0] for row in rows]) | {"draws": self._draws, "slot": slot}})
+
+    def _load_probes(self, indices: list[int]) -> Iterator[Any]:
+        """The samples as one batch, then each as one."""
+        source, seed = self._loop.feed.source, derive(self._run.seed, "data", step=self.number)
+        seed_all(seed)
+        many = getattr(source.dataset, "__getitems__", None)
+        samples = [source.dataset[i] for i in indices] if many is None else many(indices)
+        for chosen in (samples, *([sample] for sample in samples)):
+            seed_all(seed)
+            yield cast(to_device(source.collate_fn(chosen), self._run.device))
+
+
+def summarize(rows: list[tuple[float, float | None, Tensor]]) -> dict[str, Any]:
+    """Whether a mean over samples is the mean of the single ones.
+
+    Args:
+        rows: loss, weight (None: the samples) and gradient of all samples together, then of each.
+
+    Returns:
+        `error`: of the gradient, relative. `weight`, `weights`: of all together, of each. `shares`: how much of each
+        one's gradient that of all together has, by least squares; `rest`: what is left then, relative.
+    """
+    (_, weight, gradient), *singles = rows
+    weights = [1.0 if own is None else own for _, own, _ in singles]
+    weight = float(len(singles)) if weight is None else weight
+    matrix = torch.stack([own for _, _, own in singles]).double().cpu()
+    gradient = gradient.double().cpu()
+    size = max(float(gradient.norm()), 1e-300)
+    mean = torch.tensor(weights, dtype=torch.float64) @ matrix / (sum(weights) or 1.0)
+    shares = torch.linalg.lstsq(matrix.T, gradient.unsqueeze(1), driver="gelsd").solution.squeeze(1)
+    return {
+        "error": float((gradient - mean).norm()) / size,
+        "weight": weight,
+        "weights": weights,
+        "shares": shares.tolist(),
+        "rest": float((matrix.T @ shares - gradient).norm()) / size,
+    }
+
+
+def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    """A hook that lets a module compute in float64 whatever it is given."""
+    return cast(args), cast(kwargs)
+
+
+def cast(value: Any) -> Any:
+    """A batch with its floating point tensors in float64."""
+    if isinstance(value, Tensor):
+        return value.double() if value.is_floating_point() else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(cast, value))
+    if isinstance(value, list | tuple):
+        return type(value)(map(cast, value))
+    if isinstance(value, dict):
+        return {key: cast(item) for key, item in value.items()}
+    return value

@@ -1,0 +1,84 @@
+"""The model and the optimizer's state on all ranks, compared from time to time."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from samestep.errors import Error
+from samestep.train.objects import unwrap
+from samestep.watch.drift import checksum, combine, explain_drift, find_drift
+from samestep.world.environment import read_host
+from samestep.world.group import Group
+
+
+def name_replicated(objects: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """What must be the same on all ranks after every step: the models' parameters, the optimizers' state.
+
+    Not the buffers: a script may keep a count in one that is its rank's own.
+    """
+    names: dict[int, str] = {}
+    for name, thing in objects.items():
+        if isinstance(thing, nn.Module):
+            for path, param in unwrap(thing).named_parameters():
+                if id(param) not in names:  # shared with another model
+                    names[id(param)] = f"{name}.{path}"
+                    yield f"{name}.{path}", param
+    for name, thing in objects.items():
+        if isinstance(thing, torch.optim.Optimizer):
+            for number, (param, state) in enumerate(thing.state.items()):
+                for key, value in state.items() if isinstance(state, Mapping) else ():
+                    if isinstance(value, Tensor):
+                        yield f"{key} of {names.get(id(param), f'parameter {number}')} in {name}", value
+
+
+class Replicas:
+    """What `objects` hold on this rank, and whether all other ranks hold the same.
+
+    Args:
+        every: steps between two comparisons; 0: never.
+    """
+
+    def __init__(self, objects: Mapping[str, Any], group: Group, every: int) -> None:
+        self._objects, self._group = objects, group
+        self._every = every if group.world_size > 1 else 0
+        self._alike_at: int | None = None
+
+    def compare_if_due(self, step: int) -> None:
+        """`compare`, every so many steps."""
+        if self._every and step % self._every == 0:
+            self.compare(step)
+
+    def compare(self, step: int) -> None:
+        """Compares after `step` steps, on all ranks: one exchange of 8 bytes.
+
+        Raises:
+            Error: they differ: names rank, host and tensor. On all ranks.
+        """
+        if self.are_to_compare(step):
+            self.conclude(step, self._sum_up())
+
+    def are_to_compare(self, step: int) -> bool:
+        """Whether `compare` would do anything after `step` steps."""
+        return bool(self._every) and self._alike_at != step
+
+    def conclude(self, step: int, checksums: Mapping[str, int]) -> None:
+        """The second half of `compare`, from the checksums that this rank's tensors had after `step` steps."""
+        if len(set(self._group.gather_number(combine(checksums)))) > 1:
+            replies = self._group.gather((read_host(), checksums))
+            drift = find_drift([replica for _, replica in replies])
+            assert drift is not None
+            raise Error(explain_drift(drift, [host for host, _ in replies], step, self._alike_at))
+        self._alike_at = step
+
+    def _sum_up(self) -> dict[str, int]:
+        """The checksums by name, brought to the host in one piece per device."""
+        by_device: dict[torch.device, dict[str, Tensor]] = {}
+        for name, tensor in name_replicated(self._objects):
+            by_device.setdefault(tensor.device, {})[name] = checksum(tensor)
+        return {
+            name: value
+            for sums in by_device.values()
+            for name, value in zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)
+        }

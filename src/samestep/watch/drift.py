@@ -1,0 +1,107 @@
+"""Whether the ranks still hold the same model: checksums of tensors, and who differs from the others.
+
+A replica goes astray when a machine's memory flips a bit, or when code changes it on one rank alone. Nothing notices
+by itself: every rank adds the same gradients to what it has. Nothing here talks to other ranks.
+"""
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's bytes, as words of 8 and then one by one, modulo 2**64: an int64 scalar on its device.
+
+    One changed element always changes it. Words that have changed places do not. (Words, since torch adds up int64 as
+    fast as memory is read, and anything narrower twenty times slower.)
+    """
+    values = tensor.detach()
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    values = values.contiguous().reshape(-1)
+    size = values.element_size()
+    if values.storage_offset() * size % 8:
+        values = values.clone()
+    num_whole = values.numel() * size // 8 * 8 // size
+    rest = values[num_whole:]
+    words = values[:num_whole].view(torch.int64).sum() if num_whole else None
+    if words is not None and not len(rest):
+        return words
+    odd = rest.view(_WORDS[size]).sum(dtype=torch.int64)
+    return odd if words is None else words + odd
+
+
+def combine(checksums: Mapping[str, int]) -> int:
+    """63 bits that stand for all of them, by name."""
+    text = json.dumps(checksums, sort_keys=True).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Replicas that are not alike.
+
+    Attributes:
+        tensor: the first tensor that differs.
+        num_tensors: how many do.
+        astray: the ranks that differ from most others, in any tensor; without a majority, all ranks.
+        has_majority: whether more than half of the ranks agree on every tensor.
+    """
+
+    tensor: str
+    num_tensors: int
+    astray: tuple[int, ...]
+    has_majority: bool
+
+
+def find_drift(replicas: Sequence[Mapping[str, int]]) -> Drift | None:
+    """Compares the checksums by tensor name, one mapping per rank. None: all ranks hold the same."""
+    names = list(dict.fromkeys(name for replica in replicas for name in replica))
+    differing: list[str] = []
+    astray: set[int] = set()
+    has_majority = True
+    for name in names:
+        found = [replica.get(name) for replica in replicas]
+        (usual, count), *others = Counter(found).most_common()
+        if not others:
+            continue
+        differing.append(name)
+        has_majority &= 2 * count > len(replicas)
+        astray |= {rank for rank, value in enumerate(found) if value != usual}
+    if not differing:
+        return None
+    ranks = sorted(astray) if has_majority else range(len(replicas))
+    return Drift(differing[0], len(differing), tuple(ranks), has_majority)
+
+
+def explain_drift(drift: Drift, hosts: Sequence[str], step: int, alike_at: int | None) -> str:
+    """The sentence for a person.
+
+    Args:
+        hosts: by rank.
+        step: the steps done.
+        alike_at: after which step the ranks were last seen alike; None: never.
+    """
+    named = [f"rank {rank} ({hosts[rank]})" for rank in drift.astray]
+    who = named[0] if len(named) == 1 else f"{', '.join(named[:-1])} and {named[-1]}"
+    others = len(hosts) - len(drift.astray)
+    if not drift.has_majority:
+        what = f"{who} do not hold the same model after step {step}, and no majority says which is right"
+        whom = "those machines" if len(set(hosts)) > 1 else "that machine"
+    else:
+        same = "the other" if others == 1 else f"the other {others}, which agree"
+        what = f"{who} {'has' if len(named) == 1 else 'have'} another model than {same}, after step {step}"
+        whom = "that machine" if len({hosts[rank] for rank in drift.astray}) == 1 else "those machines"
+    more = f" and {drift.num_tensors - 1} more tensors differ" if drift.num_tensors > 1 else " differs"
+    since = "" if alike_at is None else f", and all were alike after step {alike_at}"
+    return (
+        f"{what}: {drift.tensor}{more}{since}; nothing of this is saved, and the last snapshot is from before. Suspect "
+        f"the memory of {whom}, or code that changes the model or the optimizer on some ranks only (run.rank)"
+    )

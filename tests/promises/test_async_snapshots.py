@@ -1,0 +1,191 @@
+"""Snapshots are written beside the steps that follow: never torn, never lost in silence, at most one at a time."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from promises.trial import Outcome, Trial, resume_is_from
+from torch import Tensor, nn
+
+import samestep
+from samestep.snapshot.staging import LARGE_BYTES
+from samestep.snapshot.store import Store, digest
+
+Undisturbed = Callable[..., Outcome]
+WIDTH = 512
+NUM_STEPS = 8
+
+# --- whole, whatever a script does to its model -----------------------------------------------------------------------
+
+
+class Model(nn.Module):
+    """With a weight large enough to be copied beside the next step, and a buffer that every forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+        self.register_buffer("seen", torch.zeros(WIDTH, WIDTH))
+        self.bias = nn.Parameter(torch.zeros(WIDTH))
+        assert self.weight.numel() * self.weight.element_size() >= LARGE_BYTES
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.add_(1.0)
+        return x @ self.weight + self.bias
+
+
+def train(run_dir: Path, changes: str) -> dict[int, str]:
+    """Saves after every step. Returns the state's digests by the steps done, as the script has it then."""
+    run = samestep.Run(run_dir, batch_size=4, micro_batch_size=2, snapshot_every=1, keep=99, device="cpu")
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    run.prepare(model=model, optimizer=optimizer)
+    digests = {}
+    for step in run.steps(torch.randn(16, WIDTH), NUM_STEPS):
+        if changes == "before the micro-batches, by .data" or (changes == "only later" and step.number == 4):
+            model.weight.data.mul_(0.99)
+        if changes == "replaced" and step.number == 4:
+            model.weight.data = model.weight.data * 0.99
+        for x in step:
+            step.backward((model(x) ** 2).mean())
+        if changes == "an update by hand":
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.data -= 0.1 * param.grad
+        else:
+            optimizer.step()
+        if changes == "after the update":
+            model.weight.data.clamp_(-0.01, 0.01)
+        done = step.number + 1
+        digests[done] = digest(run._build_state({"step": done, "epoch": done // 4}))
+    return digests
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        "nothing",
+        "before the micro-batches, by .data",
+        "only later",
+        "replaced",
+        "an update by hand",
+        "after the update",
+    ],
+)
+def test_it_holds_what_the_step_left(tmp_path: Path, changes: str, capfd: pytest.CaptureFixture[str]) -> None:
+    digests = samestep.spawn(train, 1, (tmp_path, changes))
+    store = Store(tmp_path)
+    found = {snapshot.step: snapshot.manifest["digest"] for snapshot in store.snapshots()}
+    missing = {4} if changes == "only later" else set()
+    assert found == {step: digest for step, digest in digests.items() if step not in missing}
+    assert len(set(found.values())) == len(found)
+    assert ("the snapshot of step 4 is taken one step later" in capfd.readouterr().out) == bool(missing)
+    for step in found:
+        snapshot = store.find(step)
+        assert snapshot is not None
+        assert digest(store.read(snapshot)) == found[step]
+
+
+# --- beside the steps -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("moment", ["writing tensors", "before rename"])
+def test_steps_go_on_while_it_is_written(
+    trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], moment: str
+) -> None:
+    """The disk is stuck at step 3; steps 4 and 5 are done all the same. What the disk has not got is not found."""
+    launch = trial.start("launch", 2, f"hold rank 0 at step 3 in {moment}", "--snapshot-every", "3")
+    trial.wait_held()
+    launch.wait_for_words("step 5/15")
+    assert trial.snapshots == []
+    launch.process.kill()
+    launch.wait()
+    capfd.readouterr()
+    trial.spawn(3, snapshot_every=3)
+    assert resume_is_from(capfd.readouterr().out) == 0
+    assert trial.outcome() == undisturbed()
+
+
+def test_one_at_a_time(trial: Trial, undisturbed: Undisturbed) -> None:
+    """The next one waits for the one that is on its way; none is left out."""
+    launch = trial.start("launch", 2, "hold rank 0 at step 3 in before rename", "--snapshot-every", "3", "--keep", "9")
+    trial.wait_held()
+    assert trial.snapshots == []
+    trial.go_on()
+    assert launch.wait() == 0, launch.output
+    assert [name for name in trial.snapshots if name != "best"] == [f"step-{step:08d}" for step in range(3, 16, 3)]
+    assert trial.outcome() == undisturbed()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_exception_does_not_cost_the_snapshot_under_way(
+    trial: Trial, undisturbed: Undisturbed, num_ranks: int
+) -> None:
+    fault = "raise rank 0 at step 6 in forward"
+    trial.spawn_to_fail(num_ranks, fault, snapshot_every=2)
+    assert "step-00000006" in trial.snapshots
+    trial.spawn(2, fault, snapshot_every=2)
+    assert trial.outcome() == undisturbed()
+
+
+# --- what goes wrong in the background --------------------------------------------------------------------------------
+
+
+def train_with(run_dir: Path, patch: Callable[[Any], None], **arguments: Any) -> list[int | None]:
+    """Returns the step of the newest snapshot, as this rank knows it, after each step."""
+    run = samestep.Run(run_dir, batch_size=4, micro_batch_size=2, device="cpu", **arguments)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run.prepare(model=model, optimizer=optimizer)
+    patch(run)
+    saved = []
+    for step in run.steps(torch.randn(16, 3), NUM_STEPS):
+        saved.append(run._keeper.saved_step)
+        for x in step:
+            step.backward(model(x).mean())
+        optimizer.step()
+    return saved
+
+
+def test_a_failure_is_told_and_the_run_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def patch(run: Any) -> None:
+        store = run._keeper.directory.store
+        write = store.write_encoded
+
+        def write_or_fail(*args: Any, step: int, **kwargs: Any) -> Path:
+            if step == 4:
+                raise RuntimeError("boom")
+            return write(*args, step=step, **kwargs)
+
+        store.write_encoded = write_or_fail
+
+    samestep.spawn(train_with, 1, (tmp_path, patch), {"snapshot_every": 2, "keep": 9})
+    out = capfd.readouterr().out
+    assert "the snapshot of step 4 could not be written (RuntimeError: boom): the one of step 2 stands" in out
+    assert [snapshot.step for snapshot in Store(tmp_path).snapshots()] == [2, 6, 8]
+
+
+# --- every so many minutes --------------------------------------------------------------------------------------------
+
+
+def test_rank_0_s_clock_decides_for_all(tmp_path: Path) -> None:
+    def patch(run: Any) -> None:
+        from samestep.train import keeper
+
+        # A step takes 10 s on rank 0; on rank 1 the time stands still.
+        keeper.time = SimpleNamespace(monotonic=lambda: 10.0 * run.steps_done * (run.rank == 0))  # type: ignore[attr-defined]
+
+    def train_and_tell(run_dir: Path) -> list[list[int | None]]:
+        import torch.distributed as dist
+
+        saved = train_with(run_dir, patch, snapshot_every="25s", keep=9)
+        told: list[list[int | None]] = [[], []]
+        dist.all_gather_object(told, saved)
+        return told
+
+    ours, theirs = samestep.spawn(train_and_tell, 2, (tmp_path,))
+    # Voted on within a step: after 30 s, in the fourth.
+    assert ours == theirs == [None, None, None, None, 4, 4, 4, 4]
+    assert [snapshot.step for snapshot in Store(tmp_path).snapshots()] == [4, 8]

@@ -1,0 +1,312 @@
+"""A run on several nodes: the same bits, through nodes that go and come; and what is said when they do not meet.
+
+Nodes are launchers on this machine, or, where the network matters, on hosts of their own (network namespaces).
+"""
+
+import json
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from promises.test_restarts import flags_of, read_restarts
+from promises.trial import Outcome, Started, Trial, wait_until
+from support.hosts import Host, open_hosts, why_not
+
+from samestep.errors import Error
+from samestep.launch.local import Place, build_variables
+from samestep.launch.nodes import Link, parse_endpoint, parse_nodes
+from samestep.world.environment import Overrides
+
+Undisturbed = Callable[..., Outcome]
+HELD = "hold rank 0 at step 7 in forward"
+
+
+@contextmanager
+def reserve_port() -> Iterator[int]:
+    """A port that nobody listens at. (Held by a socket, so that no one is given it meanwhile.)"""
+    with socket.socket(socket.AF_INET6) as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("::", 0))
+        yield held.getsockname()[1]
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    with reserve_port() as free:
+        yield free
+
+
+@pytest.fixture(scope="module")
+def all_hosts() -> Iterator[list[Host]]:
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    with open_hosts(3) as opened:
+        yield opened
+
+
+def flags_at(endpoint: str, nnodes: str = "2", *more: str) -> list[str]:
+    return ["--nnodes", nnodes, "--rdzv-endpoint", endpoint, "--rdzv-timeout", "30", *more]
+
+
+def finish(*nodes: Started) -> list[int]:
+    return [node.wait() for node in nodes]
+
+
+# --- hosts ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", [4, 6])
+def test_two_hosts(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host], version: int) -> None:
+    first = all_hosts[0]
+    endpoint = f"{first.address}:29400" if version == 4 else f"[{first.address6}]:29400"
+    nodes = [
+        trial.start("launch", 2, "", *flags_at(endpoint, "2", "--node-rank", str(rank)), host=host)
+        for rank, host in enumerate(all_hosts[:2])
+    ]
+    assert finish(*nodes) == [0, 0], "\n".join(node.output for node in nodes)
+    for node in nodes:
+        assert "samestep: ranks 0-1 on node 0 (h1), 2-3 on node 1 (h2)\n" in node.err.read_text()
+    assert "on 4 ranks" in nodes[0].out.read_text()
+    assert nodes[1].out.read_text() == "", "rank 0 is elsewhere"
+    assert trial.outcome() == undisturbed()
+
+
+def test_a_host_goes_and_comes_back(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]) -> None:
+    """Its launcher is killed: no orphan trains on, the other host does; when it is started again, both do."""
+    faults = [HELD, "hold rank 0 at step 10 in forward"]
+    flags = flags_at(f"{all_hosts[0].address}:29401", "1:2", "--snapshot-every", "2")
+    stays, goes = (
+        trial.start("launch", 1, "", *flags, arguments=flags_of(*faults), host=host) for host in all_hosts[:2]
+    )
+    trial.wait_held()
+    wait_until(lambda: "samestep: ranks 0 on h1, 1 on h2\n" in goes.output, "both are in")
+    (trial.faults / "held-0").unlink()
+    goes.process.kill()
+    killed_s = time.time()
+    goes.wait()
+    wait_until(lambda: (trial.faults / "held-0").exists(), "it goes on alone")
+    trial.note("kill launcher", "forward, 1 of 2 hosts", (trial.dir / "restarts.jsonl").stat().st_mtime - killed_s)
+    assert (trial.dir / "restarts.jsonl").stat().st_mtime - killed_s < 10
+    comes = trial.start("launch", 1, "", *flags, arguments=flags_of(*faults), host=all_hosts[1])
+    stays.wait_for_words("a second one ends at once")  # it is to save, to make room
+    trial.go_on()
+    assert finish(stays, comes) == [0, 0], stays.output + comes.output
+    rows = read_restarts(trial)
+    assert [(row["reason"], row["rank"], row["world_size"]) for row in rows] == [
+        ("h2 was lost", None, 1),
+        ("a node has joined", None, 2),
+    ]
+    assert (rows[1]["from_step"], rows[1]["lost_steps"]) == (11, 0)
+    assert trial.outcome() == undisturbed()
+
+
+def test_the_plug_is_pulled(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]) -> None:
+    """Nobody is told, and no connection closes: the other host goes on within seconds, and the one cut off ends."""
+    stays_on, _, cut_off = all_hosts
+    flags = flags_at(f"{stays_on.address}:29402", "1:2", "--snapshot-every", "2")
+    stays, goes = (
+        trial.start("launch", 1, "", *flags, arguments=flags_of(HELD), host=host) for host in (stays_on, cut_off)
+    )
+    trial.wait_held()
+    cut_off.pull_the_plug()
+    cut_s = time.time()
+    wait_until(lambda: (trial.dir / "restarts.jsonl").exists(), "it goes on alone")
+    took_s = time.time() - cut_s
+    trial.note("pull the plug", "forward, 1 of 2 hosts", took_s)
+    assert took_s < 20  # 6 to 8 s, unless the machine is busy
+    assert finish(stays, goes) == [0, 1], stays.output + goes.output
+    assert f"the launcher at {stays_on.address}:29402 is gone" in goes.err.read_text()
+    assert trial.outcome() == undisturbed()
+
+
+# --- ends -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_dies_on_one_node(trial: Trial, undisturbed: Undisturbed, port: int) -> None:
+    """All nodes start again, and all tell why."""
+    fault = "kill rank 1 at step 7 in forward"
+    flags = flags_at(f"127.0.0.1:{port}", "2", "--max-restarts", "1")
+    nodes = [trial.start("launch", 1, fault, *flags, "--node-rank", str(rank)) for rank in (0, 1)]
+    assert finish(*nodes) == [0, 0], "\n".join(node.output for node in nodes)
+    trial.note_strike(fault)
+    for node in nodes:
+        assert "samestep: rank 1 was killed by SIGKILL (out of memory?); restart 1 of 1\n" in node.err.read_text()
+        assert "Traceback" not in node.output
+    assert [(row["rank"], row["world_size"]) for row in read_restarts(trial)] == [(1, 2)]
+    assert trial.outcome() == undisturbed()
+
+
+def test_no_restarts_are_left(trial: Trial, undisturbed: Undisturbed, port: int) -> None:
+    """The traceback is where the rank was; the other node tells in a line who it was."""
+    fault = "raise rank 1 at step 7 in forward"
+    flags = flags_at(f"127.0.0.1:{port}")
+    nodes = [trial.start("launch", 1, fault, *flags, "--node-rank", str(rank)) for rank in (0, 1)]
+    assert finish(*nodes) == [1, 1]
+    last = [node.err.read_text().splitlines()[-1] for node in nodes]
+    assert re.fullmatch(
+        rf"samestep: rank 1 raised RuntimeError: a fault: {fault}, on node 1 \(.*\); the others were stopped", last[0]
+    )
+    assert last[1] == f"RuntimeError: a fault: {fault}"
+    assert "Traceback" not in nodes[0].output
+    trial.spawn(3)
+    assert trial.outcome() == undisturbed()
+
+
+@pytest.mark.parametrize(("signum", "codes"), [(signal.SIGTERM, [75, 75]), (signal.SIGUSR1, [75, 75])])
+def test_a_signal_to_one_launcher(
+    trial: Trial, undisturbed: Undisturbed, port: int, signum: signal.Signals, codes: list[int]
+) -> None:
+    """All ranks of all nodes end the same step, save once, and every launcher says: start me again."""
+    nodes = [
+        trial.start(
+            "launch", 1, "hold rank 1 at step 7 in forward", *flags_at(f"127.0.0.1:{port}"), "--node-rank", rank
+        )
+        for rank in ("0", "1")
+    ]
+    trial.wait_held(1)
+    nodes[1].process.send_signal(signum)
+    wait_until(lambda: (trial.faults / "heard-1").exists(), "rank 1 hears of it")
+    trial.go_on()
+    assert finish(*nodes) == codes, "\n".join(node.output for node in nodes)
+    assert "stopped by a signal after step 8, saved" in nodes[0].output
+    assert json.loads((trial.dir / "status.json").read_text())["reason"] == f"stopped by {signum.name}"
+    assert trial.snapshots[-1] == "step-00000008"
+    trial.spawn(2)
+    assert trial.outcome() == undisturbed()
+
+
+def test_the_place_where_they_meet_is_gone(trial: Trial, undisturbed: Undisturbed, port: int) -> None:
+    endpoint = f"127.0.0.1:{port}"
+    host = trial.start("launch", 1, HELD, *flags_at(endpoint, "2", "--node-rank", "0"))
+    wait_until(lambda: _listens(port), "it waits")
+    other = trial.start("launch", 1, HELD, *flags_at(endpoint, "2", "--node-rank", "1"))
+    trial.wait_held()
+    host.process.kill()
+    assert finish(host, other) == [-signal.SIGKILL, 1]
+    assert other.err.read_text().splitlines()[-1] == (
+        f"samestep: error: the launcher at {endpoint} is gone, and with it the place where the nodes meet: the same "
+        "commands go on from the newest snapshot"
+    )
+    again = [trial.start("launch", 1, HELD, *flags_at(endpoint, "2", "--node-rank", rank)) for rank in ("0", "1")]
+    assert finish(*again) == [0, 0]
+    assert trial.outcome() == undisturbed()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_nodes_that_do_not_fit_together(trial: Trial, tmp_path: Path, port: int) -> None:
+    """Found before anything runs: a rank that is there twice, another script; and whoever does not come at all."""
+    flags = ["--nnodes", "3", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-timeout", "10", "--node-rank"]
+    first = trial.start("launch", 1, "", *flags, "0")
+    wait_until(lambda: _listens(port), "it waits")
+    script = Path(__file__).with_name("faulty.py")
+    other = tmp_path / "elsewhere" / "faulty.py"
+    other.parent.mkdir()
+    other.write_text(script.read_text() + "\n# and more\n")
+    twice = trial.start("launch", 1, "", *flags, "0")
+    differs = trial.start("launch", 1, "", *flags, "2", script=other)
+    assert finish(twice, differs, first) == [2, 2, 2]
+    assert "were both started with --node-rank 0: give each node its own" in twice.err.read_text()
+    for node in (differs, first):
+        assert "has another faulty.py than node 0" in node.err.read_text()
+    assert "of 3 nodes, --node-rank 1, 2 did not come" in first.err.read_text()
+    assert "within 10 s; here: node 0 (" in first.err.read_text()
+    assert not trial.dir.exists()
+
+
+def test_the_port_is_in_use(trial: Trial) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(60)
+        node = trial.start("launch", 1, "", *flags_at(f"127.0.0.1:{listener.getsockname()[1]}"))
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+            assert node.wait() == 2
+    assert "is in use by something that is no samestep launcher: choose another one" in node.err.read_text()
+
+
+def test_nobody_answers(trial: Trial, port: int) -> None:
+    """The endpoint is not this machine's, and nobody is there."""
+    flags = ["--nnodes", "2", "--rdzv-endpoint", f"198.51.100.1:{port}", "--rdzv-timeout", "1"]
+    node = trial.start("launch", 1, "", *flags)
+    assert node.wait() == 2
+    assert f"nobody answered at 198.51.100.1:{port} within 1 s" in node.err.read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("a:1", "a", 1),
+        ("10.0.0.1:29500", "10.0.0.1", 29500),
+        ("[fd77::1]:29400", "fd77::1", 29400),
+        ("[::1]", "::1", 29400),
+        ("node-3.cluster", "node-3.cluster", 29400),
+    ],
+)
+def test_endpoints(text: str, host: str, port: int) -> None:
+    assert parse_endpoint(text) == (host, port)
+
+
+@pytest.mark.parametrize("text", ["", ":1", "a:", "a:b", "a:0", "a:65536", "fd77::1:29400", "fd77::1", "[]:1"])
+def test_no_endpoints(text: str) -> None:
+    with pytest.raises(Error, match="--rdzv-endpoint takes HOST:PORT"):
+        parse_endpoint(text)
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "node_rank", "endpoint", "said"),
+    [
+        ("two", None, "localhost:1", "--nnodes takes a number, or MIN:MAX"),
+        ("0", None, "localhost:1", "--nnodes takes a number, or MIN:MAX"),
+        ("3:2", None, "localhost:1", "--nnodes takes a number, or MIN:MAX"),
+        ("2", 2, "localhost:1", "--node-rank 2 is none of 2 nodes: they are 0 to 1"),
+        ("2", None, None, "--nnodes 2 needs --rdzv-endpoint HOST:PORT"),
+        ("1:2", None, "no-such-host.invalid:1", "no address of no-such-host.invalid is known here"),
+    ],
+)
+def test_options_that_make_no_sense(nnodes: str, node_rank: int | None, endpoint: str | None, said: str) -> None:
+    with pytest.raises(Error, match=said):
+        parse_nodes(nnodes, node_rank, endpoint, "", 300)
+
+
+@pytest.mark.parametrize("own", [None, "ib0"])
+def test_the_interface_is_set_unless_it_is(monkeypatch: pytest.MonkeyPatch, own: str | None) -> None:
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.delenv(name, raising=False)
+        if own:
+            monkeypatch.setenv(name, own)
+    [variables] = build_variables(1, Place(29500, interface="eth7", num_nodes=2, world_size=2), Overrides())
+    assert variables["GLOO_SOCKET_IFNAME"] == variables["NCCL_SOCKET_IFNAME"] == (own or "eth7")
+
+
+def test_messages_that_arrive_together() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = Link(socket.create_connection(listener.getsockname()))
+        theirs = Link(listener.accept()[0])
+    for kind in ("welcome", "begin", "stop"):
+        theirs.send(kind)
+    wait_until(lambda: len(ours._socket.recv(1000, socket.MSG_PEEK).splitlines()) == 3, "all have arrived")
+    first = ours.receive_one(5)
+    assert first == {"kind": "welcome"}
+    assert ours.receive() == [{"kind": "begin"}, {"kind": "stop"}]
+    assert ours.receive() == []
+    theirs.close()
+    with pytest.raises(ConnectionError):
+        ours.receive(5)
+    ours.close()
+
+
+def test_one_node_needs_no_place_to_meet() -> None:
+    assert parse_nodes("1", 0, None, "", 300) is None

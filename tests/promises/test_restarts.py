@@ -1,0 +1,209 @@
+"""A rank that dies costs the steps since the newest snapshot, and nobody has to be there: `launch --max-restarts`."""
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from promises.trial import Outcome, Trial, read_tree, wait_until
+
+import samestep
+from samestep.errors import PeerFailed
+from samestep.launch.rank import is_secondary
+from samestep.train.lock import Lock
+
+Undisturbed = Callable[..., Outcome]
+
+
+def read_restarts(trial: Trial) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (trial.dir / "restarts.jsonl").read_text().splitlines()]
+    assert [row["restart"] for row in rows] == list(range(1, len(rows) + 1))
+    for row in rows:
+        assert abs(time.time() - time.mktime(time.strptime(row["time"] + "+0000", "%Y-%m-%dT%H:%M:%SZ%z"))) < 2 * 86400
+    return rows
+
+
+def flags_of(*faults: str) -> list[str]:
+    return [word for fault in faults for word in ("--fault", fault)]
+
+
+def test_ranks_that_die_are_started_again(trial: Trial, undisturbed: Undisturbed) -> None:
+    """Killed and raising, rank 0 and another, in the middle and on the edge of an epoch: one command, the same end."""
+    faults = {
+        "kill rank 1 at step 4 in forward": (4, 1, "rank 1 was killed by SIGKILL (out of memory?)"),
+        "raise rank 1 at step 8 in update": (8, 1, "rank 1 raised RuntimeError: a fault: {}"),
+        "kill rank 0 at step 10 in validation": (10, 0, "rank 0 was killed by SIGKILL (out of memory?)"),
+    }
+    flags = ["--max-restarts", "3", "--snapshot-every", "3"]
+    launch = trial.run("launch", 2, "", *flags, arguments=flags_of(*faults))
+    assert trial.struck == set(faults)
+    said = launch.err.read_text()
+    rows = read_restarts(trial)
+    assert len(rows) == len(faults)
+    for number, (row, (fault, (step, rank, reason))) in enumerate(zip(rows, faults.items(), strict=True), start=1):
+        trial.note_strike(fault)
+        reason = reason.format(fault)
+        assert f"samestep: {reason}; restart {number} of 3\n" in said
+        assert (row["reason"], row["rank"], row["world_size"]) == (reason, rank, 2)
+        assert row["from_step"] in (0, 3, 6, 9)
+        done = row["from_step"] + row["lost_steps"]
+        # Rank 0 may be through with that step; killed, it takes what it did in its last tenth of a second with it.
+        assert done in range(row["from_step"] if rank == 0 else step, step + 1 + ("update" in fault))
+    assert said.count("Traceback") == 1, "that of the exception, and none of the ranks that have lost another"
+    assert f"; resumed at step {rows[-1]['from_step']}" in launch.output
+    assert trial.num_ends == 1
+    assert trial.outcome() == undisturbed()
+    status = json.loads((trial.dir / "status.json").read_text())
+    assert (status["status"], status["reason"]) == ("done", "")
+
+
+def test_the_last_failure_is_told_as_ever(trial: Trial, undisturbed: Undisturbed) -> None:
+    """When the restarts are used up; and the next start, by hand, knows of it."""
+    faults = ["raise rank 0 at step 3 in forward", "raise rank 0 at step 7 in forward"]
+    launch = trial.run("launch", 2, "", "--max-restarts", "1", arguments=flags_of(*faults), code=1)
+    said = launch.err.read_text()
+    assert said.count("Traceback") == 2
+    assert "; restart 1 of 1\n" in said
+    assert said.splitlines()[-1] == f"RuntimeError: a fault: {faults[1]}"
+    trial.spawn(3)
+    rows = read_restarts(trial)
+    assert [row["reason"] for row in rows] == [
+        f"rank 0 raised RuntimeError: a fault: {faults[0]}",
+        f"rank 0: RuntimeError: a fault: {faults[1]}",
+    ]
+    assert (rows[1]["rank"], rows[1]["from_step"], rows[1]["lost_steps"], rows[1]["world_size"]) == (None, 5, 2, 3)
+    assert trial.outcome() == undisturbed()
+
+
+def test_nobody_waits_for_a_rank_that_cannot_know(trial: Trial, undisturbed: Undisturbed) -> None:
+    """Rank 0 is busy, not in an exchange, when rank 1 dies: it is told, and leaves at once, without a vote."""
+    faults = ["hold rank 0 at step 7 in forward", "kill rank 1 at step 7 in reduction"]
+    launch = trial.run("launch", 2, "", "--max-restarts", "1", arguments=flags_of(*faults))
+    struck = trial.faults / f"struck-{faults[1].replace(' ', '-')}"
+    took_s = (trial.dir / "restarts.jsonl").stat().st_mtime - struck.stat().st_mtime
+    trial.note("kill another rank", "reduction", took_s)
+    assert took_s < 10
+    assert "a second one ends at once" not in launch.output, "it was no vote"
+    assert trial.outcome() == undisturbed()
+
+
+def test_what_the_directory_knows_of_starts_by_hand(trial: Trial, undisturbed: Undisturbed) -> None:
+    """Of a stop by signal, of a crash without a word, of `run.stop`, and of a run that is longer now."""
+    stopped = trial.start("launch", 2, "hold rank 0 at step 2 in forward")
+    trial.wait_held()
+    trial.tell(stopped, signal.SIGUSR1)
+    trial.go_on()
+    assert stopped.wait() == 75
+    trial.spawn_to_fail(2, "kill all ranks at step 9 in update")
+    trial.spawn(1, "stop all ranks at step 12 in update")
+    trial.spawn(2)
+    trial.spawn(3, epochs=4)
+    rows = read_restarts(trial)
+    told = [(row["reason"], row["from_step"], row["lost_steps"], row["world_size"]) for row in rows]
+    assert told == [
+        ("stopped by SIGUSR1", 3, 0, 2),
+        ("unknown", rows[1]["from_step"], rows[1]["lost_steps"], 1),
+        ("by a fault", 13, 0, 2),
+        ("the run was done", 15, 0, 3),
+    ]
+    # Killed, it takes a snapshot on its way, and the records of its last tenth of a second, with it.
+    assert rows[1]["from_step"] in (3, 5)
+    assert 0 <= rows[1]["lost_steps"] <= 9 - rows[1]["from_step"]
+    assert trial.outcome() == undisturbed(epochs=4)
+
+
+def test_nothing_outlives_a_launcher_that_is_killed_after_a_restart(trial: Trial, undisturbed: Undisturbed) -> None:
+    faults = ["kill rank 1 at step 4 in forward", "hold rank 0 at step 6 in forward"]
+    launch = trial.start("launch", 2, "", "--max-restarts", "5", arguments=[*flags_of(*faults), "--num-workers", "1"])
+    trial.wait_held()
+    launch.process.kill()
+    began_s = time.monotonic()
+    assert launch.wait() == -signal.SIGKILL
+    trial.note("kill launcher", "forward, after a restart", time.monotonic() - began_s)
+    trial.spawn(3)
+    assert [row["reason"] for row in read_restarts(trial)][1:] == ["unknown"]
+    assert trial.outcome() == undisturbed()
+
+
+def test_a_signal_between_two_starts(trial: Trial, undisturbed: Undisturbed) -> None:
+    """It is not lost: either the ranks that have just been started hear it, or there are none any more."""
+    faults = ["hold rank 0 at step 7 in forward", "kill rank 1 at step 7 in reduction"]
+    launch = trial.start("launch", 2, "", "--max-restarts", "9", arguments=flags_of(*faults))
+    trial.wait_held()
+    wait_until(lambda: faults[1] in trial.struck, "rank 1 dies")
+    launch.process.send_signal(signal.SIGTERM)
+    assert launch.wait() in (75, 137, 143), launch.output
+    assert trial.num_ends == 0
+    trial.spawn(2)
+    assert trial.outcome() == undisturbed()
+
+
+# --- one writer -------------------------------------------------------------------------------------------------------
+
+
+def test_a_writer_who_was_cut_off_is_fenced(trial: Trial, undisturbed: Undisturbed) -> None:
+    """A machine comes back that everyone took for dead, and its lock with it: the run has gone on elsewhere."""
+    old = trial.start("python", 1, "hold rank 0 at step 7 in forward")
+    trial.wait_held()
+    old_ledger = os.stat(trial.dir / "ledger.bin").st_ino
+    # What the new writer finds, on another machine, where the old one's flock has gone with it.
+    os.unlink(trial.dir / "lock")
+    (trial.dir / "lock").write_text("process 1 on elsewhere since 2026-01-01 00:00:00\n" + "0" * 32 + "\n")
+    trial.spawn(2)
+    assert os.stat(trial.dir / "ledger.bin").st_ino != old_ledger, "what the old one adds goes nowhere"
+    assert trial.outcome() == undisturbed()
+    before = read_tree(trial.dir)
+    trial.go_on()
+    assert old.wait() == 2
+    assert f"the run in {trial.dir} was taken over by process " in old.err.read_text()
+    assert read_tree(trial.dir) == before
+
+
+def test_where_there_is_no_flock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on some network file systems: whoever comes last has the run."""
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    first = Lock(tmp_path / "lock")
+    first.check()
+    second = Lock(tmp_path / "lock")
+    second.check()
+    with pytest.raises(samestep.Error, match=f"was taken over by process {os.getpid()} on "):
+        first.check()
+    first.release()
+    second.release()
+
+
+# --- whose fault it was -----------------------------------------------------------------------------------------------
+
+
+def raise_in(file: str, error: Exception) -> BaseException:
+    try:
+        exec(compile("raise error", file, "exec"), {"error": error})
+    except BaseException as raised:
+        return raised
+    raise AssertionError
+
+
+def test_a_broken_wire_that_is_not_between_ranks() -> None:
+    """A dead DataLoader worker, or a server that the script asks for data, is this rank's own failure."""
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    with ours, pytest.raises(BrokenPipeError) as raised:
+        ours.sendall(b"x")
+    assert not is_secondary(raised.value)
+    worker = RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")
+    worker.__cause__ = raise_in("/x/multiprocessing/connection.py", ConnectionResetError("Connection reset by peer"))
+    assert not is_secondary(worker)
+    assert is_secondary(raise_in("/x/torch/distributed/distributed_c10d.py", ConnectionResetError()))
+    assert is_secondary(RuntimeError("[../gloo/pair.cc] Connection closed by peer [127.0.0.1]:1"))
+    assert is_secondary(PeerFailed("rank 0 failed"))

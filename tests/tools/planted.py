@@ -1,0 +1,78 @@
+"""Scripts that `samestep verify` must see through: one plain training, and what is planted in it, as text."""
+
+SOUND = """
+import random
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import samestep
+{top}
+
+class Data:
+    def __init__(self, num_samples=26):
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(num_samples, 6, generator=generator)
+        self.y = torch.arange(num_samples) % 3
+        {in_data}
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        x = self.x[index] + 0.1 * torch.randn(6)
+        {in_item}
+        return x, self.y[index]
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 3))
+        {in_model}
+
+    def forward(self, x):
+        {in_forward}
+        return self.layers(x)
+
+def main():
+    run = samestep.Run("runs/planted", batch_size=8, micro_batch_size=2, device="cpu"{arguments})
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), 0.02)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+    run.prepare(model=model, optimizer=optimizer, scheduler=scheduler)
+    data = Data()
+    {before}
+    for epoch in run.epochs(data, 9):
+        for step in epoch:
+            for x, y in step:
+                {in_micro_batch}
+                loss = F.cross_entropy(model(x), y)
+                step.backward(loss{weight})
+                {after_micro_batch}
+            optimizer.step()
+            scheduler.step()
+            {in_step}
+        {in_epoch}
+
+main()
+"""
+
+PLACES = (
+    "top", "in_data", "in_item", "in_model", "in_forward", "arguments", "before", "in_micro_batch", "weight",
+    "after_micro_batch", "in_step", "in_epoch",
+)  # fmt: skip
+
+
+def plant(**faults: str) -> str:
+    """The script with `faults` at their places; an expression that is replaced is named `OLD` -> `NEW` in `swap`."""
+    script = SOUND
+    old, _, new = faults.pop("swap", "").partition(" -> ")
+    if old:
+        assert old in script, old
+        script = script.replace(old, new)
+    for place in PLACES:
+        default = "" if place in ("top", "arguments", "weight") else "pass"
+        script = script.replace("{" + place + "}", faults.pop(place, default))
+    assert not faults, faults
+    return script

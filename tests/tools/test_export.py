@@ -1,0 +1,121 @@
+"""`samestep export`: what it writes loads into the model without anything of samestep's."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, safe_open
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from samestep.cli import main
+from samestep.errors import Error
+from samestep.snapshot.store import Store
+from samestep.tools.export import run_export
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.norm = nn.BatchNorm2d(4)
+        self.conv = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
+        self.head = nn.Linear(4, 7)
+        self.head.weight = self.embedding.weight
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> dict[str, nn.Module]:
+    """What the snapshots of steps 3 and 5 of the run in `tmp_path / "run"` hold, by names and steps."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text(json.dumps({"format": 1, "numbers": {}}))
+    found: dict[str, nn.Module] = {}
+    for step, name in ((3, "best"), (5, None)):
+        model = Tied()
+        average = AveragedModel(model)
+        average.update_parameters(model)
+        with torch.no_grad():
+            average.module.head.bias += 1
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        objects = {"model": model, "ema": average, "optimizer": optimizer}
+        state = {
+            "objects": {key: thing.state_dict() for key, thing in objects.items()},
+            "position": {"step": step, "epoch": 0},
+            "state": {},
+        }
+        Store(tmp_path / "run").write(state, step=step, name=name, meta={})
+        found |= {f"model {step}": model, f"ema {step}": average.module}
+    return found
+
+
+def assert_loads(file: Path, expected: nn.Module) -> None:
+    model = Tied()
+    assert model.load_state_dict(load_file(file)).missing_keys == []
+    assert model.head.weight is model.embedding.weight
+    for key, value in expected.state_dict().items():
+        assert torch.equal(model.state_dict()[key], value), key
+
+
+def test_the_model(tmp_path: Path, models: dict[str, nn.Module], capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "model.safetensors"
+    assert main(["export", str(tmp_path / "run"), str(file)]) == 0
+    assert_loads(file, models["model 5"])
+    said = capsys.readouterr().out
+    assert said.startswith(f"{file}: 10 tensors of model after step 5, ")
+    with safe_open(file, "pt") as opened:
+        assert opened.metadata()["step"] == "5"
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize(("which", "step"), [("3", 3), ("best", 3), ("5", 5)])
+@pytest.mark.parametrize("name", ["model", "ema"])
+def test_another_one(tmp_path: Path, models: dict[str, nn.Module], which: str, step: int, name: str) -> None:
+    """An average has the names of the model that it averages."""
+    if which == "3":
+        os.rename(tmp_path / "run/snapshots/best", tmp_path / "run/snapshots/other")
+    file = tmp_path / "x"
+    assert run_export([str(tmp_path / "run"), str(file), "--snapshot", which, "--object", name]) == 0
+    assert_loads(file, models[f"{name} {step}"])
+
+
+def test_nothing_is_overwritten_unasked(tmp_path: Path, models: dict[str, nn.Module]) -> None:
+    file = tmp_path / "x"
+    file.write_text("mine")
+    with pytest.raises(Error, match="is there already: name another file, or say --force"):
+        run_export([str(tmp_path / "run"), str(file)])
+    assert file.read_text() == "mine"
+    assert run_export([str(tmp_path / "run"), str(file), "--force"]) == 0
+    assert_loads(file, models["model 5"])
+
+
+def test_a_damaged_snapshot_is_passed_over(
+    tmp_path: Path, models: dict[str, nn.Module], capsys: pytest.CaptureFixture[str]
+) -> None:
+    os.truncate(tmp_path / "run/snapshots/step-00000005/tensors.safetensors", 100)
+    assert run_export([str(tmp_path / "run"), str(tmp_path / "x")]) == 0
+    assert "step-00000005: tensors.safetensors has 100 bytes" in capsys.readouterr().err
+    assert_loads(tmp_path / "x", models["model 3"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--object", "teacher"], "holds no teacher: it holds model, ema, optimizer"),
+        (["--object", "optimizer"], "optimizer has no tensors by name"),
+        (["--snapshot", "4"], "there is no snapshot of step 4"),
+    ],
+)
+def test_what_is_not_there(tmp_path: Path, models: dict[str, nn.Module], arguments: list[str], said: str) -> None:
+    with pytest.raises(Error, match=said):
+        run_export([str(tmp_path / "run"), str(tmp_path / "x"), *arguments])
+    assert not (tmp_path / "x").exists()
+
+
+def test_where_nothing_can_be_written(tmp_path: Path, models: dict[str, nn.Module]) -> None:
+    with pytest.raises(Error, match=r"nowhere/x cannot be written .*: name another file"):
+        run_export([str(tmp_path / "run"), str(tmp_path / "nowhere" / "x")])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(Error, match=r"it has no run\.json"):
+        run_export([str(tmp_path / "empty"), str(tmp_path / "x")])

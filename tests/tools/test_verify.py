@@ -1,0 +1,99 @@
+"""`samestep verify` as a person runs it: sound scripts, what it leaves behind, and input that it refuses."""
+
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from support.runs import check, samestep_command
+from tools.planted import plant
+
+
+def write(directory: Path, **faults: str) -> Path:
+    script = directory / "planted.py"
+    script.write_text(plant(**faults))
+    return script
+
+
+def test_a_sound_script_is_the_same_everywhere_and_nothing_of_it_is_left(tmp_path: Path) -> None:
+    script = write(tmp_path, in_epoch="run.state['epochs'] = run.state.get('epochs', 0) + 1")
+    done = check(
+        samestep_command(
+            "verify", "--steps", "8", "--world-sizes", "1,3,5", "--kills", "2", "--kill-seed", "1", "--gradients",
+            script.name, cwd=tmp_path, timeout=170,
+        )
+    )  # fmt: skip
+    rows = [re.split(r"\s{2,}", line.strip()) for line in done.stdout.splitlines()]
+    assert [row[:2] for row in rows if row[-1].endswith(" s")] == [
+        ["train", "1 rank"], ["averages", "1 and 3"], ["again", "1 rank"], ["train", "3 ranks"],
+        *[row[:2] for row in rows if row[0].startswith("killed") or row[0] == "resumed"],
+    ]  # fmt: skip
+    interrupted = [row for row in rows if row[0].startswith("killed") or row[0] == "resumed"]
+    assert [row[0].split(" rank ")[0] for row in interrupted] == ["killed in a save", "killed", "resumed"]
+    assert all(row[3] == "same" for row in interrupted), done.stdout
+    sizes = [row[1] for row in interrupted]
+    assert all(one != other for one, other in pairwise(sizes))
+    assert not interrupted[-1][2].startswith("0-"), "it was resumed from a snapshot"
+    assert "skipped: a step has 4 micro-batches only" in done.stdout
+    assert "the gradient of step 0 on 3 ranks is the float64 average" in done.stdout
+    assert "the loss of 8 samples is the weighted mean of their 8 losses" in done.stdout
+    assert done.stdout.endswith("everything is the same\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["planted.py"], "the script's own run directory is untouched"
+
+
+def test_runs_that_are_not_the_same_end_with_1_and_are_kept_on_demand(tmp_path: Path) -> None:
+    script = write(tmp_path, in_step="optimizer.param_groups[0]['lr'] = 0.01 * (1 + run.rank)")
+    done = samestep_command(
+        "verify", "--steps", "3", "--world-sizes", "1,3", "--keep-runs", "kept", script.name, cwd=tmp_path
+    )
+    check(done, 1)
+    assert "on 3 ranks it ends with exit code 2" in done.stdout
+    assert "do not hold the same model after step 2" in done.stdout
+    assert re.search(r"likely: the script reads its rank in planted.py:\d+ \(run.rank\)", done.stdout)
+    assert done.stdout.endswith("it is NOT the same\n")
+    assert {path.name for path in (tmp_path / "kept").iterdir()} >= {"01-1-rank", "02-1-rank", "03-3-ranks"}
+    assert samestep_command("verify", "--keep-runs", "kept", script.name, cwd=tmp_path).returncode == 2
+
+
+def test_a_recipe_and_its_own_arguments(tmp_path: Path) -> None:
+    done = samestep_command(
+        "verify", "--steps", "2", "--world-sizes", "2", "--kills", "0", "mlp", "2", "1", "--batch_size", "8",
+        cwd=tmp_path,
+    )  # fmt: skip
+    check(done)
+    assert done.stdout.startswith("samestep verify mlp 2 1 --batch_size 8\n")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("print('hello')", "planted.py ended without a step of samestep.Run (on 1 rank): verify needs a script that"),
+        ("raise ValueError('no data here')", "ends with exit code 1 on 1 rank, before anything can be compared"),
+    ],
+)
+def test_a_script_that_does_not_train(tmp_path: Path, script: str, words: str) -> None:
+    (tmp_path / "planted.py").write_text(script)
+    done = check(samestep_command("verify", "planted.py", cwd=tmp_path), 2)
+    assert words in done.stderr
+    assert ("ValueError: no data here" in done.stderr) == ("ValueError" in script), done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["planted.py"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "verify needs a script or a recipe"),
+        (["nowhere.py"], "there is no script nowhere.py"),
+        (["--world-sizes", "1,two", "mlp"], "--world-sizes takes numbers of ranks such as 1,2,3,4, not '1,two'"),
+        (["--world-sizes", "0", "mlp"], "--world-sizes takes numbers of ranks"),
+        (["--steps", "0", "mlp"], "verify needs at least one step"),
+        (["--step", "3", "mlp"], "verify has no option --step; did you mean --steps?"),
+        (["--run-dir", "x", "mlp"], "verify has no option --run-dir"),
+        (["mlp", "--no-such-option"], "train mlp has no option --no-such-option"),
+    ],
+)
+def test_what_it_refuses(tmp_path: Path, arguments: list[str], words: str) -> None:
+    done = check(samestep_command("verify", *arguments, cwd=tmp_path), 2)
+    assert words in done.stderr
+    assert not list(tmp_path.iterdir())
