@@ -248,9 +248,27 @@ def _(run_dir: RunDir) -> None:
     loop(*build(run_dir, log_every=1), lambda step, model, x, y: step.log(accuracy="good"))
 
 
-@mistake("step.log after the loop", r"step\.log was called outside the micro-batch loop: call it inside, or run\.log")
+@mistake(
+    "step.log before the loop", r"step\.log of step 0 was called outside of its body: call it in or after its micro"
+)
 def _(run_dir: RunDir) -> None:
-    loop(*build(run_dir), then=lambda step: step.log(accuracy=1.0))
+    run, *_ = build(run_dir)
+    for epoch in run.epochs(Pairs(), 2):
+        for step in epoch:
+            step.log(accuracy=1.0)
+
+
+@mistake(
+    "zero_grad before the update", r"optimizer\.step\(\) finds no gradient in step 0: zero_grad\(\) after the micro-bat"
+)
+def _(run_dir: RunDir) -> None:
+    run, model, optimizer = build(run_dir)
+
+    def then(step: Any) -> None:
+        optimizer.zero_grad()
+        optimizer.step()
+
+    loop(run, model, optimizer, then=then)
 
 
 @mistake("step.backward after the loop", r"step\.backward was called outside the micro-batch loop: call it inside")

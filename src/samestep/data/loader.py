@@ -139,8 +139,8 @@ def _understand_loader(loader: DataLoader[Any], micro_batch_size: int | None) ->
     if micro_batch_size is not None and loader.batch_size != micro_batch_size:
         raise Error(
             f"the DataLoader's batch_size is {loader.batch_size} and the run's micro_batch_size "
-            f"{micro_batch_size}, but they mean the same: make them equal, for instance "
-            f"Run(..., micro_batch_size={loader.batch_size})."
+            f"{micro_batch_size}, but they mean the same: pass the data set itself, with num_workers= and collate_fn= "
+            f"beside it, or make a DataLoader of batch_size={micro_batch_size}."
         )
     return Source(
         dataset=loader.dataset,

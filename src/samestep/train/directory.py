@@ -172,7 +172,8 @@ class Directory:
             target.parent.mkdir(exist_ok=True)
             os.rename(other.path, target)
         if later:
-            self._warn(f"{len(later)} snapshots after step {step} were moved to {self.path / 'abandoned'}")
+            plural = "s" if len(later) > 1 else ""
+            self._warn(f"{len(later)} snapshot{plural} after step {step} went to {self.path / 'abandoned'}")
         rows, records = self.path / "metrics.jsonl", self.path / "ledger.bin"
         self._made_files += [path for path in (rows, records) if not path.exists()]
         if self._lock.was_elsewhere:

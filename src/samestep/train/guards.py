@@ -1,6 +1,6 @@
 """What a script must not do to a step whose gradient is not complete: caught where it is done."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -18,13 +18,18 @@ Signature = list[tuple[str, int, Any]]
 
 
 class Guards:
-    """Watches over one run's loop, what it prepared, and all optimizers of the process."""
+    """Watches over one run's loop, what it prepared, and all optimizers of the process.
+
+    Attributes:
+        num_updates: how often an optimizer of the run was called.
+    """
 
     def __init__(self, objects: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> None:
         self._objects, self._modules = objects, modules
         self._optimizers: WeakSet[Optimizer] = WeakSet(o for o in objects.values() if isinstance(o, Optimizer))
         self._schedules = [(name, thing) for name, thing in objects.items() if isinstance(thing, LRScheduler)]
         self._signature = self._sign()
+        self.num_updates = 0
         self._names = {number: path for path, number, _ in self._signature}
         self._loop: Loop | None = None
         self._hook: Any = None
@@ -74,11 +79,21 @@ class Guards:
         name = None if is_known else self._find_ours(optimizer)
         if is_known or name is not None:
             self.refuse_in_step("optimizer.step()", "its gradient is not complete there; dedent it by one level")
+            self.num_updates += 1
+            step = None if self._loop is None else self._loop.step
+            if step is not None and step.has_gradients and all(param.grad is None for param in self._params()):
+                raise Error(
+                    f"optimizer.step() finds no gradient in step {step.number}: zero_grad() after the micro-batch loop "
+                    "takes away what the loop has left; leave it out"
+                )
         if name is not None:
             raise Error(
                 f"an optimizer ({type(optimizer).__name__}) that run.prepare did not get updates {name}: pass it too, "
                 "or its state is in no snapshot"
             )
+
+    def _params(self) -> Iterator[nn.Parameter]:
+        return (param for module in self._modules.values() for param in module.parameters())
 
     def _find_ours(self, optimizer: Optimizer) -> str | None:
         """A parameter of ours that a strange optimizer holds, unless it is part of something that was prepared."""

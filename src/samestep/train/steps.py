@@ -55,6 +55,7 @@ class Step:
     Attributes:
         number: counted from 0 over the whole run.
         open: within the loop over its micro-batches.
+        has_gradients: that loop has left some in `.grad`.
         num_passes: how often that loop has run.
         row: what `metrics.jsonl` gets of it, in the steps that are logged.
         fingerprint: of the samples used, for the ledger.
@@ -70,7 +71,7 @@ class Step:
         self.num_passes = 0
         self._loss: float | None = None
         self._logged: list[tuple[int, str, Any]] = []
-        self.open = self._is_left = False
+        self.open = self.has_gradients = self._is_left = False
         self.row: dict[str, float] = {}
         self.fingerprint = 0
 
@@ -183,19 +184,26 @@ class Step:
     def log(self, **values: float | Tensor) -> None:
         """Adds to the metrics of this step, averaged over the batch with the weights of step.backward; no sync.
 
-        Only in the steps that are logged (`log_every`) does it do anything at all.
+        After the loop over the micro-batches, where all ranks have the same, it takes values as they are. Only in the
+        steps that are logged (`log_every`) does it do anything at all.
 
         Raises:
-            Error: outside the micro-batch loop, or a value that is no number.
+            Error: before the micro-batch loop, after the step, or a value that is no number.
         """
-        if not self.open:
-            raise Error("step.log was called outside the micro-batch loop: call it inside, or run.log after it")
+        if self._loop.step is not self or self._loop.steps_done > self.number or not (self.open or self.num_passes):
+            raise Error(
+                f"step.log of step {self.number} was called outside of its body: call it in or after its micro-batch "
+                "loop, or run.log elsewhere"
+            )
         if not self._run._logs_step(self.number + 1):
             return
         for name, value in values.items():
             if not (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)):
                 raise Error(f"step.log needs a number as {name}, not {_describe(value)}: take its mean")
-            self._logged.append((self._k, name, value))
+            if self.open:
+                self._logged.append((self._k, name, value))
+            else:
+                self.row[f"train/{name}"] = float(value)
 
     def _load(self) -> Loaded:
         try:
@@ -236,7 +244,9 @@ class Step:
                 f"no parameter that is trained got a gradient in step {self.number}: compute the loss from the models "
                 "that run.prepare got, and do not detach it from them"
             )
+        self.has_gradients = self._loss is not None
         if not run._precision.accepts(param.grad for param in reducer.params if param.grad is not None):
+            self.has_gradients = False
             for param in reducer.params:
                 param.grad = None
         run._statistics.finish([told.parts for told in controls])
