@@ -324,6 +324,50 @@ def clipping_with_weights_of_no_optimizer() -> Result:
 
 
 @case
+def unfrozen_in_a_steps_body() -> Result:
+    """As GANs do it before each pass, and gradual unfreezing between two steps."""
+    run = build_run()
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    other = nn.Linear(6, 4).requires_grad_(False)
+    optimizer = torch.optim.Adam([*model.parameters(), *other.parameters()], 0.1)
+    run.prepare(model=model, other=other, optimizer=optimizer)
+    trace = Trace(run)
+    for epoch in run.epochs(build_pairs(), 2):
+        for step in epoch:
+            other.requires_grad_(step.number % 3 == 1)
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x) + other(x), y))
+            other.requires_grad_(True)
+            model.requires_grad_(False)
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x) - other(x), y))
+            model.requires_grad_(True)
+            trace.add("gradients", [None if p.grad is None else p.grad.norm() for p in other.parameters()])
+            optimizer.step()
+            trace.end_step(step)
+    return trace.finish()
+
+
+@case
+def another_layer_in_the_optimizer() -> Result:
+    run = build_run()
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model[2].parameters(), 0.1)
+    run.prepare(model=model, optimizer=optimizer)
+    trace = Trace(run)
+    for epoch in run.epochs(build_pairs(), 2):
+        for step in epoch:
+            if step.number == 2:
+                optimizer.param_groups[0]["params"] = list(model[0].parameters())
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x), y))
+            trace.add("has gradients", [p.grad is not None for p in model.parameters()])
+            optimizer.step()
+            trace.end_step(step)
+    return trace.finish()
+
+
+@case
 def buffers_written_through_data() -> Result:
     """As codebooks often are; their version counters do not tell."""
     run = build_run()

@@ -178,19 +178,37 @@ class OtherBuffers:
     """Every buffer that is not a running statistic: kept as micro-batch 0 of a step leaves it."""
 
     def __init__(self, modules: Mapping[str, nn.Module], statistics: BatchNormStatistics) -> None:
-        handled = {id(buffer) for layer in statistics.layers for buffer in layer._buffers.values()}
+        self._handled = {id(buffer) for layer in statistics.layers for buffer in layer._buffers.values()}
+        self._modules = {
+            p: ".".join(filter(None, (n, path))) for n, m in modules.items() for path, p in m.named_modules()
+        }
+        self._find_all()
+
+    def _find_all(self) -> None:
+        self._known = self._list()
         self._places: list[tuple[nn.Module, str]] = []
         seen: set[int] = set()
-        for module in modules.values():
-            for part in module.modules():
-                for name, buffer in part._buffers.items():
-                    if buffer is not None and id(buffer) not in handled and id(buffer) not in seen:
-                        seen.add(id(buffer))
-                        self._places.append((part, name))
+        for part in self._modules:
+            for name, buffer in part._buffers.items():
+                if buffer is not None and id(buffer) not in self._handled and id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    self._places.append((part, name))
         self._tensors = [self._read(place) for place in self._places]
         self._start = [tensor.clone() for tensor in self._tensors]
         self._versions = [tensor._version for tensor in self._tensors]
         self.changed = False
+
+    def _list(self) -> list[tuple[str, str, bool]]:
+        return [(path, name, b is None) for part, path in self._modules.items() for name, b in part._buffers.items()]
+
+    def _check_known(self) -> None:
+        """Raises Error where a micro-batch has given a module a buffer, or taken one: other ranks' modules differ."""
+        if (found := self._list()) != self._known:
+            path, name, _ = min({*found} ^ {*self._known})
+            raise Error(
+                f"buffer {path}.{name} came or went inside the micro-batch loop, on this rank alone: register it in "
+                "the module's __init__, as a tensor"
+            )
 
     @staticmethod
     def _read(place: tuple[nn.Module, str]) -> Tensor:
@@ -202,11 +220,14 @@ class OtherBuffers:
     def begin(self) -> None:
         """A pass begins: what the buffers hold now is where each of its micro-batches starts."""
         self.changed = False
+        if self._list() != self._known:  # changed by the script between two passes, alike on all ranks
+            self._find_all()
         for k in self._find_changes():
             self._accept(k, self._read(self._places[k]))
 
     def fold(self, v: int) -> None:
         """Micro-batch v is done: what it changed is kept for later when v is 0, and undone."""
+        self._check_known()
         changes = self._find_changes() if self._places else []
         if not changes:
             return

@@ -10,9 +10,11 @@ per model) and `close`, then `finish` and `assign`.
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from samestep.engine import routes
 from samestep.engine.buckets import Bucket, Transit, build_buckets, dense_strides
@@ -65,15 +67,11 @@ class Reducer:
         self._controls: dict[Layout, tuple[ControlFormat, Tensor | None, list[memoryview]]] = {}
         self._in_micro_batch = self._in_backward = self._last = False
         self._zeros = {param.dtype: torch.zeros((), dtype=param.dtype, device=param.device) for param in self.params}
-        self._hooks = [
-            param.register_post_accumulate_grad_hook(self._build_hook(i))  # type: ignore[no-untyped-call]
-            for i, param in enumerate(self.params)
-            if param.requires_grad
-        ]
+        self._hooks: dict[int, RemovableHandle] = {}
 
     def remove(self) -> None:
         """Takes the hooks off the parameters."""
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
 
     # --- one pass over a step's micro-batches -----------------------------------------------------------------
@@ -89,14 +87,18 @@ class Reducer:
         self._kept: Grads = [None] * len(self.params)
         if keep_grads:  # copies: the pass about to begin reuses the memory
             self._kept = [None if param.grad is None else param.grad.clone() for param in self.params]
-        for param in self.params:
+        for param in (*self.params, *self._untrained):
             param.grad = None
-        self._versions = [param._version for param in self.params]
+        self._marks = self._mark_params()
         self._held: list[Grads] = []
         self._used = 0
         self._flights: list[routes.Flight] = []
+        for i, param in enumerate(self.params):
+            if param.requires_grad and i not in self._hooks:  # a script may unfreeze it at any step
+                hook = param.register_post_accumulate_grad_hook(self._build_hook(i))  # type: ignore[no-untyped-call]
+                self._hooks[i] = hook
         for bucket in self._buckets:
-            bucket.missing = len(bucket.indices)
+            bucket.missing = sum(param.requires_grad for param in bucket.params)
         if self._group.world_size > 1:
             if layout not in self._transits or any(transit.is_kept for transit in self._transits[layout]):
                 self._build_transits(layout)
@@ -110,6 +112,7 @@ class Reducer:
         self._last = v == self._range.stop - 1 and self._group.world_size > 1
         self._fired[:] = bytes(len(self.params))
         self._places: set[int] = set()
+        self._grads: list[tuple[int, Tensor, int]] = []
         if self._last:
             self._merges_left = self._num_merges()
         self._in_micro_batch = True
@@ -133,12 +136,9 @@ class Reducer:
         self._in_micro_batch = False
         for param in self._untrained:
             param.grad = None
-        first = self._fired.find(1)
-        if first >= 0 and self.params[first].grad is None:
-            raise Error(
-                f"the gradient of {self.names[first]} is gone at the end of micro-batch {self._v}: zero_grad() is not "
-                "needed, leave it out"
-            )
+        for i, grad, version in self._grads:
+            if self.params[i].grad is not grad or grad._version != version:
+                self._refuse_change(i)
         fired = int.from_bytes(self._fired)
         self._used |= fired * USED | (fired ^ self._all_fired) * MISSED
         if self._v == self._range.stop - 1:
@@ -218,12 +218,16 @@ class Reducer:
             if grad is None or grad.layout is not torch.strided:
                 raise Error(f"{self.names[i]} has a sparse gradient: build its layer with sparse=False")
             if (place := grad.data_ptr()) in self._places:  # autograd's one tensor for two parameters
-                param.grad = grad.clone()
+                param.grad = grad = grad.clone()
             self._places.add(place)
             self._fired[i] = 1
             if self._last:
+                # Now, while it is in the cache; its own memory serves the next gradient. `.data`, since views of one
+                # bucket would share a version.
+                param.grad = grad = self._pack(i, grad).data
+            self._grads.append((i, grad, grad._version))
+            if self._last:
                 bucket = self._bucket_of[i]
-                self._pack(i)
                 bucket.missing -= 1
                 # The last bucket waits for the control block, in `finish`.
                 while len(self._flights) < len(self._buckets) - 1 and not self._next_bucket().missing:
@@ -231,13 +235,33 @@ class Reducer:
 
         return on_grad
 
+    def _mark_params(self) -> list[tuple[int, bool]]:
+        return [(param._version, param.requires_grad) for param in self.params]
+
     def _check_unchanged(self) -> None:
-        for name, param, version in zip(self.names, self.params, self._versions, strict=True):
-            if param._version != version:
+        """Raises Error where weights were changed, frozen or unfrozen since the pass began."""
+        for name, before, now in zip(self.names, self._marks, self._mark_params(), strict=True):
+            if before[0] != now[0]:
                 raise Error(
                     f"{name} was changed inside the micro-batch loop (by the model's forward, as nn.Embedding(max_norm="
                     "...) does?), so that the gradient depends on the rank: change weights after the loop"
                 )
+            if before[1] != now[1]:
+                raise Error(
+                    f"requires_grad of {name} was changed inside the micro-batch loop, so that the gradient depends on "
+                    "the rank: change it before or after the loop"
+                )
+
+    def _refuse_change(self, i: int) -> NoReturn:
+        if self.params[i].grad is None:
+            raise Error(
+                f"the gradient of {self.names[i]} is gone at the end of micro-batch {self._v}: zero_grad() is not "
+                "needed, leave it out"
+            )
+        raise Error(
+            f"the gradient of {self.names[i]} was changed in micro-batch {self._v} (by zero_grad, clipping, or a hook "
+            "registered after run.prepare?), where it is only a part: change it after the micro-batch loop"
+        )
 
     def _scale(self, grad: Tensor | None, inverse: float, used: int) -> None:
         """Multiplies a sum in place.
@@ -264,7 +288,7 @@ class Reducer:
         if self._range:
             for i in bucket.indices:
                 if not self._fired[i]:
-                    self._pack(i)
+                    self._pack(i, None)
         elif not self._exact:
             transit.root.zero_()
         self._flights.append(transit.start(tag=position))
@@ -272,10 +296,9 @@ class Reducer:
         if position and self._transits[self.layout][position - 1].route in ("butterfly", "chunks"):
             self._flights[position - 1].advance()
 
-    def _pack(self, i: int) -> None:
-        """Puts what this rank has of parameter i into its bucket: at once, while the gradient is in the cache."""
-        param, views = self.params[i], self._views[i]
-        grad, num_stay = param.grad, len(self._held) - self._merges_left
+    def _pack(self, i: int, grad: Tensor | None) -> Tensor:
+        """Puts what this rank has of parameter i into its bucket, and returns where it is there."""
+        views, num_stay = self._views[i], len(self._held) - self._merges_left
         for part, view in zip(self._held[:num_stay], views, strict=False):
             _put(part[i], view)
         merged, view = self._held[num_stay:][::-1], views[num_stay]
@@ -286,8 +309,7 @@ class Reducer:
             torch.add(left, grad, out=view)
         else:
             _put(grad if left is None else left, view)
-        if param.grad is not None:
-            param.grad = view  # so that the memory of its own serves the next gradient
+        return view
 
     def _finish_alone(self) -> None:
         sums: Grads = [param.grad for param in self.params]

@@ -91,7 +91,6 @@ class Loop:
         """Yields the next step and, when its body is done, closes it. `last`: of its epoch, whose body is to come."""
         run, number = self._run, self.steps_done
         began_s = time.monotonic()
-        run._follow_optimizers()
         self._begin_body("step", number)
         if number == self._began_step:
             run._keeper.watch(run._objects)

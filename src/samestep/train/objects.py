@@ -84,12 +84,17 @@ def learning_rates(objects: Objects) -> dict[str, float]:
     }
 
 
+def held_params(objects: Objects) -> list[int]:
+    """The optimizers' parameters, by id."""
+    return [id(param) for o in optimizers(objects) for group in o.param_groups for param in group["params"]]
+
+
 def find_trained(objects: Objects, modules: Mapping[str, nn.Module]) -> list[tuple[str, nn.Parameter, int]]:
     """(name, parameter, slot of its module) for all that is trained, in the models' order.
 
     That is what the optimizers hold; without an optimizer, all parameters but those of averaged models.
     """
-    held = {id(p) for o in optimizers(objects) for group in o.param_groups for p in group["params"]}
+    held = {*held_params(objects)}
     found: dict[int, tuple[str, nn.Parameter, int]] = {}
     for slot, (name, module) in enumerate(modules.items(), start=1):
         for path, param in module.named_parameters():

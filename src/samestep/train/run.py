@@ -386,21 +386,19 @@ class Run:
 
     def _build_reducer(self) -> None:
         self._trained = prepared.find_trained(self._objects, self._modules)
-        self._trained_kind = [param.requires_grad for _, param, _ in self._trained]
+        self._held = prepared.held_params(self._objects)
         trained = {id(param) for _, param, _ in self._trained}
         params = (param for module in self._modules.values() for param in module.parameters())
         self._reducer = Reducer(
             self._trained, self._group, exact=self._settings.reduction == "exact",
             bucket_cap_bytes=self._settings.bucket_cap_bytes, num_slots=len(self._modules) + 1,
             num_values=self._statistics.num_values,
-            untrained=[param for param in params if param.requires_grad and id(param) not in trained],
+            untrained=[param for param in params if id(param) not in trained],
         )  # fmt: skip
 
     def _follow_optimizers(self) -> None:
-        """Reduces other parameters from now on where the optimizers' have changed (unfreezing, add_param_group)."""
-        num_params = sum(len(g["params"]) for o in prepared.optimizers(self._objects) for g in o.param_groups)
-        kind = [param.requires_grad for _, param, _ in self._trained]
-        if kind != self._trained_kind or (num_params and num_params != len(kind)):
+        """Reduces other parameters from now on where the optimizers' have changed (add_param_group)."""
+        if prepared.held_params(self._objects) != self._held:
             self._reducer.remove()
             self._build_reducer()
 

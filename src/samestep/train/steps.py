@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from samestep.train.run import Run
 
 
+MIN_WEIGHT, MAX_WEIGHT = 1e-20, 1e20  # beyond, products of weights and gradients leave what float32 can hold
+
+
 class Epoch:
     """One pass over the data set: iterate over it for its steps.
 
@@ -97,12 +100,14 @@ class Step:
         return torch.tensor(self._loss, dtype=torch.float32, device=self._run.device)
 
     def __iter__(self) -> Iterator[Any]:
-        run, reducer, layout = self._run, self._run._reducer, self._layout
+        run, layout = self._run, self._layout
         self.check_not_left()
         if self._loop.step is not self:
             raise Error(f"step {self.number} is over, since step {self._loop.steps_done} has begun")
         if self.open:
             raise Error(f"step {self.number} is iterated over inside its own loop: use one loop after the other")
+        run._follow_optimizers()
+        reducer = run._reducer
         self.open = True
         held = layout.ranges[run.rank]
         schedules = run._guards.read_schedules()
@@ -328,9 +333,9 @@ def _check_weight(weight: Any, step: int, v: int) -> float:
         number = float(weight)
     except (TypeError, ValueError, RuntimeError):
         number = math.nan
-    if not 0 <= number < math.inf:
+    if number != 0 and not MIN_WEIGHT <= number <= MAX_WEIGHT:
         raise Error(
-            f"step.backward got weight {weight} in micro-batch {v} of step {step}: a weight is a finite number of at "
-            "least 0"
+            f"step.backward got weight {weight} in micro-batch {v} of step {step}: a weight is 0, or a number from "
+            f"{MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
         )
     return number
