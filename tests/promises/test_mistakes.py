@@ -386,3 +386,14 @@ def test_rows_from_before_the_loop_stand_once(tmp_path: Path) -> None:
     rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     assert [row for row in rows if "untrained" in row] == ['{"step": 0, "untrained": 1.0}']
     assert [row for row in rows if '"trained"' in row] == ['{"step": 4, "trained": 2.0}']
+
+
+def test_nothing_is_updated(capfd: pytest.CaptureFixture[str]) -> None:
+    def train(updates: bool) -> None:
+        run, model, optimizer = build(None)
+        loop(run, model, optimizer, num_epochs=3, then=None if updates else lambda step: None)
+
+    samestep.spawn(train, 2, (True,))
+    assert "no optimizer has made an update" not in capfd.readouterr().out
+    samestep.spawn(train, 2, (False,))
+    assert capfd.readouterr().out.count("no optimizer has made an update in 10 steps: call optimizer.step() after") == 1

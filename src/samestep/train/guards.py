@@ -1,6 +1,6 @@
 """What a script must not do to a step whose gradient is not complete: caught where it is done."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -14,6 +14,7 @@ from samestep.errors import Error
 if TYPE_CHECKING:
     from samestep.train.loop import Loop
 
+UPDATE_DUE_STEPS = 10
 Signature = list[tuple[str, int, Any]]
 
 
@@ -73,6 +74,11 @@ class Guards:
                     f"{name}.step() inside the micro-batch loop of step {step}: each rank calls it as often as it has "
                     "micro-batches; dedent it by one level"
                 )
+
+    def warn_of_no_update(self, num_steps: int, say: Callable[[str], None]) -> None:
+        """Says so where the first steps have trained nothing."""
+        if num_steps == UPDATE_DUE_STEPS and not self.num_updates and self._optimizers:
+            say(f"no optimizer has made an update in {num_steps} steps: call optimizer.step() after the inner loop")
 
     def _check_update(self, optimizer: Optimizer, *_: Any) -> None:
         is_known = optimizer in self._optimizers

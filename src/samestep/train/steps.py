@@ -107,6 +107,8 @@ class Step:
         if self.open:
             raise Error(f"step {self.number} is iterated over inside its own loop: use one loop after the other")
         run._follow_optimizers()
+        if self.num_passes == 0:
+            run._guards.warn_of_no_update(self.number - self._loop._began_step, run._say)
         reducer = run._reducer
         self.open = True
         held = layout.ranges[run.rank]
