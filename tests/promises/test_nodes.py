@@ -97,7 +97,7 @@ def test_a_host_goes_and_comes_back(trial: Trial, undisturbed: Undisturbed, all_
     stays.wait_for_words("a second one ends at once")  # it is to save, to make room
     trial.go_on()
     assert finish(stays, comes) == [0, 0], stays.output + comes.output
-    rows = read_restarts(trial)
+    rows = read_restarts(trial)[-2:]  # h1 may have begun alone before h2 came
     assert [(row["reason"], row["rank"], row["world_size"]) for row in rows] == [
         ("h2 was lost", None, 1),
         ("a node has joined", None, 2),
