@@ -26,6 +26,7 @@ Commands:
   samestep train [RECIPE]       train a recipe that comes with samestep (digits if none is named)
   samestep launch SCRIPT ...    start a script of yours on several ranks, of this machine or of several
   samestep inspect RUN          what a run's directory holds: numbers, snapshots, restarts, samples, digest
+  samestep watch RUN            what every rank of a run is at, while it goes on, from another shell
   samestep verify SCRIPT ...    prove that a script gives the same run on 1, 2, 3 and 4 ranks, and when it is killed
   samestep export RUN FILE      a snapshot's weights as a safetensors file, for other programs
 
@@ -129,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _dispatch(arguments: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
-        "train": _train, "launch": _launch, "verify": _verify, "inspect": _inspect, "export": _export,
+        "train": _train, "launch": _launch, "verify": _verify, "watch": _watch, "inspect": _inspect, "export": _export,
     }  # fmt: skip
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(HELP, end="")
@@ -311,6 +312,12 @@ def _inspect(arguments: list[str]) -> int:
     from samestep.tools.inspect import run_inspect
 
     return run_inspect(arguments)
+
+
+def _watch(arguments: list[str]) -> int:
+    from samestep.tools.watch import run_watch
+
+    return run_watch(arguments)
 
 
 def _export(arguments: list[str]) -> int:

@@ -20,3 +20,7 @@ class Error(Exception):
 
 class PeerFailed(RuntimeError):
     """This rank is well, but another one failed: that one's error is what a person needs to see."""
+
+
+class Stuck(RuntimeError):
+    """Nothing in the run has moved for too long: the whole sentence of who keeps it from moving."""

@@ -10,10 +10,12 @@ from promises.trial import Outcome, Strike, Trial, read_outcome
 import samestep
 
 STRIKES = pytest.StashKey[list[Strike]]()
+STALLS = pytest.StashKey[list[tuple[str, bool, float]]]()  # what stood still, whether it was judged rightly, seconds
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[STRIKES] = []
+    config.stash[STALLS] = []
 
 
 @pytest.fixture
@@ -22,6 +24,16 @@ def trial(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Trial]:
     made = Trial(tmp_path / "run", request.config.stash[STRIKES])
     yield made
     made.close()
+
+
+@pytest.fixture
+def note_stall(request: pytest.FixtureRequest) -> Callable[[str, bool, float], None]:
+    """Writes down how a run that stands still, or seems to, was judged."""
+
+    def note(what: str, is_hit: bool, seconds: float) -> None:
+        request.config.stash[STALLS].append((what, is_hit, seconds))
+
+    return note
 
 
 @pytest.fixture(scope="session")
@@ -51,6 +63,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
             terminalreporter.section(f"{what}, by the moment; each run then came to the same end", sep="-")
             for line in format_table(of_kind):
                 terminalreporter.write_line(line)
+    stalls = config.stash.get(STALLS, [])
+    if stalls:
+        num_hits = sum(is_hit for _, is_hit, _ in stalls)
+        terminalreporter.section(f"stuck or only slow: {num_hits} of {len(stalls)} judged rightly", sep="-")
+        for what, is_hit, seconds in stalls:
+            terminalreporter.write_line(f"{what:<24}{'hit' if is_hit else 'MISS':<6}{seconds:.1f} s")
 
 
 def format_table(strikes: list[Strike]) -> list[str]:

@@ -48,7 +48,7 @@ class Failure:
     Attributes:
         code: its exit code, or minus the signal that killed it.
         secondary: it is well and has only lost another rank.
-        kind: "error" (an Error), "exception", "exit" (sys.exit) or "died" (nothing was left to say why).
+        kind: "error" (an Error), "exception", "exit" (sys.exit), "stuck" or "died" (nothing was left to say why).
         message: the error as one line.
         traceback: its traceback, where there was an exception.
         log: the end of its output, where that was not shown.
@@ -64,6 +64,8 @@ class Failure:
     log: str = ""
 
     def __str__(self) -> str:
+        if self.kind == "stuck":  # a whole sentence
+            return self.message
         what = {"exit": "exited with ", "exception": "raised ", "error": "raised "}.get(self.kind, "")
         return f"rank {self.rank} {what}{self.message}"
 

@@ -20,7 +20,8 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
-from samestep.errors import Error, PeerFailed
+from samestep.errors import Error, PeerFailed, Stuck
+from samestep.world.environment import TERMINAL
 
 LEAVE_S = 30  # for what is registered with atexit, in a rank that has failed
 
@@ -160,6 +161,7 @@ def _call(rank: int, directory: Path, pickle: Path) -> None:
 
 def _redirect(log: str | None) -> None:
     if log is not None:
+        os.environ[TERMINAL] = f"{os.getpid()}:{os.dup(2)}"
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(file, 1)
         os.dup2(file, 2)
@@ -195,6 +197,8 @@ def write_error(rank: int, directory: str, error: BaseException, code: int) -> N
         kind, message, text = "exit", f"code {code}", ""
         if not isinstance(error.code, int):
             print(error.code, file=sys.stderr)  # as Python does with sys.exit("some text")
+    elif isinstance(error, Stuck):
+        kind, message, text = "stuck", str(error), ""
     elif isinstance(error, Error):
         kind, message, text = "error", str(error), _format(error)
     else:

@@ -54,12 +54,14 @@ def run_evaluate(
     for part in modules:
         part.training = False
     run._buffers.begin()
+    run._pulse.enter("validating", run.steps_done)
     try:
         with Loader(source, tasks, device=run.device) as loader, torch.no_grad():
             for v, loaded in zip(held, loader, strict=True):
                 seed_all(seed_of("evaluate", v))
                 rows.append(_read(score(to_device(loaded.batch, run.device)), loaded.num_samples))
                 run._buffers.undo()
+                run._pulse.enter("validating", run.steps_done)
         settled = [_settle(row) for row in rows]
     except Error as error:
         message = f"{str(error).rstrip('.')}, on rank {run.rank} in run.evaluate"
@@ -67,9 +69,11 @@ def run_evaluate(
     finally:
         for part in modules:
             part.training = True
+    run._pulse.enter("reducing", run.steps_done)
     gathered = run._group.gather((settled, run._signals.heard if run._signals is not None else 0))
     if run._loop is not None:  # validations can be long: what was heard meanwhile is not left to the next step
         run._loop.take_votes([heard for _, heard in gathered])
+    run._pulse.enter("script", run.steps_done)
     return _merge([row for rows_of_rank, _ in gathered for row in rows_of_rank])
 
 

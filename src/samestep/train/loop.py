@@ -71,6 +71,7 @@ class Loop:
                     "early, call run.stop() and let the loop end by itself"
                 )
             whole = self.steps_done == (number + 1) * per_epoch
+            self._run._pulse.enter("script", self.steps_done)
             if not whole:  # the body of an epoch that was cut short will run again: what it asks for is not final
                 self._run._keeper.drop_names()
             self._save_what_is_due(epochs_done=number + 1 if whole else None, numbered=whole)
@@ -108,6 +109,7 @@ class Loop:
                 "end early, call run.stop() and let the loop end by itself"
             )
         self.steps_done += 1
+        run._pulse.enter("script", self.steps_done)
         self._account(step)
         self._warn_of_grace(time.monotonic() - began_s)
         self.ending |= self.steps_done >= self.last_step
@@ -131,12 +133,14 @@ class Loop:
         )
 
     def _leave(self, loop: str, where: str) -> None:
+        self._run._pulse.leave(self.steps_done)
         if not self._is_ended and not self._left:
             self._left = f"the loop over the {loop} was left by break (or return, or an error) in {where}"
 
     def _begin(self) -> None:
         """Before the first step: who was told to stop by now leaves without one."""
         run = self._run
+        run._pulse.begin()
         if run._keeper.directory is not None:
             run._keeper.directory.write_start(run._restart, from_step=self.steps_done, world_size=run.world_size)
         if run._signals is not None:
@@ -154,7 +158,11 @@ class Loop:
 
         The last thing before the script may update: what is being copied for a snapshot is copied by now.
         """
+        pulse = self._run._pulse
+        before = pulse.now[0]
+        pulse.enter("saving", self.steps_done)
         self._run._keeper.join_copy()
+        pulse.enter(before, self.steps_done)
         self._run._keeper.is_wanted |= wants_snapshot
         if not self._is_ended:
             self._signal = max(votes)
@@ -206,6 +214,7 @@ class Loop:
             epoch = self.feed.epoch_of(self.steps_done) if epochs_done is None else epochs_done
             return run._build_state({"step": self.steps_done, "epoch": epoch})
 
+        run._pulse.enter("saving", self.steps_done)
         run._keeper.save_what_is_due(
             build_state,
             run._objects,
@@ -215,6 +224,7 @@ class Loop:
             numbered=numbered,
             ending=self.ending,
         )
+        run._pulse.enter("script", self.steps_done)
 
     def _leave_if_told(self) -> None:
         if not self._signal or self.steps_done >= self.last_step or self._run._stop_reason:
@@ -245,13 +255,15 @@ class Loop:
     def _end(self, status: str, reason: str) -> None:
         self._is_ended = True
         self._loader.close()
+        self._run._pulse.enter("saving", self.steps_done)
         self._run._keeper.settle()
         if self._run._keeper.directory is not None:
             self._run._keeper.directory.write_status(status, reason)
         seconds = time.perf_counter() - self._began_s
         rows: dict[str, Any] = {"steps": self.steps_done}
+        time_row = self._run._pulse.close()
         if self.steps_done > self._began_step:
-            rows |= {"samples/s": f"{self._num_samples / seconds:,.0f}", "wall time": f"{seconds:.1f} s"}
+            rows |= {"samples/s": f"{self._num_samples / seconds:,.0f}", "wall time": f"{seconds:.1f} s", **time_row}
         self._run._show_end(rows, status)
 
     def _agree_on_order(self, epoch: int) -> None:

@@ -24,6 +24,7 @@ from samestep.train.guards import Guards
 from samestep.train.keeper import Keeper
 from samestep.train.loop import Loop
 from samestep.train.machine import describe_machine, fix_compiler, fix_kernels
+from samestep.train.pulse import RunPulse
 from samestep.train.replicas import Replicas
 from samestep.train.settings import build_settings, check_count, check_extras
 from samestep.train.steps import Epoch, Step
@@ -114,8 +115,7 @@ class Run:
         self.rank, self.world_size = environment.rank, environment.world_size
         self.local_rank, self._restart = environment.local_rank, environment.restart
         self._error_dir, self._grace_s = environment.error_dir, environment.overrides.grace_s
-        self._progress = build_progress(rank=self.rank)
-        self._config = dict(config or {})
+        self._progress, self._config = build_progress(rank=self.rank), dict(config or {})
         self._trackers = Trackers(trackers, self._say)
         self.state: dict[str, Any] = {}
         self.summary: dict[str, Any] = {}
@@ -131,6 +131,7 @@ class Run:
         self.dir = self._keeper.path
         self._signals = None if self.dir is None else StopSignals(self._say, environment.launcher, self._error_dir)
         atexit.register(self._close)
+        self._pulse = RunPulse(self, environment)
         self._old_params = prepared.find_params()
         self._trace = None if environment.trace is None else open_trace(self, environment.trace)
         seed_all(derive(self.seed, "init"))

@@ -121,7 +121,9 @@ class Step:
         run._buffers.begin()
         for k, v in enumerate(held):
             if self.num_passes == 0:
+                run._pulse.enter("loading", self.number)
                 self._cache.append(self._load())
+            run._pulse.enter("forward", self.number)
             self._k, self._v = k, v
             batch = to_device(self._cache[k].batch, run.device, non_blocking=True)
             seed_all(derive(run.seed, "compute", step=self.number, pass_=self.num_passes, micro_batch=v))
@@ -131,6 +133,7 @@ class Step:
                 yield batch
             except GeneratorExit:
                 self._is_left = True
+                run._pulse.leave(self.number)
                 raise
             reducer.close()
             for guard in guards:
@@ -139,6 +142,7 @@ class Step:
             run._buffers.fold(v)
         run._guards.check_schedules(schedules, self.number)
         self._finish()
+        run._pulse.enter("updating", self.number)
         seed_all(derive(run.seed, "after", step=self.number, pass_=self.num_passes))
         self.num_passes += 1
         self.open = False
@@ -186,7 +190,9 @@ class Step:
         losses[slot] = (loss.detach(), weight)
         if isinstance(weight, Tensor) or weight:
             factor = weight / run.micro_batch_size * self._scale
+            run._pulse.enter("backward", self.number)
             run._reducer.backward(loss, factor, () if model is None else run._params_of(slot))
+            run._pulse.enter("forward", self.number)
 
     def log(self, **values: float | Tensor) -> None:
         """Adds to the metrics of this step, averaged over the batch with the weights of step.backward; no sync.
@@ -239,6 +245,7 @@ class Step:
                 control.weights[k][slot] = weight = _check_weight(weight, self.number, held[k])
                 if weight:
                     control.losses[k][slot] = float(loss)
+        run._pulse.enter("reducing", self.number)
         try:
             controls = reducer.finish(control)
         except RuntimeError as error:

@@ -10,6 +10,7 @@ from samestep.errors import Error
 
 PREFIX = "SAMESTEP_"
 TRACE = PREFIX + "TRACE"
+TERMINAL = PREFIX + "TERMINAL"  # pid:file
 
 # Files in `error_dir`, by which ranks and their launcher tell each other what no exit code says.
 STOPPED = "stopped"  # a run ended early, saved, because of a signal
@@ -47,6 +48,9 @@ OVERRIDES: dict[str, Override] = {
     "grace_s": Override(
         int, "S", "seconds from a signal to stop to the kill that follows: it says when they are too few"
     ),
+    "stuck_after_s": Override(
+        int, "S", "stop a run in which nothing has moved for so long; 0: never; default: learnt, at least 300"
+    ),
 }
 
 
@@ -71,6 +75,7 @@ class Overrides:
     log_every: int | None = None
     compare_every: int | None = None
     grace_s: int | None = None
+    stuck_after_s: int | None = None
 
     def to_variables(self) -> dict[str, str]:
         """The SAMESTEP_* variables that hand these values to the ranks."""
@@ -196,6 +201,12 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         overrides=read_overrides(variables),
         trace=variables.get(TRACE),
     )
+
+
+def read_terminal() -> int:
+    """The file by which this process reaches the terminal, also where its launcher has put its output elsewhere."""
+    pid, _, file = os.environ.get(TERMINAL, "").partition(":")  # of a parent it is not this process's
+    return int(file) if pid == str(os.getpid()) else 2
 
 
 def child_variables() -> dict[str, str]:

@@ -1,0 +1,158 @@
+"""What the heartbeat costs: a step of about 20 ms with and without it, in turns, and what its parts take."""
+
+from __future__ import annotations  # cloudpickle does not see the names in a local class's annotations
+
+import io
+import json
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import (
+    build_contestant,
+    build_parser,
+    compute_ratio,
+    judge,
+    measure,
+    print_json,
+    print_machine,
+    print_table,
+)
+from torch import nn
+
+import samestep
+from samestep.watch.heartbeat import Pulse
+
+NUM_MICRO_BATCHES, MICRO_BATCH_SIZE, WIDTH = 8, 16, 512
+STEP_S, TARGET = 0.020, 0.005
+ON, OFF = "with", "without"
+
+
+class Silence:
+    """A pulse that nobody feels."""
+
+    now = ("script", 0, 0, 0.0)
+
+    def enter(self, phase: str, step: int) -> None:
+        pass
+
+    def leave(self, step: int) -> None:
+        pass
+
+    def close(self) -> dict[str, Any]:
+        return {}
+
+
+def run_rank(num_rounds: int, steps_per_block: int) -> dict[str, Any]:
+    """On each rank: trains, and times blocks of steps with and without a heartbeat."""
+    sys.stdout = io.StringIO()  # samestep's own lines, up to the end of the process
+    batch_size = NUM_MICRO_BATCHES * MICRO_BATCH_SIZE
+    run = samestep.Run(None, batch_size=batch_size, micro_batch_size=MICRO_BATCH_SIZE, device="cpu")
+    model = nn.Sequential(*[part for _ in range(3) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU())])
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    run.prepare(model=model, optimizer=optimizer)
+    data = [torch.ones(WIDTH)] * (4 * batch_size)
+    pulse = run._pulse
+    repeats = 1
+
+    def train() -> Iterator[None]:
+        for step in run.steps(data, 10**9):
+            for x in step:
+                for _ in range(repeats - 1):  # so that a step takes about as long as it should
+                    with torch.no_grad():
+                        model(x)
+                step.backward(model(x).square().mean())
+            optimizer.step()
+            yield
+
+    steps = train()
+    for _ in range(5):
+        next(steps)
+    times_s = []
+    for count in (1, 3):
+        repeats = count
+        began_s = time.perf_counter()
+        for _ in range(10):
+            next(steps)
+        times_s.append((time.perf_counter() - began_s) / 10)
+    repeats = 1 + round(max(0.0, STEP_S - times_s[0]) / max((times_s[1] - times_s[0]) / 2, 1e-4))
+
+    def run_block(is_on: bool, block: Any) -> Any:
+        def timed(num_steps: int) -> None:
+            run._pulse = pulse if is_on else Silence()  # type: ignore[assignment]
+            if is_on:
+                pulse.begin()
+            block(num_steps)
+            if is_on:
+                pulse.close()
+
+        return timed
+
+    block = build_contestant("", steps).run_steps
+    contestants = [build_contestant(name, iter(())) for name in (ON, OFF)]
+    contestants = [type(c)(c.name, run_block(c.name == ON, block), True) for c in contestants]
+    times = measure(contestants, num_rounds=num_rounds, steps_per_block=steps_per_block)
+    run._pulse = pulse
+    return {"times": times, "parts": time_parts(run)}
+
+
+def time_parts(run: samestep.Run) -> dict[str, float]:
+    """Seconds of one call of `enter`, and seconds that the threads compute per second of the run."""
+    pulse, num = Pulse(), 100_000
+    began_s = time.perf_counter()
+    for _ in range(num):
+        pulse.enter("forward", 1)
+    enter_s = (time.perf_counter() - began_s) / num
+    run._pulse.begin()
+    time.sleep(10)
+    cpu_s = 0.0
+    for thread in threading.enumerate():
+        if thread.name.startswith("samestep _"):
+            fields = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()
+            cpu_s += int(fields[0]) / 1e9
+    heartbeat: Any = run._pulse._heartbeat
+    size = len(json.dumps(asdict(heartbeat._build_beat())))
+    run._pulse.close()
+    return {"enter_s": enter_s, "cpu_share": cpu_s / 10, "beat_bytes": size}
+
+
+def main() -> None:
+    parser = build_parser(__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks")
+    parser.add_argument("--rounds", type=int, default=15, help="blocks of each, after one to warm up")
+    parser.add_argument("--steps", type=int, default=100, help="per block: about 2 s, so two beats")
+    args = parser.parse_args()
+    if args.quick:
+        args.rounds, args.steps = 2, 5
+    results = {ranks: samestep.spawn(run_rank, ranks, (args.rounds, args.steps)) for ranks in args.ranks}
+    if args.json:
+        print_json(results=results)
+        return
+    print_machine()
+    rows = []
+    for ranks, result in results.items():
+        times, parts = result["times"], result["parts"]
+        step_s = statistics.median(times[OFF])
+        # Of a step of 20 ms: 4 calls per micro-batch and 10 per step, and what the threads take from it.
+        share = (4 * NUM_MICRO_BATCHES + 10) * parts["enter_s"] / STEP_S + parts["cpu_share"]
+        rows.append(
+            [
+                str(ranks),
+                f"{1000 * step_s:.1f} ms",
+                judge(compute_ratio(times, ON, OFF), 1 + TARGET),
+                f"{1e6 * parts['enter_s']:.2f} us",
+                f"{100 * parts['cpu_share']:.3f} %",
+                f"{100 * share:.2f} % ({'met' if share <= TARGET else 'MISSED'})",
+            ]
+        )
+    print_table(["ranks", "step", "with / without", "one call", "threads", "of 20 ms in all"], rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""`samestep watch`: the table of all ranks of a run that goes on, from another shell."""
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from samestep.tools.inspect import read_record
+from samestep.watch.judge import describe_seconds
+from samestep.world.environment import read_host
+
+POLL_S = 1.0
+WINDOW_S = 10.0
+STALE_S = 30.0  # after which the run is taken for dead
+RESTART_S = 5.0  # for a launcher to start a failed run again
+HEADER = ("rank", "host", "step", "phase", "for", "compute", "samples/s", "")
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of one rank; None where nothing is known yet. `compute_s` is per step, without what it waited for others."""
+
+    compute_s: float | None
+    samples_per_s: float | None
+
+
+def run_watch(args: list[str]) -> int:
+    """Runs the command with the arguments after its name. Returns the exit code.
+
+    Raises:
+        Error: there is no run.
+    """
+    parser = argparse.ArgumentParser(
+        prog="samestep watch",
+        description="Shows what every rank of a run is at, until the run ends; once, where the output is no terminal.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's directory")
+    run_dir = parser.parse_args(args).run
+    read_record(run_dir)
+    if sys.stdout.isatty():
+        return _follow(run_dir)
+    record = read_ranks(run_dir)
+    is_running = read_status(run_dir).get("status", "running") == "running"
+    if record is None or not is_running or time.time() - record["time_s"] > STALE_S:
+        print(describe_end(run_dir))
+        return 0
+    for row in format_rows(record, None):
+        print("  ".join(row).rstrip())
+    return 0
+
+
+def _follow(run_dir: Path) -> int:
+    from rich.live import Live
+    from rich.text import Text
+
+    records: list[dict[str, Any]] = []
+    with Live(Text("the run is starting"), auto_refresh=False, transient=False) as live:
+        while (record := read_ranks(run_dir)) is not None or not has_ended(run_dir):
+            if record is not None and (not records or record["time_s"] != records[-1]["time_s"]):
+                records = [old for old in records if record["time_s"] - old["time_s"] < WINDOW_S] + [record]
+                live.update(build_table(record, records[0]), refresh=True)
+            elif record is not None and time.time() - record["time_s"] > RESTART_S and has_ended(run_dir):
+                break
+            time.sleep(POLL_S)
+    print(describe_end(run_dir))
+    return 0
+
+
+def read_ranks(run_dir: Path) -> dict[str, Any] | None:
+    """What rank 0 wrote down last of all ranks; None where there is nothing, as before the first step."""
+    try:
+        record = json.loads((run_dir / "ranks.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return record if isinstance(record, dict) else None
+
+
+def read_status(run_dir: Path) -> dict[str, Any]:
+    """`status.json`; empty where there is none yet."""
+    try:
+        status = json.loads((run_dir / "status.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return status if isinstance(status, dict) else {}
+
+
+def has_ended(run_dir: Path) -> bool:
+    """Whether the run says so, or the process that writes it is gone; False while a launcher may start it again."""
+    status = read_status(run_dir)
+    if status.get("status") in ("done", "stopped"):
+        return True
+    newest_s = 0.0
+    for name in ("ranks.json", "status.json"):
+        path = run_dir / name
+        newest_s = max(newest_s, path.stat().st_mtime if path.exists() else 0.0)
+    age_s = time.time() - newest_s
+    if status.get("status") == "failed":
+        return age_s > RESTART_S
+    if status.get("host") == read_host() and os.path.isdir("/proc/self"):
+        return age_s > RESTART_S and not os.path.isdir(f"/proc/{status.get('process')}")
+    return age_s > STALE_S
+
+
+def describe_end(run_dir: Path) -> str:
+    """How the run stands, in a sentence, when no rank tells anything."""
+    status = read_status(run_dir)
+    how = status.get("status", "starting")
+    if how == "running":
+        return f"{run_dir}: nothing is heard of the run any more: it was killed, or its host is down"
+    return f"{run_dir}: {how}" + (f": {status['reason']}" if status.get("reason") else "")
+
+
+def compute_rates(rank: Mapping[str, Any], before: Mapping[str, Any] | None, micro_batch_size: int) -> Rates:
+    """How fast a rank is, since `before`, or, with None, since the run was started the last time."""
+    spent_s = dict(rank["spent_s"])
+    was: Mapping[str, Any] = before if before is not None else {"spent_s": {}, "num_steps": 0, "num_micro_batches": 0}
+    num_steps = rank["num_steps"] - was["num_steps"]
+    passed_s = {name: seconds - was["spent_s"].get(name, 0.0) for name, seconds in spent_s.items()}
+    total_s = sum(passed_s.values()) - (passed_s.get("starting", 0.0) if before is None else 0.0)
+    num_samples = (rank["num_micro_batches"] - was["num_micro_batches"]) * micro_batch_size
+    return Rates(
+        (passed_s.get("forward", 0.0) + passed_s.get("backward", 0.0)) / num_steps if num_steps > 0 else None,
+        num_samples / total_s if total_s > 0 else None,
+    )
+
+
+def format_rows(record: Mapping[str, Any], before: Mapping[str, Any] | None) -> list[Sequence[str]]:
+    """The table as texts, its header first."""
+    then = {} if before is None or before is record else {rank["rank"]: rank for rank in before["ranks"]}
+    rows: list[Sequence[str]] = [HEADER]
+    for rank in record["ranks"]:
+        rates = compute_rates(rank, then.get(rank["rank"]), record["micro_batch_size"])
+        note = "silent" if rank["is_silent"] else f"waits in {rank['waits_in']}" if rank["waits_in"] else rank["place"]
+        rows.append(
+            (
+                str(rank["rank"]),
+                rank["host"],
+                str(rank["step"]),
+                rank["phase"],
+                describe_seconds(rank["for_s"] + rank["age_s"]),
+                "" if rates.compute_s is None else f"{1000 * rates.compute_s:.1f} ms/step",
+                "" if rates.samples_per_s is None else f"{rates.samples_per_s:,.0f}",
+                note if rank["is_silent"] or rank["for_s"] > POLL_S else "",
+            )
+        )
+    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
+    return [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+
+
+def build_table(record: Mapping[str, Any], before: Mapping[str, Any] | None) -> Any:
+    """The table for a terminal."""
+    from rich.table import Table
+
+    header, *rows = format_rows(record, before)
+    table = Table(title=f"{len(rows)} ranks", title_justify="left")
+    for name in header:
+        table.add_column(name.strip(), no_wrap=True)
+    for rank, row in zip(record["ranks"], rows, strict=True):
+        style = "red" if rank["is_silent"] else "yellow" if rank["for_s"] > WINDOW_S else None
+        table.add_row(*[cell.strip() for cell in row], style=style)
+    return table

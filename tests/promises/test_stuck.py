@@ -1,0 +1,118 @@
+"""A rank that does not move is named, with what ails it, and the run is stopped so that it can be started again; a
+run that is only slow is left alone.
+"""
+
+import json
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from promises.stalls import AT_STEP, train, train_slowly
+from promises.trial import Started, wait_until
+from support.hosts import open_hosts, why_not
+
+import samestep
+
+STUCK_AFTER_S = 3  # nothing is named before a third of it
+LIMIT_S = 10.0
+
+WAITS = r"; rank \d waits for it in the reduction"
+# What is to be said of each, with the rank that is named.
+WORDS = {
+    "data set asleep": r"rank 1 \(host \S+\) has been loading data for \d+ s at step 6, stalls\.py:\d+ in on_read, "
+    "asleep" + WAITS,
+    "SIGSTOP": r"rank 1 \(host \S+\) was stopped \(SIGSTOP\) \d+ s ago, last heard of at step \d+" + WAITS,
+    "SIGSTOP of rank 0": r"rank 0 \(host \S+\) was stopped \(SIGSTOP\) \d+ s ago, last heard of at step \d+" + WAITS,
+    "collective skipped": r"the ranks have waited for each other for \d+ s: .*rank 0 \(host \S+\) in all_reduce "
+    r"\(stalls\.py:\d+ in skip_a_collective\) at step 6",
+    "pipe full": r"rank 1 \(host \S+\) has been updating for \d+ s at step 6, stalls\.py:\d+ in fill_a_pipe, writing "
+    "into a pipe that is full" + WAITS,
+    "locked out": r"rank 1 \(host \S+\) has been updating for \d+ s at step 6, stalls\.py:\d+ in lock_twice, waiting "
+    "for a lock" + WAITS,
+    "exception swallowed": r"rank 1 \(host \S+\) has been out of the loop for \d+ s at step 6, stalls\.py:\d+ in train"
+    ", waiting for a lock" + WAITS,
+}
+NoteStall = Callable[[str, bool, float], None]
+
+
+@pytest.mark.parametrize("fault", WORDS)
+def test_a_stuck_rank_is_named(
+    tmp_path: Path, fault: str, capfd: pytest.CaptureFixture[str], note_stall: NoteStall
+) -> None:
+    run_dir, name, guilty = tmp_path / "run", fault.partition(" of rank 0")[0], 0 if "rank 0" in fault else 1
+    with pytest.raises(RuntimeError) as raised:
+        samestep.spawn(train, 2, (run_dir, name, guilty), env={"SAMESTEP_STUCK_AFTER_S": str(STUCK_AFTER_S)})
+    ended_s = time.time() - (run_dir / "pid-1").stat().st_mtime
+    said = capfd.readouterr().err
+    is_hit = bool(re.match(WORDS[fault], str(raised.value)))
+    note_stall(fault, is_hit, ended_s)
+    assert is_hit, str(raised.value)
+    named = [line for line in said.splitlines() if re.search(WORDS[fault], line)]
+    assert len(named) == 1, f"one line, on the terminal, whoever's output is hidden: {said}"
+    assert ended_s < LIMIT_S
+    if fault not in ("SIGSTOP", "SIGSTOP of rank 0"):  # who is stopped can write nothing
+        rank = 0 if fault == "collective skipped" else 1
+        stack = (run_dir / "logs" / f"stacks-{rank}.txt").read_text()
+        assert f"rank {rank}, step {AT_STEP}" in stack
+        assert "stalls.py" in stack
+        assert "forkserver.py" not in stack, "the frames that led to the script help nobody"
+    if guilty == 1:
+        status = json.loads((run_dir / "status.json").read_text())
+        assert status["status"] == "failed"
+        assert re.match(WORDS[fault], status["reason"])
+
+
+def test_a_dropped_link(tmp_path: Path, note_stall: NoteStall) -> None:
+    """Without a launcher, and the store in rank 0: it hears nothing of the other host, which is cut off from it."""
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    with open_hosts(2) as hosts:
+        env = {
+            "MASTER_ADDR": hosts[0].address,
+            "MASTER_PORT": "29500",
+            "WORLD_SIZE": "2",
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "SAMESTEP_STUCK_AFTER_S": str(STUCK_AFTER_S),
+            "PYTHONPATH": str(Path(__file__).parents[1]),
+        }
+        command = [sys.executable, str(Path(__file__).with_name("stalls.py")), str(tmp_path / "run"), "link dropped"]
+        ranks = [
+            Started(host.wrap(command), tmp_path / host.name, {**env, "RANK": str(rank), "LOCAL_RANK": "0"})
+            for rank, host in enumerate(hosts)
+        ]
+        try:
+            wait_until(lambda: len(list(tmp_path.glob("run/pid-*"))) == 2, "both train")
+            wait_until((tmp_path / "run" / "ranks.json").exists, "they hear of each other")
+            began_s = time.monotonic()
+            hosts[1].pull_the_plug()
+            codes = [rank.wait() for rank in ranks]
+            ended_s = time.monotonic() - began_s
+        finally:
+            for rank in ranks:
+                rank.close()
+    said = [rank.err.read_text() for rank in ranks]
+    heard = r"nothing was heard of rank 1 \(host h2\) for \d+ s, .*: the host or its network is down; rank 0 waits"
+    is_hit = bool(re.search(heard, said[0])) and "rank 1 (host h2) is cut off" in said[1]
+    note_stall("link dropped", is_hit, ended_s)
+    assert is_hit, said
+    assert codes == [1, 1]
+    assert ended_s < 2 * LIMIT_S
+
+
+@pytest.mark.parametrize("what", ["first step", "validation", "snapshot"])
+def test_what_is_only_slow_is_left_alone(
+    tmp_path: Path, what: str, capfd: pytest.CaptureFixture[str], note_stall: NoteStall
+) -> None:
+    """Each takes longer than what is said to be stuck, or even than what is stopped."""
+    began_s = time.monotonic()
+    samestep.spawn(train_slowly, 2, (tmp_path / "run", what), env={"SAMESTEP_STUCK_AFTER_S": str(STUCK_AFTER_S)})
+    took_s = time.monotonic() - began_s
+    said = capfd.readouterr()
+    note_stall(f"slow {what}", said.err == "", took_s)
+    assert said.err == ""
+    assert re.search(r"time +.*%", said.out), "where the time went, in the table at the end"
+    assert not (tmp_path / "run" / "ranks.json").exists()

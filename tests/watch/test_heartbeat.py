@@ -1,0 +1,253 @@
+"""What a rank tells of itself: its phases, what its main thread is at, what `samestep watch` shows of it."""
+
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.runs import check, samestep_command
+
+from samestep.tools.watch import compute_rates, describe_end, format_rows, has_ended
+from samestep.watch.heartbeat import Facts, Heartbeat, Pulse
+from samestep.watch.judge import WARM_UP, build_limits
+from samestep.watch.symptoms import find_fate, look
+
+DEADLINE_S = 10.0
+
+
+def wait_until(condition: Callable[[], object], what: str) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.005)
+
+
+class Box:
+    """A store in this process, in which the beats of several heartbeats lie."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, str] = {}
+
+    def put(self, name: str, text: str) -> None:
+        self.texts[name] = text
+
+    def read(self, names: Sequence[str]) -> list[str] | None:
+        return [self.texts[name] for name in names] if all(name in self.texts for name in names) else None
+
+
+@contextmanager
+def heartbeat(rank: int, box: Box | None, world_size: int = 2, **more: Any) -> Iterator[tuple[Pulse, list[str]]]:
+    """A rank's heartbeat over this thread: its pulse, and what it says."""
+    said: list[str] = []
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("no test is to be ended")
+
+    pulse = Pulse()
+    limits = replace(build_limits(3), stop_s=1e9)
+    facts = Facts(rank, world_size, "here", limits, said.append, refuse, refuse, **more)
+    beating = Heartbeat(pulse, facts, box)
+    try:
+        yield pulse, said
+    finally:
+        beating.close()
+
+
+def test_a_pulse_adds_up_what_each_phase_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    pulse = Pulse()
+    for took_s in (5.0, 4.0, 1.0, 2.0):
+        pulse.enter("forward", 7)
+        clock[0] += took_s
+    pulse.enter("reducing", 7)
+    clock[0] += 3.0
+    assert pulse.now == ("reducing", 7, 5, 12.0)
+    assert pulse.spent_s() == {"starting": 0.0, "forward": 12.0}
+    assert (pulse.count("forward"), pulse.longest_s("forward")) == (4, 2.0), f"the first {WARM_UP} may compile"
+
+
+def test_a_rank_alone_looks_after_itself() -> None:
+    with heartbeat(0, None, world_size=1) as (pulse, said):
+        for _ in range(WARM_UP + 2):
+            pulse.enter("loading", 4)
+        wait_until(lambda: said, "it says that nothing moves")
+        assert "rank 0 (host here) has been loading data for 1 s at step 4, test_heartbeat.py:" in said[0]
+        pulse.enter("forward", 4)
+        wait_until(lambda: len(said) > 1, "it says that it goes on")
+        assert said[1].startswith("the run goes on, after")
+
+
+def test_the_lowest_rank_that_is_heard_of_speaks() -> None:
+    box = Box()
+    with heartbeat(1, box) as (pulse, said):
+        with heartbeat(0, box):
+            wait_until(lambda: len(box.texts) == 2, "both tell")
+            first = json.loads(box.texts["beat/0"])["beat"]["number"]
+            wait_until(lambda: json.loads(box.texts["beat/0"])["beat"]["number"] > first + 2, "rank 0 goes on telling")
+            kept = box.texts["beat/0"]
+            assert not said
+        assert json.loads(box.texts["beat/0"])["beat"]["phase"] == "ended", "who leaves says so"
+        died = json.loads(kept)
+        died["beat"]["pid"] = 2**30  # there is no such process
+        box.texts["beat/0"] = json.dumps(died)
+        for _ in range(WARM_UP + 2):
+            pulse.enter("loading", 4)
+        wait_until(lambda: said, "rank 1 says what is wrong with rank 0")
+    assert "rank 0 (host here) died 1 s ago" in said[0]
+
+
+def test_beats_of_a_store_that_does_not_answer() -> None:
+    """The thread that asks it is held up; the other one says so."""
+
+    class Dead(Box):
+        def put(self, name: str, text: str) -> None:
+            held.wait(DEADLINE_S)
+
+    held = threading.Event()
+    with heartbeat(1, Dead()) as (_, said):
+        wait_until(lambda: said, "it says that it is cut off")
+        held.set()
+    assert said[0].startswith("rank 1 (host here) is cut off: the place where the ranks meet has not answered")
+
+
+def test_what_is_shown_is_gone_at_the_end(tmp_path: Path) -> None:
+    with heartbeat(0, None, world_size=1, run_dir=tmp_path, micro_batch_size=4) as (pulse, _):
+        pulse.enter("validating", 3)
+        wait_until((tmp_path / "ranks.json").exists, "it is shown")
+        record = json.loads((tmp_path / "ranks.json").read_text())
+        assert (record["ranks"][0]["rank"], record["micro_batch_size"]) == (0, 4)
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- what a thread is at --------------------------------------------------------------------------------------------
+
+
+def sleep(stop: threading.Event) -> None:
+    while not stop.is_set():
+        time.sleep(0.5)
+
+
+def take_a_lock(stop: threading.Event) -> None:
+    stop.wait(DEADLINE_S)
+
+
+def read_a_pipe(stop: threading.Event) -> None:
+    ours, theirs = os.pipe()
+    threading.Thread(target=lambda: (stop.wait(DEADLINE_S), os.close(theirs))).start()
+    os.read(ours, 1)
+    os.close(ours)
+
+
+def write_a_pipe(stop: threading.Event) -> None:
+    ours, theirs = os.pipe()
+    threading.Thread(target=lambda: (stop.wait(DEADLINE_S), os.close(ours))).start()
+    try:
+        os.write(theirs, bytes(1 << 20))
+    except BrokenPipeError:
+        os.close(theirs)
+
+
+def lock_a_file(stop: threading.Event) -> None:
+    with open(__file__) as first, open(__file__) as second:
+        fcntl.flock(first, fcntl.LOCK_EX)
+        threading.Thread(target=lambda: (stop.wait(DEADLINE_S), fcntl.flock(first, fcntl.LOCK_UN))).start()
+        fcntl.flock(second, fcntl.LOCK_EX)
+
+
+def wait_for_a_child(stop: threading.Event) -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    threading.Thread(target=lambda: (stop.wait(DEADLINE_S), child.kill())).start()
+    child.wait()
+
+
+WORDS = {
+    sleep: "asleep",
+    take_a_lock: "waiting for a lock",
+    read_a_pipe: "reading from a pipe that is empty",
+    write_a_pipe: "writing into a pipe that is full",
+    lock_a_file: f"waiting for a lock on {__file__}",
+    wait_for_a_child: "waiting for a process that it has started",
+}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what a thread waits for is read from /proc")
+@pytest.mark.parametrize("ail", WORDS, ids=lambda ail: ail.__name__)
+def test_what_ails_a_thread(ail: Callable[[threading.Event], None]) -> None:
+    stop = threading.Event()
+    thread = threading.Thread(target=ail, args=(stop,))
+    thread.start()
+    try:
+        assert thread.ident is not None
+        ident, native_id = thread.ident, thread.native_id or 0
+        wait_until(lambda: look(ident, native_id).ails == WORDS[ail], f"it is {WORDS[ail]}")
+        symptoms = look(ident, native_id)
+        assert symptoms.place.startswith("test_heartbeat.py:")
+        assert symptoms.place.endswith(f" in {ail.__name__}")
+        assert symptoms.waits_in == ""
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="what a process is at is read from /proc")
+def test_what_became_of_a_process() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    assert find_fate(child.pid) == "alive"
+    child.send_signal(19)
+    wait_until(lambda: find_fate(child.pid) == "stopped", "it is stopped")
+    child.kill()
+    wait_until(lambda: find_fate(child.pid) == "dead", "it is a zombie")
+    child.wait()
+    assert find_fate(child.pid) == "dead"
+
+
+# --- samestep watch ---------------------------------------------------------------------------------------------------
+
+
+def build_rank(rank: int, **more: Any) -> dict[str, Any]:
+    spent_s = {"starting": 9.0, "loading": 1.0, "forward": 1.0, "backward": 2.0, "reducing": 1.0}
+    facts = {"rank": rank, "host": "here", "pid": 1, "number": 9, "step": 130, "phase": "forward", "for_s": 0.1}
+    facts |= {"waits_in": "", "place": "", "spent_s": spent_s, "num_steps": 30, "num_micro_batches": 100}
+    return facts | {"age_s": 0.2, "is_silent": False} | more
+
+
+def test_the_table() -> None:
+    ranks = [build_rank(0), build_rank(1, phase="reducing", for_s=12.0, waits_in="the reduction")]
+    rows = format_rows({"time_s": 0.0, "micro_batch_size": 4, "ranks": ranks}, None)
+    first, second = [[cell.strip() for cell in row] for row in rows[1:]]
+    assert first == ["0", "here", "130", "forward", "0 s", "100.0 ms/step", "80", ""]
+    assert second == ["1", "here", "130", "reducing", "12 s", "100.0 ms/step", "80", "waits in the reduction"]
+    spent_s = {**ranks[0]["spent_s"], "forward": 2.0, "loading": 2.0}
+    later = build_rank(0, num_steps=40, num_micro_batches=150, spent_s=spent_s)
+    rates = compute_rates(later, ranks[0], 4)
+    assert (rates.compute_s, rates.samples_per_s) == (0.1, 100.0)
+
+
+def test_watching_what_is_over(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    status = {"status": "failed", "reason": "rank 1: out of memory", "host": "elsewhere", "process": 1}
+    (tmp_path / "status.json").write_text(json.dumps(status))
+    done = check(samestep_command("watch", tmp_path, cwd=tmp_path))
+    assert done.stdout == f"{tmp_path}: failed: rank 1: out of memory\n"
+    assert not has_ended(tmp_path), "a launcher may start it again"
+    os.utime(tmp_path / "status.json", (0, 0))
+    assert has_ended(tmp_path)
+    (tmp_path / "status.json").write_text(json.dumps({**status, "status": "running"}))
+    os.utime(tmp_path / "status.json", (0, 0))
+    assert has_ended(tmp_path)
+    assert "nothing is heard of the run any more" in describe_end(tmp_path)
+
+
+def test_watching_no_run(tmp_path: Path) -> None:
+    done = check(samestep_command("watch", tmp_path / "none", cwd=tmp_path), code=2)
+    assert "there is no directory" in done.stderr

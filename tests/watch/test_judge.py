@@ -1,0 +1,215 @@
+"""Who is said to be stuck, and when: judged from beats alone, so in simulated time."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from samestep.watch.judge import (
+    LEARNT,
+    PHASES,
+    STOP_S,
+    WARM_UP,
+    Beat,
+    Heard,
+    Limits,
+    build_limits,
+    describe_ranks,
+    describe_spent,
+    find_slow,
+    judge,
+)
+
+FRESH = {"num_seen": WARM_UP + 100, "longest_s": 0.02}
+
+
+def hear(rank: int, phase: str, still_s: float, **more: Any) -> Heard:
+    """A rank that has not moved for `still_s`, at a phase that it knows."""
+    fate, is_silent, age_s = more.pop("fate", ""), more.pop("is_silent", False), more.pop("age_s", 0.0)
+    facts = {"host": f"h{rank // 4}", "pid": rank, "number": 1, "step": 120, **FRESH, **more}
+    return Heard(Beat(rank=rank, phase=phase, for_s=still_s - age_s, **facts), age_s, is_silent, fate)
+
+
+def wait(rank: int, still_s: float, **more: Any) -> Heard:
+    return hear(rank, "reducing", still_s, **{"waits_in": "the reduction", **more})
+
+
+@st.composite
+def worlds(draw: st.DrawFn) -> list[Heard]:
+    ranks = []
+    for rank in range(draw(st.integers(1, 6))):
+        waits_in = draw(st.sampled_from(["", "the reduction", "all_reduce"]))
+        is_silent = draw(st.booleans())
+        ranks.append(
+            hear(
+                rank,
+                draw(st.sampled_from(list(PHASES))),
+                draw(st.floats(0, 5000)),
+                step=draw(st.integers(0, 3)),
+                waits_in=waits_in,
+                num_seen=draw(st.integers(0, 5)),
+                longest_s=draw(st.floats(0, 50)),
+                is_busy=draw(st.booleans()),
+                is_compiling=draw(st.booleans()),
+                is_silent=is_silent,
+                fate=draw(st.sampled_from(["", "stopped", "dead", "alive"])) if is_silent else "",
+            )
+        )
+    return ranks
+
+
+LIMITS = st.sampled_from([Limits(), build_limits(3), build_limits(60), build_limits(10_000)])
+
+
+@given(worlds(), LIMITS)
+def test_nobody_is_accused_while_anybody_moves(ranks: list[Heard], limits: Limits) -> None:
+    moving = replace(ranks[0], beat=replace(ranks[0].beat, for_s=limits.floor_s * 0.99, phase="forward"), age_s=0.0)
+    assert judge([moving, *ranks[1:]], limits) is None
+
+
+@given(worlds(), LIMITS, st.floats(0, 0.99))
+def test_who_slept_accuses_nobody(ranks: list[Heard], limits: Limits, share: float) -> None:
+    assert judge(ranks, limits, awake_s=share * limits.floor_s) is None
+
+
+@given(worlds(), LIMITS)
+def test_a_rank_that_waits_is_not_guilty_while_another_does_not(ranks: list[Heard], limits: Limits) -> None:
+    verdict = judge(ranks, limits)
+    if verdict is None:
+        return
+    by_rank = {heard.beat.rank: heard for heard in ranks}
+    guilty = [by_rank[rank] for rank in verdict.guilty]
+    active = [heard for heard in ranks if heard.beat.phase != "ended"]
+    if any(heard.is_silent for heard in active):
+        assert all(heard.is_silent for heard in guilty)
+    elif any(not heard.beat.waits_in for heard in active):
+        assert guilty
+        assert not any(heard.beat.waits_in for heard in guilty)
+    for heard in guilty:
+        assert str(heard.beat.rank) in verdict.sentence
+
+
+@given(worlds(), LIMITS, st.floats(1, 100))
+def test_what_is_stuck_stays_stuck(ranks: list[Heard], limits: Limits, more_s: float) -> None:
+    later = [replace(heard, age_s=heard.age_s + more_s) for heard in ranks]
+    now, then = judge(ranks, limits), judge(later, limits)
+    if now is not None:
+        assert then is not None
+        assert then.guilty == now.guilty
+        assert then.is_final >= now.is_final
+
+
+@given(worlds())
+def test_a_run_is_stopped_late(ranks: list[Heard]) -> None:
+    """Never before the default's 300 s, and never while a rank computes, unless a person said so."""
+    verdict = judge(ranks, Limits())
+    if verdict is not None and verdict.is_final:
+        active = [heard for heard in ranks if heard.beat.phase != "ended"]
+        assert min(heard.still_s for heard in active) >= STOP_S
+        if not any(heard.is_silent for heard in active):
+            assert not any(by.beat.is_busy and not by.beat.waits_in for by in active)
+
+
+def test_the_sentence() -> None:
+    ranks = [wait(rank, 50) for rank in range(8) if rank != 3]
+    slow = hear(3, "loading", 48, host="b", place="train.py:10 in __getitem__", ails="asleep")
+    verdict = judge([*ranks, slow], Limits())
+    assert verdict is not None
+    assert verdict.guilty == (3,)
+    assert verdict.sentence == (
+        "rank 3 (host b) has been loading data for 48 s at step 120, train.py:10 in __getitem__, asleep; 7 ranks wait "
+        "for it in the reduction"
+    )
+
+
+@pytest.mark.parametrize(
+    ("guilty", "words"),
+    [
+        (hear(1, "forward", 20, faults_per_s=900.0, ails="waiting for the disk"), "swapping (900 page faults"),
+        (hear(1, "loading", 20, ails="waiting for a lock on /d/index"), "waiting for a lock on /d/index"),
+        (hear(1, "forward", 20, is_busy=True), "has been computing for 20 s at step 120, computing"),
+        (hear(1, "forward", 20, is_silent=True, fate="stopped"), "was stopped (SIGSTOP) 20 s ago"),
+        (hear(1, "forward", 20, is_silent=True, fate="dead"), "died 20 s ago"),
+        (hear(1, "forward", 20, is_silent=True, fate="alive"), "does not let other threads run"),
+        (hear(1, "forward", 20, is_silent=True, host="far"), "the host or its network is down"),
+        (hear(1, "forward", 20, is_silent=True), "stopped, dead, or cut off"),
+        (hear(1, "ended", 0), "left the run at step 120"),
+    ],
+)
+def test_each_ailment_has_its_words(guilty: Heard, words: str) -> None:
+    verdict = judge([wait(0, 20), guilty, wait(2, 20)], Limits())
+    assert verdict is not None
+    assert verdict.guilty == (1,)
+    assert words in verdict.sentence
+    assert verdict.sentence.endswith("; 2 ranks wait for it in the reduction")
+
+
+def test_a_collective_that_one_rank_skips() -> None:
+    there = [wait(rank, 25, waits_in="all_reduce", place="train.py:31 in main") for rank in (0, 2, 3)]
+    verdict = judge([*there, wait(1, 25, step=121)], Limits())
+    assert verdict is not None
+    assert verdict.guilty == (1,)
+    assert "rank 1 (host h0) in the reduction at step 121" in verdict.sentence
+    assert "ranks 0, 2 and 3 (host h0) in all_reduce (train.py:31 in main) at step 120" in verdict.sentence
+
+
+def test_all_wait_in_the_same_exchange() -> None:
+    verdict = judge([wait(rank, 25) for rank in range(3)], Limits())
+    assert verdict is not None
+    assert (verdict.guilty, "all 3 ranks have waited in the reduction" in verdict.sentence) == ((), True)
+
+
+@pytest.mark.parametrize("phase", [phase for phase in PHASES if phase not in ("ended", *LEARNT)])
+def test_a_scripts_own_code_may_take_its_time(phase: str) -> None:
+    """Whatever it took before: an epoch's end is not a step's."""
+    assert judge([wait(0, 299), hear(1, phase, 299)], Limits()) is None
+    assert judge([wait(0, 301), hear(1, phase, 301)], Limits()) is not None
+
+
+@pytest.mark.parametrize("phase", LEARNT)
+def test_the_limit_is_learnt(phase: str) -> None:
+    ranks = [hear(0, phase, 40, longest_s=5.0), wait(1, 60)]
+    assert judge(ranks, Limits()) is None, "10 times the longest so far is 50 s"
+    assert judge([hear(0, phase, 51, longest_s=5.0), wait(1, 60)], Limits()) is not None
+    assert judge([hear(0, phase, 51, longest_s=0.1, num_seen=WARM_UP), wait(1, 60)], Limits()) is None, "a first time"
+    assert judge([hear(0, phase, 51, longest_s=0.1, is_compiling=True), wait(1, 60)], Limits()) is None, "it compiles"
+
+
+def test_the_end_is_learnt_or_given() -> None:
+    def is_final(still_s: float, limits: Limits, **more: Any) -> bool:
+        verdict = judge([wait(0, still_s), hear(1, "loading", still_s, **more)], limits)
+        return verdict is not None and verdict.is_final
+
+    assert not is_final(299, Limits())
+    assert is_final(301, Limits())
+    assert not is_final(301, Limits(), longest_s=20.0), "twice 10 times the longest"
+    assert not is_final(900, Limits(), num_seen=1), "nobody knows how long it may take"
+    assert not is_final(10_000, Limits(), is_busy=True)
+    assert is_final(61, build_limits(60), is_busy=True), "a person said so"
+
+
+def test_a_slow_rank_is_named_with_its_phase() -> None:
+    usual = {"loading": 0.001, "forward": 0.010, "backward": 0.020, "updating": 0.001}
+    paces = {rank: dict(usual) for rank in range(4)}
+    assert find_slow(paces) == {}
+    paces[2]["backward"] = 0.024
+    assert find_slow(paces) == {}, "13 % are nothing"
+    paces[2]["backward"] = 0.030
+    assert list(find_slow(paces)) == [2]
+    phase, mine_s, usual_s = find_slow(paces)[2]
+    assert (phase, round(mine_s, 3), round(usual_s, 3)) == ("backward", 0.042, 0.032)
+    assert find_slow({0: {"forward": 1e-4}, 1: {"forward": 5e-4}}) == {}, "too short to tell"
+    assert find_slow({0: usual}) == {}
+
+
+def test_where_the_time_went() -> None:
+    spent = {"starting": 99.0, "loading": 1.0, "forward": 2.0, "backward": 4.0, "reducing": 2.0, "saving": 1.0}
+    assert describe_spent(spent) == "compute 60 %, waiting for ranks 20 %, snapshots 10 %, data 10 %"
+    assert describe_spent({}) == ""
+
+
+def test_many_ranks_are_counted() -> None:
+    assert describe_ranks([5, 1, 2]) == "ranks 1, 2 and 5"
+    assert describe_ranks(range(100)) == "100 ranks (0, 1, 2, 3, 4, 5 ...)"
