@@ -2,6 +2,7 @@
 
 import ast
 import difflib
+import errno
 import importlib.util
 import sys
 import textwrap
@@ -58,7 +59,8 @@ On several machines, give the same command on each: --nnodes 2 --rdzv-endpoint H
 Ctrl-C, SIGTERM or SIGUSR1 tells the ranks once to stop: a run ends its step, saves and leaves. A second one kills
 them. With --max-restarts, a rank that dies has all ranks start again from the newest snapshot.
 Exit code: 0; that of the rank that failed first (128 + signal where one killed it); 130 after Ctrl-C;
-75 after SIGTERM or SIGUSR1 when the run has saved: the same command goes on.
+75 after SIGTERM or SIGUSR1 when the run has saved: the same command goes on; 2 after a mistake, or when a run could not
+save its end. A script that plain python runs ends with these codes, too.
 """
 
 VERIFY_HELP = """\
@@ -119,6 +121,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Error as error:
         print(f"samestep: error: {error}", file=sys.stderr)
         code = error.exit_code
+    except OSError as error:
+        if error.errno not in (errno.ENAMETOOLONG, errno.EACCES) or error.filename is None:
+            raise
+        print(f"samestep: error: {error.filename} cannot be used ({error.strerror}): name another", file=sys.stderr)
+        code = Error.exit_code
     except KeyboardInterrupt:
         code = 130
     if arguments is None and "torch" in sys.modules:

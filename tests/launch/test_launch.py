@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from processes import Command, open_command, wait_until
 
@@ -51,7 +52,8 @@ told = []
 def hear(signum, frame):
     told.append(signum)
     open(f"told{dist.get_rank()}", "w").close()
-signal.signal(signal.SIGTERM, hear)
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, hear)
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 open(f"ready{rank}", "w").close()
@@ -279,15 +281,42 @@ def terminate(pid: int) -> None:
     os.kill(pid, signal.SIGTERM)
 
 
-@pytest.mark.parametrize(("send", "code"), [(press_ctrl_c, 130), (terminate, 75)])
-def test_ranks_are_told_once_and_leave_by_themselves(command: Command, send: Callable[[int], None], code: int) -> None:
+@pytest.mark.parametrize(
+    ("send", "code", "heard"), [(press_ctrl_c, 130, signal.SIGINT), (terminate, 75, signal.SIGTERM)]
+)
+def test_ranks_are_told_once_and_leave_by_themselves(
+    command: Command, send: Callable[[int], None], code: int, heard: signal.Signals
+) -> None:
     command.write("stoppable.py", STOPPABLE)
     launch = command.start("launch", "--nproc-per-node", "2", "stoppable.py")
     command.wait_for("ready0", "ready1")
     send(launch.pid)
     done = command.finish(launch)
     assert (done.returncode, done.stderr) == (code, "")
-    assert [(command.directory / f"saved{rank}").read_text() for rank in range(2)] == [str(int(signal.SIGTERM))] * 2
+    assert [(command.directory / f"saved{rank}").read_text() for rank in range(2)] == [str(int(heard))] * 2
+    command.assert_nothing_left()
+
+
+def test_ctrl_c_where_nobody_listens(command: Command) -> None:
+    """A script of any kind ends, without a traceback."""
+    command.write("plain.py", "import os, time\nopen('ready' + os.environ['RANK'], 'w').close()\ntime.sleep(600)")
+    launch = command.start("launch", "--nproc-per-node", "2", "plain.py")
+    command.wait_for("ready0", "ready1")
+    press_ctrl_c(launch.pid)
+    done = command.finish(launch)
+    assert (done.returncode, done.stderr) == (130, "")
+    command.assert_nothing_left()
+
+
+def test_the_process_that_starts_ranks_is_killed(command: Command) -> None:
+    """As the system does that is short of memory. One sentence says so."""
+    command.write("plain.py", "")
+    launch = command.start("launch", "plain.py")
+    wait_until(lambda: psutil.Process(launch.pid).children(), "there is a server")
+    psutil.Process(launch.pid).children()[0].kill()  # it has much to import yet
+    done = command.finish(launch)
+    assert done.returncode == 2
+    assert re.fullmatch(r"samestep: error: the process that was to start the ranks has died[^\n]*\n", done.stderr)
     command.assert_nothing_left()
 
 

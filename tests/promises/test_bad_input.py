@@ -10,11 +10,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
-from promises.wrong import MISTAKES, build, learn_well, train
+from promises.wrong import MISTAKES, build, learn_well, loop, train
 from support.runs import check, clean_variables, run_command, samestep_command
 
 import samestep
@@ -101,6 +103,8 @@ def test_numbers(tmp_path: Path, flags: list[str], said: list[str]) -> None:
         (["launch", "--nproc-per-node", "0", "x.py"], "--nproc-per-node must be at least 1, not 0"),
         (["launch", "missing.py"], "there is no script missing.py"),
         (["inspect", "nowhere"], "nowhere"),
+        (["inspect", "x" * 300], "xxx cannot be used (File name too long): name another"),
+        (["launch", "x" * 300], "xxx cannot be used (File name too long): name another"),
     ],
 )
 def test_words(tmp_path: Path, words: list[str], said: str) -> None:
@@ -380,12 +384,12 @@ def test_full_disk(disk: Disk) -> None:
     run_dir = disk.path / "x"
     disk.remount("size=120k")
     words = ["train", "mlp", "--snapshot-every", "5", "--keep", "50", "--log-every", "1", "--run-dir", run_dir]
-    done = check(samestep_command(*words, "--max-steps", "60", cwd=disk.path))
-    assert done.stderr == ""
+    done = samestep_command(*words, "--max-steps", "60", cwd=disk.path)
     failed = re.findall(r"the snapshot of step (\d+) could not be written \((.*)\): (.*), the run goes on", done.stdout)
     sound = [snapshot.step for snapshot in Store(run_dir).snapshots() if snapshot.problem is None]
     assert sound[:2] == [5, 10]
-    assert {int(step) for step, _, _ in failed} == set(range(5, 61, 5)) - set(sound)
+    assert {int(step) for step, _, _ in failed} == set(range(5, 60, 5)) - set(sound)
+    assert_refused(done, r"the snapshot of step 60 could not be written \(.*No space left on device.*; mend that, and ")
     assert all("No space left on device" in reason for _, reason, _ in failed)
     assert failed[-1][2] == f"the one of step {max(sound)} stands"
     assert "steps       60" in done.stdout
@@ -401,6 +405,37 @@ def test_full_disk(disk: Disk) -> None:
     check(samestep_command(*words[:-1], lone, "--max-steps", "60", cwd=disk.path))
     for name in ("metrics.jsonl", "ledger.bin"):
         assert (run_dir / name).read_bytes() == (lone / name).read_bytes()
+
+
+@pytest.mark.parametrize("how", ["at its end", "told to stop"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_full_disk_at_the_end(disk: Disk, tmp_path: Path, num_ranks: int, how: str) -> None:
+    """What was trained is lost: that has not ended well, whatever else the script has done after the loop."""
+
+    def train() -> None:
+        run, model, optimizer = build(disk.path / "x", snapshot_every=2)
+
+        def then(step: Any) -> None:
+            optimizer.step()
+            if step.number == 2:
+                run._keeper.settle()
+                if run.rank == 0:
+                    with open(disk.path / "filler", "wb", buffering=0) as file, suppress(OSError):
+                        while True:
+                            file.write(b"x" * 1024)
+                if how == "told to stop":
+                    os.kill(os.getpid(), signal.SIGTERM)
+
+        loop(run, model, optimizer, then=then)
+        (tmp_path / f"after-{run.rank}").touch()
+
+    said = r"the snapshot of step \d could not be written \(.*No space left.*\): the one of step 2 stands; mend th"
+    with pytest.raises(samestep.Error, match=said):
+        samestep.spawn(train, num_ranks)
+    assert len(list(tmp_path.glob("after-*"))) == (num_ranks if how == "at its end" else 0)
+    assert json.loads((disk.path / "x" / "status.json").read_text())["status"] in ("failed", "running")
+    (disk.path / "filler").unlink()
+    assert samestep.spawn(learn_well, 1, (disk.path / "x",)) == 8
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])

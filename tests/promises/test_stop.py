@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from promises.faulty import NUM_STEPS
 from promises.trial import Outcome, Started, Trial, read_tree, resume_is_from, wait_until
 
 import samestep
@@ -49,9 +50,8 @@ def test_signal_to_the_launcher(trial: Trial, undisturbed: Undisturbed, signum: 
     began_s = time.monotonic()
     trial.go_on()
     assert launch.wait() == CODES[signum]
-    heard = "SIGUSR1" if signum == signal.SIGUSR1 else "SIGTERM"  # what the launcher makes of a Ctrl-C
     status = json.loads((trial.dir / "status.json").read_text())
-    assert (status["status"], status["reason"]) == ("stopped", f"stopped by {heard}")
+    assert (status["status"], status["reason"]) == ("stopped", f"stopped by {signum.name}")
     trial.note(f"{signum.name} to launcher", "forward", time.monotonic() - began_s)
     assert_stopped(trial, launch, step=8)
     assert_goes_on(trial, undisturbed, trial.run("launch", 2, HELD, arguments=arguments), step=8)
@@ -193,7 +193,7 @@ def test_signal_to_plain_python(trial: Trial, undisturbed: Undisturbed, signum: 
     python.wait_for_words("a second one ends at once")
     began_s = time.monotonic()
     trial.go_on()
-    assert python.wait() == 0
+    assert python.wait() == CODES[signum], "what a shell would run next must not take it for whole"
     trial.note(f"{signum.name} to python", "forward", time.monotonic() - began_s)
     assert_stopped(trial, python, step=8)
     if signum == signal.SIGINT:
@@ -215,6 +215,21 @@ def test_second_signal_to_plain_python(trial: Trial, undisturbed: Undisturbed, s
     trial.note(f"2 x {signum.name} to python", "forward", ended_s)
     assert python.err.read_text() == ""
     assert trial.snapshots[-1] == "step-00000005"
+    trial.spawn(2)
+    assert trial.outcome() == undisturbed()
+
+
+@pytest.mark.parametrize(("moment", "step", "stops_at"), [("update", 7, 8), ("after schedule", 10, 10)])
+def test_signal_after_the_exchange(
+    trial: Trial, undisturbed: Undisturbed, moment: str, step: int, stops_at: int
+) -> None:
+    """One rank alone has no one to tell: it does not begin another step."""
+    python = trial.start("python", 1, f"hold rank 0 at step {step} in {moment}")
+    trial.wait_held()
+    trial.tell(python, signal.SIGUSR1)
+    trial.go_on()
+    assert python.wait() == 75
+    assert_stopped(trial, python, stops_at)
     trial.spawn(2)
     assert trial.outcome() == undisturbed()
 
@@ -310,7 +325,7 @@ def test_signal_while_the_output_is_stuck(trial: Trial, undisturbed: Undisturbed
     began_s = time.monotonic()
     with open(reader) as pipe:
         printed = pipe.read()
-    assert python.wait() == 0, python.output
+    assert python.wait() == 75, python.output
     trial.note("SIGTERM to python", "printing", time.monotonic() - began_s)
     assert "stopped by a signal after step 0" in printed
     assert python.err.read_text() == ""
@@ -328,7 +343,7 @@ def test_ctrl_c_before_tee(trial: Trial, undisturbed: Undisturbed, how: str) -> 
     os.close(reader)
     run.process.send_signal(signal.SIGINT)
     trial.go_on()  # and a launcher passes it on while the next steps go by: no one can see when
-    assert run.wait() in ((0, 130) if how == "launch" else (0,)), run.output
+    assert run.wait() in ((0, 130) if how == "launch" else (130,)), run.output
     assert run.err.read_text() == ""
     assert trial.snapshots[-1] >= "step-00000008"
     trial.spawn(2)
@@ -359,7 +374,7 @@ def test_run_stop(
     stops_at: int,
     every: str,
 ) -> None:
-    """The loop ends, what follows it runs; and the same command goes on, in the middle of an epoch, too."""
+    """The loop ends, what follows it runs. The same command trains no further; whoever names the step goes on."""
     fault = f"stop all ranks at step {step} in {moment}"
     assert trial.spawn(2, fault, snapshot_every=every) == trial.dir
     printed = capfd.readouterr().out
@@ -367,9 +382,17 @@ def test_run_stop(
     assert trial.num_ends == 1
     assert f"step-{stops_at:08d}" in trial.snapshots
     trial.note("run.stop", moment, 0.0)
+    before = (trial.dir / "ledger.bin").read_bytes()
     trial.spawn(3, snapshot_every=every)
-    assert resume_is_from(capfd.readouterr().out) == stops_at
+    printed = capfd.readouterr().out
     assert trial.num_ends == 2
+    assert (trial.dir / "ledger.bin").read_bytes() == before
+    if stops_at < NUM_STEPS:
+        assert f"nothing left to do: run.stop() has ended this run; --resume {stops_at} goes on" in printed
+        assert f"stopped at step {stops_at}: by a fault" in printed
+        trial.spawn(3, snapshot_every=every, resume=stops_at)
+        assert resume_is_from(capfd.readouterr().out) == stops_at
+        assert trial.num_ends == 3
     assert trial.outcome() == undisturbed()
 
 

@@ -891,6 +891,35 @@ def _(run_dir: RunDir) -> None:
     loop(run, model, optimizer, then=then)
 
 
+@on_ranks(
+    "run.stop on one, then evaluate", r"rank 1 ended its loop after step 1 by run\.stop\(\), and rank 0 did not: call"
+)
+def _(run_dir: RunDir) -> None:
+    run, model, optimizer = build(run_dir)
+    for epoch in run.epochs(Pairs(), 2):
+        for step in epoch:
+            for x, y in step:
+                learn(step, model, x, y)
+            optimizer.step()
+            if run.rank == 1:
+                run.stop("bored")
+        run.evaluate(lambda batch: {"a": 1.0}, Pairs(5))
+
+
+@on_ranks(
+    "run.stop on one after an epoch", r"rank 0 ended its loop after step 4 by run\.stop\(\), and rank 1 did not: call"
+)
+def _(run_dir: RunDir) -> None:
+    run, model, optimizer = build(run_dir)
+    for epoch in run.epochs(Pairs(), 2, sampler=lambda _: list(range(NUM_SAMPLES))):
+        for step in epoch:
+            for x, y in step:
+                learn(step, model, x, y)
+            optimizer.step()
+        if run.rank == 0:
+            run.stop("bored")
+
+
 @on_ranks("a result of run.once that does not travel", r"rank 0 cannot send a generator to the other ranks", at="start")
 def _(run_dir: RunDir) -> None:
     build(run_dir)[0].once(lambda: (x for x in "ab"))
@@ -914,6 +943,7 @@ def wait_in_step_3(run_dir: RunDir) -> None:
     def then(step: Any) -> None:
         optimizer.step()
         if step.number == 3:
+            run._keeper.settle()  # the snapshot of step 2 may be on its way, and is not to land while others look
             (beside / "held").touch()
             deadline_s = time.monotonic() + 60
             while not (beside / "go").exists() and time.monotonic() < deadline_s:

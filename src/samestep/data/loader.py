@@ -345,16 +345,17 @@ class Workers:
             self.iterator: Iterator[Loaded | Failure] = iter(loader)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        self.processes = set(multiprocessing.active_children()) - before
+        self.processes, self.pid = set(multiprocessing.active_children()) - before, os.getpid()
         # Before the exit hooks of torch and multiprocessing: they would wait for workers that ignore SIGTERM.
         atexit.register(self.stop)
 
     def stop(self) -> None:
         atexit.unregister(self.stop)
+        if os.getpid() != self.pid:
+            return  # forked: the workers are its parent's
         # Tells the workers to leave and waits up to 5 s for one that is in the middle of a sample. If they
         # were killed first, torch's SIGCHLD handler would raise in the main thread.
-        shutdown = getattr(self.iterator, "_shutdown_workers", None)
-        self.iterator = iter(())
+        shutdown, self.iterator = getattr(self.iterator, "_shutdown_workers", None), iter(())
         if shutdown is not None:
             shutdown()
         for process in self.processes:

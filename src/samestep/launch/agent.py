@@ -112,7 +112,7 @@ class RankAgent(SimpleElasticAgent):
         if len(received) > 1:
             self.ranks.kill()
         elif received and not self.ranks.told_to_stop:
-            self.ranks.tell_to_stop(signal.SIGUSR1 if received[0] == signal.SIGUSR1 else signal.SIGTERM)
+            self.ranks.tell_to_stop(signal.SIGTERM if received[0] == signal.SIGHUP else received[0])
 
     def _has_failed(self) -> bool:
         return bool(self.ranks.failures or (self.launch.received and not self.ranks.started))

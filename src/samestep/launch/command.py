@@ -13,10 +13,9 @@ from samestep.errors import Error
 from samestep.launch.forkserver import ForkServer
 from samestep.launch.local import Failure, Ranks, Target, parse_shown
 from samestep.launch.nodes import Nodes
-from samestep.world.environment import FINISHED, STOPPED, Overrides, child_variables
+from samestep.world.environment import FINISHED, START_AGAIN, STOPPED, Overrides, child_variables
 
 MOST_RANKS = 1 << 16  # where it is not known yet how many there are
-START_AGAIN = 75  # EX_TEMPFAIL: stopped because it was told to, and saved; the same command goes on
 
 
 class Stopping:

@@ -72,8 +72,9 @@ class ForkServer:
     def start(self, ranks: list[dict[str, Any]], **common: Any) -> None:
         """Forks ranks (see `rank.run_rank` for the fields); their stdout and stderr are this process's."""
         message = (json.dumps({"start": ranks, "common": common}) + "\n").encode()
-        sent = socket.send_fds(self._socket, [message], [1, 2])
-        self._socket.sendall(message[sent:])
+        with suppress(OSError):  # It is gone, as `receive` will find.
+            sent = socket.send_fds(self._socket, [message], [1, 2])
+            self._socket.sendall(message[sent:])
 
     def signal(self, signum: int) -> None:
         """Sends a signal to every rank that still runs; SIGKILL goes to their children, too."""

@@ -30,6 +30,7 @@ LEAVE_S = 1.0  # for the others to leave when they are told to
 KILL_S = 30.0  # for the system to kill them: in a driver, say, it waits
 TAIL_LINES = 20
 MAX_REASON = 200  # characters
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ class Ranks:
         self.told_to_stop = False
         self._server = server
         self._first_rank = 0
+        self._well: dict[int, float] = {}  # rank -> when it ended by itself with exit code 0
         self._pids: list[int] = []
 
     def start(
@@ -138,7 +140,7 @@ class Ranks:
         self.world_size = world_size or first_rank + len(variables)
         if self.started:
             self.started, self.told_to_stop = False, False
-            self.codes, self.failures = {}, []
+            self.codes, self.failures, self._well = {}, [], {}
             for said in self.directory.iterdir():
                 if said.name in (STOPPED, FINISHED, LEAVE) or said.suffix in (".json", ".log"):
                     said.unlink()
@@ -162,12 +164,15 @@ class Ranks:
         """Notes what has happened, waiting for up to `timeout_s` where nothing has.
 
         Raises:
-            RuntimeError: the ranks could not be started.
+            Error: the ranks could not be started.
         """
         events = self._server.receive(timeout_s)
         if events is None:
             if not self.started:
-                raise RuntimeError("the process that was to start the ranks has died")
+                raise Error(
+                    "the process that was to start the ranks has died, or was killed (out of memory?): look into the "
+                    "system's log, and start again"
+                )
             self._give_up()
             return
         for event in events:
@@ -209,8 +214,20 @@ class Ranks:
     def first_failure(self) -> Failure | None:
         """The failure that the others follow from; where several ranks failed alike, that of a rank that is shown."""
         first = min(self.failures, key=lambda failure: (failure.secondary, failure.time_s), default=None)
+        if first is not None and first.secondary and (early := self._find_early()) is not None:
+            return early
         alike = [f for f in self.failures if first and (f.kind, f.message) == (first.kind, first.message)]
         return min(alike, key=lambda failure: (failure.rank not in self.shown, failure.rank), default=None)
+
+    def _find_early(self) -> Failure | None:
+        """Where a rank has only lost another one: that other one, where it has just left its run without an error."""
+        if any((self.directory / name).exists() for name in (FINISHED, STOPPED)):
+            return None
+        if not self._well:
+            return None
+        rank, time_s = min(self._well.items(), key=lambda end: end[1])
+        what = "ended before its run did, with exit code 0: let every rank come to the end of the loop"
+        return Failure(rank, time_s, 1, False, "died", what)
 
     def close(self) -> None:
         """Removes the directory."""
@@ -221,8 +238,10 @@ class Ranks:
 
     def _end(self, rank: int, code: int, time_s: float) -> None:
         self.codes[rank] = code
+        if not code and not self.told_to_stop:
+            self._well[rank] = time_s
         # What was told to stop has not failed by being stopped.
-        if code and not (self.told_to_stop and -code in (signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL)):
+        if code and not (self.told_to_stop and -code in STOP_SIGNALS):
             self.failures.append(self._read_failure(rank, code, time_s))
 
     def _read_failure(self, rank: int, code: int, time_s: float) -> Failure:

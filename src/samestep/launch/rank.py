@@ -59,6 +59,18 @@ def run_rank(
         target: fields of a `Target`.
         directory: takes `<rank>.json` when the rank fails, and what a called function returned or raised.
     """
+    pid = os.getpid()
+
+    def note(error: BaseException, code: int) -> None:
+        """Leaves the error for the launcher; in a process that the target has forked, shows it."""
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a DataLoader worker has died
+        if os.getpid() == pid:
+            write_error(rank, directory, error, code)
+        elif not isinstance(error, SystemExit):
+            print(_format(error), end="", file=sys.stderr)
+        elif not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
+
     os.environ.clear()
     os.environ.update(variables)
     try:
@@ -68,14 +80,18 @@ def run_rank(
         _run_target(rank, directory, **target)
         code = 0
     except SystemExit as error:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         code = _exit_code(error)
         if code:
-            write_error(rank, directory, error, code)
+            note(error, code)
+    except KeyboardInterrupt as error:
+        if os.getpid() != pid:
+            note(error, 1)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)  # as Python does; the launcher, which has sent it, says nothing of that
+        code = 1
     except BaseException as error:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a DataLoader worker has died
         code = error.exit_code if isinstance(error, Error) else 1
-        write_error(rank, directory, error, code)
+        note(error, code)
     leave(code)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 from samestep import __version__
 from samestep.errors import Error
@@ -20,7 +21,7 @@ from samestep.world.environment import Restart, read_host
 FORMAT = 1
 LEDGER_FLUSH_S = 0.1
 
-_open: dict[Path, "Directory"] = {}  # of this process
+_open: WeakValueDictionary[Path, "Directory"] = WeakValueDictionary()  # of this process
 
 
 class Directory:
@@ -260,8 +261,11 @@ class Directory:
             raise self._is_taken_over()
         self._ledger.append(step, epoch, num_samples, fingerprint)
 
-    def mark(self, *, epoch: int, world_size: int) -> dict[str, Any]:
+    def mark(self, *, epoch: int, world_size: int, stop_reason: str) -> dict[str, Any]:
         """What a snapshot of this moment is to say in its manifest; rows and records up to here are in their files.
+
+        Args:
+            stop_reason: of the run.stop() that ends the run here; "" where there was none.
 
         Raises:
             Error: another process has taken the run over.
@@ -276,6 +280,7 @@ class Directory:
             "metrics_bytes": self._metrics.position(),
             "world_size": world_size,
             "numbers": self.record["numbers"],
+            **({"stopped": stop_reason} if stop_reason else {}),
         }
 
     def save(
@@ -314,7 +319,7 @@ class Directory:
         sound = [other.step for other in self.store.snapshots() if other.problem is None]
         stands = f"the one of step {max(sound)} stands" if sound else "there is none yet"
         why = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        return f"the snapshot of step {step} could not be written ({why}): {stands}, the run goes on"
+        return f"the snapshot of step {step} could not be written ({why}): {stands}"
 
     @property
     def is_open(self) -> bool:

@@ -1,5 +1,7 @@
-"""How a run ends other than by finishing: an Error, or a signal."""
+"""How a run ends: with its loop, with its process (not one forked from it), by an Error, or by a signal."""
 
+import atexit
+import gc
 import json
 import math
 import os
@@ -12,14 +14,86 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+from weakref import WeakSet
 
 from samestep.errors import Error, PeerFailed
 from samestep.launch.rank import is_secondary, write_error
-from samestep.world.environment import LEAVE
-from samestep.world.group import is_first, is_left_by_rank_0
+from samestep.world.environment import LEAVE, START_AGAIN
+from samestep.world.group import close_group, is_first, is_left_by_rank_0
+
+if TYPE_CHECKING:
+    from samestep.train.run import Run
 
 SAY_AFTER_S = 10.0
+
+_open: "list[Run]" = []  # of this process; the end of the process has something to say of them
+_ended: "WeakSet[Run]" = WeakSet()  # their loop is over: they last as long as somebody has them
+
+
+def open_run(run: "Run") -> None:
+    """A run begins. It is closed at the end of the process; one whose loop has ended may be so before."""
+    if _ended:
+        gc.collect()  # those that nobody has any more are closed: they are cycles, which may stay for long
+    else:
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)
+    _open.append(run)
+    run._is_open = True
+
+
+def let_go(run: "Run") -> None:
+    """Its loop has ended as it should: when nobody has the run any more, it is closed."""
+    if run._is_open:
+        _open.remove(run)
+        _ended.add(run)
+
+
+def close_run(run: "Run", failure: str = "") -> Error | None:
+    """Gives up what a run holds. A second call does nothing, nor does one in a process forked from the run's.
+
+    Args:
+        failure: why the process ends; "" where it ends well, or does not end.
+
+    Returns:
+        What is to be said of the run's end, where that was not as it should be.
+    """
+    if not run._is_open:
+        return None
+    run._is_open = False
+    run._progress.close()
+    if failure and run._keeper.directory is not None:
+        run._keeper.directory.write_status("failed", failure)
+    was_open = run._keeper.close()
+    run._group.close()
+    if failure or not was_open or run._loop is None:
+        return None
+    return run._loop.left_error() or run._loop.unsaved
+
+
+def _close_all() -> None:
+    """At the end of the process."""
+    runs = [*reversed(_open), *_ended]
+    ends = [(run, close_run(run, find_failure(run._error_dir, run.rank))) for run in runs]
+    for run, error in ends:
+        if error is not None:
+            end_with(error, run._error_dir, run.rank)
+    close_group()
+
+
+def _forget_all() -> None:
+    """In a forked child: the runs are its parent's, with all that they hold."""
+    for run in [*_open, *_ended]:
+        run._is_open = False
+        run._group.close()
+        if run._signals is not None:
+            run._signals.restore()
+    _open.clear()
+    _ended.clear()
+    atexit.unregister(_close_all)
+
+
+os.register_at_fork(after_in_child=_forget_all)
 
 
 def report_errors(rank: int) -> None:
@@ -27,11 +101,14 @@ def report_errors(rank: int) -> None:
 
     A rank that has only lost another one says so in a line: the other's error is what a person needs to see.
     """
-    others = sys.excepthook
+    others, pid = sys.excepthook, os.getpid()
     if getattr(others, "is_samestep", False):
         return
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if os.getpid() != pid:
+            others(kind, error, trace)
+            return
         if isinstance(error, Error):
             _say_once(error, rank)
             raise SystemExit(Error.exit_code)
@@ -108,6 +185,7 @@ class StopSignals:
         self.heard = 0
         self._leave = None if error_dir is None else Path(error_dir, LEAVE)
         self._say = say
+        self._is_alone = launcher == "python"
         self._same_for_s = SAME_SIGNAL_S[launcher]
         self._heard_at_s = 0.0
         self._before = {}
@@ -124,7 +202,18 @@ class StopSignals:
             return
         self.heard, self._heard_at_s = number, now_s
         with suppress(RuntimeError, OSError):  # it interrupted a stuck print, or nobody reads: it is heard all the same
-            self._say(f"{signal.Signals(number).name}: this step is finished and saved; a second one ends at once")
+            name = signal.Signals(number).name
+            self._say(f"{name}: the run stops and saves within a step; a second one ends at once")
+
+    @property
+    def exit_code(self) -> int:
+        """Of a run that has stopped, as our launcher has it: what follows in a shell's list must not take it for whole.
+
+        Under a launcher it is 0: that one must not take a rank that has done as it was told for one that has failed.
+        """
+        if not self._is_alone:
+            return 0
+        return 128 + signal.SIGINT if self.heard == signal.SIGINT else START_AGAIN
 
     def restore(self) -> None:
         """Gives the signals back to whoever had them."""

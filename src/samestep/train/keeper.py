@@ -52,6 +52,7 @@ class Keeper:
         directory: on rank 0, the directory itself.
         saved_step: the step of the newest numbered snapshot, or of one on its way; None when there is none.
         is_wanted: a numbered snapshot is due after this step, or as soon as the position can be resumed from.
+        unsaved: on rank 0, the step of the last snapshot that was due, and why it is not there; None where it is.
     """
 
     def __init__(self, settings: Settings, group: Group, say: Callable[[str], None]) -> None:
@@ -59,6 +60,8 @@ class Keeper:
         self.directory: Directory | None = None
         self.saved_step: int | None = None
         self.is_wanted = False
+        self.unsaved: tuple[int, str] | None = None
+        self._is_ending = False
         self._saved_s = time.monotonic()
         self._names_due: list[str] = []
         self._notes: list[str] = []
@@ -91,11 +94,13 @@ class Keeper:
 
         return self._group.once(call)
 
-    def restore(self, objects: prepared.Objects, numbers: Mapping[str, Any]) -> tuple[dict[str, Any], int] | None:
+    def restore(
+        self, objects: prepared.Objects, numbers: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], Mapping[str, Any]] | None:
         """Brings `objects` to where the snapshot to resume from has them.
 
         Returns:
-            The whole state in the snapshot and the world size that wrote it; None to begin.
+            The whole state in the snapshot and what `Directory.mark` said of its moment; None to begin.
         """
         if self.path is None:
             return None
@@ -105,7 +110,7 @@ class Keeper:
         state = Store(self.path).read(found)
         prepared.load(objects, state["objects"], self._say)
         self.saved_step = state["position"]["step"]
-        return state, found.manifest["meta"]["world_size"]
+        return state, found.manifest["meta"]
 
     def _find(self, numbers: Mapping[str, Any]) -> Snapshot | None:
         assert self.directory is not None
@@ -162,6 +167,7 @@ class Keeper:
         epochs_done: int | None,
         numbered: bool,
         ending: bool,
+        stop_reason: str,
     ) -> None:
         """Begins to write the snapshots that are due between two steps. On all ranks.
 
@@ -170,6 +176,7 @@ class Keeper:
             epochs_done: at an epoch's end, after its body.
             numbered: whether the position can be resumed from, so that a numbered one may be written.
             ending: the run ends here, so a numbered one is due, and all are there when this returns.
+            stop_reason: as in `Directory.mark`.
 
         Raises:
             Error: the state is poisoned, or not the same on all ranks, or the run has another writer by now.
@@ -183,12 +190,13 @@ class Keeper:
         if self.path is None or not (due or names):
             return
         self.settle()
+        self.unsaved, self._is_ending = None, ending
         if due:
             # Last: resumed from, it would not have the script ask for the named ones again.
             names.append(None)
             self.saved_step, self._saved_s, self.is_wanted = step, time.monotonic(), False
         inspection = Inspection(objects, replicas, step)
-        order = self._order(build_state, step, names)
+        order = self._order(build_state, step, names, stop_reason)
         if ending:
             self._save_now(order, inspection)
         else:
@@ -226,14 +234,17 @@ class Keeper:
             self._pending.saving.settle()
         self._collect()
 
-    def _order(self, build_state: Callable[[], dict[str, Any]], step: int, names: list[str | None]) -> "_Order":
+    def _order(
+        self, build_state: Callable[[], dict[str, Any]], step: int, names: list[str | None], stop_reason: str
+    ) -> "_Order":
         """What is to be written; on ranks that do not write, nothing."""
         if self.directory is None:
             return _Order(step, names, None, {}, {})
         state = build_state()
         structure, tensors = encode(state)
         try:
-            meta = self.directory.mark(epoch=state["position"]["epoch"], world_size=self._group.world_size)
+            epoch, world_size = state["position"]["epoch"], self._group.world_size
+            meta = self.directory.mark(epoch=epoch, world_size=world_size, stop_reason=stop_reason)
         except OSError as error:
             self._report(step, names, error)
             return _Order(step, [], None, {}, {})
@@ -299,7 +310,8 @@ class Keeper:
         if None in names:
             self.saved_step = None
         if self.directory is not None:
-            self._say(self.directory.explain_failure(step, error))
+            self.unsaved = step, self.directory.explain_failure(step, error)
+            self._say(self.unsaved[1] + ("" if self._is_ending else ", the run goes on"))
 
     def _settle_at_close(self) -> None:
         """Without the other ranks: they may be gone."""

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from samestep.data.loader import Loader, seed_all
 from samestep.errors import Error
 from samestep.plan.seeds import derive
+from samestep.train.exits import let_go
 from samestep.train.feed import Feed
 from samestep.train.steps import Epoch, Step
 from samestep.world.environment import FINISHED, STOPPED
-from samestep.world.group import leave_note, read_note
 
 if TYPE_CHECKING:
     from samestep.train.run import Run
@@ -30,6 +30,7 @@ class Loop:
         steps_done: steps finished so far, over all restarts.
         step: the present step, or the last one.
         ending: no further step begins.
+        unsaved: at its end, where the snapshot that was due there could not be written.
     """
 
     def __init__(self, run: "Run", feed: Feed, total_steps: int, max_steps: int | None) -> None:
@@ -39,7 +40,8 @@ class Loop:
         self.step: Step | None = None
         self.ending = self.steps_done >= self.last_step or bool(run._stop_reason)
         self._left = ""
-        self._is_ended = False
+        self.unsaved: Error | None = None
+        self._is_ended = self._has_agreed = False
         self._signal = 0
         self._agreed_epoch = -1
         self._num_samples = 0
@@ -70,6 +72,7 @@ class Loop:
                     f"the steps of epoch {number} were not iterated over: its body needs `for step in epoch`; to end "
                     "early, call run.stop() and let the loop end by itself"
                 )
+            self._vote_alone()
             whole = self.steps_done == (number + 1) * per_epoch
             self._run._pulse.enter("script", self.steps_done)
             if not whole:  # the body of an epoch that was cut short will run again: what it asks for is not final
@@ -112,6 +115,7 @@ class Loop:
         run._pulse.enter("script", self.steps_done)
         self._account(step)
         self._warn_of_grace(time.monotonic() - began_s)
+        self._vote_alone()
         self.ending |= self.steps_done >= self.last_step
         if not last:
             self._save_what_is_due(epochs_done=None, numbered=True)
@@ -144,8 +148,9 @@ class Loop:
         if run._keeper.directory is not None:
             run._keeper.directory.write_start(run._restart, from_step=self.steps_done, world_size=run.world_size)
         if run._signals is not None:
-            self.take_votes(run._group.gather(run._signals.heard))
+            self.take_votes(run._group.gather_number(run._signals.heard))
             self._leave_if_told()
+        self._agree_on_stop(is_everyone_here=True)
 
     def _begin_body(self, purpose: str, number: int) -> None:
         """Makes what the body draws, and its evaluations, depend on its number alone, not on where the run resumed."""
@@ -168,16 +173,47 @@ class Loop:
             self._signal = max(votes)
             self.ending |= bool(self._signal)
 
+    def _vote_alone(self) -> None:
+        """A signal in a body's last lines counts at its end, where no other rank has to hear of it."""
+        if self._run.world_size == 1 and self._run._signals is not None:
+            self.take_votes([self._run._signals.heard])
+
     def explain_loss(self, error: RuntimeError) -> None:
         """Raises Error where an exchange has failed because of a run.stop() on another rank alone."""
-        for rank in range(self._run.world_size):
-            step = read_note(f"stopped/{rank}")
-            if step is not None:
-                raise Error(
-                    f"rank {rank} ended its loop after step {step} by run.stop(), and rank {self._run.rank} did not: "
-                    "call it on every rank, decided on what all ranks know",
-                    rank=self._run.rank,
-                ) from error
+        stopped = self._run._group.find_stopped()
+        if stopped is not None:
+            raise self._build_stop_error(*stopped, other=self._run.rank) from error
+
+    def _build_stop_error(self, rank: int, step: int | str, other: int) -> Error:
+        return Error(
+            f"rank {rank} ended its loop after step {step} by run.stop(), and rank {other} did not: call it on every "
+            "rank, decided on what all ranks know",
+            rank=self._run.rank,
+        )
+
+    def _agree_on_stop(self, *, is_everyone_here: bool) -> None:
+        """Whether the ranks that end their loop by run.stop() are all of them.
+
+        Args:
+            is_everyone_here: all ranks call this, with and without a run.stop(). Else only those with one do: it
+                costs the others nothing.
+
+        Raises:
+            Error: they are not.
+        """
+        run, has_stopped = self._run, bool(self._run._stop_reason)
+        if self._has_agreed or self._signal or self.steps_done >= self.last_step:
+            return
+        if is_everyone_here:
+            stops = run._group.gather_number(int(has_stopped))
+            if 0 in stops and 1 in stops:
+                raise self._build_stop_error(stops.index(1), self.steps_done, other=stops.index(0))
+        elif has_stopped:
+            other = run._group.find_going_on(self.steps_done)
+            if other is not None:
+                first, step = run._group.find_stopped() or (run.rank, self.steps_done)
+                raise self._build_stop_error(first, step, other)
+        self._has_agreed = has_stopped
 
     def _account(self, step: Step) -> None:
         """Writes down a finished step."""
@@ -207,6 +243,8 @@ class Loop:
         if run._trace is not None:
             run._trace.end_step(self)
         run._replicas.compare_if_due(self.steps_done)
+        # At an epoch's end what follows is not always the next step's exchange.
+        self._agree_on_stop(is_everyone_here=epochs_done is not None)
         if run.dir is None:
             return
 
@@ -223,6 +261,7 @@ class Loop:
             epochs_done=epochs_done,
             numbered=numbered,
             ending=self.ending,
+            stop_reason=run._stop_reason if self.steps_done < self.last_step else "",
         )
         run._pulse.enter("script", self.steps_done)
 
@@ -236,8 +275,10 @@ class Loop:
             + (f", saved in {keeper.path}: the same command goes on from there" if saved else "")
         )
         self._end("stopped", f"stopped by {signal.Signals(self._signal).name}")
+        if self.unsaved is not None:
+            raise self.unsaved
         self._tell_launcher(STOPPED)
-        raise SystemExit(0)
+        raise SystemExit(self._run._signals.exit_code if self._run._signals is not None else 0)
 
     def _tell_launcher(self, how: str) -> None:
         """Tells our launcher how the run has ended: torch's agent knows success and failure only."""
@@ -247,7 +288,6 @@ class Loop:
     def _finish(self) -> None:
         """The loop has ended by itself."""
         if self._run._stop_reason:
-            leave_note(f"stopped/{self._run.rank}", str(self.steps_done))
             self._run._say(f"stopped at step {self.steps_done}: {self._run._stop_reason}")
         self._end("stopped" if self._run._stop_reason else "done", self._run._stop_reason)
         self._tell_launcher(FINISHED)
@@ -255,16 +295,23 @@ class Loop:
     def _end(self, status: str, reason: str) -> None:
         self._is_ended = True
         self._loader.close()
-        self._run._pulse.enter("saving", self.steps_done)
-        self._run._keeper.settle()
-        if self._run._keeper.directory is not None:
-            self._run._keeper.directory.write_status(status, reason)
+        run, keeper = self._run, self._run._keeper
+        run._pulse.enter("saving", self.steps_done)
+        keeper.settle()
+        if keeper.unsaved is not None and keeper.unsaved[0] == self.steps_done:
+            reason = f"{keeper.unsaved[1]}; mend that, and start the same command again"
+            self.unsaved, status = Error(reason, rank=run.rank), "failed"
+        if keeper.directory is not None:
+            keeper.directory.write_status(status, reason)
         seconds = time.perf_counter() - self._began_s
         rows: dict[str, Any] = {"steps": self.steps_done}
         time_row = self._run._pulse.close()
         if self.steps_done > self._began_step:
             rows |= {"samples/s": f"{self._num_samples / seconds:,.0f}", "wall time": f"{seconds:.1f} s", **time_row}
-        self._run._show_end(rows, status)
+        run._show_end(rows, status)
+        run._group.close()
+        if self.unsaved is None:
+            let_go(run)
 
     def _agree_on_order(self, epoch: int) -> None:
         """A sampler's order must be the same on all ranks; it is kept for the audit."""

@@ -1,6 +1,5 @@
 """One training run, as a script sees it: the ranks, the data, the gradient, what is kept and what is said."""
 
-import atexit
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -18,7 +17,7 @@ from samestep.plan.seeds import derive
 from samestep.snapshot.encoding import encode
 from samestep.train import objects as prepared
 from samestep.train.evaluate import open_source, run_evaluate
-from samestep.train.exits import StopSignals, end_with, find_failure, report_errors
+from samestep.train.exits import StopSignals, close_run, open_run, report_errors
 from samestep.train.feed import Feed, Sampler, build_feed
 from samestep.train.guards import Guards
 from samestep.train.keeper import Keeper
@@ -32,7 +31,7 @@ from samestep.train.trace import open_trace
 from samestep.watch.progress import build_progress
 from samestep.watch.trackers import Tracker, TrackerInfo, Trackers
 from samestep.world.environment import read_environment, read_rank
-from samestep.world.group import choose_device, close_group, open_group
+from samestep.world.group import choose_device, open_group
 
 T = TypeVar("T")
 
@@ -71,6 +70,8 @@ class Run:
     Raises:
         Error: numbers that make no run, a directory that holds another run, that is in use or cannot be written.
     """
+
+    _is_open = False
 
     def __init__(
         self,
@@ -130,7 +131,7 @@ class Run:
         self._keeper = Keeper(settings, self._group, self._say)
         self.dir = self._keeper.path
         self._signals = None if self.dir is None else StopSignals(self._say, environment.launcher, self._error_dir)
-        atexit.register(self._close)
+        open_run(self)
         self._pulse = RunPulse(self, environment)
         self._old_params = prepared.find_params()
         self._trace = None if environment.trace is None else open_trace(self, environment.trace)
@@ -288,7 +289,10 @@ class Run:
         self._keeper.ask_for(name)
 
     def stop(self, reason: str = "") -> None:
-        """Ends the loop after the present step (or epoch's body). Call it on every rank: decide on what all know."""
+        """Ends the loop after the present step (or epoch's body). Call it on every rank: decide on what all know.
+
+        The same command again trains no further; one that resumes from the step by its number does.
+        """
         self._check_left()
         self._stop_reason = reason or "run.stop()"
         if self._loop is not None:
@@ -339,6 +343,8 @@ class Run:
         self._say(describe(self.batch_size // self.micro_batch_size, self.world_size) + self._resumed)
         if self.steps_done >= loop.last_step:
             self._say(f"nothing left to do: {self.steps_done} of {loop.last_step} steps are done")
+        elif loop.ending and self._resumed:
+            self._say(f"nothing left to do: run.stop() has ended this run; --resume {self.steps_done} goes on here")
         self._progress.begin(total_steps=loop.last_step, done_steps=self.steps_done, epochs=num_epochs)
         return loop
 
@@ -346,10 +352,13 @@ class Run:
         restored = self._keeper.restore(self._objects, self._numbers)
         if restored is None:
             return
-        state, was = restored
+        state, meta = restored
+        if self._settings.resume == "latest":  # whoever names a snapshot wants to go on from it
+            self._stop_reason = meta.get("stopped", "")
         self.state, position = state["state"], state["position"]
         self._steps_done = position["step"]
         self._precision.load_state_dict(position["precision"])
+        was = meta["world_size"]
         ranks = "" if was == self.world_size else f" (was {was} rank{'s' if was != 1 else ''})"
         self._resumed = f"; resumed at step {self._steps_done}{ranks}"
 
@@ -435,14 +444,6 @@ class Run:
     def _say(self, sentence: str) -> None:
         self._progress.print(f"samestep: {sentence}")
 
-    def _close(self) -> None:
-        """At the end of the process."""
-        self._progress.close()
-        failure = find_failure(self._error_dir, self.rank)
-        if failure and self._keeper.directory is not None:
-            self._keeper.directory.write_status("failed", failure)
-        was_open = self._keeper.close()
-        left = self._loop.left_error() if self._loop is not None and was_open else None
-        if left is not None and not failure:
-            end_with(left, self._error_dir, self.rank)
-        close_group()
+    def __del__(self) -> None:
+        if self._is_open:
+            close_run(self)

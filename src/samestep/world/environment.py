@@ -18,6 +18,9 @@ FINISHED = "finished"  # a run's loop came to its own end
 LEAVE = "leave"  # a rank that is sent SIGTERM is to end at once: another one has failed
 
 
+START_AGAIN = 75  # an exit code, EX_TEMPFAIL: stopped because it was told to, and saved; the same command goes on
+
+
 @dataclass(frozen=True)
 class Override:
     """One of Run's arguments that a launcher can set from outside, as `--flag` or as a SAMESTEP_* variable."""

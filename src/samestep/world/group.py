@@ -19,6 +19,11 @@ from samestep.world.neighbors import Neighbors, connect
 T = TypeVar("T")
 
 BROADCAST_CHUNK_BYTES = 64 << 20
+STOPPED = b"samestep stopped"  # shorter than any step's exchange: who waits for one cannot take it for one
+STOP_S = 300.0  # without sockets: for the other ranks to stop as well
+POLL_S = 0.05
+
+_num_groups = 0
 
 
 def choose_device(environment: Environment, wanted: str | None) -> torch.device:
@@ -56,6 +61,7 @@ class Group:
         self.world_size = world_size
         self.device = device
         self.neighbors: Neighbors | None = None
+        self._number = _num_groups  # the same on all ranks, which make their groups in the same order
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's `value` (anything that pickles), in rank order, on every rank."""
@@ -69,6 +75,10 @@ class Group:
         """Every rank's `number` (below 2**63), in rank order, on every rank: one exchange, nothing is pickled."""
         if self.world_size == 1:
             return [number]
+        if self.neighbors is not None:  # quicker, and who waits there hears of signals
+            rows = [bytearray(number.to_bytes(8)) for _ in range(self.world_size)]
+            self.neighbors.exchange([memoryview(row) for row in rows])
+            return [int.from_bytes(row) for row in rows]
         numbers = [torch.empty((), dtype=torch.int64) for _ in range(self.world_size)]
         dist.all_gather(numbers, torch.tensor(number))
         return [int(each) for each in numbers]
@@ -147,6 +157,50 @@ class Group:
         if self.world_size > 1:
             dist.barrier()
 
+    def find_going_on(self, step: int) -> int | None:
+        """To be called in place of a further step, by each rank that ends its steps by itself, before anything that
+        all ranks do together: another rank may be in that further step, and would never come.
+
+        Args:
+            step: the steps done.
+
+        Returns:
+            The first rank that goes on; None when all have called this.
+
+        Raises:
+            PeerFailed: another rank is gone.
+        """
+        if self.world_size == 1:
+            return None
+        leave_note(self._name_stop(self.rank), str(step))
+        if self.neighbors is not None:
+            rows = [bytearray(STOPPED if rank == self.rank else len(STOPPED)) for rank in range(self.world_size)]
+            self.neighbors.exchange([memoryview(row) for row in rows])
+            return next((rank for rank, row in enumerate(rows) if row != STOPPED), None)
+        # Who is in a further step waits for this rank, and says nothing.
+        deadline_s = time.monotonic() + STOP_S
+        while has_agent_store() and None in (steps := self._read_stops()):
+            if time.monotonic() > deadline_s:
+                return steps.index(None)
+            time.sleep(POLL_S)
+        return None
+
+    def find_stopped(self) -> tuple[int, str] | None:
+        """The first rank that has called `find_going_on`, and its steps; None where none has, as far as is known."""
+        return next(((rank, step) for rank, step in enumerate(self._read_stops()) if step is not None), None)
+
+    def _read_stops(self) -> list[str | None]:
+        return [read_note(self._name_stop(rank)) for rank in range(self.world_size)]
+
+    def _name_stop(self, rank: int) -> str:
+        return f"stopped/{self._number}/{rank}"
+
+    def close(self) -> None:
+        """Hangs up on the neighbors; the process group stays."""
+        if self.neighbors is not None:
+            self.neighbors.close()
+            self.neighbors = None
+
 
 def open_group(environment: Environment, device: torch.device, *, timeout_s: float = 1800.0) -> Group:
     """Joins the ranks: gloo on CPU, NCCL (with gloo for what lives on the host) on CUDA.
@@ -158,6 +212,8 @@ def open_group(environment: Environment, device: torch.device, *, timeout_s: flo
     if environment.world_size > 1 and not dist.is_initialized():
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+    global _num_groups
+    _num_groups += 1
     group = Group(environment.rank, environment.world_size, device)
     if group.world_size > 1:
         group.neighbors = connect(group, timeout_s)

@@ -1,0 +1,136 @@
+"""How runs end where nobody thinks of their end: forked processes, ranks that leave early, runs that are forgotten."""
+
+import gc
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from promises.wrong import Pairs, build, loop
+from support.runs import check, run_command
+
+import samestep
+from samestep.errors import PeerFailed
+
+# --- processes forked by the script -----------------------------------------------------------------------------------
+
+
+CODES = {"exit": 0, "raise": 1, "signal": -signal.SIGTERM}
+
+
+def fork(how: str) -> int:
+    """Forks a process that ends as Python programs do. Returns its exit code."""
+    pid = os.fork()
+    if pid == 0:
+        if how == "raise":
+            raise ValueError("in the child")
+        if how == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        sys.exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def train(run_dir: Path, *hows: str, num_workers: int = 0) -> None:
+    """A run that forks, when it has begun and in its third step."""
+    run, model, optimizer = build(run_dir, snapshot_every=None, log_every=1)
+    if "exit" in hows:
+        assert fork("exit") == 0
+        assert (run_dir / "lock").exists()
+
+    def then(step: Any) -> None:
+        optimizer.step()
+        if hows and step.number == 2:
+            assert [fork(how) for how in hows] == [CODES[how] for how in hows]
+            assert (run_dir / "lock").exists()
+            assert "SAMESTEP_ERROR_DIR" not in os.environ or not list(
+                Path(os.environ["SAMESTEP_ERROR_DIR"]).glob("[0-9].json")
+            )
+
+    loop(run, model, optimizer, then=then, num_workers=num_workers)
+
+
+def assert_alike(run_dir: Path, other: Path) -> None:
+    for name in ("metrics.jsonl", "ledger.bin"):
+        assert (run_dir / name).read_bytes() == (other / name).read_bytes()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_forked_processes(tmp_path: Path, num_ranks: int) -> None:
+    """They are no part of the run: they write nothing, remove nothing, and end as if there were no run."""
+    samestep.spawn(train, num_ranks, (tmp_path / "lone" / "x",))
+    samestep.spawn(train, num_ranks, (tmp_path / "x", *CODES), {"num_workers": 1})
+    assert_alike(tmp_path / "x", tmp_path / "lone" / "x")
+
+
+def test_forked_from_plain_python(tmp_path: Path) -> None:
+    """The child's exception is shown as Python shows it."""
+    samestep.spawn(train, 1, (tmp_path / "lone" / "x",))
+    code = (
+        "import sys; from pathlib import Path; from promises.test_ends import train; train(Path(sys.argv[1]), 'raise')"
+    )
+    env = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
+    done = check(run_command(sys.executable, "-c", code, tmp_path / "x", cwd=tmp_path, env=env))
+    assert done.stderr.startswith("Traceback")
+    assert done.stderr.endswith("ValueError: in the child\n")
+    assert_alike(tmp_path / "x", tmp_path / "lone" / "x")
+
+
+# --- ranks that leave early -------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_leaves_early(tmp_path: Path) -> None:
+    """It is named, and not the others that have lost it."""
+
+    def train() -> None:
+        run, model, optimizer = build(tmp_path / "x")
+
+        def then(step: Any) -> None:
+            optimizer.step()
+            if step.number == 2 and run.rank == 1:
+                os._exit(0)
+
+        loop(run, model, optimizer, then=then)
+
+    with pytest.raises(
+        RuntimeError, match=r"^rank 1 ended before its run did, with exit code 0: let every rank"
+    ) as caught:
+        samestep.spawn(train, 2)
+    assert not isinstance(caught.value, PeerFailed)
+    assert not hasattr(caught.value, "__notes__")
+
+
+# --- runs that are forgotten ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_one_run_after_the_other(tmp_path: Path, num_ranks: int) -> None:
+    """Each gives back what it held, once nobody has it any more."""
+
+    def train() -> list[int]:
+        counts = []
+        for number in range(5):
+            run, model, optimizer = build(tmp_path / str(number))
+            loop(run, model, optimizer)
+            counts.append(len(os.listdir("/proc/self/fd")))
+        return counts
+
+    counts = samestep.spawn(train, num_ranks)
+    assert counts[-1] == counts[1], counts
+
+
+def test_a_run_that_is_left_is_not_forgotten(tmp_path: Path) -> None:
+    """Its mistake is told at the end of the process, though nobody has the run any more."""
+
+    def train() -> None:
+        def break_off() -> None:
+            run, *_ = build(tmp_path / "x")
+            for _ in run.steps(Pairs(), 4):
+                break
+
+        break_off()
+        gc.collect()
+
+    with pytest.raises(samestep.Error, match="the loop over the steps was left by break"):
+        samestep.spawn(train)
