@@ -1,4 +1,7 @@
-"""Every test leaves the process as it was: no child process, no variable of a launcher's, no other directory."""
+"""Every test leaves the process as it was: no child process, no variable of a launcher's, no other directory.
+
+At the end comes the table of the faults that runs have survived.
+"""
 
 import os
 import signal
@@ -8,9 +11,13 @@ from collections.abc import Iterator
 
 import psutil
 import pytest
+from support.strikes import Strike, format_tables, read_strikes
 
 LAUNCHERS = ("SAMESTEP_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
 GRACE_S = 5.0
+
+strikes: list[Strike] = []  # of all tests, also of those that ran in pytest-xdist's workers
+stalls: list[Any] = []
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started with & by a shell; tests and their children need it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -76,3 +83,21 @@ def _nothing_is_left() -> Iterator[None]:
         faults.append("a process group")
         distributed.destroy_process_group()
     assert not faults, "the test has left behind: " + "; ".join(faults)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "teardown":
+        strikes.extend(read_strikes(report.user_properties))
+        stalls.extend(value for key, value in report.user_properties if key == "stall")  # what, rightly judged, seconds
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for what, lines in format_tables(strikes):
+        terminalreporter.section(f"{what}, by the moment; each run then came to the same end", sep="-")
+        for line in lines:
+            terminalreporter.write_line(line)
+    if stalls:
+        num_hits = sum(is_hit for _, is_hit, _ in stalls)
+        terminalreporter.section(f"stuck or only slow: {num_hits} of {len(stalls)} judged rightly", sep="-")
+        for what, is_hit, seconds in stalls:
+            terminalreporter.write_line(f"{what:<24}{'hit' if is_hit else 'MISS':<6}{seconds:.1f} s")

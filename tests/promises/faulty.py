@@ -2,21 +2,25 @@
 
     samestep launch --nproc-per-node 2 faulty.py D --fault "kill rank 1 at step 7 in forward"
 
-An action (kill: SIGKILL; raise; hold: say so and wait; stop: run.stop), who, the steps done by then, and a moment
-of MOMENTS. A fault strikes once, however often the command is run. It holds everything that a resume can lose: a
-BatchNorm, dropout, augmentation, an average of the model, a schedule that reads the validation, a score that
-draws noise, `run.state`, a named snapshot, and rows of its own.
+An action of ACTIONS, who, the steps done by then, and a moment of MOMENTS. A fault strikes once, however often the
+command is run. It holds everything that a resume can lose: a BatchNorm, dropout, augmentation, an average of the
+model, a schedule that reads the validation, a score that draws noise, `run.state`, a named snapshot, and rows of
+its own.
 """
 
 import argparse
 import json
 import os
 import re
+import shutil
 import signal
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +43,8 @@ DEADLINE_S = 60.0
 IN_STEP = ("forward", "backward", "reduction", "update")
 IN_BODY = ("before validation", "validation", "before schedule", "after schedule")
 IN_SAVING = (
+    "staging",
+    "hashing",
     "writing tensors",
     "writing manifest",
     "before rename",
@@ -48,7 +54,13 @@ IN_SAVING = (
     "pruning",
 )
 MOMENTS = ("start", *IN_STEP, *IN_BODY, *IN_SAVING, "rewinding", "worker")
-FAULT = re.compile(rf"(kill|raise|hold|stop) (?:rank (\d+)|all ranks) at step (\d+) in ({'|'.join(MOMENTS)})")
+SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "preempt": signal.SIGTERM}
+ENDINGS = ("raise", "exit", "exhaust")  # an exception; os._exit; more memory than there is
+ELSEWHERE = ("fill", "protect", "forbid", "remove", "backdate")  # the directory's disk, rights and names; the clock
+ACTIONS = (*SIGNALS, *ENDINGS, *ELSEWHERE, "mend", "hold", "stop")  # mend: the last one; hold: say so, wait; run.stop
+FAULT = re.compile(rf"({'|'.join(ACTIONS)}) (?:rank (\d+)|all ranks) at step (\d+) in ({'|'.join(MOMENTS)})")
+NOBODY = 65534
+DAY_S = 86400
 
 
 @dataclass(frozen=True)
@@ -81,6 +93,8 @@ class Faults:
     def __init__(self, faults: Sequence[str], directory: Path) -> None:
         self._faults = [Fault.parse(text) for text in faults]
         self._directory = directory
+        self._struck: set[Fault] = set()
+        self._spoiled = ""
         self.rank = 0
         self.run: Any = None
         directory.mkdir(parents=True, exist_ok=True)
@@ -90,6 +104,10 @@ class Faults:
         self.rank = rank
         (self._directory / f"pid-{rank}").write_text(str(os.getpid()))
 
+    def are_in(self, moment: str) -> bool:
+        """Whether there is one at this moment."""
+        return any(fault.moment == moment for fault in self._faults)
+
     def reach(self, moment: str, step: int | None = None) -> None:
         """This rank is at `moment`: does what is due."""
         step = self.run.steps_done if step is None else step
@@ -97,10 +115,19 @@ class Faults:
             if (fault.moment, fault.step) == (moment, step) and fault.rank in (None, self.rank):
                 if fault.action == "stop":
                     self.run.stop("by a fault")
+                elif fault.action == "mend":
+                    how, self._spoiled = self._spoiled, ""
+                    mend(how, self.run.dir)
                 elif self._is_first(fault):
                     self._strike(fault)
 
     def _is_first(self, fault: Fault) -> bool:
+        if fault in self._struck:
+            return False
+        self._struck.add(fault)
+        if fault.action in ENDINGS and fault.rank is None:  # each rank's own
+            (self._directory / f"struck-{str(fault).replace(' ', '-')}").write_text(str(fault))
+            return True
         try:
             with open(self._directory / f"struck-{str(fault).replace(' ', '-')}", "x") as file:
                 file.write(str(fault))
@@ -111,6 +138,14 @@ class Faults:
     def _strike(self, fault: Fault) -> None:
         if fault.action == "raise":
             raise RuntimeError(f"a fault: {fault}")
+        if fault.action == "exit":
+            os._exit(3)
+        if fault.action == "exhaust":
+            torch.empty(1 << 60, dtype=torch.uint8)
+        if fault.action in ELSEWHERE:
+            self._spoiled = fault.action
+            spoil(fault.action, self.run.dir)
+            return
         if fault.action == "hold":
             (self._directory / f"held-{self.rank}").touch()
             deadline_s = time.monotonic() + DEADLINE_S
@@ -121,10 +156,40 @@ class Faults:
                     raise TimeoutError("nobody said go")
                 time.sleep(0.005)
             return
-        if fault.rank is None:
-            for rank in set(range(self.run.world_size)) - {self.rank}:
-                os.kill(int((self._directory / f"pid-{rank}").read_text()), signal.SIGKILL)
-        os.kill(os.getpid(), signal.SIGKILL)
+        others = set(range(self.run.world_size)) - {self.rank} if fault.rank is None else set()
+        pids = [*(int((self._directory / f"pid-{rank}").read_text()) for rank in others), os.getpid()]
+        for pid in pids if fault.action == "freeze" else []:
+            (self._directory / f"frozen-{pid}").touch()
+        for pid in pids:
+            os.kill(pid, SIGNALS[fault.action])
+
+    def watch_copying(self) -> None:
+        """From now on this rank reaches the moment at which a part of a snapshot is copied, beside the next step."""
+        from samestep.snapshot import staging
+        from samestep.train.inspection import Inspection
+
+        staging.LARGE_BYTES = 1  # what is small would be copied at once
+        look = Inspection.look
+
+        def look_and_reach(inspection: Inspection, place: int, tensor: Tensor) -> None:
+            look(inspection, place, tensor)
+            if threading.current_thread() is not threading.main_thread():
+                self.reach("staging", inspection._step)
+
+        Inspection.look = look_and_reach  # type: ignore[method-assign]
+
+    def _watch_hashing(self, path: Path) -> None:
+        """The next tensor to be hashed is of the snapshot that is written there."""
+        from samestep.snapshot import encoding
+
+        hash_it = encoding._hash
+
+        def reach_and_hash(data: bytes | memoryview) -> str:
+            encoding._hash = hash_it
+            self.reach("hashing", read_step(path))
+            return hash_it(data)
+
+        encoding._hash = reach_and_hash
 
     def watch_saving(self) -> None:
         """From now on rank 0 reaches the moments within a snapshot's saving, which no line of a script sees.
@@ -141,6 +206,8 @@ class Faults:
                 if is_renamed:  # the next thing that is done
                     is_renamed = False
                     self.reach("after rename", named[True])
+                if "/.tmp-step-" in file and file.endswith("tensors.safetensors"):
+                    self._watch_hashing(Path(file).parent)
                 if "/.tmp-step-" in file and file.endswith("state.json"):
                     self.reach("writing tensors", read_step(Path(file).parent))  # they are there, and nothing else is
                 if "/.tmp-step-" in file and file.endswith("manifest.json"):
@@ -170,6 +237,62 @@ def read_step(snapshot: Path) -> int:
     """The steps done by a snapshot that is about to get its name: in that name, or in its manifest."""
     _, is_numbered, number = snapshot.name.partition("step-")
     return int(number) if is_numbered else json.loads((snapshot / "manifest.json").read_text())["step"]
+
+
+def spoil(how: str, run_dir: Path) -> None:
+    """What a disk, an administrator or a clock does to a run; as root, where it takes rights."""
+    if how == "fill":
+        with open(run_dir / "filler", "wb", buffering=0) as file:
+            size = 1 << 16
+            while size:
+                try:
+                    file.write(b"x" * size)
+                except OSError:
+                    size //= 2
+    elif how == "protect":  # only for what is opened from now on, as a file that is being written keeps a disk writable
+        subprocess.run(["mount", "--bind", run_dir, run_dir], check=True)
+        subprocess.run(["mount", "-o", "remount,ro,bind", run_dir], check=True)
+    elif how == "forbid":
+        os.chmod(run_dir, 0)
+        if os.geteuid() == 0:  # who may open everything
+            os.seteuid(NOBODY)
+    elif how == "remove":
+        while run_dir.exists():  # while others write in it
+            shutil.rmtree(run_dir, ignore_errors=True)
+    else:
+        set_clock_back()
+
+
+def mend(how: str, run_dir: Path) -> None:
+    """Undoes what `spoil` did to a disk or its rights."""
+    if how == "fill":
+        (run_dir / "filler").unlink()
+    elif how == "protect":
+        subprocess.run(["umount", "--lazy", run_dir], check=True)
+    elif how == "forbid":
+        os.seteuid(os.getuid())
+        os.chmod(run_dir, 0o755)
+
+
+def set_clock_back() -> None:
+    """By a day, for Python in this process."""
+    from samestep.snapshot import manifest
+
+    def set_back(name: str) -> None:
+        told = getattr(time, name)
+        setattr(time, name, lambda seconds=None: told(real() - DAY_S if seconds is None else seconds))
+
+    class Late(datetime):
+        @classmethod
+        def now(cls, tz: Any = None) -> "Late":
+            return super().now(tz) - timedelta(seconds=DAY_S)
+
+    real, real_ns, told_as = time.time, time.time_ns, time.strftime
+    set_back("gmtime")
+    set_back("localtime")
+    time.time, time.time_ns = lambda: real() - DAY_S, lambda: real_ns() - DAY_S * 10**9
+    time.strftime = lambda form, at=None: told_as(form, time.localtime() if at is None else at)  # type: ignore[misc]
+    manifest.datetime = Late  # type: ignore[attr-defined]
 
 
 class Images(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -235,6 +358,8 @@ def train(
     run = faults.run = samestep.Run(run_dir, **defaults | arguments, device="cpu", bucket_cap_mb=0.0005)  # type: ignore[arg-type]
     if run.rank == 0:
         faults.watch_saving()
+    if faults.are_in("staging"):
+        faults.watch_copying()
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.7, patience=0, threshold=0.5)

@@ -1,5 +1,6 @@
 """Snapshots are written beside the steps that follow: never torn, never lost in silence, at most one at a time."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -101,7 +102,9 @@ def test_steps_go_on_while_it_is_written(
     launch.wait_for_words("step 5/15")
     assert trial.snapshots == []
     launch.process.kill()
+    began_s = time.monotonic()
     launch.wait()
+    trial.note("kill launcher", moment, time.monotonic() - began_s)
     capfd.readouterr()
     trial.spawn(3, snapshot_every=3)
     assert resume_is_from(capfd.readouterr().out) == 0

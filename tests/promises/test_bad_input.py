@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 from promises.wrong import MISTAKES, build, learn_well, loop, train
+from support.disks import Disk
 from support.runs import check, clean_variables, run_command, samestep_command
 
 import samestep
@@ -343,40 +344,6 @@ def test_after_a_poisoned_step(tmp_path: Path) -> None:
 
 
 # --- disks ------------------------------------------------------------------------------------------------------------
-
-
-class Disk:
-    """A small file system of its own."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        path.mkdir()
-        self._mount("-t", "tmpfs", "-o", "size=1m", "tmpfs")
-
-    def _mount(self, *words: str) -> None:
-        done = subprocess.run(["mount", *words, self.path], capture_output=True, text=True)
-        if done.returncode:
-            self.path.rmdir() if not any(self.path.iterdir()) else None
-            pytest.skip(f"mount is not permitted: {done.stderr.strip()}")
-
-    def remount(self, options: str) -> None:
-        self._mount("-o", f"remount,{options}")
-
-    @property
-    def is_full(self) -> bool:
-        return os.statvfs(self.path).f_bavail == 0
-
-    def close(self) -> None:
-        subprocess.run(["umount", "--lazy", self.path], check=True, capture_output=True)
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Disk]:
-    if os.name != "posix" or sys.platform != "linux":
-        pytest.skip("mounts a file system, as on Linux")
-    made = Disk(tmp_path / "disk")
-    yield made
-    made.close()
 
 
 def test_full_disk(disk: Disk) -> None:

@@ -6,9 +6,10 @@ import io
 import signal
 import subprocess
 import sys
+import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import psutil
 from promises.faulty import Fault, train
 from support.hosts import Host
 from support.runs import clean_variables
+from support.strikes import Strike
 
 import samestep
 from samestep.cli import main
@@ -36,15 +38,6 @@ class Outcome:
     digest_of_best: str
     metrics: bytes
     ledger: bytes
-
-
-@dataclass(frozen=True)
-class Strike:
-    """A fault that struck a run, which then was resumed: who or what, when, and how long everything took to end."""
-
-    fault: str
-    moment: str
-    ended_s: float
 
 
 def wait_until(condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
@@ -192,6 +185,28 @@ class Trial:
         """
         env = {name: str(arguments.pop(name)) for name in list(arguments) if name.isupper()}
         return samestep.spawn(train, num_ranks, (self.dir, fault), arguments, env=env)
+
+    @contextlib.contextmanager
+    def killing_the_frozen(self) -> Iterator[None]:
+        """Within the block, whoever is stopped by a fault is killed, as soon as it stands still."""
+        is_over = threading.Event()
+
+        def kill() -> None:
+            while not is_over.wait(0.01):
+                for path in self.faults.glob("frozen-*"):
+                    with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
+                        process = psutil.Process(int(path.name.partition("-")[2]))
+                        if process.status() == psutil.STATUS_STOPPED:
+                            process.kill()
+                            path.unlink()
+
+        thread = threading.Thread(target=kill)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
 
     def spawn_to_fail(self, num_ranks: int, fault: str | Sequence[str], **arguments: Any) -> BaseException:
         """As `spawn`, where a fault is to strike. Returns what was raised."""

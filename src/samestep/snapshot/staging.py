@@ -62,6 +62,7 @@ class Copy:
 
     Attributes:
         torn: where those begin that were written to before the copy was joined.
+        has_failed: what `run` raised has left it incomplete.
         is_joined: it is complete, and `torn` is final.
     """
 
@@ -74,9 +75,8 @@ class Copy:
         look: Callable[[int, "Tensor"], None],
     ) -> None:
         self.torn: list[int] = []
-        self.is_joined = False
+        self.is_joined = self.has_failed = False
         self._look = look
-        self._failure: BaseException | None = None
         self._copied = threading.Event()
         self._later: list[tuple[Tensor, Tensor | None]] = []
         for name, tensor in tensors.items():
@@ -108,21 +108,15 @@ class Copy:
                 with torch.cuda.stream(self._stream):
                     self._take_later()
                 self._stream.synchronize()
-        except BaseException as error:
-            self._failure = error
+        except BaseException:
+            self.has_failed = True
             raise
         finally:
             self._copied.set()
 
     def join(self) -> None:
-        """Waits for the copy and judges it. Before the next update, by the thread that makes it.
-
-        Raises:
-            BaseException: what `run` raised.
-        """
+        """Waits for the copy and judges it. Before the next update, by the thread that makes it."""
         self._copied.wait()
-        if self._failure is not None:
-            raise self._failure
         if not self.is_joined:
             self.torn = [locate(tensor) for tensor in self._watch.find_changed()]
             self.is_joined = True

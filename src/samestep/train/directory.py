@@ -238,7 +238,8 @@ class Directory:
             temporary.write_text(json.dumps(record) + "\n")
             os.replace(temporary, self.path / "status.json")
         except (OSError, Error):
-            temporary.unlink(missing_ok=True)
+            with suppress(OSError):  # the disk is read-only now, for instance
+                temporary.unlink(missing_ok=True)
 
     def _read_status(self) -> dict[str, Any]:
         try:
@@ -316,8 +317,11 @@ class Directory:
 
     def explain_failure(self, step: int, error: Exception) -> str:
         """What is to be said of a snapshot that could not be written."""
-        sound = [other.step for other in self.store.snapshots() if other.problem is None]
-        stands = f"the one of step {max(sound)} stands" if sound else "there is none yet"
+        try:
+            sound = [other.step for other in self.store.snapshots() if other.problem is None]
+            stands = f"the one of step {max(sound)} stands" if sound else "there is none yet"
+        except OSError:
+            stands = "those that were there cannot be read"
         why = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         return f"the snapshot of step {step} could not be written ({why}): {stands}"
 

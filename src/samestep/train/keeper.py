@@ -221,6 +221,8 @@ class Keeper:
             self._take_again(self._pending.order)
             return
         try:
+            if copy.has_failed:
+                self._pending.inspection.look_again()
             self._pending.inspection.conclude()
         except Error:
             self._pending.saving.decide(False)
@@ -251,22 +253,35 @@ class Keeper:
         return _Order(step, names, structure, tensors, meta)
 
     def _save_now(self, order: "_Order", inspection: Inspection) -> None:
-        for place, tensor in inspection.tensors.items():
-            inspection.look(place, tensor)
+        inspection.look_again()
         inspection.conclude()
         try:
             self._write(order, order.tensors, lambda: None)
-        except OSError as error:
+        except Error:
+            raise
+        except Exception as error:
             self._report(order.step, order.names, error)
 
     def _save_beside(self, order: "_Order", inspection: Inspection, objects: prepared.Objects) -> None:
-        targets = self._staging.take(order.tensors)
+        targets, refusal = self._take_memory(order)
         places = {locate(tensor) for tensor in order.tensors.values()}
         others = {f"/{place}": tensor for place, tensor in inspection.tensors.items() if place not in places}
         calm = {locate(tensor) for tensor in prepared.list_calm(objects)} - self._restless
         copy = Copy(order.tensors | others, targets, calm=calm, look=inspection.look)
-        saving = Saving(copy, lambda confirm: self._write(order, targets, confirm))
-        self._pending = _Pending(order, inspection, saving)
+
+        def write(confirm: Callable[[], None]) -> None:
+            if refusal is not None:
+                raise refusal
+            self._write(order, targets, confirm)
+
+        self._pending = _Pending(order, inspection, Saving(copy, write))
+
+    def _take_memory(self, order: "_Order") -> tuple[dict[str, Tensor], Exception | None]:
+        """To copy to; none, and why, where the machine has not got it: the run goes on without this snapshot."""
+        try:
+            return self._staging.take(order.tensors), None
+        except (MemoryError, RuntimeError) as error:  # torch's is a RuntimeError
+            return {}, error
 
     def _write(self, order: "_Order", tensors: Mapping[str, Tensor], confirm: Callable[[], None]) -> None:
         """Writes all of an order, in whatever thread."""
@@ -279,7 +294,9 @@ class Keeper:
             )  # fmt: skip
         try:
             self.directory.prune(self._settings.keep)
-        except OSError as error:
+        except Error:
+            raise
+        except Exception as error:
             self._notes.append(f"old snapshots could not be removed ({error}): the run goes on")
 
     def _take_again(self, order: "_Order") -> None:

@@ -1,0 +1,245 @@
+"""Whatever strikes a run, whenever: it goes on, or the same command does, to the very same end. And disks and clocks.
+
+The table at the end of a test run has what struck and when, from here and from the tests of resuming, stops and
+restarts: those have the faults that take a launcher or a signal from outside.
+"""
+
+import json
+import signal
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import datetime
+from itertools import product
+
+import psutil
+import pytest
+from promises.faulty import (
+    ACTIONS,
+    ELSEWHERE,
+    IN_BODY,
+    IN_SAVING,
+    IN_STEP,
+    MOMENTS,
+    NUM_STEPS,
+    Fault,
+    mend,
+    set_clock_back,
+)
+from promises.trial import Outcome, Trial, ask, resume_is_from, wait_until
+from support.disks import open_disk
+
+Undisturbed = Callable[..., Outcome]
+
+WHOS = ("rank 0", "rank 2", "all ranks")
+OTHERS = ("freeze", "raise", "exit", "exhaust", "preempt")  # than kill
+STRUCK = ("kill", *OTHERS)
+BESIDE = {  # in a thread of rank 0's: an exception there costs the snapshot, not the run
+    "staging": ("raise", "exhaust"),
+    "hashing": ("exhaust", "freeze"),
+    "writing tensors": ("raise", "preempt"),
+    "writing manifest": ("exhaust", "exit"),
+    "before rename": ("raise", "preempt"),
+    "after rename": ("exit", "freeze"),
+    "replacing best": ("exhaust", "raise"),
+    "between best and numbered": ("exit", "preempt"),
+    "pruning": ("exhaust", "freeze"),
+}
+
+# --- every moment -----------------------------------------------------------------------------------------------------
+
+
+def build_faults() -> list[str]:
+    """Kills of each kind of victim at nearly every moment; of the other faults, three or more in turn at each."""
+    faults = [f"kill {who} at step 7 in {moment}" for moment in IN_STEP for who in WHOS]
+    faults += [f"kill {who} at step 0 in start" for who in WHOS[::2]]
+    faults += [f"kill {who} at step 10 in {moment}" for moment in IN_BODY for who in WHOS[1:]]
+    faults += [f"kill rank 0 at step 10 in {moment}" for moment in IN_SAVING]
+    faults += [f"kill all ranks at step 10 in {moment}" for moment in ("writing tensors", "before rename", "pruning")]
+    for number, moment in enumerate(("start", *IN_STEP, *IN_BODY)):
+        step = 0 if moment == "start" else 7 if moment in IN_STEP else 10
+        for k in range(3):
+            faults.append(f"{OTHERS[(2 * k + number) % 5]} {WHOS[(number + k) % 3]} at step {step} in {moment}")
+    faults += [f"{action} rank 0 at step 10 in {moment}" for moment, actions in BESIDE.items() for action in actions]
+    # The first step, the last of an epoch, the last of all; a body and a snapshot that are the first or the last.
+    faults += [f"kill rank 1 at step {step} in {at}" for step, at in ((0, "backward"), (4, "update"), (14, "update"))]
+    faults += ["kill rank 1 at step 5 in before schedule", "raise rank 1 at step 15 in after schedule"]
+    faults += ["kill rank 0 at step 5 in before rename", "exit rank 0 at step 15 in after rename"]
+    faults += ["kill rank 0 at step 15 in between best and numbered"]
+    return faults
+
+
+@pytest.mark.parametrize("fault", build_faults())
+def test_at_every_moment(trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], fault: str) -> None:
+    """keep=1, so that there is something to prune."""
+    num_ranks_then = 1 + len(fault) % 4
+    parsed = Fault.parse(fault)
+    step, moment, action = parsed.step, parsed.moment, parsed.action
+    arguments = {"keep": 1, "settled": moment in IN_BODY or action == "preempt"}
+    with trial.killing_the_frozen():
+        if action == "preempt":
+            assert trial.spawn(3, fault, **arguments) is None
+            assert trial.num_ends == 0
+        elif action in ("raise", "exhaust") and moment in BESIDE:
+            assert trial.spawn(3, fault, **arguments) == trial.dir
+            assert ("could not be removed" if moment == "pruning" else "could not be written") in capfd.readouterr().out
+        else:
+            error = trial.spawn_to_fail(3, fault, **arguments)
+            assert {"raise": "a fault", "exhaust": "allocate", "exit": "exit code 3"}.get(action, "SIGKILL") in str(
+                error
+            )
+    trial.note_strike(fault)
+    saved = trial.snapshots
+    if parsed.rank is None and action in ("raise", "exit", "exhaust"):
+        fault = ""  # all have met it, those that had no time to as well
+    assert trial.spawn(num_ranks_then, fault or (), keep=1) == trial.dir
+    assert trial.outcome() == undisturbed()
+    assert not [*trial.dir.glob("snapshots/.*"), *trial.dir.glob(".*")], "what the dead writer had begun is gone"
+    if step < NUM_STEPS:  # else there may have been nothing left to do
+        assert trial.snapshots == ["best", "step-00000015"]
+    if fault.startswith(("kill rank 0 at step 10", "exit rank 0 at step 10")) and moment in (*IN_BODY, *IN_SAVING[:5]):
+        assert "step-00000005" in saved, "nothing of an epoch is saved before its body is done"
+        assert "step-00000010" not in saved
+    if moment in ("after rename", "pruning") and action in ("kill", "exit"):
+        assert f"step-{step:08d}" in saved
+
+
+def test_the_selection_covers() -> None:
+    """Each moment at least three kinds, each kind at least three moments and every victim that can meet it."""
+    faults = [Fault.parse(text) for text in build_faults()]
+    assert len(set(faults)) == len(faults)
+    assert {fault.moment for fault in faults} == set(MOMENTS) - {"worker", "rewinding"}, "which have tests of their own"
+    for moment in {fault.moment for fault in faults}:
+        assert len({fault.action for fault in faults if fault.moment == moment}) >= 3, moment
+    for action in STRUCK:
+        assert len({fault.moment for fault in faults if fault.action == action}) >= 3, action
+        assert {fault.rank for fault in faults if fault.action == action} >= {0, 2, None}, action
+    for moment, rank in product(("start", *IN_STEP, *IN_BODY), (0, 2, None)):
+        assert any((fault.moment, fault.rank) == (moment, rank) for fault in faults), (moment, rank)
+    assert set(ACTIONS) == {*STRUCK, *ELSEWHERE, "mend", "hold", "stop"}
+
+
+@pytest.mark.parametrize("action", OTHERS)
+def test_in_a_worker(trial: Trial, undisturbed: Undisturbed, action: str) -> None:
+    """Of a DataLoader; a kill there, under the launcher, is tested with resuming."""
+    fault = f"{action} rank 1 at step 9 in worker"
+    with trial.killing_the_frozen():
+        if action == "preempt":  # a scheduler signals the rank, too: that decides
+            assert trial.spawn(2, fault, num_workers=1) == trial.dir
+        else:
+            error = trial.spawn_to_fail(2, fault, num_workers=1)
+            said = {"raise": "a fault", "exhaust": "allocate"}.get(action, "DataLoader worker|Connection|closed")
+            assert any(words in f"{error!r} {error.__cause__!r}" for words in said.split("|"))
+    trial.note_strike(fault, f"{action} its process")
+    trial.spawn(3, fault, num_workers=1)
+    assert trial.outcome() == undisturbed()
+
+
+def test_frozen_and_thawed(trial: Trial, undisturbed: Undisturbed) -> None:
+    """As a laptop that is closed, or a debugger: the others wait, and nothing has happened."""
+    launch = trial.start("launch", 2, "freeze rank 1 at step 7 in backward")
+    wait_until(lambda: list(trial.faults.glob("frozen-*")), "rank 1 says so")
+    frozen = psutil.Process(trial.pid(1))
+    wait_until(lambda: frozen.status() == psutil.STATUS_STOPPED, "rank 1 stands still")
+    assert launch.process.poll() is None
+    frozen.send_signal(signal.SIGCONT)
+    assert launch.wait() == 0, launch.output
+    assert trial.outcome() == undisturbed()
+
+
+# --- disks and directories --------------------------------------------------------------------------------------------
+
+SAID = {"fill": "No space left on device", "protect": "Read-only file system", "forbid": "Permission denied"}
+
+
+@pytest.mark.parametrize(
+    ("how", "moment", "until"),
+    [
+        ("fill", "update", "step 12"),
+        ("fill", "writing tensors", "the end"),
+        ("protect", "backward", "the end"),
+        ("protect", "before rename", "step 12"),
+        ("forbid", "validation", "step 12"),
+        ("forbid", "writing manifest", "the last step"),
+    ],
+)
+def test_a_disk_fails_under_way(
+    trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], how: str, moment: str, until: str
+) -> None:
+    """The run says so and goes on; it saves again when it can, and else the same command goes on from what there is."""
+    fault = f"{how} rank 0 at step {10 if moment == 'validation' else 6} in {moment}"
+    mends = {"step 12": "mend rank 0 at step 12 in forward", "the last step": "mend rank 0 at step 15 in validation"}
+    with open_disk(trial.dir) if how != "forbid" else nullcontext():
+        trial.spawn(2, [fault, *([mends[until]] if until in mends else [])], snapshot_every=2, settled=True)
+        trial.note_strike(fault, how)
+        printed = capfd.readouterr().out
+        assert SAID[how] in printed
+        assert trial.num_ends == 1
+        if until == "the end":
+            assert "step-00000015" not in trial.snapshots
+            mend(how, trial.dir)
+        else:
+            assert "step-00000015" in trial.snapshots
+        trial.spawn(3, snapshot_every=2)
+        assert ("nothing left to do" in capfd.readouterr().out) == (until != "the end")
+        assert trial.outcome() == undisturbed()
+        assert not [*trial.dir.glob("snapshots/.*"), *trial.dir.glob(".*")]
+
+
+@pytest.mark.parametrize("moment", ["forward", "writing tensors"])
+def test_the_directory_is_removed_under_way(
+    trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], moment: str
+) -> None:
+    """There is nothing to go on from: it says so at each snapshot, and the same command begins."""
+    fault = f"remove rank 0 at step 6 in {moment}"
+    trial.spawn(2, fault, snapshot_every=3)
+    trial.note_strike(fault, "remove")
+    assert "No such file or directory" in capfd.readouterr().out
+    assert trial.num_ends == 1
+    assert trial.snapshots == []
+    trial.spawn(3)
+    assert trial.outcome() == undisturbed()
+
+
+# --- clocks -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_clock_is_set_back(trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str]) -> None:
+    """By a day, within a run, and between a crash and the resume: what is newest is a matter of steps."""
+    faults = ["backdate rank 0 at step 7 in update", "kill rank 1 at step 13 in forward"]
+    trial.spawn_to_fail(2, faults, snapshot_every=3, keep=3, settled=True)
+    for fault in faults:
+        trial.note_strike(fault, "backdate" if "backdate" in fault else None)
+
+    def read_time(name: str) -> datetime:
+        manifest = json.loads((trial.dir / "snapshots" / name / "manifest.json").read_text())
+        return datetime.fromisoformat(manifest["time"])
+
+    assert trial.snapshots == ["step-00000006", "step-00000009", "best", "step-00000012"]
+    assert read_time("step-00000012") < read_time("step-00000006")
+    assert "step 12" in ask("inspect", trial.dir) or "12" in ask("inspect", trial.dir)
+    capfd.readouterr()
+    trial.spawn(3, "backdate rank 0 at step 12 in start", snapshot_every=3, keep=2)
+    assert resume_is_from(capfd.readouterr().out) == 12
+    assert trial.snapshots == ["step-00000012", "best", "step-00000015"]
+    trial.spawn(2, "backdate all ranks at step 12 in start", snapshot_every=3, resume=12)
+    assert trial.outcome() == undisturbed()
+
+
+def test_setting_the_clock_back_is_seen() -> None:
+    """By all that the code asks for the time."""
+
+    def look() -> list[float]:
+        from samestep.snapshot import manifest
+
+        told = [time.time(), time.time_ns() / 1e9, time.mktime(time.localtime())]
+        return [*told, time.mktime(time.strptime(time.strftime("%c"))), manifest.datetime.now().timestamp()]
+
+    def compare() -> list[float]:
+        before = look()
+        set_clock_back()
+        return [now - then for now, then in zip(look(), before, strict=True)]
+
+    import samestep
+
+    assert [round(change / 3600) for change in samestep.spawn(compare)] == [-24] * 5
