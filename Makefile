@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test check clean
+.PHONY: train test soak clean
 
 train: $(VENV)/installed
 	$(BIN)/samestep train digits --nproc-per-node 2 $(ARGS)
@@ -12,6 +12,10 @@ train: $(VENV)/installed
 test: $(VENV)/installed-dev
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/mypy
+	$(BIN)/pytest -n 2 --dist worksteal -m "not soak"
+
+# All tests, also those that take long, or need hosts and disks of their own: half an hour.
+soak: $(VENV)/installed-dev
 	$(BIN)/pytest -n 2 --dist worksteal
 
 $(VENV)/installed: pyproject.toml

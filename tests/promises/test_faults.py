@@ -135,6 +135,7 @@ def test_in_a_worker(trial: Trial, undisturbed: Undisturbed, action: str) -> Non
     assert trial.outcome() == undisturbed()
 
 
+@pytest.mark.soak
 def test_frozen_and_thawed(trial: Trial, undisturbed: Undisturbed) -> None:
     """As a laptop that is closed, or a debugger: the others wait, and nothing has happened."""
     launch = trial.start("launch", 2, "freeze rank 1 at step 7 in backward")
@@ -152,6 +153,7 @@ def test_frozen_and_thawed(trial: Trial, undisturbed: Undisturbed) -> None:
 SAID = {"fill": "No space left on device", "protect": "Read-only file system", "forbid": "Permission denied"}
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("how", "moment", "until"),
     [
@@ -170,7 +172,12 @@ def test_a_disk_fails_under_way(
     fault = f"{how} rank 0 at step {10 if moment == 'validation' else 6} in {moment}"
     mends = {"step 12": "mend rank 0 at step 12 in forward", "the last step": "mend rank 0 at step 15 in validation"}
     with open_disk(trial.dir) if how != "forbid" else nullcontext():
-        trial.spawn(2, [fault, *([mends[until]] if until in mends else [])], snapshot_every=2, settled=True)
+        faults = [fault, *([mends[until]] if until in mends else [])]
+        if until == "the end":
+            error = trial.spawn_to_fail(2, faults, snapshot_every=2, settled=True)
+            assert "the snapshot of step 15 could not be written" in str(error)
+        else:
+            trial.spawn(2, faults, snapshot_every=2, settled=True)
         trial.note_strike(fault, how)
         printed = capfd.readouterr().out
         assert SAID[how] in printed
@@ -192,7 +199,8 @@ def test_the_directory_is_removed_under_way(
 ) -> None:
     """There is nothing to go on from: it says so at each snapshot, and the same command begins."""
     fault = f"remove rank 0 at step 6 in {moment}"
-    trial.spawn(2, fault, snapshot_every=3)
+    error = trial.spawn_to_fail(2, fault, snapshot_every=3)
+    assert "the snapshot of step 15 could not be written" in str(error)
     trial.note_strike(fault, "remove")
     assert "No such file or directory" in capfd.readouterr().out
     assert trial.num_ends == 1

@@ -82,6 +82,7 @@ def test_the_last_failure_is_told_as_ever(trial: Trial, undisturbed: Undisturbed
     assert trial.outcome() == undisturbed()
 
 
+@pytest.mark.soak
 def test_nobody_waits_for_a_rank_that_cannot_know(trial: Trial, undisturbed: Undisturbed) -> None:
     """Rank 0 is busy, not in an exchange, when rank 1 dies: it is told, and leaves at once, without a vote."""
     faults = ["hold rank 0 at step 7 in forward", "kill rank 1 at step 7 in reduction"]
@@ -103,7 +104,7 @@ def test_what_the_directory_knows_of_starts_by_hand(trial: Trial, undisturbed: U
     assert stopped.wait() == 75
     trial.spawn_to_fail(2, "kill all ranks at step 9 in update")
     trial.spawn(1, "stop all ranks at step 12 in update")
-    trial.spawn(2)
+    trial.spawn(2, resume=13)
     trial.spawn(3, epochs=4)
     rows = read_restarts(trial)
     told = [(row["reason"], row["from_step"], row["lost_steps"], row["world_size"]) for row in rows]
@@ -119,6 +120,7 @@ def test_what_the_directory_knows_of_starts_by_hand(trial: Trial, undisturbed: U
     assert trial.outcome() == undisturbed(epochs=4)
 
 
+@pytest.mark.soak
 def test_nothing_outlives_a_launcher_that_is_killed_after_a_restart(trial: Trial, undisturbed: Undisturbed) -> None:
     faults = ["kill rank 1 at step 4 in forward", "hold rank 0 at step 6 in forward"]
     launch = trial.start("launch", 2, "", "--max-restarts", "5", arguments=[*flags_of(*faults), "--num-workers", "1"])
@@ -132,6 +134,7 @@ def test_nothing_outlives_a_launcher_that_is_killed_after_a_restart(trial: Trial
     assert trial.outcome() == undisturbed()
 
 
+@pytest.mark.soak
 def test_a_signal_between_two_starts(trial: Trial, undisturbed: Undisturbed) -> None:
     """It is not lost: either the ranks that have just been started hear it, or there are none any more."""
     faults = ["hold rank 0 at step 7 in forward", "kill rank 1 at step 7 in reduction"]
@@ -148,6 +151,7 @@ def test_a_signal_between_two_starts(trial: Trial, undisturbed: Undisturbed) -> 
 # --- one writer -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 def test_a_writer_who_was_cut_off_is_fenced(trial: Trial, undisturbed: Undisturbed) -> None:
     """A machine comes back that everyone took for dead, and its lock with it: the run has gone on elsewhere."""
     old = trial.start("python", 1, "hold rank 0 at step 7 in forward")
