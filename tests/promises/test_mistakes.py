@@ -8,10 +8,24 @@ from typing import Any
 
 import pytest
 import torch
-from promises.wrong import MISTAKES, NUM_SAMPLES, RANKS, Mistake, Pairs, build, learn, loop, train
+from promises.wrong import (
+    BATCH_SIZE,
+    MICRO_BATCH_SIZE,
+    MISTAKES,
+    NUM_SAMPLES,
+    RANKS,
+    Mistake,
+    Pairs,
+    build,
+    learn,
+    loop,
+    train,
+)
+from torch import nn
 from torch.utils.data import DataLoader
 
 import samestep
+from samestep.plan.ledger import RECORD
 from samestep.snapshot.store import Store
 
 # What a run that has begun and failed in its first epoch leaves: nothing that a later start would not begin anew.
@@ -376,7 +390,14 @@ def test_rows_from_before_the_loop_stand_once(tmp_path: Path) -> None:
     """A script that scores its model before it trains logs the same at every start."""
 
     def train(max_steps: int) -> None:
-        run, model, optimizer = build(tmp_path / "run", snapshot_every=1, max_steps=max_steps, log_every=2)
+        run = samestep.Run(
+            tmp_path / "run", batch_size=BATCH_SIZE, micro_batch_size=MICRO_BATCH_SIZE, device="cpu",
+            snapshot_every=1, max_steps=max_steps, log_every=2,
+        )  # fmt: skip
+        run.log({"unprepared": 0.0})
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.prepare(model=model, optimizer=optimizer)
         run.log({"untrained": 1.0})
         loop(run, model, optimizer)
         run.log({"trained": 2.0})
@@ -384,6 +405,8 @@ def test_rows_from_before_the_loop_stand_once(tmp_path: Path) -> None:
     for max_steps in (2, 4, 4):
         samestep.spawn(train, 1, (max_steps,))
     rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [row for row in rows if "unprepared" in row] == ['{"step": 0, "unprepared": 0.0}']
+    assert (tmp_path / "run" / "ledger.bin").stat().st_size == 4 * RECORD.size
     assert [row for row in rows if "untrained" in row] == ['{"step": 0, "untrained": 1.0}']
     assert [row for row in rows if '"trained"' in row] == ['{"step": 4, "trained": 2.0}']
 

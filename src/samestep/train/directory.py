@@ -43,6 +43,7 @@ class Directory:
         self.before_close: Callable[[], None] = lambda: None
         self._lock: Lock | None = None
         self._metrics: Metrics | None = None
+        self._early_rows: list[Mapping[str, Any]] = []
         self._ledger: Ledger | None = None
         self._snapshot: Snapshot | None = None
         self._is_begun = False
@@ -186,6 +187,8 @@ class Directory:
         for path, whole in ((rows, is_whole), (records, self._ledger.cut(step))):
             if not whole:
                 self._warn(f"{path} is shorter than when step {step} was saved: a part of it is missing")
+        for row in self._early_rows if self._snapshot is None else ():
+            self._metrics.append(row)
 
     def check_still_ours(self) -> None:
         """Raises Error where another process, on another machine perhaps, has taken the run over."""
@@ -251,10 +254,13 @@ class Directory:
     # --- what is written in it --------------------------------------------------------------------------------
 
     def write_row(self, row: Mapping[str, Any]) -> None:
-        """Adds a row to the metrics."""
-        self.begin()
-        assert self._metrics is not None
-        self._metrics.append(row)
+        """Adds a row to the metrics. Before `begin`, it is not known yet whether a run's first start has done so."""
+        if self._lock is None:
+            raise self._is_taken_over()
+        if self._metrics is None:
+            self._early_rows.append(row)
+        else:
+            self._metrics.append(row)
 
     def enter(self, step: int, epoch: int, num_samples: int, fingerprint: int) -> None:
         """Adds a finished step (counted from 0) to the ledger."""
