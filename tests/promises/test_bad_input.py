@@ -29,7 +29,9 @@ Done = subprocess.CompletedProcess[str]
 
 
 def look(directory: Path) -> dict[str, str] | None:
-    """What is in a directory, by path: files by their hash, but for who held the lock last. None: it is not there."""
+    """What is in a directory, by path: files by their hash, but for who held the lock last and how its ranks
+    stand. None: it is not there.
+    """
     if not directory.exists():
         return None
     return {
@@ -37,7 +39,7 @@ def look(directory: Path) -> dict[str, str] | None:
         if path.is_file()
         else "directory"
         for path in sorted(directory.rglob("*"))
-        if path.name != "lock"
+        if path.name not in ("lock", "ranks.json")
     }
 
 
