@@ -12,7 +12,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from processes import Command, open_command, wait_until
+from processes import Command, open_command
+from support.waiting import wait_until
 
 SUM = """
 import sys, torch, torch.distributed as dist

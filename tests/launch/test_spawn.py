@@ -11,7 +11,8 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from processes import Command, wait_until
+from processes import Command
+from support.waiting import wait_until
 
 import samestep
 

@@ -26,8 +26,9 @@ from promises.faulty import (
     mend,
     set_clock_back,
 )
-from promises.trial import Outcome, Trial, ask, resume_is_from, wait_until
+from promises.trial import Outcome, Trial, ask, resume_is_from
 from support.disks import open_disk
+from support.waiting import wait_until
 
 Undisturbed = Callable[..., Outcome]
 

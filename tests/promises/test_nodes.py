@@ -14,8 +14,9 @@ from pathlib import Path
 
 import pytest
 from promises.test_restarts import flags_of, read_restarts
-from promises.trial import Outcome, Started, Trial, wait_until
+from promises.trial import Outcome, Started, Trial
 from support.hosts import Host, open_hosts, why_not
+from support.waiting import wait_until
 
 from samestep.errors import Error
 from samestep.launch.local import Place, build_variables

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from promises.trial import Outcome, Trial, read_tree, wait_until
+from promises.trial import Outcome, Trial, read_tree
+from support.waiting import wait_until
 
 import samestep
 from samestep.errors import PeerFailed

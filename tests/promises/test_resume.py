@@ -11,7 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 from promises.faulty import IN_BODY, IN_STEP, NUM_STEPS, STEPS_PER_EPOCH
-from promises.trial import Outcome, Trial, read_tree, resume_is_from, wait_until
+from promises.trial import Outcome, Trial, read_tree, resume_is_from
+from support.waiting import wait_until
 
 import samestep
 

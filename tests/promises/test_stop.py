@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 from promises.faulty import NUM_STEPS
-from promises.trial import Outcome, Started, Trial, read_tree, resume_is_from, wait_until
+from promises.trial import Outcome, Started, Trial, read_tree, resume_is_from
+from support.waiting import wait_until
 
 import samestep
 

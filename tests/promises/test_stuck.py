@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 from promises.stalls import AT_STEP, train, train_slowly
-from promises.trial import Started, wait_until
+from promises.trial import Started
 from support.hosts import open_hosts, why_not
+from support.waiting import wait_until
 
 import samestep
 

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from promises.faulty import Fault, train
 from support.hosts import Host
 from support.runs import clean_variables
 from support.strikes import Strike
+from support.waiting import wait_until
 
 import samestep
 from samestep.cli import main
@@ -38,13 +39,6 @@ class Outcome:
     digest_of_best: str
     metrics: bytes
     ledger: bytes
-
-
-def wait_until(condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
-    end = time.monotonic() + deadline_s
-    while not condition():
-        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
-        time.sleep(0.005)
 
 
 def ask(*arguments: str | Path) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from support.runs import check, samestep_command
+from support.waiting import wait_until
 
 from samestep.tools.watch import compute_rates, describe_end, format_rows, has_ended
 from samestep.watch.heartbeat import Facts, Heartbeat, Pulse
@@ -22,13 +23,6 @@ from samestep.watch.judge import WARM_UP, build_limits
 from samestep.watch.symptoms import find_fate, look
 
 DEADLINE_S = 10.0
-
-
-def wait_until(condition: Callable[[], object], what: str) -> None:
-    end = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.005)
 
 
 class Box:

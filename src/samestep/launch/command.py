@@ -7,13 +7,15 @@ import sys
 import threading
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from samestep.errors import Error
 from samestep.launch.forkserver import ForkServer
 from samestep.launch.local import Failure, Ranks, Target, parse_shown
-from samestep.launch.nodes import Nodes
-from samestep.world.environment import FINISHED, START_AGAIN, STOPPED, Overrides, child_variables
+from samestep.world.environment import FINISHED, START_AGAIN, STOPPED, Overrides, child_variables, stop_code
+
+if TYPE_CHECKING:
+    from samestep.launch.nodes import Nodes
 
 MOST_RANKS = 1 << 16  # where it is not known yet how many there are
 
@@ -104,7 +106,7 @@ def run_launch(
     show_ranks: str,
     overrides: Overrides,
     max_restarts: int = 0,
-    nodes: Nodes | None = None,
+    nodes: "Nodes | None" = None,
 ) -> int:
     """Runs ranks to their end and reports what failed.
 
@@ -165,7 +167,7 @@ def _conclude(ranks: Ranks, received: list[int]) -> int:
         if len(received) == 1 and ranks.done and not any(ranks.codes.values()):
             if (ranks.directory / FINISHED).exists() and not (ranks.directory / STOPPED).exists():
                 return 0  # it was at its end
-            return 128 + signal.SIGINT if received[0] == signal.SIGINT else START_AGAIN
+            return stop_code(received[0])
         return 128 + received[-1]
     if failure is None:  # a rank that was told by someone else has had all ranks stop and save
         return START_AGAIN if (ranks.directory / STOPPED).exists() else 0

@@ -19,8 +19,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from samestep import __version__
 from samestep.errors import Error
 from samestep.launch.local import Target
@@ -111,6 +109,8 @@ def parse_endpoint(text: str) -> tuple[str, int]:
 
 def find_addresses() -> dict[str, str]:
     """This machine's addresses, each with its interface."""
+    import psutil  # takes longer than all else here; most launches do without
+
     families = (socket.AF_INET, socket.AF_INET6)
     return {
         entry.address.partition("%")[0]: name

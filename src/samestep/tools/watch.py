@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from samestep.tools.inspect import read_record
+from samestep.train.directory import STATUS, read_status
+from samestep.watch.heartbeat import RANKS
 from samestep.watch.judge import describe_seconds
 from samestep.world.environment import read_host
 
@@ -74,19 +76,10 @@ def _follow(run_dir: Path) -> int:
 def read_ranks(run_dir: Path) -> dict[str, Any] | None:
     """What rank 0 wrote down last of all ranks; None where there is nothing, as before the first step."""
     try:
-        record = json.loads((run_dir / "ranks.json").read_text())
+        record = json.loads((run_dir / RANKS).read_text())
     except (OSError, ValueError):
         return None
     return record if isinstance(record, dict) else None
-
-
-def read_status(run_dir: Path) -> dict[str, Any]:
-    """`status.json`; empty where there is none yet."""
-    try:
-        status = json.loads((run_dir / "status.json").read_text())
-    except (OSError, ValueError):
-        return {}
-    return status if isinstance(status, dict) else {}
 
 
 def has_ended(run_dir: Path) -> bool:
@@ -95,7 +88,7 @@ def has_ended(run_dir: Path) -> bool:
     if status.get("status") in ("done", "stopped"):
         return True
     newest_s = 0.0
-    for name in ("ranks.json", "status.json"):
+    for name in (RANKS, STATUS):
         path = run_dir / name
         newest_s = max(newest_s, path.stat().st_mtime if path.exists() else 0.0)
     age_s = time.time() - newest_s

@@ -12,14 +12,14 @@ from weakref import WeakValueDictionary
 
 from samestep import __version__
 from samestep.errors import Error
-from samestep.plan.ledger import RECORD
 from samestep.snapshot.store import Snapshot, Store
+from samestep.train.ledger import Ledger
 from samestep.train.lock import Lock
 from samestep.watch.metrics import Metrics
 from samestep.world.environment import Restart, read_host
 
 FORMAT = 1
-LEDGER_FLUSH_S = 0.1
+STATUS = "status.json"
 
 _open: WeakValueDictionary[Path, "Directory"] = WeakValueDictionary()  # of this process
 
@@ -133,16 +133,7 @@ class Directory:
             "machine": dict(machine),
             "config": config,
         }
-        temporary = self.path / ".run.json"
-        try:
-            with open(temporary, "w") as file:
-                json.dump(record, file, indent=2)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.path / "run.json")
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
+        _replace(self.path / "run.json", json.dumps(record, indent=2), sync=True)
         self.record, self._is_begun = record, True
 
     # --- what is in it ----------------------------------------------------------------------------------------
@@ -207,7 +198,7 @@ class Directory:
             world_size: of this start.
         """
         path = self.path / "restarts.jsonl"
-        before = self._read_status()
+        before = read_status(self.path)
         if before or restart is not None:
             row = {
                 "time": _now(),
@@ -235,21 +226,9 @@ class Directory:
         if self._lock is None or not self._is_begun:
             return
         record = {"status": status, "reason": reason, "time": _now(), "host": read_host(), "process": os.getpid()}
-        temporary = self.path / ".status.json"
-        try:
+        with suppress(OSError, Error):  # the disk is full, for instance, or the run is another's by now
             self._lock.check()
-            temporary.write_text(json.dumps(record) + "\n")
-            os.replace(temporary, self.path / "status.json")
-        except (OSError, Error):
-            with suppress(OSError):  # the disk is read-only now, for instance
-                temporary.unlink(missing_ok=True)
-
-    def _read_status(self) -> dict[str, Any]:
-        try:
-            record = json.loads((self.path / "status.json").read_text())
-        except (OSError, ValueError):
-            return {}
-        return record if isinstance(record, dict) else {}
+            _replace(self.path / STATUS, json.dumps(record) + "\n", sync=False)
 
     # --- what is written in it --------------------------------------------------------------------------------
 
@@ -362,53 +341,36 @@ class Directory:
         return Error(f"the run in {self.path} was ended by a later samestep.Run of this process in the same directory")
 
 
-class Ledger:
-    """`ledger.bin`: what each finished step used. Raises OSError where the file cannot be opened.
+def read_status(run_dir: Path) -> dict[str, Any]:
+    """How a run stands, as it was written down last; empty where that has not been done yet."""
+    try:
+        record = json.loads((run_dir / STATUS).read_text())
+    except (OSError, ValueError):
+        return {}
+    return record if isinstance(record, dict) else {}
 
-    Attributes:
-        num_steps: the records that were found.
+
+def _replace(path: Path, text: str, *, sync: bool) -> None:
+    """Puts a text in a file's place.
+
+    Args:
+        sync: waits until it is on the disk.
+
+    Raises:
+        OSError: that cannot be done; what was there stands.
     """
-
-    def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        self._pending = bytearray()
-        self.num_steps = os.fstat(self._file).st_size // RECORD.size
-        self._flushed_s = time.monotonic()
-
-    def cut(self, num_steps: int) -> bool:
-        """Keeps the first `num_steps` records. False where there are fewer."""
-        size = num_steps * RECORD.size
-        is_whole = os.fstat(self._file).st_size >= size
-        os.ftruncate(self._file, size)
-        return is_whole
-
-    def append(self, step: int, epoch: int, num_samples: int, fingerprint: int) -> None:
-        """Adds a record. Never raises for a full disk: it is kept and tried again, and `sync` raises.
-
-        It is written within `LEDGER_FLUSH_S`: who starts the run again after a crash counts the steps that were lost.
-        """
-        self._pending += RECORD.pack(step, epoch, num_samples, fingerprint)
-        if time.monotonic() - self._flushed_s >= LEDGER_FLUSH_S:  # a write costs more than everything else here
-            self._flushed_s = time.monotonic()
-            with suppress(OSError):
-                self.flush()
-
-    def sync(self) -> None:
-        """Waits until what was written is on the disk. Any thread may, beside `append`. Raises OSError."""
-        os.fsync(self._file)
-
-    def close(self) -> None:
-        """Writes what is left and closes the file."""
-        try:
-            self.flush()
-        finally:
-            os.close(self._file)
-
-    def flush(self) -> None:
-        """Writes all records to the file. Raises OSError where that cannot be done."""
-        while self._pending:
-            # A full disk may cut a write short: what did not go stays.
-            del self._pending[: os.write(self._file, self._pending)]
+    temporary = path.with_name(f".{path.name}")
+    try:
+        with open(temporary, "w") as file:
+            file.write(text)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):  # read-only by now
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 def _find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from weakref import WeakSet
 
 from samestep.errors import Error, PeerFailed
 from samestep.launch.rank import is_secondary, write_error
-from samestep.world.environment import LEAVE, START_AGAIN
+from samestep.world.environment import LEAVE, stop_code
 from samestep.world.group import close_group, is_first, is_left_by_rank_0
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ class StopSignals:
         """
         if not self._is_alone:
             return 0
-        return 128 + signal.SIGINT if self.heard == signal.SIGINT else START_AGAIN
+        return stop_code(self.heard)
 
     def restore(self) -> None:
         """Gives the signals back to whoever had them."""

@@ -202,6 +202,11 @@ class Keeper:
         else:
             self._save_beside(order, inspection, objects)
 
+    @property
+    def is_copying(self) -> bool:
+        """Whether a snapshot's copy has not been joined yet."""
+        return self._pending is not None and not self._pending.saving.is_decided
+
     def join_copy(self) -> None:
         """Before an update, on all ranks: what is being copied must not change any more.
 
@@ -211,7 +216,7 @@ class Keeper:
         if self._watch is not None:
             self._restless |= {locate(tensor) for tensor in self._watch.find_changed()}
             self._watch = None
-        if self._pending is None or self._pending.saving.is_decided:
+        if self._pending is None or self._pending.saving.is_decided:  # as in `is_copying`
             return
         copy = self._pending.saving.copy
         copy.join()
@@ -289,9 +294,7 @@ class Keeper:
             confirm()
             return
         for name in order.names:
-            self.directory.save(
-                order.structure, tensors, step=order.step, name=name, meta=order.meta, confirm=confirm
-            )  # fmt: skip
+            self.directory.save(order.structure, tensors, step=order.step, name=name, meta=order.meta, confirm=confirm)
         try:
             self.directory.prune(self._settings.keep)
         except Error:

@@ -163,12 +163,14 @@ class Loop:
 
         The last thing before the script may update: what is being copied for a snapshot is copied by now.
         """
-        pulse = self._run._pulse
-        before = pulse.now[0]
-        pulse.enter("saving", self.steps_done)
-        self._run._keeper.join_copy()
-        pulse.enter(before, self.steps_done)
-        self._run._keeper.is_wanted |= wants_snapshot
+        keeper, pulse = self._run._keeper, self._run._pulse
+        before, is_copying = pulse.now[0], keeper.is_copying
+        if is_copying:
+            pulse.enter("saving", self.steps_done)
+        keeper.join_copy()
+        if is_copying:
+            pulse.enter(before, self.steps_done)
+        keeper.is_wanted |= wants_snapshot
         if not self._is_ended:
             self._signal = max(votes)
             self.ending |= bool(self._signal)

@@ -207,9 +207,9 @@ def hash_batch(batch: Any) -> str:
 def read_draws() -> dict[str, str]:
     """Where the global generators stand."""
     return {
-        "torch": hash_tensor(torch.get_rng_state()),
-        "numpy": hashlib.sha256(pickle.dumps(np.random.get_state())).hexdigest()[:16],
-        "random": hashlib.sha256(repr(random.getstate()).encode()).hexdigest()[:16],
+        "torch": read_generator(torch.default_generator),
+        "numpy": read_generator(np.random.mtrand._rand),
+        "random": read_generator(random._inst),
     }
 
 

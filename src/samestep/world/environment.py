@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -17,8 +18,12 @@ STOPPED = "stopped"  # a run ended early, saved, because of a signal
 FINISHED = "finished"  # a run's loop came to its own end
 LEAVE = "leave"  # a rank that is sent SIGTERM is to end at once: another one has failed
 
-
 START_AGAIN = 75  # an exit code, EX_TEMPFAIL: stopped because it was told to, and saved; the same command goes on
+
+
+def stop_code(signum: int) -> int:
+    """The exit code of a run that was told to stop by a signal, and has saved: Ctrl-C's is every program's."""
+    return 128 + signal.SIGINT if signum == signal.SIGINT else START_AGAIN
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,12 @@
+"""Waiting for what has no event to wait for."""
+
+import time
+from collections.abc import Callable
+
+
+def wait_until(condition: Callable[[], object], what: str, deadline_s: float = 60.0) -> None:
+    """Waits for what other processes or threads bring about; fails, saying `what`, where it takes too long."""
+    end = time.monotonic() + deadline_s
+    while not condition():
+        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
+        time.sleep(0.005)
