@@ -14,7 +14,7 @@ import psutil
 from support.waiting import wait_until
 
 MARK = "SAMESTEP_TEST_MARK"
-DEADLINE_S = 60.0
+DEADLINE_S = 150.0
 
 
 class Command:

@@ -19,6 +19,7 @@ import pytest
 from promises.wrong import MISTAKES, build, learn_well, loop, train
 from support.disks import Disk
 from support.runs import check, clean_variables, run_command, samestep_command
+from support.selection import one_in
 
 import samestep
 from samestep.snapshot.store import Store
@@ -67,22 +68,25 @@ def python(name: str, run_dir: Path, **variables: str) -> Done:
 
 @pytest.mark.parametrize(
     ("flags", "said"),
-    [
-        (
-            ["--batch-size", "33", "--micro-batch-size", "4"],
-            [
-                "batch_size 33 is not a multiple of micro_batch_size 4",
-                "a batch_size of 32 or 36, or a micro_batch_size of",
-            ],
-        ),
-        (
-            ["--nproc-per-node", "3", "--batch-size", "4", "--micro-batch-size", "2"],
-            [r"3 ranks for 2 micro-batches: start 1 to 2 ranks, or lower micro_batch_size \(now 2\) to at most 1"],
-        ),
-        (["--nproc-per-node", "2", "--precision", "fp8"], ["precision must be fp32, bf16 or fp16, not 'fp8'"]),
-        (["--snapshot-every", "2weeks"], ["snapshot_every is '2weeks': give a number of steps such as 10"]),
-        (["--resume", "best"], ["there is no snapshot named best"]),
-    ],
+    one_in(
+        2,
+        [
+            (
+                ["--batch-size", "33", "--micro-batch-size", "4"],
+                [
+                    "batch_size 33 is not a multiple of micro_batch_size 4",
+                    "a batch_size of 32 or 36, or a micro_batch_size of",
+                ],
+            ),
+            (
+                ["--nproc-per-node", "3", "--batch-size", "4", "--micro-batch-size", "2"],
+                [r"3 ranks for 2 micro-batches: start 1 to 2 ranks, or lower micro_batch_size \(now 2\) to at most 1"],
+            ),
+            (["--nproc-per-node", "2", "--precision", "fp8"], ["precision must be fp32, bf16 or fp16, not 'fp8'"]),
+            (["--snapshot-every", "2weeks"], ["snapshot_every is '2weeks': give a number of steps such as 10"]),
+            (["--resume", "best"], ["there is no snapshot named best"]),
+        ],
+    ),
     ids=["batch size", "ranks", "precision", "snapshot_every", "resume"],
 )
 def test_numbers(tmp_path: Path, flags: list[str], said: list[str]) -> None:
@@ -254,15 +258,18 @@ def test_directories_of_others(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "num_ranks"),
-    [
-        ("an empty data set", 2),
-        ("a loss per sample", 2),
-        ("a lone sample", 2),
-        ("SyncBatchNorm", 2),
-        ("optimizer.step not dedented", 2),
-        ("a collate function that fails in a worker", 2),
-        ("break in the epochs", 2),
-    ],
+    one_in(
+        2,
+        [
+            ("an empty data set", 2),
+            ("a loss per sample", 2),
+            ("a lone sample", 2),
+            ("SyncBatchNorm", 2),
+            ("optimizer.step not dedented", 2),
+            ("a collate function that fails in a worker", 2),
+            ("break in the epochs", 2),
+        ],
+    ),
 )
 def test_launched(tmp_path: Path, name: str, num_ranks: int) -> None:
     """The other ranks, which have lost one, are not heard."""
@@ -272,7 +279,7 @@ def test_launched(tmp_path: Path, name: str, num_ranks: int) -> None:
         assert look(tmp_path) == {}
 
 
-@pytest.mark.parametrize("name", ["loss.item()", "break in the epochs", "a data set that fails in a worker"])
+@pytest.mark.parametrize("name", one_in(3, ["loss.item()", "break in the epochs", "a data set that fails in a worker"]))
 def test_plain_python(tmp_path: Path, name: str) -> None:
     assert_refused(python(name, tmp_path / "x"), MISTAKES[name].said)
 
@@ -309,7 +316,7 @@ def start_by_hand(name: str, run_dir: Path, num_ranks: int = 2) -> list[Done]:
     return [Done(rank.args, rank.returncode, *words) for rank, words in zip(ranks, said, strict=True)]
 
 
-@pytest.mark.parametrize("name", ["a data set that fails", "optimizer.step not dedented"])
+@pytest.mark.parametrize("name", one_in(2, ["a data set that fails", "optimizer.step not dedented"]))
 def test_once_where_nobody_filters(tmp_path: Path, name: str) -> None:
     """Said by one rank, whichever it is; another one says at most that it has lost that one."""
     ranks = start_by_hand(name, tmp_path / "x")
@@ -540,6 +547,7 @@ def test_the_process_itself_reads_its_lock(tmp_path: Path) -> None:
     samestep.spawn(train)
 
 
+@pytest.mark.soak
 def test_at_the_same_moment(tmp_path: Path) -> None:
     """Of some processes that start together one gets the run; the others leave it alone, also as they clean up."""
     started = [Waiting(tmp_path / "x") for _ in range(3)]

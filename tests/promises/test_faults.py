@@ -26,8 +26,10 @@ from promises.faulty import (
     mend,
     set_clock_back,
 )
-from promises.trial import Outcome, Trial, ask, resume_is_from
+from promises.trial import Outcome, Trial, resume_is_from
 from support.disks import open_disk
+from support.runs import ask
+from support.selection import one_in
 from support.waiting import wait_until
 
 Undisturbed = Callable[..., Outcome]
@@ -70,7 +72,7 @@ def build_faults() -> list[str]:
     return faults
 
 
-@pytest.mark.parametrize("fault", build_faults())
+@pytest.mark.parametrize("fault", one_in(3, build_faults()))
 def test_at_every_moment(trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], fault: str) -> None:
     """keep=1, so that there is something to prune."""
     num_ranks_then = 1 + len(fault) % 4

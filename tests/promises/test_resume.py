@@ -12,6 +12,7 @@ import psutil
 import pytest
 from promises.faulty import IN_BODY, IN_STEP, NUM_STEPS, STEPS_PER_EPOCH
 from promises.trial import Outcome, Trial, read_tree, resume_is_from
+from support.selection import one_in
 from support.waiting import wait_until
 
 import samestep
@@ -23,13 +24,16 @@ Undisturbed = Callable[..., Outcome]
 
 @pytest.mark.parametrize(
     ("fault", "flags", "arguments", "num_ranks_then"),
-    [
-        ("kill rank 1 at step 7 in forward", [], [], 2),
-        ("freeze rank 1 at step 8 in reduction", ["--snapshot-every", "3"], [], 4),
-        ("exit rank 0 at step 10 in before schedule", ["--snapshot-every", "2epochs"], [], 3),
-        ("kill rank 0 at step 6 in writing manifest", ["--snapshot-every", "2"], [], 1),
-        ("kill rank 1 at step 9 in worker", [], ["--num-workers", "2"], 2),
-    ],
+    one_in(
+        3,
+        [
+            ("kill rank 1 at step 7 in forward", [], [], 2),
+            ("freeze rank 1 at step 8 in reduction", ["--snapshot-every", "3"], [], 4),
+            ("exit rank 0 at step 10 in before schedule", ["--snapshot-every", "2epochs"], [], 3),
+            ("kill rank 0 at step 6 in writing manifest", ["--snapshot-every", "2"], [], 1),
+            ("kill rank 1 at step 9 in worker", [], ["--num-workers", "2"], 2),
+        ],
+    ),
 )
 def test_killed_under_the_launcher(
     trial: Trial, undisturbed: Undisturbed, fault: str, flags: list[str], arguments: list[str], num_ranks_then: int
@@ -56,11 +60,14 @@ def test_killed_under_the_launcher(
 
 @pytest.mark.parametrize(
     ("victim", "held_at"),
-    [
-        ("launcher", "step 7 in backward"),
-        ("server", "step 10 in validation"),
-        ("frozen launcher", "step 10 in writing tensors"),
-    ],
+    one_in(
+        3,
+        [
+            ("launcher", "step 7 in backward"),
+            ("server", "step 10 in validation"),
+            ("frozen launcher", "step 10 in writing tensors"),
+        ],
+    ),
 )
 def test_the_launcher_itself_is_killed(trial: Trial, undisturbed: Undisturbed, victim: str, held_at: str) -> None:
     """Its ranks, and their DataLoader workers, do not outlive it to write into the run of those that follow."""
@@ -84,7 +91,7 @@ def test_the_launcher_itself_is_killed(trial: Trial, undisturbed: Undisturbed, v
 # --- one after the other, and other loops -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", one_in(3, range(3)))
 def test_killed_again_and_again(trial: Trial, undisturbed: Undisturbed, seed: int) -> None:
     """One crash after the other, at other numbers of ranks each time, until there is none left."""
     draw = random.Random(seed)
@@ -131,16 +138,26 @@ def test_other_loops(trial: Trial, undisturbed: Undisturbed, arguments: dict[str
 
 @pytest.mark.parametrize(
     ("every", "keep", "fault", "saved", "resumed", "at_end"),
-    [
-        (3, 3, "kill rank 1 at step 13 in forward", ["5", "best 5", "6", "9", "best 10", "12"], 12, ["9", "12", "15"]),
-        ("3", 1, "kill rank 0 at step 10 in after schedule", ["best 5", "9"], 9, ["15"]),
-        ("5steps", 3, "kill rank 0 at step 10 in before schedule", ["best 5", "5"], 5, ["5", "10", "15"]),
-        ("1epochs", 3, "kill rank 0 at step 10 in before schedule", ["best 5", "5"], 5, ["5", "10", "15"]),
-        ("2epochs", 3, "kill rank 1 at step 9 in update", ["best 5"], 5, ["10", "15"]),
-        ("2epochs", 3, "kill rank 1 at step 11 in update", ["10", "best 10"], 10, ["10", "15"]),
-        ("never", 3, "kill rank 1 at step 11 in update", ["best 10"], 10, []),
-        ("never", 3, "kill rank 1 at step 4 in update", [], 0, []),
-    ],
+    one_in(
+        2,
+        [
+            (
+                3,
+                3,
+                "kill rank 1 at step 13 in forward",
+                ["5", "best 5", "6", "9", "best 10", "12"],
+                12,
+                ["9", "12", "15"],
+            ),
+            ("3", 1, "kill rank 0 at step 10 in after schedule", ["best 5", "9"], 9, ["15"]),
+            ("5steps", 3, "kill rank 0 at step 10 in before schedule", ["best 5", "5"], 5, ["5", "10", "15"]),
+            ("1epochs", 3, "kill rank 0 at step 10 in before schedule", ["best 5", "5"], 5, ["5", "10", "15"]),
+            ("2epochs", 3, "kill rank 1 at step 9 in update", ["best 5"], 5, ["10", "15"]),
+            ("2epochs", 3, "kill rank 1 at step 11 in update", ["10", "best 10"], 10, ["10", "15"]),
+            ("never", 3, "kill rank 1 at step 11 in update", ["best 10"], 10, []),
+            ("never", 3, "kill rank 1 at step 4 in update", [], 0, []),
+        ],
+    ),
 )
 def test_what_is_saved_and_kept(
     trial: Trial,
@@ -208,7 +225,7 @@ def test_rows_from_before_the_first_step(tmp_path: Path) -> None:
 # --- where to go on from ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("which", [6, "6", "best", "latest"])
+@pytest.mark.parametrize("which", one_in(2, [6, "6", "best", "latest"]))
 def test_resume_from_an_older_snapshot(
     trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], which: int | str
 ) -> None:
@@ -292,7 +309,8 @@ def test_fresh_starts_beside(trial: Trial, undisturbed: Undisturbed) -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_steps", "every"), [(3, 3), (10, 3), (7, "1epochs"), (14, "1epochs"), (3, "2epochs"), (10, "2epochs")]
+    ("max_steps", "every"),
+    one_in(2, [(3, 3), (10, 3), (7, "1epochs"), (14, "1epochs"), (3, "2epochs"), (10, "2epochs")]),
 )
 def test_max_steps_and_then_more(
     trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], max_steps: int, every: int | str

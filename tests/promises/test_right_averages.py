@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, assume, given, reject, settings
 from hypothesis import strategies as st
 from promises.models import Branches, Kinds, build_pairs
 from support.runs import read_rows
+from support.selection import one_in
 from support.trace import freeze
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -183,7 +184,9 @@ def measure_statistics(momentum: float | None, is_scheduled: bool) -> list[float
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 5])
-@pytest.mark.parametrize(("momentum", "is_scheduled"), [(0.1, False), (0.9, False), (None, False), (0.1, True)])
+@pytest.mark.parametrize(
+    ("momentum", "is_scheduled"), one_in(3, [(0.1, False), (0.9, False), (None, False), (0.1, True)])
+)
 def test_statistics_are_those_of_one_device(momentum: float | None, is_scheduled: bool, world_size: int) -> None:
     errors = samestep.spawn(measure_statistics, world_size, (momentum, is_scheduled))
     assert len(errors) == 3 * 2 * 4
@@ -253,7 +256,7 @@ def train_reduced(run_dir: Path, reduction: str, kind: type[nn.Module], bucket_c
 
 
 @pytest.mark.parametrize("bucket_cap_mb", [25.0, 0.0002])
-@pytest.mark.parametrize("kind", [Branches, Kinds])
+@pytest.mark.parametrize("kind", one_in(3, [Branches, Kinds]))
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_fast_keeps_all_but_the_bits(
     tmp_path: Path, kind: type[nn.Module], bucket_cap_mb: float, world_size: int

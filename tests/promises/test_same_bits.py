@@ -9,6 +9,7 @@ import pytest
 from promises import gradients, training  # noqa: F401 - they fill CASES
 from promises.loops import CASES
 from support.runs import check, digest, samestep_command
+from support.selection import one_in
 from support.trace import assert_same
 
 import samestep
@@ -26,7 +27,7 @@ def run_alone(train: Callable[[], Any]) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "world_size"),
-    [(name, world_size) for name in CASES for world_size in HEAVY.get(name, WORLD_SIZES)],
+    one_in(3, [(name, world_size) for name in CASES for world_size in HEAVY.get(name, WORLD_SIZES)]),
 )
 def test_any_model(name: str, world_size: int) -> None:
     train = CASES[name]
@@ -40,7 +41,7 @@ def test_workers_draw_as_the_rank_itself(world_size: int) -> None:
 
 
 @pytest.mark.timeout(400)  # It compiles C++, when no earlier run has.
-@pytest.mark.parametrize("train", [training.compiled_by_inductor, training.compiled_for_many_lengths])
+@pytest.mark.parametrize("train", one_in(2, [training.compiled_by_inductor, training.compiled_for_many_lengths]))
 def test_compiled_to_kernels(train: Callable[[], Any]) -> None:
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
@@ -80,7 +81,9 @@ def mlp(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
     return Recipe(tmp_path_factory.mktemp("mlp"), "mlp")
 
 
-@pytest.mark.parametrize(("world_size", "num_workers"), [*((w, 0) for w in WORLD_SIZES), (1, 2), (3, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "num_workers"), one_in(4, [(5, 0), (2, 0), (3, 0), (4, 0), (3, 2), (12, 0), (1, 2)])
+)
 def test_digits(digits: Recipe, world_size: int, num_workers: int) -> None:
     wanted, files = digits.train(1)
     found, found_files = digits.train(world_size, *(["--num-workers", "2"] if num_workers else []))
@@ -89,7 +92,7 @@ def test_digits(digits: Recipe, world_size: int, num_workers: int) -> None:
     assert files["metrics.jsonl"].count(b'"validation/accuracy"') == 3
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", one_in(3, WORLD_SIZES))
 def test_mlp(mlp: Recipe, world_size: int) -> None:
     assert mlp.train(world_size) == mlp.train(1)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from support.runs import check, digest, run_command
+from support.selection import one_in
 
 from samestep.snapshot.store import Store
 
@@ -67,11 +68,14 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Scripts:
 
 @pytest.mark.parametrize(
     ("name", "start"),
-    [
-        *((name, start) for name in ARGUMENTS for start in ("launch on 1", "launch on 3")),
-        *((name, "torchrun on 3") for name in ("trainer", "translate")),
-        ("trainer", "torchrun on 1"),
-    ],
+    one_in(
+        3,
+        [
+            *((name, start) for name in ARGUMENTS for start in ("launch on 1", "launch on 3")),
+            *((name, "torchrun on 3") for name in ("trainer", "translate")),
+            ("trainer", "torchrun on 1"),
+        ],
+    ),
 )
 def test_every_launcher(scripts: Scripts, name: str, start: str) -> None:
     assert_same(scripts.start(name, start), scripts.start(name, "python"))
@@ -109,7 +113,7 @@ def test_resumed_on_another_number_of_ranks(scripts: Scripts, tmp_path: Path, fi
     assert_same(read_result(tmp_path / "runs" / "en-it", ""), scripts.start("translate", "python"))
 
 
-@pytest.mark.parametrize("start", ["python", "launch on 3", "torchrun on 3"])
+@pytest.mark.parametrize("start", one_in(3, ["python", "launch on 3", "torchrun on 3"]))
 def test_the_mistake_is_named_where_it_is_made(tmp_path: Path, start: str) -> None:
     done = run_command(*STARTS[start], SCRIPTS / "dedent.py", cwd=tmp_path)
     assert done.returncode == (1 if "torchrun" in start else 2), done.stderr

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from promises.faulty import NUM_STEPS
 from promises.trial import Outcome, Started, Trial, read_tree, resume_is_from
+from support.selection import one_in
 from support.waiting import wait_until
 
 import samestep
@@ -41,7 +42,7 @@ def assert_goes_on(trial: Trial, undisturbed: Undisturbed, then: Started, step: 
 # --- the launcher -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("signum", CODES)
+@pytest.mark.parametrize("signum", one_in(2, CODES))
 def test_signal_to_the_launcher(trial: Trial, undisturbed: Undisturbed, signum: signal.Signals) -> None:
     """In the middle of an epoch, with DataLoader workers."""
     arguments = ["--num-workers", "1"]
@@ -58,7 +59,7 @@ def test_signal_to_the_launcher(trial: Trial, undisturbed: Undisturbed, signum: 
     assert_goes_on(trial, undisturbed, trial.run("launch", 2, HELD, arguments=arguments), step=8)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", one_in(2, [signal.SIGTERM, signal.SIGINT]))
 def test_second_signal_to_the_launcher(trial: Trial, undisturbed: Undisturbed, signum: signal.Signals) -> None:
     """Nobody waits for the rank that is stuck."""
     launch = trial.start("launch", 2, HELD, "--snapshot-every", "3", arguments=["--settled"])
@@ -98,12 +99,15 @@ def test_signal_to_everyone(trial: Trial, undisturbed: Undisturbed) -> None:
 
 @pytest.mark.parametrize(
     ("moment", "step", "stops_at"),
-    [
-        ("reduction", 9, 10),
-        ("validation", 10, 10),  # with the epoch's body, not a step of the next one later
-        ("after schedule", 10, 11),
-        ("writing tensors", 10, 11),
-    ],
+    one_in(
+        2,
+        [
+            ("reduction", 9, 10),
+            ("validation", 10, 10),  # with the epoch's body, not a step of the next one later
+            ("after schedule", 10, 11),
+            ("writing tensors", 10, 11),
+        ],
+    ),
 )
 def test_signal_at_other_moments(trial: Trial, undisturbed: Undisturbed, moment: str, step: int, stops_at: int) -> None:
     """It is heard at the end of the step or validation that is under way, or of the next one."""
@@ -119,7 +123,7 @@ def test_signal_at_other_moments(trial: Trial, undisturbed: Undisturbed, moment:
     assert trial.outcome() == undisturbed()
 
 
-@pytest.mark.parametrize("done", [0, 10])
+@pytest.mark.parametrize("done", one_in(2, [0, 10]))
 def test_signal_before_the_first_step(trial: Trial, undisturbed: Undisturbed, done: int) -> None:
     """As while data is read: nobody waits for a step, which may take minutes when it is the first."""
     if done:
@@ -183,7 +187,7 @@ def test_signal_to_one_rank(trial: Trial, undisturbed: Undisturbed) -> None:
 # --- other ways to start it -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", one_in(2, [signal.SIGTERM, signal.SIGINT]))
 def test_signal_to_plain_python(trial: Trial, undisturbed: Undisturbed, signum: signal.Signals) -> None:
     """And, as Ctrl-C in a terminal does, to its DataLoader workers."""
     arguments = ["--num-workers", "2"]
@@ -203,7 +207,7 @@ def test_signal_to_plain_python(trial: Trial, undisturbed: Undisturbed, signum: 
     assert trial.outcome() == undisturbed()
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", one_in(2, [signal.SIGTERM, signal.SIGINT]))
 def test_second_signal_to_plain_python(trial: Trial, undisturbed: Undisturbed, signum: signal.Signals) -> None:
     python = trial.start("python", 1, HELD, arguments=["--num-workers", "2", "--settled"])
     trial.wait_held()
@@ -220,7 +224,7 @@ def test_second_signal_to_plain_python(trial: Trial, undisturbed: Undisturbed, s
     assert trial.outcome() == undisturbed()
 
 
-@pytest.mark.parametrize(("moment", "step", "stops_at"), [("update", 7, 8), ("after schedule", 10, 10)])
+@pytest.mark.parametrize(("moment", "step", "stops_at"), one_in(2, [("update", 7, 8), ("after schedule", 10, 10)]))
 def test_signal_after_the_exchange(
     trial: Trial, undisturbed: Undisturbed, moment: str, step: int, stops_at: int
 ) -> None:
@@ -334,7 +338,7 @@ def test_signal_while_the_output_is_stuck(trial: Trial, undisturbed: Undisturbed
     assert trial.outcome() == undisturbed()
 
 
-@pytest.mark.parametrize("how", ["launch", "python"])
+@pytest.mark.parametrize("how", one_in(2, ["launch", "python"]))
 def test_ctrl_c_before_tee(trial: Trial, undisturbed: Undisturbed, how: str) -> None:
     """`samestep launch ... | tee log`: the Ctrl-C that stops the run ends tee as well, and nobody reads any more."""
     reader, writer = os.pipe()

@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import io
 import signal
 import subprocess
 import sys
@@ -17,12 +16,11 @@ from typing import Any
 import psutil
 from promises.faulty import Fault, train
 from support.hosts import Host
-from support.runs import clean_variables
+from support.runs import ask, clean_variables
 from support.strikes import Strike
 from support.waiting import wait_until
 
 import samestep
-from samestep.cli import main
 from samestep.snapshot.store import Store
 
 SCRIPT = Path(__file__).with_name("faulty.py")
@@ -39,13 +37,6 @@ class Outcome:
     digest_of_best: str
     metrics: bytes
     ledger: bytes
-
-
-def ask(*arguments: str | Path) -> str:
-    """What `samestep ARGUMENTS` prints; it must succeed."""
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        assert main([str(argument) for argument in arguments]) == 0, printed.getvalue()
-    return printed.getvalue()
 
 
 def read_outcome(run_dir: Path) -> Outcome:

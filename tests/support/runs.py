@@ -1,5 +1,7 @@
 """Runs as a person starts them, and what is left of them on disk."""
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -7,6 +9,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from samestep.cli import main
 
 # What would make a run of this machine another one.
 FOREIGN = ("SAMESTEP_", "OMP_", "MKL_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")
@@ -80,10 +84,17 @@ def check(done: subprocess.CompletedProcess[str], code: int = 0) -> subprocess.C
     return done
 
 
+def ask(*arguments: str | Path) -> str:
+    """What `samestep ARGUMENTS` prints; it must succeed."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        assert main([str(argument) for argument in arguments]) == 0, printed.getvalue()
+    return printed.getvalue()
+
+
 def digest(run_dir: Path, step: int | str | None = None) -> str:
     """What `samestep inspect RUN --digest` prints: the sha256 of a run's whole state."""
     which = [] if step is None else ["--step", str(step)]
-    printed = check(samestep_command("inspect", run_dir, "--digest", *which, cwd=run_dir)).stdout.strip()
+    printed = ask("inspect", run_dir, "--digest", *which).strip()
     assert len(printed) == 64, printed
     return printed
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 
-def wait_until(condition: Callable[[], object], what: str, deadline_s: float = 60.0) -> None:
+def wait_until(condition: Callable[[], object], what: str, deadline_s: float = 120.0) -> None:
     """Waits for what other processes or threads bring about; fails, saying `what`, where it takes too long."""
     end = time.monotonic() + deadline_s
     while not condition():
