@@ -14,7 +14,7 @@ test: $(VENV)/installed-dev
 	$(BIN)/mypy
 	$(BIN)/pytest -n 2 --dist worksteal -m "not soak"
 
-# All tests, also those that take long, or need hosts and disks of their own: half an hour.
+# All tests, also those that take long, need hosts and disks of their own, or are one of many like them: an hour.
 soak: $(VENV)/installed-dev
 	$(BIN)/pytest -n 2 --dist worksteal
 
