@@ -75,7 +75,7 @@ def test_a_rank_alone_looks_after_itself() -> None:
         for _ in range(WARM_UP + 2):
             pulse.enter("loading", 4)
         wait_until(lambda: said, "it says that nothing moves")
-        assert "rank 0 (host here) has been loading data for 1 s at step 4, test_heartbeat.py:" in said[0]
+        assert "rank 0 (host here) has been loading data for 1 s at step 4, waiting.py:" in said[0]
         pulse.enter("forward", 4)
         wait_until(lambda: len(said) > 1, "it says that it goes on")
         assert said[1].startswith("the run goes on, after")

@@ -1,7 +1,6 @@
 """`samestep watch`: the table of all ranks of a run that goes on, from another shell."""
 
 import argparse
-import json
 import os
 import sys
 import time
@@ -11,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from samestep.tools.inspect import read_record
-from samestep.train.directory import STATUS, read_status
-from samestep.watch.heartbeat import RANKS
 from samestep.watch.judge import describe_seconds
+from samestep.watch.records import RANKS, STATUS, read_or_empty
 from samestep.world.environment import read_host
 
 POLL_S = 1.0
@@ -46,9 +44,9 @@ def run_watch(args: list[str]) -> int:
     read_record(run_dir)
     if sys.stdout.isatty():
         return _follow(run_dir)
-    record = read_ranks(run_dir)
-    is_running = read_status(run_dir).get("status", "running") == "running"
-    if record is None or not is_running or time.time() - record["time_s"] > STALE_S:
+    record = read_or_empty(run_dir / RANKS)
+    is_running = read_or_empty(run_dir / STATUS).get("status", "running") == "running"
+    if not record or not is_running or time.time() - record["time_s"] > STALE_S:
         print(describe_end(run_dir))
         return 0
     for row in format_rows(record, None):
@@ -62,29 +60,20 @@ def _follow(run_dir: Path) -> int:
 
     records: list[dict[str, Any]] = []
     with Live(Text("the run is starting"), auto_refresh=False, transient=False) as live:
-        while (record := read_ranks(run_dir)) is not None or not has_ended(run_dir):
-            if record is not None and (not records or record["time_s"] != records[-1]["time_s"]):
+        while (record := read_or_empty(run_dir / RANKS)) or not has_ended(run_dir):
+            if record and (not records or record["time_s"] != records[-1]["time_s"]):
                 records = [old for old in records if record["time_s"] - old["time_s"] < WINDOW_S] + [record]
                 live.update(build_table(record, records[0]), refresh=True)
-            elif record is not None and time.time() - record["time_s"] > RESTART_S and has_ended(run_dir):
+            elif record and time.time() - record["time_s"] > RESTART_S and has_ended(run_dir):
                 break
             time.sleep(POLL_S)
     print(describe_end(run_dir))
     return 0
 
 
-def read_ranks(run_dir: Path) -> dict[str, Any] | None:
-    """What rank 0 wrote down last of all ranks; None where there is nothing, as before the first step."""
-    try:
-        record = json.loads((run_dir / RANKS).read_text())
-    except (OSError, ValueError):
-        return None
-    return record if isinstance(record, dict) else None
-
-
 def has_ended(run_dir: Path) -> bool:
     """Whether the run says so, or the process that writes it is gone; False while a launcher may start it again."""
-    status = read_status(run_dir)
+    status = read_or_empty(run_dir / STATUS)
     if status.get("status") in ("done", "stopped"):
         return True
     newest_s = 0.0
@@ -101,7 +90,7 @@ def has_ended(run_dir: Path) -> bool:
 
 def describe_end(run_dir: Path) -> str:
     """How the run stands, in a sentence, when no rank tells anything."""
-    status = read_status(run_dir)
+    status = read_or_empty(run_dir / STATUS)
     how = status.get("status", "starting")
     if how == "running":
         return f"{run_dir}: nothing is heard of the run any more: it was killed, or its host is down"

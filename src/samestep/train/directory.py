@@ -16,10 +16,10 @@ from samestep.snapshot.store import Snapshot, Store
 from samestep.train.ledger import Ledger
 from samestep.train.lock import Lock
 from samestep.watch.metrics import Metrics
+from samestep.watch.records import STATUS, read_or_empty
 from samestep.world.environment import Restart, read_host
 
 FORMAT = 1
-STATUS = "status.json"
 
 _open: WeakValueDictionary[Path, "Directory"] = WeakValueDictionary()  # of this process
 
@@ -59,7 +59,7 @@ class Directory:
                 before.close()
             self.store = Store(self.path)
             self._lock = self._take_lock()
-            self.record = self._read_record(is_ours=not self._lock.is_new)  # it may have been killed before it began
+            self.record = self._read_or_empty(is_ours=not self._lock.is_new)  # it may have been killed before it began
         except OSError as error:
             self.close()
             raise Error(f"the run directory {path} cannot be written ({_reason(error)}): name another one") from None
@@ -80,7 +80,7 @@ class Directory:
             with suppress(FileNotFoundError):  # who made the directory has just removed it, since its run did not begin
                 return Lock(self.path / "lock")
 
-    def _read_record(self, *, is_ours: bool) -> dict[str, Any]:
+    def _read_or_empty(self, *, is_ours: bool) -> dict[str, Any]:
         path = self.path / "run.json"
         if not path.exists():
             rows = self.path / "metrics.jsonl"
@@ -198,7 +198,7 @@ class Directory:
             world_size: of this start.
         """
         path = self.path / "restarts.jsonl"
-        before = read_status(self.path)
+        before = read_or_empty(self.path / STATUS)
         if before or restart is not None:
             row = {
                 "time": _now(),
@@ -339,15 +339,6 @@ class Directory:
 
     def _is_taken_over(self) -> Error:
         return Error(f"the run in {self.path} was ended by a later samestep.Run of this process in the same directory")
-
-
-def read_status(run_dir: Path) -> dict[str, Any]:
-    """How a run stands, as it was written down last; empty where that has not been done yet."""
-    try:
-        record = json.loads((run_dir / STATUS).read_text())
-    except (OSError, ValueError):
-        return {}
-    return record if isinstance(record, dict) else {}
 
 
 def _replace(path: Path, text: str, *, sync: bool) -> None:

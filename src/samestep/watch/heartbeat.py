@@ -26,6 +26,7 @@ from samestep.watch.judge import (
     find_slow,
     judge,
 )
+from samestep.watch.records import RANKS
 from samestep.watch.symptoms import OWN, Symptoms, count_written, find_fate, look
 
 INTERVAL_S = 1.0
@@ -34,7 +35,6 @@ MISSED = 4  # beats, after which a rank is silent
 GRACE_S = 2.0  # for the guilty rank to be the first that ends
 WRITTEN_BYTES = 1 << 16  # since the last beat: a snapshot grows
 COMPUTE = ("loading", "forward", "backward", "updating")
-RANKS = "ranks.json"
 
 
 class Mail(Protocol):
