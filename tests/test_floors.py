@@ -36,7 +36,7 @@ FLOORS = {
 }
 
 ENVIRONMENT = "world/environment.py"
-COLLECTIVE_ROOMS = ("world/", "engine/", "snapshot/", "tools/doctor.py")
+COLLECTIVE_ROOMS = ("world/", "engine/", "snapshot/", "tools/doctor/")
 COLLECTIVES = re.compile(
     r"all_reduce\w*|_?all_gather\w*|_?reduce_scatter\w*|all_to_all\w*|_?broadcast\w*|reduce|gather|gather_object|scatter"
     r"|scatter_object_list|(monitored_)?barrier|i?send|i?recv|(send|recv)_object_list|batch_isend_irecv|P2POp"

@@ -29,6 +29,7 @@ Commands:
   samestep inspect RUN          what a run's directory holds: numbers, snapshots, restarts, samples, digest
   samestep watch RUN            what every rank of a run is at, while it goes on, from another shell
   samestep verify SCRIPT ...    prove that a script gives the same run on 1, 2, 3 and 4 ranks, and when it is killed
+  samestep doctor               whether this machine, or a whole cluster, is fit to train on, and what to do where not
   samestep export RUN FILE      a snapshot's weights as a safetensors file, for other programs
 
 Examples:
@@ -138,6 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _dispatch(arguments: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": _train, "launch": _launch, "verify": _verify, "watch": _watch, "inspect": _inspect, "export": _export,
+        "doctor": _doctor,
     }  # fmt: skip
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(HELP, end="")
@@ -325,6 +327,12 @@ def _watch(arguments: list[str]) -> int:
     from samestep.tools.watch import run_watch
 
     return run_watch(arguments)
+
+
+def _doctor(arguments: list[str]) -> int:
+    from samestep.tools.doctor.command import run_doctor
+
+    return run_doctor(arguments)
 
 
 def _export(arguments: list[str]) -> int:

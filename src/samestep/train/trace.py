@@ -36,12 +36,16 @@ if TYPE_CHECKING:
 
 
 def open_trace(run: "Run", options: str) -> "Trace":
-    """The trace that is asked for, as JSON: `dir`, and perhaps `dump`, `kill` or `reference`."""
+    """The trace that is asked for, as JSON: `dir`, and perhaps `dump`, `kill`, `reference` or `paces`."""
     parsed = json.loads(options)
     if parsed.get("reference"):
         from samestep.train.reference import Reference
 
         return Reference(run, parsed)
+    if parsed.get("paces"):
+        from samestep.train.paces import Paces
+
+        return Paces(run, parsed)
     return Trace(run, parsed)
 
 

@@ -160,6 +160,11 @@ def read_master() -> tuple[str, int]:
     return address, int(port)
 
 
+def read_interface() -> str:
+    """The interface that is set for the ranks' traffic, the first where there are several; "" where none is."""
+    return os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+
+
 def has_agent_store() -> bool:
     """Whether the ranks meet in a store of their launcher's, and not of rank 0's."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

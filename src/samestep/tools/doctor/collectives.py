@@ -1,0 +1,327 @@
+"""The ranks as a group: collectives are right, how fast they are, and how fast each link between two nodes is.
+
+Bus bandwidth is that of nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md): the rate at which each rank's
+link must have worked, whatever the number of ranks. It is size / time, times 2 (n - 1) / n for an all-reduce and
+(n - 1) / n for an all-gather and an all-to-all, where size counts the whole buffer: of an all-gather, the result.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from statistics import median_high
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from samestep.tools.doctor.findings import FAIL, PASS, WARN, Cast, Facts, Finding, format_bytes, format_rate, format_s
+from samestep.world.group import Group, close_group, open_group
+
+if TYPE_CHECKING:
+    from samestep.tools.doctor.examination import Here
+
+TIMEOUT_S = 20.0
+FIRST_BYTES, LAST_BYTES, GROWTH = 1 << 10, 256 << 20, 8
+BUDGET_S = 2.0  # for one operation at all sizes
+SAMPLE_S, MOST_REPEATS = 0.05, 50  # at one size
+EXACT_SIZES = (1, 1000, 65537)  # elements per rank
+LINK_BYTES, LINK_CHUNK_BYTES, LINK_S = 64 << 20, 256 << 10, 0.1
+NUM_LINK_PINGS = 10
+SLOW_LINK = 0.5  # of the median
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A collective to be measured.
+
+    Attributes:
+        call: (output, input).
+        expect: (rank, world size, elements per part) -> what `call` must make of `_fill`'s numbers.
+        wide_input, wide_output: whether the tensor holds a part for each rank, or one part.
+        factor: of the bus bandwidth, by the number of ranks.
+    """
+
+    name: str
+    call: Callable[[Tensor, Tensor], object]
+    expect: Callable[[int, int, int], Tensor]
+    wide_input: bool
+    wide_output: bool
+    factor: Callable[[int], float]
+
+
+def _fill(rank: int, num: int) -> Tensor:
+    """Whole numbers, other ones on each rank, whose sums float32 holds exactly."""
+    return (torch.arange(num) % 997 + 1000 * rank).float()
+
+
+def _all_reduce(output: Tensor, given: Tensor) -> None:
+    output.copy_(given)
+    dist.all_reduce(output)
+
+
+def _expect_sum(rank: int, world_size: int, num: int) -> Tensor:
+    return (torch.arange(num * world_size) % 997 * world_size + 500 * world_size * (world_size - 1)).float()
+
+
+def _expect_all(rank: int, world_size: int, num: int) -> Tensor:
+    return torch.cat([_fill(other, num) for other in range(world_size)])
+
+
+def _expect_shares(rank: int, world_size: int, num: int) -> Tensor:
+    return torch.cat([_fill(other, num * world_size)[rank * num : (rank + 1) * num] for other in range(world_size)])
+
+
+# Since torch 2.13 the old name warns.
+_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+
+OPERATIONS = (
+    Operation("all-reduce", _all_reduce, _expect_sum, True, True, lambda n: 2 * (n - 1) / n),
+    Operation("all-gather", _all_gather, _expect_all, False, True, lambda n: (n - 1) / n),
+    Operation("all-to-all", dist.all_to_all_single, _expect_shares, True, True, lambda n: (n - 1) / n),
+)
+
+
+# --- what every rank does -----------------------------------------------------------------------------------------
+
+
+def look_at_collectives(here: "Here") -> dict[str, Any] | None:
+    """Opens the group, and does everything with all ranks. None with one rank."""
+    if here.environment.world_size == 1:
+        return None
+    here.doing = "joining the ranks"
+    kinds = here.meeting.exchange("collectives/device", here.device.type, TIMEOUT_S)
+    device = here.device if set(kinds.values()) == {"cuda"} else torch.device("cpu")
+    began_s = time.monotonic()
+    group = open_group(here.environment, device, timeout_s=TIMEOUT_S)
+    joined_s = time.monotonic() - began_s
+    try:
+        wrong = check_results(here, group, OPERATIONS)
+        limit = min(group.gather(_find_room(here)))
+        curves = {} if any(group.gather(bool(wrong))) else measure_operations(here, group, limit)
+        links = measure_links(here, group, here.cast)
+        return {"wrong": wrong, "curves": curves, "links": links, "device": device.type, "joined_s": joined_s}
+    finally:
+        group.close()
+        with suppress(RuntimeError):
+            close_group()
+
+
+def check_results(here: "Here", group: Group, operations: Sequence[Operation]) -> list[str]:
+    """The operations whose results are not exactly what they must be."""
+    wrong = []
+    for operation in operations:
+        for num in EXACT_SIZES:
+            here.doing = f"an {operation.name} of {num} numbers per rank"
+            rows = group.world_size if operation.wide_input else 1
+            given = _fill(group.rank, num * rows).to(group.device)
+            output = torch.full((num * (group.world_size if operation.wide_output else 1),), -1.0, device=group.device)
+            operation.call(output, given)
+            expected = operation.expect(group.rank, group.world_size, num)
+            differing = int((output.cpu() != expected).sum())
+            if differing:
+                wrong.append(f"{operation.name} of {num} numbers per rank: {differing} of {len(expected)} are wrong")
+    return wrong
+
+
+def _find_room(here: "Here") -> int:
+    """The largest buffer that this rank may use."""
+    import psutil
+
+    room: int = psutil.virtual_memory().available // (8 * here.environment.local_world_size)
+    if here.device.type == "cuda":
+        room = min(room, torch.cuda.mem_get_info(here.device)[0] // 8)
+    return max(FIRST_BYTES, int(room))
+
+
+def measure_operations(here: "Here", group: Group, limit_bytes: int) -> dict[str, list[dict[str, float]]]:
+    """Operation -> a row per size: {"bytes", "time_s", "bus_bytes_per_s"}: the same on all ranks.
+
+    Ends each at `limit_bytes`, or where the next size would take it past its budget.
+    """
+    return {
+        operation.name: _measure_operation(here, group, operation, min(limit_bytes, LAST_BYTES))
+        for operation in OPERATIONS
+    }
+
+
+def _measure_operation(here: "Here", group: Group, operation: Operation, last_bytes: int) -> list[dict[str, float]]:
+    rows: list[dict[str, float]] = []
+    size, num_ranks, began_s = FIRST_BYTES, group.world_size, time.monotonic()
+    while size <= last_bytes:
+        here.doing = f"an {operation.name} of {format_bytes(size)}"
+        share = max(1, size // 4 // num_ranks)
+        given = torch.ones(share * (num_ranks if operation.wide_input else 1), device=group.device)
+        output = torch.empty(share * (num_ranks if operation.wide_output else 1), device=group.device)
+        first_s = _time(group, operation, output, given, 1)
+        slowest_s, _ = _agree(group, first_s, 0.0)
+        repeats = int(min(MOST_REPEATS, max(2, SAMPLE_S / slowest_s)))
+        took_s = _time(group, operation, output, given, repeats) / repeats
+        time_s, elapsed_s = _agree(group, took_s, time.monotonic() - began_s)
+        num_bytes = share * num_ranks * 4
+        rows.append(
+            {"bytes": num_bytes, "time_s": time_s, "bus_bytes_per_s": num_bytes / time_s * operation.factor(num_ranks)}
+        )
+        if elapsed_s + 4 * GROWTH * time_s > BUDGET_S:
+            break
+        size *= GROWTH
+    return rows
+
+
+def _time(group: Group, operation: Operation, output: Tensor, given: Tensor, repeats: int) -> float:
+    _wait(group.device)
+    began_s = time.perf_counter()
+    for _ in range(repeats):
+        operation.call(output, given)
+    _wait(group.device)
+    return time.perf_counter() - began_s
+
+
+def _agree(group: Group, *values: float) -> list[float]:
+    """The largest of all ranks' values, so that all decide alike."""
+    tensor = torch.tensor(values, dtype=torch.float64, device=group.device)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return [float(value) for value in tensor]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# --- links --------------------------------------------------------------------------------------------------------
+
+
+def plan_rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
+    """Every pair of nodes once, in rounds in which no node is in two pairs (a round-robin tournament)."""
+    seats = list(range(num_nodes + num_nodes % 2))
+    rounds = []
+    for _ in range(len(seats) - 1):
+        half = len(seats) // 2
+        pairs = zip(seats[:half], reversed(seats[half:]), strict=True)
+        rounds.append([(min(pair), max(pair)) for pair in pairs if max(pair) < num_nodes])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return rounds
+
+
+def measure_links(here: "Here", group: Group, cast: Cast) -> list[dict[str, Any]]:
+    """Of a node's first rank: what it sent to each other node, {"from", "to", "latency_s", "bytes_per_s"}."""
+    if group.rank not in cast.leaders or len(cast.leaders) == 1:
+        return []
+    node, links = cast.nodes[group.rank], []
+    for pairs in plan_rounds(len(cast.leaders)):
+        for pair in pairs:
+            if node not in pair:
+                continue
+            for sender, receiver in (pair, pair[::-1]):
+                here.doing = f"sending from {cast.name_node(sender)} to {cast.name_node(receiver)}"
+                if node == sender:
+                    links.append({"from": sender, "to": receiver, **_send(group, cast.leaders[receiver])})
+                else:
+                    _take(group, cast.leaders[sender])
+    return links
+
+
+def _send(group: Group, peer: int) -> dict[str, float]:
+    """Pings; then chunks, each answered, of growing size until one takes long enough to be measured."""
+    small = torch.zeros(256, device=group.device)
+    latency_s = float("inf")
+    for _ in range(NUM_LINK_PINGS):
+        latency_s = min(latency_s, _send_once(group, peer, small))
+    num_bytes, took_s = LINK_CHUNK_BYTES, 0.0
+    while num_bytes <= LINK_BYTES:
+        dist.send(torch.tensor([num_bytes], device=group.device), peer)
+        took_s = _send_once(group, peer, torch.zeros(num_bytes // 4, device=group.device))
+        if took_s > LINK_S or num_bytes == LINK_BYTES:
+            break
+        num_bytes *= 4
+    dist.send(torch.tensor([0], device=group.device), peer)
+    return {"latency_s": latency_s / 2, "bytes_per_s": num_bytes / max(took_s - latency_s / 2, 1e-9)}
+
+
+def _send_once(group: Group, peer: int, data: Tensor) -> float:
+    answer = torch.zeros(1, device=group.device)
+    _wait(group.device)
+    began_s = time.perf_counter()
+    dist.send(data, peer)
+    dist.recv(answer, peer)
+    _wait(group.device)
+    return time.perf_counter() - began_s
+
+
+def _take(group: Group, peer: int) -> None:
+    """The other end of `_send`."""
+    answer = torch.zeros(1, device=group.device)
+    small, size = torch.zeros(256, device=group.device), torch.zeros(1, dtype=torch.int64, device=group.device)
+    for _ in range(NUM_LINK_PINGS):
+        dist.recv(small, peer)
+        dist.send(answer, peer)
+    while True:
+        dist.recv(size, peer)
+        if not int(size):
+            return
+        dist.recv(torch.zeros(int(size) // 4, device=group.device), peer)
+        dist.send(answer, peer)
+
+
+# --- judgement ----------------------------------------------------------------------------------------------------
+
+
+def judge_collectives(facts: Facts) -> list[Finding]:
+    """Of the collectives, and of the links."""
+    cast = facts.cast
+    told = {rank: fact for rank, fact in facts.by_rank.items() if fact is not None}
+    if not told:
+        advice = "" if len(cast.hosts) > 1 else " (more with --nproc-per-node 2)"
+        return [Finding("collectives", PASS, f"one rank: nothing to exchange{advice}")]
+    findings = []
+    for sentence in dict.fromkeys(text for fact in told.values() for text in fact["wrong"]):
+        ranks = [rank for rank, fact in told.items() if sentence in fact["wrong"]]
+        advice = "do not train here: look for failing memory, GPUs or network cards there (devices above, dmesg)"
+        findings.append(Finding("collectives", FAIL, f"on {cast.name_ranks(ranks)} an {sentence}", advice))
+    curves = told[min(told)]["curves"]
+    if not findings:
+        shown = [f"{name} {_describe_curve(rows)}" for name, rows in curves.items() if rows]
+        backend = "NCCL" if told[min(told)]["device"] == "cuda" else "gloo"
+        found = f"right, over {backend}; " + "; ".join(shown) + " (bus bandwidth)"
+        findings.append(Finding("collectives", PASS, found, measured={"backend": backend, "curves": curves}))
+    return findings + judge_links(cast, [link for fact in told.values() for link in fact["links"]])
+
+
+def _describe_curve(rows: Sequence[dict[str, float]]) -> str:
+    first, best = rows[0], max(rows, key=lambda row: row["bus_bytes_per_s"])
+    return (
+        f"{format_s(first['time_s'])} at {format_bytes(first['bytes'])}, {format_rate(best['bus_bytes_per_s'])} at "
+        f"{format_bytes(best['bytes'])}"
+    )
+
+
+def judge_links(cast: Cast, links: Sequence[dict[str, Any]]) -> list[Finding]:
+    """Names the slowest; warns of those that are much slower than the median. (Of two, than the quicker one.)"""
+    if not links:
+        return []
+    usual = median_high([link["bytes_per_s"] for link in links])
+    ordered = sorted(links, key=lambda link: link["bytes_per_s"])
+    measured = [{**link, "from": cast.name_node(link["from"]), "to": cast.name_node(link["to"])} for link in ordered]
+    slow = [link for link in ordered if link["bytes_per_s"] < SLOW_LINK * usual]
+    first = _describe_link(cast, ordered[0])
+    if not slow:
+        latency = max(link["latency_s"] for link in links)
+        found = (
+            f"{format_rate(usual)} from host to host (median), {format_s(latency)} at most for 1 KB; slowest: {first}"
+        )
+        return [Finding("links", PASS, found, measured=measured)]
+    more = f"; and {', '.join(_describe_link(cast, link) for link in slow[1:4])}" if len(slow) > 1 else ""
+    more += f" and {len(slow) - 4} more" if len(slow) > 4 else ""
+    senders, receivers = {link["from"] for link in slow}, {link["to"] for link in slow}
+    common = [node for node in range(len(cast.leaders)) if all(node in (link["from"], link["to"]) for link in slow)]
+    suspect = common if len(common) == 1 else sorted(senders) if len(senders) == 1 else sorted(receivers)
+    where = f" of {cast.name_node(suspect[0])}" if len(suspect) == 1 else ""
+    advice = f"look at the network card, cable and switch port{where} (ethtool: speed, errors), or leave it out"
+    found = f"the slowest link is {first}{more}; the median is {format_rate(usual)}"
+    return [Finding("links", WARN, found, advice, measured)]
+
+
+def _describe_link(cast: Cast, link: dict[str, Any]) -> str:
+    return f"{cast.name_node(link['from'])} -> {cast.name_node(link['to'])}, {format_rate(link['bytes_per_s'])}"

@@ -1,0 +1,61 @@
+"""What `samestep doctor` does: is one of the ranks, or starts them."""
+
+import sys
+from collections.abc import Sequence
+
+from samestep.errors import Error
+from samestep.tools.doctor.options import Options, Start, parse
+from samestep.world.environment import Environment, Overrides, read_environment
+
+
+def run_doctor(arguments: Sequence[str]) -> int:
+    """Runs the command with the arguments after its name. Returns the exit code.
+
+    Raises:
+        Error: the arguments contradict each other, or the ranks do not come together.
+        SystemExit: as a rank, with its exit code.
+    """
+    options, start = parse(arguments)
+    if options.script:
+        _check_script(options)
+    environment = read_environment()
+    if environment.launcher == "python":
+        return _launch(options, start)
+    if start.given:
+        raise Error(f"{start.given[0]} was given, but the ranks are there already: leave it out under a launcher")
+    sys.exit(run_rank(environment, options))
+
+
+def run_rank(environment: Environment, options: Options) -> int:
+    """Is one of the ranks. Returns its exit code."""
+    from samestep.tools.doctor.examination import examine
+
+    return examine(environment, options)
+
+
+def _check_script(options: Options) -> None:
+    from samestep.launch.command import check_target
+    from samestep.launch.local import Target
+
+    first, *rest = options.script
+    if first == "-m":
+        check_target(Target("module", rest[0], rest[1:]))
+    else:
+        check_target(Target("script", first, rest))
+
+
+def _launch(options: Options, start: Start) -> int:
+    from samestep.launch.command import run_launch
+    from samestep.launch.local import Target
+    from samestep.launch.nodes import parse_nodes
+
+    nodes = parse_nodes(
+        start.nnodes or "1", start.node_rank, start.rdzv_endpoint, start.rdzv_id or "", start.rdzv_timeout or 300
+    )
+    return run_launch(
+        Target("module", "samestep", ["doctor", *options.to_arguments()]),
+        num_ranks=start.nproc_per_node or "auto",
+        show_ranks="0",
+        overrides=Overrides(device=options.device, threads=options.threads),
+        nodes=nodes,
+    )

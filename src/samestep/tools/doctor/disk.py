@@ -1,0 +1,151 @@
+"""The directory for runs: room, whether all nodes see the same one, how fast it is."""
+
+import os
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from samestep.tools.doctor.findings import FAIL, PASS, WARN, Facts, Finding, format_bytes, format_rate, format_s
+
+if TYPE_CHECKING:
+    from samestep.tools.doctor.examination import Here
+
+DEFAULT = "runs"
+CHUNK_BYTES, MOST_BYTES = 4 << 20, 64 << 20
+WRITE_S, FSYNC_S = 1.0, 0.5  # for how long to measure
+NUM_FSYNCS = 10
+EXCHANGE_S = 8.0
+VISIBLE_S = 2.0  # a network file system may keep a directory's old listing for a while
+MARK = ".samestep-doctor-"
+LEAST_BYTES, FEW_BYTES = 1 << 30, 10 << 30
+SLOW_BYTES_PER_S, SLOW_FSYNC_S = 30e6, 0.1
+
+
+def find_existing(path: Path) -> Path:
+    """The directory itself, or the nearest above it that is there: it is made when a run begins."""
+    path = Path(os.path.abspath(path))
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    return path
+
+
+def look_at_disk(here: "Here") -> dict[str, Any] | None:
+    """Of a node's first rank: the directory as that node sees it. Leaves nothing there."""
+    leaders = here.cast.leaders
+    wanted = Path(here.options.run_dir or DEFAULT)
+    if here.environment.rank == 0:
+        here.meeting.say("disk/token", uuid.uuid4().hex)
+    if not here.is_leader:
+        return None
+    token: str = here.meeting.hear("disk/token", EXCHANGE_S, [0])[0]
+    place = find_existing(wanted)
+    node = here.cast.nodes[here.environment.rank]
+    mark = place / f"{MARK}{token}-{node}"
+    facts: dict[str, Any] = {"wanted": str(wanted), "place": str(place), "problem": ""}
+    try:
+        mark.touch(exist_ok=False)
+    except OSError as error:
+        facts["problem"] = error.strerror or str(error)
+    try:
+        made = here.meeting.exchange("disk/made", not facts["problem"], EXCHANGE_S, leaders)
+        nodes = [node for node, leader in enumerate(leaders) if made.get(leader)]
+        facts["sees"] = find_marks(place, token, nodes)
+        here.meeting.exchange("disk/seen", True, EXCHANGE_S, leaders)
+        if not facts["problem"]:
+            room = os.statvfs(place)
+            facts["free_bytes"] = room.f_bavail * room.f_frsize
+            facts |= measure_speed(place / f"{MARK}{token}-{node}-speed", facts["free_bytes"])
+    except OSError as error:
+        facts["problem"] = error.strerror or str(error)
+    finally:
+        with suppress(OSError):
+            mark.unlink()
+    return facts
+
+
+def find_marks(place: Path, token: str, nodes: Sequence[int]) -> list[int]:
+    """The nodes whose mark is to be seen here; waits a little for those of `nodes`."""
+    deadline_s = time.monotonic() + VISIBLE_S
+    while True:
+        with suppress(OSError):
+            os.listdir(place)  # has a network file system look anew
+        seen = [node for node in nodes if (place / f"{MARK}{token}-{node}").exists()]
+        if len(seen) == len(nodes) or time.monotonic() > deadline_s:
+            return seen
+        time.sleep(0.02)
+
+
+def measure_speed(path: Path, free_bytes: int) -> dict[str, float]:
+    """Writes a file and makes it durable; then appends a little and makes that durable, a few times."""
+    chunk = os.urandom(min(CHUNK_BYTES, max(4096, free_bytes // 16)))
+    most = min(MOST_BYTES, free_bytes // 4)
+    try:
+        with open(path, "xb", buffering=0) as file:
+            began_s, written = time.perf_counter(), 0
+            while written < most and time.perf_counter() - began_s < WRITE_S:
+                written += file.write(chunk)
+            os.fsync(file.fileno())
+            took_s = time.perf_counter() - began_s
+            waits: list[float] = []
+            began_s = time.perf_counter()
+            while len(waits) < NUM_FSYNCS and time.perf_counter() - began_s < FSYNC_S:
+                file.write(b"x" * 4096)
+                before_s = time.perf_counter()
+                os.fsync(file.fileno())
+                waits.append(time.perf_counter() - before_s)
+    finally:
+        with suppress(OSError):
+            path.unlink()
+    return {"write_bytes_per_s": written / took_s, "fsync_s": median(waits)}
+
+
+def judge_disk(facts: Facts) -> list[Finding]:
+    """Room, one and the same on all nodes, and speed."""
+    cast, by_node = facts.cast, facts.by_node
+    findings = []
+    if not by_node:
+        return []
+    shown = next(iter(by_node.values()))["wanted"]
+    for node, fact in by_node.items():
+        if fact["problem"]:
+            found = f"{fact['place']} cannot be written on {cast.name_node(node)} ({fact['problem']})"
+            findings.append(Finding("run_dir", FAIL, found, "name another with --run-dir, and make it writable"))
+    well = {node: fact for node, fact in by_node.items() if not fact["problem"]}
+    first = by_node.get(0)
+    if first is not None and not first["problem"]:
+        apart = [node for node in well if node not in first["sees"] or 0 not in well[node]["sees"]]
+        if apart:
+            names = ", ".join(cast.name_node(node) for node in apart)
+            found = f"{shown} is not on {names} what it is on {cast.name_node(0)}: each would save for itself"
+            advice = "put it on a file system that all nodes share, and name it by its full path"
+            findings.append(Finding("run_dir", FAIL, found, advice))
+    for node, fact in well.items():
+        name = cast.name_node(node)
+        free, speed, fsync_s = fact["free_bytes"], fact["write_bytes_per_s"], fact["fsync_s"]
+        if free < FEW_BYTES:
+            found = f"{format_bytes(free)} are left at {fact['place']} on {name}"
+            advice = "make room: a snapshot holds the model and the optimizer's state, and keep=3 of them stay"
+            findings.append(Finding("run_dir", FAIL if free < LEAST_BYTES else WARN, found, advice))
+        if speed < SLOW_BYTES_PER_S:
+            found = (
+                f"{name} writes {format_rate(speed)} to {fact['place']}: a snapshot of 1 GB takes {1e9 / speed:.0f} s"
+            )
+            findings.append(
+                Finding("run_dir", WARN, found, "choose a faster disk, or save less often (--snapshot-every)")
+            )
+        if fsync_s > SLOW_FSYNC_S:
+            found = f"{name} needs {format_s(fsync_s)} to make a small file durable at {fact['place']}"
+            findings.append(Finding("run_dir", WARN, found, "choose a faster disk: every snapshot waits for several"))
+    measured = {cast.name_node(node): fact for node, fact in by_node.items()}
+    if findings:
+        return [Finding(f.check, f.status, f.found, f.advice, measured) for f in findings]
+    free = min(fact["free_bytes"] for fact in well.values())
+    speed = min(fact["write_bytes_per_s"] for fact in well.values())
+    fsync_s = max(fact["fsync_s"] for fact in well.values())
+    one = " is one for all hosts," if len(cast.leaders) > 1 else ":"
+    said = f"{shown}{one} {format_bytes(free)} left, writes {format_rate(speed)}, fsync {format_s(fsync_s)}"
+    return [Finding("run_dir", PASS, said, measured=measured)]

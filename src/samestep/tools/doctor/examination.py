@@ -1,0 +1,217 @@
+"""All checks, one after the other, on every rank; rank 0 hears what the others found, judges, and reports."""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from samestep.errors import Error
+from samestep.tools.doctor.collectives import judge_collectives, look_at_collectives
+from samestep.tools.doctor.disk import judge_disk, look_at_disk
+from samestep.tools.doctor.feeding import judge_feeding, look_at_feeding
+from samestep.tools.doctor.findings import FAIL, Cast, Check, Finding, judge_answers
+from samestep.tools.doctor.gpus import judge_gpus, look_at_gpus
+from samestep.tools.doctor.machine import (
+    judge_cores,
+    judge_limits,
+    judge_versions,
+    look_at_cores,
+    look_at_limits,
+    look_at_versions,
+)
+from samestep.tools.doctor.network import judge_network, look_at_network
+from samestep.tools.doctor.options import Options
+from samestep.tools.doctor.report import Report
+from samestep.world.environment import Environment, read_host
+from samestep.world.group import choose_device
+from samestep.world.meeting import Meeting
+
+MEET_S = 30.0  # for the other ranks to come
+GRACE_S = 5.0  # for other ranks to be through with a check after rank 0 is
+PARTING_S = 2.0
+END_S = 600.0  # for rank 0 to be through with what it looks at alone
+MAX_REASON = 300
+
+CHECKS = (
+    Check("versions", look_at_versions, judge_versions),
+    Check("devices", look_at_gpus, judge_gpus, limit_s=20.0),
+    Check("cores", look_at_cores, judge_cores),
+    Check("limits", look_at_limits, judge_limits),
+    Check("network", look_at_network, judge_network, limit_s=20.0),
+    Check("run_dir", look_at_disk, judge_disk, limit_s=15.0),
+    Check("collectives", look_at_collectives, judge_collectives, limit_s=45.0, in_thread=False),
+)
+FEEDING = Check("loader", look_at_feeding, judge_feeding, limit_s=90.0)
+
+
+@dataclass
+class Here:
+    """What a look has at hand on this rank.
+
+    Attributes:
+        environment: this rank's place.
+        options: what was asked for.
+        meeting: the other ranks, before there is a group.
+        cast: who takes part.
+        clock: this host's, in seconds.
+        doing: what it is at, for whoever is told that it hangs.
+    """
+
+    environment: Environment
+    options: Options
+    meeting: Meeting
+    cast: Cast
+    clock: Callable[[], float] = time.time
+    doing: str = ""
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this is the first rank of its node."""
+        return self.environment.rank in self.cast.leaders
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes; the CPU, where it cannot have the GPU it should."""
+        try:
+            return choose_device(self.environment, self.options.device)
+        except Error:
+            return torch.device("cpu")
+
+
+def examine(
+    environment: Environment,
+    options: Options,
+    *,
+    checks: Sequence[Check] | None = None,
+    clock: Callable[[], float] = time.time,
+) -> int:
+    """Runs the checks as one of the ranks. Returns the exit code: 1 on rank 0, where something has failed, else 0.
+
+    Args:
+        environment: this rank's place.
+        options: what was asked for.
+        checks: others than all.
+        clock: of this host.
+    """
+    if checks is None:
+        checks = (*CHECKS, FEEDING) if options.script else CHECKS
+    report = Report(as_json=options.json) if environment.rank == 0 else None
+    try:
+        meeting = Meeting(environment, MEET_S)
+    except (OSError, RuntimeError) as error:
+        return _end_alone(environment, report, f"rank {environment.rank} does not reach where the ranks meet", error)
+    told = meeting.exchange("hello", [read_host(), find_node()], MEET_S)
+    missing = sorted(set(range(environment.world_size)) - set(told))
+    if missing:
+        names = ", ".join(map(str, missing))
+        return _end_alone(environment, report, f"ranks {names} did not come within {MEET_S:g} s", None)
+    nodes = list(dict.fromkeys(node for _, node in told.values()))
+    cast = Cast([told[rank][0] for rank in sorted(told)], [nodes.index(told[rank][1]) for rank in sorted(told)])
+    here = Here(environment, options, meeting, cast, clock)
+    if report is not None:
+        report.open(cast)
+    for number, check in enumerate(checks):
+        _check_one(here, check, f"check/{number}", report)
+    code = 0 if report is None else report.close()
+    _part(meeting)
+    return code
+
+
+def _end_alone(environment: Environment, report: Report | None, what: str, error: Exception | None) -> int:
+    """The ranks do not come together."""
+    why = f": {describe_error(error)}" if error is not None else ""
+    advice = "look at those ranks' output; the port of the endpoint must be open to all hosts"
+    if report is None:
+        print(f"samestep doctor: {what}{why}", file=sys.stderr)
+        return 1
+    report.begin("meeting")
+    report.add(Finding("meeting", FAIL, what + why, advice))
+    return report.close()
+
+
+def _check_one(here: Here, check: Check, name: str, report: Report | None) -> None:
+    if report is not None:
+        report.begin(check.name)
+    here.doing = ""
+    watchdog = threading.Timer(check.limit_s + (0 if report else GRACE_S), _give_up, (here, check, report))
+    watchdog.daemon = True
+    if check.in_thread:
+        answer = look_bounded(here, check)
+    else:
+        watchdog.start()
+        answer = look(here, check)
+        watchdog.cancel()
+    here.meeting.say(name, answer)
+    if report is not None:
+        answers = here.meeting.hear(name, check.limit_s + GRACE_S)
+        report.add(*judge_answers(check, here.cast, answers))
+
+
+def look(here: Here, check: Check) -> dict[str, Any]:
+    """What this rank answers: {"facts": ...}, or {"error": why there are none}."""
+    try:
+        return {"facts": check.look(here)}
+    except Exception as error:
+        at = f" in {here.doing}" if here.doing else ""
+        return {"error": describe_error(error) + at}
+
+
+def look_bounded(here: Here, check: Check) -> dict[str, Any]:
+    """As `look`; one that hangs is left behind."""
+    answers: list[dict[str, Any]] = []
+    thread = threading.Thread(target=lambda: answers.append(look(here, check)), daemon=True)
+    thread.start()
+    thread.join(check.limit_s)
+    return answers[0] if answers else {"error": describe_hanging(here, check)}
+
+
+def describe_hanging(here: Here, check: Check) -> str:
+    """In a sentence."""
+    return f"it has been hanging{f' in {here.doing}' if here.doing else ''}, and was given up after {check.limit_s:g} s"
+
+
+def describe_error(error: BaseException) -> str:
+    """In one line: torch appends a C++ stack, and there may be notes."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0].strip()}"[:MAX_REASON] if lines else type(error).__name__
+
+
+def _give_up(here: Here, check: Check, report: Report | None) -> None:
+    """The main thread hangs in what cannot be left behind: this process ends, rank 0's after its report."""
+    if report is not None:
+        others = [rank for rank in range(len(here.cast.hosts)) if rank != 0]
+        with suppress(Exception):
+            hanging = describe_hanging(here, check)
+            advice = f"look whether {here.cast.name_ranks(others)} are alive, and reach each other on all ports"
+            report.add(Finding(check.name, FAIL, f"could not be checked: {hanging}", advice))
+            report.close()
+    with suppress(OSError):
+        sys.stdout.flush()
+    os._exit(1)
+
+
+def find_node() -> str:
+    """What tells nodes apart: the host's name, the kernel's boot, and the network namespace."""
+    parts = [read_host()]
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        parts.append(file.read().strip())
+    with suppress(OSError):
+        parts.append(str(os.stat("/proc/self/ns/net").st_ino))
+    return "/".join(parts)
+
+
+def _part(meeting: Meeting) -> None:
+    """Rank 0 may hold the store: it leaves last."""
+    with suppress(RuntimeError):
+        if meeting.rank == 0:
+            meeting.say("end", True)
+            meeting.hear("bye", PARTING_S, range(1, meeting.world_size))
+        else:
+            meeting.hear("end", END_S, [0])
+            meeting.say("bye", True)

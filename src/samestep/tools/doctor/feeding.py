@@ -1,0 +1,175 @@
+"""The data loader against the model: a script trained for a moment, and where its steps spend their time."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from samestep.tools.doctor.findings import FAIL, PASS, WARN, Facts, Finding
+from samestep.world.environment import TRACE, Overrides, child_variables
+
+if TYPE_CHECKING:
+    from samestep.tools.doctor.examination import Here
+
+WARM_UP = 3  # steps: it compiles, opens files, starts workers
+MEASURED_S, MOST_STEPS = 4.0, 1000
+LIMIT_S = 60.0  # for a script to come to its first steps, and be through with those
+LEAVE_S = 5.0
+POLL_S = 0.1
+MODEL = ("forward", "backward", "reducing", "updating")
+MOST_WAITING = 0.1  # of a step
+SHOWN_LINES = 3
+
+
+def look_at_feeding(here: "Here") -> dict[str, Any] | None:
+    """Of rank 0: the script on as many ranks as this node has, in a directory that is removed. Others have nothing."""
+    if here.environment.rank != 0:
+        return None
+    options, home = here.options, Path(tempfile.mkdtemp(prefix="samestep-doctor-"))
+    num_ranks = here.environment.local_world_size
+    overrides = Overrides(
+        run_dir=str(home / "run"),
+        max_steps=MOST_STEPS,
+        snapshot_every="never",
+        resume="never",
+        compare_every=0,
+        device=options.device,
+        threads=options.threads,
+        batch_size=options.batch_size,
+        micro_batch_size=options.micro_batch_size,
+    )
+    variables = child_variables() | overrides.to_variables() | {"WANDB_MODE": "disabled"}
+    variables[TRACE] = json.dumps({"dir": str(home), "paces": True})
+    command = [sys.executable, "-m", "samestep", "launch", "--nproc-per-node", str(num_ranks), *options.script]
+    here.doing = f"training {' '.join(options.script)}"
+    try:
+        code = _train(command, variables, home)
+        ranks = [measure_rank(read_lines(home / f"rank-{rank}.jsonl")) for rank in range(num_ranks)]
+        output = (home / "output").read_text(errors="replace").rstrip().splitlines()
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+    return {
+        "script": " ".join(options.script),
+        "code": code,
+        "ranks": ranks,
+        "last_words": output[-SHOWN_LINES:],
+        "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+    }
+
+
+def _train(command: Sequence[str], variables: Mapping[str, str], home: Path) -> int | None:
+    """Starts it, and ends it when there is enough to see. Returns its exit code; None: it was ended."""
+    with open(home / "output", "w") as output:
+        process = subprocess.Popen(
+            command,
+            env=dict(variables),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            process_group=0,
+        )
+    deadline_s = time.monotonic() + LIMIT_S
+    try:
+        while process.poll() is None and time.monotonic() < deadline_s:
+            time.sleep(POLL_S)
+            lines = read_lines(home / "rank-0.jsonl")[WARM_UP:]
+            if len(lines) > 1 and lines[-1]["at_s"] - lines[0]["at_s"] > MEASURED_S:
+                break
+        return process.poll()
+    finally:
+        for _ in range(2):  # at the first, it would save; at the second, the launcher kills its ranks
+            with suppress(ProcessLookupError):
+                process.send_signal(signal.SIGTERM)
+            time.sleep(POLL_S)
+        try:
+            process.wait(LEAVE_S)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """What a rank has written so far; the last line may not be whole yet."""
+    lines = []
+    with suppress(OSError, ValueError):
+        for line in path.read_text().splitlines():
+            lines.append(json.loads(line))
+    return lines
+
+
+def measure_rank(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Samples and seconds of the steps after the first few; None where there are none."""
+    lines = lines[WARM_UP:]
+    if len(lines) < 2:
+        return None
+    first, last = lines[0], lines[-1]
+
+    def passed_s(phase: str) -> float:
+        return float(last["spent_s"].get(phase, 0.0) - first["spent_s"].get(phase, 0.0))
+
+    return {
+        "num_steps": len(lines) - 1,
+        "num_samples": sum(line["num_samples"] for line in lines[1:]),
+        "num_workers": last["num_workers"],
+        "loading_s": passed_s("loading"),
+        "model_s": sum(passed_s(phase) for phase in MODEL),
+    }
+
+
+def judge_feeding(facts: Facts) -> list[Finding]:
+    """Without workers, loading is the loader's own time; with some, it is what the model waited for them."""
+    fact = facts.by_rank.get(0)
+    if fact is None:
+        return []
+    ranks = [rank for rank in fact["ranks"] if rank is not None]
+    if not ranks or not sum(rank["num_samples"] for rank in ranks):
+        said = " / ".join(line.strip() for line in fact["last_words"])
+        how = f"ended with exit code {fact['code']}" if fact["code"] is not None else "was still busy"
+        found = f"{fact['script']} {how} before it had done {WARM_UP + 2} steps: {said or 'it said nothing'}"
+        advice = "start it with samestep launch and look; it must train with samestep.Run, for some steps"
+        return [Finding("loader", FAIL, found, advice, fact)]
+    num_samples = sum(rank["num_samples"] for rank in ranks)
+    loading_s, model_s = (sum(rank[name] for rank in ranks) / len(ranks) for name in ("loading_s", "model_s"))
+    num_workers = ranks[0]["num_workers"]
+    eats = num_samples / max(model_s, 1e-9)
+    # Workers load while the model computes: where it waits for them, they set the pace of the whole step.
+    feeds = num_samples / max(loading_s + (model_s if num_workers else 0.0), 1e-9)
+    waiting = loading_s / max(loading_s + model_s, 1e-9)
+    measured = {
+        **fact, "feeds_per_s": feeds, "eats_per_s": eats, "waiting": waiting, "num_workers": num_workers,
+    }  # fmt: skip
+    if waiting <= MOST_WAITING:
+        found = (
+            f"the model eats {eats:,.0f} samples/s, and the data loader keeps up ({waiting:.1%} of a step is waiting)"
+        )
+        return [Finding("loader", PASS, found, measured=measured)]
+    found = (
+        f"the data loader feeds {feeds:,.0f} samples/s, the model eats {eats:,.0f}: {waiting:.0%} of a step is waiting"
+    )
+    return [Finding("loader", WARN, found, _advise(fact, num_workers, eats / feeds), measured)]
+
+
+def _advise(fact: Mapping[str, Any], num_workers: int, lack: float) -> str:
+    num_ranks, num_cores = len(fact["ranks"]), fact["num_cores"]
+    needed = math.ceil(lack * max(num_workers, 1)) + (1 if num_workers else 0)
+    room = num_cores // num_ranks - 1  # a core is the rank's own
+    if room < 1 or num_workers >= room:
+        with_them = f"with {num_workers} workers per rank " if num_workers else ""
+        return (
+            f"{num_cores} cores for {num_ranks} rank{'s' if num_ranks > 1 else ''} {with_them}leave none to load more: "
+            "make a sample cheaper to load (decode and resize once, beforehand), or take a machine with more cores"
+        )
+    give = min(needed, room)
+    more = f"{give}, not {num_workers}" if num_workers else str(give)
+    rest = "" if give == needed else f" ({num_cores} cores have no room for the {needed} it would take)"
+    return f"give it workers: run.epochs(..., num_workers={more}){rest}"

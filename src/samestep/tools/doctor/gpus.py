@@ -1,0 +1,183 @@
+"""The GPUs of each node: how many, how free, how they reach each other, and whether they are well."""
+
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from samestep.errors import Error
+from samestep.tools.doctor.findings import FAIL, PASS, WARN, Cast, Facts, Finding, format_bytes
+
+if TYPE_CHECKING:
+    from samestep.tools.doctor.examination import Here
+
+LEAST_FREE = 0.9  # of a GPU's memory
+# Bits of nvmlDeviceGetCurrentClocksEventReasons that no healthy GPU shows, at work or idle.
+SLOWDOWNS = {
+    0x08: "slowed down by its hardware",
+    0x20: "slowed down, too hot",
+    0x40: "slowed down by its hardware, too hot",
+    0x80: "slowed down by the power supply",
+}
+UNCORRECTED, VOLATILE, NVLINK = 1, 0, 2  # NVML's numbers
+# NVML's levels: the nearest that two GPUs have in common.
+ANCESTORS = {0: "one board", 10: "a PCIe switch", 20: "PCIe switches", 30: "a PCIe root", 40: "a NUMA node", 50: "no"}
+
+
+def look_at_gpus(here: "Here") -> dict[str, Any]:
+    """Of this rank: its device; of a node's first rank also all GPUs of the node."""
+    import torch
+
+    from samestep.world.group import choose_device
+
+    facts: dict[str, Any] = {"device": "cpu", "problem": ""}
+    try:
+        facts["device"] = choose_device(here.environment, here.options.device).type
+    except Error as error:
+        facts["problem"] = str(error)
+    if here.is_leader:
+        is_usable = torch.cuda.is_available()
+        num_gpus = torch.cuda.device_count() if is_usable else 0
+        facts["num_gpus"] = num_gpus
+        facts["num_present"] = len(list(Path("/dev").glob("nvidia[0-9]*")))
+        facts["torch"] = torch.__version__
+        facts["no_peers"] = [
+            [one, other]
+            for one in range(num_gpus)
+            for other in range(num_gpus)
+            if one != other and not torch.cuda.can_device_access_peer(one, other)
+        ]
+        uuids = [str(getattr(torch.cuda.get_device_properties(i), "uuid", "")) for i in range(num_gpus)]
+        facts["gpus"] = read_gpus(open_nvml(), uuids) if num_gpus else []
+    return facts
+
+
+def open_nvml() -> Any:
+    """The module of nvidia-ml-py, ready for use; None where it, or its library, is not there."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:
+        return None
+    return pynvml
+
+
+def read_gpus(nvml: Any, uuids: Iterable[str] = ()) -> list[dict[str, Any]] | None:
+    """What NVML says of each GPU that torch sees; None without NVML. What a GPU does not support is left out."""
+    if nvml is None:
+        return None
+    handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
+    seen = [uuid for uuid in uuids if uuid]
+    if seen:
+        handles = [h for h in handles if any(uuid in _text(nvml.nvmlDeviceGetUUID(h)) for uuid in seen)]
+    gpus = []
+    for handle in handles:
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+        gpu = {
+            "name": _text(nvml.nvmlDeviceGetName(handle)), "free_bytes": memory.free, "total_bytes": memory.total,
+        }  # fmt: skip
+        with suppress(nvml.NVMLError):
+            gpu["temperature"] = nvml.nvmlDeviceGetTemperature(handle, 0)
+        with suppress(nvml.NVMLError):
+            reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+            gpu["slowdowns"] = [text for bit, text in SLOWDOWNS.items() if reasons & bit]
+        with suppress(nvml.NVMLError):
+            gpu["ecc_errors"] = nvml.nvmlDeviceGetTotalEccErrors(handle, UNCORRECTED, VOLATILE)
+        with suppress(nvml.NVMLError):
+            _, _, is_pending, has_failed = nvml.nvmlDeviceGetRemappedRows(handle)
+            gpu["rows"] = "failed" if has_failed else "pending" if is_pending else ""
+        gpu["links"] = [_read_link(nvml, handle, other) for other in handles if other is not handle]
+        gpus.append(gpu)
+    return gpus
+
+
+def _read_link(nvml: Any, one: Any, other: Any) -> str:
+    with suppress(nvml.NVMLError):
+        if nvml.nvmlDeviceGetP2PStatus(one, other, NVLINK) == 0:
+            return "NVLink"
+    with suppress(nvml.NVMLError):
+        return ANCESTORS.get(nvml.nvmlDeviceGetTopologyCommonAncestor(one, other), "no")
+    return "unknown"
+
+
+def _text(value: str | bytes) -> str:
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def judge_gpus(facts: Facts) -> list[Finding]:
+    """Too few, unlike, taken, slowed down or failing ones."""
+    cast, by_node = facts.cast, facts.by_node
+    findings = [
+        Finding("devices", FAIL, f"{fact['problem']} (on {cast.name_ranks([rank])})")
+        for rank, fact in facts.by_rank.items()
+        if fact["problem"]
+    ][:1]  # the others have the same
+    for node, fact in by_node.items():
+        if fact["num_present"] and not fact["num_gpus"]:
+            found = f"{cast.name_node(node)} has {fact['num_present']} GPUs, and torch {fact['torch']} cannot use them"
+            advice = "install a build of torch for CUDA, and a driver that is new enough for it (nvidia-smi)"
+            findings.append(Finding("devices", FAIL, found, advice))
+    counts = {node: fact["num_gpus"] for node, fact in by_node.items()}
+    if len(set(counts.values())) > 1:
+        shown = ", ".join(f"{num} on {cast.name_node(node)}" for node, num in counts.items())
+        advice = "look with nvidia-smi whether one has dropped out; all nodes need what --nproc-per-node asks for"
+        findings.append(Finding("devices", WARN, f"GPUs: {shown}", advice))
+    for node, fact in by_node.items():
+        findings += _judge_node(cast.name_node(node), fact)
+    kinds = {(gpu["name"], node) for node, fact in by_node.items() for gpu in fact["gpus"] or ()}
+    names = sorted({name for name, _ in kinds})
+    if len(names) > 1:
+        advice = "results are bitwise equal on GPUs of one model only: leave the others out (CUDA_VISIBLE_DEVICES)"
+        findings.append(Finding("devices", WARN, f"GPUs of several models: {', '.join(names)}", advice))
+    devices = {fact["device"] for fact in facts.by_rank.values()}
+    if len(devices) > 1:
+        there = [rank for rank, fact in facts.by_rank.items() if fact["device"] == "cpu"]
+        found = f"{cast.name_ranks(there)}: on the CPU, the others on GPUs"
+        findings.append(Finding("devices", FAIL, found, "give every rank a GPU, or say --device cpu"))
+    measured = {cast.name_node(node): fact["gpus"] for node, fact in by_node.items()}
+    if findings:
+        return [Finding(f.check, f.status, f.found, f.advice, measured) for f in findings]
+    return [Finding("devices", PASS, _describe(cast, by_node, devices, names), measured=measured)]
+
+
+def _judge_node(name: str, fact: dict[str, Any]) -> list[Finding]:
+    findings = []
+    if fact["num_gpus"] and fact["gpus"] is None:
+        found = f"nvidia-ml-py is not there on {name}: memory, ECC errors and slowdowns were not looked at"
+        findings.append(Finding("devices", WARN, found, "pip install 'samestep[nvidia]'"))
+    for number, gpu in enumerate(fact["gpus"] or ()):
+        where = f"GPU {number} of {name}"
+        if gpu["free_bytes"] < LEAST_FREE * gpu["total_bytes"]:
+            free, total = format_bytes(gpu["free_bytes"]), format_bytes(gpu["total_bytes"])
+            advice = "nvidia-smi tells which processes hold the rest: end those of earlier runs"
+            findings.append(Finding("devices", WARN, f"{where} has {free} free of {total}", advice))
+        for what in gpu.get("slowdowns", ()):
+            heat = f", at {gpu['temperature']} C" if "temperature" in gpu else ""
+            advice = "all ranks wait for it: look after cooling and power, or leave it out (CUDA_VISIBLE_DEVICES)"
+            findings.append(Finding("devices", WARN, f"{where} is {what}{heat}", advice))
+        if gpu.get("ecc_errors"):
+            found = f"{where} has had {gpu['ecc_errors']} memory errors that ECC could not correct"
+            findings.append(Finding("devices", FAIL, found, "drain the node, reset the GPU, and have it looked at"))
+        if gpu.get("rows"):
+            found = f"{where} has memory rows to be remapped ({gpu['rows']})"
+            status, advice = (WARN, "reset it") if gpu["rows"] == "pending" else (FAIL, "have it exchanged")
+            findings.append(Finding("devices", status, found, advice))
+    if fact["no_peers"]:
+        one, other = fact["no_peers"][0]
+        found = f"GPUs {one} and {other} of {name} cannot reach each other's memory"
+        found += f" ({len(fact['no_peers']) // 2} such pairs)" if len(fact["no_peers"]) > 2 else ""
+        advice = "they exchange through the host, more slowly: see nvidia-smi topo -m; in a VM, turn ACS off"
+        findings.append(Finding("devices", WARN, found, advice))
+    return findings
+
+
+def _describe(cast: Cast, by_node: dict[int, Any], devices: set[str], names: list[str]) -> str:
+    if not any(fact["num_gpus"] for fact in by_node.values()):
+        return "no GPU: ranks run on the CPU"
+    per_node = max(fact["num_gpus"] for fact in by_node.values())
+    each = " on each host" if len(cast.leaders) > 1 else ""
+    links = {link for fact in by_node.values() for gpu in fact["gpus"] or () for link in gpu["links"]}
+    said = f"{per_node} x {names[0] if names else 'GPU'}{each}, nothing wrong with them"
+    said += f", {' or '.join(sorted(links))} between them" if links else ""
+    return said + ("" if devices != {"cpu"} else "; ranks run on the CPU as asked for")

@@ -1,0 +1,215 @@
+"""Each machine by itself, and whether they are alike: versions, cores and threads, shared memory, open files."""
+
+import os
+import platform
+import re
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from samestep import __version__
+from samestep.tools.doctor.findings import FAIL, PASS, WARN, Facts, Finding, format_bytes
+
+if TYPE_CHECKING:
+    from samestep.tools.doctor.examination import Here
+
+MUST_AGREE = ("python", "torch", "CUDA", "NCCL", "samestep")  # a driver serves several CUDA versions
+LEAST_SHM_BYTES = 512 << 20
+FEWEST_FILES, FEW_FILES = 256, 1024
+FILES_PER_RANK = 16  # a connection for each backend and direction, and what a data loader holds
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+# --- versions -----------------------------------------------------------------------------------------------------
+
+
+def look_at_versions(here: "Here") -> dict[str, str]:
+    """Name -> version; "" where there is none."""
+    import torch
+
+    nccl = ""
+    if torch.cuda.is_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda or "",
+        "NCCL": nccl,
+        "driver": read_driver(),
+        "samestep": __version__,
+    }
+
+
+def read_driver(file: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """The version of NVIDIA's driver; "" where there is none."""
+    try:
+        found = re.search(r"Kernel Module(?: for \S+)?\s+([\d.]+)", file.read_text())
+    except OSError:
+        return ""
+    return found[1] if found else ""
+
+
+def judge_versions(facts: Facts) -> list[Finding]:
+    """Whoever differs from most (from rank 0, where no version has most) is named."""
+    findings = []
+    names = {name: None for versions in facts.by_rank.values() for name in versions}
+    for name in names:
+        values = {rank: versions.get(name, "") for rank, versions in facts.by_rank.items()}
+        counts = Counter(values.values())
+        usual = max(counts, key=lambda value: (counts[value], value == values[min(values)]))
+        for value in counts:
+            if value == usual:
+                continue
+            where = facts.cast.name_ranks(rank for rank, other in values.items() if other == value)
+            found = f"{name} is {value or 'missing'} on {where}, and {usual or 'missing'} on the others"
+            advice = f"install {name} {usual} there" if usual else f"remove {name} there, or install it on all"
+            status = FAIL if name in MUST_AGREE else WARN
+            findings.append(Finding("versions", status, found, advice, values))
+    if findings:
+        return findings
+    versions = next(iter(facts.by_rank.values()))
+    shown = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    everywhere = "" if len(facts.by_rank) == 1 else " on all ranks"
+    return [Finding("versions", PASS, shown + everywhere, measured=versions)]
+
+
+# --- cores --------------------------------------------------------------------------------------------------------
+
+
+def look_at_cores(here: "Here") -> dict[str, Any]:
+    """Of this rank: the cores that it may use, and how many threads compute on them."""
+    import torch
+
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    return {
+        "allowed": sorted(allowed),
+        "quota": read_quota(),
+        "threads": here.options.threads or torch.get_num_threads(),
+        "num_numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1,
+        "load": os.getloadavg()[0],
+    }
+
+
+def read_quota(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> float | None:
+    """How many cores' time this process's control group may use; None: all there is."""
+    quotas = []
+    try:
+        paths = [line.rstrip("\n").partition("::")[2] for line in own.read_text().splitlines() if "::" in line]
+    except OSError:
+        paths = []
+    here = root / (paths[0].lstrip("/") if paths else "")
+    for group in (here, *here.parents):
+        if group != root and root not in group.parents:
+            break
+        words = _read(group / "cpu.max").split()
+        if len(words) == 2 and words[0] != "max":
+            quotas.append(int(words[0]) / int(words[1]))
+    quota, period = _read(root / "cpu/cpu.cfs_quota_us"), _read(root / "cpu/cpu.cfs_period_us")  # version 1
+    if quota and period and int(quota) > 0:
+        quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""
+
+
+def judge_cores(facts: Facts) -> list[Finding]:
+    """Ranks times threads against the cores of each node."""
+    findings, measured = [], {}
+    counts = {fact["threads"] for fact in facts.by_rank.values()}
+    if len(counts) > 1:
+        found = f"ranks compute with {' and '.join(map(str, sorted(counts)))} threads"
+        advice = "set the same OMP_NUM_THREADS for all, or give --threads: results depend on it"
+        findings.append(Finding("cores", FAIL, found, advice))
+    for node in range(len(facts.cast.leaders)):
+        name = facts.cast.name_node(node)
+        ranks = [facts.by_rank[rank] for rank in facts.cast.of_node(node) if rank in facts.by_rank]
+        if not ranks:
+            continue
+        quotas = [rank["quota"] for rank in ranks if rank["quota"] is not None]
+        num_allowed = len({core for rank in ranks for core in rank["allowed"]})
+        num_cores = min([float(num_allowed), *quotas])
+        threads = [rank["threads"] for rank in ranks]
+        load, num_numa = ranks[0]["load"], ranks[0]["num_numa_nodes"]
+        measured[name] = {
+            "cores": num_cores, "ranks": len(ranks), "threads": threads, "numa_nodes": num_numa, "load": load,
+        }  # fmt: skip
+        cores = f"{num_cores:g} core{'s' if num_cores != 1 else ''}"
+        why = f" (a control group allows no more of {num_allowed})" if num_cores < num_allowed else ""
+        if sum(threads) > num_cores:
+            each = f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''} x {max(threads)} thread"
+            found = f"{each}{'s' if max(threads) > 1 else ''} share {cores}{why} on {name}"
+            most = max(1, int(num_cores // max(threads)))
+            fewer = f"start at most {most} rank{'s' if most > 1 else ''} there"
+            advice = fewer if max(threads) == 1 else f"{fewer}, or give each fewer threads (--threads, samestep.Run)"
+            findings.append(Finding("cores", WARN, found, advice))
+        if load > num_cores:
+            found = f"other programs compute on {name}: {load:.1f} are running or waiting for {cores}"
+            findings.append(Finding("cores", WARN, found, "look with top what they are; what is measured here suffers"))
+    if not findings:
+        texts = [
+            f"{found['cores']:g} for {found['ranks']} rank{'s' if found['ranks'] > 1 else ''} x {max(found['threads'])} thread"
+            + (f", {found['numa_nodes']} NUMA nodes" if found["numa_nodes"] > 1 else "")
+            for found in measured.values()
+        ]
+        shown = texts[0]
+        if len(set(texts)) > 1:
+            shown = "; ".join(f"{name}: {text}" for name, text in zip(measured, texts, strict=True))
+        return [Finding("cores", PASS, shown, measured=measured)]
+    return [Finding(f.check, f.status, f.found, f.advice, measured) for f in findings]
+
+
+# --- limits -------------------------------------------------------------------------------------------------------
+
+
+def look_at_limits(here: "Here") -> dict[str, Any]:
+    """Of this rank: room in /dev/shm (None: there is none), and how many files it may open."""
+    import resource
+
+    free_bytes = None
+    with suppress(OSError):
+        shm = os.statvfs("/dev/shm")
+        free_bytes = shm.f_bavail * shm.f_frsize
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    unlimited = 1 << 20
+    return {
+        "shm_free_bytes": free_bytes,
+        "files": unlimited if soft < 0 else soft,
+        "files_at_most": unlimited if hard < 0 else hard,
+    }
+
+
+def judge_limits(facts: Facts) -> list[Finding]:
+    """Whether a data loader's workers and the ranks' connections have room."""
+    cast, findings = facts.cast, []
+    needed = max(FEW_FILES, FILES_PER_RANK * len(cast.hosts))
+    missing = [rank for rank, fact in facts.by_rank.items() if fact["shm_free_bytes"] is None]
+    free = {rank: fact["shm_free_bytes"] for rank, fact in facts.by_rank.items() if rank not in missing}
+    tight = [rank for rank, free_bytes in free.items() if free_bytes < LEAST_SHM_BYTES]
+    if missing:
+        findings.append(
+            Finding("limits", FAIL, f"there is no /dev/shm on {cast.name_ranks(missing)}",
+                    "mount a tmpfs there: workers of data loaders and NCCL pass data through it")
+        )  # fmt: skip
+    if tight:
+        found = f"/dev/shm has {format_bytes(min(free[rank] for rank in tight))} left on {cast.name_ranks(tight)}"
+        advice = "make room (docker run --ipc=host or --shm-size=8g; mount -o remount,size=8g /dev/shm): "
+        findings.append(Finding("limits", WARN, found, f"{advice}workers of data loaders pass samples through it"))
+    files = {rank: fact["files"] for rank, fact in facts.by_rank.items()}
+    low = [rank for rank, num in files.items() if num < needed]
+    if low:
+        least = min(files[rank] for rank in low)
+        found = f"only {least} files may be open at a time on {cast.name_ranks(low)}, {needed} should be"
+        hard = min(facts.by_rank[rank]["files_at_most"] for rank in low)
+        advice = f"ulimit -n {max(needed, 65536)}" if hard >= needed else "raise nofile in /etc/security/limits.conf"
+        findings.append(Finding("limits", FAIL if least < FEWEST_FILES else WARN, found, advice))
+    measured = {"shm_free_bytes": min(free.values(), default=None), "files": min(files.values())}
+    if not findings:
+        shown = f"/dev/shm has {format_bytes(min(free.values()))} left, {min(files.values())} files may be open"
+        return [Finding("limits", PASS, shown, measured=measured)]
+    return [Finding(f.check, f.status, f.found, f.advice, measured) for f in findings]

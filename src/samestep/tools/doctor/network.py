@@ -1,0 +1,265 @@
+"""Whether the nodes reach each other, both ways and with large packets, and how far their clocks are apart."""
+
+import secrets
+import socket
+import struct
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from samestep.launch.nodes import plain_address
+from samestep.tools.doctor.findings import FAIL, PASS, WARN, Cast, Facts, Finding, format_s
+from samestep.world.environment import read_interface, read_master
+
+if TYPE_CHECKING:
+    from samestep.tools.doctor.examination import Here
+
+TIMEOUT_S = 3.0
+EXCHANGE_S = 15.0
+NUM_PINGS = 12
+LARGE_BYTES = 1 << 16  # fills packets of any size
+TOKEN_BYTES = 16
+MOST_APART_S = 0.1
+FAMILIES = {"IPv4": socket.AF_INET, "IPv6": socket.AF_INET6}
+
+
+class Echo:
+    """Answers pings of the other nodes with the time of this one's clock, at a port of the system's choice."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        for family in (socket.AF_INET6, socket.AF_INET) if socket.has_dualstack_ipv6() else (socket.AF_INET,):
+            with suppress(OSError):
+                both = family == socket.AF_INET6
+                self._socket = socket.create_server(("", 0), family=family, dualstack_ipv6=both, backlog=1024)
+                break
+        self.port: int = self._socket.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                connection, _ = self._socket.accept()
+                threading.Thread(target=self._answer, args=(connection,), daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        with suppress(OSError, ConnectionError), connection:
+            connection.settimeout(TIMEOUT_S)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if _receive(connection, TOKEN_BYTES) != self.token:
+                return
+            for _ in range(NUM_PINGS):
+                _receive(connection, 1)
+                connection.sendall(struct.pack("!d", self._clock()))
+            connection.sendall(_receive(connection, LARGE_BYTES))
+
+    def close(self) -> None:
+        """No longer answers."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def _receive(connection: socket.socket, num_bytes: int) -> bytes:
+    data = bytearray()
+    while len(data) < num_bytes:
+        piece = connection.recv(num_bytes - len(data))
+        if not piece:
+            raise ConnectionError("the connection was closed")
+        data += piece
+    return bytes(data)
+
+
+def ping(address: str, port: int, token: bytes, clock: Callable[[], float]) -> dict[str, Any]:
+    """Asks the `Echo` at an address a few times, and once with large packets.
+
+    Returns:
+        "problem": "" or why it cannot be reached; "at": "large" where only large packets are lost;
+        "rtt_s": the shortest round trip; "ahead_s": how far its clock is ahead of this one, and "bound_s": by how
+        much at most that can be wrong: half the round trip, from which it was taken.
+    """
+    found: dict[str, Any] = {"problem": "", "at": "connect", "rtt_s": None}
+    try:
+        with socket.create_connection((address, port), timeout=TIMEOUT_S) as connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.sendall(token)
+            found["at"] = "ping"
+            for _ in range(NUM_PINGS):
+                sent_s = clock()
+                connection.sendall(b"p")
+                (theirs_s,) = struct.unpack("!d", _receive(connection, 8))
+                rtt_s = clock() - sent_s
+                if found["rtt_s"] is None or rtt_s < found["rtt_s"]:
+                    found |= {"rtt_s": rtt_s, "ahead_s": theirs_s - sent_s - rtt_s / 2, "bound_s": rtt_s / 2}
+            found["at"] = "large"
+            connection.sendall(secrets.token_bytes(LARGE_BYTES))
+            _receive(connection, LARGE_BYTES)
+    except OSError as error:
+        found["problem"] = error.strerror or str(error) or type(error).__name__
+    return found
+
+
+def find_interface(host: str, port: int) -> str:
+    """The interface for the ranks' traffic: the one that is set, else the one that routes to where they meet."""
+    chosen = read_interface()
+    if chosen:
+        return chosen
+    import psutil
+
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        mine = plain_address(probe.getsockname()[0])
+    for name, entries in psutil.net_if_addrs().items():
+        if any(entry.address.partition("%")[0] == mine for entry in entries):
+            return str(name)
+    return ""
+
+
+def describe_interface(name: str) -> dict[str, Any]:
+    """Its MTU, its speed in Mbit/s (0: unknown), and an address of each family that is valid beyond one link."""
+    import psutil
+
+    entries, stats = psutil.net_if_addrs().get(name, ()), psutil.net_if_stats().get(name)
+    found: dict[str, Any] = {"interface": name, "mtu": stats.mtu if stats else 0, "mbit": stats.speed if stats else 0}
+    for family, number in FAMILIES.items():
+        addresses = [e.address for e in entries if e.family == number and not e.address.lower().startswith("fe80")]
+        found[family] = addresses[0] if addresses else ""
+    return found
+
+
+def look_at_network(here: "Here") -> dict[str, Any] | None:
+    """Of a node's first rank: its interface, and every other node as it is seen from here. None with one node."""
+    leaders, meeting = here.cast.leaders, here.meeting
+    if len(leaders) == 1 or not here.is_leader:
+        return None
+    mine = describe_interface(find_interface(*read_master()))
+    echo = Echo(here.clock)
+    try:
+        told = meeting.exchange(
+            "network/echo", {**mine, "port": echo.port, "token": echo.token.hex()}, EXCHANGE_S, leaders
+        )
+        wanted = [
+            (node, family, told[leader])
+            for node, leader in enumerate(leaders)
+            for family in FAMILIES
+            if leader in told and leader != here.environment.rank and told[leader][family] and mine[family]
+        ]
+        with ThreadPoolExecutor(8) as pool:
+            pings = pool.map(lambda w: ping(w[2][w[1]], w[2]["port"], bytes.fromhex(w[2]["token"]), here.clock), wanted)
+            seen: dict[str, dict[str, Any]] = {}
+            for (node, family, _), found in zip(wanted, pings, strict=True):
+                seen.setdefault(str(node), {})[family] = found
+        meeting.exchange("network/done", True, EXCHANGE_S, leaders)
+    finally:
+        echo.close()
+    return {**mine, "seen": seen}
+
+
+# --- judgement ----------------------------------------------------------------------------------------------------
+
+
+def judge_network(facts: Facts) -> list[Finding]:
+    """Of the network, and of the clocks."""
+    cast, by_node = facts.cast, facts.by_node
+    if len(cast.leaders) == 1:
+        return [Finding("network", PASS, "one host: nothing to reach"), Finding("clocks", PASS, "one host, one clock")]
+    return [*_judge_reach(cast, by_node), *_judge_clocks(cast, by_node)]
+
+
+def _judge_reach(cast: Cast, by_node: Mapping[int, Any]) -> list[Finding]:
+    findings = []
+    for node, fact in by_node.items():
+        if not fact["interface"] or not (fact["IPv4"] or fact["IPv6"]):
+            found = f"the interface {fact['interface'] or 'to the endpoint'} of {cast.name_node(node)} has no address"
+            findings.append(
+                Finding("network", FAIL, found, "name the right one: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME")
+            )
+    round_trips = []
+    for node, fact in by_node.items():
+        for other, there in by_node.items():
+            if node == other or not (fact["interface"] and there["interface"]):
+                continue
+            seen = fact["seen"].get(str(other), {})
+            round_trips += [found["rtt_s"] for found in seen.values() if found["rtt_s"] is not None]
+            findings += _judge_pair(cast.name_node(node), cast.name_node(other), there, seen)
+    mtus = {node: fact["mtu"] for node, fact in by_node.items()}
+    if len(set(mtus.values())) > 1:
+        shown = ", ".join(
+            f"{mtu} on {cast.name_node(node)} ({by_node[node]['interface']})" for node, mtu in mtus.items()
+        )
+        advice = "set one MTU on all (ip link set dev eth0 mtu 9000), as large as the switches between them take"
+        findings.append(Finding("network", WARN, f"interfaces of several MTUs: {shown}", advice))
+    measured = {cast.name_node(node): fact for node, fact in by_node.items()}
+    if findings:
+        return [Finding(f.check, f.status, f.found, f.advice, measured) for f in findings]
+    with_6 = [node for node, fact in by_node.items() if fact["IPv6"]]
+    if not with_6:
+        families = "by IPv4"
+    elif len(with_6) == len(by_node):
+        families = "by IPv4 and IPv6" if all(fact["IPv4"] for fact in by_node.values()) else "by IPv6"
+    else:
+        families = f"by IPv4 (only {', '.join(map(cast.name_node, with_6))} by IPv6, too)"
+    names = sorted({fact["interface"] for fact in by_node.values()})
+    said = f"all hosts reach each other {families} over {', '.join(names)}, MTU {next(iter(mtus.values()))}"
+    if round_trips:
+        said += f", a round trip takes {format_s(min(round_trips))} to {format_s(max(round_trips))}"
+    return [Finding("network", PASS, said, measured=measured)]
+
+
+def _judge_pair(name: str, other: str, there: Mapping[str, Any], seen: Mapping[str, Any]) -> list[Finding]:
+    """How one node sees another."""
+    if not seen:
+        found = f"{name} and {other} have no addresses of one kind"
+        return [Finding("network", FAIL, found, "give both IPv4 or both IPv6, or name another interface")]
+    findings = []
+    is_open = any(not found["problem"] for found in seen.values())
+    for family, found in seen.items():
+        at = f"{other} at {there[family]} ({there['interface']})"
+        if not found["problem"]:
+            continue
+        if found["at"] == "large":
+            text = f"only small packets get from {name} to {at} and back ({found['problem']})"
+            advice = f"a smaller MTU than {there['mtu']} on the way swallows large ones: set it on both ends"
+        else:
+            text = f"{name} cannot reach {at}: {found['problem']}"
+            advice = "open the firewall between them for all ports, or name another interface (GLOO_SOCKET_IFNAME)"
+        findings.append(Finding("network", WARN if is_open else FAIL, text, advice))
+    return findings
+
+
+def _judge_clocks(cast: Cast, by_node: Mapping[int, Any]) -> list[Finding]:
+    """Against the first node's clock, measured from whichever side had the shorter round trip."""
+    apart: dict[int, tuple[float, float]] = {}  # node -> seconds ahead of node 0, and the bound of the error
+    for node in by_node:
+        candidates = []
+        for viewer, seen, sign in ((0, node, 1), (node, 0, -1)):
+            pings = by_node.get(viewer, {"seen": {}})["seen"].get(str(seen), {}).values()
+            candidates += [(p["bound_s"], sign * p["ahead_s"]) for p in pings if p["rtt_s"] is not None]
+        if node and candidates:
+            bound_s, ahead_s = min(candidates)
+            apart[node] = (ahead_s, bound_s)
+    measured = {cast.name_node(node): {"ahead_s": a, "bound_s": b} for node, (a, b) in apart.items()}
+    findings = []
+    for node, (ahead_s, bound_s) in apart.items():
+        if abs(ahead_s) + bound_s <= MOST_APART_S:
+            continue
+        where = "ahead of" if ahead_s > 0 else "behind"
+        found = f"the clock of {cast.name_node(node)} is {format_s(abs(ahead_s))} {where} that of {cast.name_node(0)}"
+        found += f" (to within {format_s(bound_s)})"
+        status = FAIL if abs(ahead_s) - bound_s > MOST_APART_S else WARN
+        advice = "run chrony or another NTP client on all hosts: logs and what samestep watch shows go by these clocks"
+        findings.append(Finding("clocks", status, found, advice, measured))
+    missing = [node for node in range(1, len(cast.leaders)) if node not in apart]
+    if missing:
+        found = f"the clock of {', '.join(map(cast.name_node, missing))} could not be compared"
+        findings.append(Finding("clocks", WARN, found, "let the hosts reach each other first", measured))
+    if findings:
+        return findings
+    most = max(abs(ahead_s) for ahead_s, _ in apart.values())
+    bound = max(bound_s for _, bound_s in apart.values())
+    said = f"at most {format_s(most)} apart (to within {format_s(bound)}, half a round trip)"
+    return [Finding("clocks", PASS, said, measured=measured)]

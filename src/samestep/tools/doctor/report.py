@@ -1,0 +1,103 @@
+"""The report: a line per finding as it comes for a person, or one JSON object at the end."""
+
+import json
+import sys
+import textwrap
+import threading
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from samestep.tools.doctor.findings import FAIL, PASS, WARN, Cast, Finding
+
+COLOURS = {PASS: "\x1b[32m", WARN: "\x1b[33m", FAIL: "\x1b[1;31m"}
+CLEAR, PLAIN = "\r\x1b[2K", "\x1b[0m"
+WIDTH = 100  # of what follows status and name
+INDENT = 22
+
+
+class Report:
+    """Collects findings; shows them unless all goes into one JSON object. May be closed from another thread."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self.findings: list[Finding] = []
+        self._as_json = as_json
+        self._cast = Cast(("?",), (0,))
+        self._began_s = time.monotonic()
+        self._seconds: dict[str, float] = {}
+        self._check, self._check_s = "", 0.0
+        self._is_terminal = not as_json and sys.stdout.isatty()
+        self._closing, self._is_closed = threading.Lock(), False
+
+    def open(self, cast: Cast) -> None:
+        """It is known who takes part."""
+        self._cast = cast
+        if not self._as_json:
+            print(f"samestep doctor: {cast.describe()}", flush=True)
+
+    def begin(self, check: str) -> None:
+        """A check has begun."""
+        self._check, self._check_s = check, time.monotonic()
+        if self._is_terminal:
+            print(f"{CLEAR}  ...   {check}", end="", flush=True)
+
+    def add(self, *findings: Finding) -> None:
+        """Takes what a check has found."""
+        self._seconds[self._check] = round(time.monotonic() - self._check_s, 3)
+        for finding in findings:
+            self.findings.append(finding)
+            if not self._as_json:
+                print(self._format(finding), flush=True)
+
+    def _format(self, finding: Finding) -> str:
+        status = finding.status.upper() if finding.status == FAIL else finding.status
+        clear = ""
+        if self._is_terminal:
+            status, clear = f"{COLOURS[finding.status]}{status}{PLAIN}", CLEAR
+        lines = textwrap.wrap(finding.found, WIDTH)
+        if finding.advice:
+            lines += [
+                f"-> {line}" if i == 0 else f"   {line}"
+                for i, line in enumerate(textwrap.wrap(finding.advice, WIDTH - 3))
+            ]
+        text = ("\n" + " " * INDENT).join(lines)
+        return f"{clear}  {status}  {finding.check:<{INDENT - 8}}{text}"
+
+    @property
+    def code(self) -> int:
+        """Of the program: 1 where something has failed."""
+        return int(any(finding.status == FAIL for finding in self.findings))
+
+    def close(self) -> int:
+        """Ends the report, once. Returns the exit code."""
+        with self._closing:
+            if not self._is_closed:
+                self._is_closed = True
+                seconds = time.monotonic() - self._began_s
+                print(json.dumps(self._build_record(seconds), indent=1) if self._as_json else self._sum_up(seconds))
+                sys.stdout.flush()
+        return self.code
+
+    def _sum_up(self, seconds: float) -> str:
+        counts = Counter(finding.status for finding in self.findings)
+        parts = [f"{counts[PASS]} passed"]
+        for status, word in ((WARN, "warning"), (FAIL, "failure")):
+            if counts[status]:
+                parts.append(f"{counts[status]} {word}{'s' if counts[status] > 1 else ''}")
+        clear = CLEAR if self._is_terminal else ""
+        return f"{clear}{', '.join(reversed(parts))}, in {seconds:.1f} s"
+
+    def _build_record(self, seconds: float) -> Mapping[str, Any]:
+        worst = next((s for s in (FAIL, WARN) if any(f.status == s for f in self.findings)), PASS)
+        return {
+            "status": worst,
+            "world_size": len(self._cast.hosts),
+            "hosts": [self._cast.name_node(node) for node in range(len(self._cast.leaders))],
+            "seconds": round(seconds, 3),
+            "seconds_by_check": self._seconds,
+            "findings": [
+                {"check": f.check, "status": f.status, "found": f.found, "advice": f.advice, "measured": f.measured}
+                for f in self.findings
+            ],
+        }
