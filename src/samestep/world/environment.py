@@ -165,6 +165,13 @@ def read_interface() -> str:
     return os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
 
 
+def choose_interface(name: str) -> None:
+    """Sets it, where none is set; for groups that are opened from now on."""
+    if name:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
 def has_agent_store() -> bool:
     """Whether the ranks meet in a store of their launcher's, and not of rank 0's."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -22,9 +22,9 @@ from samestep.world.group import Group, close_group, open_group
 if TYPE_CHECKING:
     from samestep.tools.doctor.examination import Here
 
-TIMEOUT_S = 20.0
+TIMEOUT_S = 10.0
 FIRST_BYTES, LAST_BYTES, GROWTH = 1 << 10, 256 << 20, 8
-BUDGET_S = 2.0  # for one operation at all sizes
+BUDGET_S, MOST_S = 1.5, 4.0  # for one operation: no further size is begun; or may be expected to end after
 SAMPLE_S, MOST_REPEATS = 0.05, 50  # at one size
 EXACT_SIZES = (1, 1000, 65537)  # elements per rank
 LINK_BYTES, LINK_CHUNK_BYTES, LINK_S = 64 << 20, 256 << 10, 0.1
@@ -109,8 +109,8 @@ def look_at_collectives(here: "Here") -> dict[str, Any] | None:
 
 
 def check_results(here: "Here", group: Group, operations: Sequence[Operation]) -> list[str]:
-    """The operations whose results are not exactly what they must be."""
-    wrong = []
+    """Says which operations' results are not exactly what they must be."""
+    wrong = {}
     for operation in operations:
         for num in EXACT_SIZES:
             here.doing = f"an {operation.name} of {num} numbers per rank"
@@ -121,8 +121,8 @@ def check_results(here: "Here", group: Group, operations: Sequence[Operation]) -
             expected = operation.expect(group.rank, group.world_size, num)
             differing = int((output.cpu() != expected).sum())
             if differing:
-                wrong.append(f"{operation.name} of {num} numbers per rank: {differing} of {len(expected)} are wrong")
-    return wrong
+                wrong[operation.name] = f"{differing} of {len(expected)} numbers of an {operation.name} are wrong"
+    return list(wrong.values())
 
 
 def _find_room(here: "Here") -> int:
@@ -138,7 +138,7 @@ def _find_room(here: "Here") -> int:
 def measure_operations(here: "Here", group: Group, limit_bytes: int) -> dict[str, list[dict[str, float]]]:
     """Operation -> a row per size: {"bytes", "time_s", "bus_bytes_per_s"}: the same on all ranks.
 
-    Ends each at `limit_bytes`, or where the next size would take it past its budget.
+    Ends each at `limit_bytes`, or where that has taken its time.
     """
     return {
         operation.name: _measure_operation(here, group, operation, min(limit_bytes, LAST_BYTES))
@@ -163,7 +163,7 @@ def _measure_operation(here: "Here", group: Group, operation: Operation, last_by
         rows.append(
             {"bytes": num_bytes, "time_s": time_s, "bus_bytes_per_s": num_bytes / time_s * operation.factor(num_ranks)}
         )
-        if elapsed_s + 4 * GROWTH * time_s > BUDGET_S:
+        if elapsed_s > BUDGET_S or elapsed_s + 3 * GROWTH * time_s > MOST_S:  # three runs, if all time goes to bytes
             break
         size *= GROWTH
     return rows
@@ -279,7 +279,7 @@ def judge_collectives(facts: Facts) -> list[Finding]:
     for sentence in dict.fromkeys(text for fact in told.values() for text in fact["wrong"]):
         ranks = [rank for rank, fact in told.items() if sentence in fact["wrong"]]
         advice = "do not train here: look for failing memory, GPUs or network cards there (devices above, dmesg)"
-        findings.append(Finding("collectives", FAIL, f"on {cast.name_ranks(ranks)} an {sentence}", advice))
+        findings.append(Finding("collectives", FAIL, f"{sentence}: {cast.name_ranks(ranks)}", advice))
     curves = told[min(told)]["curves"]
     if not findings:
         shown = [f"{name} {_describe_curve(rows)}" for name, rows in curves.items() if rows]

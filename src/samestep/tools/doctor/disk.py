@@ -5,6 +5,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -119,8 +120,8 @@ def judge_disk(facts: Facts) -> list[Finding]:
     if first is not None and not first["problem"]:
         apart = [node for node in well if node not in first["sees"] or 0 not in well[node]["sees"]]
         if apart:
-            names = ", ".join(cast.name_node(node) for node in apart)
-            found = f"{shown} is not on {names} what it is on {cast.name_node(0)}: each would save for itself"
+            names = cast.name_nodes(apart)
+            found = f"{shown} on {names} is not what it is on {cast.name_node(0)}: each host would save for itself"
             advice = "put it on a file system that all nodes share, and name it by its full path"
             findings.append(Finding("run_dir", FAIL, found, advice))
     for node, fact in well.items():
@@ -142,7 +143,7 @@ def judge_disk(facts: Facts) -> list[Finding]:
             findings.append(Finding("run_dir", WARN, found, "choose a faster disk: every snapshot waits for several"))
     measured = {cast.name_node(node): fact for node, fact in by_node.items()}
     if findings:
-        return [Finding(f.check, f.status, f.found, f.advice, measured) for f in findings]
+        return [replace(finding, measured=measured) for finding in findings]
     free = min(fact["free_bytes"] for fact in well.values())
     speed = min(fact["write_bytes_per_s"] for fact in well.values())
     fsync_s = max(fact["fsync_s"] for fact in well.values())

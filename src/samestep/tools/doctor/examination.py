@@ -38,6 +38,11 @@ PARTING_S = 2.0
 END_S = 600.0  # for rank 0 to be through with what it looks at alone
 MAX_REASON = 300
 
+GROUP_ADVICE = (
+    "look whether all ranks are alive and reach each other on all ports; say by which interface, where there are "
+    "several (GLOO_SOCKET_IFNAME=eth0, NCCL_SOCKET_IFNAME=eth0; NCCL_DEBUG=INFO tells what NCCL does)"
+)
+
 CHECKS = (
     Check("versions", look_at_versions, judge_versions),
     Check("devices", look_at_gpus, judge_gpus, limit_s=20.0),
@@ -45,7 +50,7 @@ CHECKS = (
     Check("limits", look_at_limits, judge_limits),
     Check("network", look_at_network, judge_network, limit_s=20.0),
     Check("run_dir", look_at_disk, judge_disk, limit_s=15.0),
-    Check("collectives", look_at_collectives, judge_collectives, limit_s=45.0, in_thread=False),
+    Check("collectives", look_at_collectives, judge_collectives, limit_s=45.0, advice=GROUP_ADVICE, in_thread=False),
 )
 FEEDING = Check("loader", look_at_feeding, judge_feeding, limit_s=90.0)
 
@@ -138,7 +143,7 @@ def _end_alone(environment: Environment, report: Report | None, what: str, error
 def _check_one(here: Here, check: Check, name: str, report: Report | None) -> None:
     if report is not None:
         report.begin(check.name)
-    here.doing = ""
+    here.doing, began_s = "", time.monotonic()
     watchdog = threading.Timer(check.limit_s + (0 if report else GRACE_S), _give_up, (here, check, report))
     watchdog.daemon = True
     if check.in_thread:
@@ -149,7 +154,8 @@ def _check_one(here: Here, check: Check, name: str, report: Report | None) -> No
         watchdog.cancel()
     here.meeting.say(name, answer)
     if report is not None:
-        answers = here.meeting.hear(name, check.limit_s + GRACE_S)
+        left_s = began_s + check.limit_s - time.monotonic() if "facts" in answer else GRACE_S
+        answers = here.meeting.hear(name, left_s + GRACE_S)
         report.add(*judge_answers(check, here.cast, answers))
 
 
@@ -185,11 +191,9 @@ def describe_error(error: BaseException) -> str:
 def _give_up(here: Here, check: Check, report: Report | None) -> None:
     """The main thread hangs in what cannot be left behind: this process ends, rank 0's after its report."""
     if report is not None:
-        others = [rank for rank in range(len(here.cast.hosts)) if rank != 0]
         with suppress(Exception):
-            hanging = describe_hanging(here, check)
-            advice = f"look whether {here.cast.name_ranks(others)} are alive, and reach each other on all ports"
-            report.add(Finding(check.name, FAIL, f"could not be checked: {hanging}", advice))
+            found = f"could not be checked: {describe_hanging(here, check)}"
+            report.add(Finding(check.name, FAIL, found, check.advice))
             report.close()
     with suppress(OSError):
         sys.stdout.flush()

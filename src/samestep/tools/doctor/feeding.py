@@ -26,7 +26,7 @@ LIMIT_S = 60.0  # for a script to come to its first steps, and be through with t
 LEAVE_S = 5.0
 POLL_S = 0.1
 MODEL = ("forward", "backward", "reducing", "updating")
-MOST_WAITING = 0.1  # of a step
+MOST_WAITING, MOST_LOADING = 0.1, 0.2  # of a step: with workers, and without
 SHOWN_LINES = 3
 
 
@@ -134,10 +134,14 @@ def judge_feeding(facts: Facts) -> list[Finding]:
     ranks = [rank for rank in fact["ranks"] if rank is not None]
     if not ranks or not sum(rank["num_samples"] for rank in ranks):
         said = " / ".join(line.strip() for line in fact["last_words"])
-        how = f"ended with exit code {fact['code']}" if fact["code"] is not None else "was still busy"
-        found = f"{fact['script']} {how} before it had done {WARM_UP + 2} steps: {said or 'it said nothing'}"
+        how = (
+            f"ended with exit code {fact['code']}"
+            if fact["code"] is not None
+            else f"was still busy after {LIMIT_S:g} s"
+        )
+        found = f"{fact['script']} {how}, before it had done {WARM_UP + 2} steps: {said or 'it said nothing'}"
         advice = "start it with samestep launch and look; it must train with samestep.Run, for some steps"
-        return [Finding("loader", FAIL, found, advice, fact)]
+        return [Finding("loader", FAIL if fact["code"] else WARN, found, advice, fact)]
     num_samples = sum(rank["num_samples"] for rank in ranks)
     loading_s, model_s = (sum(rank[name] for rank in ranks) / len(ranks) for name in ("loading_s", "model_s"))
     num_workers = ranks[0]["num_workers"]

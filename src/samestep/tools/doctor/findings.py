@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,11 @@ class Cast:
         name = names[node]
         return name if names.count(name) == 1 else f"{name} (node {node})"
 
+    def name_nodes(self, nodes: Iterable[int]) -> str:
+        """Their names; a few, where they are many."""
+        names = [self.name_node(node) for node in sorted(nodes)]
+        return ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
+
     def name_ranks(self, ranks: Iterable[int]) -> str:
         """Such as "h2" (all of its ranks), or "rank 3 (h2)"; the nodes one after the other."""
         some = sorted(ranks)
@@ -78,9 +83,7 @@ class Cast:
     def describe(self) -> str:
         """Such as "4 ranks on 2 hosts (h1, h2)"."""
         num_ranks, num_nodes = len(self.hosts), len(self.leaders)
-        names = ", ".join(self.name_node(node) for node in range(min(num_nodes, MAX_NAMED)))
-        names += " ..." if num_nodes > MAX_NAMED else ""
-        ranks = f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
+        names, ranks = self.name_nodes(range(num_nodes)), f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
         return f"{ranks} on {names}" if num_nodes == 1 else f"{ranks} on {num_nodes} hosts ({names})"
 
 
@@ -110,6 +113,7 @@ class Check:
         look: called on every rank; returns plain JSON.
         judge: called on rank 0 with what all ranks have looked up. Pure.
         limit_s: after which a `look` is taken for hung.
+        advice: what to do where it cannot be looked at.
         in_thread: `look` can be left behind where it hangs; what calls collectives cannot.
     """
 
@@ -117,7 +121,8 @@ class Check:
     look: Callable[["Here"], Any]
     judge: Callable[[Facts], list[Finding]]
     limit_s: float = 10.0
-    in_thread: bool = field(default=True)
+    advice: str = "see what it says there, and run the doctor again"
+    in_thread: bool = True
 
 
 def judge_answers(check: Check, cast: Cast, answers: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
@@ -135,8 +140,7 @@ def judge_answers(check: Check, cast: Cast, answers: Mapping[int, Mapping[str, A
     for reason in Counter(reasons.values()):
         ranks = [rank for rank, other in reasons.items() if other == reason]
         where = "" if len(cast.hosts) == 1 else f" on {cast.name_ranks(ranks)}"
-        advice = "see what it says there, and run the doctor again"
-        findings.append(Finding(check.name, FAIL, f"could not be checked{where}: {reason}", advice))
+        findings.append(Finding(check.name, FAIL, f"could not be checked{where}: {reason}", check.advice))
     if facts:
         try:
             findings += check.judge(Facts(cast, facts))

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,7 +138,7 @@ def judge_gpus(facts: Facts) -> list[Finding]:
         findings.append(Finding("devices", FAIL, found, "give every rank a GPU, or say --device cpu"))
     measured = {cast.name_node(node): fact["gpus"] for node, fact in by_node.items()}
     if findings:
-        return [Finding(f.check, f.status, f.found, f.advice, measured) for f in findings]
+        return [replace(finding, measured=measured) for finding in findings]
     return [Finding("devices", PASS, _describe(cast, by_node, devices, names), measured=measured)]
 
 

@@ -5,6 +5,7 @@ import platform
 import re
 from collections import Counter
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -120,48 +121,50 @@ def _read(file: Path) -> str:
 
 def judge_cores(facts: Facts) -> list[Finding]:
     """Ranks times threads against the cores of each node."""
-    findings, measured = [], {}
+    cast, findings, measured = facts.cast, [], {}
+    texts: dict[str, list[int]] = {}
+    crowded: dict[str, list[int]] = {}
+    loads: dict[int, float] = {}
     counts = {fact["threads"] for fact in facts.by_rank.values()}
     if len(counts) > 1:
         found = f"ranks compute with {' and '.join(map(str, sorted(counts)))} threads"
         advice = "set the same OMP_NUM_THREADS for all, or give --threads: results depend on it"
         findings.append(Finding("cores", FAIL, found, advice))
-    for node in range(len(facts.cast.leaders)):
-        name = facts.cast.name_node(node)
-        ranks = [facts.by_rank[rank] for rank in facts.cast.of_node(node) if rank in facts.by_rank]
+    most_threads = max(counts)
+    for node in range(len(cast.leaders)):
+        ranks = [facts.by_rank[rank] for rank in cast.of_node(node) if rank in facts.by_rank]
         if not ranks:
             continue
-        quotas = [rank["quota"] for rank in ranks if rank["quota"] is not None]
         num_allowed = len({core for rank in ranks for core in rank["allowed"]})
-        num_cores = min([float(num_allowed), *quotas])
-        threads = [rank["threads"] for rank in ranks]
-        load, num_numa = ranks[0]["load"], ranks[0]["num_numa_nodes"]
-        measured[name] = {
-            "cores": num_cores, "ranks": len(ranks), "threads": threads, "numa_nodes": num_numa, "load": load,
+        num_cores = min([float(num_allowed), *(rank["quota"] for rank in ranks if rank["quota"] is not None)])
+        load, num_numa_nodes = ranks[0]["load"], ranks[0]["num_numa_nodes"]
+        measured[cast.name_node(node)] = {
+            "cores": num_cores, "ranks": len(ranks), "numa_nodes": num_numa_nodes, "load": load,
+            "threads": [rank["threads"] for rank in ranks],
         }  # fmt: skip
-        cores = f"{num_cores:g} core{'s' if num_cores != 1 else ''}"
-        why = f" (a control group allows no more of {num_allowed})" if num_cores < num_allowed else ""
-        if sum(threads) > num_cores:
-            each = f"{len(ranks)} rank{'s' if len(ranks) > 1 else ''} x {max(threads)} thread"
-            found = f"{each}{'s' if max(threads) > 1 else ''} share {cores}{why} on {name}"
-            most = max(1, int(num_cores // max(threads)))
-            fewer = f"start at most {most} rank{'s' if most > 1 else ''} there"
-            advice = fewer if max(threads) == 1 else f"{fewer}, or give each fewer threads (--threads, samestep.Run)"
-            findings.append(Finding("cores", WARN, found, advice))
+        text = f"{_count(len(ranks), 'rank')} x {_count(most_threads, 'thread')} on {_count(num_cores, 'core')}"
+        text += f" (a control group allows no more of {num_allowed})" if num_cores < num_allowed else ""
+        text += f" of {num_numa_nodes} NUMA nodes" if num_numa_nodes > 1 else ""
+        is_crowded = sum(rank["threads"] for rank in ranks) > num_cores
+        (crowded if is_crowded else texts).setdefault(text, []).append(node)
         if load > num_cores:
-            found = f"other programs compute on {name}: {load:.1f} are running or waiting for {cores}"
-            findings.append(Finding("cores", WARN, found, "look with top what they are; what is measured here suffers"))
-    if not findings:
-        texts = [
-            f"{found['cores']:g} for {found['ranks']} rank{'s' if found['ranks'] > 1 else ''} x {max(found['threads'])} thread"
-            + (f", {found['numa_nodes']} NUMA nodes" if found["numa_nodes"] > 1 else "")
-            for found in measured.values()
-        ]
-        shown = texts[0]
-        if len(set(texts)) > 1:
-            shown = "; ".join(f"{name}: {text}" for name, text in zip(measured, texts, strict=True))
-        return [Finding("cores", PASS, shown, measured=measured)]
-    return [Finding(f.check, f.status, f.found, f.advice, measured) for f in findings]
+            loads[node] = load
+    for text, nodes in crowded.items():
+        num_cores = measured[cast.name_node(nodes[0])]["cores"]
+        advice = f"start at most {_count(max(1, int(num_cores // most_threads)), 'rank')} there"
+        advice += ", or give each fewer threads (--threads, samestep.Run)" if most_threads > 1 else ""
+        findings.append(Finding("cores", WARN, f"{text}: {cast.name_nodes(nodes)}", advice))
+    if loads:
+        found = f"other programs compute on {cast.name_nodes(loads)}: up to {max(loads.values()):.1f} at a time"
+        findings.append(Finding("cores", WARN, found, "look with top what they are; what is measured here suffers"))
+    if findings:
+        return [replace(finding, measured=measured) for finding in findings]
+    shown = [text if len(texts) == 1 else f"{text}: {cast.name_nodes(nodes)}" for text, nodes in texts.items()]
+    return [Finding("cores", PASS, "; ".join(shown), measured=measured)]
+
+
+def _count(number: float, what: str) -> str:
+    return f"{number:g} {what}{'s' if number != 1 else ''}"
 
 
 # --- limits -------------------------------------------------------------------------------------------------------
@@ -212,4 +215,4 @@ def judge_limits(facts: Facts) -> list[Finding]:
     if not findings:
         shown = f"/dev/shm has {format_bytes(min(free.values()))} left, {min(files.values())} files may be open"
         return [Finding("limits", PASS, shown, measured=measured)]
-    return [Finding(f.check, f.status, f.found, f.advice, measured) for f in findings]
+    return [replace(finding, measured=measured) for finding in findings]

@@ -1,5 +1,6 @@
 """Whether the nodes reach each other, both ways and with large packets, and how far their clocks are apart."""
 
+import ipaddress
 import secrets
 import socket
 import struct
@@ -7,11 +8,12 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from samestep.launch.nodes import plain_address
 from samestep.tools.doctor.findings import FAIL, PASS, WARN, Cast, Facts, Finding, format_s
-from samestep.world.environment import read_interface, read_master
+from samestep.world.environment import choose_interface, read_host, read_interface, read_master
 
 if TYPE_CHECKING:
     from samestep.tools.doctor.examination import Here
@@ -131,12 +133,23 @@ def describe_interface(name: str) -> dict[str, Any]:
     return found
 
 
+def resolve(name: str) -> str:
+    """The address by which gloo knows this host where no interface is set: what its own name stands for; "": none."""
+    try:
+        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return ""
+
+
 def look_at_network(here: "Here") -> dict[str, Any] | None:
     """Of a node's first rank: its interface, and every other node as it is seen from here. None with one node."""
     leaders, meeting = here.cast.leaders, here.meeting
     if len(leaders) == 1 or not here.is_leader:
         return None
     mine = describe_interface(find_interface(*read_master()))
+    mine["default"] = "" if read_interface() else resolve(read_host())
+    mine["is_set"] = bool(read_interface())
+    choose_interface(mine["interface"])  # what is measured from here on does not depend on a name
     echo = Echo(here.clock)
     try:
         told = meeting.exchange(
@@ -178,6 +191,7 @@ def _judge_reach(cast: Cast, by_node: Mapping[int, Any]) -> list[Finding]:
             findings.append(
                 Finding("network", FAIL, found, "name the right one: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME")
             )
+    findings += _judge_default(cast, by_node)
     round_trips = []
     for node, fact in by_node.items():
         for other, there in by_node.items():
@@ -195,19 +209,41 @@ def _judge_reach(cast: Cast, by_node: Mapping[int, Any]) -> list[Finding]:
         findings.append(Finding("network", WARN, f"interfaces of several MTUs: {shown}", advice))
     measured = {cast.name_node(node): fact for node, fact in by_node.items()}
     if findings:
-        return [Finding(f.check, f.status, f.found, f.advice, measured) for f in findings]
+        return [replace(finding, measured=measured) for finding in findings]
     with_6 = [node for node, fact in by_node.items() if fact["IPv6"]]
     if not with_6:
         families = "by IPv4"
     elif len(with_6) == len(by_node):
         families = "by IPv4 and IPv6" if all(fact["IPv4"] for fact in by_node.values()) else "by IPv6"
     else:
-        families = f"by IPv4 (only {', '.join(map(cast.name_node, with_6))} by IPv6, too)"
+        families = f"by IPv4 (only {cast.name_nodes(with_6)} by IPv6, too)"
     names = sorted({fact["interface"] for fact in by_node.values()})
     said = f"all hosts reach each other {families} over {', '.join(names)}, MTU {next(iter(mtus.values()))}"
     if round_trips:
         said += f", a round trip takes {format_s(min(round_trips))} to {format_s(max(round_trips))}"
     return [Finding("network", PASS, said, measured=measured)]
+
+
+def _judge_default(cast: Cast, by_node: Mapping[int, Any]) -> list[Finding]:
+    """Where no interface is set, gloo takes what the host's name stands for: on many systems an address of its own."""
+    lost = {
+        node: fact["default"]
+        for node, fact in by_node.items()
+        if not fact["is_set"]
+        and (not fact["default"] or ipaddress.ip_address(fact["default"].partition("%")[0]).is_loopback)
+    }
+    if not lost:
+        return []
+    address = next(iter(lost.values()))
+    why = f"their names stand for {address} there" if address else "their names stand for no address there"
+    found = (
+        f"no interface is set on {cast.name_nodes(lost)}, and {why}: gloo would listen where no other host reaches it"
+    )
+    interface = by_node[next(iter(lost))]["interface"]
+    advice = (
+        f"export GLOO_SOCKET_IFNAME={interface} on all hosts (samestep launch does; it was set for what follows here)"
+    )
+    return [Finding("network", FAIL, found, advice)]
 
 
 def _judge_pair(name: str, other: str, there: Mapping[str, Any], seen: Mapping[str, Any]) -> list[Finding]:
@@ -255,7 +291,7 @@ def _judge_clocks(cast: Cast, by_node: Mapping[int, Any]) -> list[Finding]:
         findings.append(Finding("clocks", status, found, advice, measured))
     missing = [node for node in range(1, len(cast.leaders)) if node not in apart]
     if missing:
-        found = f"the clock of {', '.join(map(cast.name_node, missing))} could not be compared"
+        found = f"the clock of {cast.name_nodes(missing)} could not be compared"
         findings.append(Finding("clocks", WARN, found, "let the hosts reach each other first", measured))
     if findings:
         return findings

@@ -1,0 +1,85 @@
+"""`samestep doctor` as one of the ranks, with a fault planted on a host or rank: run it by samestep launch.
+
+doctored.py [--plant KIND WHERE]... [arguments of the doctor]
+"""
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch.distributed as dist
+
+from samestep.tools.doctor.examination import CHECKS, Here, examine
+from samestep.tools.doctor.findings import Check
+from samestep.tools.doctor.options import parse
+from samestep.world.environment import read_environment, read_host
+
+Look = Callable[[Here], Any]
+
+
+def other_version(look: Look) -> Look:
+    return lambda here: {**look(here), "torch": "2.0.1"}
+
+
+def raising(look: Look) -> Look:
+    def look_and_raise(here: Here) -> Any:
+        raise PermissionError(13, "it is forbidden")
+
+    return look_and_raise
+
+
+def hanging(look: Look) -> Look:
+    def look_and_hang(here: Here) -> Any:
+        here.doing = "a call that does not return"
+        time.sleep(600)
+
+    return look_and_hang
+
+
+def wrong_sums(look: Look) -> Look:
+    """A sum is wrong in one place, on this rank."""
+    add = dist.all_reduce
+
+    def add_wrongly(tensor: Any, *more: Any) -> None:
+        add(tensor, *more)
+        tensor[-1] += 1
+
+    def look_with_it(here: Here) -> Any:
+        dist.all_reduce = add_wrongly
+        return look(here)
+
+    return look_with_it
+
+
+# Kind -> the check whose look is another one, and how.
+FAULTS: dict[str, tuple[str, Callable[[Look], Look]]] = {
+    "version": ("versions", other_version),
+    "raise": ("limits", raising),
+    "hang": ("cores", hanging),
+    "hang-in-group": ("collectives", hanging),
+    "wrong": ("collectives", wrong_sums),
+}
+LIMIT_S = 2.0  # for what hangs
+
+
+def main() -> None:
+    words, faults = sys.argv[1:], []
+    while words and words[0] == "--plant":
+        faults.append((words[1], words[2]))
+        words = words[3:]
+    environment = read_environment()
+    here = [kind for kind, where in faults if where in (read_host(), str(environment.rank))]
+    checks: tuple[Check, ...] = CHECKS
+    for kind, (name, plant) in FAULTS.items():
+        limit_s = {"limit_s": LIMIT_S} if kind.startswith("hang") and kind in dict(faults) else {}
+        checks = tuple(replace(check, **limit_s) if check.name == name else check for check in checks)
+        if kind in here:
+            checks = tuple(replace(c, look=plant(c.look)) if c.name == name else c for c in checks)
+    skew_s = 0.5 if "skew" in here else 0.0
+    sys.exit(examine(environment, parse(words)[0], checks=checks, clock=lambda: time.time() + skew_s))
+
+
+if __name__ == "__main__":
+    main()
