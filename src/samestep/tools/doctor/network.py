@@ -8,10 +8,10 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from samestep.launch.nodes import plain_address
+from samestep.launch.nodes import find_addresses, plain_address
 from samestep.tools.doctor.findings import FAIL, PASS, WARN, Cast, Facts, Finding, format_s
 from samestep.world.environment import choose_interface, read_host, read_interface, read_master
 
@@ -104,21 +104,41 @@ def ping(address: str, port: int, token: bytes, clock: Callable[[], float]) -> d
     return found
 
 
-def find_interface(host: str, port: int) -> str:
-    """The interface for the ranks' traffic: the one that is set, else the one that routes to where they meet."""
+@dataclass(frozen=True)
+class Interface:
+    """By what the ranks' traffic goes.
+
+    Attributes:
+        name: of the interface; "": none was found.
+        own_name: what this host's name stands for, where nothing sets an interface; gloo goes by that.
+        is_lost: that is no address of an interface which others could reach.
+    """
+
+    name: str
+    own_name: str = ""
+    is_lost: bool = False
+
+
+def find_interface(host: str, port: int) -> Interface:
+    """The interface that is set; else that of this host's name; else that which routes to where the ranks meet."""
     chosen = read_interface()
     if chosen:
-        return chosen
-    import psutil
-
+        return Interface(chosen)
+    own = ""
+    with suppress(OSError):
+        own = str(socket.getaddrinfo(read_host(), None, type=socket.SOCK_STREAM)[0][4][0])
+    name = "" if not own or ipaddress.ip_address(own.partition("%")[0]).is_loopback else _find_holder(own)
+    if name:
+        return Interface(name, own)
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
-        mine = plain_address(probe.getsockname()[0])
-    for name, entries in psutil.net_if_addrs().items():
-        if any(entry.address.partition("%")[0] == mine for entry in entries):
-            return str(name)
-    return ""
+        return Interface(_find_holder(probe.getsockname()[0]), own, is_lost=True)
+
+
+def _find_holder(address: str) -> str:
+    """The interface that has an address; "": none."""
+    return find_addresses().get(plain_address(address), "")
 
 
 def describe_interface(name: str) -> dict[str, Any]:
@@ -133,23 +153,17 @@ def describe_interface(name: str) -> dict[str, Any]:
     return found
 
 
-def resolve(name: str) -> str:
-    """The address by which gloo knows this host where no interface is set: what its own name stands for; "": none."""
-    try:
-        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
-    except OSError:
-        return ""
-
-
 def look_at_network(here: "Here") -> dict[str, Any] | None:
     """Of a node's first rank: its interface, and every other node as it is seen from here. None with one node."""
     leaders, meeting = here.cast.leaders, here.meeting
-    if len(leaders) == 1 or not here.is_leader:
+    if len(leaders) == 1:
         return None
-    mine = describe_interface(find_interface(*read_master()))
-    mine["default"] = "" if read_interface() else resolve(read_host())
-    mine["is_set"] = bool(read_interface())
-    choose_interface(mine["interface"])  # what is measured from here on does not depend on a name
+    interface = find_interface(*read_master())
+    if interface.is_lost:
+        choose_interface(interface.name)  # so that there is more to be found out
+    if not here.is_leader:
+        return None
+    mine = {**describe_interface(interface.name), "own_name": interface.own_name, "is_lost": interface.is_lost}
     echo = Echo(here.clock)
     try:
         told = meeting.exchange(
@@ -226,20 +240,12 @@ def _judge_reach(cast: Cast, by_node: Mapping[int, Any]) -> list[Finding]:
 
 def _judge_default(cast: Cast, by_node: Mapping[int, Any]) -> list[Finding]:
     """Where no interface is set, gloo takes what the host's name stands for: on many systems an address of its own."""
-    lost = {
-        node: fact["default"]
-        for node, fact in by_node.items()
-        if not fact["is_set"]
-        and (not fact["default"] or ipaddress.ip_address(fact["default"].partition("%")[0]).is_loopback)
-    }
+    lost = [node for node, fact in by_node.items() if fact["is_lost"]]
     if not lost:
         return []
-    address = next(iter(lost.values()))
-    why = f"their names stand for {address} there" if address else "their names stand for no address there"
-    found = (
-        f"no interface is set on {cast.name_nodes(lost)}, and {why}: gloo would listen where no other host reaches it"
-    )
-    interface = by_node[next(iter(lost))]["interface"]
+    own, interface = by_node[lost[0]]["own_name"] or "no address", by_node[lost[0]]["interface"]
+    found = f"no interface is set on {cast.name_nodes(lost)}, and a host's own name stands for {own} there: gloo would "
+    found += "listen where no other host reaches it"
     advice = (
         f"export GLOO_SOCKET_IFNAME={interface} on all hosts (samestep launch does; it was set for what follows here)"
     )
