@@ -144,7 +144,7 @@ def _check_one(here: Here, check: Check, name: str, report: Report | None) -> No
     if report is not None:
         report.begin(check.name)
     here.doing, began_s = "", time.monotonic()
-    watchdog = threading.Timer(check.limit_s + (0 if report else GRACE_S), _give_up, (here, check, report))
+    watchdog = threading.Timer(check.limit_s, _give_up, (here, check, name, report))
     watchdog.daemon = True
     if check.in_thread:
         answer = look_bounded(here, check)
@@ -169,17 +169,15 @@ def look(here: Here, check: Check) -> dict[str, Any]:
 
 
 def look_bounded(here: Here, check: Check) -> dict[str, Any]:
-    """As `look`; one that hangs is left behind."""
+    """As `look`, in a thread; one that hangs is left behind."""
     answers: list[dict[str, Any]] = []
     thread = threading.Thread(target=lambda: answers.append(look(here, check)), daemon=True)
     thread.start()
     thread.join(check.limit_s)
-    return answers[0] if answers else {"error": describe_hanging(here, check)}
-
-
-def describe_hanging(here: Here, check: Check) -> str:
-    """In a sentence."""
-    return f"it has been hanging{f' in {here.doing}' if here.doing else ''}, and was given up after {check.limit_s:g} s"
+    if answers:
+        return answers[0]
+    at = f" in {here.doing}" if here.doing else ""
+    return {"error": f"it has been hanging{at}, and was given up after {check.limit_s:g} s"}
 
 
 def describe_error(error: BaseException) -> str:
@@ -188,13 +186,25 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0].strip()}"[:MAX_REASON] if lines else type(error).__name__
 
 
-def _give_up(here: Here, check: Check, report: Report | None) -> None:
-    """The main thread hangs in what cannot be left behind: this process ends, rank 0's after its report."""
+def _give_up(here: Here, check: Check, name: str, report: Report | None) -> None:
+    """The main thread hangs in what cannot be left behind: this process ends, after rank 0's report."""
+    with suppress(RuntimeError):
+        here.meeting.say(f"{name}/hanging", here.doing or "it")
+        if report is None:
+            here.meeting.hear("end", GRACE_S, [0])
     if report is not None:
-        with suppress(Exception):
-            found = f"could not be checked: {describe_hanging(here, check)}"
-            report.add(Finding(check.name, FAIL, found, check.advice))
-            report.close()
+        told: dict[int, str] = {}
+        with suppress(RuntimeError):
+            told = here.meeting.hear(f"{name}/hanging", PARTING_S)
+        places = {place: [rank for rank, other in told.items() if other == place] for place in told.values()}
+        silent = set(range(here.environment.world_size)) - set(told)
+        parts = [f"{here.cast.name_ranks(ranks)} in {place}" for place, ranks in places.items()]
+        parts += [f"{here.cast.name_ranks(silent)} without an answer"] if silent else []
+        found = f"could not be checked: for {check.limit_s:g} s there have been hanging {', and '.join(parts)}"
+        report.add(Finding(check.name, FAIL, found, check.advice))
+        report.close()
+        with suppress(RuntimeError):
+            here.meeting.say("end", True)
     with suppress(OSError):
         sys.stdout.flush()
     os._exit(1)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from samestep.tools.doctor.examination import Here
 
 WARM_UP = 3  # steps: it compiles, opens files, starts workers
-MEASURED_S, MOST_STEPS = 4.0, 1000
+MEASURED_S, MOST_STEPS = 3.0, 1000
 LIMIT_S = 60.0  # for a script to come to its first steps, and be through with those
 LEAVE_S = 5.0
 POLL_S = 0.1
@@ -133,13 +133,9 @@ def judge_feeding(facts: Facts) -> list[Finding]:
         return []
     ranks = [rank for rank in fact["ranks"] if rank is not None]
     if not ranks or not sum(rank["num_samples"] for rank in ranks):
-        said = " / ".join(line.strip() for line in fact["last_words"])
-        how = (
-            f"ended with exit code {fact['code']}"
-            if fact["code"] is not None
-            else f"was still busy after {LIMIT_S:g} s"
-        )
-        found = f"{fact['script']} {how}, before it had done {WARM_UP + 2} steps: {said or 'it said nothing'}"
+        said = " / ".join(line.strip() for line in fact["last_words"]) or "it said nothing"
+        how = f"ended with exit code {fact['code']}" if fact["code"] is not None else f"was busy for {LIMIT_S:g} s"
+        found = f"{fact['script']} {how}, before it had done {WARM_UP + 2} steps: {said}"
         advice = "start it with samestep launch and look; it must train with samestep.Run, for some steps"
         return [Finding("loader", FAIL if fact["code"] else WARN, found, advice, fact)]
     num_samples = sum(rank["num_samples"] for rank in ranks)
@@ -152,14 +148,12 @@ def judge_feeding(facts: Facts) -> list[Finding]:
     measured = {
         **fact, "feeds_per_s": feeds, "eats_per_s": eats, "waiting": waiting, "num_workers": num_workers,
     }  # fmt: skip
-    if waiting <= MOST_WAITING:
-        found = (
-            f"the model eats {eats:,.0f} samples/s, and the data loader keeps up ({waiting:.1%} of a step is waiting)"
-        )
+    is_well = waiting <= (MOST_WAITING if num_workers else MOST_LOADING)
+    share = f"{waiting:.0%} of a step goes to waiting for data"
+    if is_well:
+        found = f"the data loader keeps up with the model, which eats {eats:,.0f} samples/s: {share}"
         return [Finding("loader", PASS, found, measured=measured)]
-    found = (
-        f"the data loader feeds {feeds:,.0f} samples/s, the model eats {eats:,.0f}: {waiting:.0%} of a step is waiting"
-    )
+    found = f"the data loader feeds {feeds:,.0f} samples/s, the model eats {eats:,.0f}: {share}"
     return [Finding("loader", WARN, found, _advise(fact, num_workers, eats / feeds), measured)]
 
 

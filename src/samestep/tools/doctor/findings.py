@@ -145,7 +145,8 @@ def judge_answers(check: Check, cast: Cast, answers: Mapping[int, Mapping[str, A
         try:
             findings += check.judge(Facts(cast, facts))
         except Exception as error:
-            findings.append(Finding(check.name, FAIL, f"could not be judged: {type(error).__name__}: {error}"))
+            found = f"could not be judged: {type(error).__name__}: {error}"
+            findings.append(Finding(check.name, FAIL, found, "that is a fault of samestep: report it"))
     return findings
 
 

@@ -1,0 +1,650 @@
+"""`samestep doctor`: what it makes of planted values, and what it says of this machine, alone and over two ranks."""
+
+import json
+import re
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from support.runs import check, run_command, samestep_command
+
+from samestep.errors import Error
+from samestep.tools.doctor.collectives import OPERATIONS, judge_collectives, judge_links, plan_rounds
+from samestep.tools.doctor.command import run_doctor
+from samestep.tools.doctor.disk import find_existing, find_marks, judge_disk, measure_speed
+from samestep.tools.doctor.examination import CHECKS, describe_error
+from samestep.tools.doctor.feeding import judge_feeding, measure_rank
+from samestep.tools.doctor.findings import (
+    Cast,
+    Check,
+    Facts,
+    Finding,
+    format_bytes,
+    format_rate,
+    format_s,
+    judge_answers,
+)
+from samestep.tools.doctor.gpus import judge_gpus, read_gpus
+from samestep.tools.doctor.machine import judge_cores, judge_limits, judge_versions, read_driver, read_quota
+from samestep.tools.doctor.network import Echo, judge_network, ping
+from samestep.tools.doctor.options import Options, parse
+
+DOCTORED = Path(__file__).with_name("doctored.py")
+ALONE = Cast(("a",), (0,))
+TWO_RANKS = Cast(("a", "a"), (0, 0))
+TWO_HOSTS = Cast(("a", "a", "b", "b"), (0, 0, 1, 1))
+THREE_HOSTS = Cast(("a", "b", "c"), (0, 1, 2))
+GB = 1 << 30
+
+
+def judge(judgement: Any, cast: Cast, *facts: Any) -> list[Finding]:
+    return judgement(Facts(cast, dict(enumerate(facts))))
+
+
+def only(findings: list[Finding], status: str) -> Finding:
+    """The one finding, of that status; what is wrong comes with what to do."""
+    assert [finding.status for finding in findings] == [status], findings
+    assert findings[0].advice or status == "pass"
+    return findings[0]
+
+
+# --- who is named -----------------------------------------------------------------------------------------------------
+
+
+def test_ranks_and_hosts_are_named() -> None:
+    assert TWO_HOSTS.leaders == [0, 2]
+    assert TWO_HOSTS.name_ranks([2, 3]) == "b"
+    assert TWO_HOSTS.name_ranks([1, 2, 3]) == "rank 1 (a), b"
+    assert TWO_HOSTS.name_ranks(range(4)) == "all ranks"
+    assert TWO_HOSTS.describe() == "4 ranks on 2 hosts (a, b)"
+    assert ALONE.describe() == "1 rank on a"
+    alike = Cast(("a", "a"), (0, 1))
+    assert [alike.name_node(0), alike.name_node(1)] == ["a (node 0)", "a (node 1)"]
+    many = Cast([f"h{i}" for i in range(9)], range(9))
+    assert many.name_nodes(range(1, 9)) == "h1, h2, h3, h4, h5, h6 and 2 more"
+
+
+def test_numbers_for_a_person() -> None:
+    assert [format_bytes(n) for n in (1, 1023, 1 << 10, 256 << 20, 1.5 * GB)] == [
+        "1 B",
+        "1023 B",
+        "1 KB",
+        "256 MB",
+        "1.5 GB",
+    ]
+    assert [format_rate(n) for n in (12, 1.25e6, 1.25e9)] == ["12 B/s", "1.25 MB/s", "1.25 GB/s"]
+    assert [format_s(s) for s in (2.1e-5, 0.0034, 1.25)] == ["21 us", "3.4 ms", "1.25 s"]
+
+
+def test_what_cannot_be_looked_at_is_a_failure_and_the_others_are_judged() -> None:
+    limits = next(check for check in CHECKS if check.name == "limits")
+    answers = {0: {"facts": {"shm_free_bytes": GB, "files": 4096, "files_at_most": 4096}}, 1: {"error": "OSError: no"}}
+    findings = judge_answers(limits, TWO_HOSTS, answers)
+    assert [(f.check, f.status) for f in findings] == [("limits", "fail"), ("limits", "fail"), ("limits", "pass")]
+    assert findings[0].found == "could not be checked on rank 1 (a): OSError: no"
+    assert findings[1].found == "could not be checked on b: it did not answer"
+    broken = Check("x", lambda here: None, lambda facts: [][0])
+    assert only(judge_answers(broken, ALONE, {0: {"facts": 1}}), "fail").found.startswith(
+        "could not be judged: IndexError"
+    )
+    assert describe_error(RuntimeError("\n first line \nsecond")) == "RuntimeError: first line"
+
+
+# --- machines ---------------------------------------------------------------------------------------------------------
+
+
+def test_versions() -> None:
+    version = {"python": "3.11.7", "torch": "2.13.0", "NCCL": ""}
+    assert only(judge(judge_versions, TWO_RANKS, version, version), "pass").found == (
+        "python 3.11.7, torch 2.13.0 on all ranks"
+    )
+    found = only(judge(judge_versions, THREE_HOSTS, version, {**version, "torch": "2.12.0"}, version), "fail")
+    assert found.found == "torch is 2.12.0 on b, and 2.13.0 on the others"
+    assert found.advice == "install torch 2.13.0 there"
+    found = only(judge(judge_versions, THREE_HOSTS, {**version, "NCCL": "2.29"}, version, version), "fail")
+    assert found.found == "NCCL is 2.29 on a, and missing on the others"
+    driver = [{**version, "driver": number} for number in ("580.1", "570.2")]
+    assert "driver is 570.2 on rank 1 (a)" in only(judge(judge_versions, TWO_RANKS, *driver), "warn").found
+
+
+def test_the_driver_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "version"
+    assert read_driver(file) == ""
+    file.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Fri Jan 24\nGCC version: 12\n")
+    assert read_driver(file) == "570.86.15"
+    file.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n")
+    assert read_driver(file) == "580.65.06"
+
+
+def cores(allowed: range = range(4), threads: int = 1, **more: Any) -> dict[str, Any]:
+    return {"allowed": list(allowed), "quota": None, "threads": threads, "num_numa_nodes": 1, "load": 0.1, **more}
+
+
+def test_cores() -> None:
+    assert only(judge(judge_cores, TWO_RANKS, cores(), cores()), "pass").found == "2 ranks x 1 thread on 4 cores"
+    found = only(judge(judge_cores, TWO_RANKS, cores(threads=4), cores(threads=4)), "warn")
+    assert found.found == "2 ranks x 4 threads on 4 cores: a"
+    assert found.advice.startswith("start at most 1 rank there, or give each fewer threads")
+    limited = only(judge(judge_cores, TWO_RANKS, cores(quota=1.5), cores(quota=1.5)), "warn")
+    assert "on 1.5 cores (a control group allows no more of 4)" in limited.found
+    bound = cores(range(1)), cores(range(1, 2))
+    assert only(judge(judge_cores, TWO_RANKS, *bound), "pass").measured["a"]["cores"] == 2
+    uneven = only(judge(judge_cores, TWO_RANKS, cores(threads=1), cores(threads=2)), "fail")
+    assert uneven.found == "ranks compute with 1 and 2 threads"
+    busy = only(judge(judge_cores, THREE_HOSTS, cores(), cores(load=9.5), cores(load=7.0)), "warn")
+    assert busy.found == "other programs compute on b, c: up to 9.5 at a time"
+    unlike = judge(judge_cores, THREE_HOSTS, cores(), cores(num_numa_nodes=2), cores())
+    assert "1 rank x 1 thread on 4 cores of 2 NUMA nodes: b" in only(unlike, "pass").found
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({}, None),
+        ({"cpu.max": "max 100000"}, None),
+        ({"cpu.max": "150000 100000"}, 1.5),
+        ({"cpu.max": "400000 100000", "pod/cpu.max": "200000 100000", "pod/task/cpu.max": "max 100000"}, 2.0),
+        ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3.0),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+    ],
+)
+def test_control_groups(tmp_path: Path, files: dict[str, str], quota: float | None) -> None:
+    for name, text in files.items():
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(text + "\n")
+    own = tmp_path / "own"
+    own.write_text("0::/pod/task\n")
+    assert read_quota(tmp_path / "groups", own) == quota
+
+
+def test_limits() -> None:
+    well = {"shm_free_bytes": 8 * GB, "files": 4096, "files_at_most": 1 << 20}
+    assert only(judge(judge_limits, ALONE, well), "pass").found == "/dev/shm has 8 GB left, 4096 files may be open"
+    docker = only(judge(judge_limits, TWO_RANKS, well, {**well, "shm_free_bytes": 64 << 20}), "warn")
+    assert docker.found == "/dev/shm has 64 MB left on rank 1 (a)"
+    assert "--ipc=host" in docker.advice
+    assert (
+        only(judge(judge_limits, ALONE, {**well, "shm_free_bytes": None}), "fail").found == "there is no /dev/shm on a"
+    )
+    few = only(judge(judge_limits, ALONE, {**well, "files": 512}), "warn")
+    assert (few.found, few.advice) == ("only 512 files may be open at a time on a, 1024 should be", "ulimit -n 65536")
+    least = only(judge(judge_limits, ALONE, {**well, "files": 128, "files_at_most": 256}), "fail")
+    assert least.advice == "raise nofile in /etc/security/limits.conf"
+    many = Cast(["a"] * 128, [0] * 128)
+    assert "2048 should be" in only(judge(judge_limits, many, *[{**well, "files": 1024}] * 128), "warn").found
+
+
+# --- GPUs -------------------------------------------------------------------------------------------------------------
+
+
+def gpus(*each: dict[str, Any], **more: Any) -> dict[str, Any]:
+    well = {"name": "H100", "free_bytes": 79 * GB, "total_bytes": 80 * GB, "links": ["NVLink"], "ecc_errors": 0}
+    there = [{**well, **gpu} for gpu in each]
+    return {
+        "device": "cuda", "problem": "", "num_gpus": len(each), "num_present": len(each), "torch": "2.13.0",
+        "no_peers": [], "gpus": there, **more,
+    }  # fmt: skip
+
+
+def test_gpus() -> None:
+    none = gpus(device="cpu")
+    assert only(judge(judge_gpus, ALONE, none), "pass").found == "no GPU: ranks run on the CPU"
+    assert only(judge(judge_gpus, ALONE, gpus({}, {})), "pass").found == (
+        "2 x H100, nothing wrong with them, NVLink between them"
+    )
+    wrong = {
+        "GPU 1 of a has 40 GB free of 80 GB": ("warn", gpus({}, {"free_bytes": 40 * GB})),
+        "GPU 0 of a is slowed down, too hot, at 91 C": (
+            "warn", gpus({"slowdowns": ["slowed down, too hot"], "temperature": 91})
+        ),
+        "GPU 0 of a has had 3 memory errors that ECC could not correct": ("fail", gpus({"ecc_errors": 3})),
+        "GPU 0 of a has memory rows to be remapped (pending)": ("warn", gpus({"rows": "pending"})),
+        "GPUs 0 and 1 of a cannot reach each other's memory": ("warn", gpus({}, {}, no_peers=[[0, 1], [1, 0]])),
+        "a has 8 GPUs, and torch 2.13.0 cannot use them": ("fail", gpus(num_present=8, device="cpu")),
+        "nvidia-ml-py is not there on a": ("warn", gpus({}) | {"gpus": None}),
+        "GPUs of several models: A100, H100": ("warn", gpus({}, {"name": "A100"})),
+    }  # fmt: skip
+    for sentence, (status, fact) in wrong.items():
+        assert sentence in only(judge(judge_gpus, ALONE, fact), status).found
+    uneven = judge(judge_gpus, THREE_HOSTS, gpus({}, {}), gpus({}), gpus({}, {}))
+    assert only(uneven, "warn").found == "GPUs: 2 on a, 1 on b, 2 on c"
+    mixed = judge(judge_gpus, TWO_RANKS, gpus({}), {"device": "cpu", "problem": "2 ranks on a machine with 1 GPUs"})
+    assert [f.status for f in mixed] == ["fail", "fail"]
+    assert mixed[0].found == "2 ranks on a machine with 1 GPUs (on rank 1 (a))"
+
+
+class NVML:
+    """As much of pynvml as is asked for, with one GPU that is well and one that is not."""
+
+    NVMLError = type("NVMLError", (Exception,), {})
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> list[int]:
+        return [index]
+
+    def nvmlDeviceGetUUID(self, gpu: list[int]) -> bytes:
+        return b"GPU-%d" % gpu[0]
+
+    def nvmlDeviceGetName(self, gpu: list[int]) -> bytes:
+        return b"NVIDIA H100"
+
+    def nvmlDeviceGetMemoryInfo(self, gpu: list[int]) -> SimpleNamespace:
+        return SimpleNamespace(free=GB, total=2 * GB)
+
+    def nvmlDeviceGetTemperature(self, gpu: list[int], kind: int) -> int:
+        return 60
+
+    def nvmlDeviceGetCurrentClocksThrottleReasons(self, gpu: list[int]) -> int:
+        return (0x01 | 0x04, 0x40)[gpu[0]]  # idle and power-capped, as they are; slowed down
+
+    def nvmlDeviceGetTotalEccErrors(self, gpu: list[int], kind: int, counter: int) -> int:
+        assert (kind, counter) == (1, 0)
+        if gpu[0] == 0:
+            raise self.NVMLError("not supported")
+        return 2
+
+    def nvmlDeviceGetRemappedRows(self, gpu: list[int]) -> tuple[int, int, int, int]:
+        return (0, 0, gpu[0], 0)
+
+    def nvmlDeviceGetP2PStatus(self, one: list[int], other: list[int], index: int) -> int:
+        raise self.NVMLError("not supported")
+
+    def nvmlDeviceGetTopologyCommonAncestor(self, one: list[int], other: list[int]) -> int:
+        return 30
+
+
+def test_gpus_are_read() -> None:
+    well, ill = read_gpus(NVML())
+    assert well["slowdowns"] == []
+    assert "ecc_errors" not in well, "what a GPU does not support is left out"
+    assert (well["name"], well["free_bytes"], well["links"], well["rows"]) == ("NVIDIA H100", GB, ["a PCIe root"], "")
+    assert (ill["slowdowns"], ill["ecc_errors"], ill["rows"]) == (
+        ["slowed down by its hardware, too hot"],
+        2,
+        "pending",
+    )
+    assert len(read_gpus(NVML(), ["1"])) == 1, "those that torch sees"
+    assert read_gpus(None) is None
+
+
+# --- network ----------------------------------------------------------------------------------------------------------
+
+
+def seen(ahead_s: float = 0.0, rtt_s: float = 1e-4, problem: str = "", at: str = "large") -> dict[str, Any]:
+    rtt = {"rtt_s": None} if problem and at == "connect" else {"rtt_s": rtt_s, "ahead_s": ahead_s, "bound_s": rtt_s / 2}
+    return {"problem": problem, "at": at, **rtt}
+
+
+def host(number: int, ahead_s: float = 0.0, **more: Any) -> dict[str, Any]:
+    """As host `number` of three sees the others; the second one's clock is `ahead_s` ahead."""
+    pings = {
+        str(other): {"IPv4": seen(ahead_s * ((other == 1) - (number == 1)))} for other in range(3) if other != number
+    }
+    return {
+        "interface": "eth0", "mtu": 1500, "mbit": 0, "IPv4": f"10.0.0.{number}", "IPv6": "", "own_name": "",
+        "is_lost": False, "seen": pings, **more,
+    }  # fmt: skip
+
+
+def judge_hosts(*hosts: dict[str, Any]) -> dict[str, Finding]:
+    findings = judge(judge_network, THREE_HOSTS, *hosts)
+    assert len({finding.check for finding in findings}) == len(findings), findings
+    return {finding.check: finding for finding in findings}
+
+
+def test_a_network_that_is_well() -> None:
+    found = judge_hosts(host(0), host(1), host(2))
+    assert found["network"].found.startswith(
+        "all hosts reach each other by IPv4 over eth0, MTU 1500, a round trip takes"
+    )
+    assert found["clocks"].found == "at most 0 us apart (to within 50 us, half a round trip)"
+    assert [f.status for f in judge(judge_network, ALONE, None)] == ["pass", "pass"]
+
+
+@pytest.mark.parametrize(
+    ("ahead_s", "rtt_s", "status"),
+    [(0.05, 1e-4, "pass"), (-0.5, 1e-4, "fail"), (0.5, 1e-4, "fail"), (0.09, 0.08, "warn"), (0.12, 0.08, "warn")],
+)
+def test_clocks(ahead_s: float, rtt_s: float, status: str) -> None:
+    """Whether they are within 100 ms is only known where the bound of the error says so."""
+    hosts = [host(number, ahead_s) for number in range(3)]
+    for one in hosts:
+        for pings in one["seen"].values():
+            pings["IPv4"] |= {"rtt_s": rtt_s, "bound_s": rtt_s / 2}
+    clocks = judge_hosts(*hosts)["clocks"]
+    assert clocks.status == status
+    if status != "pass":
+        where = "ahead of" if ahead_s > 0 else "behind"
+        assert (
+            clocks.found
+            == f"the clock of b is {format_s(abs(ahead_s))} {where} that of a (to within {format_s(rtt_s / 2)})"
+        )
+
+
+def test_a_network_that_is_not() -> None:
+    blocked = host(0)
+    blocked["seen"]["1"]["IPv4"] = seen(problem="Connection refused", at="connect")
+    network = judge_hosts(blocked, host(1), host(2))["network"]
+    assert (network.status, network.found) == ("fail", "a cannot reach b at 10.0.0.1 (eth0): Connection refused")
+    assert "firewall" in network.advice
+    swallowed = host(2)
+    swallowed["seen"]["0"]["IPv4"] = seen(problem="timed out", at="large")
+    network = judge_hosts(host(0), host(1), swallowed)["network"]
+    assert (network.status, "MTU" in network.advice) == ("fail", True)
+    assert network.found == "only small packets get from c to a at 10.0.0.0 (eth0) and back (timed out)"
+    assert judge_hosts(host(0), host(1, mtu=9000), host(2))["network"].status == "warn"
+    assert "9000 on b" in judge_hosts(host(0), host(1, mtu=9000), host(2))["network"].found
+    lost = judge_hosts(host(0), host(1, is_lost=True, own_name="127.0.1.1"), host(2))["network"]
+    assert lost.status == "fail"
+    assert "no interface is set on b, and a host's own name stands for 127.0.1.1" in lost.found
+    assert "export GLOO_SOCKET_IFNAME=eth0" in lost.advice
+    both = [host(number, IPv6=f"fd::{number}") for number in range(3)]
+    for one in both:
+        for pings in one["seen"].values():
+            pings["IPv6"] = seen()
+    assert "by IPv4 and IPv6" in judge_hosts(*both)["network"].found
+    both[0]["seen"]["2"]["IPv6"] = seen(problem="No route to host", at="connect")
+    network = judge_hosts(*both)["network"]
+    assert (network.status, network.found) == ("warn", "a cannot reach c at fd::2 (eth0): No route to host")
+
+
+def test_a_clock_is_measured_through_a_socket() -> None:
+    ticks = iter(range(1000))
+    echo = Echo(lambda: 1000.0 + next(ticks) / 1000)
+    try:
+        found = ping("127.0.0.1", echo.port, echo.token, lambda: 900.0)
+        assert (found["problem"], found["rtt_s"], found["bound_s"]) == ("", 0.0, 0.0)
+        assert found["ahead_s"] == pytest.approx(100.0, abs=0.1)
+        stranger = ping("127.0.0.1", echo.port, b"x" * 16, lambda: 900.0)
+        assert stranger["problem"]
+        assert stranger["rtt_s"] is None, "it is told nothing"
+    finally:
+        echo.close()
+    assert ping("127.0.0.1", echo.port, echo.token, lambda: 900.0)["problem"] == "Connection refused"
+
+
+# --- the directory ----------------------------------------------------------------------------------------------------
+
+
+def disk(sees: tuple[int, ...] = (0, 1, 2), **more: Any) -> dict[str, Any]:
+    return {
+        "wanted": "runs", "place": "/home/runs", "problem": "", "sees": sees, "free_bytes": 100 * GB,
+        "write_bytes_per_s": 500e6, "fsync_s": 0.002, **more,
+    }  # fmt: skip
+
+
+def test_directories() -> None:
+    found = only(judge(judge_disk, THREE_HOSTS, disk(), disk(), disk()), "pass").found
+    assert found == "runs is one for all hosts, 100 GB left, writes 500 MB/s, fsync 2 ms"
+    own = only(judge(judge_disk, THREE_HOSTS, disk((0, 1)), disk((0, 1)), disk((2,))), "fail")
+    assert own.found == "runs on c is not what it is on a: each host would save for itself"
+    full = only(judge(judge_disk, ALONE, disk((0,), free_bytes=GB // 2)), "fail")
+    assert full.found == "512 MB are left at /home/runs on a"
+    assert only(judge(judge_disk, ALONE, disk((0,), free_bytes=5 * GB)), "warn")
+    slow = only(judge(judge_disk, ALONE, disk((0,), write_bytes_per_s=10e6)), "warn")
+    assert slow.found == "a writes 10 MB/s to /home/runs: a snapshot of 1 GB takes 100 s"
+    assert "needs 250 ms" in only(judge(judge_disk, ALONE, disk((0,), fsync_s=0.25)), "warn").found
+    shut = only(judge(judge_disk, ALONE, disk((0,), problem="Permission denied")), "fail")
+    assert shut.found == "/home/runs cannot be written on a (Permission denied)"
+
+
+def test_a_directory_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    assert find_existing(tmp_path / "a" / "b") == tmp_path
+    measured = measure_speed(tmp_path / "speed", 1 << 20)
+    assert measured["write_bytes_per_s"] > 0
+    assert 0 < measured["fsync_s"] < 60
+    (tmp_path / ".samestep-doctor-x-0").touch()
+    assert find_marks(tmp_path, "x", [0]) == [0]
+    late = threading.Timer(0.1, (tmp_path / ".samestep-doctor-x-1").touch)
+    late.start()
+    assert find_marks(tmp_path, "x", [0, 1]) == [0, 1], "it may take a moment until it is seen"
+    late.join()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".samestep-doctor-x-0", ".samestep-doctor-x-1"]
+
+
+# --- collectives ------------------------------------------------------------------------------------------------------
+
+
+def told(links: Any = (), wrong: Any = ()) -> dict[str, Any]:
+    rows = [
+        {"bytes": 1024, "time_s": 1e-4, "bus_bytes_per_s": 1e7},
+        {"bytes": 1 << 20, "time_s": 1e-3, "bus_bytes_per_s": 1e9},
+    ]
+    return {"wrong": list(wrong), "curves": {"all-reduce": rows}, "links": list(links), "device": "cpu"}
+
+
+def link(start: int, end: int, bytes_per_s: float) -> dict[str, Any]:
+    return {"from": start, "to": end, "bytes_per_s": bytes_per_s, "latency_s": 1e-4}
+
+
+def test_collectives() -> None:
+    assert only(judge(judge_collectives, ALONE, None), "pass").found.startswith("one rank: nothing to exchange")
+    assert only(judge(judge_collectives, TWO_RANKS, told(), told()), "pass").found == (
+        "right, over gloo; all-reduce 100 us at 1 KB, 1 GB/s at 1 MB (bus bandwidth)"
+    )
+    sentence = "1 of 3 numbers of an all-reduce are wrong"
+    wrong = only(judge(judge_collectives, TWO_RANKS, told(), told(wrong=[sentence])), "fail")
+    assert wrong.found == f"{sentence}: rank 1 (a)"
+
+
+def test_links() -> None:
+    pairs = [(0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (2, 1)]
+    even = only(judge_links(THREE_HOSTS, [link(*pair, 1e9 + pair[0] * 1e8) for pair in pairs]), "pass")
+    assert even.found.endswith("slowest: a -> b, 1 GB/s")
+    slow = only(judge_links(THREE_HOSTS, [link(*pair, 12e6 if pair[0] == 1 else 1e9) for pair in pairs]), "warn")
+    assert slow.found == "the slowest link is b -> a, 12 MB/s; and b -> c, 12 MB/s; the median is 1 GB/s"
+    assert "switch port of b" in slow.advice
+    two = only(judge_links(TWO_HOSTS, [link(0, 1, 1e9), link(1, 0, 12e6)]), "warn")
+    assert two.found == "the slowest link is b -> a, 12 MB/s; the median is 1 GB/s"
+    assert judge_links(ALONE, []) == []
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 3, 4, 7, 16])
+def test_every_pair_meets_once(num_nodes: int) -> None:
+    rounds = plan_rounds(num_nodes)
+    pairs = [pair for one in rounds for pair in one]
+    assert sorted(pairs) == [(a, b) for a in range(num_nodes) for b in range(a + 1, num_nodes)]
+    for one in rounds:
+        nodes = [node for pair in one for node in pair]
+        assert len(nodes) == len(set(nodes))
+
+
+def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
+    factors = {operation.name: operation.factor(4) for operation in OPERATIONS}
+    assert factors == {"all-reduce": 1.5, "all-gather": 0.75, "all-to-all": 0.75}
+
+
+# --- the data loader --------------------------------------------------------------------------------------------------
+
+
+def fed(loading_s: float, model_s: float = 1.0, num_workers: int = 0, **more: Any) -> dict[str, Any]:
+    rank = {"num_steps": 9, "num_samples": 1000, "num_workers": num_workers, "loading_s": loading_s, "model_s": model_s}
+    return {"script": "train.py", "code": 0, "ranks": [rank], "last_words": ["  bye"], "num_cores": 8, **more}
+
+
+def test_the_loader_against_the_model() -> None:
+    slow = only(judge(judge_feeding, ALONE, fed(1.25, 0.2)), "warn")
+    assert (
+        slow.found
+        == "the data loader feeds 800 samples/s, the model eats 5,000: 86% of a step goes to waiting for data"
+    )
+    assert slow.advice == "give it workers: run.epochs(..., num_workers=7)"
+    too_slow = only(judge(judge_feeding, ALONE, fed(4.0, 0.2)), "warn")
+    assert too_slow.advice.endswith("num_workers=7) (8 cores have no room for the 20 it would take)")
+    assert "leave none to load more" in only(judge(judge_feeding, ALONE, fed(1.0, num_cores=1)), "warn").advice
+    more = only(judge(judge_feeding, ALONE, fed(1.0, num_workers=2)), "warn")
+    assert more.found.startswith("the data loader feeds 500 samples/s, the model eats 1,000: 50%")
+    assert more.advice == "give it workers: run.epochs(..., num_workers=5, not 2)"
+    assert "keeps up" in only(judge(judge_feeding, ALONE, fed(0.01)), "pass").found
+    nothing = only(judge(judge_feeding, ALONE, fed(0) | {"ranks": [None], "code": 1}), "fail")
+    assert nothing.found == "train.py ended with exit code 1, before it had done 5 steps: bye"
+    assert only(judge(judge_feeding, ALONE, fed(0) | {"ranks": [None]}), "warn")
+
+
+def test_paces_are_those_of_the_later_steps() -> None:
+    def line(step: int, loading_s: float, forward_s: float) -> dict[str, Any]:
+        spent = {"loading": loading_s, "forward": forward_s, "saving": 100.0 * step}
+        return {"step": step, "at_s": float(step), "spent_s": spent, "num_samples": 8, "num_workers": 2}
+
+    lines = [line(0, 9.0, 50.0), line(1, 9.1, 50.5), line(2, 9.2, 51.0), line(3, 10.0, 60.0), line(4, 11.0, 62.0)]
+    assert measure_rank(lines[:4]) is None
+    assert measure_rank([*lines, line(5, 12.0, 64.0)]) == {
+        "num_steps": 2, "num_samples": 16, "num_workers": 2, "loading_s": 2.0, "model_s": 4.0,
+    }  # fmt: skip
+
+
+SCRIPT = """
+import time
+import torch
+import samestep
+
+class Data:
+    def __len__(self):
+        return 120
+
+    def __getitem__(self, index):
+        time.sleep({seconds})
+        return torch.ones(4) * index
+
+run = samestep.Run("runs/mine", batch_size=4, device="cpu")
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 1e-9)
+run.prepare(model=model, optimizer=optimizer)
+for epoch in run.epochs(Data(), 1):
+    for step in epoch:
+        for x in step:
+            step.backward(model(x).mean())
+        optimizer.step()
+"""
+
+
+# --- real ranks -------------------------------------------------------------------------------------------------------
+
+ALL = ["versions", "devices", "cores", "limits", "network", "clocks", "run_dir", "collectives"]
+
+
+def test_alone_with_a_script_whose_loader_is_slow(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT.format(seconds=0.01))
+    done = check(samestep_command("doctor", "--device", "cpu", "--script", "train.py", cwd=tmp_path))
+    head, *lines, end = done.stdout.splitlines()
+    assert head.startswith("samestep doctor: 1 rank on ")
+    checks = [line.split()[:2] for line in lines if line[:8].strip()]
+    assert list(dict.fromkeys(name for _, name in checks)) == [*ALL, "loader"]
+    assert {status for status, _ in checks} <= {"pass", "warn"}
+    assert re.search(r"warn  loader        the data loader feeds [3-9]\d samples/s, the model eats", done.stdout)
+    assert re.search(r"\d warnings?, \d passed, in \d+.\d s", end)
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"], "the run's own directory is untouched"
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    done = check(samestep_command("doctor", "--nproc-per-node", "2", "--device", "cpu", "--json", cwd=tmp_path))
+    record = json.loads(done.stdout)
+    assert (record["world_size"], len(record["hosts"])) == (2, 1)
+    assert record["status"] in ("pass", "warn"), done.stdout  # other programs may compute here
+    assert list(dict.fromkeys(finding["check"] for finding in record["findings"])) == ALL
+    curves = record["findings"][-1]["measured"]["curves"]
+    assert list(curves) == ["all-reduce", "all-gather", "all-to-all"]
+    for name, rows in curves.items():
+        assert rows[0]["bytes"] == 1024, name
+        assert [row["bytes"] for row in rows] == sorted(row["bytes"] for row in rows)
+        assert all(row["time_s"] > 0 and row["bus_bytes_per_s"] > 0 for row in rows)
+    assert not list(tmp_path.iterdir())
+
+
+def test_planted_faults_are_named(tmp_path: Path) -> None:
+    """Under samestep launch: another version, a look that raises, one that hangs, and a sum that is wrong."""
+    plants = [("version", "1"), ("raise", "0"), ("hang", "1"), ("wrong", "1")]
+    words = [word for plant in plants for word in ("--plant", *plant)]
+    done = samestep_command("launch", "--nproc-per-node", "2", DOCTORED, *words, "--json", cwd=tmp_path)
+    check(done, 1)
+    assert "Traceback" not in done.stdout + done.stderr
+    record = json.loads(done.stdout)
+    assert record["status"] == "fail"
+    name = record["hosts"][0]
+    failures = {finding["found"] for finding in record["findings"] if finding["status"] == "fail"}
+    assert failures >= {
+        f"could not be checked on rank 0 ({name}): PermissionError: [Errno 13] it is forbidden",
+        f"could not be checked on rank 1 ({name}): it has been hanging in a call that does not return, and was "
+        "given up after 2 s",
+    }
+    assert any(f"torch is 2.0.1 on rank 1 ({name}), and " in found for found in failures)
+    assert any(found.endswith(f"numbers of an all-reduce are wrong: rank 1 ({name})") for found in failures)
+    assert len(failures) == 4
+
+
+@pytest.mark.soak
+def test_a_rank_that_hangs_in_the_group(tmp_path: Path) -> None:
+    words = ["--plant", "hang-in-group", "1"]
+    done = samestep_command("launch", "--nproc-per-node", "2", DOCTORED, *words, "--json", cwd=tmp_path)
+    check(done, 1)
+    record = json.loads(done.stdout)
+    name, found = record["hosts"][0], record["findings"][-1]
+    assert (found["check"], found["status"]) == ("collectives", "fail")
+    assert f"rank 1 ({name}) in a call that does not return" in found["found"]
+
+
+@pytest.mark.soak
+def test_under_torchrun(tmp_path: Path) -> None:
+    words = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "samestep",
+        "doctor",
+        "--json",
+    ]
+    env = {"OMP_NUM_THREADS": "1"}
+    done = check(run_command(sys.executable, *words, "--run-dir", tmp_path / "runs", cwd=tmp_path, env=env))
+    assert json.loads(done.stdout)["world_size"] == 2
+    given = run_command(sys.executable, *words, "--nproc-per-node", "2", cwd=tmp_path, env=env)
+    assert "--nproc-per-node was given, but the ranks are there already: leave it out under a launcher" in given.stderr
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_options_travel() -> None:
+    options, start = parse(["--run-dir", "x", "--threads", "2", "--nnodes", "2", "--script", "train.py", "--json"])
+    assert options == Options(run_dir="x", threads=2, script=("train.py", "--json"))
+    assert start.given == ["--nnodes"]
+    assert parse(options.to_arguments())[0] == options
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--jsn"], "unrecognized arguments: --jsn"),
+        (["here"], "unrecognized arguments: here"),
+        (["--threads", "0"], "--threads"),
+        (["--device", "tpu"], "--device"),
+        (["--script"], "--script needs a script"),
+        (["--script", "-m"], "--script needs a script"),
+    ],
+)
+def test_arguments_that_make_no_sense(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        run_doctor(arguments)
+    assert left.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--script", "nowhere.py"], "there is no script nowhere.py"),
+        (["--nproc-per-node", "none"], "--nproc-per-node takes a number, gpu, cpu or auto, not 'none'"),
+        (["--nnodes", "2"], "--nnodes 2 needs --rdzv-endpoint HOST:PORT"),
+        (["--device", "cpu", "--nproc-per-node", "gpu"], "contradict each other"),
+    ],
+)
+def test_what_it_refuses(arguments: list[str], words: str) -> None:
+    with pytest.raises(Error, match=words):
+        run_doctor(arguments)

@@ -1,0 +1,156 @@
+"""`samestep doctor` over several hosts (network namespaces): whatever is wrong with one of them is named."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.hosts import Host, open_hosts, run, why_not
+from support.runs import clean_variables, kill_tree
+
+DOCTORED = Path(__file__).with_name("doctored.py")
+PORT = 29430
+DEADLINE_S = 120.0
+
+pytestmark = pytest.mark.soak
+
+
+@pytest.fixture(scope="module")
+def all_hosts() -> Iterator[list[Host]]:
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    with open_hosts(3) as opened:
+        yield opened
+
+
+def run_on(
+    hosts: Sequence[Host], cwd: Path, *words: str, own: Path | None = None, env: dict[str, str] | None = None
+) -> tuple[dict[str, Any], list[int]]:
+    """Runs the doctor with one rank on each host, started by samestep launch, or, with `env`, by nothing at all.
+
+    Args:
+        own: a directory that is another one on each host.
+
+    Returns:
+        Its report, and the exit codes.
+    """
+    number = 0
+    with ExitStack() as stack:
+        processes = []
+        for rank, host in enumerate(hosts):
+            flags = [f"--nnodes={len(hosts)}", f"--node-rank={rank}", f"--rdzv-endpoint={hosts[0].address}:{PORT}"]
+            command = [sys.executable, "-m", "samestep", "launch", "--nproc-per-node=1", *flags, str(DOCTORED)]
+            variables = {"OMP_NUM_THREADS": "1"}
+            if env is not None:
+                command = [sys.executable, str(DOCTORED)]
+                variables |= {"RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **env}
+            command += [*words, "--json"]
+            if own is not None:
+                mount = f'mount -t tmpfs none {own} && exec "$@"'
+                command = ["unshare", "-m", "sh", "-c", mount, "sh", *command]
+            process = subprocess.Popen(
+                [str(word) for word in host.wrap(command)],
+                cwd=cwd,
+                env=clean_variables(variables),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=stack.enter_context(open(cwd / f"err-{number}", "w+")),
+                text=True,
+            )
+            number += 1
+            stack.callback(lambda process=process: (kill_tree(process.pid), process.communicate()))
+            processes.append(process)
+        outputs = [process.communicate(timeout=DEADLINE_S)[0] for process in processes]
+        errors = "\n".join((cwd / f"err-{i}").read_text() for i in range(number))
+    assert outputs[0], errors
+    assert "Traceback" not in errors
+    return json.loads(outputs[0]), [process.returncode for process in processes]
+
+
+def wrong(report: dict[str, Any]) -> dict[str, list[str]]:
+    """What is not well, by the check, but for what other programs do to this machine."""
+    found: dict[str, list[str]] = {}
+    for finding in report["findings"]:
+        if finding["status"] != "pass" and not finding["found"].startswith("other programs compute"):
+            assert finding["advice"], finding
+            found.setdefault(finding["check"], []).append(finding["found"])
+    return found
+
+
+def test_hosts_with_another_version_and_a_skewed_clock(all_hosts: list[Host], tmp_path: Path) -> None:
+    plants = ["--plant", "version", "h2", "--plant", "skew", "h3"]
+    report, codes = run_on(all_hosts, tmp_path, *plants)
+    assert codes == [1, 1, 1]
+    assert report["hosts"] == ["h1", "h2", "h3"]
+    found = wrong(report)
+    assert set(found) == {"versions", "clocks"}, found
+    assert found["versions"][0].startswith("torch is 2.0.1 on h2, and ")
+    assert found["clocks"][0].startswith("the clock of h3 is 500 ms ahead of that of h1 (to within ")
+    network = next(finding for finding in report["findings"] if finding["check"] == "network")
+    assert network["found"].startswith("all hosts reach each other by IPv4 and IPv6 over eth0, MTU 1500")
+
+
+def test_a_slow_link_is_named(all_hosts: list[Host], tmp_path: Path) -> None:
+    words = ["tc", "-n", all_hosts[1].namespace, "qdisc"]
+    try:
+        run(*words, "replace", "dev", "eth0", "root", "tbf", "rate", "100mbit", "burst", "128kb", "latency", "100ms")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"this kernel shapes no links: {error.stderr}")
+    try:
+        report, codes = run_on(all_hosts, tmp_path)
+    finally:
+        run(*words, "del", "dev", "eth0", "root")
+    assert codes == [0, 0, 0], "a warning is no failure"
+    links = next(finding for finding in report["findings"] if finding["check"] == "links")
+    assert links["status"] == "warn"
+    assert links["found"].startswith("the slowest link is h2 -> h")
+    assert "switch port of h2" in links["advice"]
+    slow = [link for link in links["measured"] if link["bytes_per_s"] < 15e6]
+    assert {(link["from"], link["to"]) for link in slow} == {("h2", "h1"), ("h2", "h3")}, "100 Mbit/s are 12.5 MB/s"
+
+
+def test_a_directory_of_its_own_on_each_host(all_hosts: list[Host], tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    report, codes = run_on(all_hosts, tmp_path, "--run-dir", str(own / "runs"), own=own)
+    assert codes == [1, 1, 1]
+    found = wrong(report)
+    assert f"{own / 'runs'} on h2, h3 is not what it is on h1: each host would save for itself" in found["run_dir"]
+    assert not list(own.iterdir())
+
+
+def test_no_interface_is_set(all_hosts: list[Host], tmp_path: Path) -> None:
+    """As under torchrun or srun: gloo would go by the host's name, which here stands for nothing."""
+    first = all_hosts[0]
+    env = {"WORLD_SIZE": "2", "MASTER_ADDR": first.address, "MASTER_PORT": str(PORT)}
+    report, codes = run_on(all_hosts[:2], tmp_path, env=env)
+    assert codes == [1, 0], "rank 0 tells"
+    found = wrong(report)
+    assert found["network"][0].startswith("no interface is set on h1, h2, and a host's own name stands for no address")
+    assert "collectives" not in found
+    network = next(finding for finding in report["findings"] if finding["check"] == "network")
+    assert "export GLOO_SOCKET_IFNAME=eth0" in network["advice"]
+
+
+def test_a_host_that_cannot_be_reached(all_hosts: list[Host], tmp_path: Path) -> None:
+    """h2 and h3 each reach h1, and not each other: it is said who, and the group is given up in time."""
+    for host, other in (all_hosts[1:], all_hosts[:0:-1]):
+        run("ip", "-n", host.namespace, "route", "add", "prohibit", f"{other.address}/32")
+        run("ip", "-n", host.namespace, "-6", "route", "add", "prohibit", f"{other.address6}/128")
+    try:
+        report, _ = run_on(all_hosts, tmp_path)
+    finally:
+        for host, other in (all_hosts[1:], all_hosts[:0:-1]):
+            run("ip", "-n", host.namespace, "route", "del", f"{other.address}/32")
+            run("ip", "-n", host.namespace, "-6", "route", "del", f"{other.address6}/128")
+    found = wrong(report)
+    assert any(text.startswith("h2 cannot reach h3 at 10.77.0.3 (eth0): ") for text in found["network"])
+    assert any(text.startswith("h3 cannot reach h2 at 10.77.0.2 (eth0): ") for text in found["network"])
+    assert not any("h1" in text for text in found["network"])
+    assert all(text.startswith("could not be checked") for text in found["collectives"])
+    assert report["seconds"] < 60
