@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 import sys
 import threading
 from pathlib import Path
@@ -28,7 +29,14 @@ from samestep.tools.doctor.findings import (
     judge_answers,
 )
 from samestep.tools.doctor.gpus import judge_gpus, read_gpus
-from samestep.tools.doctor.machine import judge_cores, judge_limits, judge_versions, read_driver, read_quota
+from samestep.tools.doctor.machine import (
+    judge_cores,
+    judge_limits,
+    judge_versions,
+    read_driver,
+    read_memory_room,
+    read_quota,
+)
 from samestep.tools.doctor.network import Echo, judge_network, ping
 from samestep.tools.doctor.options import Options, parse
 
@@ -141,23 +149,27 @@ def test_cores() -> None:
 
 
 @pytest.mark.parametrize(
-    ("files", "quota"),
+    ("files", "quota", "room_bytes"),
     [
-        ({}, None),
-        ({"cpu.max": "max 100000"}, None),
-        ({"cpu.max": "150000 100000"}, 1.5),
-        ({"cpu.max": "400000 100000", "pod/cpu.max": "200000 100000", "pod/task/cpu.max": "max 100000"}, 2.0),
-        ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3.0),
-        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ({}, None, None),
+        ({"cpu.max": "max 100000", "memory.max": "max", "memory.current": "5"}, None, None),
+        ({"cpu.max": "150000 100000"}, 1.5, None),
+        ({"cpu.max": "400000 100000", "pod/cpu.max": "200000 100000", "pod/task/cpu.max": "max 100000"}, 2.0, None),
+        ({"pod/memory.max": "4096", "pod/memory.current": "1024"}, None, 3072),
+        ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3.0, None),
+        ({"memory/memory.limit_in_bytes": "4096", "memory/memory.usage_in_bytes": "4097"}, None, 0),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None, None),
     ],
 )
-def test_control_groups(tmp_path: Path, files: dict[str, str], quota: float | None) -> None:
+def test_control_groups(tmp_path: Path, files: dict[str, str], quota: float | None, room_bytes: int | None) -> None:
     for name, text in files.items():
         (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "groups" / name).write_text(text + "\n")
     own = tmp_path / "own"
     own.write_text("0::/pod/task\n")
     assert read_quota(tmp_path / "groups", own) == quota
+    room = read_memory_room(tmp_path / "groups", own)
+    assert room == room_bytes if room_bytes is not None else room > 1 << 20
 
 
 def test_limits() -> None:
@@ -608,7 +620,29 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert "--nproc-per-node was given, but the ranks are there already: leave it out under a launcher" in given.stderr
 
 
+@pytest.mark.soak
+def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
+    """Nothing hangs: the others are told of it; and one that finds nobody says so itself."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    for rank, words in ((0, "rank 1 did not come within 1 s"), (1, "rank 1 does not reach where the ranks meet")):
+        variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        script = "import sys; from samestep.tools.doctor import examination as e; e.MEET_S = 1.0; "
+        script += "from samestep.cli import main; main(['doctor'])"
+        done = check(run_command(sys.executable, "-c", script, cwd=tmp_path, env=variables), 1)
+        assert words in done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+
+
 # --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def test_help_teaches_without_torch() -> None:
+    script = "import sys; from samestep.tools.doctor.command import run_doctor\ntry: run_doctor(['--help'])\n"
+    done = run_command(sys.executable, "-c", script + "finally: print('torch' in sys.modules)", cwd=Path.cwd())
+    assert done.stdout.endswith("\nFalse\n"), done.stdout + done.stderr
+    for words in ("--nnodes 2 --rdzv-endpoint", "torchrun", "srun", "--script train.py", "Exit code: 0; 1 where"):
+        assert words in done.stdout
 
 
 def test_options_travel() -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.tools.doctor.findings import FAIL, PASS, WARN, Cast, Facts, Finding, format_bytes, format_rate, format_s
+from samestep.tools.doctor.machine import read_memory_room
 from samestep.world.group import Group, close_group, open_group
 
 if TYPE_CHECKING:
@@ -126,13 +127,11 @@ def check_results(here: "Here", group: Group, operations: Sequence[Operation]) -
 
 
 def _find_room(here: "Here") -> int:
-    """The largest buffer that this rank may use."""
-    import psutil
-
-    room: int = psutil.virtual_memory().available // (8 * here.environment.local_world_size)
+    """The largest buffer that this rank may use: there are three of them at a time, and other things."""
+    room = read_memory_room() // (8 * here.environment.local_world_size)
     if here.device.type == "cuda":
-        room = min(room, torch.cuda.mem_get_info(here.device)[0] // 8)
-    return max(FIRST_BYTES, int(room))
+        room = min(room, int(torch.cuda.mem_get_info(here.device)[0]) // 8)
+    return max(FIRST_BYTES, room)
 
 
 def measure_operations(here: "Here", group: Group, limit_bytes: int) -> dict[str, list[dict[str, float]]]:

@@ -52,7 +52,7 @@ CHECKS = (
     Check("run_dir", look_at_disk, judge_disk, limit_s=15.0),
     Check("collectives", look_at_collectives, judge_collectives, limit_s=45.0, advice=GROUP_ADVICE, in_thread=False),
 )
-FEEDING = Check("loader", look_at_feeding, judge_feeding, limit_s=90.0)
+FEEDING = Check("loader", look_at_feeding, judge_feeding, limit_s=90.0, in_thread=False)
 
 
 @dataclass
@@ -114,8 +114,8 @@ def examine(
     told = meeting.exchange("hello", [read_host(), find_node()], MEET_S)
     missing = sorted(set(range(environment.world_size)) - set(told))
     if missing:
-        names = ", ".join(map(str, missing))
-        return _end_alone(environment, report, f"ranks {names} did not come within {MEET_S:g} s", None)
+        names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+        return _end_alone(environment, report, f"{names} did not come within {MEET_S:g} s", None)
     nodes = list(dict.fromkeys(node for _, node in told.values()))
     cast = Cast([told[rank][0] for rank in sorted(told)], [nodes.index(told[rank][1]) for rank in sorted(told)])
     here = Here(environment, options, meeting, cast, clock)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from samestep.tools.doctor.findings import FAIL, PASS, WARN, Facts, Finding
@@ -51,11 +52,13 @@ def look_at_feeding(here: "Here") -> dict[str, Any] | None:
     variables[TRACE] = json.dumps({"dir": str(home), "paces": True})
     command = [sys.executable, "-m", "samestep", "launch", "--nproc-per-node", str(num_ranks), *options.script]
     here.doing = f"training {' '.join(options.script)}"
+    before = signal.signal(signal.SIGTERM, _leave)
     try:
         code = _train(command, variables, home)
         ranks = [measure_rank(read_lines(home / f"rank-{rank}.jsonl")) for rank in range(num_ranks)]
         output = (home / "output").read_text(errors="replace").rstrip().splitlines()
     finally:
+        signal.signal(signal.SIGTERM, before)
         shutil.rmtree(home, ignore_errors=True)
     return {
         "script": " ".join(options.script),
@@ -64,6 +67,10 @@ def look_at_feeding(here: "Here") -> dict[str, Any] | None:
         "last_words": output[-SHOWN_LINES:],
         "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
     }
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)  # by way of what ends the script, and removes its files
 
 
 def _train(command: Sequence[str], variables: Mapping[str, str], home: Path) -> int | None:

@@ -114,7 +114,7 @@ class Check:
         judge: called on rank 0 with what all ranks have looked up. Pure.
         limit_s: after which a `look` is taken for hung.
         advice: what to do where it cannot be looked at.
-        in_thread: `look` can be left behind where it hangs; what calls collectives cannot.
+        in_thread: `look` can be left behind where it hangs; what calls collectives, or starts a process, cannot.
     """
 
     name: str

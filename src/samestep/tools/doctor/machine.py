@@ -19,7 +19,7 @@ MUST_AGREE = ("python", "torch", "CUDA", "NCCL", "samestep")  # a driver serves 
 LEAST_SHM_BYTES = 512 << 20
 FEWEST_FILES, FEW_FILES = 256, 1024
 FILES_PER_RANK = 16  # a connection for each backend and direction, and what a data loader holds
-CGROUPS = Path("/sys/fs/cgroup")
+CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 # --- versions -----------------------------------------------------------------------------------------------------
@@ -92,17 +92,10 @@ def look_at_cores(here: "Here") -> dict[str, Any]:
     }
 
 
-def read_quota(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> float | None:
-    """How many cores' time this process's control group may use; None: all there is."""
+def read_quota(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> float | None:
+    """How many cores' time this process's control groups let it use; None: all there is."""
     quotas = []
-    try:
-        paths = [line.rstrip("\n").partition("::")[2] for line in own.read_text().splitlines() if "::" in line]
-    except OSError:
-        paths = []
-    here = root / (paths[0].lstrip("/") if paths else "")
-    for group in (here, *here.parents):
-        if group != root and root not in group.parents:
-            break
+    for group in _find_groups(root, own):
         words = _read(group / "cpu.max").split()
         if len(words) == 2 and words[0] != "max":
             quotas.append(int(words[0]) / int(words[1]))
@@ -110,6 +103,26 @@ def read_quota(root: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> f
     if quota and period and int(quota) > 0:
         quotas.append(int(quota) / int(period))
     return min(quotas, default=None)
+
+
+def read_memory_room(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
+    """Bytes that may still be allocated: what the machine has left, or what the control groups allow."""
+    import psutil
+
+    rooms = [int(psutil.virtual_memory().available)]
+    names = [(group / "memory.max", group / "memory.current") for group in _find_groups(root, own)]
+    names.append((root / "memory/memory.limit_in_bytes", root / "memory/memory.usage_in_bytes"))  # version 1
+    for most, used in names:
+        if (limit := _read(most)).isdecimal() and (usage := _read(used)).isdecimal():
+            rooms.append(int(limit) - int(usage))
+    return max(0, min(rooms))
+
+
+def _find_groups(root: Path, own: Path) -> list[Path]:
+    """The directories of the control groups that this process is in, of version 2, the innermost first."""
+    paths = [line.partition("::")[2] for line in _read(own).splitlines() if "::" in line]
+    inner = root / (paths[0].lstrip("/") if paths else "")
+    return [group for group in (inner, *inner.parents) if group == root or root in group.parents]
 
 
 def _read(file: Path) -> str:
