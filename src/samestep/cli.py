@@ -26,6 +26,7 @@ the same samples, the same updates, the same bits, through crashes and changes o
 Commands:
   samestep train [RECIPE]       train a recipe that comes with samestep (digits if none is named)
   samestep launch SCRIPT ...    start a script of yours on several ranks, of this machine or of several
+  samestep submit SCRIPT ...    the same on a cluster, through Slurm or Kubernetes
   samestep inspect RUN          what a run's directory holds: numbers, snapshots, restarts, samples, digest
   samestep watch RUN            what every rank of a run is at, while it goes on, from another shell
   samestep verify SCRIPT ...    prove that a script gives the same run on 1, 2, 3 and 4 ranks, and when it is killed
@@ -80,7 +81,7 @@ MAX_NAMED = 8  # in one sentence
 
 @dataclass(frozen=True)
 class Flag:
-    """An option of `launch`. `type` bool: it takes no value."""
+    """An option of `launch`. `type` bool: it takes no value; list: it may be given several times."""
 
     type: type
     metavar: str
@@ -138,8 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _dispatch(arguments: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
-        "train": _train, "launch": _launch, "verify": _verify, "watch": _watch, "inspect": _inspect, "export": _export,
-        "doctor": _doctor,
+        "train": _train, "launch": _launch, "submit": _submit, "verify": _verify, "doctor": _doctor, "watch": _watch,
+        "inspect": _inspect, "export": _export,
     }  # fmt: skip
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(HELP, end="")
@@ -212,7 +213,10 @@ def take_flags(
             if not tokens:
                 raise Error(f"{option} needs a value: {flag.help}")
             text = tokens.pop(0)
-        values[name] = _convert(option, flag, text)
+        if flag.type is list:
+            values.setdefault(name, []).append(text)
+        else:
+            values[name] = _convert(option, flag, text)
     return values, left
 
 
@@ -263,6 +267,23 @@ def _launch(arguments: list[str]) -> int:
     from samestep.launch.local import Target
 
     return _start(Target(kind, left[0], left[1:]), values)
+
+
+def _submit(arguments: list[str]) -> int:
+    from samestep.launch import submit
+    from samestep.launch.local import Target
+
+    flags = {name: Flag(option.type, option.metavar, option.help) for name, option in submit.FLAGS.items()}
+    values, left = take_flags(arguments, stop_at_first=True, flags=flags)
+    if left and left[0] in ("-h", "--help"):
+        print(f"{submit.HELP}\n{_describe_flags(flags)}", end="")
+        return 0
+    kind, left = ("module", left[1:]) if left[:1] == ["-m"] else ("script", left)
+    if left and left[0].startswith("-"):
+        raise Error(f"submit has no option {left[0]}{_suggest(_option(left[0]), [*_flag_names(flags), '-m'])}")
+    if not left:
+        raise Error(f"submit needs a {kind} to start; see samestep submit --help")
+    return submit.run_submit(Target(kind, left[0], left[1:]), values)
 
 
 def _train(arguments: list[str]) -> int:

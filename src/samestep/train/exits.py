@@ -163,7 +163,8 @@ def end_with(error: Error, error_dir: str | None, rank: int) -> NoReturn:
 
 # For how long a further signal is the first one once more: who signals every process of a job reaches a rank directly
 # and by way of its launcher. Our launcher kills the ranks itself when a second one is meant.
-SAME_SIGNAL_S = {"python": 0.0, "torchrun": 2.0, "samestep": math.inf}
+# Slurm kills by itself, some time after the signal that it sends at a job's limit.
+SAME_SIGNAL_S = {"python": 0.0, "torchrun": 2.0, "samestep": math.inf, "srun": math.inf}
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -186,6 +187,7 @@ class StopSignals:
         self._leave = None if error_dir is None else Path(error_dir, LEAVE)
         self._say = say
         self._is_alone = launcher == "python"
+        self._then = "" if launcher == "srun" else "; a second one ends at once"
         self._same_for_s = SAME_SIGNAL_S[launcher]
         self._heard_at_s = 0.0
         self._before = {}
@@ -203,7 +205,7 @@ class StopSignals:
         self.heard, self._heard_at_s = number, now_s
         with suppress(RuntimeError, OSError):  # it interrupted a stuck print, or nobody reads: it is heard all the same
             name = signal.Signals(number).name
-            self._say(f"{name}: the run stops and saves within a step; a second one ends at once")
+            self._say(f"{name}: the run stops and saves within a step{self._then}")
 
     @property
     def exit_code(self) -> int:

@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 
 from samestep.errors import Error
+from samestep.world import slurm
 
 PREFIX = "SAMESTEP_"
 TRACE = PREFIX + "TRACE"
 TERMINAL = PREFIX + "TERMINAL"  # pid:file
+SRUN = PREFIX + "SRUN"  # the variables of a rank were made of Slurm's
 
 # Files in `error_dir`, by which ranks and their launcher tell each other what no exit code says.
 STOPPED = "stopped"  # a run ended early, saved, because of a signal
@@ -111,7 +113,8 @@ class Restart:
 class Environment:
     """This process's place in the world, as the launcher told it.
 
-    `launcher` is "samestep", "torchrun" (anything that sets RANK and WORLD_SIZE) or "python" (alone).
+    `launcher` is "samestep", "torchrun" (anything that sets RANK and WORLD_SIZE), "srun" (a task of a Slurm step of
+    several) or "python" (alone).
     `error_dir` is where a rank that fails leaves its error for samestep's launcher.
     `restart` tells after what that launcher has started it anew.
     """
@@ -148,8 +151,9 @@ def read_overrides(variables: Mapping[str, str] | None = None) -> Overrides:
 
 def read_rank() -> int:
     """This process's rank, for errors in all the rest of the environment; 0 where nothing can be made of it."""
-    rank = os.environ.get("RANK", "")
-    return int(rank) if rank.isdecimal() and "WORLD_SIZE" in os.environ else 0
+    known = "RANK" in os.environ or not slurm.is_task(os.environ)
+    rank = os.environ.get("RANK" if known else "SLURM_PROCID", "")
+    return int(rank) if rank.isdecimal() and ("WORLD_SIZE" in os.environ or not known) else 0
 
 
 def read_master() -> tuple[str, int]:
@@ -178,12 +182,15 @@ def has_agent_store() -> bool:
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
-    """Reads the place in the world.
+    """Reads the place in the world. A task of Slurm's is given the variables of a rank: torch looks for them, too.
 
     Raises:
         Error: a number is not one, or those that say where this rank stands are not complete.
     """
-    variables = os.environ if variables is None else variables
+    if variables is None:
+        if "RANK" not in os.environ and slurm.is_task(os.environ):
+            os.environ.update(slurm.build_variables(os.environ) | {SRUN: "1"})
+        variables = os.environ
 
     def number(name: str, default: int) -> int:
         text = variables.get(name)
@@ -209,7 +216,8 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         )
     local_rank = number("LOCAL_RANK", rank)
     local_world_size = number("LOCAL_WORLD_SIZE", world_size)
-    launcher = "samestep" if PREFIX + "LAUNCHER" in variables else "torchrun" if launched else "python"
+    launchers = {PREFIX + "LAUNCHER": "samestep", SRUN: "srun", "RANK": "torchrun"}
+    launcher = next((launcher for mark, launcher in launchers.items() if mark in variables), "python")
     return Environment(
         rank=rank,
         local_rank=local_rank,

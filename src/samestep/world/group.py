@@ -22,6 +22,7 @@ BROADCAST_CHUNK_BYTES = 64 << 20
 STOPPED = b"samestep stopped"  # shorter than any step's exchange: who waits for one cannot take it for one
 STOP_S = 300.0  # without sockets: for the other ranks to stop as well
 POLL_S = 0.05
+MEET_S = 300.0  # for the tasks of a Slurm step to come together, as for launchers of ours
 
 _num_groups = 0
 
@@ -39,6 +40,8 @@ def choose_device(environment: Environment, wanted: str | None) -> torch.device:
         return torch.device("cpu")
     if num_gpus == 0:
         raise Error("device cuda was asked for, but torch sees no GPU: leave --device out, or say cpu")
+    if environment.launcher == "srun" and num_gpus == 1:
+        return torch.device("cuda", 0)  # Slurm may show each task a GPU of its own alone
     if environment.local_rank >= num_gpus:
         raise Error(
             f"{environment.local_world_size} ranks on a machine with {num_gpus} GPUs: "
@@ -211,13 +214,35 @@ def open_group(environment: Environment, device: torch.device, *, timeout_s: flo
         torch.cuda.set_device(device)
     if environment.world_size > 1 and not dist.is_initialized():
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
+        store = _open_store(environment) if environment.launcher == "srun" else None
+        place = {} if store is None else {"rank": environment.rank, "world_size": environment.world_size}
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), store=store, **place)
     global _num_groups
     _num_groups += 1
     group = Group(environment.rank, environment.world_size, device)
     if group.world_size > 1:
         group.neighbors = connect(group, timeout_s)
     return group
+
+
+def _open_store(environment: Environment) -> Any:  # TCPStore
+    """The store of rank 0, in which the tasks of a Slurm step meet.
+
+    Raises:
+        Error: they do not come together.
+    """
+    from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+
+    (host, port), rank, world_size = read_master(), environment.rank, environment.world_size
+    try:
+        return TCPStore(host, port, world_size, rank == 0, timedelta(seconds=MEET_S))
+    except DistError as error:
+        if "EADDRINUSE" in str(error):
+            raise Error(f"port {port}, where the ranks of this Slurm step were to meet, is in use on its first node: "
+                        "set MASTER_PORT to a free one, the same for all tasks") from None  # fmt: skip
+        who = f"not all {world_size} tasks of this Slurm step" if rank == 0 else "not the first task of this Slurm step"
+        raise Error(f"{who} came to {host}:{port} within {MEET_S:.0f} s: let srun start this script in every one of "
+                    "its tasks, and look whether a firewall closes the port between the nodes") from None  # fmt: skip
 
 
 def _find_store() -> Any:

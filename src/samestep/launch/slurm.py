@@ -1,0 +1,242 @@
+"""`samestep submit` to Slurm: the batch script, submitting it, and following what it prints.
+
+The batch script starts one launcher per node, not one task per rank (docs/decisions/slurm.md), and asks Slurm to queue
+the job again when they say that the run was told to stop, and has saved.
+"""
+
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from samestep import __version__
+from samestep.errors import Error
+from samestep.launch.submit import Job, say
+from samestep.world.environment import START_AGAIN
+
+READ_S = 0.2  # between two looks at the output
+ASK_S, MOST_ASK_S = 0.5, 10.0  # between two questions to Slurm: rarer and rarer while nothing changes
+FIRST_PORT, NUM_PORTS = 15000, 17000
+
+ENDS = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
+
+SCRIPT = """\
+#!/bin/bash
+# Written by samestep {version}. To start the run again, from its newest snapshot: sbatch THIS-FILE
+{directives}
+
+{launch}
+rc=$?
+
+# {start_again}: it was told to stop, and has saved. The same job waits for its next turn, and then goes on.
+if [ $rc -eq {start_again} ]; then
+  scontrol requeue {job_id}
+fi
+exit $rc
+"""
+
+# The address of the batch script's node, as Slurm itself reaches it, and a port of the job's own.
+ENDPOINT = f"""\
+head=$(scontrol show node --oneliner "$SLURMD_NODENAME" | grep -o ' NodeAddr=[^ ]*' | cut -d= -f2)
+port=$(({FIRST_PORT} + SLURM_JOB_ID % {NUM_PORTS}))
+"""
+
+
+def render(job: Job) -> str:
+    """The batch script."""
+    options, is_array = job.options, "array" in job.options
+    directory = find_directory(job)
+    given = {name: options[name] for name in ("time", "partition", "account", "array") if name in options}
+    directives = {
+        "job-name": job.name,
+        "nodes": job.num_nodes,
+        "ntasks-per-node": 1,
+        "cpus-per-task": job.num_cpus,
+        **({"gpus-per-node": job.num_gpus} if job.num_gpus else {}),
+        **given,
+        "signal": f"USR1@{job.grace_s}",
+        "open-mode": "append",
+        "chdir": Path.cwd(),
+        "output": str(directory / ("%A_%a.out" if is_array else "%j.out")),
+    }
+    lines = [f"#SBATCH --{name}={_quote(str(value))}" for name, value in directives.items()]
+    lines += ["#SBATCH --requeue", *(f"#SBATCH {option}" for option in options.get("sbatch", ()))]
+    run_dir = f"{job.run_dir}/$SLURM_ARRAY_TASK_ID" if is_array else job.run_dir
+    command = job.build_command(sys.executable, "$head:$port", run_dir)
+    of_shell = {"$head:$port": '"$head:$port"'}
+    if is_array:
+        of_shell[run_dir] = f"{shlex.quote(job.run_dir)}/$SLURM_ARRAY_TASK_ID"
+    words = [of_shell.get(word, shlex.quote(word)) for word in command]
+    # A launcher that ends a moment before the others must not have them killed.
+    srun = f"srun --cpus-per-task={job.num_cpus} --kill-on-bad-exit=0"
+    return SCRIPT.format(
+        version=__version__,
+        directives="\n".join(lines),
+        launch=(ENDPOINT if job.num_nodes > 1 else "") + f"{srun} \\\n  {' '.join(words)}",
+        start_again=START_AGAIN,
+        # By its own number, the last task of an array would have all of them queued again.
+        job_id='"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if is_array else '"$SLURM_JOB_ID"',
+    )
+
+
+def _quote(text: str) -> str:
+    """As sbatch reads a value: like a shell, but for variables."""
+    return text if re.fullmatch(r"[\w@%+=:,./-]+", text) else '"' + text.replace('"', r"\"") + '"'
+
+
+def find_directory(job: Job) -> Path:
+    """Where the batch script and the output are kept."""
+    return Path(job.run_dir or ".", "slurm")
+
+
+def submit_to_slurm(job: Job) -> int:
+    """Submits `job`, follows it where that is wanted, and returns the exit code.
+
+    Raises:
+        Error: there is no Slurm here, or it refuses.
+    """
+    script = render(job)
+    if job.options.get("dry_run"):
+        print(script, end="")
+        return 0
+    if job.options.get("test_only"):
+        for line in _sbatch(["--test-only"], script).stderr.splitlines():
+            print(line.removeprefix("sbatch: "))
+        return 0
+    directory = find_directory(job)
+    made = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        number = _sbatch(["--parsable"], script).stdout.strip().partition(";")[0]
+    except Error:
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
+        raise
+    kept = directory / f"{number}.sbatch"
+    kept.write_text(script)
+    say(f"job {number} is submitted ({kept}); to cancel it: scancel {number}")
+    files = directory / (f"{number}_*.out" if "array" in job.options else f"{number}.out")
+    if job.options.get("detach"):
+        say(f"its output: {files}")
+        return 0
+    follower = Follower(number, files)
+    try:
+        return follower.run()
+    except KeyboardInterrupt:
+        say(f"job {number} goes on; to follow it again: tail -F {files}; to cancel it: scancel {number}")
+        raise
+
+
+def _sbatch(options: Sequence[str], script: str) -> subprocess.CompletedProcess[str]:
+    try:
+        done = subprocess.run(["sbatch", *options], input=script, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise Error(
+            f"sbatch cannot be started ({error.strerror}): submit from a machine of the cluster, or have the batch "
+            "script printed with --dry-run"
+        ) from None
+    if done.returncode:
+        words = "; ".join(line.strip().removeprefix("sbatch: ") for line in done.stderr.splitlines() if line.strip())
+        raise Error(f"sbatch has refused the job: {words or f'exit code {done.returncode}'}")
+    return done
+
+
+class Follower:
+    """A job, or the tasks of an array, from its waiting to its end.
+
+    Args:
+        number: of the job.
+        files: where its output is: of an array, a pattern.
+    """
+
+    def __init__(self, number: str, files: Path) -> None:
+        self._number, self._files = number, files
+        self._is_array = "*" in files.name
+        self._read: dict[Path, int] = {}
+        self._said: dict[str, str] = {}
+
+    def run(self) -> int:
+        """Shows what the job prints, and how it stands, and returns its exit code at the end."""
+        wait_s, asked_s = ASK_S, -MOST_ASK_S
+        is_over = False  # seen once; a job that is queued again may look like one that has failed for a moment
+        while True:
+            self._copy_output()
+            if time.monotonic() - asked_s >= wait_s:
+                tasks, asked_s = self._ask(), time.monotonic()
+                is_changed = self._say_changes(tasks)
+                wait_s = ASK_S if is_changed else min(wait_s * 1.2, MOST_ASK_S)
+                now_over = all(task["JobState"] in ENDS for task in tasks)
+                if is_over and now_over:
+                    self._copy_output()
+                    return max((self._conclude(task) for task in tasks), default=1)
+                if now_over:
+                    wait_s = ASK_S
+                is_over = now_over
+            time.sleep(READ_S)
+
+    def _ask(self) -> list[dict[str, str]]:
+        """What Slurm knows of each task."""
+        while True:
+            done = subprocess.run(
+                ["scontrol", "show", "job", "--oneliner", self._number], capture_output=True, text=True, check=False
+            )
+            if done.returncode == 0:
+                return [dict(re.findall(r"(\w+)=(\S*)", line)) for line in done.stdout.splitlines() if line.strip()]
+            if "Invalid job id" in done.stderr:
+                raise Error(
+                    f"Slurm no longer knows job {self._number}, and how it has ended: see its output in {self._files}, "
+                    "or sacct"
+                )
+            time.sleep(MOST_ASK_S)  # the controller is away, or busy
+
+    def _say_changes(self, tasks: Sequence[dict[str, str]]) -> bool:
+        is_changed = False
+        for task in tasks:
+            state, name = task["JobState"], self._name(task)
+            reason = task.get("Reason", "None")
+            text = f"{state.lower().replace('_', ' ')}"
+            if state == "PENDING" and reason not in ("None", ""):
+                text = f"pending ({reason})"
+            elif state == "RUNNING":
+                text = f"running on {task.get('NodeList', '')}"
+            if task.get("Restarts", "0") != "0" and state in ("PENDING", "RUNNING"):
+                text += f", start {int(task['Restarts']) + 1}"
+            if state == "COMPLETING" or self._said.get(name) == text:
+                continue
+            self._said[name], is_changed = text, True
+            if state not in ENDS:
+                say(f"{name} is {text}")
+        return is_changed
+
+    def _name(self, task: dict[str, str]) -> str:
+        return f"job {self._number}" + (f"_{task.get('ArrayTaskId', '')}" if self._is_array else "")
+
+    def _conclude(self, task: dict[str, str]) -> int:
+        """Says how a task has ended, where it was not well, and finds the exit code."""
+        code, _, signum = task.get("ExitCode", "1:0").partition(":")
+        found = int(code) or (128 + int(signum) if int(signum or 0) else 0)
+        if task["JobState"] == "COMPLETED":
+            return found
+        say(f"{self._name(task)} has ended: {self._said.get(self._name(task))}, exit code {code}:{signum}")
+        return found or 1
+
+    def _copy_output(self) -> None:
+        """Shows what has been added to the files."""
+        files = sorted(self._files.parent.glob(self._files.name)) if self._is_array else [self._files]
+        for file in files:
+            with suppress(FileNotFoundError), file.open("rb") as opened:  # opened anew: a network file system looks then
+                opened.seek(self._read.get(file, 0))
+                data = opened.read()
+                if self._is_array:
+                    data = data[: data.rfind(b"\n") + 1]
+                self._read[file] = self._read.get(file, 0) + len(data)
+                if data and self._is_array:
+                    mark = file.stem.partition("_")[2].encode()
+                    data = b"".join(b"[" + mark + b"] " + line for line in data.splitlines(keepends=True))
+                sys.stdout.buffer.write(data)
+        sys.stdout.flush()

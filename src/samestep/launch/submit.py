@@ -1,0 +1,179 @@
+"""`samestep submit`: the options, and what Slurm and Kubernetes have in common."""
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from samestep.errors import Error
+from samestep.launch.command import check_target
+from samestep.launch.local import Target
+from samestep.world.environment import OVERRIDES, Override
+
+HELP = """\
+usage: samestep submit [options] SCRIPT [arguments of the script]
+       samestep submit [options] -m MODULE [arguments of the module]
+
+Submits a run to Slurm and shows its output as it comes. Ctrl-C ends the showing, not the job: scancel does that.
+Before the time limit Slurm signals the run, which saves and has its job queued again; so has a job that lost a node.
+It goes on in the same directory, as often as it takes: training scripts need not know.
+Exit code: the job's; with --detach, --dry-run and --test-only 0 when that was well.
+
+With --k8s, a JobSet for Kubernetes, which starts again what was evicted.
+"""
+
+GRACE_S = 120
+
+FLAGS: dict[str, Override] = {
+    "nodes": Override(int, "N", "how many; default: 1"),
+    "gpus_per_node": Override(int, "G", "each with a rank; default: none"),
+    "nproc_per_node": Override(int, "N", "ranks of each node; default: one per GPU, else 1"),
+    "cpus_per_rank": Override(int, "N", "for the rank and its data loader; default: 4 with a GPU, else 1"),
+    "time": Override(str, "T", "limit of one start, such as 2:00:00, 90 (minutes) or 1-12; default: the partition's"),
+    "partition": Override(str, "P", "where to run"),
+    "account": Override(str, "A", "who pays"),
+    "array": Override(str, "LIST", "a run for each number, as in 0-3,7%2; its directory is RUN_DIR/<number>"),
+    "sbatch": Override(list, "OPTION", "one more for sbatch, such as --sbatch=--mem=64G; may be given several times"),
+    "job_name": Override(str, "NAME", "default: the script's"),
+    "dry_run": Override(bool, "", "print what would be submitted, and submit nothing"),
+    "test_only": Override(bool, "", "print when Slurm expects to start it, and submit nothing"),
+    "detach": Override(bool, "", "do not show the output"),
+    "k8s": Override(bool, "", "for Kubernetes, by kubectl, instead of Slurm"),
+    "image": Override(str, "IMAGE", "Kubernetes: a container image with torch, samestep and the script"),
+    "claim": Override(str, "C:PATH", "Kubernetes: a PersistentVolumeClaim for the run's directory, and where to mount it"),
+    "namespace": Override(str, "NAME", "Kubernetes: default: kubectl's"),
+    "show_ranks": Override(str, "R", "whose output to show: all, or ranks such as 0,2; default: 0"),
+    "max_restarts": Override(int, "N", "start all ranks again, from the newest snapshot, when one has failed; default: 0"),
+    **OVERRIDES,
+    "grace_s": Override(
+        int, "S", f"seconds from the signal to the limit; default: {GRACE_S}, at most a quarter of --time"
+    ),
+}  # fmt: skip
+ONLY_SLURM = ("cpus_per_rank", "time", "partition", "account", "array", "sbatch", "test_only")
+ONLY_KUBERNETES = ("image", "claim", "namespace")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be submitted.
+
+    Attributes:
+        name: of the job.
+        num_nodes, num_ranks, num_gpus, num_cpus: the latter three of each node.
+        grace_s: from the signal to stop to the kill.
+        launch: further options of `samestep launch`.
+        run_dir: that of the run; of an array, where those of its runs are; "": the script's own.
+        options: those that are Slurm's or Kubernetes' own, by name.
+    """
+
+    target: Target
+    name: str
+    num_nodes: int
+    num_ranks: int
+    num_gpus: int
+    num_cpus: int
+    grace_s: int
+    launch: list[str]
+    run_dir: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def build_command(self, python: str, endpoint: str, run_dir: str) -> list[str]:
+        """What starts the ranks of a node.
+
+        Args:
+            python: the interpreter.
+            endpoint: where the nodes meet.
+            run_dir: the run's; "": the script's own.
+        """
+        target = self.target
+        nodes = ["--nnodes", str(self.num_nodes), "--rdzv-endpoint", endpoint] if self.num_nodes > 1 else []
+        return [
+            python, "-m", "samestep", "launch", *nodes, "--nproc-per-node", str(self.num_ranks),
+            *(["--run-dir", run_dir] if run_dir else []), "--grace-s", str(self.grace_s), *self.launch,
+            *(["-m"] if target.kind == "module" else []), target.name, *target.arguments,
+        ]  # fmt: skip
+
+
+def run_submit(target: Target, values: Mapping[str, Any]) -> int:
+    """Submits `target` with the options of FLAGS, and returns the exit code. Raises Error where they make no job."""
+    is_kubernetes = bool(values.get("k8s"))
+    for name in ONLY_SLURM if is_kubernetes else ONLY_KUBERNETES:
+        if name in values:
+            option = f"--{name.replace('_', '-')}"
+            raise Error(f"{option} is for {'Slurm' if is_kubernetes else 'Kubernetes'} alone: " + (
+                "leave it or --k8s out" if is_kubernetes else "leave it out, or add --k8s"
+            ))  # fmt: skip
+    job = build_job(target, values)
+    if is_kubernetes:
+        from samestep.launch.kubernetes import submit_to_kubernetes
+
+        return submit_to_kubernetes(job)
+    from samestep.launch.slurm import submit_to_slurm
+
+    return submit_to_slurm(job)
+
+
+def build_job(target: Target, values: Mapping[str, Any]) -> Job:
+    """The job of some options. Raises Error where they make none."""
+    if not values.get("k8s"):  # there, the script is in the image
+        check_target(target)
+    for name in ("fresh", "resume"):
+        if name in values:
+            raise Error(
+                f"--{name} would hold for each start of the job, so that what one has done is lost to the next: "
+                "name another --run-dir instead"
+            )
+    for name in ("nodes", "nproc_per_node", "cpus_per_rank", "gpus_per_node", "grace_s"):
+        if values.get(name, 1) < 1:
+            raise Error(f"--{name.replace('_', '-')} must be at least 1, not {values[name]}")
+    if "array" in values and "run_dir" not in values:
+        raise Error("--array needs --run-dir DIR: each of its runs gets a directory there")
+    num_gpus = values.get("gpus_per_node", 0)
+    num_ranks = values.get("nproc_per_node", num_gpus or 1)
+    limit_s = parse_time(values["time"]) if "time" in values else None
+    grace_s = values.get("grace_s", GRACE_S if limit_s is None else min(GRACE_S, max(limit_s // 4, 1)))
+    if limit_s is not None and grace_s >= limit_s:
+        raise Error(f"--grace-s {grace_s} is as long as --time {values['time']}: the run would stop as it starts")
+    launch = []
+    for name, value in values.items():
+        if name in ("show_ranks", "max_restarts", *OVERRIDES) and name not in ("run_dir", "grace_s"):
+            option = f"--{name.replace('_', '-')}"
+            launch += [option] if value is True else [option, str(value)]
+    name = values.get("job_name") or (target.name if target.kind == "module" else Path(target.name).stem)
+    return Job(
+        target=target,
+        name=name,
+        num_nodes=values.get("nodes", 1),
+        num_ranks=num_ranks,
+        num_gpus=num_gpus,
+        num_cpus=num_ranks * values.get("cpus_per_rank", 4 if num_gpus else 1),
+        grace_s=grace_s,
+        launch=launch,
+        run_dir=values.get("run_dir", ""),
+        options=values,
+    )
+
+
+def parse_time(text: str) -> int | None:
+    """Slurm's time limits in seconds: minutes, m:s, h:m:s, d-h, d-h:m or d-h:m:s; None: there is no limit."""
+    if text.lower() in ("unlimited", "infinite", "-1"):
+        return None
+    match = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text)
+    if match is None:
+        raise Error(f"--time takes minutes, h:m:s or days-h:m:s, such as 90, 2:00:00 or 1-12, not {text!r}")
+    days, *parts = match.groups()
+    first, *rest = [int(part) for part in parts if part is not None]
+    if days is None and len(rest) < 2:
+        total_s = first * 60 + sum(rest)
+    else:
+        total_s = int(days or 0) * 86400 + sum(n * unit for n, unit in zip((first, *rest), (3600, 60, 1), strict=False))
+    if not total_s:
+        raise Error(f"--time {text} leaves no time to train")
+    return total_s
+
+
+def say(text: str) -> None:
+    """Tells a person, beside the output of the job."""
+    print(f"samestep: {text}", file=sys.stderr, flush=True)

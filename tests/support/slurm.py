@@ -1,0 +1,200 @@
+"""A Slurm cluster on this machine: a controller, and daemons for several nodes of 4 cores each.
+
+Nothing of the system's own Slurm is read or written: configuration, keys, sockets and logs live in one directory.
+"""
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import psutil
+from support.runs import clean_variables
+from support.waiting import wait_until
+
+# cred_expire: for how long a requeued job waits, and a second more.
+CONFIGURATION = """\
+ClusterName=samestep
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={port}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+AuthInfo=socket={root}/munge/socket,cred_expire=5
+StateSaveLocation={root}/state
+SlurmdSpoolDir={root}/spool/%n
+SlurmctldPidFile={root}/slurmctld.pid
+SlurmdPidFile={root}/slurmd.%n.pid
+SlurmctldLogFile={root}/log/slurmctld.log
+SlurmdLogFile={root}/log/slurmd.%n.log
+MailProg=/bin/true
+MpiDefault=none
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+JobCompType=jobcomp/none
+SchedulerType=sched/backfill
+SchedulerParameters=sched_interval=1,bf_interval=1,requeue_delay=0
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdTimeout=10
+KillWait=5
+ReturnToService=2
+JobRequeue=1
+SlurmdParameters=config_overrides
+"""
+TOOLS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
+
+
+def why_not() -> str:
+    """Why there can be no cluster here; nothing if there can."""
+    missing = [tool for tool in TOOLS if shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin") is None]
+    if missing:
+        return f"no {', '.join(missing)}: apt-get install slurmctld slurmd slurm-client munge"
+    return "" if os.geteuid() == 0 else "Slurm's daemons need root"
+
+
+class Cluster:
+    """One that runs, until `close`.
+
+    Attributes:
+        variables: for the commands that are to know it.
+    """
+
+    def __init__(self, root: Path, num_nodes: int) -> None:
+        self.root = root
+        self.nodes = [f"n{number}" for number in range(1, num_nodes + 1)]
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        self.variables = {"SLURM_CONF": str(root / "slurm.conf")}
+
+    def start(self) -> None:
+        """Returns when all nodes wait for jobs."""
+        for name in ("state", "spool", "log"):
+            (self.root / name).mkdir()
+        host = socket.gethostname().partition(".")[0]
+        ports = find_ports(1 + len(self.nodes))
+        lines = [
+            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 Sockets=1 CoresPerSocket=4 "
+            "ThreadsPerCore=1 RealMemory=1000\n"
+            for name, port in zip(self.nodes, ports[1:], strict=True)
+        ]
+        lines.append("PartitionName=main Nodes=ALL Default=YES MaxTime=1-0 DefaultTime=10 State=UP\n")
+        (self.root / "slurm.conf").write_text(CONFIGURATION.format(host=host, port=ports[0], root=self.root) + "".join(lines))
+        munge = self.root / "munge"
+        munge.mkdir(mode=0o711)
+        (munge / "key").write_bytes(os.urandom(128))
+        (munge / "key").chmod(0o400)
+        files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
+        options = [f"--{option}={munge / name}" for option, name in files.items()]
+        self._start("munged", "munged", "--foreground", "--force", *options)
+        wait_until((munge / "socket").exists, "munged listens")
+        self._start("slurmctld", "slurmctld", "-D", "-c")
+        for name in self.nodes:
+            self._start(name, "slurmd", "-D", "-N", name)
+        self.wait_idle()
+
+    def _start(self, name: str, *words: str) -> None:
+        with (self.root / "log" / f"{name}.out").open("ab") as log:
+            self._daemons[name] = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", *words],
+                env=clean_variables({**self.variables, "PATH": f"{os.environ['PATH']}:/usr/sbin"}),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def run(self, *words: str) -> str:
+        """A command of Slurm's; fails where that does."""
+        done = self.try_run(*words)
+        assert done.returncode == 0, f"{words}: {done.stderr}"
+        return done.stdout
+
+    def try_run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            words, env=clean_variables(self.variables), capture_output=True, text=True, check=False, timeout=60
+        )
+
+    def wait_idle(self) -> None:
+        """Until no node has anything to do."""
+        wait_until(lambda: self._states() == ["idle"] * len(self.nodes), "all nodes are idle", 40)
+
+    def _states(self) -> list[str]:
+        return self.try_run("sinfo", "--noheader", "--Node", "--format=%T").stdout.split()
+
+    def show(self, job: str) -> Mapping[str, str]:
+        """What Slurm knows of a job."""
+        return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", "--oneliner", job)))
+
+    def wait_for(self, job: str, state: str) -> None:
+        wait_until(lambda: self.show(job)["JobState"] == state, f"job {job} is {state}")
+
+    def fail(self, node: str) -> None:
+        """As if the node had died: its job is queued again."""
+        self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+
+    def mend(self, node: str) -> None:
+        self.run("scontrol", "update", f"nodename={node}", "state=resume")
+
+    def close(self) -> None:
+        """Ends all jobs and daemons; no process is left."""
+        if "slurmctld" in self._daemons:
+            self.try_run("scancel", "--user=root", "--signal=KILL")
+        for name in (*self.nodes, "slurmctld", "munged"):
+            if name in self._daemons:
+                self._daemons[name].terminate()
+        for daemon in self._daemons.values():
+            try:
+                daemon.wait(10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+        left = self._find_processes()
+        for process in left:
+            try:
+                process.send_signal(signal.SIGKILL)
+            except psutil.Error:
+                continue
+        psutil.wait_procs(left, 10)
+
+    def _find_processes(self) -> list[psutil.Process]:
+        """The jobs' own: whatever knows this cluster, but for who tests it."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("SLURM_CONF") == self.variables["SLURM_CONF"]:
+                    found.append(process)
+            except psutil.Error:
+                continue
+        return found
+
+
+def find_ports(count: int) -> list[int]:
+    """Ports that nobody uses."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for held in sockets:
+            held.bind(("127.0.0.1", 0))
+        return [held.getsockname()[1] for held in sockets]
+    finally:
+        for held in sockets:
+            held.close()
+
+
+@contextmanager
+def open_cluster(num_nodes: int = 2) -> Iterator[Cluster]:
+    """A cluster that is ready; afterwards none of it is left."""
+    with TemporaryDirectory(prefix="slurm-", dir="/tmp") as root:  # not below pytest's own: a socket's path is short
+        cluster = Cluster(Path(root), num_nodes)
+        try:
+            cluster.start()
+            yield cluster
+        finally:
+            cluster.close()
