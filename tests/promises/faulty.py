@@ -352,7 +352,7 @@ def train(
     """
     directory = Path(run_dir).with_name(f"{Path(run_dir).name}-faults")
     faults = Faults([fault] if isinstance(fault, str) else fault, directory)
-    faults.join(int(os.environ.get("RANK", "0")))
+    faults.join(int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))))
     defaults = {"batch_size": BATCH_SIZE, "micro_batch_size": MICRO_BATCH_SIZE, "log_every": 2, "seed": 5}
     # Tiny buckets, so that some gradients are on their way while others are still computed.
     run = faults.run = samestep.Run(run_dir, **defaults | arguments, device="cpu", bucket_cap_mb=0.0005)  # type: ignore[arg-type]

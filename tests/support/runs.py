@@ -13,7 +13,9 @@ from typing import Any
 from samestep.cli import main
 
 # What would make a run of this machine another one.
-FOREIGN = ("SAMESTEP_", "OMP_", "MKL_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_")
+FOREIGN = (
+    "SAMESTEP_", "OMP_", "MKL_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM",
+)  # fmt: skip
 
 
 def clean_variables(extra: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import psutil
+
 from support.runs import clean_variables
 from support.waiting import wait_until
 
@@ -86,7 +87,9 @@ class Cluster:
             for name, port in zip(self.nodes, ports[1:], strict=True)
         ]
         lines.append("PartitionName=main Nodes=ALL Default=YES MaxTime=1-0 DefaultTime=10 State=UP\n")
-        (self.root / "slurm.conf").write_text(CONFIGURATION.format(host=host, port=ports[0], root=self.root) + "".join(lines))
+        (self.root / "slurm.conf").write_text(
+            CONFIGURATION.format(host=host, port=ports[0], root=self.root) + "".join(lines)
+        )
         munge = self.root / "munge"
         munge.mkdir(mode=0o711)
         (munge / "key").write_bytes(os.urandom(128))

@@ -229,7 +229,10 @@ class Follower:
         """Shows what has been added to the files."""
         files = sorted(self._files.parent.glob(self._files.name)) if self._is_array else [self._files]
         for file in files:
-            with suppress(FileNotFoundError), file.open("rb") as opened:  # opened anew: a network file system looks then
+            with (
+                suppress(FileNotFoundError),
+                file.open("rb") as opened,
+            ):  # opened anew: a network file system looks then
                 opened.seek(self._read.get(file, 0))
                 data = opened.read()
                 if self._is_array:

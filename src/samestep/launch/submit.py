@@ -42,10 +42,10 @@ FLAGS: dict[str, Override] = {
     "detach": Override(bool, "", "do not show the output"),
     "k8s": Override(bool, "", "for Kubernetes, by kubectl, instead of Slurm"),
     "image": Override(str, "IMAGE", "Kubernetes: a container image with torch, samestep and the script"),
-    "claim": Override(str, "C:PATH", "Kubernetes: a PersistentVolumeClaim for the run's directory, and where to mount it"),
+    "claim": Override(str, "C:PATH", "Kubernetes: the PersistentVolumeClaim for the runs, and where to mount it"),
     "namespace": Override(str, "NAME", "Kubernetes: default: kubectl's"),
     "show_ranks": Override(str, "R", "whose output to show: all, or ranks such as 0,2; default: 0"),
-    "max_restarts": Override(int, "N", "start all ranks again, from the newest snapshot, when one has failed; default: 0"),
+    "max_restarts": Override(int, "N", "start all ranks again, from the newest snapshot, when one has failed"),
     **OVERRIDES,
     "grace_s": Override(
         int, "S", f"seconds from the signal to the limit; default: {GRACE_S}, at most a quarter of --time"

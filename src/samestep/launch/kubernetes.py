@@ -1,0 +1,157 @@
+"""`samestep submit --k8s`: a JobSet, whose pods are the nodes."""
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+from samestep.errors import Error
+from samestep.launch.nodes import DEFAULT_PORT
+from samestep.launch.submit import Job, say
+from samestep.world.environment import START_AGAIN
+
+GROUP = "node"  # the only group of pods
+MOST_NAME = 63 - len(f"-{GROUP}-0-0000")  # of what a pod's host name may hold
+SPARE_S = 30  # for the launcher, beyond what its ranks are given
+MAX_RESTARTS = 3  # unless given
+WAIT = 'until getent hosts {host}; do sleep 1; done; exec "$@"'  # its name is known a while after it has started
+PLAIN = re.compile(r"[A-Za-z/][\w./-]*")
+WORDS = ("true", "false", "null", "yes", "no", "on", "off", "y", "n", "~")  # that YAML reads as something else
+
+
+def build_manifest(job: Job) -> dict[str, Any]:
+    """The JobSet.
+
+    A pod that ends with 75 has saved, one that was disrupted has lost its machine: its Job then fails for the reason
+    PodFailurePolicy, after which all pods start again, as often as it takes. After other failures they do so
+    --max-restarts times.
+
+    Raises:
+        Error: there is no image, or a name or claim that Kubernetes does not take.
+    """
+    options = job.options
+    if "image" not in options:
+        raise Error("--k8s needs --image IMAGE: a container image with torch, samestep and the script")
+    name = build_name(job.name)
+    first = f"{name}-{GROUP}-0-0.{name}"  # the first pod, by the headless service of the JobSet
+    wait, launch = (
+        ["sh", "-c", WAIT.format(host=first), "sh"],
+        job.build_command("python", f"{first}:{DEFAULT_PORT}", job.run_dir),
+    )
+    volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
+    mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]  # a container's own is too small for data loaders
+    if "claim" in options:
+        claim, colon, path = str(options["claim"]).partition(":")
+        if not claim or not colon or not path.startswith("/"):
+            raise Error(f"--claim takes CLAIM:/PATH, not {options['claim']!r}")
+        volumes.append({"name": "runs", "persistentVolumeClaim": {"claimName": claim}})
+        mounts.append({"name": "runs", "mountPath": path})
+    resources: dict[str, Any] = {"requests": {"cpu": job.num_cpus}}
+    if job.num_gpus:
+        resources["limits"] = {"nvidia.com/gpu": job.num_gpus}
+    container = {
+        "name": "launch",
+        "image": options["image"],
+        **({"command": wait, "args": launch} if job.num_nodes > 1 else {"command": launch}),
+        "resources": resources,
+        "volumeMounts": mounts,
+    }
+    pod = {
+        "restartPolicy": "Never",
+        "terminationGracePeriodSeconds": job.grace_s + SPARE_S,
+        "containers": [container],
+        "volumes": volumes,
+    }
+    failures = [
+        {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [START_AGAIN]}},
+        {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget"}]},
+    ]
+    pods = {
+        "completionMode": "Indexed",
+        "completions": job.num_nodes,
+        "parallelism": job.num_nodes,
+        "backoffLimit": 0,
+        "podFailurePolicy": {"rules": failures},
+        "podReplacementPolicy": "Failed",
+        "template": {"spec": pod},
+    }
+    again = {
+        "name": "savedOrDisrupted",
+        "action": "RestartJobSetAndIgnoreMaxRestarts",
+        "onJobFailureReasons": ["PodFailurePolicy"],
+    }
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": name, **({"namespace": options["namespace"]} if "namespace" in options else {})},
+        "spec": {
+            "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True, "subdomain": name},
+            "failurePolicy": {"maxRestarts": options.get("max_restarts", MAX_RESTARTS), "rules": [again]},
+            "replicatedJobs": [{"name": GROUP, "replicas": 1, "template": {"spec": pods}}],
+        },
+    }
+
+
+def build_name(text: str) -> str:
+    """A name that Kubernetes takes: lower-case letters, digits and dashes, a letter first. Raises Error at none."""
+    name = re.sub(r"[^a-z0-9]+", "-", text.lower()).lstrip("-0123456789")[:MOST_NAME].rstrip("-")
+    if not name:
+        raise Error(f"{text!r} makes no name for Kubernetes: give one with --job-name")
+    return name
+
+
+def format_yaml(value: Any) -> str:
+    """Mappings, lists and scalars as YAML."""
+    return "\n".join(_format_lines(value)) + "\n"
+
+
+def _format_lines(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if isinstance(inner, dict | list) and inner:
+                yield f"{_format_scalar(name)}:"
+                yield from (f"  {line}" for line in _format_lines(inner))
+            else:
+                yield f"{_format_scalar(name)}: {_format_scalar(inner)}"
+    else:
+        for inner in value:
+            lines = _format_lines(inner) if isinstance(inner, dict | list) and inner else iter([_format_scalar(inner)])
+            for mark, line in zip(_marks(), lines, strict=False):
+                yield mark + line
+
+
+def _marks() -> Iterator[str]:
+    yield "- "
+    while True:
+        yield "  "
+
+
+def _format_scalar(value: Any) -> str:
+    """As JSON, which is YAML, too; words without quotes where they cannot be taken for anything else."""
+    is_plain = isinstance(value, str) and PLAIN.fullmatch(value) and value.lower() not in WORDS
+    return value if is_plain else json.dumps(value)
+
+
+def submit_to_kubernetes(job: Job) -> int:
+    """Has kubectl apply the JobSet; with --dry-run prints it. Returns the exit code.
+
+    Raises:
+        Error: there is no kubectl, or it refuses.
+    """
+    text = format_yaml(build_manifest(job))
+    if job.options.get("dry_run"):
+        print(text, end="")
+        return 0
+    try:
+        done = subprocess.run(["kubectl", "apply", "-f", "-"], input=text, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise Error(
+            f"kubectl cannot be started ({error.strerror}): install it, or have the manifest printed with --dry-run"
+        ) from None
+    if done.returncode:
+        raise Error(f"kubectl has refused the JobSet: {' '.join(done.stderr.split())}")
+    name = build_name(job.name)
+    say(f"{done.stdout.strip()}; its output: kubectl logs -f -l jobset.sigs.k8s.io/jobset-name={name}; to end it: "
+        f"kubectl delete jobset {name}")  # fmt: skip
+    return 0

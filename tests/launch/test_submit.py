@@ -1,0 +1,288 @@
+"""What `samestep submit` renders: batch scripts, and manifests that fit Kubernetes' published schema."""
+
+import json
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from processes import Command
+
+from samestep.cli import main
+from samestep.errors import Error
+from samestep.launch.kubernetes import build_name, format_yaml
+from samestep.launch.submit import parse_time
+
+JOBSET = json.loads(Path(__file__).with_name("jobset.json").read_text())["schema"]
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """train.py, in the current directory."""
+    path = tmp_path / "train.py"
+    path.write_text("print('trained')\n")
+    monkeypatch.chdir(tmp_path)
+    return path
+
+
+def render(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["submit", "--dry-run", *words]) == 0
+    return capsys.readouterr().out
+
+
+def refuse(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one sentence that is said instead."""
+    assert main(["submit", *words]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("samestep: error: ")
+    assert said.err.count("\n") == 1
+    return said.err
+
+
+def read_directives(text: str) -> dict[str, str]:
+    lines = [line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")]
+    return {name: shlex.split(value)[0] if value else "" for name, _, value in (line.partition("=") for line in lines)}
+
+
+def read_srun(text: str) -> list[str]:
+    start = text.index("srun ")
+    return shlex.split(text[start : text.index("\nrc=")].replace("\\\n", ""))
+
+
+# --- Slurm ------------------------------------------------------------------------------------------------------------
+
+
+def test_batch_script(script: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    text = render(
+        capsys, "--nodes", "4", "--gpus-per-node=8", "--time", "2:00:00", "--partition", "gpu", "--run-dir", "runs/x",
+        "--sbatch=--mem=64G", "--sbatch", "--constraint=a100", "--max-steps", "9", "--deterministic",
+        "train.py", "--lr", "0.1", "a b",
+    )  # fmt: skip
+    assert read_directives(text) == {
+        "job-name": "train", "nodes": "4", "ntasks-per-node": "1", "cpus-per-task": "32", "gpus-per-node": "8",
+        "time": "2:00:00", "partition": "gpu", "signal": "USR1@120", "open-mode": "append", "chdir": str(tmp_path),
+        "output": "runs/x/slurm/%j.out", "requeue": "", "mem": "64G", "constraint": "a100",
+    }  # fmt: skip
+    words = read_srun(text)
+    launch = words[words.index("launch") :]
+    assert launch == [
+        "launch", "--nnodes", "4", "--rdzv-endpoint", "$head:$port", "--nproc-per-node", "8", "--run-dir", "runs/x",
+        "--grace-s", "120", "--max-steps", "9", "--deterministic", "train.py", "--lr", "0.1", "a b",
+    ]  # fmt: skip
+    assert text.endswith("fi\nexit $rc\n")
+    assert list(tmp_path.iterdir()) == [script], "nothing is written"
+
+
+def test_one_node(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It meets nobody, and the run's directory is the script's."""
+    text = render(capsys, "--nproc-per-node", "3", "-m", "train")
+    words = read_srun(text)
+    assert words[words.index("launch") :] == ["launch", "--nproc-per-node", "3", "--grace-s", "120", "-m", "train"]
+    assert "head=" not in text
+    assert read_directives(text)["output"] == "slurm/%j.out"
+
+
+def test_array(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = render(capsys, "--array", "0-3,7%2", "--run-dir", "my runs", "train.py")
+    assert read_directives(text)["output"] == "my runs/slurm/%A_%a.out"
+    words = read_srun(text)
+    assert words[words.index("--run-dir") + 1] == "my runs/$SLURM_ARRAY_TASK_ID"
+    assert 'scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' in text
+
+
+def test_shell_reads_it(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever stands in names and arguments comes through, and the exit code is that of the launchers."""
+    text = render(capsys, "--array", "1", "--run-dir", "it's $HOME", "train.py", "$(exit 1)", "`a`", "", "'")
+    stubs = 'srun() { printf "%s\\n" "$@" >&2; return 3; }\nSLURM_ARRAY_TASK_ID=1\n'
+    done = subprocess.run(["bash", "-c", stubs + text], capture_output=True, text=True, check=False)
+    assert done.returncode == 3
+    said = done.stderr.splitlines()
+    assert "it's $HOME/1" in said
+    assert said[-4:] == ["$(exit 1)", "`a`", "", "'"]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 5400), ("2:30", 150), ("2:00:00", 7200), ("1-0", 86400), ("1-12:30", 131400), ("UNLIMITED", None)],
+)
+def test_times(text: str, seconds: int | None) -> None:
+    assert parse_time(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "x", "1:2:3:4", "-5", "2h", "0"])
+def test_no_times(text: str) -> None:
+    with pytest.raises(Error, match="--time"):
+        parse_time(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "grace_s"), [((), 120), (("--time", "4"), 60), (("--time", "1-0"), 120), (("--grace-s", "300"), 300)]
+)
+def test_grace(script: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], grace_s: int) -> None:
+    text = render(capsys, *words, "train.py")
+    assert read_directives(text)["signal"] == f"USR1@{grace_s}"
+    assert read_srun(text)[-2] == str(grace_s), "the run is told, too"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("nothing.py",), "there is no script nothing.py"),
+        ((), "submit needs a script"),
+        (("--node", "2", "train.py"), "submit has no option --node; did you mean --nodes?"),
+        (("--nodes", "0", "train.py"), "--nodes must be at least 1, not 0"),
+        (("--gpus-per-node", "a100", "train.py"), "--gpus-per-node takes a whole number, not 'a100'"),
+        (("--time", "2h", "train.py"), "--time takes minutes, h:m:s or days-h:m:s"),
+        (("--time", "5", "--grace-s", "300", "train.py"), "--grace-s 300 is as long as --time 5"),
+        (("--array", "0-3", "train.py"), "--array needs --run-dir DIR"),
+        (("--fresh", "train.py"), "--fresh would hold for each start of the job"),
+        (("--resume", "best", "train.py"), "--resume would hold for each start of the job"),
+        (("--image", "x", "train.py"), "--image is for Kubernetes alone: leave it out, or add --k8s"),
+        (("--k8s", "--time", "5", "train.py"), "--time is for Slurm alone: leave it or --k8s out"),
+        (("--k8s", "train.py"), "--k8s needs --image IMAGE"),
+        (("--k8s", "--image", "x", "--claim", "runs", "train.py"), "--claim takes CLAIM:/PATH, not 'runs'"),
+        (("--k8s", "--image", "x", "--job-name", "42", "train.py"), "'42' makes no name for Kubernetes"),
+    ],
+)
+def test_bad_input(script: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str) -> None:
+    assert said in refuse(capsys, *words)
+
+
+def test_no_cluster(command: Command) -> None:
+    """Neither sbatch nor kubectl: one sentence, and nothing is left in the run's directory."""
+    command.write("train.py", "")
+    command.variables["PATH"] = "/nonexistent"
+    for words, said in [
+        (
+            ("--run-dir", "runs/x"),
+            "sbatch cannot be started (No such file or directory): submit from a machine of",
+        ),
+        (("--test-only",), "sbatch cannot be started"),
+        (("--k8s", "--image", "x"), "kubectl cannot be started (No such file or directory): install it, or "),
+    ]:
+        done = command.run("submit", *words, "train.py")
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+        assert said in done.stderr
+    assert [path.name for path in command.directory.iterdir()] == ["train.py"]
+
+
+# --- Kubernetes -------------------------------------------------------------------------------------------------------
+
+
+def close(schema: Any) -> Any:
+    """The schema, in which no field is allowed that it does not name: the API server would drop it."""
+    if isinstance(schema, list):
+        return [close(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: close(value) for key, value in schema.items()}
+    if schema.get("x-kubernetes-int-or-string") is True:
+        closed.pop("anyOf", None)
+        closed["type"] = ["integer", "string"]
+    if isinstance(schema.get("properties"), dict) and "type" in schema:
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
+SCHEMA = close({**JOBSET, "properties": {**JOBSET["properties"], "metadata": {"type": "object"}}})
+
+
+def render_manifest(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    """The manifest, which fits the schema."""
+    manifest = yaml.safe_load(render(capsys, "--k8s", "--image", "ghcr.io/me/train:1", *words))
+    jsonschema.Draft202012Validator(SCHEMA).validate(manifest)
+    return manifest
+
+
+def find_pods(manifest: Any) -> Any:
+    (group,) = manifest["spec"]["replicatedJobs"]
+    return group["template"]["spec"]
+
+
+def test_manifest(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    manifest = render_manifest(
+        capsys, "--nodes", "2", "--gpus-per-node", "8", "--claim", "disk:/runs", "--run-dir", "/runs/x", "--grace-s",
+        "300", "--max-restarts", "5", "--namespace", "ml", "--job-name", "My_Job", "train.py", "--lr", "0.1", "yes",
+    )  # fmt: skip
+    assert manifest["metadata"] == {"name": "my-job", "namespace": "ml"}
+    assert manifest["spec"]["network"]["subdomain"] == "my-job"
+    assert manifest["spec"]["failurePolicy"]["maxRestarts"] == 5
+    pods = find_pods(manifest)
+    assert (pods["parallelism"], pods["completions"], pods["completionMode"]) == (2, 2, "Indexed")
+    assert pods["podFailurePolicy"]["rules"][0]["onExitCodes"] == {"operator": "In", "values": [75]}
+    pod = pods["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == 330
+    (container,) = pod["containers"]
+    assert container["image"] == "ghcr.io/me/train:1"
+    assert container["resources"] == {"requests": {"cpu": 32}, "limits": {"nvidia.com/gpu": 8}}
+    assert container["volumeMounts"][1] == {"name": "runs", "mountPath": "/runs"}
+    assert "my-job-node-0-0.my-job" in container["command"][2], "it waits for the first pod's name"
+    assert container["args"] == [
+        "python", "-m", "samestep", "launch", "--nnodes", "2", "--rdzv-endpoint", "my-job-node-0-0.my-job:29400",
+        "--nproc-per-node", "8", "--run-dir", "/runs/x", "--grace-s", "300", "--max-restarts", "5",
+        "train.py", "--lr", "0.1", "yes",
+    ]  # fmt: skip
+
+
+def test_one_pod(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (container,) = find_pods(render_manifest(capsys, "train.py"))["template"]["spec"]["containers"]
+    assert container["command"][-1] == "train.py"
+    assert "--nnodes" not in container["command"]
+
+
+def test_schema_sees_faults(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A name of a field with a mistake in it, another type, a value that is not among those allowed."""
+    for spoil in (
+        lambda spec: spec.update(replicaJobs=[]),
+        lambda spec: spec["replicatedJobs"][0]["template"]["spec"].update(parallelism="2"),
+        lambda spec: spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"].update(restartpolicy="Never"),
+        lambda spec: spec["failurePolicy"]["rules"][0].update(action="Restart"),
+        lambda spec: spec["failurePolicy"]["rules"][0].pop("name"),
+    ):
+        manifest = render_manifest(capsys, "train.py")
+        spoil(manifest["spec"])
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.Draft202012Validator(SCHEMA).validate(manifest)
+
+
+def test_yaml() -> None:
+    value = {
+        "words": ["plain", "a b", "yes", "No", "null", "~", "", "1", "1.5", "1e3", "0x1", "-x", "- x", "a: b", "#"],
+        "lines": "a\nb",
+        "numbers": [1, 1.5, True, None],
+        "empty": [{}, [], ""],
+        "nested": [[1, [2]], {"a": [{"b": {"c": 1}}]}],
+        "y": "2026-01-01",
+        "/": ".inf",
+    }
+    assert yaml.safe_load(format_yaml(value)) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "name"), [("train", "train"), ("My_Job.v2", "my-job-v2"), ("1-x-", "x"), ("a" * 99, "a" * 49)]
+)
+def test_names(text: str, name: str) -> None:
+    assert build_name(text) == name
+
+
+def test_kubectl(command: Command) -> None:
+    """It is given the manifest, and what it says against it is told."""
+    command.write("train.py", "")
+    tool = command.write(
+        "bin/kubectl", '#!/bin/sh\n[ "$*" = "apply -f -" ] && cat > got.yaml && echo created && exit $(cat code)\n'
+    )
+    tool.chmod(0o755)
+    command.variables["PATH"] = f"{tool.parent}:{command.variables['PATH']}"
+    command.write("code", "0")
+    done = command.run("submit", "--k8s", "--image", "x", "train.py")
+    assert done.returncode == 0, done.stderr
+    assert "samestep: created; its output: kubectl logs" in done.stderr
+    jsonschema.Draft202012Validator(SCHEMA).validate(yaml.safe_load((command.directory / "got.yaml").read_text()))
+    command.write("code", "1")
+    done = command.run("submit", "--k8s", "--image", "x", "train.py")
+    assert done.returncode == 2
+    assert "samestep: error: kubectl has refused the JobSet" in done.stderr

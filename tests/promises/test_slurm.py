@@ -1,0 +1,316 @@
+"""Runs under Slurm: the tasks of srun as ranks, and `samestep submit` with all that may happen to a job."""
+
+import re
+import signal
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from promises.test_restarts import flags_of
+from promises.trial import SCRIPT, Outcome, Started, Trial
+from support.slurm import Cluster, open_cluster, why_not
+from support.waiting import wait_until
+
+Undisturbed = Callable[..., Outcome]
+HELD = "hold rank 0 at step 7 in forward"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    with open_cluster() as opened:
+        yield opened
+
+
+class Jobs:
+    """A run's jobs on a cluster."""
+
+    def __init__(self, trial: Trial, cluster: Cluster) -> None:
+        self.trial, self.cluster = trial, cluster
+        self._started: list[Started] = []
+
+    def start(self, *words: str | Path) -> Started:
+        """Starts a command that knows of the cluster."""
+        output = self.trial.faults / f"job-{len(self._started)}"
+        started = Started(words, output, self.cluster.variables)
+        self._started.append(started)
+        return started
+
+    def submit(self, *flags: str | Path, fault: str = HELD) -> Started:
+        """Two nodes with a rank each, followed."""
+        run_dir = self.trial.dir
+        return self.start(
+            sys.executable, "-m", "samestep", "submit", "--nodes", "2", "--run-dir", run_dir, *flags,
+            SCRIPT, run_dir, *flags_of(*([fault] if fault else [])),
+        )  # fmt: skip
+
+    def wait_held(self, started: Started) -> None:
+        """Until rank 0 is held by its fault."""
+        held = self.trial.faults / "held-0"
+        wait_until(lambda: held.exists() or started.process.poll() is not None, "rank 0 is held")
+        assert held.exists(), started.output
+
+    def number(self, started: Started) -> str:
+        started.wait_for_words("is submitted")
+        return re.findall(r"job (\d+) is submitted", started.output)[0]
+
+    def close(self) -> None:
+        for started in self._started:
+            started.close()
+        self.cluster.wait_idle()
+
+
+@pytest.fixture
+def jobs(trial: Trial, cluster: Cluster) -> Iterator[Jobs]:
+    opened = Jobs(trial, cluster)
+    yield opened
+    opened.close()
+
+
+def finish(started: Started, code: int = 0) -> str:
+    """What it printed, once it has ended with `code`."""
+    found = started.wait()
+    assert found == code, f"{found}, not {code}:\n{started.output}"
+    return started.output
+
+
+# What a process makes of the variables that Slurm gives it.
+PLACE = """
+from samestep.world.environment import read_environment, read_master
+e = read_environment()
+place = e.launcher, e.rank, e.world_size, e.local_rank, e.local_world_size
+print(*place, *(read_master() if e.world_size > 1 else ()))
+"""
+
+
+def read_places(output: str) -> list[list[str]]:
+    return sorted(line.split() for line in output.splitlines() if line.startswith(("srun", "python")))
+
+
+# --- srun -------------------------------------------------------------------------------------------------------------
+
+
+def test_places(jobs: Jobs) -> None:
+    """Each task of a step is a rank; what is started in a job without srun stands alone, and waits for nobody."""
+    said = finish(jobs.start("salloc", "-N2", "-n3", "bash", "-c", 'srun "$@"; "$@"', "-", sys.executable, "-c", PLACE))
+    alone, *tasks = read_places(said)
+    assert alone == ["python", "0", "1", "0", "1"]
+    assert [task[:5] for task in tasks] == [
+        ["srun", "0", "3", "0", "2"],
+        ["srun", "1", "3", "1", "2"],
+        ["srun", "2", "3", "0", "1"],
+    ]
+    (meeting,) = {tuple(task[5:]) for task in tasks}
+    assert meeting[0] == "127.0.0.1", "the name n1 is Slurm's alone: its address"
+    assert 15000 <= int(meeting[1]) < 32000
+    batch = jobs.trial.faults / "batch"
+    wrapped = f"{sys.executable} -c '{PLACE}'; srun -n1 {sys.executable} -c '{PLACE}'"
+    finish(jobs.start("sbatch", "-n2", "--wait", f"--output={batch}", f"--wrap={wrapped}"))
+    assert read_places(batch.read_text()) == [alone, alone]
+
+
+def test_tasks_are_ranks(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> None:
+    """No launcher of ours; two on one node, one on the other."""
+    said = finish(jobs.start("srun", "-N2", "-n3", sys.executable, SCRIPT, trial.dir))
+    assert "on 3 ranks: 2+1+1" in said
+    assert trial.outcome() == undisturbed()
+
+
+@pytest.mark.soak
+def test_a_task_fails(jobs: Jobs, trial: Trial) -> None:
+    """Its error is there to read; the others end by themselves, with a line."""
+    fault = "raise rank 1 at step 7 in forward"
+    said = finish(jobs.start("srun", "-N2", "-n2", sys.executable, SCRIPT, trial.dir, *flags_of(fault)), 1)
+    assert f"RuntimeError: a fault: {fault}" in said
+    assert "samestep: rank 0 has lost another rank" in said
+    assert said.count("Traceback") == 1
+    trial.note_strike(fault)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["USR1", "TERM"])
+def test_tasks_are_signalled(jobs: Jobs, trial: Trial, undisturbed: Undisturbed, name: str) -> None:
+    """As before a limit, with loader workers that hear it as well: all ranks save and end well, as under torchrun."""
+    words = ["srun", "-N2", "-n2", "--job-name=signalled", sys.executable, SCRIPT, trial.dir]
+    started = jobs.start(*words, *flags_of(HELD), "--num-workers", "1")
+    jobs.wait_held(started)
+    jobs.cluster.run("scancel", f"--signal={name}", "--name=signalled")
+    wait_until(lambda: (trial.faults / "heard-0").exists(), "it has heard")
+    trial.go_on()
+    assert f"SIG{name}: the run stops and saves within a step\n" in finish(started)
+    assert trial.num_ends == 0
+    finish(jobs.start(*words))
+    assert trial.outcome() == undisturbed()
+
+
+@pytest.mark.soak
+def test_port_in_use(jobs: Jobs, trial: Trial) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+        words = ["srun", "-n2", f"--export=ALL,MASTER_PORT={port}", "--kill-on-bad-exit=1"]
+        started = jobs.start(*words, sys.executable, SCRIPT, trial.dir)
+        started.wait()
+    said = [line for line in started.output.splitlines() if line.startswith("samestep: error: ")]
+    assert said == [
+        f"samestep: error: port {port}, where the ranks of this Slurm step were to meet, is in use on its first node: "
+        "set MASTER_PORT to a free one, the same for all tasks"
+    ]
+
+
+# --- submit -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_goes_on(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> None:
+    """Signalled, it saves, is queued again, and comes to the end of an undisturbed run; whoever follows it sees all."""
+    started = jobs.submit()
+    jobs.wait_held(started)
+    number = jobs.number(started)
+    jobs.cluster.run("scancel", "--signal=USR1", number)
+    wait_until(lambda: (trial.faults / "heard-0").exists(), "it has heard")
+    trial.go_on()
+    said = finish(started)
+    assert "samestep: 4 micro-batches on 2 ranks: 2+2, 100 % busy\n" in started.out.read_text()
+    assert "resumed at step 8" in started.out.read_text()
+    assert f"samestep: job {number} is running on n[1-2], start 2\n" in said
+    assert trial.num_ends == 1
+    assert {path.name for path in (trial.dir / "slurm").iterdir()} == {f"{number}.sbatch", f"{number}.out"}
+    assert trial.outcome() == undisturbed()
+
+
+@pytest.mark.soak
+def test_time_limit(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> None:
+    """Slurm itself signals, some time before the limit."""
+    started = jobs.submit("--time", "1", "--grace-s", "45")
+    jobs.wait_held(started)
+    wait_until(lambda: (trial.faults / "heard-0").exists(), "Slurm has signalled")
+    trial.go_on()
+    assert "SIGUSR1: the run stops" in finish(started)
+    assert int(jobs.cluster.show(jobs.number(started))["Restarts"]) >= 1
+    assert trial.outcome() == undisturbed()
+
+
+@pytest.mark.soak
+def test_a_node_fails(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> None:
+    """The job loses what came after the newest snapshot, and waits for two nodes again."""
+    started = jobs.submit("--snapshot-every", "2")
+    jobs.wait_held(started)
+    jobs.cluster.fail("n2")
+    started.wait_for_words("is pending (")
+    jobs.cluster.mend("n2")
+    trial.go_on()
+    assert "resumed at step 6" in finish(started)
+    assert trial.outcome() == undisturbed()
+
+
+@pytest.mark.soak
+def test_array(jobs: Jobs, trial: Trial) -> None:
+    """A run for each task. One is signalled, and it alone is queued again. The worst exit code is the job's."""
+    script = trial.faults / "script.py"
+    script.write_text(ARRAY)
+    words = ["-m", "samestep", "submit", "--array", "3,5", "--run-dir", trial.dir]
+    started = jobs.start(sys.executable, *words, script, trial.faults)
+    held = [trial.faults / f"held-{task}" for task in (3, 5)]
+    wait_until(lambda: all(path.exists() for path in held), "both are at it")
+    number = jobs.number(started)
+    jobs.cluster.run("scancel", "--signal=USR1", f"{number}_5")
+    wait_until(lambda: (trial.faults / "heard-5").exists(), "it has heard")
+    trial.go_on()
+    said = finish(started, 7)
+    assert f"samestep: job {number}_3 has ended: failed, exit code 7:0\n" in said
+    assert "[3] 3 at step 0\n" in said
+    assert "[5] 5 at step 0\n" in said
+    assert "[5] 5 at step 1\n" in said
+    assert said.count("[3] 3 at step") == 1
+    assert {path.name for path in trial.dir.iterdir()} == {"3", "5", "slurm"}
+
+
+ARRAY = """
+import os, sys, time
+from pathlib import Path
+import torch, samestep
+task, directory = os.environ["SLURM_ARRAY_TASK_ID"], Path(sys.argv[1])
+run = samestep.Run("no directory of its own", batch_size=2)
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+run.prepare(model=model, optimizer=optimizer)
+print(task, "at step", run.steps_done)
+for step in run.steps(torch.utils.data.TensorDataset(torch.ones(4, 1)), 3):
+    for (x,) in step:
+        step.backward(model(x).sum())
+    optimizer.step()
+    (directory / f"held-{task}").touch()
+    while not (directory / "go").exists():
+        if run._signals.heard:
+            (directory / f"heard-{task}").touch()
+        time.sleep(0.01)
+sys.exit(7 if task == "3" else 0)
+"""
+
+
+@pytest.mark.soak
+def test_cancelled(jobs: Jobs, trial: Trial) -> None:
+    """Who interrupts the following leaves the job; scancel ends it for good, and it has saved."""
+    started = jobs.submit()
+    jobs.wait_held(started)
+    number = jobs.number(started)
+    started.process.send_signal(signal.SIGINT)
+    assert started.process.wait(30) == 130
+    assert (
+        f"samestep: job {number} goes on; to follow it again: tail -F {trial.dir}/slurm/{number}.out" in started.output
+    )
+    assert jobs.cluster.show(number)["JobState"] == "RUNNING"
+    trial.go_on()
+    jobs.cluster.run("scancel", number)
+    jobs.cluster.wait_idle()
+    assert jobs.cluster.show(number)["JobState"] == "CANCELLED"
+    assert jobs.cluster.show(number)["Restarts"] == "0"
+
+
+@pytest.mark.soak
+def test_followed_and_cancelled(jobs: Jobs, trial: Trial) -> None:
+    started = jobs.submit()
+    jobs.wait_held(started)
+    number = jobs.number(started)
+    jobs.cluster.run("scancel", number)
+    trial.go_on()
+    assert f"samestep: job {number} has ended: cancelled" in finish(started, 143)
+    assert trial.snapshots == ["step-00000008"]
+
+
+def test_how_it_ends(jobs: Jobs, trial: Trial) -> None:
+    """A script that fails: the exit code is its own, and the job is not queued again. Detached: nothing is awaited."""
+    script = trial.faults / "script.py"
+    script.write_text("print('as far as this')\nraise SystemExit(7)\n")
+    submit = [sys.executable, "-m", "samestep", "submit", "--run-dir", trial.dir]
+    started = jobs.start(*submit, script)
+    said = finish(started, 7)
+    number = jobs.number(started)
+    assert "as far as this\n" in started.out.read_text()
+    assert f"samestep: job {number} has ended: failed, exit code 7:0\n" in said
+    detached = jobs.start(*submit, "--detach", "--sbatch=--begin=now+1hour", script)
+    assert detached.process.wait(30) == 0
+    number = jobs.number(detached)
+    assert f"samestep: its output: {trial.dir}/slurm/{number}.out\n" in detached.output
+    assert jobs.cluster.show(number)["JobState"] == "PENDING"
+    jobs.cluster.run("scancel", number)
+
+
+def test_what_slurm_says(jobs: Jobs, trial: Trial) -> None:
+    """When it would start, and why it will not."""
+    submit = [sys.executable, "-m", "samestep", "submit", "--run-dir", trial.dir]
+    estimate = finish(jobs.start(*submit, "--test-only", SCRIPT))
+    assert re.match(r"Job \d+ to start at \S+ using 1 processors on nodes n1 in partition main\n", estimate)
+    for flags, reason in [
+        (["--partition", "gpu"], "invalid partition specified: gpu; "),
+        (["--nodes", "9"], "Batch job submission failed: Node count specification invalid"),
+        (["--sbatch=--nonsense"], "unrecognized option '--nonsense'; "),
+    ]:
+        said = finish(jobs.start(*submit, *flags, SCRIPT), 2)
+        assert said.startswith("samestep: error: sbatch has refused the job: ")
+        assert reason in said
+        assert said.count("\n") == 1
+    assert not trial.dir.exists()
