@@ -263,7 +263,7 @@ def test_yaml() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "name"), [("train", "train"), ("My_Job.v2", "my-job-v2"), ("1-x-", "x"), ("a" * 99, "a" * 49)]
+    ("text", "name"), [("train", "train"), ("My_Job.v2", "my-job-v2"), ("1-x-", "x"), ("a" * 99, "a" * 51)]
 )
 def test_names(text: str, name: str) -> None:
     assert build_name(text) == name

@@ -46,7 +46,7 @@ SchedulerParameters=sched_interval=1,bf_interval=1,requeue_delay=0
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SlurmdTimeout=10
-KillWait=5
+KillWait=10
 ReturnToService=2
 JobRequeue=1
 SlurmdParameters=config_overrides
@@ -144,7 +144,9 @@ class Cluster:
         self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
 
     def mend(self, node: str) -> None:
-        self.run("scontrol", "update", f"nodename={node}", "state=resume")
+        # It may be back by itself, as its daemon is well.
+        if self.run("sinfo", "--noheader", f"--nodes={node}", "--format=%T").startswith("down"):
+            self.run("scontrol", "update", f"nodename={node}", "state=resume")
 
     def close(self) -> None:
         """Ends all jobs and daemons; no process is left."""

@@ -141,7 +141,8 @@ def _sbatch(options: Sequence[str], script: str) -> subprocess.CompletedProcess[
             "script printed with --dry-run"
         ) from None
     if done.returncode:
-        words = "; ".join(line.strip().removeprefix("sbatch: ") for line in done.stderr.splitlines() if line.strip())
+        lines = [line.strip().removeprefix("sbatch: ") for line in done.stderr.splitlines() if line.strip()]
+        words = "; ".join(line.removeprefix("error: ") for line in lines)
         raise Error(f"sbatch has refused the job: {words or f'exit code {done.returncode}'}")
     return done
 

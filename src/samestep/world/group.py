@@ -214,9 +214,13 @@ def open_group(environment: Environment, device: torch.device, *, timeout_s: flo
         torch.cuda.set_device(device)
     if environment.world_size > 1 and not dist.is_initialized():
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        store = _open_store(environment) if environment.launcher == "srun" else None
-        place = {} if store is None else {"rank": environment.rank, "world_size": environment.world_size}
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), store=store, **place)
+        timeout = timedelta(seconds=timeout_s)
+        if environment.launcher == "srun":
+            rank, world_size = environment.rank, environment.world_size
+            store = _open_store(environment)
+            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
+        else:
+            dist.init_process_group(backend, timeout=timeout)
     global _num_groups
     _num_groups += 1
     group = Group(environment.rank, environment.world_size, device)

@@ -42,6 +42,12 @@ def build_variables(step: Mapping[str, str]) -> dict[str, str]:
     node = number("SLURM_NODEID")
     if node >= len(sizes):
         raise Error(f"SLURM_NODEID is {node} and SLURM_STEP_TASKS_PER_NODE {len(sizes)} nodes: start the ranks by srun")
+    place = {
+        "RANK": number("SLURM_PROCID"),
+        "LOCAL_RANK": number("SLURM_LOCALID"),
+        "WORLD_SIZE": number("SLURM_STEP_NUM_TASKS"),
+        "LOCAL_WORLD_SIZE": sizes[node],
+    }
     port = FIRST_PORT + (number("SLURM_JOB_ID") * STEPS_APART + number("SLURM_STEP_ID")) % NUM_PORTS
     if "MASTER_ADDR" in step:
         hosts = [step["MASTER_ADDR"]]
@@ -54,10 +60,7 @@ def build_variables(step: Mapping[str, str]) -> dict[str, str]:
     chosen = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
     return {
         **{name: value for name, value in chosen.items() if name not in step},
-        "RANK": str(number("SLURM_PROCID")),
-        "LOCAL_RANK": str(number("SLURM_LOCALID")),
-        "WORLD_SIZE": str(number("SLURM_STEP_NUM_TASKS")),
-        "LOCAL_WORLD_SIZE": str(sizes[node]),
+        **{name: str(value) for name, value in place.items()},
         "MASTER_ADDR": hosts[0],
         "MASTER_PORT": step.get("MASTER_PORT", str(port)),
     }
@@ -113,7 +116,7 @@ def find_interface(hosts: Sequence[str]) -> str:
     wanted = next((address for address in mine if not address.startswith("127.")), mine[0] if mine else "")
     for name, entries in psutil.net_if_addrs().items():
         if wanted in [entry.address.partition("%")[0] for entry in entries]:
-            return name
+            return str(name)
     return ""
 
 
