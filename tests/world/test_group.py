@@ -191,8 +191,8 @@ def test_a_group_that_is_there_is_used() -> None:
 # --- devices ----------------------------------------------------------------------------------------------------------
 
 
-def build_environment(local_rank: int = 0) -> Environment:
-    return Environment(local_rank, local_rank, 4, 4, "torchrun", None, None, Overrides())
+def build_environment(local_rank: int = 0, launcher: str = "torchrun") -> Environment:
+    return Environment(local_rank, local_rank, 4, 4, launcher, None, None, Overrides())
 
 
 @pytest.mark.parametrize(
@@ -219,6 +219,14 @@ def test_devices(
             choose_device(build_environment(local_rank), wanted)
     else:
         assert choose_device(build_environment(local_rank), wanted) == torch.device(found)
+
+
+@pytest.mark.parametrize(("num_gpus", "found"), [(1, "cuda:0"), (4, "cuda:3")])
+def test_devices_of_srun(monkeypatch: pytest.MonkeyPatch, num_gpus: int, found: str) -> None:
+    """It may show each task all GPUs of the node, or one of its own alone."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    assert choose_device(build_environment(3, "srun"), None) == torch.device(found)
 
 
 @pytest.mark.parametrize("has_sockets", [True, False])
