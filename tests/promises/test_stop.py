@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from promises.faulty import NUM_STEPS
-from promises.trial import Outcome, Started, Trial, read_tree, resume_is_from
+from promises.trial import SCRIPT, Outcome, Started, Trial, read_tree, resume_is_from
 from support.selection import one_in
 from support.waiting import wait_until
 
@@ -182,6 +182,21 @@ def test_signal_to_one_rank(trial: Trial, undisturbed: Undisturbed) -> None:
     assert code == 75
     trial.spawn(2)
     assert trial.outcome() == undisturbed()
+
+
+def test_a_late_signal(trial: Trial) -> None:
+    """Passed on to a rank that has voted, saved, and is about to end, it changes nothing."""
+    script = trial.faults / "script.py"
+    script.write_text(
+        "import atexit, os, runpy, signal\n"
+        "atexit.register(lambda: [os.kill(os.getpid(), number) for number in (signal.SIGUSR1, signal.SIGTERM)])\n"
+        f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')\n"
+    )
+    launch = trial.start("launch", 1, HELD, script=script)
+    trial.wait_held()
+    trial.tell(launch, signal.SIGUSR1)
+    trial.go_on()
+    assert launch.wait() == 75, launch.output
 
 
 # --- other ways to start it -------------------------------------------------------------------------------------------

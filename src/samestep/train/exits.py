@@ -217,6 +217,14 @@ class StopSignals:
             return 0
         return stop_code(self.heard)
 
+    def leave(self) -> None:
+        """All ranks have voted to stop, and this process ends. What its launcher passes on only now, or Slurm sends to
+        each node in its own time, is that same wish: it must not kill a rank that has done as it was told."""
+        if math.isinf(self._same_for_s):
+            for number in self._before:
+                signal.signal(number, signal.SIG_IGN)
+            self._before = {}
+
     def restore(self) -> None:
         """Gives the signals back to whoever had them."""
         for number, handler in self._before.items():

@@ -276,6 +276,8 @@ class Loop:
             f"stopped by a signal after step {self.steps_done}"
             + (f", saved in {keeper.path}: the same command goes on from there" if saved else "")
         )
+        if self._run._signals is not None:
+            self._run._signals.leave()
         self._end("stopped", f"stopped by {signal.Signals(self._signal).name}")
         if self.unsaved is not None:
             raise self.unsaved
