@@ -20,7 +20,7 @@ from support.waiting import wait_until
 
 from samestep.errors import Error
 from samestep.launch.local import Place, build_variables
-from samestep.launch.nodes import Link, parse_endpoint, parse_nodes
+from samestep.launch.nodes import Link, is_here, parse_endpoint, parse_nodes
 from samestep.world.environment import Overrides
 
 Undisturbed = Callable[..., Outcome]
@@ -265,6 +265,12 @@ def test_nobody_answers(trial: Trial, port: int) -> None:
 )
 def test_endpoints(text: str, host: str, port: int) -> None:
     assert parse_endpoint(text) == (host, port)
+
+
+@pytest.mark.parametrize(("host", "here"), [("127.0.1.1", True), ("::1", True), ("192.0.2.1", False)])
+def test_which_host_is_this_one(host: str, here: bool) -> None:
+    """Many systems have 127.0.1.1 for their own name, which no interface has."""
+    assert is_here(host) is here
 
 
 @pytest.mark.parametrize("text", ["", ":1", "a:", "a:b", "a:0", "a:65536", "fd77::1:29400", "fd77::1", "[]:1"])

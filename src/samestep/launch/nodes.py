@@ -121,10 +121,11 @@ def find_addresses() -> dict[str, str]:
 
 
 def is_here(host: str) -> bool:
-    """Whether a name or address is this machine's."""
+    """Whether a name or address is this machine's; to itself, its name may well be 127.0.1.1, an address of no one."""
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    addresses = [str(address[0]).partition("%")[0] for *_, address in found]
     mine = find_addresses()
-    return any(str(address[0]).partition("%")[0] in mine for *_, address in found)
+    return any(address in mine or ipaddress.ip_address(address).is_loopback for address in addresses)
 
 
 def plain_address(address: str) -> str:
