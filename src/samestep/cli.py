@@ -56,7 +56,7 @@ Starts the script on ranks of this machine and waits for them. What follows the 
 The ranks find each other as under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, ...); the script may use samestep or not.
 
 On several machines, give the same command on each: --nnodes 2 --rdzv-endpoint HOST:29400, HOST being one of them. With
---nnodes 1:4, machines may go and come while it runs. They must share the run's directory.
+--nnodes 1:4, machines may go and come while it runs. Those that do not share the run's directory keep a copy each.
 
 Ctrl-C, SIGTERM or SIGUSR1 tells the ranks once to stop: a run ends its step, saves and leaves. A second one kills
 them. With --max-restarts, a rank that dies has all ranks start again from the newest snapshot.

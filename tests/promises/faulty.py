@@ -389,6 +389,7 @@ def train(
         num_begun = 0
         if settled:
             run._keeper.settle()
+            run._group.barrier()
         for images, kinds in step:
             num_begun += 1
             scores = model(images)

@@ -253,6 +253,30 @@ def test_a_snapshot_that_goes_bad_after_it_was_found(store: Store) -> None:
 # --- pruning and cleaning -----------------------------------------------------------------------------------------
 
 
+def test_adopting_one_of_another_store(store: Store, tmp_path: Path) -> None:
+    """Byte for byte, in place of what was there; and nothing of what is not as its manifest says."""
+    other = Store(tmp_path / "other")
+    other.path.parent.mkdir()
+    other.write(make_state(1), step=5, meta={})
+    store.write(make_state(0.5), step=5, meta={"epoch": 2})
+    [snapshot] = store.snapshots()
+    shutil.copytree(snapshot.path, other.inbox, ignore=lambda *_: ["manifest.json"])
+    with open(other.inbox / "state.json", "r+b") as handle:
+        handle.write(b"?")
+    with pytest.raises(Error, match=r"has not arrived as it was sent \(state.json is damaged"):
+        other.adopt(snapshot)
+    other.clean()
+    assert [path.name for path in other.path.iterdir()] == ["step-00000005"]
+    assert_same(read(other), make_state(1))
+    shutil.copytree(snapshot.path, other.inbox, ignore=lambda *_: ["manifest.json"])
+    other.adopt(snapshot)
+    assert_same(read(other), make_state(0.5))
+    [adopted] = other.snapshots()
+    for file in ("manifest.json", "state.json", "tensors.safetensors"):
+        assert (adopted.path / file).read_bytes() == (snapshot.path / file).read_bytes()
+    assert [path.name for path in other.path.iterdir()] == ["step-00000005"]
+
+
 def test_pruning_keeps_the_newest_and_the_named(store: Store) -> None:
     for step in range(1, 6):
         store.write({}, step=step, meta={})

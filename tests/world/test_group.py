@@ -91,6 +91,37 @@ def test_an_error_of_once_is_everyones() -> None:
     assert on_ranks(3, fn) == ["still there"] * 3
 
 
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_each(num_ranks: int) -> None:
+    on = [0, 2][:num_ranks]
+    found = on_ranks(num_ranks, lambda group: group.each(lambda: 10 * group.rank, on=on))
+    assert found == [[10 * rank for rank in on if rank < num_ranks]] * num_ranks
+
+
+def test_an_error_of_one_is_everyones() -> None:
+    def fn(group: Group) -> str:
+        def fail() -> None:
+            raise samestep.Error(f"{group.rank} has no such file") if group.rank else OSError("never mind")
+
+        with pytest.raises(samestep.Error, match="1 has no such file"):
+            group.each(fail, on=[1, 2])
+        with pytest.raises(OSError if group.rank == 0 else PeerFailed, match="never mind"):
+            group.each(fail, on=[0])
+        return group.each(lambda: "still there", on=[2])[0]
+
+    assert on_ranks(3, fn) == ["still there"] * 3
+
+
+def test_relay() -> None:
+    def fn(group: Group) -> list[int]:
+        tensor = torch.full((3,), group.rank, dtype=torch.uint8)
+        if group.rank != 1:
+            group.relay(tensor, [3, 0, 2])
+        return tensor.tolist()
+
+    assert on_ranks(4, fn) == [[3] * 3, [1] * 3, [3] * 3, [3] * 3]
+
+
 def test_agree() -> None:
     def fn(group: Group) -> str:
         group.agree({"a": 1, "b": [2, "x"]})

@@ -42,7 +42,12 @@ def build_manifest(
         "meta": meta,
     }
     manifest: dict[str, Any] = json.loads(json.dumps(written, allow_nan=False))  # as a reader will have it
-    return manifest | {"sha256": _checksum(manifest)}
+    return seal(manifest)
+
+
+def seal(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """A manifest, as `read_manifest` returned it, with its own checksum, as it stands in the file."""
+    return {**manifest, "sha256": _checksum(manifest)}
 
 
 def read_manifest(directory: Path) -> tuple[dict[str, Any], str | None]:

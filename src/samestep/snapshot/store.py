@@ -5,8 +5,9 @@ import json
 import os
 import re
 import shutil
+import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from samestep.errors import Error
 from samestep.snapshot.encoding import decode, digest, digest_of, encode, read_tensors, write_tensors
-from samestep.snapshot.manifest import MANIFEST, Pieces, build_manifest, find_damage, read_manifest
+from samestep.snapshot.manifest import MANIFEST, Pieces, build_manifest, find_damage, read_manifest, seal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -171,6 +172,25 @@ class Store:
         state: dict[str, Any] = decode(json.loads((snapshot.path / STATE).read_bytes()), tensors)
         return state
 
+    @property
+    def inbox(self) -> Path:
+        """Where files of another store may be put for `adopt`. `clean` removes it."""
+        return self.path / f"{_WRITING}inbox"
+
+    def adopt(self, snapshot: Snapshot) -> None:
+        """Makes another store's snapshot of the files in `inbox`, in place of one of the same name.
+
+        Raises:
+            Error: they are not what the manifest says.
+            OSError: the disk is full or gone.
+        """
+        if problem := find_damage(self.inbox, snapshot.manifest):
+            raise Error(f"a copy of {snapshot.path} has not arrived as it was sent ({problem}): start again")
+        _write_json(self.inbox / MANIFEST, seal(snapshot.manifest))
+        _sync(self.inbox)
+        self._put(self.inbox, self.path / snapshot.path.name)
+        self._damaged.discard(self.path / snapshot.path.name)
+
     def prune(self, keep: int) -> None:
         """Removes numbered snapshots older than the `keep` (at least 1) newest sound ones; never named ones."""
         numbered = [snapshot for snapshot in self.snapshots() if snapshot.name is None]
@@ -178,6 +198,13 @@ class Store:
         if sound:
             for snapshot in numbered[: numbered.index(sound[-max(keep, 1) :][0])]:
                 self._remove(snapshot.path)
+
+    def abandon(self, snapshots: Sequence[Snapshot]) -> None:
+        """Moves snapshots to `run_dir/abandoned`, the newest first. Raises OSError."""
+        for snapshot in sorted(snapshots, key=lambda each: -each.step):
+            target = self.path.parent / "abandoned" / f"{snapshot.path.name}-{time.time_ns()}"
+            target.parent.mkdir(exist_ok=True)
+            os.rename(snapshot.path, target)
 
     def clean(self) -> None:
         """Removes what dead writers left; a snapshot that one of them was about to replace is put back."""

@@ -33,6 +33,9 @@ class Directory:
     Attributes:
         before_close: called first of all when it is given up, by whoever does.
         save_s: what the last snapshot took to write; 0 before there is one.
+        num_recorded: the steps that a copy of the run has in its ledger, where that is known.
+        is_rewound: a copy of the run has such later ones now.
+        rewinds: the steps of snapshots that were gone back to although there were later ones.
 
     Raises:
         Error: it cannot be written, another process is at it, or it holds something else.
@@ -48,7 +51,7 @@ class Directory:
         self._snapshot: Snapshot | None = None
         self._is_begun = False
         self._lost_steps = 0
-        self.save_s = 0.0
+        self.save_s, self.num_recorded, self.is_rewound = 0.0, 0, False
         self._made_directories: list[Path] = []
         self._made_files: list[Path] = []
         self.record: dict[str, Any] = {}
@@ -59,7 +62,8 @@ class Directory:
                 before.close()
             self.store = Store(self.path)
             self._lock = self._take_lock()
-            self.record = self._read_or_empty(is_ours=not self._lock.is_new)  # it may have been killed before it began
+            self.record = self._read_record(is_ours=not self._lock.is_new)  # it may have been killed before it began
+            self.rewinds: list[int] = self.record.get("rewinds", [])
         except OSError as error:
             self.close()
             raise Error(f"the run directory {path} cannot be written ({_reason(error)}): name another one") from None
@@ -80,7 +84,7 @@ class Directory:
             with suppress(FileNotFoundError):  # who made the directory has just removed it, since its run did not begin
                 return Lock(self.path / "lock")
 
-    def _read_or_empty(self, *, is_ours: bool) -> dict[str, Any]:
+    def _read_record(self, *, is_ours: bool) -> dict[str, Any]:
         path = self.path / "run.json"
         if not path.exists():
             rows = self.path / "metrics.jsonl"
@@ -96,6 +100,10 @@ class Directory:
         if record.get("format") != FORMAT:
             raise Error(f"{path} has format {record.get('format')}, this samestep reads {FORMAT}: update samestep")
         return record
+
+    def read_record_again(self) -> None:
+        """Reads `run.json`, where another copy's was put since this was opened. Raises Error."""
+        self.record = self.record or self._read_record(is_ours=True)
 
     def check_numbers(self, numbers: Mapping[str, Any]) -> None:
         """Compares with the numbers of the run that is here, as far as both are known.
@@ -132,6 +140,7 @@ class Directory:
             "numbers": dict(numbers),
             "machine": dict(machine),
             "config": config,
+            "rewinds": self.rewinds,
         }
         _replace(self.path / "run.json", json.dumps(record, indent=2), sync=True)
         self.record, self._is_begun = record, True
@@ -145,8 +154,12 @@ class Directory:
             if self.store.snapshots():
                 raise Error(f"{self.path} already has snapshots and resume is never: use --resume latest, or --fresh")
             return None
-        self._snapshot = self.store.find(resume, warn=self._warn)
-        return self._snapshot
+        return self.go_on_from(self.store.find(resume, warn=self._warn))
+
+    def go_on_from(self, snapshot: Snapshot | None) -> Snapshot | None:
+        """Makes this the snapshot that `begin` goes back to. Returns it."""
+        self._snapshot = snapshot
+        return snapshot
 
     def begin(self) -> None:
         """Makes the directory what it was at the snapshot found, or at the beginning. Once.
@@ -160,10 +173,9 @@ class Directory:
             return
         step = 0 if self._snapshot is None else self._snapshot.step
         later = [other for other in self.store.snapshots() if self._snapshot is not None and other.step > step]
-        for other in reversed(later):  # and the rows last: after a crash in between, it is sound at the newest left
-            target = self.path / "abandoned" / f"{other.path.name}-{time.time_ns()}"
-            target.parent.mkdir(exist_ok=True)
-            os.rename(other.path, target)
+        self.store.abandon(later)  # and the rows last: after a crash in between, it is sound at the newest left
+        if later or self.is_rewound:
+            self.rewinds = [*self.rewinds, step]
         if later:
             plural = "s" if len(later) > 1 else ""
             self._warn(f"{len(later)} snapshot{plural} after step {step} went to {self.path / 'abandoned'}")
@@ -173,7 +185,7 @@ class Directory:
             for path in (rows, records):
                 _part_from_old_writers(path)
         self._metrics, self._ledger = Metrics(rows), Ledger(records)
-        self._lost_steps = max(self._ledger.num_steps - step, 0)
+        self._lost_steps = max(self._ledger.num_steps - step, self.num_recorded - step, 0)
         is_whole = self._metrics.cut(0 if self._snapshot is None else self._snapshot.manifest["meta"]["metrics_bytes"])
         for path, whole in ((rows, is_whole), (records, self._ledger.cut(step))):
             if not whole:
@@ -241,6 +253,16 @@ class Directory:
         else:
             self._metrics.append(row)
 
+    def write_rows(self, rows: bytes = b"") -> None:
+        """Adds rows, as they stand in another copy of the file, and brings all to it.
+
+        Raises:
+            OSError: they could not be written; they are kept and tried again.
+        """
+        if self._metrics is not None:
+            self._metrics.extend(rows)
+            self._metrics.position()
+
     def enter(self, step: int, epoch: int, num_samples: int, fingerprint: int) -> None:
         """Adds a finished step (counted from 0) to the ledger."""
         if self._ledger is None:
@@ -266,6 +288,7 @@ class Directory:
             "metrics_bytes": self._metrics.position(),
             "world_size": world_size,
             "numbers": self.record["numbers"],
+            "rewinds": len(self.rewinds),
             **({"stopped": stop_reason} if stop_reason else {}),
         }
 

@@ -15,31 +15,23 @@ from samestep.snapshot.saving import Refused, Saving
 from samestep.snapshot.staging import Copy, Staging, Watch, is_watchable, locate
 from samestep.snapshot.store import Snapshot, Store
 from samestep.train import objects as prepared
+from samestep.train.copies import Copies, Order
 from samestep.train.directory import Directory
 from samestep.train.inspection import Inspection
-from samestep.train.replicas import Replicas
+from samestep.train.replicas import Replicas, name_replicated
 from samestep.train.settings import Settings
+from samestep.train.sharing import find_keepers, name_node, say_here
+from samestep.world.environment import read_host
 from samestep.world.group import Group
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class _Order:
-    """Snapshots to be written: None among the names is a numbered one."""
-
-    step: int
-    names: list[str | None]
-    structure: Any
-    tensors: dict[str, Tensor]
-    meta: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
 class _Pending:
     """Snapshots on their way."""
 
-    order: _Order
+    order: Order
     inspection: Inspection
     saving: Saving
 
@@ -49,7 +41,7 @@ class Keeper:
 
     Attributes:
         path: the run's directory, None without one.
-        directory: on rank 0, the directory itself.
+        directory: on rank 0, the directory itself; on nodes that do not share it, on the first rank of each.
         saved_step: the step of the newest numbered snapshot, or of one on its way; None when there is none.
         is_wanted: a numbered snapshot is due after this step, or as soon as the position can be resumed from.
         unsaved: on rank 0, the step of the last snapshot that was due, and why it is not there; None where it is.
@@ -69,10 +61,34 @@ class Keeper:
         self._restless: set[int] = set()
         self._staging = Staging()
         self._pending: _Pending | None = None
-        self.path: Path | None = None if settings.run_dir is None else group.once(self._open, settings.run_dir)
+        self._warn = say if group.rank == 0 else self._note
+        self._copies: Copies | None = None
+        self.path: Path | None = None if settings.run_dir is None else self._open_all(settings.run_dir)
 
-    def _open(self, path: Path) -> Path:
-        directory = Directory(path, fresh=self._settings.fresh, warn=self._say)
+    def _open_all(self, run_dir: Path) -> Path:
+        path, keepers = find_keepers(self._group, run_dir)
+        fresh = self._settings.fresh
+        if len(keepers) == 1:
+            return self._group.once(self._open, path, fresh)
+        self._copies = copies = Copies(self._group, keepers, self._say)
+        path = copies.choose(path) if fresh else path
+        try:
+            self._group.each(lambda: name_node(lambda: self._open(path, fresh=False)), on=keepers)
+        except Error:
+            if self.directory is not None:
+                self.directory.close()
+            raise
+        self._say(f"{path} is not one directory for all nodes: {len(keepers)} of them keep a copy of the run each")
+        return path
+
+    def _note(self, sentence: str) -> None:
+        """Says what has happened to this node's copy, here and on rank 0."""
+        say_here(sentence)
+        if self._copies is not None:
+            self._copies.notes.append(f"{read_host()}: {sentence}")
+
+    def _open(self, path: Path, fresh: bool) -> Path:
+        directory = Directory(path, fresh=fresh, warn=self._warn)
         try:
             directory.check_numbers(self._settings.numbers())
         except Error:
@@ -82,8 +98,8 @@ class Keeper:
         directory.before_close = self._settle_at_close
         return directory.path
 
-    def _once(self, fn: Callable[[], T]) -> T:
-        """`fn` on rank 0; a disk that is full or gone is an Error."""
+    def once(self, fn: Callable[[], T]) -> T:
+        """Calls `fn` on each rank that has a directory; what it returned on rank 0. A full disk is an Error."""
 
         def call() -> T:
             try:
@@ -92,6 +108,8 @@ class Keeper:
                 reason = f"({error.strerror}): make room, or name another one"
                 raise Error(f"the run directory {self.path} cannot be written {reason}") from None
 
+        if self._copies is not None:
+            return self._group.each(call, on=self._copies.keepers)[0]
         return self._group.once(call)
 
     def restore(
@@ -104,7 +122,10 @@ class Keeper:
         """
         if self.path is None:
             return None
-        found = self._once(lambda: self._find(numbers))
+        if self._copies is not None:
+            found = self._copies.find(self.directory, self._settings.resume, lambda: self._check(numbers))
+        else:
+            found = self.once(lambda: self._find(numbers))
         if found is None:
             return None
         state = Store(self.path).read(found)
@@ -114,8 +135,12 @@ class Keeper:
 
     def _find(self, numbers: Mapping[str, Any]) -> Snapshot | None:
         assert self.directory is not None
-        self.directory.check_numbers(numbers)
+        self._check(numbers)
         return self.directory.find(self._settings.resume)
+
+    def _check(self, numbers: Mapping[str, Any]) -> None:
+        assert self.directory is not None
+        self.directory.check_numbers(numbers)
 
     def record(self, numbers: Mapping[str, Any], machine: Mapping[str, Any], config: Mapping[str, Any]) -> None:
         """Compares with the run that is here, and writes down which one it is."""
@@ -126,7 +151,7 @@ class Keeper:
             self.directory.write_record(numbers, machine, config)
 
         if self.path is not None:
-            self._once(write)
+            self.once(write)
 
     def ask_for(self, name: str) -> None:
         """A named snapshot is due at the end of the present body. Raises Error for what is no name."""
@@ -197,6 +222,8 @@ class Keeper:
             self.saved_step, self._saved_s, self.is_wanted = step, time.monotonic(), False
         inspection = Inspection(objects, replicas, step)
         order = self._order(build_state, step, names, stop_reason)
+        if self._copies is not None:
+            order = self._align(self._copies, order, objects)
         if ending:
             self._save_now(order, inspection)
         else:
@@ -243,10 +270,10 @@ class Keeper:
 
     def _order(
         self, build_state: Callable[[], dict[str, Any]], step: int, names: list[str | None], stop_reason: str
-    ) -> "_Order":
+    ) -> Order:
         """What is to be written; on ranks that do not write, nothing."""
         if self.directory is None:
-            return _Order(step, names, None, {}, {})
+            return Order(step, names, None, {}, {})
         state = build_state()
         structure, tensors = encode(state)
         try:
@@ -254,10 +281,21 @@ class Keeper:
             meta = self.directory.mark(epoch=epoch, world_size=world_size, stop_reason=stop_reason)
         except OSError as error:
             self._report(step, names, error)
-            return _Order(step, [], None, {}, {})
-        return _Order(step, names, structure, tensors, meta)
+            return Order(step, [], None, {}, {})
+        return Order(step, names, structure, tensors, meta)
 
-    def _save_now(self, order: "_Order", inspection: Inspection) -> None:
+    def _align(self, copies: Copies, order: Order, objects: prepared.Objects) -> Order:
+        def find_replicated() -> set[int]:
+            return {locate(tensor) for _, tensor in name_replicated(objects)}
+
+        try:
+            return copies.align(order, self.directory, find_replicated)
+        except OSError as error:
+            if order.names:  # else it was reported
+                self._report(order.step, order.names, error)
+            return Order(order.step, [], None, {}, {})
+
+    def _save_now(self, order: Order, inspection: Inspection) -> None:
         inspection.look_again()
         inspection.conclude()
         try:
@@ -267,7 +305,7 @@ class Keeper:
         except Exception as error:
             self._report(order.step, order.names, error)
 
-    def _save_beside(self, order: "_Order", inspection: Inspection, objects: prepared.Objects) -> None:
+    def _save_beside(self, order: Order, inspection: Inspection, objects: prepared.Objects) -> None:
         targets, refusal = self._take_memory(order)
         places = {locate(tensor) for tensor in order.tensors.values()}
         others = {f"/{place}": tensor for place, tensor in inspection.tensors.items() if place not in places}
@@ -281,14 +319,14 @@ class Keeper:
 
         self._pending = _Pending(order, inspection, Saving(copy, write))
 
-    def _take_memory(self, order: "_Order") -> tuple[dict[str, Tensor], Exception | None]:
+    def _take_memory(self, order: Order) -> tuple[dict[str, Tensor], Exception | None]:
         """To copy to; none, and why, where the machine has not got it: the run goes on without this snapshot."""
         try:
             return self._staging.take(order.tensors), None
         except (MemoryError, RuntimeError) as error:  # torch's is a RuntimeError
             return {}, error
 
-    def _write(self, order: "_Order", tensors: Mapping[str, Tensor], confirm: Callable[[], None]) -> None:
+    def _write(self, order: Order, tensors: Mapping[str, Tensor], confirm: Callable[[], None]) -> None:
         """Writes all of an order, in whatever thread."""
         if self.directory is None:
             confirm()
@@ -302,7 +340,7 @@ class Keeper:
         except Exception as error:
             self._notes.append(f"old snapshots could not be removed ({error}): the run goes on")
 
-    def _take_again(self, order: "_Order") -> None:
+    def _take_again(self, order: Order) -> None:
         """What could not be copied is due once more after this step."""
         self._names_due = [*(name for name in order.names if name is not None), *self._names_due]
         if None in order.names:
@@ -319,7 +357,7 @@ class Keeper:
         pending, self._pending = self._pending, None
         notes, self._notes = self._notes, []
         for note in notes:
-            self._say(note)
+            self._warn(note)
         failure = pending.saving.failure
         if isinstance(failure, Error):
             raise failure
@@ -331,7 +369,16 @@ class Keeper:
             self.saved_step = None
         if self.directory is not None:
             self.unsaved = step, self.directory.explain_failure(step, error)
-            self._say(self.unsaved[1] + ("" if self._is_ending else ", the run goes on"))
+            self._warn(self.unsaved[1] + ("" if self._is_ending else ", the run goes on"))
+
+    def end(self) -> None:
+        """The loop is over: `settle`, and all rows are in all copies."""
+        self.settle()
+        if self._copies is not None:
+            try:
+                self._copies.hand_rows(self.directory)
+            except OSError as error:
+                self._warn(f"the last rows could not be written to {self.path} ({error.strerror})")
 
     def _settle_at_close(self) -> None:
         """Without the other ranks: they may be gone."""

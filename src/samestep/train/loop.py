@@ -301,7 +301,7 @@ class Loop:
         self._loader.close()
         run, keeper = self._run, self._run._keeper
         run._pulse.enter("saving", self.steps_done)
-        keeper.settle()
+        keeper.end()
         if keeper.unsaved is not None and keeper.unsaved[0] == self.steps_done:
             reason = f"{keeper.unsaved[1]}; mend that, and start the same command again"
             self.unsaved, status = Error(reason, rank=run.rank), "failed"
@@ -326,7 +326,8 @@ class Loop:
         if len(set(run._group.gather(self.feed.order_fingerprint(epoch)))) > 1:
             raise Error(f"sampler({epoch}) gave other indices on other ranks: seed it from the epoch, not the rank")
         if run.dir is not None:
-            run._group.once(self._keep_order, epoch, run.dir / "orders")
+            directory = run.dir / "orders"
+            run._keeper.once(lambda: self._keep_order(epoch, directory))
 
     def _keep_order(self, epoch: int, directory: Path) -> None:
         try:

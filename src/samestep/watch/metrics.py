@@ -46,6 +46,10 @@ class Metrics:
             except OSError:
                 self._flushed_at = monotonic()
 
+    def extend(self, rows: bytes) -> None:
+        """Adds lines as they stand in a file of another."""
+        self._pending += rows
+
     def position(self) -> int:
         """Writes everything to the file and returns its length in bytes; `sync` brings it to the disk.
 

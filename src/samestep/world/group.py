@@ -55,6 +55,7 @@ class Group:
 
     Attributes:
         rank, world_size: as in torch.distributed.
+        local_rank: among the ranks of this node.
         device: where this rank computes.
         neighbors: the other ranks, where all are on one host.
     """
@@ -62,6 +63,7 @@ class Group:
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.local_rank = rank
         self.device = device
         self.neighbors: Neighbors | None = None
         self._number = _num_groups  # the same on all ranks, which make their groups in the same order
@@ -141,6 +143,44 @@ class Group:
         if kind == "failure":
             raise PeerFailed(f"rank 0 failed: {value}")
         return value  # type: ignore[no-any-return]
+
+    def each(self, fn: Callable[[], T], on: Sequence[int]) -> list[T]:
+        """Calls `fn` on the ranks `on`; every rank gets what it returned there (which must pickle), in their order.
+
+        Raises:
+            Error: what `fn` raised on the first of them where it did, on every rank.
+            PeerFailed: on the other ranks, when `fn` raised anything else.
+        """
+        failure: BaseException | None = None
+        message: tuple[str, Any] = ("value", None)
+        if self.rank in on:
+            try:
+                message = ("value", fn())
+            except Error as error:
+                message = ("error", str(error))
+            except BaseException as error:
+                failure, message = error, ("failure", f"{type(error).__name__}: {error}")
+        told = self.gather(message)
+        if failure is not None:
+            raise failure
+        for rank in on:
+            kind, value = told[rank]
+            if kind == "error":
+                raise Error(value)
+            if kind == "failure":
+                raise PeerFailed(f"rank {rank} failed: {value}")
+        return [told[rank][1] for rank in on]
+
+    def relay(self, tensor: torch.Tensor, ranks: Sequence[int]) -> None:
+        """Hands a tensor on the host from the first of `ranks` to the others, from each to the next. On these ranks.
+
+        With one piece after the other, all of them send and receive at the same time.
+        """
+        place = ranks.index(self.rank)
+        if place:
+            dist.recv(tensor, ranks[place - 1])
+        if place + 1 < len(ranks):
+            dist.send(tensor, ranks[place + 1])
 
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Overwrites `tensors` on every rank with those of rank `source`, in a few large messages."""
@@ -224,6 +264,7 @@ def open_group(environment: Environment, device: torch.device, *, timeout_s: flo
     global _num_groups
     _num_groups += 1
     group = Group(environment.rank, environment.world_size, device)
+    group.local_rank = environment.local_rank
     if group.world_size > 1:
         group.neighbors = connect(group, timeout_s)
     return group

@@ -1,0 +1,494 @@
+"""Nodes that do not share the run's directory: each keeps a copy, and whichever comes back, the run goes on.
+
+A node is a directory of its own that the ranks stand in: the run's is `run` in it, by a relative path.
+"""
+
+import ctypes
+import errno
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from promises.faulty import train
+from promises.test_nodes import reserve_port
+from promises.trial import SCRIPT, Outcome, Started, read_outcome, read_tree
+
+import samestep
+from samestep.errors import Error
+from samestep.snapshot.store import Store
+from samestep.train import copies
+from samestep.world.group import Group
+
+Undisturbed = Callable[..., Outcome]
+CLONE_NEWNS = 0x20000
+PER_NODE = ("lock", "time", "restarts.jsonl", "status.json", "manifest.json", "ranks.json")  # of times and processes
+
+
+def soak(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.soak)
+
+
+def train_on(disks: Sequence[Path], num_ranks: int, fault: Sequence[str], arguments: dict[str, Any]) -> None:
+    """As one of the ranks: `num_ranks` on each node."""
+    node, local_rank = divmod(int(os.environ["RANK"]), num_ranks)
+    os.chdir(disks[node])
+    os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(num_ranks))
+    copies.PIECE_BYTES = 1000  # or one piece would hold a whole snapshot
+    if arguments.pop("full_node", None) == node:
+
+        def fail(*_: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        copies._append = fail
+    train("run", fault, **arguments)
+
+
+class Cluster:
+    """Nodes with a disk each. Faults and the files by which they are watched are the same everywhere."""
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+        self._started: list[Started] = []
+        (place / "faults").mkdir()
+
+    def disk(self, node: int) -> Path:
+        """Where a node stands; made when it is first asked for."""
+        path = self._place / f"node-{node}"
+        if not path.exists():
+            path.mkdir()
+            (path / "run-faults").symlink_to(self._place / "faults")
+        return path
+
+    def run_dir(self, node: int) -> Path:
+        return self.disk(node) / "run"
+
+    def spawn(self, nodes: Sequence[int], num_ranks: int = 1, *fault: str, **arguments: Any) -> None:
+        """Trains on some nodes; the first of them has rank 0."""
+        env = {name: str(arguments.pop(name)) for name in list(arguments) if name.isupper()}
+        disks = [self.disk(node) for node in nodes]
+        samestep.spawn(train_on, len(nodes) * num_ranks, (disks, num_ranks, fault, arguments), env=env)
+
+    def spawn_to_fail(self, nodes: Sequence[int], num_ranks: int = 1, *fault: str, **arguments: Any) -> Exception:
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            self.spawn(nodes, num_ranks, *fault, **arguments)
+        return caught.value
+
+    def launch(self, nodes: Sequence[int], port: int, *flags: str) -> list[Started]:
+        """The command on each of some nodes."""
+        started = []
+        for rank, node in enumerate(nodes):
+            words = ["-m", "samestep", "launch", "--nproc-per-node", "1", "--nnodes", str(len(nodes))]
+            words += ["--node-rank", str(rank), "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-timeout", "30"]
+            command = ["sh", "-c", f'cd {self.disk(node)} && exec "$@"', "sh", sys.executable, *words, str(SCRIPT)]
+            output = self._place / f"output-{len(self._started)}"
+            env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+            started.append(Started([*command, "run", *flags], output, env))
+            self._started.append(started[-1])
+        return started
+
+    def snapshots(self, node: int) -> list[str]:
+        return [each.path.name for each in Store(self.run_dir(node)).snapshots() if each.problem is None]
+
+    def close(self) -> None:
+        for started in self._started:
+            started.close()
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Cluster]:
+    made = Cluster(tmp_path)
+    yield made
+    made.close()
+
+
+def assert_ended_as(cluster: Cluster, nodes: Sequence[int], wanted: Outcome) -> None:
+    """All copies are whole, and are those of a run that nothing happened to."""
+    for node in nodes:
+        assert read_outcome(cluster.run_dir(node)) == wanted, f"node {node}"
+    first, *others = [read_content(cluster.run_dir(node)) for node in nodes]
+    for other in others:
+        assert other == first
+
+
+def read_content(run_dir: Path) -> dict[str, str]:
+    """What is in a copy, but for what tells times and processes, and for abandoned or older snapshots."""
+    newest = Store(run_dir).snapshots()[-1].path.name
+    return {
+        path: content
+        for path, content in read_tree(run_dir).items()
+        if Path(path).name not in PER_NODE
+        and not path.startswith("abandoned/")
+        and (not path.startswith("snapshots/step-") or path.startswith(f"snapshots/{newest}/"))
+    }
+
+
+def damage(path: Path) -> None:
+    """Flips one bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+# --- where the copies are ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_nodes", "num_ranks"), [soak(2, 1), (2, 2), soak(3, 1)])
+def test_each_node_keeps_all(cluster: Cluster, undisturbed: Undisturbed, num_nodes: int, num_ranks: int) -> None:
+    nodes = range(num_nodes)
+    cluster.spawn(nodes, num_ranks)
+    assert_ended_as(cluster, nodes, undisturbed())
+    for node in nodes:
+        assert cluster.snapshots(node) == cluster.snapshots(0)
+        assert len(cluster.snapshots(node)) >= 3
+        assert not list(cluster.disk(node).rglob(".*")), "no token, nothing half done"
+
+
+def test_nodes_that_share_a_disk_keep_one(cluster: Cluster, undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """Two nodes with one disk, and one with its own: two copies. By another path than the first's, too."""
+    (tmp_path / "node-1").symlink_to(cluster.disk(0))
+    cluster.spawn([0, 1, 2], 1)
+    assert_ended_as(cluster, [0, 2], undisturbed())
+    shutil.rmtree(tmp_path / "node-2")
+    cluster.spawn([2, 0, 1], 1, epochs=4)  # and the one that shares is not the first
+    assert_ended_as(cluster, [2, 0], undisturbed(epochs=4))
+
+
+def train_in_mounts(disks: Sequence[Path], path: Path) -> None:
+    """As one rank of each node, with the node's disk mounted at the same path."""
+    disk = disks[int(os.environ["RANK"])]
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS):
+        raise OSError(ctypes.get_errno(), "unshare")
+    for words in (["--make-rprivate", "/"], ["--bind", disk, path]):
+        subprocess.run(["mount", *words], check=True)
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    train(path / "run")
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
+def test_one_path_with_another_disk_on_each_node(cluster: Cluster, undisturbed: Undisturbed, tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    disks = [cluster.disk(0), cluster.disk(1)]
+    samestep.spawn(train_in_mounts, 2, (disks, tmp_path / "here"))
+    assert list((tmp_path / "here").iterdir()) == []
+    assert_ended_as(cluster, [0, 1], undisturbed())
+
+
+def test_a_token_that_was_left_does_not_stay(cluster: Cluster) -> None:
+    """A start was killed while it looked whose directory is whose. (Another start, which does so now, is let be.)"""
+    old, new = (cluster.disk(0) / f".samestep-node-{name}" for name in ("old", "new"))
+    for token in (old, new):
+        token.touch()
+    os.utime(old, (0, 0))
+    cluster.spawn([0, 1], 1, num_steps=4)
+    assert not old.exists()
+    assert new.exists()
+
+
+# --- what a resume goes on from ---------------------------------------------------------------------------------------
+
+
+def read_starts(cluster: Cluster, node: int) -> list[tuple[int, int]]:
+    """The step from which each start but the first went on, and the steps that were lost."""
+    rows = [json.loads(line) for line in (cluster.run_dir(node) / "restarts.jsonl").read_text().splitlines()]
+    return [(row["from_step"], row["lost_steps"]) for row in rows]
+
+
+KILLED = "kill all ranks at step 8 in forward"
+
+
+@pytest.mark.parametrize(("node", "with_sampler"), [(0, True), soak(1, False)])
+def test_a_disk_is_emptied(cluster: Cluster, undisturbed: Undisturbed, node: int, with_sampler: bool) -> None:
+    cluster.spawn_to_fail([0, 1], 2, KILLED, snapshot_every=3, settled=True, with_sampler=with_sampler)
+    shutil.rmtree(cluster.run_dir(node))
+    cluster.spawn([0, 1], 2, snapshot_every=3, with_sampler=with_sampler)
+    assert_ended_as(cluster, [0, 1], undisturbed(with_sampler=with_sampler))
+    for each in (0, 1):
+        [(from_step, lost)] = read_starts(cluster, each)
+        assert from_step == 6
+        assert 0 <= lost <= 2
+
+
+@pytest.mark.soak
+def test_all_of_a_run_comes_back_when_it_is_over(cluster: Cluster, undisturbed: Undisturbed) -> None:
+    """Nothing is left to do, and the copy is made whole all the same."""
+    cluster.spawn([0, 1])
+    shutil.rmtree(cluster.run_dir(0))
+    cluster.spawn([0, 1])
+    assert_ended_as(cluster, [0, 1], undisturbed())
+    assert read_starts(cluster, 0) == read_starts(cluster, 1) == [(15, 0)]
+
+
+@pytest.mark.parametrize(
+    ("node", "file"), [(0, "tensors.safetensors"), soak(0, "manifest.json"), soak(1, "state.json")]
+)
+def test_the_newest_is_damaged_on_one_node(
+    cluster: Cluster, undisturbed: Undisturbed, node: int, file: str
+) -> None:  # fmt: skip
+    cluster.spawn_to_fail([0, 1], 1, KILLED, snapshot_every=3, settled=True)
+    damage(cluster.run_dir(node) / "snapshots/step-00000006" / file)
+    cluster.spawn([0, 1], 1, snapshot_every=3)
+    assert_ended_as(cluster, [0, 1], undisturbed())
+    assert [read_starts(cluster, each)[0][0] for each in (0, 1)] == [6, 6]
+
+
+@pytest.mark.soak
+def test_each_node_has_another_one_damaged(cluster: Cluster, undisturbed: Undisturbed) -> None:
+    """The newest on one, all others on the other: there is one sound copy of the newest. And then there is none."""
+    cluster.spawn_to_fail([0, 1], 1, KILLED, snapshot_every=3, settled=True)
+    damage(cluster.run_dir(0) / "snapshots/step-00000006/state.json")
+    for name in set(cluster.snapshots(1)) - {"step-00000006"}:
+        damage(cluster.run_dir(1) / "snapshots" / name / "state.json")
+    cluster.spawn_to_fail([0, 1], 1, "kill all ranks at step 7 in update", snapshot_every=100)
+    assert [read_starts(cluster, node)[0][0] for node in (0, 1)] == [6, 6]
+    for node in (0, 1):
+        for name in cluster.snapshots(node):
+            damage(cluster.run_dir(node) / "snapshots" / name / "tensors.safetensors")
+    error = cluster.spawn_to_fail([0, 1], 1)
+    assert isinstance(error, Error)
+    assert "no snapshot in run/snapshots is sound" in str(error)
+
+
+@pytest.mark.soak
+def test_rows_are_cut_on_one_node(cluster: Cluster, undisturbed: Undisturbed) -> None:
+    cluster.spawn_to_fail([0, 1], 1, KILLED, snapshot_every=3, settled=True)
+    os.truncate(cluster.run_dir(0) / "metrics.jsonl", 10)
+    damage(cluster.run_dir(1) / "ledger.bin")
+    cluster.spawn([0, 1], 1, snapshot_every=3)
+    assert_ended_as(cluster, [0, 1], undisturbed())
+
+
+@pytest.mark.soak
+def test_other_nodes_go_on(cluster: Cluster, undisturbed: Undisturbed) -> None:
+    """One of two, then three of which one is new, then the first again with what it knew long ago."""
+    cluster.spawn_to_fail([0, 1], 2, "kill all ranks at step 4 in forward", snapshot_every=2, settled=True)
+    cluster.spawn_to_fail([1], 3, "kill all ranks at step 8 in forward", snapshot_every=2, settled=True)
+    cluster.spawn_to_fail([2, 1], 2, "kill all ranks at step 12 in forward", snapshot_every=2, settled=True)
+    cluster.spawn([0, 1, 2], 1)
+    assert_ended_as(cluster, [0, 1, 2], undisturbed())
+    for node in (0, 1, 2):
+        assert [step for step, _ in read_starts(cluster, node)] == [4, 8, 12]
+
+
+@pytest.mark.parametrize(
+    "moment",
+    [soak("writing tensors"), "writing manifest", soak("replacing best"), soak("pruning"), soak("rewinding")],
+)
+def test_a_node_dies_while_it_saves(cluster: Cluster, undisturbed: Undisturbed, moment: str) -> None:
+    """The other copy may have the snapshot already, or not."""
+    step = {"replacing best": 10, "rewinding": 0}.get(moment, 8)
+    fault = f"kill rank 0 at step {step} in {moment}"
+    if moment == "rewinding":
+        cluster.spawn([0, 1], 1, "stop all ranks at step 9 in update", snapshot_every=2)
+        cluster.spawn_to_fail([0, 1], 1, fault, resume=6, snapshot_every=2)
+    else:
+        cluster.spawn_to_fail([0, 1], 1, fault, snapshot_every=2)
+    cluster.spawn([1, 0], 1, snapshot_every=2)
+    assert_ended_as(cluster, [0, 1], undisturbed())
+
+
+def test_a_node_comes_back_from_a_branch_that_was_left(cluster: Cluster, undisturbed: Undisturbed) -> None:
+    """The run went back to step 3 without it: what it has of later steps is older than what comes after those."""
+    cluster.spawn([0, 1], 1, "stop all ranks at step 9 in update", snapshot_every=3, keep=9)
+    cluster.spawn_to_fail([0], 2, "kill all ranks at step 4 in forward", resume=3, snapshot_every=2, settled=True)
+    assert cluster.snapshots(0)[-1] == "step-00000004"
+    assert cluster.snapshots(1)[-1] == "step-00000010"
+    cluster.spawn([1, 0], 1, snapshot_every=3)
+    assert_ended_as(cluster, [0, 1], undisturbed())
+    for node in (0, 1):
+        assert [step for step, _ in read_starts(cluster, node)] == [3, 4]
+    assert "step-00000010" in {path.name.rpartition("-")[0] for path in (cluster.run_dir(1) / "abandoned").iterdir()}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("resume", [3, "best"])
+def test_an_older_one_that_only_one_node_has(cluster: Cluster, undisturbed: Undisturbed, resume: str | int) -> None:
+    cluster.spawn([0, 1], 1, "stop all ranks at step 7 in update", snapshot_every=3, keep=9)
+    shutil.rmtree(cluster.run_dir(0) / "snapshots" / (resume if isinstance(resume, str) else "step-00000003"))
+    cluster.spawn([0, 1], 1, resume=resume, snapshot_every=3)
+    assert_ended_as(cluster, [0, 1], undisturbed())
+    assert read_starts(cluster, 0) == read_starts(cluster, 1)
+    assert read_starts(cluster, 0)[0][0] == (5 if resume == "best" else 3)
+
+
+# --- what is refused, and what it costs -------------------------------------------------------------------------------
+
+
+def test_another_run_on_one_node(cluster: Cluster) -> None:
+    """Found before anything is written on any node."""
+    cluster.spawn([1], 1, seed=6, num_steps=4)
+    before = read_tree(cluster.run_dir(1))
+    error = cluster.spawn_to_fail([0, 1])
+    assert isinstance(error, Error)
+    assert "run holds another run (seed 6 there, 5 here)" in str(error)
+    assert not cluster.run_dir(0).exists()
+    assert {**read_tree(cluster.run_dir(1)), "lock": ""} == {**before, "lock": ""}
+
+
+def test_fresh_is_beside_all_of_them(cluster: Cluster, undisturbed: Undisturbed) -> None:
+    """Node 0 holds nothing, node 1 a run and another one beside it."""
+    cluster.spawn([1], 1)
+    shutil.copytree(cluster.run_dir(1), cluster.disk(1) / "run-2")
+    cluster.spawn([0, 1], 1, SAMESTEP_FRESH=1)
+    for node in (0, 1):
+        assert read_outcome(cluster.disk(node) / "run-3") == undisturbed()
+    assert not cluster.run_dir(0).exists()
+
+
+def test_a_disk_that_takes_nothing(cluster: Cluster, undisturbed: Undisturbed) -> None:
+    """That of node 1 is full from the start. No rank waits for it, and node 0 is as it was."""
+    cluster.spawn_to_fail([0], 1, KILLED, snapshot_every=3, settled=True)
+    before = read_tree(cluster.run_dir(0))
+    error = cluster.spawn_to_fail([0, 1], 1, full_node=1)
+    assert isinstance(error, Error)
+    assert re.search(
+        r"the run directory run on .* cannot be written \(No space left on device\): make room", str(error)
+    )
+    assert {**read_tree(cluster.run_dir(0)), "lock": ""} == {**before, "lock": ""}
+    assert not list(cluster.run_dir(1).rglob(".*")), "nothing half done"
+    cluster.spawn([0, 1])
+    assert_ended_as(cluster, [0, 1], undisturbed())
+
+
+def count_exchanges(disks: Sequence[Path]) -> int:
+    """As one of two ranks: how many exchanges between the ranks the steps took, beside that of the gradients."""
+    rank = int(os.environ["RANK"])
+    os.chdir(disks[rank])
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    calls = []
+    for name in ("gather", "gather_number", "broadcast", "broadcast_tensors", "barrier", "relay"):
+        fn = getattr(Group, name)
+        setattr(Group, name, lambda *words, fn=fn, **more: (calls.append(0), fn(*words, **more))[1])
+    run = samestep.Run("run", batch_size=4, snapshot_every=None, log_every=1, compare_every=0, device="cpu")
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.prepare(model=model, optimizer=optimizer)
+    begun = ended = 0
+    for step in run.steps(torch.ones(8, 2), 6):
+        begun = begun or len(calls)
+        for x in step:
+            step.backward(model(x).mean())
+        optimizer.step()
+        run.log({"half": step.number / 2})
+        ended = len(calls)
+    return ended - begun
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_nothing_comes_with_a_step(cluster: Cluster, is_shared: bool) -> None:
+    disks = [cluster.disk(0), cluster.disk(0 if is_shared else 1)]
+    assert samestep.spawn(count_exchanges, 2, (disks,)) == 0
+    rows = [(disk / "run/metrics.jsonl").read_text() for disk in disks]
+    assert rows[0] == rows[1]
+    assert rows[0].count("\n") == 12
+
+
+def train_unlike(disks: Sequence[Path]) -> None:
+    """As one of two ranks, whose states differ in what need not be the same."""
+    rank = int(os.environ["RANK"])
+    os.chdir(disks[rank])
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    run = samestep.Run("run", batch_size=4, snapshot_every=1, device="cpu")
+    model = torch.nn.Linear(2, 1)
+    model.register_buffer("mine", torch.zeros(3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    run.prepare(model=model, optimizer=optimizer)
+    for step in run.steps(torch.ones(8, 2), 3):
+        for x in step:
+            step.backward(model(x).mean())
+        optimizer.step()
+        model.mine += rank
+        run.log({"rank": rank})
+        if rank == 0:
+            run.state["only"] = {"here": torch.arange(step.number)}
+
+
+def test_rank_0_counts_on_all_nodes(cluster: Cluster) -> None:
+    """Its buffers, its `run.state`, its rows."""
+    disks = [cluster.disk(0), cluster.disk(1)]
+    samestep.spawn(train_unlike, 2, (disks,))
+    digests = [[each.manifest["digest"] for each in Store(disk / "run").snapshots()] for disk in disks]
+    assert digests[0] == digests[1]
+    assert len(set(digests[0])) == 3
+    state = Store(disks[1] / "run").read(Store(disks[1] / "run").snapshots()[-1])
+    assert state["state"]["only"]["here"].tolist() == [0, 1]
+    assert state["objects"]["model"]["mine"].tolist() == [0, 0, 0]
+    rows = [(disk / "run/metrics.jsonl").read_text() for disk in disks]
+    assert rows[0] == rows[1]
+    assert rows[0].count('"rank": 0') == 3
+
+
+def train_while_it_is_full(disks: Sequence[Path], node: int) -> None:
+    """As one of two ranks. From its third step on, until its fifth, the disk of one node is full."""
+    rank = int(os.environ["RANK"])
+    os.chdir(disks[rank])
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    run = samestep.Run("run", batch_size=4, snapshot_every=1, keep=9, log_every=1, device="cpu")
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    run.prepare(model=model, optimizer=optimizer)
+    for step in run.steps(torch.ones(8, 2), 8):
+        run._keeper.settle()
+        if rank == node and step.number == 2:
+            with suppress(OSError), open("filling", "wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(512))
+        if rank == node and step.number == 5:
+            os.remove("filling")
+        for x in step:
+            step.backward(model(x).mean())
+        optimizer.step()
+        run.log({"long": "x" * 5000})  # more than what is left of a page
+
+
+@pytest.mark.parametrize("node", [soak(0), 1])
+def test_a_disk_is_full_for_a_while(
+    cluster: Cluster, tmp_path: Path, node: int, capfd: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    """The run goes on; rows come late; and what the other node has saved meanwhile is there."""
+    disks = [cluster.disk(0), cluster.disk(1)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(disks[node])]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        samestep.spawn(train_while_it_is_full, 2, (disks, node))
+        out, _ = capfd.readouterr()
+        said = re.findall(r"samestep: .*the snapshot of step (\d) could not be written \(.*No space left", out)
+        assert said == ["3", "4", "5"]
+        names = [[each.path.name for each in Store(disk / "run").snapshots()] for disk in disks]
+        all_of_them = [f"step-{step:08d}" for step in range(1, 9)]
+        assert names[node] == [name for name in all_of_them if name[-1] not in "345"]
+        assert names[1 - node] == (names[0] if node == 0 else all_of_them), "what rank 0 cannot write, nobody does"
+        rows = [(disk / "run/metrics.jsonl").read_text() for disk in disks]
+        assert rows[0] == rows[1]
+        assert rows[0].count("\n") == 16
+        assert [(disk / "run/ledger.bin").stat().st_size for disk in disks] == [8 * 24] * 2
+    finally:
+        subprocess.run(["umount", str(disks[node])], check=True)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.soak
+def test_two_launchers(cluster: Cluster, undisturbed: Undisturbed) -> None:
+    """All is killed, one disk is lost, and the commands are given again, in the other order."""
+    with reserve_port() as port:
+        nodes = cluster.launch([0, 1], port, "--fault", KILLED, "--settled")
+        assert all(node.wait() for node in nodes)
+    shutil.rmtree(cluster.run_dir(0))
+    with reserve_port() as port:
+        nodes = cluster.launch([1, 0], port)
+        assert [node.wait() for node in nodes] == [0, 0], "\n".join(node.output for node in nodes)
+    assert "run is not one directory for all nodes: 2 of them keep a copy of the run each" in nodes[0].output
+    assert "; resumed at step 5" in nodes[0].output
+    assert_ended_as(cluster, [0, 1], undisturbed())
