@@ -54,6 +54,7 @@ usage: samestep launch [options] SCRIPT [arguments of the script]
 
 Starts the script on ranks of this machine and waits for them. What follows the script is the script's own.
 The ranks find each other as under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, ...); the script may use samestep or not.
+What each prints is in logs/ below the run's directory, also when it is not shown.
 
 On several machines, give the same command on each: --nnodes 2 --rdzv-endpoint HOST:29400, HOST being one of them. With
 --nnodes 1:4, machines may go and come while it runs. Those that do not share the run's directory keep a copy each.

@@ -33,12 +33,16 @@ class Command:
         path.write_text(text)
         return path
 
+    def words(self, *arguments: str, program: str = "samestep") -> list[str]:
+        """The command line of `start`."""
+        return [sys.executable, "-m", program, *arguments] if program else [sys.executable, *arguments]
+
     def start(
         self, *arguments: str, program: str = "samestep", stdout: int | IO[str] = subprocess.PIPE
     ) -> subprocess.Popen[str]:
         """In a process group of its own, as a shell starts it."""
         process = subprocess.Popen(
-            [sys.executable, "-m", program, *arguments] if program else [sys.executable, *arguments],
+            self.words(*arguments, program=program),
             cwd=self.directory,
             env=self.variables,
             stdout=stdout,

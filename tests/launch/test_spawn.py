@@ -210,7 +210,7 @@ def test_a_script_without_a_guard_whose_ranks_do_not_outlive_it(command: Command
     command.write("script.py", SCRIPT)
     script = command.start("script.py", program="")
     command.wait_for("ready0", "ready1")
-    assert len(command.processes()) == 6  # script, server, 2 ranks, 2 children
+    assert len(command.processes()) == 7  # script, server, recorder, 2 ranks, 2 children
     script.kill()
     assert script.communicate(timeout=60) == ("once\n6 True\n", "")
     command.assert_nothing_left()

@@ -56,7 +56,7 @@ def test_a_stuck_rank_is_named(
     assert ended_s < LIMIT_S
     if fault not in ("SIGSTOP", "SIGSTOP of rank 0"):  # who is stopped can write nothing
         rank = 0 if fault == "collective skipped" else 1
-        stack = (run_dir / "logs" / f"stacks-{rank}.txt").read_text()
+        stack = (run_dir / "logs" / "0" / f"stacks-{rank}.txt").read_text()
         assert f"rank {rank}, step {AT_STEP}" in stack
         assert "stalls.py" in stack
         assert "forkserver.py" not in stack, "the frames that led to the script help nobody"

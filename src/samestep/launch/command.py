@@ -199,8 +199,11 @@ def _report(failure: Failure, ranks: Ranks, then: str = "") -> None:
         lines.append(f"samestep: error: {failure.message}")
     elif failure.kind != "exit" or failure.rank not in ranks.shown:  # who exits, and is shown, has said why
         if failure.log and not failure.traceback:
-            lines += [f"samestep: the end of rank {failure.rank}'s output:", failure.log]
-        too = [other.rank for other in ranks.failures if other.rank != failure.rank and not other.secondary]
+            where = ranks.find_log(failure.rank)
+            lines += [f"samestep: the end of rank {failure.rank}'s output{where and f' ({where})'}:", failure.log]
+        own = [other for other in ranks.failures if other.rank != failure.rank and not other.secondary]
+        too = [other.rank for other in own if other.message == failure.message]
+        lines += [f"samestep: {other.reason}" for other in own if other.rank not in too]
         others = ""
         if ranks.world_size > 1:
             others = f"; so did {', '.join(map(str, sorted(too)))}" if too else "; the others were stopped"

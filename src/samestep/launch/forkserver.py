@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from weakref import WeakSet
 
+from samestep.launch.logs import DRAIN_S, Recording
 from samestep.launch.rank import run_rank
 from samestep.world.environment import child_variables
 
@@ -216,28 +217,38 @@ class _Server:
         self.received = b""
         self.fds: list[int] = []  # stdout and stderr of the next ranks
         self.ranks: dict[int, int] = {}  # pid -> rank
+        self.ended: dict[int, dict[str, Any]] = {}  # rank -> what is told when all that it printed is taken down
+        self.recording: Recording | None = None
+        self.is_told = False  # to end, by a signal
         self.directory: str | None = None
         self.woken, self.waker = socket.socketpair()
         self.woken.setblocking(False)
         self.waker.setblocking(False)
         signal.set_wakeup_fd(self.waker.fileno())
         signal.signal(signal.SIGCHLD, lambda *_: None)
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(self.client, selectors.EVENT_READ)
+        self.selector.register(self.woken, selectors.EVENT_READ)
 
     def run(self) -> None:
         """Until the client is gone."""
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.client, selectors.EVENT_READ)
-            selector.register(self.woken, selectors.EVENT_READ)
-            while True:
-                ready = [key.fileobj for key, _ in selector.select()]
-                if self.woken in ready:
-                    self.woken.recv(RECEIVE_BYTES)
-                    self.reap()
-                if self.client in ready and not self.read():
-                    break
+        while True:
+            # Whoever is told to end does so, though nobody may read the terminal that is to show its last words.
+            is_limited = self.is_told and bool(self.ended)
+            ready = [key.fileobj for key, _ in self.selector.select(DRAIN_S if is_limited else None)]
+            if self.woken in ready:
+                self.woken.recv(RECEIVE_BYTES)
+                self.reap()
+            if self.recording is not None and self.recording in ready:
+                self.tell_ends(self.recording.receive())
+            if is_limited and not ready:
+                self.tell_ends(None)
+            if self.client in ready and not self.read():
+                break
         self.send_signal(signal.SIGKILL)
         for pid in self.ranks:
             os.waitpid(pid, 0)
+        self.stop_recording()
         if self.directory is not None:  # It is still there when the client was killed.
             shutil.rmtree(self.directory, ignore_errors=True)
 
@@ -263,17 +274,21 @@ class _Server:
     def start(self, ranks: list[dict[str, Any]], common: dict[str, Any]) -> None:
         server_pid = os.getpid()
         self.directory = common["directory"]
+        self.is_told = False
+        shown = {fields["rank"]: fields.pop("is_shown") for fields in ranks}
+        out, err = self.fds
+        self.recording = Recording(shown, out, err, self.directory, (self.client, self.woken, self.waker))
+        self.selector.register(self.recording, selectors.EVENT_READ)
+        self.fds = []
         for fields in ranks:
             pid = os.fork()
             if pid == 0:
-                self.become_rank(server_pid, {**common, **fields})
+                self.become_rank(server_pid, self.recording, {**common, **fields})
             self.ranks[pid] = fields["rank"]
-        for fd in self.fds:
-            os.close(fd)
-        self.fds = []
+        self.recording.begin()
         self.tell({"started": list(self.ranks)})
 
-    def become_rank(self, server_pid: int, fields: dict[str, Any]) -> NoReturn:
+    def become_rank(self, server_pid: int, recording: Recording, fields: dict[str, Any]) -> NoReturn:
         """In the child: a process of its own, that does not outlive the server."""
         try:
             os.setsid()
@@ -288,9 +303,7 @@ class _Server:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             for end in (self.client, self.woken, self.waker):
                 end.close()
-            for fd, target in zip(self.fds, (1, 2), strict=True):
-                os.dup2(fd, target)
-                os.close(fd)
+            fields["variables"] |= recording.enter(fields["rank"])
             run_rank(**fields)
         finally:
             os._exit(1)
@@ -301,12 +314,35 @@ class _Server:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 break
-            rank = self.ranks.pop(pid, None)
+            if pid not in self.ranks:  # the recorder, as its socket tells
+                continue
+            rank = self.ranks.pop(pid)
             with suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
-            self.tell({"rank": rank, "code": os.waitstatus_to_exitcode(status), "time_s": time.time()})
+            code = os.waitstatus_to_exitcode(status)
+            self.ended[rank] = {"rank": rank, "code": code, "time_s": time.time()}
+            if self.recording is not None:
+                self.recording.finish(rank)
+            else:
+                self.tell_ends([rank])
+
+    def tell_ends(self, ranks: list[int] | None) -> None:
+        """Tells how ranks have ended whose output is taken down. None: of all; no more of it will be."""
+        ends = [self.ended.pop(rank) for rank in (list(self.ended) if ranks is None else ranks)]
+        if ranks is None or not (self.ranks or self.ended):
+            self.stop_recording()  # before it is told that all is over
+        for end in ends:
+            self.tell(end)
+
+    def stop_recording(self) -> None:
+        """Ends the recorder, which does what it has begun."""
+        if self.recording is not None:
+            self.selector.unregister(self.recording)
+            self.recording.close()
+            self.recording = None
 
     def send_signal(self, signum: int) -> None:
+        self.is_told = True
         for pid in self.ranks:
             with suppress(OSError):  # It has just ended, or is not yet the leader of its group.
                 if signum == signal.SIGKILL:

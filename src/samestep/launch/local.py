@@ -147,7 +147,7 @@ class Ranks:
         marks = {PREFIX + "LAUNCHER": "1", PREFIX + "ERROR_DIR": str(self.directory)}
         self._server.start(
             [
-                {"rank": rank, "variables": {**own, **marks}, "log": self._log(rank)}
+                {"rank": rank, "variables": {**own, **marks}, "is_shown": rank in self.shown}
                 for rank, own in enumerate(variables, start=first_rank)
             ],
             target=asdict(target),
@@ -233,8 +233,12 @@ class Ranks:
         """Removes the directory."""
         shutil.rmtree(self.directory, ignore_errors=True)
 
-    def _log(self, rank: int) -> str | None:
-        return None if rank in self.shown else str(self.directory / f"rank{rank}.log")
+    def find_log(self, rank: int) -> str:
+        """Where all is that a rank has printed; "" where its run has not begun, or has no directory."""
+        try:
+            return os.readlink(self.directory / f"rank{rank}.log")
+        except OSError:
+            return ""
 
     def _end(self, rank: int, code: int, time_s: float) -> None:
         self.codes[rank] = code
@@ -245,8 +249,7 @@ class Ranks:
             self.failures.append(self._read_failure(rank, code, time_s))
 
     def _read_failure(self, rank: int, code: int, time_s: float) -> Failure:
-        log = self._log(rank)
-        tail = _read_tail(Path(log)) if log is not None else ""
+        tail = "" if rank in self.shown else _read_tail(self.directory / f"rank{rank}.log")
         try:
             record = json.loads((self.directory / f"{rank}.json").read_text())
         except (OSError, ValueError):

@@ -21,7 +21,6 @@ from typing import Any, NoReturn
 import cloudpickle
 
 from samestep.errors import Error, PeerFailed, Stuck
-from samestep.world.environment import TERMINAL
 
 LEAVE_S = 30  # for what is registered with atexit, in a rank that has failed
 
@@ -46,15 +45,12 @@ PEER_LOST = (
 BETWEEN_RANKS = ("/torch/distributed/", "/samestep/engine/", "/samestep/world/")
 
 
-def run_rank(
-    *, rank: int, variables: dict[str, str], log: str | None, cwd: str, target: dict[str, Any], directory: str
-) -> NoReturn:
+def run_rank(*, rank: int, variables: dict[str, str], cwd: str, target: dict[str, Any], directory: str) -> NoReturn:
     """Runs the target and ends the process.
 
     Args:
         rank: this rank.
         variables: its whole environment.
-        log: the file that takes its output; None: the terminal.
         cwd: its current directory.
         target: fields of a `Target`.
         directory: takes `<rank>.json` when the rank fails, and what a called function returned or raised.
@@ -74,7 +70,7 @@ def run_rank(
     os.environ.clear()
     os.environ.update(variables)
     try:
-        _redirect(log)
+        _set_up_streams()
         os.chdir(cwd)
         _refresh(variables)
         _run_target(rank, directory, **target)
@@ -175,13 +171,7 @@ def _call(rank: int, directory: Path, pickle: Path) -> None:
         raise
 
 
-def _redirect(log: str | None) -> None:
-    if log is not None:
-        os.environ[TERMINAL] = f"{os.getpid()}:{os.dup(2)}"
-        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.dup2(file, 1)
-        os.dup2(file, 2)
-        os.close(file)
+def _set_up_streams() -> None:
     # Lines appear, or are in the log, when they are printed, whatever becomes of the rank; and each in one
     # piece (even where PYTHONUNBUFFERED is set), so that those of several ranks do not mix.
     for stream in (sys.stdout, sys.stderr):

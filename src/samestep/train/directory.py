@@ -20,6 +20,8 @@ from samestep.watch.records import STATUS, read_or_empty
 from samestep.world.environment import Restart, read_host
 
 FORMAT = 1
+LOGS = "logs"
+RESTARTS = "restarts.jsonl"
 
 _open: WeakValueDictionary[Path, "Directory"] = WeakValueDictionary()  # of this process
 
@@ -201,6 +203,17 @@ class Directory:
 
     # --- what has become of it --------------------------------------------------------------------------------
 
+    def find_restart(self) -> int:
+        """The number of this start: 0 is the run's first, then as in `restarts.jsonl`; none that has logs already."""
+        taken = [int(path.name) for path in (self.path / LOGS).glob("*") if path.name.isdecimal()]
+        return max(
+            [self._count_restarts() + bool(read_or_empty(self.path / STATUS)), *(number + 1 for number in taken)]
+        )
+
+    def _count_restarts(self) -> int:
+        path = self.path / RESTARTS
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
     def write_start(self, restart: Restart | None, *, from_step: int, world_size: int) -> None:
         """Adds a line to `restarts.jsonl`, unless this is the run's first start.
 
@@ -209,12 +222,12 @@ class Directory:
             from_step: the steps done by now.
             world_size: of this start.
         """
-        path = self.path / "restarts.jsonl"
+        path = self.path / RESTARTS
         before = read_or_empty(self.path / STATUS)
         if before or restart is not None:
             row = {
                 "time": _now(),
-                "restart": path.read_bytes().count(b"\n") + 1 if path.exists() else 1,
+                "restart": self._count_restarts() + 1,
                 "reason": restart.reason if restart is not None else _describe_end(before),
                 "rank": restart.rank if restart is not None else None,
                 "from_step": from_step,

@@ -10,13 +10,14 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from samestep.errors import Error
+from samestep.launch.logs import start_log
 from samestep.snapshot.encoding import encode
 from samestep.snapshot.saving import Refused, Saving
 from samestep.snapshot.staging import Copy, Staging, Watch, is_watchable, locate
 from samestep.snapshot.store import Snapshot, Store
 from samestep.train import objects as prepared
 from samestep.train.copies import Copies, Order
-from samestep.train.directory import Directory
+from samestep.train.directory import LOGS, Directory
 from samestep.train.inspection import Inspection
 from samestep.train.replicas import Replicas, name_replicated
 from samestep.train.settings import Settings
@@ -42,6 +43,7 @@ class Keeper:
     Attributes:
         path: the run's directory, None without one.
         directory: on rank 0, the directory itself; on nodes that do not share it, on the first rank of each.
+        logs: takes what the ranks of this start print, `<rank>.log`; None until `record`.
         saved_step: the step of the newest numbered snapshot, or of one on its way; None when there is none.
         is_wanted: a numbered snapshot is due after this step, or as soon as the position can be resumed from.
         unsaved: on rank 0, the step of the last snapshot that was due, and why it is not there; None where it is.
@@ -50,6 +52,7 @@ class Keeper:
     def __init__(self, settings: Settings, group: Group, say: Callable[[str], None]) -> None:
         self._settings, self._group, self._say = settings, group, say
         self.directory: Directory | None = None
+        self.logs: Path | None = None
         self.saved_step: int | None = None
         self.is_wanted = False
         self.unsaved: tuple[int, str] | None = None
@@ -143,15 +146,17 @@ class Keeper:
         self.directory.check_numbers(numbers)
 
     def record(self, numbers: Mapping[str, Any], machine: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-        """Compares with the run that is here, and writes down which one it is."""
+        """Compares with the run that is here, and writes down which one it is. From here on, there are logs in it."""
 
-        def write() -> None:
+        def write() -> int:
             assert self.directory is not None
             self.directory.check_numbers(numbers)
             self.directory.write_record(numbers, machine, config)
+            return self.directory.find_restart()
 
         if self.path is not None:
-            self.once(write)
+            self.logs = self.path / LOGS / str(self.once(write))
+            start_log(self._group.rank, self.logs / f"{self._group.rank}.log")
 
     def ask_for(self, name: str) -> None:
         """A named snapshot is due at the end of the present body. Raises Error for what is no name."""

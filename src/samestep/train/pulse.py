@@ -57,6 +57,7 @@ class RunPulse(Pulse):
             end=self._end,
             condemn=self._condemn,
             run_dir=run.dir,
+            logs=run._keeper.logs,
             may_write=lambda: run.rank != 0 or (run._keeper.directory is not None and run._keeper.directory.is_open),
             micro_batch_size=run.micro_batch_size,
             began_step=run.steps_done,

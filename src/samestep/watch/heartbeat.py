@@ -95,7 +95,8 @@ class Facts:
         say: puts a line on the terminal.
         end: ends this process: takes a sentence, and whether the others' end is this rank's fault.
         condemn: the ranks of this host that cannot end themselves: takes (rank, pid) pairs and a sentence.
-        run_dir: takes ranks.json, of rank 0, and logs/; None: nothing is written.
+        run_dir: takes ranks.json, of rank 0; None: nothing is written.
+        logs: takes the stacks of a rank that is stuck; None: they are not written.
         may_write: whether it is still this run's.
         began_step: where this start of the run began.
     """
@@ -108,6 +109,7 @@ class Facts:
     end: Callable[[str, bool], None]
     condemn: Callable[[Sequence[tuple[int, int]], str], None]
     run_dir: Path | None = None
+    logs: Path | None = None
     may_write: Callable[[], bool] = lambda: True
     micro_batch_size: int = 1
     began_step: int = 0
@@ -202,7 +204,7 @@ class Heartbeat:
 
     def _write_stacks(self) -> None:
         """The Python stacks of this process's threads, the main one first."""
-        if self._facts.run_dir is None or not self._facts.may_write():
+        if self._facts.logs is None or not self._facts.may_write():
             return
         frames = sys._current_frames()
         names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -214,8 +216,8 @@ class Heartbeat:
         phase, step, _, since_s = self._pulse.now
         head = f"rank {self._facts.rank}, step {step}, {phase} for {time.monotonic() - since_s:.1f} s\n\n"
         with suppress(OSError):
-            path = self._facts.run_dir / "logs" / f"stacks-{self._facts.rank}.txt"
-            path.parent.mkdir(exist_ok=True)
+            path = self._facts.logs / f"stacks-{self._facts.rank}.txt"
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(head + "".join(lines))
 
     # --- all ranks ----------------------------------------------------------------------------------------------
@@ -325,9 +327,9 @@ class Heartbeat:
         told = [beat for beat in there if beat.rank in verdict.guilty]
         shown = [beat.rank for beat in (there if any(beat.waits_in for beat in told) else told)][:16]
         where = ""
-        if shown and self._facts.run_dir is not None:
+        if shown and self._facts.logs is not None:
             name = str(shown[0]) if len(shown) == 1 else "*"
-            where = f" (stack: {self._facts.run_dir / 'logs' / f'stacks-{name}.txt'})"
+            where = f" (stack: {self._facts.logs / f'stacks-{name}.txt'})"
         self._facts.say(verdict.sentence + where)
         self._orders = {"stacks": shown}
         if self._facts.rank in shown:

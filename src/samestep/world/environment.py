@@ -14,6 +14,7 @@ PREFIX = "SAMESTEP_"
 TRACE = PREFIX + "TRACE"
 TERMINAL = PREFIX + "TERMINAL"  # pid:file
 SRUN = PREFIX + "SRUN"  # the variables of a rank were made of Slurm's
+LOG = PREFIX + "LOG"  # pid:file
 
 # Files in `error_dir`, by which ranks and their launcher tell each other what no exit code says.
 STOPPED = "stopped"  # a run ended early, saved, because of a signal
@@ -233,8 +234,18 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
 
 def read_terminal() -> int:
     """The file by which this process reaches the terminal, also where its launcher has put its output elsewhere."""
-    pid, _, file = os.environ.get(TERMINAL, "").partition(":")  # of a parent it is not this process's
-    return int(file) if pid == str(os.getpid()) else 2
+    file = _read_own_file(TERMINAL)
+    return 2 if file is None else file
+
+
+def read_log_pipe() -> int | None:
+    """The file by which this process tells its launcher where its log is to be; None without a launcher of ours."""
+    return _read_own_file(LOG)
+
+
+def _read_own_file(name: str) -> int | None:
+    pid, _, file = os.environ.get(name, "").partition(":")  # a parent's is not this process's
+    return int(file) if pid == str(os.getpid()) else None
 
 
 def child_variables() -> dict[str, str]:

@@ -1,0 +1,178 @@
+"""What ranks print is in their logs, whatever becomes of them, and on the terminal as if it were theirs."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+from pathlib import Path
+
+from processes import Command
+from support.disks import open_disk
+from support.waiting import wait_until
+
+START = """
+import ctypes, os, subprocess, sys, torch, samestep
+what, rank = sys.argv[1], int(os.environ["RANK"])
+print("early", rank, flush=True)
+run = samestep.Run("run" if what != "none" else None, batch_size=2, micro_batch_size=1, device="cpu")
+model = torch.nn.Linear(1, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+run.prepare(model=model, optimizer=optimizer)
+for step in run.steps(torch.utils.data.TensorDataset(torch.ones(8, 1)), 3):
+    for (x,) in step:
+        step.backward(model(x).mean())
+    optimizer.step()
+    at_step(step.number)
+"""
+
+PRINTS = """
+def at_step(number):
+    print("python", number)
+    print("error", number, file=sys.stderr)
+    subprocess.run(["sh", "-c", f"echo child {number}; echo its error {number} >&2"])
+    ctypes.CDLL(None).puts(f"C {number}".encode())
+    ctypes.CDLL(None).fflush(None)
+    os.write(1, b"no newline")
+    if what == "kill" and number == 1 and run.rank == 1 and not os.path.exists("killed"):
+        open("killed", "w").close()
+        os.kill(os.getpid(), 9)
+    os.write(1, b"\\n")
+"""
+
+REDRAWS = """
+def at_step(number):
+    for percent in (10, 50, 100):
+        os.write(2, f"\\r\\x1b[2K{percent} %".encode())
+    if number == 1:
+        os.write(2, b"\\r\\x1b[2K\\x1b[31mabove\\x1b[0m\\n")
+"""
+
+FLOODS = """
+def at_step(number):
+    for i in range(40):
+        print("x" * 10_000, i)
+    print("the end of", number, flush=True)
+    if number == 2 and run.rank == 1:
+        os._exit(3)
+"""
+
+
+def said_at(number: int) -> list[str]:
+    """In the order in which it was printed, by whomever."""
+    words = ["python {0}", "error {0}", "child {0}", "its error {0}", "C {0}", "no newline"]
+    return [word.format(number) for word in words]
+
+
+def write_script(command: Command, at_step: str) -> None:
+    head, loop, tail = START.partition("for step")
+    command.write("train.py", head + at_step + loop + tail)
+
+
+def read_lines(path: Path, *, without: str = "samestep:") -> list[str]:
+    """Without what the run says of itself."""
+    return [line for line in path.read_text().splitlines() if not line.startswith(without)]
+
+
+def test_what_ranks_print_is_in_their_logs(command: Command) -> None:
+    """In order, from the first line on, by whomever it was printed, to the last one before a SIGKILL; each start has
+    its own, also one of another command.
+    """
+    write_script(command, PRINTS)
+    first = command.run("launch", "--nproc-per-node", "2", "--max-restarts", "1", "train.py", "kill")
+    assert first.returncode == 0, first.stderr
+    assert "early 1" not in first.stdout, "rank 0 is shown alone"
+    assert "error 2\n" in first.stderr
+    logs = command.directory / "run" / "logs"
+    assert read_lines(logs / "0" / "1.log") == ["early 1", *said_at(0), *said_at(1)], "all that the killed one said"
+    assert read_lines(logs / "1" / "1.log") == ["early 1", *said_at(0), *said_at(1), *said_at(2)]
+    shown = [line for line in first.stdout.splitlines() if line in {"early 0", *said_at(2)}]
+    assert shown.count("early 0") == 2
+    assert set(shown) <= set(read_lines(logs / "1" / "0.log"))
+    second = command.run("launch", "--nproc-per-node", "1", "train.py", "go on")
+    assert second.returncode == 0
+    assert (logs / "2" / "0.log").read_text() == second.stdout + second.stderr, "nothing is left to do"
+    assert sorted(path.name for path in logs.iterdir()) == ["0", "1", "2"]
+    rows = (command.directory / "run" / "restarts.jsonl").read_text().splitlines()
+    assert [json.loads(row)["restart"] for row in rows] == [1, 2], "numbered alike"
+
+
+def test_one_terminal_for_both_keeps_the_order(command: Command) -> None:
+    """And a bar on it is drawn over and over, in the size of the true one; the log has what stays."""
+    write_script(command, REDRAWS)
+    ours, theirs = pty.openpty()
+    received = b""
+    launch = subprocess.Popen(
+        ["sh", "-c", 'stty rows 30 cols 99 && exec "$@"', "sh", *command.words("launch", "train.py", "redraw")],
+        cwd=command.directory, env=command.variables, stdin=theirs, stdout=theirs, stderr=theirs,
+    )  # fmt: skip
+    os.close(theirs)
+    try:
+        while data := os.read(ours, 4096):
+            received += data
+    except OSError:  # nobody has it any more
+        pass
+    os.close(ours)
+    assert launch.wait(60) == 0
+    assert b"\r\x1b[2K10 %\r\x1b[2K50 %" in received
+    log = (command.directory / "run" / "logs" / "0" / "0.log").read_text()
+    assert "early 0\n" in log
+    assert "above\n" in log
+    assert "50 %" not in log
+    assert "\x1b" not in log
+
+
+def test_a_disk_that_is_full_ends_the_log_and_nothing_else(command: Command) -> None:
+    write_script(command, FLOODS)
+    (command.directory / "run").mkdir()
+    with open_disk(command.directory / "run" / "logs") as disk:
+        done = command.run("launch", "--nproc-per-node", "2", "train.py", "flood")
+        assert disk.is_full
+        assert "the end of 2" in done.stdout, "the other rank is through"
+        assert done.returncode == 3
+        assert done.stderr.count("cannot be written (No space left on device): it ends here, the run goes on") == 1
+        assert "the end of 2\nsamestep: rank 1 ended with exit code 3" in done.stderr, "its last words are not lost"
+
+
+def test_ranks_that_fail_in_their_own_ways(command: Command) -> None:
+    """The first has the last word, in full; others have a line."""
+    command.write(
+        "own.py",
+        "import os, time\nrank = os.environ['RANK']\n"
+        "while rank != '1' and not os.path.exists(os.environ['SAMESTEP_ERROR_DIR'] + '/1.json'): time.sleep(0.001)\n"
+        "raise ValueError('of ' + rank)\n",
+    )
+    done = command.run("launch", "--nproc-per-node", "3", "own.py")
+    lines = done.stderr.splitlines()
+    assert sorted(lines[:2]) == ["samestep: rank 0 raised ValueError: of 0", "samestep: rank 2 raised ValueError: of 2"]
+    assert lines[2] == "samestep: rank 1 of 3 failed; the others were stopped"
+    assert (lines[-1], done.stderr.count("Traceback"), done.returncode) == ("ValueError: of 1", 1, 1)
+
+
+def test_a_run_without_a_directory_has_no_logs(command: Command) -> None:
+    write_script(command, PRINTS)
+    done = command.run("launch", "--nproc-per-node", "2", "train.py", "none")
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in command.directory.iterdir()] == ["train.py"]
+    command.assert_no_files_left()
+
+
+def test_nobody_reads_any_more(command: Command) -> None:
+    """As after `| head`: no reason to lose the run, or its log."""
+    write_script(command, FLOODS)
+    reader, writer = os.pipe()
+    with os.fdopen(writer, "w") as end:
+        launch = command.start("launch", "train.py", "flood", stdout=end)
+    os.close(reader)
+    assert command.finish(launch).returncode == 0
+    assert "the end of 2\n" in (command.directory / "run" / "logs" / "0" / "0.log").read_text()
+
+
+def test_a_terminal_that_stands_still_holds_up_no_kill(command: Command) -> None:
+    command.write("floods.py", "open('ready0', 'w').close()\nwhile True: print('x' * 1000)")
+    launch = command.start("launch", "floods.py")
+    command.wait_for("ready0")
+    launch.send_signal(signal.SIGTERM)  # it does not heed signals, and dies of the first
+    wait_until(lambda: launch.poll() is not None, "it has ended", 20)
+    assert launch.returncode == 128 + signal.SIGTERM
+    command.assert_nothing_left()
