@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -14,14 +13,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "samestep", *arguments], capture_output=True, text=True, check=False)
 
 
-def test_help_teaches_and_is_fast() -> None:
-    times_s = []
-    for _ in range(5):
-        start_s = time.perf_counter()
-        done = run("--help")
-        times_s.append(time.perf_counter() - start_s)
-        assert done.returncode == 0
-    assert min(times_s) < 0.3
+def test_help_teaches() -> None:
+    done = run("--help")
+    assert done.returncode == 0
     for word in ("samestep train", "samestep launch", "samestep inspect", "Examples:"):
         assert word in done.stdout
     assert run().stdout == done.stdout
@@ -30,8 +24,9 @@ def test_help_teaches_and_is_fast() -> None:
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["launch", "--help"], ["train", "--help"], ["train", "--list"], ["--version"], ["trian"]]
 )
-def test_torch_is_not_imported(arguments: list[str]) -> None:
-    script = f"import sys; from samestep.cli import main; main({arguments!r}); sys.exit('torch' in sys.modules)"
+def test_nothing_slow_is_imported(arguments: list[str]) -> None:
+    slow = {"torch", "numpy", "rich", "psutil", "asyncio"}
+    script = f"import sys; from samestep.cli import main; main({arguments!r}); sys.exit(len({slow} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
