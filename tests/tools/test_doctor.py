@@ -392,14 +392,14 @@ def disk(sees: tuple[int, ...] = (0, 1, 2), **more: Any) -> dict[str, Any]:
 
 def test_directories() -> None:
     found = only(judge(judge_disk, THREE_HOSTS, disk(), disk(), disk()), "pass").found
-    assert found == "runs is one for all hosts, 100 GB left, writes 500 MB/s, fsync 2 ms"
+    assert found == "runs is one for all hosts, 100 GB left, takes 500 MB/s, fsync 2 ms"
     own = only(judge(judge_disk, THREE_HOSTS, disk((0, 1)), disk((0, 1)), disk((2,))), "fail")
     assert own.found == "runs on c is not what it is on a: each host would save for itself"
     full = only(judge(judge_disk, ALONE, disk((0,), free_bytes=GB // 2)), "fail")
     assert full.found == "512 MB are left at /home/runs on a"
     assert only(judge(judge_disk, ALONE, disk((0,), free_bytes=5 * GB)), "warn")
     slow = only(judge(judge_disk, ALONE, disk((0,), write_bytes_per_s=10e6)), "warn")
-    assert slow.found == "a writes 10 MB/s to /home/runs: a snapshot of 1 GB takes 100 s"
+    assert slow.found == "/home/runs on a takes 10 MB/s: a snapshot of 1 GB takes 100 s"
     assert "needs 250 ms" in only(judge(judge_disk, ALONE, disk((0,), fsync_s=0.25)), "warn").found
     shut = only(judge(judge_disk, ALONE, disk((0,), problem="Permission denied")), "fail")
     assert shut.found == "/home/runs cannot be written on a (Permission denied)"

@@ -59,7 +59,8 @@ def look_at_disk(here: "Here") -> dict[str, Any] | None:
         if not facts["problem"]:
             room = os.statvfs(place)
             facts["free_bytes"] = room.f_bavail * room.f_frsize
-            facts |= measure_speed(place / f"{MARK}{token}-{node}-speed", facts["free_bytes"])
+            if node == 0:  # rank 0 writes the snapshots; all nodes at once would share one disk
+                facts |= measure_speed(place / f"{MARK}{token}-speed", facts["free_bytes"])
     except OSError as error:
         facts["problem"] = error.strerror or str(error)
     finally:
@@ -125,28 +126,24 @@ def judge_disk(facts: Facts) -> list[Finding]:
             advice = "put it on a file system that all nodes share, and name it by its full path"
             findings.append(Finding("run_dir", FAIL, found, advice))
     for node, fact in well.items():
-        name = cast.name_node(node)
-        free, speed, fsync_s = fact["free_bytes"], fact["write_bytes_per_s"], fact["fsync_s"]
+        free, name = fact["free_bytes"], cast.name_node(node)
         if free < FEW_BYTES:
             found = f"{format_bytes(free)} are left at {fact['place']} on {name}"
             advice = "make room: a snapshot holds the model and the optimizer's state, and keep=3 of them stay"
             findings.append(Finding("run_dir", FAIL if free < LEAST_BYTES else WARN, found, advice))
-        if speed < SLOW_BYTES_PER_S:
-            found = (
-                f"{name} writes {format_rate(speed)} to {fact['place']}: a snapshot of 1 GB takes {1e9 / speed:.0f} s"
-            )
-            findings.append(
-                Finding("run_dir", WARN, found, "choose a faster disk, or save less often (--snapshot-every)")
-            )
-        if fsync_s > SLOW_FSYNC_S:
-            found = f"{name} needs {format_s(fsync_s)} to make a small file durable at {fact['place']}"
-            findings.append(Finding("run_dir", WARN, found, "choose a faster disk: every snapshot waits for several"))
+    speed, fsync_s = (well.get(0, {}).get(name) for name in ("write_bytes_per_s", "fsync_s"))
+    where = f"{by_node[0]['place']} on {cast.name_node(0)}" if 0 in by_node else ""
+    if speed is not None and speed < SLOW_BYTES_PER_S:
+        found = f"{where} takes {format_rate(speed)}: a snapshot of 1 GB takes {1e9 / speed:.0f} s"
+        findings.append(Finding("run_dir", WARN, found, "choose a faster disk, or save less often (--snapshot-every)"))
+    if fsync_s is not None and fsync_s > SLOW_FSYNC_S:
+        found = f"{where} needs {format_s(fsync_s)} to make a small file durable"
+        findings.append(Finding("run_dir", WARN, found, "choose a faster disk: every snapshot waits for several"))
     measured = {cast.name_node(node): fact for node, fact in by_node.items()}
     if findings:
         return [replace(finding, measured=measured) for finding in findings]
     free = min(fact["free_bytes"] for fact in well.values())
-    speed = min(fact["write_bytes_per_s"] for fact in well.values())
-    fsync_s = max(fact["fsync_s"] for fact in well.values())
     one = " is one for all hosts," if len(cast.leaders) > 1 else ":"
-    said = f"{shown}{one} {format_bytes(free)} left, writes {format_rate(speed)}, fsync {format_s(fsync_s)}"
+    said = f"{shown}{one} {format_bytes(free)} left"
+    said += f", takes {format_rate(speed)}, fsync {format_s(fsync_s)}" if speed and fsync_s else ""
     return [Finding("run_dir", PASS, said, measured=measured)]
