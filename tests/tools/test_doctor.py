@@ -625,7 +625,10 @@ def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
     """Nothing hangs: the others are told of it; and one that finds nobody says so itself."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    for rank, words in ((0, "rank 1 did not come within 1 s"), (1, "rank 1 does not reach where the ranks meet")):
+    for rank, words in (
+        (0, "rank 1 did not come within 1 s"),
+        (1, "rank 1 does not reach the place where the ranks meet"),
+    ):
         variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         script = "import sys; from samestep.tools.doctor import examination as e; e.MEET_S = 1.0; "
         script += "from samestep.cli import main; main(['doctor'])"

@@ -32,7 +32,7 @@ from samestep.world.environment import Environment, read_host
 from samestep.world.group import choose_device
 from samestep.world.meeting import Meeting
 
-MEET_S = 30.0  # for the other ranks to come
+MEET_S = 60.0  # for the other ranks to come
 GRACE_S = 5.0  # for other ranks to be through with a check after rank 0 is
 PARTING_S = 2.0
 END_S = 600.0  # for rank 0 to be through with what it looks at alone
@@ -107,16 +107,30 @@ def examine(
     if checks is None:
         checks = (*CHECKS, FEEDING) if options.script else CHECKS
     report = Report(as_json=options.json) if environment.rank == 0 else None
+    meeting = None
     try:
         meeting = Meeting(environment, MEET_S)
-    except (OSError, RuntimeError) as error:
-        return _end_alone(environment, report, f"rank {environment.rank} does not reach where the ranks meet", error)
+        return _examine(environment, options, checks, clock, meeting, report)
+    except (OSError, RuntimeError) as error:  # of the store: a check's own do not come this far
+        what = "does not reach" if meeting is None else "has lost"
+        why = f": {describe_error(error)}"
+        return _end_alone(report, f"rank {environment.rank} {what} the place where the ranks meet{why}")
+
+
+def _examine(
+    environment: Environment,
+    options: Options,
+    checks: Sequence[Check],
+    clock: Callable[[], float],
+    meeting: Meeting,
+    report: Report | None,
+) -> int:
     told = meeting.exchange("hello", [read_host(), find_node()], MEET_S)
     missing = sorted(set(range(environment.world_size)) - set(told))
     if missing:
         names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-        return _end_alone(environment, report, f"{names} did not come within {MEET_S:g} s", None)
-    nodes = list(dict.fromkeys(node for _, node in told.values()))
+        return _end_alone(report, f"{names} did not come within {MEET_S:g} s")
+    nodes = list(dict.fromkeys(told[rank][1] for rank in sorted(told)))
     cast = Cast([told[rank][0] for rank in sorted(told)], [nodes.index(told[rank][1]) for rank in sorted(told)])
     here = Here(environment, options, meeting, cast, clock)
     if report is not None:
@@ -128,15 +142,14 @@ def examine(
     return code
 
 
-def _end_alone(environment: Environment, report: Report | None, what: str, error: Exception | None) -> int:
-    """The ranks do not come together."""
-    why = f": {describe_error(error)}" if error is not None else ""
-    advice = "look at those ranks' output; the port of the endpoint must be open to all hosts"
+def _end_alone(report: Report | None, what: str) -> int:
+    """The ranks do not come together, or not any more."""
     if report is None:
-        print(f"samestep doctor: {what}{why}", file=sys.stderr)
+        print(f"samestep doctor: {what}", file=sys.stderr)
         return 1
     report.begin("meeting")
-    report.add(Finding("meeting", FAIL, what + why, advice))
+    advice = "look at those ranks' output; the port of the endpoint must be open to all hosts"
+    report.add(Finding("meeting", FAIL, what, advice))
     return report.close()
 
 
