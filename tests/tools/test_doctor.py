@@ -488,7 +488,7 @@ def test_the_loader_against_the_model() -> None:
     assert slow.advice == "give it workers: run.epochs(..., num_workers=7)"
     too_slow = only(judge(judge_feeding, ALONE, fed(4.0, 0.2)), "warn")
     assert too_slow.advice.endswith("num_workers=7) (8 cores have no room for the 20 it would take)")
-    assert "leave none to load more" in only(judge(judge_feeding, ALONE, fed(1.0, num_cores=1)), "warn").advice
+    assert "leave none free to load" in only(judge(judge_feeding, ALONE, fed(1.0, num_cores=1)), "warn").advice
     more = only(judge(judge_feeding, ALONE, fed(1.0, num_workers=2)), "warn")
     assert more.found.startswith("the data loader feeds 500 samples/s, the model eats 1,000: 50%")
     assert more.advice == "give it workers: run.epochs(..., num_workers=5, not 2)"

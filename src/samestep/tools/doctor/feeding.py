@@ -169,9 +169,9 @@ def _advise(fact: Mapping[str, Any], num_workers: int, lack: float) -> str:
     needed = math.ceil(lack * max(num_workers, 1)) + (1 if num_workers else 0)
     room = num_cores // num_ranks - 1  # a core is the rank's own
     if room < 1 or num_workers >= room:
-        with_them = f"with {num_workers} workers per rank " if num_workers else ""
+        with_them = f"and {num_workers * num_ranks} workers of theirs " if num_workers else ""
         return (
-            f"{num_cores} cores for {num_ranks} rank{'s' if num_ranks > 1 else ''} {with_them}leave none to load more: "
+            f"{num_cores} cores for {num_ranks} rank{'s' if num_ranks > 1 else ''} {with_them}leave none free to load: "
             "make a sample cheaper to load (decode and resize once, beforehand), or take a machine with more cores"
         )
     give = min(needed, room)
