@@ -71,8 +71,8 @@ def render(job: Job) -> str:
     if is_array:
         of_shell[run_dir] = f"{shlex.quote(job.run_dir)}/$SLURM_ARRAY_TASK_ID"
     words = [of_shell.get(word, shlex.quote(word)) for word in command]
-    # A launcher that ends a moment before the others must not have them killed.
-    srun = f"srun --cpus-per-task={job.num_cpus} --kill-on-bad-exit=0"
+    # A launcher that ends before the others must not have them killed; of a lost node, Slurm is to be the judge.
+    srun = f"srun --cpus-per-task={job.num_cpus} --kill-on-bad-exit=0 --wait=0"
     return SCRIPT.format(
         version=__version__,
         directives="\n".join(lines),
