@@ -263,13 +263,11 @@ def test_adopting_one_of_another_store(store: Store, tmp_path: Path) -> None:
     shutil.copytree(snapshot.path, other.inbox, ignore=lambda *_: ["manifest.json"])
     with open(other.inbox / "state.json", "r+b") as handle:
         handle.write(b"?")
-    with pytest.raises(Error, match=r"has not arrived as it was sent \(state.json is damaged"):
-        other.adopt(snapshot)
-    other.clean()
+    assert "state.json is damaged" in (other.adopt(snapshot) or "")
     assert [path.name for path in other.path.iterdir()] == ["step-00000005"]
     assert_same(read(other), make_state(1))
     shutil.copytree(snapshot.path, other.inbox, ignore=lambda *_: ["manifest.json"])
-    other.adopt(snapshot)
+    assert other.adopt(snapshot) is None
     assert_same(read(other), make_state(0.5))
     [adopted] = other.snapshots()
     for file in ("manifest.json", "state.json", "tensors.safetensors"):

@@ -53,11 +53,18 @@ def seal(manifest: Mapping[str, Any]) -> dict[str, Any]:
 def read_manifest(directory: Path) -> tuple[dict[str, Any], str | None]:
     """The manifest of a directory ({} if it cannot be read) and what is wrong with it or the files' sizes."""
     try:
-        manifest = json.loads((directory / MANIFEST).read_bytes())
+        manifest, problem = parse_manifest((directory / MANIFEST).read_bytes())
     except FileNotFoundError:
         return {}, f"{MANIFEST} is missing"
     except OSError as error:
         return {}, f"{MANIFEST} cannot be read ({error.strerror})"
+    return manifest, problem or _find_wrong_size(directory, manifest["files"])
+
+
+def parse_manifest(text: bytes) -> tuple[dict[str, Any], str | None]:
+    """The manifest that a file holds ({} if it cannot be read) and what is wrong with it."""
+    try:
+        manifest = json.loads(text)
     except ValueError:
         return {}, f"{MANIFEST} is damaged"
     if not isinstance(manifest, dict) or not isinstance(manifest.get("format"), int):
@@ -68,7 +75,7 @@ def read_manifest(directory: Path) -> tuple[dict[str, Any], str | None]:
     checksum = manifest.pop("sha256", None)
     if checksum != _checksum(manifest):
         return {}, f"{MANIFEST} is damaged"
-    return manifest, _find_wrong_size(directory, manifest["files"])
+    return manifest, None
 
 
 def find_damage(directory: Path, manifest: Mapping[str, Any]) -> str | None:

@@ -52,6 +52,17 @@ class Snapshot:
         """What its files take; 0 where the manifest cannot be read."""
         return sum(file["size"] for file in self.manifest.get("files", {}).values())
 
+    def is_same(self, other: "Snapshot") -> bool:
+        """Whether another copy of the run has this by the same name, and what they hold is the same."""
+        keys = ("digest", "step", "meta")
+        return self.path.name == other.path.name and all(self.manifest[key] == other.manifest[key] for key in keys)
+
+    def was_left(self, rewinds: Sequence[int]) -> bool:
+        """Whether the run has gone back to a step before it since. `rewinds`: as in `run.json`."""
+        if not self.manifest:
+            return False
+        return self.step > min(rewinds[self.manifest["meta"].get("rewinds", 0) :], default=self.step)
+
 
 class Store:
     """The snapshots under `run_dir/snapshots`. Any process may read; one at a time may write, prune and clean.
@@ -177,19 +188,23 @@ class Store:
         """Where files of another store may be put for `adopt`. `clean` removes it."""
         return self.path / f"{_WRITING}inbox"
 
-    def adopt(self, snapshot: Snapshot) -> None:
+    def adopt(self, snapshot: Snapshot) -> str | None:
         """Makes another store's snapshot of the files in `inbox`, in place of one of the same name.
 
+        Returns:
+            What is wrong with them, where they are not what the manifest says; nothing is left of them then.
+
         Raises:
-            Error: they are not what the manifest says.
             OSError: the disk is full or gone.
         """
         if problem := find_damage(self.inbox, snapshot.manifest):
-            raise Error(f"a copy of {snapshot.path} has not arrived as it was sent ({problem}): start again")
+            shutil.rmtree(self.inbox)
+            return problem
         _write_json(self.inbox / MANIFEST, seal(snapshot.manifest))
         _sync(self.inbox)
         self._put(self.inbox, self.path / snapshot.path.name)
         self._damaged.discard(self.path / snapshot.path.name)
+        return None
 
     def prune(self, keep: int) -> None:
         """Removes numbered snapshots older than the `keep` (at least 1) newest sound ones; never named ones."""

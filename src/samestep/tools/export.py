@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from samestep.errors import Error
 from samestep.snapshot.store import Store
-from samestep.tools.inspect import parse_which, read_record, warn
+from samestep.tools.fetch import open_run, read_record, warn
+from samestep.tools.inspect import parse_which
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,14 +22,15 @@ def run_export(args: list[str]) -> int:
         Error: there is no run, no sound snapshot, no such object, or a file where one is to be written.
     """
     options = _build_parser().parse_args(args)
-    read_record(options.run)
     if options.file.exists() and not options.force:
         raise Error(f"{options.file} is there already: name another file, or say --force to replace it")
-    store = Store(options.run)
-    snapshot = store.find(options.snapshot, warn=warn)
-    if snapshot is None:
-        raise Error(f"{options.run} has no snapshot yet")
-    objects = store.read(snapshot)["objects"]
+    with open_run(options.run, which=options.snapshot) as run:
+        read_record(run, options.run)
+        store = Store(run)
+        snapshot = store.find(options.snapshot, warn=warn)
+        if snapshot is None:
+            raise Error(f"{options.run} has no snapshot yet")
+        objects = store.read(snapshot)["objects"]
     name = options.object or _choose(objects)
     if name not in objects:
         raise Error(f"the snapshot holds no {name}: it holds {', '.join(objects)}; name one of them by --object")
@@ -47,7 +49,7 @@ def _build_parser() -> argparse.ArgumentParser:
         description="Writes a model's weights as a safetensors file, by the model's own names: "
         "model.load_state_dict(safetensors.torch.load_file(FILE)) reads it.",
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run's directory")
+    parser.add_argument("run", metavar="RUN", help="the run's directory, or its URL")
     parser.add_argument("file", type=Path, metavar="FILE", help="to be written, such as model.safetensors")
     parser.add_argument(
         "--snapshot", metavar="STEP|NAME", default="latest", type=parse_which, help="default: the newest sound one"

@@ -22,6 +22,7 @@ from samestep.plan.order import GivenOrder, Order, build_order
 from samestep.plan.schedule import EndlessSchedule, Schedule, Span
 from samestep.snapshot.manifest import find_damage
 from samestep.snapshot.store import Snapshot, Store
+from samestep.tools.fetch import open_run, read_record, warn
 
 _NUM_SHOWN = 10
 _RESTART = ("time", "reason", "rank", "from_step", "lost_steps", "world_size")
@@ -36,14 +37,18 @@ def run_inspect(args: list[str]) -> int:
         Error: there is no run, or nothing of what was asked for in it.
     """
     options = _build_parser().parse_args(args)
-    record = read_record(options.run)
+    options.called = options.run
     try:
-        if options.digest:
-            code = _show_digest(options)
-        elif options.samples:
-            code = _show_samples(options, record.get("numbers", {}))
-        else:
-            code = _show_run(options, record)
+        with open_run(
+            options.run, which=options.step if options.digest else None, is_whole=options.check
+        ) as options.run:
+            record = read_record(options.run, options.called)
+            if options.digest:
+                code = _show_digest(options)
+            elif options.samples:
+                code = _show_samples(options, record.get("numbers", {}))
+            else:
+                code = _show_run(options, record)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -55,7 +60,7 @@ def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="samestep inspect", description="Shows what a run's directory holds: numbers, snapshots, samples."
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run's directory")
+    parser.add_argument("run", metavar="RUN", help="the run's directory, or its URL")
     parser.add_argument("--step", metavar="STEP|NAME", default="latest", type=parse_which, help="of this snapshot only")
     parser.add_argument("--check", action="store_true", help="read every byte of every snapshot, not only their sizes")
     parser.add_argument("--json", action="store_true", help="JSON for programs")
@@ -74,33 +79,13 @@ def parse_which(text: str) -> int | str:
     return int(text) if text.isdecimal() else text
 
 
-def read_record(run: Path) -> dict[str, Any]:
-    """What `run.json` says. Raises Error where there is none."""
-    if not run.is_dir():
-        raise Error(f"there is no directory {run}: name a run's directory")
-    try:
-        record: dict[str, Any] = json.loads((run / "run.json").read_bytes())
-    except FileNotFoundError:
-        raise Error(
-            f"{run} is no run's directory, it has no run.json: name the directory that holds snapshots/"
-        ) from None
-    except ValueError:
-        raise Error(f"{run / 'run.json'} cannot be read as JSON: repair it") from None
-    return record
-
-
-def warn(sentence: str) -> None:
-    """Says a sentence beside the output."""
-    print(f"samestep: {sentence}", file=sys.stderr)
-
-
 # --- the digest ---------------------------------------------------------------------------------------------------
 
 
 def _show_digest(options: argparse.Namespace) -> int:
     snapshot = Store(options.run).find(options.step, warn=warn)
     if snapshot is None:
-        raise Error(f"{options.run} has no snapshot yet")
+        raise Error(f"{options.called} has no snapshot yet")
     digest = snapshot.manifest["digest"]
     if options.json:
         print(json.dumps({"step": snapshot.step, "name": snapshot.name, "digest": digest}))
@@ -118,15 +103,15 @@ def _show_run(options: argparse.Namespace, record: Mapping[str, Any]) -> int:
         if options.step == "latest" or options.step in (snapshot.name, snapshot.step)
     ]  # fmt: skip
     if options.step != "latest" and not wanted:
-        raise Error(f"{options.run} has no snapshot {options.step}: leave out --step to see what it has")
-    snapshots = [_describe(snapshot, check=options.check) for snapshot in wanted]
+        raise Error(f"{options.called} has no snapshot {options.step}: leave out --step to see what it has")
+    snapshots = [_describe(snapshot, options.called, check=options.check) for snapshot in wanted]
     code = 1 if options.check and any(snapshot["problem"] for snapshot in snapshots) else 0
     metrics, restarts = _read_last_row(options.run / "metrics.jsonl"), _read_rows(options.run / "restarts.jsonl")
     if options.json:
         shown = {"run": record, "snapshots": snapshots, "restarts": restarts, "metrics": metrics}
         print(json.dumps(shown | {"checked": options.check}, indent=1))
         return code
-    print(f"run {options.run}, samestep {record.get('samestep')}")
+    print(f"run {options.called}, samestep {record.get('samestep')}")
     for section in ("numbers", "machine", "config"):
         if record.get(section):
             _print_table(section, ("name", "value"), _list_values(record[section]))
@@ -144,7 +129,7 @@ def _show_run(options: argparse.Namespace, record: Mapping[str, Any]) -> int:
     return code
 
 
-def _describe(snapshot: Snapshot, *, check: bool) -> dict[str, Any]:
+def _describe(snapshot: Snapshot, run: str, *, check: bool) -> dict[str, Any]:
     """A snapshot as JSON. `check`: after reading every byte of it."""
     problem = snapshot.problem
     if problem is None and check:
@@ -152,7 +137,7 @@ def _describe(snapshot: Snapshot, *, check: bool) -> dict[str, Any]:
     return {
         "step": snapshot.step,
         "name": snapshot.name,
-        "path": str(snapshot.path),
+        "path": f"{run.rstrip('/')}/snapshots/{snapshot.path.name}",
         "size_bytes": snapshot.size_bytes,
         "time": snapshot.manifest.get("time"),
         "digest": snapshot.manifest.get("digest"),

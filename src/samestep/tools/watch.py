@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from samestep.tools.inspect import read_record
+from samestep.tools.fetch import read_record
 from samestep.watch.judge import describe_seconds
 from samestep.watch.records import RANKS, STATUS, read_or_empty
 from samestep.world.environment import read_host
@@ -41,7 +41,7 @@ def run_watch(args: list[str]) -> int:
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's directory")
     run_dir = parser.parse_args(args).run
-    read_record(run_dir)
+    read_record(run_dir, str(run_dir))
     if sys.stdout.isatty():
         return _follow(run_dir)
     record = read_or_empty(run_dir / RANKS)

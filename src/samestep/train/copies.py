@@ -156,7 +156,7 @@ class Copies:
             copy = copies[giver]
             if copy is None or copy.step > last_step:
                 continue
-            if all(_is_same(copy, other) for other in copies):
+            if all(other is not None and copy.is_same(other) for other in copies):
                 return
             [damage] = self._group.each(partial(find_damage, copy.path, copy.manifest), on=[self.keepers[giver]])
             if damage is None:
@@ -166,13 +166,14 @@ class Copies:
     def _hand_snapshot(self, directory: Directory | None, copies: Sequence[Snapshot | None], giver: int) -> None:
         snapshot = copies[giver]
         assert snapshot is not None
-        takers = [place for place, other in enumerate(copies) if not _is_same(snapshot, other)]
+        takers = [place for place, other in enumerate(copies) if other is None or not snapshot.is_same(other)]
         place = f"snapshots/{snapshot.path.name}"
         files = {f"{place}/{file}": expected["size"] for file, expected in snapshot.manifest["files"].items()}
 
         def adopt() -> None:
             assert directory is not None
-            directory.store.adopt(snapshot)
+            if problem := directory.store.adopt(snapshot):
+                raise Error(f"a copy of {snapshot.path} has not arrived as it was sent ({problem}): start again")
 
         self._hand(directory, files, giver, takers, adopt)
 
@@ -324,10 +325,7 @@ def _look(directory: Directory, resume: str | int | None, rewinds: Sequence[int]
 def _part_from_old_branches(directory: Directory, rewinds: Sequence[int]) -> None:
     """Moves aside what the run has gone back behind while this node was not there."""
     directory.store.clean()
-    sound = [each for each in directory.store.snapshots() if each.problem is None]
-    directory.store.abandon(
-        [e for e in sound if e.step > min(rewinds[e.manifest["meta"].get("rewinds", 0) :], default=e.step)]
-    )
+    directory.store.abandon([each for each in directory.store.snapshots() if each.was_left(rewinds)])
 
 
 def _at(directory: Directory | None, name: str) -> Path:
@@ -367,15 +365,6 @@ def _append(path: Path, start: int, data: memoryview) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _is_same(snapshot: Snapshot, other: Snapshot | None) -> bool:
-    """Whether another copy has this of the same name, and what they hold is the same."""
-    return (
-        other is not None
-        and snapshot.path.name == other.path.name
-        and all(snapshot.manifest[key] == other.manifest[key] for key in ("digest", "step", "meta"))
-    )
 
 
 def _step(snapshot: Snapshot | None) -> int:

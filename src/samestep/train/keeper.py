@@ -19,6 +19,7 @@ from samestep.train import objects as prepared
 from samestep.train.copies import Copies, Order
 from samestep.train.directory import LOGS, Directory
 from samestep.train.inspection import Inspection
+from samestep.train.mirror import Mirror, Unpushed
 from samestep.train.replicas import Replicas, name_replicated
 from samestep.train.settings import Settings
 from samestep.train.sharing import find_keepers, name_node, say_here
@@ -56,7 +57,7 @@ class Keeper:
         self.saved_step: int | None = None
         self.is_wanted = False
         self.unsaved: tuple[int, str] | None = None
-        self._is_ending = False
+        self._is_ending = self._is_unpushed = False
         self._saved_s = time.monotonic()
         self._names_due: list[str] = []
         self._notes: list[str] = []
@@ -66,11 +67,26 @@ class Keeper:
         self._pending: _Pending | None = None
         self._warn = say if group.rank == 0 else self._note
         self._copies: Copies | None = None
+        self._mirror: Mirror | None = None
         self.path: Path | None = None if settings.run_dir is None else self._open_all(settings.run_dir)
 
-    def _open_all(self, run_dir: Path) -> Path:
-        path, keepers = find_keepers(self._group, run_dir)
-        fresh = self._settings.fresh
+    @property
+    def shown(self) -> str:
+        """Where the run lives, as a person named it."""
+        return self._mirror.url if self._mirror is not None else str(self.path)
+
+    def _open_mirror(self, url: str) -> Path:
+        fresh, local_dir = self._settings.fresh, self._settings.local_dir
+        self._mirror = Mirror(url, fresh=fresh, local_dir=local_dir, say=self._say)
+        self._say(f"the working copy of {self._mirror.url} is {self._mirror.path}")
+        return self._mirror.path
+
+    def _open_all(self, run_dir: Path | str) -> Path:
+        if isinstance(run_dir, str):
+            path, fresh = self._group.once(self._open_mirror, run_dir), False
+        else:
+            path, fresh = run_dir, self._settings.fresh
+        path, keepers = find_keepers(self._group, path)
         if len(keepers) == 1:
             return self._group.once(self._open, path, fresh)
         self._copies = copies = Copies(self._group, keepers, self._say)
@@ -143,6 +159,8 @@ class Keeper:
 
     def _check(self, numbers: Mapping[str, Any]) -> None:
         assert self.directory is not None
+        if self._mirror is not None:
+            self._mirror.pull(self.directory, self._settings.resume)
         self.directory.check_numbers(numbers)
 
     def record(self, numbers: Mapping[str, Any], machine: Mapping[str, Any], config: Mapping[str, Any]) -> None:
@@ -151,7 +169,11 @@ class Keeper:
         def write() -> int:
             assert self.directory is not None
             self.directory.check_numbers(numbers)
+            if self._mirror is not None:
+                self.directory.is_rewound |= self._mirror.is_ahead(self.saved_step or 0)
             self.directory.write_record(numbers, machine, config)
+            if self._mirror is not None:
+                self._mirror.begin(self.directory, self.saved_step or 0)
             return self.directory.find_restart()
 
         if self.path is not None:
@@ -344,6 +366,8 @@ class Keeper:
             raise
         except Exception as error:
             self._notes.append(f"old snapshots could not be removed ({error}): the run goes on")
+        if self._mirror is not None:
+            self._mirror.push(self.directory, self._settings.keep)
 
     def _take_again(self, order: Order) -> None:
         """What could not be copied is due once more after this step."""
@@ -373,17 +397,34 @@ class Keeper:
         if None in names:
             self.saved_step = None
         if self.directory is not None:
-            self.unsaved = step, self.directory.explain_failure(step, error)
+            self._is_unpushed = isinstance(error, Unpushed)
+            told = f"the snapshot of step {step} {error}" if self._is_unpushed else ""
+            self.unsaved = step, told or self.directory.explain_failure(step, error)
             self._warn(self.unsaved[1] + ("" if self._is_ending else ", the run goes on"))
 
-    def end(self) -> None:
-        """The loop is over: `settle`, and all rows are in all copies."""
+    def end(self, step: int) -> None:
+        """The loop is over, after `step` steps: `settle`, and all rows are in all copies."""
         self.settle()
+        if self._mirror is not None and self.directory is not None:
+            try:
+                self._mirror.push(self.directory, self._settings.keep)
+                if self._is_unpushed:
+                    self.unsaved = None
+            except Unpushed as error:
+                self._is_ending = True
+                self._report(step, [None], error)
         if self._copies is not None:
             try:
                 self._copies.hand_rows(self.directory)
             except OSError as error:
                 self._warn(f"the last rows could not be written to {self.path} ({error.strerror})")
+
+    def write_status(self, status: str, reason: str) -> None:
+        """As `Directory.write_status`, in all copies."""
+        if self.directory is not None:
+            self.directory.write_status(status, reason)
+            if self._mirror is not None:
+                self._mirror.push_status(self.directory)
 
     def _settle_at_close(self) -> None:
         """Without the other ranks: they may be gone."""

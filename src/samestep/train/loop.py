@@ -301,12 +301,11 @@ class Loop:
         self._loader.close()
         run, keeper = self._run, self._run._keeper
         run._pulse.enter("saving", self.steps_done)
-        keeper.end()
+        keeper.end(self.steps_done)
         if keeper.unsaved is not None and keeper.unsaved[0] == self.steps_done:
             reason = f"{keeper.unsaved[1]}; mend that, and start the same command again"
             self.unsaved, status = Error(reason, rank=run.rank), "failed"
-        if keeper.directory is not None:
-            keeper.directory.write_status(status, reason)
+        keeper.write_status(status, reason)
         seconds = time.perf_counter() - self._began_s
         rows: dict[str, Any] = {"steps": self.steps_done}
         time_row = self._run._pulse.close()

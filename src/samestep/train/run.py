@@ -40,7 +40,7 @@ class Run:
     """One training from first step to last, over all its restarts.
 
     Args:
-        run_dir: where it lives; None: nothing on disk, nothing resumed (notebooks).
+        run_dir: where it lives, a path or a URL for fsspec; None: nothing on disk, nothing resumed (notebooks).
         batch_size: samples of one optimizer step, over all ranks.
         micro_batch_size: samples of one forward and backward; None: `batch_size // gcd(batch_size, 8)`.
         seed: of everything random.
@@ -106,6 +106,7 @@ class Run:
             micro_batch_size=micro_batch_size, seed=seed, precision=precision, reduction=reduction, threads=threads,
             snapshot_every=snapshot_every, keep=keep, resume=resume, max_steps=max_steps, log_every=log_every,
             compare_every=compare_every, deterministic=deterministic, bucket_cap_mb=bucket_cap_mb, fresh=False,
+            local_dir=None,
         )  # fmt: skip
         self.batch_size, self.micro_batch_size = settings.batch_size, settings.micro_batch_size
         self.seed = settings.seed
@@ -386,7 +387,7 @@ class Run:
     def _show_end(self, rows: dict[str, Any], status: str) -> None:
         """The loop is over: the table, the trackers' end, the signals given back."""
         if self.dir is not None:
-            rows["written to"] = str(self.dir)
+            rows["written to"] = self._keeper.shown
         self._progress.end(self.summary | rows)
         if self.rank == 0:
             self._trackers.finish(status)

@@ -1,6 +1,7 @@
 """Run's arguments, after what a launcher said and after they were checked."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from os import PathLike
@@ -10,14 +11,18 @@ from typing import Any
 from samestep.errors import Error
 from samestep.plan.schedule import check_numbers, default_micro_batch_size
 from samestep.snapshot.policy import Every, parse_every
+from samestep.snapshot.remote import is_url
 from samestep.world.environment import Overrides
+
+_URL_AS_PATH = re.compile(r"[a-z][a-z0-9+.-]+:/")
 
 
 @dataclass(frozen=True)
 class Settings:
     """What a run is to do, as numbers. `run_dir` None: nothing on disk. `resume` None: never."""
 
-    run_dir: Path | None
+    run_dir: Path | str | None  # str: a URL
+    local_dir: str | None
     batch_size: int
     micro_batch_size: int
     seed: int
@@ -41,7 +46,11 @@ class Settings:
 
     def alike(self) -> dict[str, Any]:
         """The part of them that must be the same on all ranks. (Of the directories, rank 0's counts.)"""
-        return {name: value for name, value in asdict(self).items() if name not in ("run_dir", "fresh", "resume")}
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if name not in ("run_dir", "local_dir", "fresh", "resume")
+        }
 
 
 def build_settings(overrides: Overrides, world_size: int, **arguments: Any) -> Settings:
@@ -106,9 +115,11 @@ def _check_kinds(arguments: Mapping[str, Any]) -> None:
             raise Error(f"{name} must be {words}, not {arguments[name]!r}")
 
 
-def _parse_run_dir(run_dir: Any) -> Path | None:
-    if run_dir is None:
-        return None
+def _parse_run_dir(run_dir: Any) -> Path | str | None:
+    if run_dir is None or is_url(run_dir):
+        return run_dir  # type: ignore[no-any-return]
+    if isinstance(run_dir, PathLike) and _URL_AS_PATH.match(str(run_dir)):
+        raise Error(f"run_dir is a path made of a URL, {run_dir}, which has lost a slash: give the URL as a string")
     if not isinstance(run_dir, str | PathLike) or not str(run_dir) or "\0" in str(run_dir):
         raise Error(f"run_dir must be the path of a directory, or None for a run that leaves no files, not {run_dir!r}")
     return Path(run_dir).expanduser()

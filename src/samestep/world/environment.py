@@ -6,6 +6,7 @@ import signal
 import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 
 from samestep.errors import Error
 from samestep.world import slurm
@@ -41,6 +42,7 @@ class Override:
 # Name (as in Overrides) -> what it is. Launchers make their flags from this table.
 OVERRIDES: dict[str, Override] = {
     "run_dir": Override(str, "DIR", "where the run lives: snapshots, metrics, ledger"),
+    "local_dir": Override(str, "DIR", "holds the working copies of runs at URLs; default: ~/.cache/samestep/runs"),
     "batch_size": Override(int, "N", "samples of one optimizer step, over all ranks (not per device)"),
     "micro_batch_size": Override(int, "N", "samples of one forward and backward; must divide the batch size"),
     "seed": Override(int, "N", "seed of the run"),
@@ -70,6 +72,7 @@ class Overrides:
     """Values from outside that go before Run's own arguments; None where nothing was said."""
 
     run_dir: str | None = None
+    local_dir: str | None = None
     batch_size: int | None = None
     micro_batch_size: int | None = None
     seed: int | None = None
@@ -251,6 +254,11 @@ def _read_own_file(name: str) -> int | None:
 def child_variables() -> dict[str, str]:
     """A copy of this process's environment, for a launcher to add to and hand to the processes it starts."""
     return dict(os.environ)
+
+
+def read_cache_dir() -> Path:
+    """Where this user's programs keep what can be had again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "samestep"
 
 
 def read_host() -> str:

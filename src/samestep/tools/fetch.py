@@ -1,0 +1,71 @@
+"""The run that a tool looks at: in its directory, or at a URL."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from samestep.errors import Error
+from samestep.snapshot.remote import FILES, Remote, Unreachable, is_url
+from samestep.snapshot.store import Store
+
+
+@contextmanager
+def open_run(run: str, *, which: int | str | None = None, is_whole: bool = False) -> Iterator[Path]:
+    """The directory of a run; of one at a URL, a copy for as long as the block lasts.
+
+    Args:
+        which: of a copy, the snapshot that `Store.find` will be asked for. None: all of them, but with empty files of
+            the same sizes in place of tensors and states.
+        is_whole: with those files as they are.
+
+    Raises:
+        Error: there is no such directory, or the URL cannot be read; no sound snapshot of what was asked for.
+    """
+    if not is_url(run):
+        yield Path(run)
+        return
+    remote = Remote(run)
+    with TemporaryDirectory(prefix="samestep-") as folder:
+        try:
+            _copy(remote, Path(folder), which, is_whole)
+        except Unreachable as error:
+            raise Error(f"the run directory {run} cannot be read ({error}): mend that, or name another one") from None
+        yield Path(folder)
+
+
+def _copy(remote: Remote, directory: Path, which: int | str | None, is_whole: bool) -> None:
+    for name in (*FILES, *remote.list_orders()):
+        content = remote.read(name)
+        if content is not None:
+            (directory / name).parent.mkdir(exist_ok=True)
+            (directory / name).write_bytes(content)
+    store = Store(directory)
+    if which is not None:
+        remote.pull(store, which, rewinds=read_record(directory, remote.url).get("rewinds", []), warn=warn)
+        return
+    for place, snapshot in sorted(remote.snapshots().items()):
+        remote.copy(place, store.path / snapshot.path.name, is_whole=is_whole)
+
+
+def read_record(run: Path, called: str) -> dict[str, Any]:
+    """What `run.json` says. Raises Error where there is none. `called`: what a person calls the run."""
+    if not run.is_dir():
+        raise Error(f"there is no directory {called}: name a run's directory")
+    try:
+        record: dict[str, Any] = json.loads((run / "run.json").read_bytes())
+    except FileNotFoundError:
+        raise Error(
+            f"{called} is no run's directory, it has no run.json: name the directory that holds snapshots/"
+        ) from None
+    except ValueError:
+        raise Error(f"{called}/run.json cannot be read as JSON: repair it") from None
+    return record
+
+
+def warn(sentence: str) -> None:
+    """Says a sentence beside the output."""
+    print(f"samestep: {sentence}", file=sys.stderr)
