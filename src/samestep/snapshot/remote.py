@@ -129,12 +129,23 @@ class Remote:
         Their paths are what they are called in a run's directory on a disk.
         """
         with self._asking():
-            self._fs.invalidate_cache()
-            sizes: dict[str, dict[str, int]] = {}
-            for path, info in self._find("snapshots").items():
-                place, file = path.split("/")[-2:]
-                sizes.setdefault(place, {})[file] = info["size"]
-            return {place: self._look(place, there) for place, there in sizes.items() if MANIFEST in there}
+            return {place: self._look(place, sizes) for place, sizes in self._list().items() if MANIFEST in sizes}
+
+    def clean(self) -> None:
+        """Removes what dead writers have begun."""
+        with self._asking():
+            begun = [place for place, sizes in self._list().items() if MANIFEST not in sizes]
+        for place in begun:
+            self.remove(place)
+
+    def _list(self) -> dict[str, dict[str, int]]:
+        """The files in each directory of `snapshots/`, and their sizes."""
+        self._fs.invalidate_cache()
+        sizes: dict[str, dict[str, int]] = {}
+        for path, info in self._find("snapshots").items():
+            place, file = path.split("/")[-2:]
+            sizes.setdefault(place, {})[file] = info["size"]
+        return sizes
 
     def _look(self, place: str, sizes: Mapping[str, int]) -> Snapshot:
         manifest, problem = parse_manifest(self._fs.cat_file(self._at(f"snapshots/{place}/{MANIFEST}")))

@@ -61,10 +61,15 @@ class Mirror:
             there = self._remote.snapshots()
             if record is None and not there:
                 return
+            if record is None:
+                raise Error(f"{self.url} holds snapshots but no run.json: name another run directory")
             if not directory.record:
-                self._bring_file(directory, RECORD, record or b"")
+                self._bring_file(directory, RECORD, record)
                 directory.read_record_again()
-            directory.rewinds = max(directory.rewinds, _read_rewinds(record), key=len)
+            try:
+                directory.rewinds = max(directory.rewinds, json.loads(record).get("rewinds", []), key=len)
+            except ValueError:
+                raise Error(f"{self.url}/run.json cannot be read as JSON: repair it, or start with --fresh") from None
             if resume is None and there:
                 raise Error(f"{self.url} already has snapshots and resume is never: use --resume latest, or --fresh")
             directory.store.clean()
@@ -105,6 +110,7 @@ class Mirror:
             self._say(f"{self.url} was written by {self._holder}: if that still runs, it ends with its next snapshot")
         with _blaming(self._remote, "be written"):
             self._remote.take(self._run)
+            self._remote.clean()
             self._push_file(directory, RECORD)  # says what was gone back to, whatever comes next
             for place, each in sorted(self._remote.snapshots().items(), key=lambda item: -item[1].step):
                 if each.step > step:
@@ -112,7 +118,9 @@ class Mirror:
         self._is_begun = True
 
     def push(self, directory: Directory, keep: int) -> None:
-        """Brings there what is not there yet, and removes what is older than the `keep` newest numbered snapshots.
+        """Brings there the newest numbered snapshot and the newest of each name, and what goes with them.
+
+        Of the numbered ones the `keep` newest stay.
 
         Raises:
             Error: another process writes there by now.
@@ -121,7 +129,7 @@ class Mirror:
         try:
             self._push(directory, keep)
         except (Unreachable, OSError) as error:
-            raise Unpushed(f"could not be brought to {self.url} ({error}): it is in {self.path} alone") from error
+            raise Unpushed(f"is in {self.path} alone: it could not be brought to {self.url} ({error})") from error
 
     def _push(self, directory: Directory, keep: int) -> None:
         self._remote.check()
@@ -129,19 +137,20 @@ class Mirror:
         there = self._remote.snapshots()
         sound = {place: each for place, each in there.items() if each.problem is None}
         own = {place_of(each): each for each in directory.store.snapshots() if each.problem is None}
-        steps = sorted({each.step for each in (*own.values(), *sound.values()) if each.name is None})
-        oldest = steps[-keep:][0] if steps else 0
+        newest, oldest = {}, {}
+        for name in {each.name for each in (*own.values(), *sound.values())}:
+            steps = sorted({each.step for each in (*own.values(), *sound.values()) if each.name == name})
+            newest[name], oldest[name] = steps[-1], steps[-keep if name is None else -1 :][0]
         # The named ones first: resumed from the numbered one, the script would not ask for them again.
-        for place, each in sorted(own.items(), key=lambda item: (item[1].name is None, -item[1].step)):
+        for place, each in sorted(own.items(), key=lambda item: item[1].name is None):
             is_there = place in sound and each.is_same(sound[place])
-            if is_there or (each.name is None and each.step < oldest):
+            if is_there or each.step < newest[each.name]:
                 continue
             if place in there:
                 self._remote.remove(place)
             self._remote.push(each)
-        names = {each.name: place for place, each in own.items() if each.name is not None}
         for place, each in there.items():
-            if each.step < oldest if each.name is None else names.get(each.name, place) != place:
+            if each.step < oldest.get(each.name, 0):
                 self._remote.remove(place)
 
     def push_status(self, directory: Directory) -> None:
@@ -168,14 +177,6 @@ class Mirror:
 
 class Unpushed(Exception):
     """A snapshot is on this machine's disk alone: the rest of a sentence that begins with it."""
-
-
-def _read_rewinds(record: bytes | None) -> list[int]:
-    try:
-        found = json.loads(record or b"{}").get("rewinds", [])
-    except (ValueError, AttributeError):
-        raise Error("run.json there cannot be read as JSON") from None
-    return found if isinstance(found, list) else []
 
 
 @contextmanager

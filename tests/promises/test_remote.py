@@ -1,0 +1,354 @@
+"""Runs whose directory is a URL: another machine goes on from what is there, whatever happens to an upload.
+
+A machine is a directory for working copies. The store is a directory, too, reached by a protocol of the tests' own,
+whose file system fails or dies at chosen moments.
+"""
+
+import json
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.local import LocalFileSystem
+from promises.faulty import train
+from promises.trial import Outcome, ask
+
+import samestep
+from samestep.cli import main
+from samestep.errors import Error
+from samestep.snapshot.remote import Remote
+from samestep.snapshot.store import Store
+
+Undisturbed = Callable[..., Outcome]
+
+
+class Planted(LocalFileSystem):
+    """A store that, at a chosen file, kills whoever writes, or fails, half-way."""
+
+    protocol = "planted"
+    plan: ClassVar[list[tuple[str, str, int]]] = []  # kill, full or taken; a part of the path; how often it is let be
+
+    def put_file(self, path1: str, path2: str, callback: Any = None, **kwargs: Any) -> None:
+        data = Path(path1).read_bytes()
+        self._meet(path2, data)
+        super().put_file(path1, path2, callback, **kwargs)
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
+        self._meet(path, value)
+        super().pipe_file(path, value, mode, **kwargs)
+
+    def _meet(self, path: str, data: bytes) -> None:
+        for place, (how, part, count) in enumerate(self.plan):
+            if part not in path:
+                continue
+            if count:
+                self.plan[place] = (how, part, count - 1)
+                continue
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+            Path(path).write_bytes(data[: len(data) // 2])
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if how == "taken":
+                del self.plan[place]
+                Remote(f"planted://{path.partition('/snapshots/')[0]}").take("another")
+            else:
+                raise OSError(28, "No space left on device")
+
+
+class Cluster:
+    """Machines that reach one store."""
+
+    def __init__(self, place: Path) -> None:
+        self._place = place
+        self.store = place / "store" / "run"
+        self.url = f"planted://{self.store}"
+
+    def machine(self, number: int) -> Path:
+        return self._place / f"machine-{number}"
+
+    def copy(self, number: int) -> Path:
+        """A machine's one working copy."""
+        [path] = self.machine(number).iterdir()
+        return path
+
+    def spawn(self, machine: int, num_ranks: int = 1, *plan: tuple[str, str, int], **arguments: Any) -> None:
+        env = {"SAMESTEP_RUN_DIR": arguments.pop("url", self.url), "SAMESTEP_LOCAL_DIR": str(self.machine(machine))}
+        arguments = {"snapshot_every": 3} | arguments
+        samestep.spawn(train_planted, num_ranks, (self._place / "run", plan, arguments), env=env)
+
+    def spawn_to_fail(self, *words: Any, **arguments: Any) -> Exception:
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            self.spawn(*words, **arguments)
+        return caught.value
+
+    def snapshots(self) -> list[str]:
+        return sorted(path.parent.name for path in self.store.glob("snapshots/*/manifest.json"))
+
+    def outcome(self) -> Outcome:
+        """What is at the URL, as anybody sees it."""
+        url = f"file://{self.store}"
+        ask("inspect", url, "--samples")
+        return Outcome(
+            digest=ask("inspect", url, "--digest").strip(),
+            digest_of_best=ask("inspect", url, "--digest", "--step", "best").strip(),
+            metrics=(self.store / "metrics.jsonl").read_bytes(),
+            ledger=(self.store / "ledger.bin").read_bytes(),
+        )
+
+    def starts(self) -> list[tuple[int, int]]:
+        """The step from which each start but the first went on, and the steps that were lost."""
+        path = self.store / "restarts.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [(row["from_step"], row["lost_steps"]) for row in rows]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path)
+
+
+def train_planted(run_dir: Path, plan: Sequence[tuple[str, str, int]], arguments: dict[str, Any]) -> None:
+    fsspec.register_implementation("planted", Planted, clobber=True)
+    Planted.plan = [*plan]
+    train(run_dir, **arguments)
+
+
+def damage(path: Path) -> None:
+    """Flips one bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+KILLED = "kill all ranks at step 8 in forward"
+
+
+def test_another_machine_goes_on(cluster: Cluster, undisturbed: Undisturbed) -> None:
+    """And a third one finds nothing left to do. Only what a working copy would hold is at the URL, and no more."""
+    cluster.spawn_to_fail(0, 2, fault=KILLED, settled=True)
+    cluster.spawn(1, 1)
+    assert cluster.outcome() == undisturbed()
+    [(from_step, lost)] = cluster.starts()
+    assert from_step == 6
+    assert 0 <= lost <= 2
+    assert json.loads((cluster.store / "status.json").read_text())["status"] == "done"
+    numbered = [name for name in cluster.snapshots() if name.startswith("step-")]
+    assert numbered == ["step-00000009", "step-00000012", "step-00000015"]
+    assert len(cluster.snapshots()) == 4, "and the newest best"
+    assert not list(cluster.store.rglob(".*")), "nothing half done"
+    shutil.rmtree(cluster.machine(1))
+    cluster.spawn(2, 2)
+    assert cluster.outcome() == undisturbed()
+    assert cluster.copy(2).joinpath("metrics.jsonl").read_bytes() == undisturbed().metrics
+
+
+MOMENTS = {  # in the midst of a write: the path there, how many of them before, and the step from which it goes on
+    "tensors": ("step-00000006/tensors.safetensors", 0, 5),
+    "manifest": ("step-00000006/.manifest.json", 0, 5),
+    "rows": ("/.metrics.jsonl", 1, 3),
+    "best": ("snapshots/best.step-00000010/", 1, 9),
+    "record": ("/.run.json", 0, 0),
+    "first": ("step-00000003/", 0, 0),
+}
+
+
+@pytest.mark.parametrize(
+    "moment", ["tensors", *(pytest.param(each, marks=pytest.mark.soak) for each in MOMENTS if each != "tensors")]
+)
+def test_killed_in_the_midst_of_an_upload(cluster: Cluster, undisturbed: Undisturbed, moment: str) -> None:
+    part, count, step = MOMENTS[moment]
+    cluster.spawn_to_fail(0, 1, ("kill", part, count), settled=True)
+    assert any(part in f"{path}/" for path in cluster.store.rglob("*")), "half of it is there"
+    cluster.spawn(1, 2)
+    assert cluster.outcome() == undisturbed()
+    assert [start for start, _ in cluster.starts()] == ([step] if step else [])
+    assert not list(cluster.store.rglob(".*")), "nothing half done"
+
+
+@pytest.mark.parametrize("file", ["tensors.safetensors", pytest.param("manifest.json", marks=pytest.mark.soak)])
+def test_a_flipped_bit(
+    cluster: Cluster, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], file: str
+) -> None:  # fmt: skip
+    """The one before is taken, and the damaged one is written anew. None sound: that is said, and nothing is begun."""
+    cluster.spawn_to_fail(0, 1, fault=KILLED, settled=True)
+    damage(cluster.store / "snapshots/step-00000006" / file)
+    capfd.readouterr()
+    cluster.spawn(1)
+    said = capfd.readouterr().out
+    assert f"passed over: {cluster.url}/snapshots/step-00000006: {file} is damaged" in said
+    assert cluster.outcome() == undisturbed()
+    assert cluster.starts()[0][0] == 5, "that of the best one"
+    for name in cluster.snapshots():
+        damage(cluster.store / "snapshots" / name / file)
+    error = cluster.spawn_to_fail(2)
+    assert isinstance(error, Error)
+    assert f"no snapshot in {cluster.url} is sound" in str(error)
+
+
+def test_a_store_that_is_full_for_a_while(
+    cluster: Cluster, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    """A warning, and the next snapshot brings all there. At the end, it is an error; the same command mends it."""
+    error = cluster.spawn_to_fail(0, 1, ("full", "step-00000015/state.json", 0), settled=True)
+    assert isinstance(error, Error)
+    why = "(OSError: [Errno 28] No space left on device)"
+    said = f"the snapshot of step 15 is in {cluster.copy(0)} alone: it could not be brought to {cluster.url} {why}"
+    assert f"{said}; mend that, and start the same command again" in str(error)
+    assert "step-00000015" not in cluster.snapshots()
+    assert "step-00000012" in cluster.snapshots()
+    capfd.readouterr()
+    cluster.spawn(0)
+    assert "nothing left to do" in capfd.readouterr().out
+    assert cluster.outcome() == undisturbed()
+
+
+@pytest.mark.soak
+def test_a_store_that_fails_in_between(
+    cluster: Cluster, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str]
+) -> None:  # fmt: skip
+    cluster.spawn(0, 1, ("full", "step-00000006/", 0), settled=True, keep=9)
+    said = capfd.readouterr().out
+    assert re.findall(r"the snapshot of step (\d+) is in .* alone", said) == ["6"]
+    assert "the run goes on" in said
+    numbered = [int(name[-2:]) for name in cluster.snapshots() if name.startswith("step-")]
+    assert numbered == [3, 9, 12, 15]
+    assert cluster.outcome() == undisturbed()
+
+
+def test_a_later_writer_ends_the_earlier_one(cluster: Cluster) -> None:
+    """Before its next manifest. (Whoever comes has been told that this one might live.)"""
+    error = cluster.spawn_to_fail(0, 1, ("taken", "step-00000006/state.json", 0), settled=True)
+    assert isinstance(error, Error)
+    assert f"the run in {cluster.url} was taken over by process" in str(error)
+    assert "step-00000006" not in cluster.snapshots()
+
+
+def test_going_back(cluster: Cluster, undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """Machine 1 goes back to step 3. What is left behind stays, aside; machine 0 does not go on from its own copy."""
+    cluster.spawn(0, 1, fault="stop all ranks at step 9 in update", keep=9)
+    assert cluster.snapshots()[-1] == "step-00000010"
+    cluster.spawn_to_fail(1, 1, fault="kill all ranks at step 5 in forward", resume=3, snapshot_every=2, settled=True)
+    assert cluster.snapshots()[-1] == "step-00000004"
+    assert "step-00000010" in {path.name.rpartition("-")[0] for path in (cluster.store / "abandoned").iterdir()}
+    cluster.spawn(0, 1)
+    assert [step for step, _ in cluster.starts()] == [3, 5]
+    assert cluster.outcome() == undisturbed()
+
+
+def test_other_runs_at_one_url(cluster: Cluster, undisturbed: Undisturbed) -> None:
+    """Another one is refused, --fresh goes beside it, and where the first was removed, its working copy is not met."""
+    cluster.spawn(0, 1, num_steps=4)
+    error = cluster.spawn_to_fail(0, 1, seed=6)
+    assert isinstance(error, Error)
+    assert "holds another run (seed 5 there, 6 here)" in str(error)
+    error = cluster.spawn_to_fail(0, 1, resume=False, num_steps=4)
+    assert "already has snapshots and resume is never" in str(error)
+    shutil.rmtree(cluster.store)
+    cluster.spawn(0)
+    assert cluster.outcome() == undisturbed()
+    assert len(list(cluster.machine(0).iterdir())) == 2
+
+
+@pytest.mark.soak
+def test_fresh(cluster: Cluster, undisturbed: Undisturbed) -> None:
+    cluster.spawn(0, 1, num_steps=4)
+    shutil.copytree(cluster.store, cluster.store.with_name("run-2"))
+    os.environ["SAMESTEP_FRESH"] = "1"
+    try:
+        cluster.spawn(0)
+    finally:
+        del os.environ["SAMESTEP_FRESH"]
+    cluster.store = cluster.store.with_name("run-3")
+    assert cluster.outcome() == undisturbed()
+
+
+def train_on_nodes(place: Path, url: str) -> None:
+    """As one of two ranks, on nodes that do not share the place of the working copies."""
+    node = place / f"node-{os.environ['RANK']}"
+    node.mkdir(exist_ok=True)
+    os.chdir(node)
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", SAMESTEP_RUN_DIR=url, SAMESTEP_LOCAL_DIR="copies")
+    train_planted(place / "run", [], {"snapshot_every": 3, "num_steps": 6})
+
+
+def test_nodes_that_share_nothing_but_the_url(cluster: Cluster, tmp_path: Path) -> None:
+    """Rank 0 alone reaches it; what it brings is handed on."""
+    samestep.spawn(train_on_nodes, 2, (tmp_path, cluster.url))
+    for node in (0, 1):
+        shutil.rmtree(tmp_path / f"node-{node}")
+    samestep.spawn(train_on_nodes, 2, (tmp_path, cluster.url))
+    for node in (0, 1):
+        [copy] = (tmp_path / f"node-{node}" / "copies").iterdir()
+        assert Store(copy).snapshots()[-1].path.name == "step-00000006"
+        assert (copy / "metrics.jsonl").read_bytes() == (cluster.store / "metrics.jsonl").read_bytes()
+
+
+# --- the tools, and what is refused -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    yield "memory://samestep/run"
+    fsspec.filesystem("memory").store.clear()
+
+
+def make_remote(url: str, tmp_path: Path, steps: Sequence[int]) -> None:
+    store = Store(tmp_path / "made")
+    store.path.parent.mkdir()
+    remote = Remote(url)
+    remote.take("a")
+    remote.write("run.json", json.dumps({"format": 1, "numbers": {"seed": 3}}).encode())
+    for step in steps:
+        store.write({"objects": {"model": {"weight": torch.full((4,), float(step))}}}, step=step, meta={"step": step})
+    store.write({"objects": {}}, step=4, name="best", meta={})
+    for snapshot in store.snapshots():
+        remote.push(snapshot)
+
+
+def test_tools_read_urls(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All of one in a memory of this process: no disk is involved."""
+    make_remote(url, tmp_path, [4, 8])
+    assert main(["inspect", url, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [(each["step"], each["name"], each["problem"]) for each in shown["snapshots"]] == [
+        (4, "best", None),
+        (4, None, None),
+        (8, None, None),
+    ]
+    assert shown["snapshots"][2]["path"] == f"{url}/snapshots/step-00000008"
+    fsspec.filesystem("memory").pipe_file("/samestep/run/snapshots/step-00000008/state.json", b"{}")
+    assert main(["inspect", url, "--check"]) == 1
+    out = capsys.readouterr().out
+    assert f"run {url}, samestep" in out
+    assert "state.json has 2 bytes" in out
+    assert main(["export", url, str(tmp_path / "model.safetensors")]) == 0
+    captured = capsys.readouterr()
+    assert "tensors of model after step 4" in captured.out
+    assert "snapshots/step-00000008: state.json has 2 bytes" in captured.err
+    assert main(["inspect", "memory://samestep/nowhere"]) == 2
+    assert "memory://samestep/nowhere is no run's directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("run_dir", "sentence"),
+    [
+        ("nowhere://bucket/run", r"the run directory nowhere://bucket/run cannot be used: Protocol not known: nowhere"),
+        (Path("s3://bucket/run"), r"a path made of a URL, s3:/bucket/run, which has lost a slash"),
+    ],
+)
+def test_what_is_no_url(run_dir: Any, sentence: str) -> None:
+    with pytest.raises(Error, match=sentence):
+        samestep.Run(run_dir, batch_size=4)
+
+
+def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "fsspec.core", None)
+    with pytest.raises(Error, match=r"the run directory s3://b/run needs fsspec: pip install 'samestep\[remote\]'"):
+        samestep.Run("s3://b/run", batch_size=4)
