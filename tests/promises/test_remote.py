@@ -23,7 +23,7 @@ from promises.trial import Outcome, ask
 import samestep
 from samestep.cli import main
 from samestep.errors import Error
-from samestep.snapshot.remote import Remote
+from samestep.snapshot.remote import Remote, Unreachable
 from samestep.snapshot.store import Store
 
 Undisturbed = Callable[..., Outcome]
@@ -33,7 +33,7 @@ class Planted(LocalFileSystem):
     """A store that, at a chosen file, kills whoever writes, or fails, half-way."""
 
     protocol = "planted"
-    plan: ClassVar[list[tuple[str, str, int]]] = []  # kill, full or taken; a part of the path; how often it is let be
+    plan: ClassVar[list[tuple[str, str, int]]] = []  # what happens; a part of the path; how often it is let be
 
     def put_file(self, path1: str, path2: str, callback: Any = None, **kwargs: Any) -> None:
         data = Path(path1).read_bytes()
@@ -55,6 +55,10 @@ class Planted(LocalFileSystem):
             Path(path).write_bytes(data[: len(data) // 2])
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if how == "removed":
+                del self.plan[place]
+                shutil.rmtree(path.partition("/snapshots/")[0])
+                raise OSError(5, "Input/output error")
             if how == "taken":
                 del self.plan[place]
                 Remote(f"planted://{path.partition('/snapshots/')[0]}").take("another")
@@ -210,6 +214,13 @@ def test_a_store_that_is_full_for_a_while(
 
 
 @pytest.mark.soak
+def test_a_store_that_is_removed_under_way(cluster: Cluster, undisturbed: Undisturbed) -> None:
+    """All that is needed comes there again."""
+    cluster.spawn(0, 1, ("removed", "step-00000006/state.json", 0), settled=True)
+    assert cluster.outcome() == undisturbed()
+
+
+@pytest.mark.soak
 def test_a_store_that_fails_in_between(
     cluster: Cluster, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
@@ -346,6 +357,13 @@ def test_tools_read_urls(url: str, tmp_path: Path, capsys: pytest.CaptureFixture
 def test_what_is_no_url(run_dir: Any, sentence: str) -> None:
     with pytest.raises(Error, match=sentence):
         samestep.Run(run_dir, batch_size=4)
+
+
+def test_no_bucket_is_made() -> None:
+    """Where a directory is asked for, some stores make what its path begins with as well."""
+    with pytest.raises(Unreachable, match="FileNotFoundError"):
+        Remote("file:///samestep-has-no-such-bucket/run").take("a run")
+    assert not Path("/samestep-has-no-such-bucket").exists()
 
 
 def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:

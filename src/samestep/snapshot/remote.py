@@ -10,7 +10,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +109,9 @@ class Remote:
         try:
             put()
         except FileNotFoundError:
+            top = self._root[: f"{self._root}/".index("/", 1)]
+            if not self._fs.exists(top):  # a bucket: whoever mistypes its name wants none made
+                raise
             self._fs.makedirs(self._at(name).rpartition("/")[0], exist_ok=True)
             put()
 
@@ -177,7 +180,8 @@ class Remote:
         with self._asking():
             if self._fs.exists(self._at(f"snapshots/{place}/{MANIFEST}")):
                 self._fs.rm_file(self._at(f"snapshots/{place}/{MANIFEST}"))
-            self._fs.rm(self._at(f"snapshots/{place}"), recursive=True)
+            with suppress(FileNotFoundError):  # where directories are but names, it is gone with its last file
+                self._fs.rm(self._at(f"snapshots/{place}"), recursive=True)
 
     def abandon(self, place: str, snapshot: Snapshot) -> None:
         """Moves a snapshot to `abandoned/`."""
@@ -209,13 +213,14 @@ class Remote:
         theirs = {each.path.name: (place, each) for place, each in sorted(self.snapshots().items())}
         theirs = {name: (place, each) for name, (place, each) in theirs.items() if not each.was_left(rewinds)}
         own = {each.path.name: each for each in store.snapshots() if each.problem is None}
-        newest = {name: max(own[name].step if name in own else -1, theirs[name][1].step if name in theirs else -1)
-                  for name in {*own, *theirs}}  # fmt: skip
+        called = {**{name: each for name, (_, each) in theirs.items()}, **own}
+        newest = {name: max(each.step, theirs[name][1].step if name in theirs else -1) for name, each in called.items()}
         problem = ""
-        for name in sorted(newest, key=lambda name: (newest[name], name in own), reverse=True):
+        # As in a store: of one step, the numbered one.
+        for name in sorted(called, key=lambda name: (newest[name], called[name].name is None, name), reverse=True):
             place, there = theirs.get(name, ("", None))
-            here, called = own.get(name), there or own[name]
-            if which != "latest" and which not in (called.name, called.step):
+            here = own.get(name)
+            if which != "latest" and which not in (called[name].name, newest[name]):
                 continue
             counts = here is not None and (there is None or here.is_same(there) or here.step > there.step)
             if here is not None and counts and find_damage(here.path, here.manifest) is None:
@@ -280,18 +285,20 @@ class Remote:
         self._token = f"process {os.getpid()} on {read_host()} since {now}\n{uuid.uuid4().hex}\n{run}\n"
         self.write(LOCK, self._token.encode())
 
-    def check(self) -> None:
-        """Returns where no one has come since `take`.
+    def check(self) -> bool:
+        """Whether what was written since `take` is there still: False where the directory was removed meanwhile.
 
         Raises:
-            Error: someone has.
+            Error: someone else has come since.
         """
         text = self.read(LOCK)
-        if text is None:  # the directory was removed
+        if text is None:
             self.write(LOCK, self._token.encode())
-        elif text.decode(errors="replace") != self._token:
+            return False
+        if text.decode(errors="replace") != self._token:
             holder = self.read_lock()[0] or "another process"
             raise Error(f"the run in {self.url} was taken over by {holder}: this one ends, and leaves what is there")
+        return True
 
 
 def _describe(error: BaseException) -> str:

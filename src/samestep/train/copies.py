@@ -106,7 +106,8 @@ class Copies:
 
         def begin() -> list[int]:
             assert directory is not None
-            name_node(check)
+            with _blaming(directory):
+                name_node(check)
             return directory.rewinds
 
         def look() -> _Held:

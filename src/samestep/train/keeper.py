@@ -367,7 +367,9 @@ class Keeper:
         except Exception as error:
             self._notes.append(f"old snapshots could not be removed ({error}): the run goes on")
         if self._mirror is not None:
+            began_s = time.monotonic()
             self._mirror.push(self.directory, self._settings.keep)
+            self.directory.save_s += time.monotonic() - began_s
 
     def _take_again(self, order: Order) -> None:
         """What could not be copied is due once more after this step."""
@@ -411,8 +413,9 @@ class Keeper:
                 if self._is_unpushed:
                     self.unsaved = None
             except Unpushed as error:
-                self._is_ending = True
-                self._report(step, [None], error)
+                if self.unsaved is None or self.unsaved[0] != step:
+                    self._is_ending = True
+                    self._report(step, [None], error)
         if self._copies is not None:
             try:
                 self._copies.hand_rows(self.directory)

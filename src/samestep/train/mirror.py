@@ -132,7 +132,8 @@ class Mirror:
             raise Unpushed(f"is in {self.path} alone: it could not be brought to {self.url} ({error})") from error
 
     def _push(self, directory: Directory, keep: int) -> None:
-        self._remote.check()
+        if not self._remote.check():
+            self._pushed.clear()
         self._push_files(directory)
         there = self._remote.snapshots()
         sound = {place: each for place, each in there.items() if each.problem is None}

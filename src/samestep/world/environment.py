@@ -41,7 +41,9 @@ class Override:
 
 # Name (as in Overrides) -> what it is. Launchers make their flags from this table.
 OVERRIDES: dict[str, Override] = {
-    "run_dir": Override(str, "DIR", "where the run lives: snapshots, metrics, ledger"),
+    "run_dir": Override(
+        str, "DIR", "where the run lives: snapshots, metrics, ledger; a URL such as s3://bucket/run, too"
+    ),
     "local_dir": Override(str, "DIR", "holds the working copies of runs at URLs; default: ~/.cache/samestep/runs"),
     "batch_size": Override(int, "N", "samples of one optimizer step, over all ranks (not per device)"),
     "micro_batch_size": Override(int, "N", "samples of one forward and backward; must divide the batch size"),
