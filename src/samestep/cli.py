@@ -58,6 +58,9 @@ What each prints is in logs/ below the run's directory, also when it is not show
 
 On several machines, give the same command on each: --nnodes 2 --rdzv-endpoint HOST:29400, HOST being one of them. With
 --nnodes 1:4, machines may go and come while it runs. Those that do not share the run's directory keep a copy each.
+--hosts a,b:4 does so from here, over ssh: the same directory and Python must be there. Of the environment, they are
+given PYTHONPATH, VIRTUAL_ENV, PYTHONHASHSEED, OMP_NUM_THREADS, MKL_NUM_THREADS, CUBLAS_WORKSPACE_CONFIG,
+GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, NCCL_IB_HCA, NCCL_DEBUG and SAMESTEP_*; no keys or tokens.
 
 Ctrl-C, SIGTERM or SIGUSR1 tells the ranks once to stop: a run ends its step, saves and leaves. A second one kills
 them. With --max-restarts, a rank that dies has all ranks start again from the newest snapshot.
@@ -100,6 +103,7 @@ FLAGS: dict[str, Flag] = {
     ),
     "rdzv_id": Flag(str, "ID", "the same on all nodes; tells apart what meets at one place"),
     "rdzv_timeout": Flag(int, "S", "seconds to wait for the other nodes; default: 300"),
+    "hosts": Flag(str, "A,B:4", "start it on these hosts over ssh, as on nodes; :N sets a host's --nproc-per-node"),
     **{name: Flag(override.type, override.metavar, override.help) for name, override in OVERRIDES.items()},
 }
 
@@ -230,7 +234,26 @@ def _convert(option: str, flag: Flag, text: str) -> int | str:
         raise Error(f"{option} takes a whole number, not {text!r}") from None
 
 
+def _start_on_hosts(target: "Target", values: dict[str, Any]) -> int:
+    """As `_start`, by the same command on each host."""
+    from samestep.launch.command import check_target
+    from samestep.launch.hosts import parse_hosts, run_hosts
+
+    hosts, endpoint = parse_hosts(values.pop("hosts")), values.pop("rdzv_endpoint", None)
+    for name in ("nnodes", "node_rank"):
+        if name in values:
+            raise Error(f"--hosts says how many nodes there are: leave out --{name.replace('_', '-')}")
+    check_target(target)
+    flags = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in values.items()]
+    program = [*{"module": ["-m"], "script": ["--"]}.get(target.kind, []), target.name, *target.arguments]
+    if target.kind == "recipe":
+        return run_hosts(hosts, "train", [target.name.rpartition(".")[2], *flags], ["--", *target.arguments], endpoint)
+    return run_hosts(hosts, "launch", flags, program, endpoint)
+
+
 def _start(target: "Target", values: dict[str, Any]) -> int:
+    if "hosts" in values:
+        return _start_on_hosts(target, values)
     from samestep.launch.command import run_launch
     from samestep.launch.nodes import parse_nodes
 

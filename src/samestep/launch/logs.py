@@ -217,7 +217,7 @@ class Log:
         if self._file is None:
             return ""
         try:
-            _write_all(self._file, data)
+            write_all(self._file, data)
         except OSError as error:
             failed, self._path = self._path, self._early
             os.close(self._file)
@@ -321,7 +321,7 @@ class Recorder:
             if stream.is_terminal:
                 _copy_size(target, stream.outer)
             try:
-                _write_all(target, data)
+                write_all(target, data)
             except OSError:  # nobody reads any more: no reason to lose the run, or its log
                 self._targets[stream.outer] = None
         self._write(stream, data)
@@ -369,7 +369,8 @@ def _open(path: str) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
 
-def _write_all(file: int, data: bytes) -> None:
+def write_all(file: int, data: bytes) -> None:
+    """As os.write, until all is written. Raises OSError."""
     view = memoryview(data)
     while view:
         view = view[os.write(file, view) :]

@@ -263,6 +263,25 @@ def read_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "samestep"
 
 
+# What a launcher on another host is given of this process's environment, besides the variables of `Overrides`: what
+# decides how torch computes and where code is found. Keys and tokens must be there already.
+PASSED = (
+    "CUBLAS_WORKSPACE_CONFIG", "GLOO_SOCKET_IFNAME", "MKL_NUM_THREADS", "NCCL_DEBUG", "NCCL_IB_HCA",
+    "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS", "PYTHONHASHSEED", "PYTHONPATH", "VIRTUAL_ENV",
+)  # fmt: skip
+
+
+def read_passed() -> dict[str, str]:
+    """The variables for launchers on other hosts. Raises Error where a SAMESTEP_* number is not one."""
+    kept = {name: value for name, value in os.environ.items() if name in PASSED}
+    return kept | read_overrides().to_variables()
+
+
+def read_ssh_address() -> str:
+    """The address of this host by which ssh was reached that has started this process; "" where none has."""
+    return " ".join(os.environ.get("SSH_CONNECTION", "").split()[2:3])
+
+
 def read_host() -> str:
     """This machine's name, for messages."""
     return socket.gethostname()

@@ -1,0 +1,207 @@
+"""`samestep launch --hosts`: launchers on several hosts, started over ssh, are one launch to whoever has started it."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from processes import MARK, Command
+from support.ssh import SshHosts, open_ssh_hosts, why_not
+
+from samestep.errors import Error
+from samestep.launch.hosts import Host, parse_hosts
+
+SEEN = """
+import json, os, sys, torch.distributed as dist
+dist.init_process_group("gloo")
+seen = {name: os.environ.get(name) for name in ("ON_HOST", "RANK", "LOCAL_RANK", "OMP_NUM_THREADS", "SECRET_TOKEN")}
+everyone = [None] * dist.get_world_size()
+dist.all_gather_object(everyone, {**seen, "argv": sys.argv[1:], "cwd": os.getcwd()})
+if dist.get_rank() == 0:
+    print(json.dumps(everyone))
+dist.destroy_process_group()
+"""
+
+# Ends its step and leaves when it is told to, like a run; rank 1 falls where it is asked to.
+STOPPABLE = """
+import os, signal, sys, time, torch, torch.distributed as dist
+told = []
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+    signal.signal(number, lambda signum, frame: told.append(signum))
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+open(f"ready{rank}", "w").write(str(os.getpid()))
+stop = torch.zeros(1)
+while not stop:
+    stop[0] = len(told)
+    dist.all_reduce(stop)
+    if "fall" in sys.argv and rank == 1:
+        raise ValueError("oh no")
+    if "deaf" in sys.argv:
+        stop[0] = 0
+open(f"saved{rank}", "w").write(" ".join(map(str, told)))
+"""
+
+
+@pytest.fixture
+def hosts(command: Command, tmp_path: Path) -> Iterator[SshHosts]:
+    """Two, a and b; all that runs there has the command's mark."""
+    if why_not():
+        pytest.skip(why_not())
+    with open_ssh_hosts(tmp_path / "ssh", ("a", "b"), {MARK: command.mark}) as opened:
+        command.variables["PATH"] = f"{opened.path}:{command.variables['PATH']}"
+        yield opened
+
+
+def test_two_hosts_are_one_launch(command: Command, hosts: SshHosts) -> None:
+    """With the ranks that each is to have, the same directory, every argument as it was; and no secrets."""
+    command.write("a dir/seen.py", SEEN)
+    command.variables |= {"OMP_NUM_THREADS": "2", "SECRET_TOKEN": "hush"}
+    arguments = ["a b", "it's", 'a "quote"', "two\nlines", "$HOME `x` \\ !", "", "-x", "--seed=1", "*", "ü"]
+    flags = ["--hosts", "a,b:2", "--nproc-per-node", "1"]
+    done = command.run("launch", *flags, "a dir/seen.py", *arguments)
+    assert done.returncode == 0, done.stderr
+    prefix, found, text = done.stdout.partition("[a] ")
+    assert (prefix, found) == ("", "[a] ")
+    everyone = json.loads(text)
+    places = [(seen["ON_HOST"], seen["RANK"], seen["LOCAL_RANK"]) for seen in everyone]
+    assert places == [("a", "0", "0"), ("b", "1", "0"), ("b", "2", "1")]
+    for seen in everyone:
+        assert (seen["argv"], seen["cwd"]) == (arguments, str(command.directory))
+        assert (seen["OMP_NUM_THREADS"], seen["SECRET_TOKEN"]) == ("2", None)
+    said = r"\[{}\] samestep: ranks 0 on node 0 \(.*\), 1-2 on node 1 \(.*\)"
+    lines = sorted(done.stderr.splitlines())
+    assert [bool(re.fullmatch(said.format(name), line)) for name, line in zip("ab", lines, strict=True)] == [True] * 2
+    command.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("signum", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.soak), (signal.SIGTERM, 75)]
+)
+def test_a_signal_is_passed_on(command: Command, hosts: SshHosts, signum: signal.Signals, code: int) -> None:
+    """Once, to all: they end their step, save and leave."""
+    command.write("stoppable.py", STOPPABLE)
+    launch = command.start("launch", "--hosts", "a,b", "--nproc-per-node=1", "stoppable.py")
+    command.wait_for("ready0", "ready1")
+    os.killpg(launch.pid, signum)
+    assert command.finish(launch).returncode == code
+    saved = [(command.directory / f"saved{rank}").read_text() for rank in range(2)]
+    assert set(saved) - {""} == {str(int(signum))}, "who hears of it first has all stop"
+    command.assert_nothing_left()
+
+
+@pytest.mark.soak
+def test_a_second_signal_kills(command: Command, hosts: SshHosts) -> None:
+    command.write("stoppable.py", STOPPABLE)
+    launch = command.start("launch", "--hosts", "a,b", "--nproc-per-node=1", "stoppable.py", "deaf")
+    command.wait_for("ready0", "ready1")
+    for _ in range(2):
+        launch.send_signal(signal.SIGTERM)
+        launch.send_signal(signal.SIGINT)
+    assert command.finish(launch).returncode in (130, 143)
+    command.assert_nothing_left()
+
+
+@pytest.mark.parametrize(
+    "victim", ["command", *(pytest.param(v, marks=pytest.mark.soak) for v in ("rank", "launcher", "watcher", "sshd"))]
+)
+def test_nothing_is_left_of_a_launch(command: Command, hosts: SshHosts, victim: str) -> None:
+    """Whatever is killed, everything ends on every host, and the command says what it was."""
+    command.write("stoppable.py", STOPPABLE)
+    launch = command.start("launch", "--hosts", "a,b", "--nproc-per-node=1", "stoppable.py")
+    command.wait_for("ready0", "ready1")
+    rank = psutil.Process(int((command.directory / "ready1").read_text()))
+    server, launcher, watcher = rank.parents()[:3]
+    processes = {
+        "command": psutil.Process(launch.pid), "rank": rank, "launcher": launcher, "watcher": watcher,
+        "sshd": watcher.parent(),
+    }  # fmt: skip
+    assert server.ppid() == launcher.pid
+    processes[victim].kill()
+    done = command.finish(launch)
+    command.assert_nothing_left(30)
+    codes = {"command": [-9], "rank": [137], "launcher": [137, 1], "watcher": [1], "sshd": [1]}
+    said = {
+        "command": "",
+        "rank": "[a] samestep: rank 1 was killed by SIGKILL (out of memory?), on node 1",
+        "launcher": "samestep: the launcher on host b was killed by SIGKILL; the others were stopped",
+        "watcher": "samestep: the connection to host b was lost",
+        "sshd": "samestep: the connection to host b was lost",
+    }
+    assert said[victim] in done.stderr
+    assert done.returncode in codes[victim], done.stderr
+    if victim == "command":
+        assert all((command.directory / f"saved{rank}").exists() for rank in range(2)), "it could save"
+
+
+@pytest.mark.soak
+def test_the_rank_that_fails_tells_why(command: Command, hosts: SshHosts) -> None:
+    command.write("stoppable.py", STOPPABLE)
+    done = command.run("launch", "--hosts", "a,b", "--nproc-per-node=1", "stoppable.py", "fall")
+    assert done.returncode == 1
+    assert "[b] ValueError: oh no\n" in done.stderr
+    assert done.stderr.count("Traceback") == 1
+    assert "[a] samestep: rank 1 raised ValueError: oh no, on node 1" in done.stderr
+    command.assert_nothing_left()
+
+
+@pytest.mark.parametrize("fault", ["down", "key", "python", "samestep", "directory", "unknown"])
+def test_a_host_that_cannot(command: Command, hosts: SshHosts, fault: str, tmp_path: Path) -> None:
+    """One sentence names it, and says why; nothing is started on the others."""
+    command.write("touch.py", "open('started', 'w').close()")
+    names = "a,b"
+    if fault == "down":
+        hosts.shut_down("b")
+    elif fault == "key":
+        (hosts.directory / "client").write_text(
+            (hosts.directory / "client").read_text().replace("user_key\n\nHost *", "other_key\n\nHost *")
+        )
+        hosts.make_key("other_key")
+    elif fault == "unknown":
+        names = "a,nowhere.invalid"
+    elif fault == "python":
+        hosts.force("b", "exec /no/such/python3")
+    elif fault == "samestep":
+        hosts.force("b", f"cd / && exec env -u PYTHONPATH {sys.executable} -S -P -m samestep.launch.remote")
+    elif fault == "directory":
+        if os.geteuid() != 0:
+            pytest.skip("hides a directory by a mount, as root")
+        there = f'mount -t tmpfs none {tmp_path} && eval "$SSH_ORIGINAL_COMMAND"'
+        hosts.force("b", f"exec unshare -m sh -c {shlex.quote(there)}")
+    done = command.run("launch", "--hosts", names, "--nproc-per-node=1", "touch.py")
+    said = {
+        "down": r"host b cannot be reached \(ssh: connect to host 127\.0\.0\.1 port \d+: Connection refused\): .*",
+        "key": r"host b cannot be reached \(.*: Permission denied \(publickey.*\)\.\): .*",
+        "python": r"host b has no /.* \(.*/no/such/python3.*\): install the same environment there, .*",
+        "samestep": r"host b cannot start samestep \(.*No module named '?samestep'?.*\): .*",
+        "directory": r"host b: the directory /.*/here cannot be used there \(No such file or directory\): .*",
+        "unknown": r"host nowhere\.invalid cannot be reached \(.*nowhere\.invalid.*\): .*",
+    }
+    assert re.fullmatch(rf"samestep: error: {said[fault]}\n", done.stderr), done.stderr
+    assert (done.returncode, done.stdout) == (2, "")
+    command.assert_nothing_left()
+    assert not (command.directory / "started").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("a", [Host("a")]),
+        ("a,user@b,c.example.com:4", [Host("a"), Host("user@b"), Host("c.example.com", "4")]),
+        ("[fd00::1]:2,[fd00::2]", [Host("fd00::1", "2"), Host("fd00::2")]),
+    ],
+)
+def test_names_of_hosts(text: str, hosts: list[Host]) -> None:
+    assert parse_hosts(text) == hosts
+
+
+@pytest.mark.parametrize("text", ["", "a,,b", "a:x", "a:0", "-oProxyCommand=x", "u@-x", "a b", "fd00::1", "a,b,a"])
+def test_names_that_are_none(text: str) -> None:
+    with pytest.raises(Error, match="--hosts"):
+        parse_hosts(text)

@@ -1,0 +1,121 @@
+"""Hosts that ssh reaches: OpenSSH servers on the loopback address of this machine, with throw-away keys."""
+
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from support.waiting import wait_until
+
+SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
+
+SERVER = """
+ListenAddress {address}:{port}
+HostKey {directory}/host_key
+AuthorizedKeysFile {directory}/user_key.pub
+PidFile none
+StrictModes no
+UsePAM no
+PermitRootLogin yes
+SetEnv {variables}
+"""
+
+CLIENT = """
+Host {name}
+  HostName {address}
+  Port {port}
+  IdentityFile {directory}/user_key
+"""
+
+ALL = """
+Host *
+  IdentitiesOnly yes
+  StrictHostKeyChecking no
+  UserKnownHostsFile /dev/null
+  LogLevel ERROR
+"""
+
+
+class SshHosts:
+    """Hosts by their names, which only the `ssh` of `path` knows.
+
+    Attributes:
+        path: a directory to put at the head of PATH.
+        servers: name -> its sshd.
+    """
+
+    def __init__(self, directory: Path, names: Sequence[str], variables: Mapping[str, str]) -> None:
+        self.directory, self.path = directory, directory / "bin"
+        self.path.mkdir(parents=True)
+        self.servers: dict[str, subprocess.Popen[bytes]] = {}
+        for key in ("host_key", "user_key"):
+            self.make_key(key)
+        if os.geteuid() == 0:
+            os.makedirs("/run/sshd", exist_ok=True)
+        config = ""
+        for name in names:
+            with socket.create_server(("127.0.0.1", 0)) as probe:
+                port = probe.getsockname()[1]
+            fields = {"name": name, "address": "127.0.0.1", "port": port, "directory": directory}
+            set_env = " ".join(f"{key}={value}" for key, value in {**variables, "ON_HOST": name}.items())
+            (directory / f"{name}.server").write_text(SERVER.format(**fields, variables=set_env))
+            config += CLIENT.format(**fields)
+            self.start(name)
+        (directory / "client").write_text(config + ALL)
+        ssh = self.path / "ssh"
+        ssh.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {directory}/client "$@"\n')
+        ssh.chmod(0o755)
+        for name in names:
+            self._wait_for(name)
+
+    def start(self, name: str) -> None:
+        server = [str(SSHD), "-D", "-e", "-f", str(self.directory / f"{name}.server")]
+        with open(self.directory / f"{name}.log", "wb") as log:
+            self.servers[name] = subprocess.Popen(server, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def _wait_for(self, name: str) -> None:
+        wait_until(lambda: b"listening" in (self.directory / f"{name}.log").read_bytes(), f"{name} is up", 10)
+
+    def force(self, name: str, command: str) -> None:
+        """Whoever comes there from now on gets this command instead of the one asked for, $SSH_ORIGINAL_COMMAND."""
+        self.shut_down(name)
+        with open(self.directory / f"{name}.server", "a") as config:
+            config.write(f"ForceCommand {command}\n")
+        self.start(name)
+        self._wait_for(name)
+
+    def make_key(self, name: str) -> None:
+        """A new one, over the old."""
+        path = self.directory / name
+        path.unlink(missing_ok=True)
+        command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)]
+        subprocess.run(command, check=True, capture_output=True, stdin=subprocess.DEVNULL)
+
+    def shut_down(self, name: str) -> None:
+        """Nobody answers there any more; who is connected stays so."""
+        self.servers[name].kill()
+        self.servers[name].wait()
+
+    def close(self) -> None:
+        for server in self.servers.values():
+            server.kill()
+            server.wait()
+
+
+def why_not() -> str:
+    """Why there can be no such hosts here; nothing if they can."""
+    missing = [tool for tool in ("ssh", "ssh-keygen") if shutil.which(tool) is None] + ([] if SSHD else ["sshd"])
+    return f"needs {' and '.join(missing)}" if missing else ""
+
+
+@contextmanager
+def open_ssh_hosts(directory: Path, names: Sequence[str], variables: Mapping[str, str]) -> Iterator[SshHosts]:
+    """Hosts whose processes have the `variables`, and their host's name in ON_HOST."""
+    hosts = SshHosts(directory, names, variables)
+    try:
+        yield hosts
+    finally:
+        hosts.close()
