@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import IO
 
 import psutil
+from support.hosts import Host
 from support.waiting import wait_until
 
 MARK = "SAMESTEP_TEST_MARK"
@@ -38,11 +39,16 @@ class Command:
         return [sys.executable, "-m", program, *arguments] if program else [sys.executable, *arguments]
 
     def start(
-        self, *arguments: str, program: str = "samestep", stdout: int | IO[str] = subprocess.PIPE
+        self,
+        *arguments: str,
+        program: str = "samestep",
+        stdout: int | IO[str] = subprocess.PIPE,
+        host: Host | None = None,
     ) -> subprocess.Popen[str]:
-        """In a process group of its own, as a shell starts it."""
+        """In a process group of its own, as a shell starts it. `host`: on another one than this."""
+        words = self.words(*arguments, program=program)
         process = subprocess.Popen(
-            self.words(*arguments, program=program),
+            words if host is None else host.wrap(words),
             cwd=self.directory,
             env=self.variables,
             stdout=stdout,

@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,10 @@ from pathlib import Path
 import psutil
 import pytest
 from processes import MARK, Command
+from support.hosts import open_hosts
+from support.hosts import why_not as why_no_hosts
 from support.ssh import SshHosts, open_ssh_hosts, why_not
+from support.waiting import wait_until
 
 from samestep.errors import Error
 from samestep.launch.hosts import Host, parse_hosts
@@ -187,6 +191,56 @@ def test_a_host_that_cannot(command: Command, hosts: SshHosts, fault: str, tmp_p
     assert (done.returncode, done.stdout) == (2, "")
     command.assert_nothing_left()
     assert not (command.directory / "started").exists()
+
+
+@pytest.mark.soak
+def test_nobody_says_anything_any_more(command: Command) -> None:
+    """A connection that is lost without a word ends the launcher, too; the run can save."""
+    command.write("stoppable.py", STOPPABLE)
+    code = "from samestep.launch import remote; remote.SILENT_S = 3.0; remote.main()"
+    watcher = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=command.variables
+    )
+    assert watcher.stdin is not None
+    arguments = ["launch", "--nproc-per-node=1", "stoppable.py"]
+    for line in ({"directory": str(command.directory), "variables": {}}, {"arguments": arguments}):
+        watcher.stdin.write(json.dumps(line).encode() + b"\n")
+    watcher.stdin.flush()
+
+    def beat() -> bool:
+        watcher.stdin.write(b"\n")
+        watcher.stdin.flush()
+        return (command.directory / "ready0").exists()
+
+    wait_until(beat, "it trains, as long as somebody is there")
+    assert watcher.wait(60) == 75
+    assert (command.directory / "saved0").read_text() == str(int(signal.SIGTERM))
+    watcher.stdin.close()
+    watcher.stdout.close()
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("names", [("b", "c"), ("b6", "c6")])
+def test_hosts_with_networks_of_their_own(command: Command, tmp_path: Path, names: tuple[str, str]) -> None:
+    """They meet by the address that ssh has reached the first one by, IPv4 or IPv6, without a name being known to all;
+    one whose plug is pulled ends, and so do the others.
+    """
+    if reason := why_not() or why_no_hosts():
+        pytest.skip(reason)
+    command.write("stoppable.py", STOPPABLE)
+    with open_hosts(3) as (here, *there):
+        places = dict(zip(names, there, strict=True))
+        with open_ssh_hosts(tmp_path / "ssh", names, {MARK: command.mark}, places) as hosts:
+            command.variables["PATH"] = f"{hosts.path}:{command.variables['PATH']}"
+            words = ["launch", "--hosts", ",".join(names), "--nproc-per-node=1", "stoppable.py"]
+            launch = command.start(*words, host=here)
+            command.wait_for("ready0", "ready1")
+            there[1].pull_the_plug()
+            done = command.finish(launch)
+            assert done.returncode == 1, done.stderr
+            assert f"[{names[0]}] samestep: ranks 0 on node 0 (h2), 1 on node 1 (h3)\n" in done.stderr
+            assert f"[{names[0]}] samestep: error: node 1 (h3) was lost" in done.stderr
+            command.assert_nothing_left(60)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Hosts that ssh reaches: OpenSSH servers on the loopback address of this machine, with throw-away keys."""
+"""Hosts that ssh reaches: OpenSSH servers on this machine's loopback address or in namespaces, with throw-away keys."""
 
 import os
 import shutil
@@ -8,12 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from support.hosts import Host
 from support.waiting import wait_until
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/usr/local/sbin")
 
 SERVER = """
-ListenAddress {address}:{port}
+Port {port}
+ListenAddress {address}
 HostKey {directory}/host_key
 AuthorizedKeysFile {directory}/user_key.pub
 PidFile none
@@ -47,8 +49,10 @@ class SshHosts:
         servers: name -> its sshd.
     """
 
-    def __init__(self, directory: Path, names: Sequence[str], variables: Mapping[str, str]) -> None:
-        self.directory, self.path = directory, directory / "bin"
+    def __init__(
+        self, directory: Path, names: Sequence[str], variables: Mapping[str, str], places: Mapping[str, Host] | None
+    ) -> None:
+        self.directory, self.path, self._places = directory, directory / "bin", places or {}
         self.path.mkdir(parents=True)
         self.servers: dict[str, subprocess.Popen[bytes]] = {}
         for key in ("host_key", "user_key"):
@@ -59,7 +63,9 @@ class SshHosts:
         for name in names:
             with socket.create_server(("127.0.0.1", 0)) as probe:
                 port = probe.getsockname()[1]
-            fields = {"name": name, "address": "127.0.0.1", "port": port, "directory": directory}
+            host = self._places.get(name)
+            address = "127.0.0.1" if host is None else host.address6 if name.endswith("6") else host.address
+            fields = {"name": name, "address": address, "port": port, "directory": directory}
             set_env = " ".join(f"{key}={value}" for key, value in {**variables, "ON_HOST": name}.items())
             (directory / f"{name}.server").write_text(SERVER.format(**fields, variables=set_env))
             config += CLIENT.format(**fields)
@@ -72,7 +78,9 @@ class SshHosts:
             self._wait_for(name)
 
     def start(self, name: str) -> None:
-        server = [str(SSHD), "-D", "-e", "-f", str(self.directory / f"{name}.server")]
+        server: list[str | Path] = [str(SSHD), "-D", "-e", "-f", self.directory / f"{name}.server"]
+        if name in self._places:
+            server = self._places[name].wrap(server)
         with open(self.directory / f"{name}.log", "wb") as log:
             self.servers[name] = subprocess.Popen(server, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
@@ -112,9 +120,15 @@ def why_not() -> str:
 
 
 @contextmanager
-def open_ssh_hosts(directory: Path, names: Sequence[str], variables: Mapping[str, str]) -> Iterator[SshHosts]:
-    """Hosts whose processes have the `variables`, and their host's name in ON_HOST."""
-    hosts = SshHosts(directory, names, variables)
+def open_ssh_hosts(
+    directory: Path, names: Sequence[str], variables: Mapping[str, str], places: Mapping[str, Host] | None = None
+) -> Iterator[SshHosts]:
+    """Hosts whose processes have the `variables`, and their host's name in ON_HOST.
+
+    Args:
+        places: name -> where it is, other than here; by its IPv6 address where the name ends in 6.
+    """
+    hosts = SshHosts(directory, names, variables, places)
     try:
         yield hosts
     finally:

@@ -259,6 +259,8 @@ def _choose_endpoint(agents: Sequence[Agent]) -> str:
     """On the first host, by the address that ssh has reached it by: one of its own, and no name."""
     places = [agent.place for agent in agents if agent.place is not None]
     address, port = places[0]
+    if not all(each for each, _ in places):
+        raise Error("ssh does not say by which addresses it has reached the hosts: give --rdzv-endpoint HOST:PORT")
     is_local = [ipaddress.ip_address(each.partition("%")[0]).is_loopback for each, _ in places]
     if is_local[0] and not all(is_local):
         raise Error(

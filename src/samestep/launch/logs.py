@@ -10,6 +10,7 @@ import fcntl
 import json
 import os
 import re
+import select
 import selectors
 import shutil
 import signal
@@ -196,6 +197,7 @@ class Log:
 
     def move(self, path: str) -> str:
         """From now on `path` takes it, and what came before as well. Returns what is wrong with it, if anything."""
+        file = None
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             file = _open(path)
@@ -206,6 +208,8 @@ class Log:
             os.symlink(path, link)
             os.replace(link, self._early)
         except OSError as error:
+            if file is not None:
+                os.close(file)
             return self._describe(path, error)
         if self._file is not None:
             os.close(self._file)
@@ -373,4 +377,7 @@ def write_all(file: int, data: bytes) -> None:
     """As os.write, until all is written. Raises OSError."""
     view = memoryview(data)
     while view:
-        view = view[os.write(file, view) :]
+        try:
+            view = view[os.write(file, view) :]
+        except BlockingIOError:  # whoever has it, too, wants it so
+            select.select([], [file], [])
