@@ -120,13 +120,15 @@ def assert_ended_as(cluster: Cluster, nodes: Sequence[int], wanted: Outcome) -> 
 
 
 def read_content(run_dir: Path) -> dict[str, str]:
-    """What is in a copy, but for what tells times and processes, and for abandoned or older snapshots."""
+    """What is in a copy, but for what tells times and processes, what the node's own ranks printed, and for abandoned
+    or older snapshots.
+    """
     newest = Store(run_dir).snapshots()[-1].path.name
     return {
         path: content
         for path, content in read_tree(run_dir).items()
         if Path(path).name not in PER_NODE
-        and not path.startswith("abandoned/")
+        and not path.startswith(("abandoned/", "logs/"))
         and (not path.startswith("snapshots/step-") or path.startswith(f"snapshots/{newest}/"))
     }
 
