@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from promises.faulty import IN_BODY, IN_STEP, NUM_STEPS, STEPS_PER_EPOCH
+from promises.faulty import IN_BODY, IN_SAVING, IN_STEP, NUM_STEPS, STEPS_PER_EPOCH
 from promises.trial import Outcome, Trial, read_tree, resume_is_from
 from support.selection import one_in
 from support.waiting import wait_until
@@ -58,20 +58,18 @@ def test_killed_under_the_launcher(
     assert trial.outcome() == undisturbed()
 
 
-@pytest.mark.parametrize(
-    ("victim", "held_at"),
-    one_in(
-        3,
-        [
-            ("launcher", "step 7 in backward"),
-            ("server", "step 10 in validation"),
-            ("frozen launcher", "step 10 in writing tensors"),
-        ],
-    ),
-)
+def build_ends_of_launchers() -> list[tuple[str, str]]:
+    """Who is killed, and where the run stands by then: every moment, the victims in turns."""
+    victims = ("launcher", "server", "frozen launcher")
+    steps = {"start": 0} | dict.fromkeys(IN_STEP, 7) | dict.fromkeys((*IN_BODY, *IN_SAVING), 10)
+    return [(victims[i % 3], f"step {step} in {moment}") for i, (moment, step) in enumerate(steps.items())]
+
+
+@pytest.mark.parametrize(("victim", "held_at"), one_in(8, build_ends_of_launchers()))
 def test_the_launcher_itself_is_killed(trial: Trial, undisturbed: Undisturbed, victim: str, held_at: str) -> None:
     """Its ranks, and their DataLoader workers, do not outlive it to write into the run of those that follow."""
-    launch = trial.start("launch", 2, f"hold rank 0 at {held_at}", arguments=["--num-workers", "1", "--settled"])
+    arguments = ["--num-workers", "1", "--settled"]
+    launch = trial.start("launch", 2, f"hold rank 0 at {held_at}", "--keep", "1", arguments=arguments)
     trial.wait_held()
     (server,) = [process for process in launch.processes() if process.ppid() == launch.process.pid]
     assert len(launch.processes()) >= 2 + 2 + (2 if "backward" in held_at else 0)
