@@ -54,6 +54,13 @@ def test_version() -> None:
         (["launch", "--nproc-per-node"], "--nproc-per-node needs a value"),
         (["launch", "--show-ranks", "1", "--nproc-per-node", "1", __file__], "--show-ranks names rank 1"),
         (["launch", "--show-ranks", "x", "--nproc-per-node", "1", __file__], "--show-ranks takes all"),
+        (
+            ["launch", "--hosts", "a,b", "--nnodes", "2", __file__],
+            "--hosts says how many nodes there are: leave out --nnodes",
+        ),
+        (["launch", "--hosts", "a:0", __file__], "a host has at least 1 rank, not 0"),
+        (["launch", "--hosts", "a,b", "--rdzv-endpoint", "x:y", __file__], "--rdzv-endpoint takes HOST:PORT"),
+        (["launch", "--hosts", "a,b", "nothing.py"], "there is no script nothing.py"),
         (["launch", "--batch-size", "many", __file__], "--batch-size takes a whole number, not 'many'"),
         (["launch", "--fresh=1", __file__], "--fresh takes no value"),
         (["train", "digitz"], "there is no recipe digitz; did you mean digits?"),

@@ -280,15 +280,20 @@ class _Server:
         self.recording = Recording(shown, out, err, self.directory, (self.client, self.woken, self.waker))
         self.selector.register(self.recording, selectors.EVENT_READ)
         self.fds = []
+        gate = os.pipe()
         for fields in ranks:
             pid = os.fork()
             if pid == 0:
-                self.become_rank(server_pid, self.recording, {**common, **fields})
+                self.become_rank(server_pid, self.recording, gate, {**common, **fields})
             self.ranks[pid] = fields["rank"]
         self.recording.begin()
         self.tell({"started": list(self.ranks)})
+        for fd in gate:  # which lets them go: not before it is told that they are there
+            os.close(fd)
 
-    def become_rank(self, server_pid: int, recording: Recording, fields: dict[str, Any]) -> NoReturn:
+    def become_rank(
+        self, server_pid: int, recording: Recording, gate: tuple[int, int], fields: dict[str, Any]
+    ) -> NoReturn:
         """In the child: a process of its own, that does not outlive the server."""
         try:
             os.setsid()
@@ -304,6 +309,10 @@ class _Server:
             for end in (self.client, self.woken, self.waker):
                 end.close()
             fields["variables"] |= recording.enter(fields["rank"])
+            waits, opens = gate
+            os.close(opens)
+            os.read(waits, 1)
+            os.close(waits)
             run_rank(**fields)
         finally:
             os._exit(1)
