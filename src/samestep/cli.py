@@ -281,33 +281,30 @@ def _launch(arguments: list[str]) -> int:
     if left and left[0] in ("-h", "--help"):
         print(f"{LAUNCH_HELP}\n{_describe_flags()}", end="")
         return 0
-    kind = "script"
-    if left and left[0] == "-m":
-        kind, left = "module", left[1:]
-    elif left and left[0].startswith("-"):
-        raise Error(f"launch has no option {left[0]}{_suggest(_option(left[0]), [*_flag_names(), '-m'])}")
+    return _start(_take_target("launch", left), values)
+
+
+def _take_target(command: str, left: list[str], flags: Mapping[str, Flag] = FLAGS) -> "Target":
+    """What to start: a script or -m MODULE, and its arguments. Raises Error where it is neither."""
+    kind, left = ("module", left[1:]) if left[:1] == ["-m"] else ("script", left)
+    if left and left[0].startswith("-"):
+        raise Error(f"{command} has no option {left[0]}{_suggest(_option(left[0]), [*_flag_names(flags), '-m'])}")
     if not left:
-        raise Error(f"launch needs a {kind} to start; see samestep launch --help")
+        raise Error(f"{command} needs a {kind} to start; see samestep {command} --help")
     from samestep.launch.local import Target
 
-    return _start(Target(kind, left[0], left[1:]), values)
+    return Target(kind, left[0], left[1:])
 
 
 def _submit(arguments: list[str]) -> int:
     from samestep.launch import submit
-    from samestep.launch.local import Target
 
     flags = {name: Flag(option.type, option.metavar, option.help) for name, option in submit.FLAGS.items()}
     values, left = take_flags(arguments, stop_at_first=True, flags=flags)
     if left and left[0] in ("-h", "--help"):
         print(f"{submit.HELP}\n{_describe_flags(flags)}", end="")
         return 0
-    kind, left = ("module", left[1:]) if left[:1] == ["-m"] else ("script", left)
-    if left and left[0].startswith("-"):
-        raise Error(f"submit has no option {left[0]}{_suggest(_option(left[0]), [*_flag_names(flags), '-m'])}")
-    if not left:
-        raise Error(f"submit needs a {kind} to start; see samestep submit --help")
-    return submit.run_submit(Target(kind, left[0], left[1:]), values)
+    return submit.run_submit(_take_target("submit", left, flags), values)
 
 
 def _train(arguments: list[str]) -> int:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from promises.trial import Outcome, Trial, read_tree
+from promises.trial import Outcome, Trial, read_outcome, read_tree
+from support.selection import one_in
 from support.waiting import wait_until
 
 import samestep
@@ -81,6 +82,23 @@ def test_the_last_failure_is_told_as_ever(trial: Trial, undisturbed: Undisturbed
     ]
     assert (rows[1]["rank"], rows[1]["from_step"], rows[1]["lost_steps"], rows[1]["world_size"]) == (None, 5, 2, 3)
     assert trial.outcome() == undisturbed()
+
+
+@pytest.mark.parametrize("flags", one_in(2, [("--fresh",), ("--resume", "5")]), ids=str)
+def test_a_restart_goes_on_with_what_the_first_start_began(
+    trial: Trial, undisturbed: Undisturbed, flags: tuple[str, ...]
+) -> None:
+    """Not from an older snapshot once more, nor in one more new directory."""
+    trial.spawn(1, max_steps=10)
+    fault = "kill rank 1 at step 14 in forward"
+    each = ["--snapshot-every", "3", *flags, "--max-restarts", "1"]
+    launch = trial.run("launch", 2, "", *each, arguments=flags_of(fault))
+    run_dir = trial.dir.with_name("run-2") if "--fresh" in flags else trial.dir
+    assert sorted(path.name for path in trial.dir.parent.glob("run*") if "faults" not in path.name) == sorted(
+        {"run", run_dir.name}
+    )
+    assert "; resumed at step 12" in launch.output
+    assert read_outcome(run_dir) == undisturbed(snapshot_every=3)
 
 
 @pytest.mark.soak

@@ -31,7 +31,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from samestep.launch.hub import FLUSH_S, Hub
 from samestep.launch.local import HOST, Failure, Place, Ranks, Target, build_variables, open_store
 from samestep.launch.nodes import Link, Nodes, build_hello, connect, find_addresses, is_here, open_listener
-from samestep.world.environment import STOPPED, Overrides, Restart
+from samestep.world.environment import BEGUN, STOPPED, Overrides, Restart
 
 MONITOR_INTERVAL_S = 1e-6  # `Ranks.poll` waits itself, and for no longer than it must.
 
@@ -91,7 +91,11 @@ class RankAgent(SimpleElasticAgent):
         return Place(port, num_restarts=self.num_restarts, restart=self.restart)
 
     def _start(self, place: Place) -> None:
-        variables = build_variables(self.launch.num_ranks, place, self.launch.overrides)
+        overrides, begun = self.launch.overrides, self.ranks.directory / BEGUN
+        if place.restart is not None and begun.exists():  # to go on with that run, however the first start found it
+            run_dir = begun.read_text() if overrides.fresh else overrides.run_dir
+            overrides = replace(overrides, resume="latest", fresh=False if overrides.fresh else None, run_dir=run_dir)
+        variables = build_variables(self.launch.num_ranks, place, overrides)
         self.ranks.start(self.launch.target, variables, first_rank=place.first_rank, world_size=place.world_size)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:

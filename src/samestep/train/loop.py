@@ -12,7 +12,7 @@ from samestep.plan.seeds import derive
 from samestep.train.exits import let_go
 from samestep.train.feed import Feed
 from samestep.train.steps import Epoch, Step
-from samestep.world.environment import FINISHED, STOPPED
+from samestep.world.environment import BEGUN, FINISHED, STOPPED
 
 if TYPE_CHECKING:
     from samestep.train.run import Run
@@ -147,6 +147,8 @@ class Loop:
         run._pulse.begin()
         if run._keeper.directory is not None:
             run._keeper.directory.write_start(run._restart, from_step=self.steps_done, world_size=run.world_size)
+        if run.dir is not None and run.local_rank == 0:
+            self._tell_launcher(BEGUN, run._keeper.shown)
         if run._signals is not None:
             self.take_votes(run._group.gather_number(run._signals.heard))
             self._leave_if_told()
@@ -284,10 +286,10 @@ class Loop:
         self._tell_launcher(STOPPED)
         raise SystemExit(self._run._signals.exit_code if self._run._signals is not None else 0)
 
-    def _tell_launcher(self, how: str) -> None:
-        """Tells our launcher how the run has ended: torch's agent knows success and failure only."""
+    def _tell_launcher(self, what: str, text: str = "") -> None:
+        """Tells our launcher what has become of the run: torch's agent knows success and failure only."""
         if self._run._error_dir is not None:
-            Path(self._run._error_dir, how).touch()
+            Path(self._run._error_dir, what).write_text(text)
 
     def _finish(self) -> None:
         """The loop has ended by itself."""

@@ -20,6 +20,7 @@ LOG = PREFIX + "LOG"  # pid:file
 # Files in `error_dir`, by which ranks and their launcher tell each other what no exit code says.
 STOPPED = "stopped"  # a run ended early, saved, because of a signal
 FINISHED = "finished"  # a run's loop came to its own end
+BEGUN = "begun"  # holds the directory of the run whose loop has begun
 LEAVE = "leave"  # a rank that is sent SIGTERM is to end at once: another one has failed
 
 START_AGAIN = 75  # an exit code, EX_TEMPFAIL: stopped because it was told to, and saved; the same command goes on
