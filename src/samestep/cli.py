@@ -332,23 +332,18 @@ def _verify(arguments: list[str]) -> int:
     if left and left[0] in ("-h", "--help"):
         print(f"{VERIFY_HELP}\n{_describe_flags(VERIFY_FLAGS)}", end="")
         return 0
-    known = [*_flag_names(VERIFY_FLAGS), "-m"]
-    if left and left[0].startswith("-") and left[0] != "-m":
-        raise Error(f"verify has no option {left[0]}{_suggest(_option(left[0]), known)}")
-    if not [word for word in left if word != "-m"]:
+    if not left:
         raise Error("verify needs a script or a recipe; see samestep verify --help")
+    target = _take_target("verify", left, VERIFY_FLAGS)
     from samestep.launch.command import check_target
-    from samestep.launch.local import Target
     from samestep.tools.verify.command import Options, parse_world_sizes, run_verify
     from samestep.tools.verify.trials import Subject
 
-    is_recipe = left[0] in find_recipes() and not Path(left[0]).is_file()
+    is_recipe = target.kind == "script" and target.name in find_recipes() and not Path(target.name).is_file()
     if is_recipe:
-        _check_options(left[0], left[1:])
-    elif left[0] == "-m":
-        check_target(Target("module", left[1], left[2:]))
+        _check_options(target.name, target.arguments)
     else:
-        check_target(Target("script", left[0], left[1:]))
+        check_target(target)
     names = {"steps": "num_steps", "kills": "num_kills"}
     options = {names.get(name, name): values.pop(name) for name in list(values) if name not in OVERRIDES}
     if "world_sizes" in options:

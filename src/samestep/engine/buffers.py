@@ -183,6 +183,7 @@ class OtherBuffers:
         self._modules = {
             p: ".".join(filter(None, (n, path))) for n, m in modules.items() for path, p in m.named_modules()
         }
+        self._dicts = [module._buffers for module in self._modules]
         self._find_all()
 
     def _find_all(self) -> None:
@@ -202,6 +203,10 @@ class OtherBuffers:
     def _list(self) -> list[tuple[str, str, bool]]:
         return [(path, name, b is None) for part, path in self._modules.items() for name, b in part._buffers.items()]
 
+    def _have_none(self) -> bool:
+        """Whether no module has, or had, any: most small models, whose steps are quick."""
+        return not self._known and not any(self._dicts)
+
     def _check_known(self) -> None:
         """Raises Error where a micro-batch has given a module a buffer, or taken one: other ranks' modules differ."""
         if (found := self._list()) != self._known:
@@ -218,6 +223,8 @@ class OtherBuffers:
     def begin(self) -> None:
         """A pass begins: what the buffers hold now is where each of its micro-batches starts."""
         self.changed = False
+        if self._have_none():
+            return
         if self._list() != self._known:  # changed by the script between two passes, alike on all ranks
             self._find_all()
         for k in self._find_changes():
@@ -225,6 +232,8 @@ class OtherBuffers:
 
     def fold(self, v: int) -> None:
         """Micro-batch v is done: what it changed is kept for later when v is 0, and undone."""
+        if self._have_none():
+            return
         self._check_known()
         changes = self._find_changes() if self._places else []
         if not changes:

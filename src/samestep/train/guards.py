@@ -87,7 +87,12 @@ class Guards:
             self.refuse_in_step("optimizer.step()", "its gradient is not complete there; dedent it by one level")
             self.num_updates += 1
             step = None if self._loop is None else self._loop.step
-            if step is not None and step.has_gradients and all(param.grad is None for param in self._params()):
+            if (
+                step is not None
+                and step.has_gradients
+                and not _has_gradient(optimizer)  # or else there is no need to look at all of them
+                and all(param.grad is None for param in self._params())
+            ):
                 raise Error(
                     f"optimizer.step() finds no gradient in step {step.number}: zero_grad() after the micro-batch loop "
                     "takes away what the loop has left; leave it out"
@@ -116,3 +121,7 @@ class Guards:
             for name, module in self._modules.items()
             for path, param in module.named_parameters()
         ]
+
+
+def _has_gradient(optimizer: Optimizer) -> bool:
+    return any(param.grad is not None for group in optimizer.param_groups for param in group["params"])
