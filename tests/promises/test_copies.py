@@ -181,7 +181,8 @@ def test_one_path_with_another_disk_on_each_node(cluster: Cluster, undisturbed: 
     (tmp_path / "here").mkdir()
     disks = [cluster.disk(0), cluster.disk(1)]
     samestep.spawn(train_in_mounts, 2, (disks, tmp_path / "here"))
-    assert list((tmp_path / "here").iterdir()) == []
+    # What the ranks print is written down by a process beside them, which has no part in their mounts.
+    assert {path.split("/")[:2] == ["run", "logs"] for path in read_tree(tmp_path / "here")} == {True}
     assert_ended_as(cluster, [0, 1], undisturbed())
 
 
