@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -100,13 +101,14 @@ def compute_loss(model: nn.Module, rows: Tensor) -> Tensor:
     return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
 
 
-def run_samestep(shape: Shape, num_micro_batches: int, reduction: str) -> Iterator[None]:
+def run_samestep(shape: Shape, num_micro_batches: int, reduction: str, **options: Any) -> Iterator[None]:
     run = samestep.Run(
         None,
         batch_size=shape.batch_size,
         micro_batch_size=shape.batch_size // num_micro_batches,
         reduction=reduction,
         device="cpu",
+        **options,
     )
     model = Transformer(shape)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
