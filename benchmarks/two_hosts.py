@@ -1,5 +1,6 @@
 """Two hosts on this machine, those of the tests, for the benchmarks that need a network between ranks. Needs root."""
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ def open_two_hosts() -> Iterator[list[Host]]:
     """Ends this program with a sentence where there can be none."""
     if reason := why_not():
         sys.exit(f"{Path(sys.argv[0]).name} puts ranks on hosts of their own (network namespaces): {reason}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # or the namespaces would stay
     with open_hosts(2) as hosts:
         yield hosts
 
