@@ -281,7 +281,8 @@ def test_followed_and_cancelled(jobs: Jobs, trial: Trial) -> None:
     jobs.cluster.run("scancel", number)
     trial.go_on()
     assert f"samestep: job {number} has ended: cancelled" in finish(started, 143)
-    assert "step-00000008" in trial.snapshots, "it has heard, and saved"
+    saved = {"step-00000008", "step-00000009"} & {*trial.snapshots}  # scancel returns before the signal is there
+    assert saved, f"it has heard, and saved: {trial.snapshots}"
 
 
 def test_how_it_ends(jobs: Jobs, trial: Trial) -> None:
