@@ -4,6 +4,7 @@ import ast
 import difflib
 import errno
 import importlib.util
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -133,6 +134,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         print(f"samestep: error: {error.filename} cannot be used ({error.strerror}): name another", file=sys.stderr)
         code = Error.exit_code
+    except BrokenPipeError:  # of `| head`: who reads no more has what they wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        code = 141
     except KeyboardInterrupt:
         code = 130
     if arguments is None and "torch" in sys.modules:
@@ -260,12 +264,9 @@ def _start(target: "Target", values: dict[str, Any]) -> int:
     num_ranks, show_ranks = values.pop("nproc_per_node", "auto"), values.pop("show_ranks", "0")
     max_restarts = values.pop("max_restarts", 0)
     nodes = parse_nodes(
-        values.pop("nnodes", "1"),
-        values.pop("node_rank", None),
-        values.pop("rdzv_endpoint", None),
-        values.pop("rdzv_id", ""),
-        values.pop("rdzv_timeout", 300),
-    )
+        values.pop("nnodes", "1"), values.pop("node_rank", None), values.pop("rdzv_endpoint", None),
+        values.pop("rdzv_id", ""), values.pop("rdzv_timeout", 300),
+    )  # fmt: skip
     return run_launch(
         target,
         num_ranks=num_ranks,

@@ -241,7 +241,7 @@ def test_watching_what_is_over(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text(json.dumps({**status, "status": "running"}))
     os.utime(tmp_path / "status.json", (0, 0))
     assert has_ended(tmp_path)
-    assert "nothing is heard of the run any more" in describe_end(tmp_path)
+    assert "nothing is heard of the run" in describe_end(tmp_path)
 
 
 def test_watching_no_run(tmp_path: Path) -> None:

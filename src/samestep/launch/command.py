@@ -12,12 +12,21 @@ from typing import TYPE_CHECKING, Any
 from samestep.errors import Error
 from samestep.launch.forkserver import ForkServer
 from samestep.launch.local import Failure, Ranks, Target, parse_shown
-from samestep.world.environment import FINISHED, START_AGAIN, STOPPED, Overrides, child_variables, stop_code
+from samestep.world.environment import (
+    FINISHED,
+    START_AGAIN,
+    STOPPED,
+    Overrides,
+    check_threads,
+    child_variables,
+    stop_code,
+)
 
 if TYPE_CHECKING:
     from samestep.launch.nodes import Nodes
 
 MOST_RANKS = 1 << 16  # where it is not known yet how many there are
+MOST_LOCAL_RANKS = 1 << 12  # beyond all machines, so a slip of the finger
 
 
 class Stopping:
@@ -72,6 +81,8 @@ def parse_num_ranks(text: str) -> int | None:
         raise Error(f"--nproc-per-node takes a number, gpu, cpu or auto, not {text!r}") from None
     if num_ranks < 1:
         raise Error(f"--nproc-per-node must be at least 1, not {num_ranks}")
+    if num_ranks > MOST_LOCAL_RANKS:
+        raise Error(f"--nproc-per-node must be at most {MOST_LOCAL_RANKS}, not {num_ranks}")
     return num_ranks
 
 
@@ -127,6 +138,9 @@ def run_launch(
         Error: no such script, no such ranks, or nodes that do not come together.
     """
     check_target(target)
+    check_threads(overrides.threads)  # before a library of the ranks does so, in its own words
+    if overrides.grace_s is not None and overrides.grace_s < 0:
+        raise Error(f"--grace-s must be at least 0, not {overrides.grace_s}")
     if max_restarts < 0:
         raise Error(f"--max-restarts must be at least 0, not {max_restarts}")
     known = parse_num_ranks(num_ranks)

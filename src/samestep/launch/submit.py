@@ -128,6 +128,13 @@ def build_job(target: Target, values: Mapping[str, Any]) -> Job:
     for name in ("nodes", "nproc_per_node", "cpus_per_rank", "gpus_per_node", "grace_s"):
         if values.get(name, 1) < 1:
             raise Error(f"--{name.replace('_', '-')} must be at least 1, not {values[name]}")
+    for name in ("job_name", "partition", "account", "sbatch"):
+        given = values.get(name, ())
+        for text in [given] if isinstance(given, str) else given:
+            if not text.isprintable():
+                raise Error(f"--{name.replace('_', '-')} takes one line of text, not {text!r}")
+    if not re.fullmatch(r"(\d+(-\d+(:[1-9]\d*)?)?,?)+(%[1-9]\d*)?", values.get("array", "0")):
+        raise Error(f"--array takes numbers and ranges, such as 0-3,7%2, not {values['array']!r}")
     if "array" in values and "run_dir" not in values:
         raise Error("--array needs --run-dir DIR: each of its runs gets a directory there")
     num_gpus = values.get("gpus_per_node", 0)

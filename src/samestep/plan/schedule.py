@@ -11,6 +11,9 @@ from samestep.errors import Error
 
 Span = tuple[int, int]
 
+MOST_SAMPLES = 1 << 40  # of a step: beyond all use, so a slip of the finger
+MOST_MICRO_BATCHES = 1 << 20  # likewise; what is planned for each would fill the memory
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -106,6 +109,8 @@ def check_numbers(batch_size: int, micro_batch_size: int, world_size: int) -> No
         ("world_size", world_size),
     ):
         _check_positive(name, value)
+    if batch_size > MOST_SAMPLES:
+        raise Error(f"batch_size must be at most {MOST_SAMPLES}, not {batch_size}")
     if batch_size % micro_batch_size:
         below = batch_size - batch_size % micro_batch_size
         sizes = [size for size in (below, below + micro_batch_size) if size]
@@ -116,6 +121,11 @@ def check_numbers(batch_size: int, micro_batch_size: int, world_size: int) -> No
             f"use a batch_size of {_either(sizes)}, or a micro_batch_size of {_either(sorted(divisors))}"
         )
     num_micro_batches = batch_size // micro_batch_size
+    if num_micro_batches > MOST_MICRO_BATCHES:
+        raise Error(
+            f"batch_size {batch_size} is {num_micro_batches} micro-batches of {micro_batch_size}, more than the "
+            f"{MOST_MICRO_BATCHES} of the largest step: use a smaller batch_size, or a larger micro_batch_size"
+        )
     if world_size > num_micro_batches:
         ranks = "1 rank" if num_micro_batches == 1 else f"1 to {num_micro_batches} ranks"
         micro_batches = "1 micro-batch" if num_micro_batches == 1 else f"{num_micro_batches} micro-batches"

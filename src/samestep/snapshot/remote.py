@@ -49,6 +49,8 @@ class Remote:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self._token = ""
+        if not url[_URL.match(url).end() :].strip("/"):  # type: ignore[union-attr]
+            raise Error(f"the run directory {url} names no place: give a path after it")
         try:
             from fsspec.core import url_to_fs
         except ImportError:

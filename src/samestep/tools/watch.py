@@ -93,7 +93,7 @@ def describe_end(run_dir: Path) -> str:
     status = read_or_empty(run_dir / STATUS)
     how = status.get("status", "starting")
     if how == "running":
-        return f"{run_dir}: nothing is heard of the run any more: it was killed, or its host is down"
+        return f"{run_dir}: nothing is heard of the run: it was killed, or its host is down, or it is starting again"
     return f"{run_dir}: {how}" + (f": {status['reason']}" if status.get("reason") else "")
 
 

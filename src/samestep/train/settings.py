@@ -12,7 +12,7 @@ from samestep.errors import Error
 from samestep.plan.schedule import check_numbers, default_micro_batch_size
 from samestep.snapshot.policy import Every, parse_every
 from samestep.snapshot.remote import is_url
-from samestep.world.environment import Overrides
+from samestep.world.environment import Overrides, check_threads
 
 _URL_AS_PATH = re.compile(r"[a-z][a-z0-9+.-]+:/")
 
@@ -75,6 +75,7 @@ def build_settings(overrides: Overrides, world_size: int, **arguments: Any) -> S
             continue
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise Error(f"{name} must be a whole number of at least {least}, not {value!r}")
+    check_threads(arguments["threads"])
     if arguments["reduction"] not in ("exact", "fast"):
         raise Error(f"reduction must be exact or fast, not {arguments['reduction']!r}")
     bucket_cap_mb = arguments.pop("bucket_cap_mb")

@@ -23,7 +23,14 @@ FINISHED = "finished"  # a run's loop came to its own end
 BEGUN = "begun"  # holds the directory of the run whose loop has begun
 LEAVE = "leave"  # a rank that is sent SIGTERM is to end at once: another one has failed
 
+MOST_THREADS = 1 << 12
 START_AGAIN = 75  # an exit code, EX_TEMPFAIL: stopped because it was told to, and saved; the same command goes on
+
+
+def check_threads(threads: int | None) -> None:
+    """Raises Error for a number of threads that no library takes."""
+    if threads is not None and not 1 <= threads <= MOST_THREADS:
+        raise Error(f"threads must be a whole number from 1 to {MOST_THREADS}, not {threads}")
 
 
 def stop_code(signum: int) -> int:
