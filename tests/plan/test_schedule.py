@@ -115,6 +115,12 @@ def test_describe() -> None:
             (4, 2, 6),
             "6 ranks for 2 micro-batches: start 1 to 2 ranks, or raise batch_size (now 4) to at least 12",
         ),
+        ((10**23 - 1, 4, 1), f"batch_size must be at most {2**40}, not {10**23 - 1}"),
+        (
+            (4 * 10**9, 4, 1),
+            "batch_size 4000000000 is 1000000000 micro-batches of 4, more than the 1048576 of the largest step: use a "
+            "smaller batch_size, or a larger micro_batch_size",
+        ),
         ((0, 1, 1), "batch_size must be a whole number above 0, found 0"),
         ((8, -2, 1), "micro_batch_size must be a whole number above 0, found -2"),
         ((8, 2.0, 1), "micro_batch_size must be a whole number above 0, found 2.0"),
