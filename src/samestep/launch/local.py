@@ -1,6 +1,7 @@
 """Ranks on this machine: a set of them as one thing to start, watch and stop, and `spawn`, which runs a function."""
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -127,6 +128,7 @@ class Ranks:
         self.codes: dict[int, int] = {}
         self.failures: list[Failure] = []
         self.told_to_stop = False
+        self._told_s = math.inf
         self._server = server
         self._first_rank = 0
         self._well: dict[int, float] = {}  # rank -> when it ended by itself with exit code 0
@@ -139,7 +141,7 @@ class Ranks:
         self.num_ranks, self._first_rank = len(variables), first_rank
         self.world_size = world_size or first_rank + len(variables)
         if self.started:
-            self.started, self.told_to_stop = False, False
+            self.started, self.told_to_stop, self._told_s = False, False, math.inf
             self.codes, self.failures, self._well = {}, [], {}
             for said in self.directory.iterdir():
                 if said.name in (STOPPED, FINISHED, LEAVE) or said.suffix in (".json", ".log"):
@@ -183,7 +185,7 @@ class Ranks:
 
     def tell_to_stop(self, signum: int = signal.SIGTERM) -> None:
         """Sends a signal to the ranks: a run ends its step, saves and leaves; anything else dies of it."""
-        self.told_to_stop = True
+        self._note_told()
         self._server.signal(signum)
 
     def stop(self) -> None:
@@ -199,11 +201,15 @@ class Ranks:
 
     def kill(self) -> None:
         """Kills the ranks that still run, and their children, and waits for their end."""
-        self.told_to_stop = True
+        self._note_told()
         if self.started and not self.done:
             self._server.signal(signal.SIGKILL)
             self._poll_for(KILL_S)
             self._give_up()
+
+    def _note_told(self) -> None:
+        self.told_to_stop = True
+        self._told_s = min(self._told_s, time.time())
 
     def _poll_for(self, timeout_s: float) -> None:
         """Until all have ended, or for that long."""
@@ -244,8 +250,8 @@ class Ranks:
         self.codes[rank] = code
         if not code and not self.told_to_stop:
             self._well[rank] = time_s
-        # What was told to stop has not failed by being stopped.
-        if code and not (self.told_to_stop and -code in STOP_SIGNALS):
+        # What was told to stop has not failed by being stopped. (Of an earlier end, the news may come later.)
+        if code and not (time_s >= self._told_s and -code in STOP_SIGNALS):
             self.failures.append(self._read_failure(rank, code, time_s))
 
     def _read_failure(self, rank: int, code: int, time_s: float) -> Failure:
