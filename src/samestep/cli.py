@@ -129,14 +129,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Error as error:
         print(f"samestep: error: {error}", file=sys.stderr)
         code = error.exit_code
+    except BrokenPipeError:  # of `| head`: who reads no more has what they wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        code = 141
     except OSError as error:
         if error.errno not in (errno.ENAMETOOLONG, errno.EACCES) or error.filename is None:
             raise
         print(f"samestep: error: {error.filename} cannot be used ({error.strerror}): name another", file=sys.stderr)
         code = Error.exit_code
-    except BrokenPipeError:  # of `| head`: who reads no more has what they wanted
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        code = 141
     except KeyboardInterrupt:
         code = 130
     if arguments is None and "torch" in sys.modules:

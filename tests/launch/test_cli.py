@@ -1,5 +1,6 @@
 """The command line: what it says, and what it says to mistakes. Nothing here starts a rank."""
 
+import os
 import subprocess
 import sys
 
@@ -29,6 +30,16 @@ def test_nothing_slow_is_imported(arguments: list[str]) -> None:
     script = f"import sys; from samestep.cli import main; main({arguments!r}); sys.exit(len({slow} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_reader_that_has_enough() -> None:
+    """`| head`: no traceback, and the exit code of a program that SIGPIPE has ended."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-u", "-m", "samestep", "--help"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_version() -> None:
