@@ -68,22 +68,23 @@ class Keeper:
         self._warn = say if group.rank == 0 else self._note
         self._copies: Copies | None = None
         self._mirror: Mirror | None = None
+        self._url = ""
         self.path: Path | None = None if settings.run_dir is None else self._open_all(settings.run_dir)
 
     @property
     def shown(self) -> str:
         """Where the run lives, as a person named it."""
-        return self._mirror.url if self._mirror is not None else str(self.path)
+        return self._url or str(self.path)
 
-    def _open_mirror(self, url: str) -> Path:
+    def _open_mirror(self, url: str) -> tuple[Path, str]:
         fresh, local_dir = self._settings.fresh, self._settings.local_dir
         self._mirror = Mirror(url, fresh=fresh, local_dir=local_dir, say=self._say)
         self._say(f"the working copy of {self._mirror.url} is {self._mirror.path}")
-        return self._mirror.path
+        return self._mirror.path, self._mirror.url
 
     def _open_all(self, run_dir: Path | str) -> Path:
         if isinstance(run_dir, str):
-            path, fresh = self._group.once(self._open_mirror, run_dir), False
+            (path, self._url), fresh = self._group.once(self._open_mirror, run_dir), False
         else:
             path, fresh = run_dir, self._settings.fresh
         path, keepers = find_keepers(self._group, path)
