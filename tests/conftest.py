@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from support.hosts import Host, open_hosts, why_not
 from support.strikes import Strike, format_tables, read_strikes
 
 LAUNCHERS = ("SAMESTEP_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
@@ -84,6 +85,16 @@ def _nothing_is_left() -> Iterator[None]:
         faults.append("a process group")
         distributed.destroy_process_group()
     assert not faults, "the test has left behind: " + "; ".join(faults)
+
+
+@pytest.fixture(scope="module")
+def all_hosts() -> Iterator[list[Host]]:
+    """Three machines, as network namespaces."""
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    with open_hosts(3) as opened:
+        yield opened
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from promises.test_restarts import flags_of, read_restarts
 from promises.trial import Outcome, Started, Trial
-from support.hosts import Host, open_hosts, why_not
+from support.hosts import Host
 from support.waiting import wait_until
 
 from samestep.errors import Error
@@ -40,15 +40,6 @@ def reserve_port() -> Iterator[int]:
 def port() -> Iterator[int]:
     with reserve_port() as free:
         yield free
-
-
-@pytest.fixture(scope="module")
-def all_hosts() -> Iterator[list[Host]]:
-    reason = why_not()
-    if reason:
-        pytest.skip(reason)
-    with open_hosts(3) as opened:
-        yield opened
 
 
 def flags_at(endpoint: str, nnodes: str = "2", *more: str) -> list[str]:

@@ -3,13 +3,13 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.hosts import Host, open_hosts, run, why_not
+from support.hosts import Host, run
 from support.runs import clean_variables, kill_tree
 
 DOCTORED = Path(__file__).with_name("doctored.py")
@@ -17,15 +17,6 @@ PORT = 29430
 DEADLINE_S = 120.0
 
 pytestmark = pytest.mark.soak
-
-
-@pytest.fixture(scope="module")
-def all_hosts() -> Iterator[list[Host]]:
-    reason = why_not()
-    if reason:
-        pytest.skip(reason)
-    with open_hosts(3) as opened:
-        yield opened
 
 
 def run_on(

@@ -94,14 +94,21 @@ def find_damage(directory: Path, manifest: Mapping[str, Any]) -> str | None:
 def _find_wrong_size(directory: Path, files: Mapping[str, Any]) -> str | None:
     for file, expected in files.items():
         try:
-            size = (directory / file).stat().st_size
+            size: int | None = (directory / file).stat().st_size
         except FileNotFoundError:
-            return f"{file} is missing"
+            size = None
         except OSError as error:
             return f"{file} cannot be read ({error.strerror})"
-        if size != expected["size"]:
-            return f"{file} has {size} bytes, not {expected['size']}"
+        if problem := describe_wrong_size(file, size, expected["size"]):
+            return problem
     return None
+
+
+def describe_wrong_size(file: str, size: int | None, expected: int) -> str | None:
+    """What is wrong with a file of so many bytes (None: there is none); None where nothing is."""
+    if size == expected:
+        return None
+    return f"{file} is missing" if size is None else f"{file} has {size} bytes, not {expected}"
 
 
 def _find_damaged_piece(path: Path, pieces: Sequence[tuple[int, str]], pool: Executor) -> str | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import Error
-from samestep.snapshot.manifest import MANIFEST, find_damage, parse_manifest
+from samestep.snapshot.manifest import MANIFEST, describe_wrong_size, find_damage, parse_manifest
 from samestep.snapshot.store import Snapshot, Store
 from samestep.world.environment import read_host
 
@@ -157,10 +157,7 @@ class Remote:
         match = _PLACE.fullmatch(place)
         name, step = (match[1], int(match[2])) if match else (place, manifest.get("step", -1))
         for file, expected in manifest.get("files", {}).items():
-            size = sizes.get(file)
-            if size != expected["size"]:
-                has = "is missing" if size is None else f"has {size} bytes, not {expected['size']}"
-                problem = problem or f"{file} {has}"
+            problem = problem or describe_wrong_size(file, sizes.get(file), expected["size"])
         return Snapshot(Path(name or f"step-{step:08d}"), step, name, manifest, problem)
 
     def push(self, snapshot: Snapshot) -> None:

@@ -24,14 +24,15 @@ from samestep.plan.ledger import RECORD
 from samestep.snapshot.manifest import find_damage
 from samestep.snapshot.staging import locate
 from samestep.snapshot.store import Snapshot
-from samestep.train.directory import Directory
+from samestep.train.directory import RESTARTS, Directory
 from samestep.train.sharing import name_node
+from samestep.watch.records import STATUS
 from samestep.world.environment import read_host
 from samestep.world.group import Group
 
 PIECE_BYTES = 16 << 20
 RECORD_FILE, ROWS, LEDGER = "run.json", "metrics.jsonl", "ledger.bin"
-LOGS = ("restarts.jsonl", "status.json")
+HISTORY = (RESTARTS, STATUS)
 
 
 @dataclass(frozen=True)
@@ -125,8 +126,8 @@ class Copies:
         found = held[giver].found
         if found is None and (problem := next((each.problem for each in held if each.problem), "")):
             raise Error(problem)
-        often = max(range(len(held)), key=lambda place: (held[place].num_starts, LOGS[1] in held[place].sizes))
-        for name in LOGS:
+        often = max(range(len(held)), key=lambda place: (held[place].num_starts, STATUS in held[place].sizes))
+        for name in HISTORY:
             self._hand_start(directory, name, held[often].sizes.get(name, 0), often)
         if found is not None:
             self._hand_run(directory, held, giver, found)
@@ -309,10 +310,10 @@ def _look(directory: Directory, resume: str | int | None, rewinds: Sequence[int]
     sound = [each for each in directory.store.snapshots() if each.problem is None]
     orders = [f"orders/{path.name}" for path in _at(directory, "orders").glob("*.npy")]
     sizes = {}
-    for name in (RECORD_FILE, LEDGER, *LOGS, *orders):
+    for name in (RECORD_FILE, LEDGER, *HISTORY, *orders):
         with suppress(OSError):
             sizes[name] = _at(directory, name).stat().st_size
-    num_starts = _at(directory, LOGS[0]).read_bytes().count(b"\n") if LOGS[0] in sizes else 0
+    num_starts = _at(directory, RESTARTS).read_bytes().count(b"\n") if RESTARTS in sizes else 0
     return _Held(
         found,
         problem,

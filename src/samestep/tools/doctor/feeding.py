@@ -16,6 +16,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from samestep.tools.doctor.findings import FAIL, PASS, WARN, Facts, Finding
+from samestep.tools.trained import read_lines, start
 from samestep.world.environment import TRACE, Overrides, child_variables
 
 if TYPE_CHECKING:
@@ -75,15 +76,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 def _train(command: Sequence[str], variables: Mapping[str, str], home: Path) -> int | None:
     """Starts it, and ends it when there is enough to see. Returns its exit code; None: it was ended."""
-    with open(home / "output", "w") as output:
-        process = subprocess.Popen(
-            command,
-            env=dict(variables),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            process_group=0,
-        )
+    process = start(command, variables, home / "output")
     deadline_s = time.monotonic() + LIMIT_S
     try:
         while process.poll() is None and time.monotonic() < deadline_s:
@@ -103,15 +96,6 @@ def _train(command: Sequence[str], variables: Mapping[str, str], home: Path) -> 
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """What a rank has written so far; the last line may not be whole yet."""
-    lines = []
-    with suppress(OSError, ValueError):
-        for line in path.read_text().splitlines():
-            lines.append(json.loads(line))
-    return lines
 
 
 def measure_rank(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

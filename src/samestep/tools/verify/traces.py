@@ -1,12 +1,13 @@
 """What the ranks of a run wrote down, read again, and where two runs part."""
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from samestep.tools.trained import read_lines
 
 Line = dict[str, Any]
 
@@ -44,7 +45,7 @@ def read_traces(directory: Path) -> Traced | None:
     threads: set[int] = set()
     moved: dict[str, None] = {}
     for path in sorted(directory.glob("rank-*.jsonl")):
-        for line in _read_lines(path):
+        for line in read_lines(path):
             if "step" not in line:
                 settings = settings or (line if "world_size" in line else {})
                 continue
@@ -57,14 +58,6 @@ def read_traces(directory: Path) -> Traced | None:
     if not settings:
         return None
     return Traced(settings, dict(sorted(steps.items())), notes, frozenset(threads), tuple(moved))
-
-
-def _read_lines(path: Path) -> Iterator[Line]:
-    for line in path.read_text().splitlines():
-        try:
-            yield json.loads(line)
-        except ValueError:
-            return  # the rank was killed while it wrote
 
 
 @dataclass(frozen=True)

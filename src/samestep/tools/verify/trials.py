@@ -14,6 +14,7 @@ from typing import Any
 
 from samestep.plan.ledger import RECORD
 from samestep.snapshot.store import Store
+from samestep.tools.trained import start
 from samestep.tools.verify.traces import Traced, read_traces
 from samestep.world.environment import TRACE, Overrides, child_variables
 
@@ -135,15 +136,7 @@ class Trials:
         )
 
     def _start(self, command: list[str], variables: Mapping[str, str], place: Path) -> int:
-        with open(place / "output", "w") as output:
-            process = subprocess.Popen(
-                command,
-                env=dict(variables),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                process_group=0,
-            )
+        process = start(command, variables, place / "output")
         try:
             return process.wait(self.deadline_s)
         except subprocess.TimeoutExpired:
