@@ -95,12 +95,8 @@ def main() -> None:
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--length", type=int, default=10**9, help="samples of the large order")
-    parser.add_argument(
-        "--sampler-length", type=int, default=10**7, help="samples where torch's sampler is compared"
-    )
-    parser.add_argument(
-        "--num-samples", type=int, default=200_000, help="further samples timed in each epoch"
-    )
+    parser.add_argument("--sampler-length", type=int, default=10**7, help="samples where torch's sampler is compared")
+    parser.add_argument("--num-samples", type=int, default=200_000, help="further samples timed in each epoch")
     parser.add_argument("--take", type=int, default=32, help="samples per take: a micro-batch")
     parser.add_argument("--repeats", type=int, default=5, help="epochs, of which medians are shown")
     args = parser.parse_args()

@@ -16,7 +16,7 @@ from support.hosts import Host, open_hosts, why_not
 from support.strikes import Strike, format_tables, read_strikes
 
 LAUNCHERS = ("SAMESTEP_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
-GRACE_S = 5.0
+GRACE_S = 20.0
 
 strikes: list[Strike] = []  # of all tests, also of those that ran in pytest-xdist's workers
 stalls: list[Any] = []

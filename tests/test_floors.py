@@ -42,9 +42,7 @@ COLLECTIVES = re.compile(
     r"|scatter_object_list|(monitored_)?barrier|i?send|i?recv|(send|recv)_object_list|batch_isend_irecv|P2POp"
 )
 # Methods of a ProcessGroup that are called nothing else anywhere.
-GROUP_METHODS = re.compile(
-    r"_?all_?gather_\w+|_?(allgather|allreduce|alltoall|reduce_scatter)\w*|recv_anysource"
-)
+GROUP_METHODS = re.compile(r"_?all_?gather_\w+|_?(allgather|allreduce|alltoall|reduce_scatter)\w*|recv_anysource")
 
 MAX_MODULE_LINES = 450
 MAX_FUNCTION_LINES = 80
@@ -74,9 +72,7 @@ class Module:
     @property
     def name(self) -> str:
         """Such as "samestep.plan.tree"; a package's is that of its `__init__.py`."""
-        return ".".join(
-            ["samestep", *self.path.removesuffix(".py").removesuffix("__init__").split("/")]
-        ).strip(".")
+        return ".".join(["samestep", *self.path.removesuffix(".py").removesuffix("__init__").split("/")]).strip(".")
 
     @property
     def room(self) -> str:
@@ -126,9 +122,7 @@ def imports(module: Module) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
         elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "samestep":
             yield node, resolve(f"samestep.{node.attr}")
         elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
-            yield from (
-                (node, a.value) for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)
-            )
+            yield from ((node, a.value) for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
 
 
 def find_floor_faults(module: Module) -> list[str]:
@@ -202,8 +196,7 @@ def find_collective_faults(module: Module) -> list[str]:
                 if node.module == "torch" and alias.name == "distributed":
                     aliases.add(alias.asname or alias.name)
                 elif f"{node.module}.{alias.name}".startswith("torch.distributed.") and (
-                    COLLECTIVES.fullmatch(alias.name)
-                    or alias.name in ("_functional_collectives", "functional")
+                    COLLECTIVES.fullmatch(alias.name) or alias.name in ("_functional_collectives", "functional")
                 ):
                     faults.append((node, alias.name))
     for node in ast.walk(module.tree):
@@ -227,16 +220,12 @@ def find_size_faults(module: Module) -> list[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if num_lines > MAX_FUNCTION_LINES:
-                faults.append(
-                    f"{module.at(node)}: {node.name} has {num_lines} lines, more than {MAX_FUNCTION_LINES}"
-                )
+                faults.append(f"{module.at(node)}: {node.name} has {num_lines} lines, more than {MAX_FUNCTION_LINES}")
     return faults
 
 
 def find_name_faults(module: Module) -> list[str]:
-    named: list[tuple[str, str]] = [
-        (f"src/samestep/{module.path}", part) for part in module.name.split(".")[1:]
-    ]
+    named: list[tuple[str, str]] = [(f"src/samestep/{module.path}", part) for part in module.name.split(".")[1:]]
     for node in ast.walk(module.tree):
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             named.append((module.at(node), node.name))

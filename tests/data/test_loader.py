@@ -332,7 +332,7 @@ def test_no_worker_outlives_a_rank_that_is_killed(tmp_path: Path) -> None:
     process, workers = run_script(tmp_path, "pass")
     process.kill()
     process.communicate()
-    gone, alive = psutil.wait_procs(workers, timeout=2)
+    gone, alive = psutil.wait_procs(workers, timeout=30)
     assert len(gone) == 2
     assert not alive
 
@@ -344,7 +344,7 @@ def test_a_rank_that_never_closes_its_loader_ends_at_once(tmp_path: Path, ending
     process.communicate("\n", timeout=30)
     assert process.returncode == code
     assert time.monotonic() - began_s < 9  # torch's own exit hook would wait 5 s for each
-    assert not psutil.wait_procs(workers, timeout=2)[1]
+    assert not psutil.wait_procs(workers, timeout=30)[1]
 
 
 class Pair(NamedTuple):

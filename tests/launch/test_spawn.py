@@ -60,14 +60,11 @@ def test_closures_lambdas_and_keywords() -> None:
     assert samestep.spawn(lambda: os.environ["SAMESTEP_DEVICE"], device="cpu") == "cpu"
 
 
-def test_later_spawns_are_fast() -> None:
-    samestep.spawn(os.getpid)
-    times_s = []
-    for _ in range(3):
-        start_s = time.perf_counter()
-        samestep.spawn(sum_ranks, 2)
-        times_s.append(time.perf_counter() - start_s)
-    assert min(times_s) < 1.0
+def test_later_spawns_are_forked_from_the_process_of_the_first() -> None:
+    """It has imported torch, which is what takes long."""
+    first = samestep.spawn(os.getppid)
+    assert first != os.getpid()
+    assert samestep.spawn(os.getppid, 2) == first
 
 
 def test_spawns_beside_each_other() -> None:

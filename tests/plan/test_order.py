@@ -62,8 +62,7 @@ def test_values_are_the_same_for_ever() -> None:
 @pytest.mark.parametrize("length", [1000, 100_000])
 def test_seeds_and_epochs_differ(length: int) -> None:
     orders = [
-        whole(build_order(length, seed=seed, epoch=epoch))
-        for seed, epoch in itertools.product(range(3), range(3))
+        whole(build_order(length, seed=seed, epoch=epoch)) for seed, epoch in itertools.product(range(3), range(3))
     ]
     for a, b in itertools.combinations(orders, 2):
         # Two independent shuffles agree at one position on average (Poisson).
@@ -88,9 +87,7 @@ WHOLES = [whole(order) for order in ORDERS]
 def test_ranges_are_slices_of_the_whole(kind: int, data: st.DataObject) -> None:
     order, expected = ORDERS[kind], WHOLES[kind]
     start = data.draw(st.integers(0, len(order)))
-    stop = data.draw(
-        st.one_of(st.integers(start, len(order)), st.integers(start, min(start + 9, len(order))))
-    )
+    stop = data.draw(st.one_of(st.integers(start, len(order)), st.integers(start, min(start + 9, len(order)))))
     taken = order.take(start, stop)
     assert np.array_equal(taken, expected[start:stop])
     taken[:] = -1  # the caller's own: later takes do not see it

@@ -18,7 +18,7 @@ from support.waiting import wait_until
 import samestep
 
 STUCK_AFTER_S = 3  # nothing is named before a third of it
-LIMIT_S = 10.0
+LIMIT_S = 20.0
 
 WAITS = r"; rank \d waits for it in the reduction"
 # What is to be said of each, with the rank that is named.

@@ -23,7 +23,7 @@ from samestep.watch.heartbeat import Facts, Heartbeat, Pulse
 from samestep.watch.judge import WARM_UP, build_limits
 from samestep.watch.symptoms import find_fate, look
 
-DEADLINE_S = 10.0
+DEADLINE_S = 60.0
 
 
 class Box:

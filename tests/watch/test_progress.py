@@ -8,7 +8,6 @@ import struct
 import subprocess
 import sys
 import termios
-import time
 from collections.abc import Callable
 
 import pytest
@@ -236,16 +235,11 @@ def test_steps_longer_than_the_window_have_a_pace(clock: Callable[[float], None]
     assert pace.texts() == ["0.5 samples/s", "eta 3:00:00"]
 
 
-@pytest.mark.parametrize("kind", ["Lines", "Bar"])
-def test_a_step_costs_next_to_nothing(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    shown = getattr(progress, kind)()
-    shown.begin(total_steps=10**9, done_steps=0, epochs=1)
-    costs_s = []
-    for _ in range(20):
-        start_s = time.perf_counter()
-        for number in range(1, 5001):
-            shown.step(number, 32, 0)
-        costs_s.append((time.perf_counter() - start_s) / 5000)
-    shown.close()
-    capsys.readouterr()
-    assert min(costs_s) < 1e-6
+def test_most_steps_only_count(clock: Callable[[float], None]) -> None:
+    """What is drawn is built at times, whatever the number of steps."""
+    pace = Pace()
+    num_drawn = 0
+    for number in range(1, 1001):
+        num_drawn += pace.step(number, 32, 0)
+        clock(progress.DRAW_EVERY_S / 100)
+    assert num_drawn in (10, 11)
