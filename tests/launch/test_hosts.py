@@ -15,6 +15,7 @@ import pytest
 from processes import MARK, Command
 from support.hosts import open_hosts
 from support.hosts import why_not as why_no_hosts
+from support.selection import one_in
 from support.ssh import SshHosts, open_ssh_hosts, why_not
 from support.waiting import wait_until
 
@@ -85,9 +86,7 @@ def test_two_hosts_are_one_launch(command: Command, hosts: SshHosts) -> None:
     command.assert_nothing_left()
 
 
-@pytest.mark.parametrize(
-    ("signum", "code"), [pytest.param(signal.SIGINT, 130, marks=pytest.mark.soak), (signal.SIGTERM, 75)]
-)
+@pytest.mark.parametrize(("signum", "code"), one_in(2, [(signal.SIGTERM, 75), (signal.SIGINT, 130)]))
 def test_a_signal_is_passed_on(command: Command, hosts: SshHosts, signum: signal.Signals, code: int) -> None:
     """Once, to all: they end their step, save and leave."""
     command.write("stoppable.py", STOPPABLE)
@@ -100,7 +99,6 @@ def test_a_signal_is_passed_on(command: Command, hosts: SshHosts, signum: signal
     command.assert_nothing_left()
 
 
-@pytest.mark.soak
 def test_a_second_signal_kills(command: Command, hosts: SshHosts) -> None:
     command.write("stoppable.py", STOPPABLE)
     launch = command.start("launch", "--hosts", "a,b", "--nproc-per-node=1", "stoppable.py", "deaf")
@@ -112,9 +110,7 @@ def test_a_second_signal_kills(command: Command, hosts: SshHosts) -> None:
     command.assert_nothing_left()
 
 
-@pytest.mark.parametrize(
-    "victim", ["command", *(pytest.param(v, marks=pytest.mark.soak) for v in ("rank", "launcher", "watcher", "sshd"))]
-)
+@pytest.mark.parametrize("victim", one_in(5, ["command", "rank", "launcher", "watcher", "sshd"]))
 def test_nothing_is_left_of_a_launch(command: Command, hosts: SshHosts, victim: str) -> None:
     """Whatever is killed, everything ends on every host, and the command says what it was."""
     command.write("stoppable.py", STOPPABLE)
@@ -144,7 +140,6 @@ def test_nothing_is_left_of_a_launch(command: Command, hosts: SshHosts, victim: 
         assert all((command.directory / f"saved{rank}").exists() for rank in range(2)), "it could save"
 
 
-@pytest.mark.soak
 def test_the_rank_that_fails_tells_why(command: Command, hosts: SshHosts) -> None:
     command.write("stoppable.py", STOPPABLE)
     done = command.run("launch", "--hosts", "a,b", "--nproc-per-node=1", "stoppable.py", "fall")
@@ -193,7 +188,6 @@ def test_a_host_that_cannot(command: Command, hosts: SshHosts, fault: str, tmp_p
     assert not (command.directory / "started").exists()
 
 
-@pytest.mark.soak
 def test_nobody_says_anything_any_more(command: Command) -> None:
     """A connection that is lost without a word ends the launcher, too; the run can save."""
     command.write("stoppable.py", STOPPABLE)
@@ -219,9 +213,8 @@ def test_nobody_says_anything_any_more(command: Command) -> None:
     watcher.stdout.close()
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("names", [("b", "c"), ("b6", "c6")])
-def test_hosts_with_networks_of_their_own(command: Command, tmp_path: Path, names: tuple[str, str]) -> None:
+@pytest.mark.parametrize("names", one_in(2, ["b6,c6", "b,c"]))
+def test_hosts_with_networks_of_their_own(command: Command, tmp_path: Path, names: str) -> None:
     """They meet by the address that ssh has reached the first one by, IPv4 or IPv6, without a name being known to all;
     one whose plug is pulled ends, and so do the others.
     """
@@ -229,17 +222,17 @@ def test_hosts_with_networks_of_their_own(command: Command, tmp_path: Path, name
         pytest.skip(reason)
     command.write("stoppable.py", STOPPABLE)
     with open_hosts(3) as (here, *there):
-        places = dict(zip(names, there, strict=True))
-        with open_ssh_hosts(tmp_path / "ssh", names, {MARK: command.mark}, places) as hosts:
+        places = dict(zip(names.split(","), there, strict=True))
+        with open_ssh_hosts(tmp_path / "ssh", [*places], {MARK: command.mark}, places) as hosts:
             command.variables["PATH"] = f"{hosts.path}:{command.variables['PATH']}"
-            words = ["launch", "--hosts", ",".join(names), "--nproc-per-node=1", "stoppable.py"]
+            words = ["launch", "--hosts", names, "--nproc-per-node=1", "stoppable.py"]
             launch = command.start(*words, host=here)
             command.wait_for("ready0", "ready1")
             there[1].pull_the_plug()
-            done = command.finish(launch)
+            done, first = command.finish(launch), next(iter(places))
             assert done.returncode == 1, done.stderr
-            assert f"[{names[0]}] samestep: ranks 0 on node 0 (h2), 1 on node 1 (h3)\n" in done.stderr
-            assert f"[{names[0]}] samestep: error: node 1 (h3) was lost" in done.stderr
+            assert f"[{first}] samestep: ranks 0 on node 0 (h2), 1 on node 1 (h3)\n" in done.stderr
+            assert f"[{first}] samestep: error: node 1 (h3) was lost" in done.stderr
             command.assert_nothing_left(60)
 
 

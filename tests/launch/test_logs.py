@@ -7,7 +7,6 @@ import signal
 import subprocess
 from pathlib import Path
 
-import pytest
 from processes import Command
 from support.disks import open_disk
 from support.waiting import wait_until
@@ -135,7 +134,6 @@ def test_a_disk_that_is_full_ends_the_log_and_nothing_else(command: Command) -> 
         assert "the end of 2\nsamestep: rank 1 ended with exit code 3" in done.stderr, "its last words are not lost"
 
 
-@pytest.mark.soak
 def test_ranks_that_fail_in_their_own_ways(command: Command) -> None:
     """The first has the last word, in full; others have a line."""
     command.write(
@@ -151,7 +149,6 @@ def test_ranks_that_fail_in_their_own_ways(command: Command) -> None:
     assert (lines[-1], done.stderr.count("Traceback"), done.returncode) == ("ValueError: of 1", 1, 1)
 
 
-@pytest.mark.soak
 def test_a_run_without_a_directory_has_no_logs(command: Command) -> None:
     write_script(command, PRINTS)
     done = command.run("launch", "--nproc-per-node", "2", "train.py", "none")
@@ -160,7 +157,6 @@ def test_a_run_without_a_directory_has_no_logs(command: Command) -> None:
     command.assert_no_files_left()
 
 
-@pytest.mark.soak
 def test_nobody_reads_any_more(command: Command) -> None:
     """As after `| head`: no reason to lose the run, or its log."""
     write_script(command, FLOODS)
@@ -172,7 +168,6 @@ def test_nobody_reads_any_more(command: Command) -> None:
     assert "the end of 2\n" in (command.directory / "run" / "logs" / "0" / "0.log").read_text()
 
 
-@pytest.mark.soak
 def test_a_terminal_that_stands_still_holds_up_no_kill(command: Command) -> None:
     command.write("floods.py", "open('ready0', 'w').close()\nwhile True: print('x' * 1000)")
     launch = command.start("launch", "floods.py")

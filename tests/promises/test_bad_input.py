@@ -547,7 +547,6 @@ def test_the_process_itself_reads_its_lock(tmp_path: Path) -> None:
     samestep.spawn(train)
 
 
-@pytest.mark.soak
 def test_at_the_same_moment(tmp_path: Path) -> None:
     """Of some processes that start together one gets the run; the others leave it alone, also as they clean up."""
     started = [Waiting(tmp_path / "x") for _ in range(3)]

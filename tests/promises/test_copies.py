@@ -21,6 +21,7 @@ import torch
 from promises.faulty import train
 from promises.test_nodes import reserve_port
 from promises.trial import SCRIPT, Outcome, Started, read_outcome, read_tree
+from support.selection import one_in
 
 import samestep
 from samestep.errors import Error
@@ -31,10 +32,6 @@ from samestep.world.group import Group
 Undisturbed = Callable[..., Outcome]
 CLONE_NEWNS = 0x20000
 PER_NODE = ("lock", "time", "restarts.jsonl", "status.json", "manifest.json", "ranks.json")  # of times and processes
-
-
-def soak(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.soak)
 
 
 def train_on(disks: Sequence[Path], num_ranks: int, fault: Sequence[str], arguments: dict[str, Any]) -> None:
@@ -143,7 +140,7 @@ def damage(path: Path) -> None:
 # --- where the copies are ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("num_nodes", "num_ranks"), [soak(2, 1), (2, 2), soak(3, 1)])
+@pytest.mark.parametrize(("num_nodes", "num_ranks"), one_in(3, [(2, 2), (2, 1), (3, 1)]))
 def test_each_node_keeps_all(cluster: Cluster, undisturbed: Undisturbed, num_nodes: int, num_ranks: int) -> None:
     nodes = range(num_nodes)
     cluster.spawn(nodes, num_ranks)
@@ -175,7 +172,6 @@ def train_in_mounts(disks: Sequence[Path], path: Path) -> None:
     train(path / "run")
 
 
-@pytest.mark.soak
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts need root")
 def test_one_path_with_another_disk_on_each_node(cluster: Cluster, undisturbed: Undisturbed, tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
@@ -209,7 +205,7 @@ def read_starts(cluster: Cluster, node: int) -> list[tuple[int, int]]:
 KILLED = "kill all ranks at step 8 in forward"
 
 
-@pytest.mark.parametrize(("node", "with_sampler"), [(0, True), soak(1, False)])
+@pytest.mark.parametrize(("node", "with_sampler"), one_in(2, [(0, True), (1, False)]))
 def test_a_disk_is_emptied(cluster: Cluster, undisturbed: Undisturbed, node: int, with_sampler: bool) -> None:
     cluster.spawn_to_fail([0, 1], 2, KILLED, snapshot_every=3, settled=True, with_sampler=with_sampler)
     shutil.rmtree(cluster.run_dir(node))
@@ -221,7 +217,6 @@ def test_a_disk_is_emptied(cluster: Cluster, undisturbed: Undisturbed, node: int
         assert 0 <= lost <= 2
 
 
-@pytest.mark.soak
 def test_all_of_a_run_comes_back_when_it_is_over(cluster: Cluster, undisturbed: Undisturbed) -> None:
     """Nothing is left to do, and the copy is made whole all the same."""
     cluster.spawn([0, 1])
@@ -232,7 +227,7 @@ def test_all_of_a_run_comes_back_when_it_is_over(cluster: Cluster, undisturbed: 
 
 
 @pytest.mark.parametrize(
-    ("node", "file"), [(0, "tensors.safetensors"), soak(0, "manifest.json"), soak(1, "state.json")]
+    ("node", "file"), one_in(3, [(0, "tensors.safetensors"), (0, "manifest.json"), (1, "state.json")])
 )
 def test_the_newest_is_damaged_on_one_node(
     cluster: Cluster, undisturbed: Undisturbed, node: int, file: str
@@ -244,7 +239,6 @@ def test_the_newest_is_damaged_on_one_node(
     assert [read_starts(cluster, each)[0][0] for each in (0, 1)] == [6, 6]
 
 
-@pytest.mark.soak
 def test_each_node_has_another_one_damaged(cluster: Cluster, undisturbed: Undisturbed) -> None:
     """The newest on one, all others on the other: there is one sound copy of the newest. And then there is none."""
     cluster.spawn_to_fail([0, 1], 1, KILLED, snapshot_every=3, settled=True)
@@ -261,7 +255,6 @@ def test_each_node_has_another_one_damaged(cluster: Cluster, undisturbed: Undist
     assert "no snapshot in run/snapshots is sound" in str(error)
 
 
-@pytest.mark.soak
 def test_rows_are_cut_on_one_node(cluster: Cluster, undisturbed: Undisturbed) -> None:
     cluster.spawn_to_fail([0, 1], 1, KILLED, snapshot_every=3, settled=True)
     os.truncate(cluster.run_dir(0) / "metrics.jsonl", 10)
@@ -270,7 +263,6 @@ def test_rows_are_cut_on_one_node(cluster: Cluster, undisturbed: Undisturbed) ->
     assert_ended_as(cluster, [0, 1], undisturbed())
 
 
-@pytest.mark.soak
 def test_other_nodes_go_on(cluster: Cluster, undisturbed: Undisturbed) -> None:
     """One of two, then three of which one is new, then the first again with what it knew long ago."""
     cluster.spawn_to_fail([0, 1], 2, "kill all ranks at step 4 in forward", snapshot_every=2, settled=True)
@@ -284,7 +276,7 @@ def test_other_nodes_go_on(cluster: Cluster, undisturbed: Undisturbed) -> None:
 
 @pytest.mark.parametrize(
     "moment",
-    [soak("writing tensors"), "writing manifest", soak("replacing best"), soak("pruning"), soak("rewinding")],
+    one_in(5, ["writing manifest", "writing tensors", "replacing best", "pruning", "rewinding"]),
 )
 def test_a_node_dies_while_it_saves(cluster: Cluster, undisturbed: Undisturbed, moment: str) -> None:
     """The other copy may have the snapshot already, or not."""
@@ -312,8 +304,7 @@ def test_a_node_comes_back_from_a_branch_that_was_left(cluster: Cluster, undistu
     assert "step-00000010" in {path.name.rpartition("-")[0] for path in (cluster.run_dir(1) / "abandoned").iterdir()}
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("resume", [3, "best"])
+@pytest.mark.parametrize("resume", one_in(2, ["best", 3]))
 def test_an_older_one_that_only_one_node_has(cluster: Cluster, undisturbed: Undisturbed, resume: str | int) -> None:
     cluster.spawn([0, 1], 1, "stop all ranks at step 7 in update", snapshot_every=3, keep=9)
     shutil.rmtree(cluster.run_dir(0) / "snapshots" / (resume if isinstance(resume, str) else "step-00000003"))
@@ -453,7 +444,7 @@ def train_while_it_is_full(disks: Sequence[Path], node: int) -> None:
         run.log({"long": "x" * 5000})  # more than what is left of a page
 
 
-@pytest.mark.parametrize("node", [soak(0), 1])
+@pytest.mark.parametrize("node", one_in(2, [1, 0]))
 def test_a_disk_is_full_for_a_while(
     cluster: Cluster, tmp_path: Path, node: int, capfd: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
@@ -482,7 +473,6 @@ def test_a_disk_is_full_for_a_while(
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.soak
 def test_two_launchers(cluster: Cluster, undisturbed: Undisturbed) -> None:
     """All is killed, one disk is lost, and the commands are given again, in the other order."""
     with reserve_port() as port:

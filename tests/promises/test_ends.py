@@ -64,7 +64,6 @@ def test_forked_processes(tmp_path: Path, num_ranks: int) -> None:
     assert_alike(tmp_path / "x", tmp_path / "lone" / "x")
 
 
-@pytest.mark.soak
 def test_forked_from_plain_python(tmp_path: Path) -> None:
     """The child's exception is shown as Python shows it."""
     samestep.spawn(train, 1, (tmp_path / "lone" / "x",))

@@ -138,7 +138,6 @@ def test_in_a_worker(trial: Trial, undisturbed: Undisturbed, action: str) -> Non
     assert trial.outcome() == undisturbed()
 
 
-@pytest.mark.soak
 def test_frozen_and_thawed(trial: Trial, undisturbed: Undisturbed) -> None:
     """As a laptop that is closed, or a debugger: the others wait, and nothing has happened."""
     launch = trial.start("launch", 2, "freeze rank 1 at step 7 in backward")
@@ -156,7 +155,6 @@ def test_frozen_and_thawed(trial: Trial, undisturbed: Undisturbed) -> None:
 SAID = {"fill": "No space left on device", "protect": "Read-only file system", "forbid": "Permission denied"}
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize(
     ("how", "moment", "until"),
     [

@@ -16,6 +16,7 @@ import pytest
 from promises.test_restarts import flags_of, read_restarts
 from promises.trial import Outcome, Started, Trial
 from support.hosts import Host
+from support.selection import one_in
 from support.waiting import wait_until
 
 from samestep.errors import Error
@@ -69,7 +70,6 @@ def test_two_hosts(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]
     assert trial.outcome() == undisturbed()
 
 
-@pytest.mark.soak
 def test_a_host_goes_and_comes_back(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]) -> None:
     """Its launcher is killed: no orphan trains on, the other host does; when it is started again, both do."""
     faults = [HELD, "hold rank 0 at step 10 in forward"]
@@ -99,7 +99,6 @@ def test_a_host_goes_and_comes_back(trial: Trial, undisturbed: Undisturbed, all_
     assert trial.outcome() == undisturbed()
 
 
-@pytest.mark.soak
 def test_the_plug_is_pulled(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]) -> None:
     """Nobody is told, and no connection closes: the other host goes on within seconds, and the one cut off ends."""
     stays_on, _, cut_off = all_hosts
@@ -122,7 +121,6 @@ def test_the_plug_is_pulled(trial: Trial, undisturbed: Undisturbed, all_hosts: l
 # --- ends -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.soak
 def test_a_rank_dies_on_one_node(trial: Trial, undisturbed: Undisturbed, port: int) -> None:
     """All nodes start again, and all tell why."""
     fault = "kill rank 1 at step 7 in forward"
@@ -137,7 +135,6 @@ def test_a_rank_dies_on_one_node(trial: Trial, undisturbed: Undisturbed, port: i
     assert trial.outcome() == undisturbed()
 
 
-@pytest.mark.soak
 def test_no_restarts_are_left(trial: Trial, undisturbed: Undisturbed, port: int) -> None:
     """The traceback is where the rank was; the other node tells in a line who it was."""
     fault = "raise rank 1 at step 7 in forward"
@@ -154,11 +151,8 @@ def test_no_restarts_are_left(trial: Trial, undisturbed: Undisturbed, port: int)
     assert trial.outcome() == undisturbed()
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize(("signum", "codes"), [(signal.SIGTERM, [75, 75]), (signal.SIGUSR1, [75, 75])])
-def test_a_signal_to_one_launcher(
-    trial: Trial, undisturbed: Undisturbed, port: int, signum: signal.Signals, codes: list[int]
-) -> None:
+@pytest.mark.parametrize("signum", one_in(2, [signal.SIGTERM, signal.SIGUSR1]))
+def test_a_signal_to_one_launcher(trial: Trial, undisturbed: Undisturbed, port: int, signum: signal.Signals) -> None:
     """All ranks of all nodes end the same step, save once, and every launcher says: start me again."""
     nodes = [
         trial.start(
@@ -170,7 +164,7 @@ def test_a_signal_to_one_launcher(
     nodes[1].process.send_signal(signum)
     wait_until(lambda: (trial.faults / "heard-1").exists(), "rank 1 hears of it")
     trial.go_on()
-    assert finish(*nodes) == codes, "\n".join(node.output for node in nodes)
+    assert finish(*nodes) == [75, 75], "\n".join(node.output for node in nodes)
     assert "stopped by a signal after step 8, saved" in nodes[0].output
     assert json.loads((trial.dir / "status.json").read_text())["reason"] == f"stopped by {signum.name}"
     assert trial.snapshots[-1] == "step-00000008"
@@ -178,7 +172,6 @@ def test_a_signal_to_one_launcher(
     assert trial.outcome() == undisturbed()
 
 
-@pytest.mark.soak
 def test_the_place_where_they_meet_is_gone(trial: Trial, undisturbed: Undisturbed, port: int) -> None:
     endpoint = f"127.0.0.1:{port}"
     host = trial.start("launch", 1, HELD, *flags_at(endpoint, "2", "--node-rank", "0"))
@@ -204,7 +197,6 @@ def _listens(port: int) -> bool:
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.soak
 def test_nodes_that_do_not_fit_together(trial: Trial, tmp_path: Path, port: int) -> None:
     """Found before anything runs: a rank that is there twice, another script; and whoever does not come at all."""
     flags = ["--nnodes", "3", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-timeout", "10", "--node-rank"]

@@ -19,6 +19,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from promises.faulty import train
 from promises.trial import Outcome, ask
+from support.selection import one_in
 
 import samestep
 from samestep.cli import main
@@ -163,9 +164,7 @@ MOMENTS = {  # in the midst of a write: the path there, how many of them before,
 }
 
 
-@pytest.mark.parametrize(
-    "moment", ["tensors", *(pytest.param(each, marks=pytest.mark.soak) for each in MOMENTS if each != "tensors")]
-)
+@pytest.mark.parametrize("moment", one_in(len(MOMENTS), MOMENTS))
 def test_killed_in_the_midst_of_an_upload(cluster: Cluster, undisturbed: Undisturbed, moment: str) -> None:
     part, count, step = MOMENTS[moment]
     cluster.spawn_to_fail(0, 1, ("kill", part, count), settled=True)
@@ -176,7 +175,7 @@ def test_killed_in_the_midst_of_an_upload(cluster: Cluster, undisturbed: Undistu
     assert not list(cluster.store.rglob(".*")), "nothing half done"
 
 
-@pytest.mark.parametrize("file", ["tensors.safetensors", pytest.param("manifest.json", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("file", one_in(2, ["tensors.safetensors", "manifest.json"]))
 def test_a_flipped_bit(
     cluster: Cluster, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], file: str
 ) -> None:  # fmt: skip
@@ -213,14 +212,12 @@ def test_a_store_that_is_full_for_a_while(
     assert cluster.outcome() == undisturbed()
 
 
-@pytest.mark.soak
 def test_a_store_that_is_removed_under_way(cluster: Cluster, undisturbed: Undisturbed) -> None:
     """All that is needed comes there again."""
     cluster.spawn(0, 1, ("removed", "step-00000006/state.json", 0), settled=True)
     assert cluster.outcome() == undisturbed()
 
 
-@pytest.mark.soak
 def test_a_store_that_fails_in_between(
     cluster: Cluster, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
@@ -267,7 +264,6 @@ def test_other_runs_at_one_url(cluster: Cluster, undisturbed: Undisturbed) -> No
     assert len(list(cluster.machine(0).iterdir())) == 2
 
 
-@pytest.mark.soak
 def test_fresh(cluster: Cluster, undisturbed: Undisturbed) -> None:
     cluster.spawn(0, 1, num_steps=4)
     shutil.copytree(cluster.store, cluster.store.with_name("run-2"))

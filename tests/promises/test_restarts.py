@@ -99,7 +99,6 @@ def test_a_restart_goes_on_with_what_the_first_start_began(trial: Trial, undistu
     assert read_outcome(run_dir) == undisturbed(snapshot_every=3)
 
 
-@pytest.mark.soak
 def test_nobody_waits_for_a_rank_that_cannot_know(trial: Trial, undisturbed: Undisturbed) -> None:
     """Rank 0 is busy, not in an exchange, when rank 1 dies: it is told, and leaves at once, without a vote."""
     faults = ["hold rank 0 at step 7 in forward", "kill rank 1 at step 7 in reduction"]
@@ -137,7 +136,6 @@ def test_what_the_directory_knows_of_starts_by_hand(trial: Trial, undisturbed: U
     assert trial.outcome() == undisturbed(epochs=4)
 
 
-@pytest.mark.soak
 def test_nothing_outlives_a_launcher_that_is_killed_after_a_restart(trial: Trial, undisturbed: Undisturbed) -> None:
     faults = ["kill rank 1 at step 4 in forward", "hold rank 0 at step 6 in forward"]
     launch = trial.start("launch", 2, "", "--max-restarts", "5", arguments=[*flags_of(*faults), "--num-workers", "1"])
@@ -151,7 +149,6 @@ def test_nothing_outlives_a_launcher_that_is_killed_after_a_restart(trial: Trial
     assert trial.outcome() == undisturbed()
 
 
-@pytest.mark.soak
 def test_a_signal_between_two_starts(trial: Trial, undisturbed: Undisturbed) -> None:
     """It is not lost: either the ranks that have just been started hear it, or there are none any more."""
     faults = ["hold rank 0 at step 7 in forward", "kill rank 1 at step 7 in reduction"]
@@ -168,7 +165,6 @@ def test_a_signal_between_two_starts(trial: Trial, undisturbed: Undisturbed) -> 
 # --- one writer -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.soak
 def test_a_writer_who_was_cut_off_is_fenced(trial: Trial, undisturbed: Undisturbed) -> None:
     """A machine comes back that everyone took for dead, and its lock with it: the run has gone on elsewhere."""
     old = trial.start("python", 1, "hold rank 0 at step 7 in forward")

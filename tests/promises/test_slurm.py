@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from promises.test_restarts import flags_of
 from promises.trial import SCRIPT, Outcome, Started, Trial
+from support.selection import one_in
 from support.slurm import Cluster, open_cluster, why_not
 from support.waiting import wait_until
 
@@ -113,9 +114,7 @@ def test_places(jobs: Jobs) -> None:
     assert read_places(batch.read_text()) == [alone, alone]
 
 
-@pytest.mark.parametrize(
-    ("num_tasks", "shares"), [(2, "2 ranks: 2+2"), pytest.param(3, "3 ranks: 2+1+1", marks=pytest.mark.soak)]
-)
+@pytest.mark.parametrize(("num_tasks", "shares"), one_in(2, [(2, "2 ranks: 2+2"), (3, "3 ranks: 2+1+1")]))
 def test_tasks_are_ranks(jobs: Jobs, trial: Trial, undisturbed: Undisturbed, num_tasks: int, shares: str) -> None:
     """No launcher of ours; on two nodes, evenly or not."""
     said = finish(jobs.start("srun", "-N2", f"-n{num_tasks}", sys.executable, SCRIPT, trial.dir))
@@ -123,7 +122,6 @@ def test_tasks_are_ranks(jobs: Jobs, trial: Trial, undisturbed: Undisturbed, num
     assert trial.outcome() == undisturbed()
 
 
-@pytest.mark.soak
 def test_a_task_fails(jobs: Jobs, trial: Trial) -> None:
     """Its error is there to read; the others end by themselves, with a line."""
     fault = "raise rank 1 at step 7 in forward"
@@ -134,8 +132,7 @@ def test_a_task_fails(jobs: Jobs, trial: Trial) -> None:
     trial.note_strike(fault)
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("name", ["USR1", "TERM"])
+@pytest.mark.parametrize("name", one_in(2, ["TERM", "USR1"]))
 def test_tasks_are_signalled(jobs: Jobs, trial: Trial, undisturbed: Undisturbed, name: str) -> None:
     """As before a limit, with loader workers that hear it as well: all ranks save and end well, as under torchrun."""
     words = ["srun", "-N2", "-n2", "--job-name=signalled", sys.executable, SCRIPT, trial.dir]
@@ -150,7 +147,6 @@ def test_tasks_are_signalled(jobs: Jobs, trial: Trial, undisturbed: Undisturbed,
     assert trial.outcome() == undisturbed()
 
 
-@pytest.mark.soak
 def test_port_in_use(jobs: Jobs, trial: Trial) -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
@@ -184,7 +180,6 @@ def test_a_job_goes_on(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> No
     assert trial.outcome() == undisturbed()
 
 
-@pytest.mark.soak
 def test_time_limit(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> None:
     """Slurm itself signals, some time before the limit."""
     started = jobs.submit("--time", "1", "--grace-s", "45")
@@ -196,7 +191,6 @@ def test_time_limit(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> None:
     assert trial.outcome() == undisturbed()
 
 
-@pytest.mark.soak
 def test_a_node_fails(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> None:
     """The job loses what came after the newest snapshot, and waits for two nodes again."""
     started = jobs.submit("--snapshot-every", "2")
@@ -209,7 +203,6 @@ def test_a_node_fails(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> Non
     assert trial.outcome() == undisturbed()
 
 
-@pytest.mark.soak
 def test_array(jobs: Jobs, trial: Trial) -> None:
     """A run for each task. One is signalled, and it alone is queued again. The worst exit code is the job's."""
     script = trial.faults / "script.py"
@@ -254,7 +247,6 @@ sys.exit(7 if task == "3" else 0)
 """
 
 
-@pytest.mark.soak
 def test_cancelled(jobs: Jobs, trial: Trial) -> None:
     """Who interrupts the following leaves the job; scancel ends it for good, and it has saved."""
     started = jobs.submit()
@@ -273,7 +265,6 @@ def test_cancelled(jobs: Jobs, trial: Trial) -> None:
     assert jobs.cluster.show(number)["Restarts"] == "0"
 
 
-@pytest.mark.soak
 def test_followed_and_cancelled(jobs: Jobs, trial: Trial) -> None:
     started = jobs.submit()
     jobs.wait_held(started)

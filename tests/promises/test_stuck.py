@@ -66,7 +66,6 @@ def test_a_stuck_rank_is_named(
         assert re.match(WORDS[fault], status["reason"])
 
 
-@pytest.mark.soak
 def test_a_dropped_link(tmp_path: Path, note_stall: NoteStall) -> None:
     """Without a launcher, and the store in rank 0: it hears nothing of the other host, which is cut off from it."""
     reason = why_not()
@@ -105,7 +104,6 @@ def test_a_dropped_link(tmp_path: Path, note_stall: NoteStall) -> None:
     assert ended_s < 2 * LIMIT_S
 
 
-@pytest.mark.soak
 @pytest.mark.parametrize("what", ["first step", "validation", "snapshot"])
 def test_what_is_only_slow_is_left_alone(
     tmp_path: Path, what: str, capfd: pytest.CaptureFixture[str], note_stall: NoteStall

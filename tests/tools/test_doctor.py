@@ -589,7 +589,6 @@ def test_planted_faults_are_named(tmp_path: Path) -> None:
     assert len(failures) == 4
 
 
-@pytest.mark.soak
 def test_a_rank_that_hangs_in_the_group(tmp_path: Path) -> None:
     words = ["--plant", "hang-in-group", "1"]
     done = samestep_command("launch", "--nproc-per-node", "2", DOCTORED, *words, "--json", cwd=tmp_path)
@@ -600,7 +599,6 @@ def test_a_rank_that_hangs_in_the_group(tmp_path: Path) -> None:
     assert f"rank 1 ({name}) in a call that does not return" in found["found"]
 
 
-@pytest.mark.soak
 def test_under_torchrun(tmp_path: Path) -> None:
     words = [
         "-m",
@@ -620,7 +618,6 @@ def test_under_torchrun(tmp_path: Path) -> None:
     assert "--nproc-per-node was given, but the ranks are there already: leave it out under a launcher" in given.stderr
 
 
-@pytest.mark.soak
 def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
     """Nothing hangs: the others are told of it; and one that finds nobody says so itself."""
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -16,8 +16,6 @@ DOCTORED = Path(__file__).with_name("doctored.py")
 PORT = 29430
 DEADLINE_S = 120.0
 
-pytestmark = pytest.mark.soak
-
 
 def run_on(
     hosts: Sequence[Host], cwd: Path, *words: str, own: Path | None = None, env: dict[str, str] | None = None

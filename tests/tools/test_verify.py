@@ -15,7 +15,6 @@ def write(directory: Path, **faults: str) -> Path:
     return script
 
 
-@pytest.mark.soak
 def test_a_sound_script_is_the_same_everywhere_and_nothing_of_it_is_left(tmp_path: Path) -> None:
     script = write(tmp_path, in_epoch="run.state['epochs'] = run.state.get('epochs', 0) + 1")
     done = check(
@@ -56,7 +55,6 @@ def test_runs_that_are_not_the_same_end_with_1_and_are_kept_on_demand(tmp_path: 
     assert samestep_command("verify", "--keep-runs", "kept", script.name, cwd=tmp_path).returncode == 2
 
 
-@pytest.mark.soak
 def test_a_recipe_and_its_own_arguments(tmp_path: Path) -> None:
     done = samestep_command(
         "verify", "--steps", "2", "--world-sizes", "2", "--kills", "0", "mlp", "2", "1", "--batch_size", "8",

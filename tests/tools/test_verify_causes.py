@@ -19,8 +19,6 @@ from samestep.tools.verify.command import Options, run_verify
 from samestep.tools.verify.trials import Subject, Trials
 from samestep.world.environment import Overrides
 
-pytestmark = pytest.mark.soak
-
 
 def run_script(path: str) -> None:
     """On a rank: what the launcher does with a script."""
