@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.engine import routes
-from samestep.engine.buckets import ALIGN_BYTES, build_buckets
+from samestep.engine.buckets import ALIGN_BYTES, build_buckets, choose_cap_bytes
 from samestep.engine.control import Control
 from samestep.engine.reducer import Reducer
 from samestep.plan.tree import build_layout, split
@@ -174,6 +174,13 @@ def test_buckets(cap_bytes: int) -> None:
             view.add_(1)
         assert flat.max() == 1, "no two overlap"
     assert (len(buckets) == 5) == (cap_bytes == 1)
+
+
+@pytest.mark.parametrize(("num_mb", "between_hosts"), [(0.01, 1.0), (8, 1.0), (48, 3.0), (40_000, 25.0)])
+def test_how_large_buckets_grow(num_mb: float, between_hosts: float) -> None:
+    params = [nn.Parameter(torch.empty(int(num_mb * 2**18), device="meta"))]
+    assert choose_cap_bytes(params, one_host=False) == between_hosts * 2**20
+    assert choose_cap_bytes(params, one_host=True) == 25 * 2**20
 
 
 # --- what it refuses --------------------------------------------------------------------------------------------------

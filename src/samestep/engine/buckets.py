@@ -11,6 +11,8 @@ from samestep.engine import routes
 from samestep.plan.tree import Layout
 from samestep.world.neighbors import Neighbors
 
+LEAST_BYTES, MOST_BYTES = 1 << 20, 25 << 20  # of a bucket
+NUM_BUCKETS = 16  # about, between hosts
 ALIGN_BYTES = 64  # of each gradient in a bucket: kernels may pick another code path, and other bits, when less aligned
 
 
@@ -131,6 +133,16 @@ class Transit:
         """After arrival: adds up what the route itself has not."""
         if self.route == "direct":
             routes.add_parts(self.slots, self.layout)
+
+
+def choose_cap_bytes(params: Sequence[nn.Parameter], *, one_host: bool) -> int:
+    """How large a bucket may grow: measured by benchmarks/links.py, see docs/decisions/routes.md.
+
+    On one host messages cost processor time, and few are best. Over a network the bucket that is full last hides
+    behind no computation: it is to be a small share of all.
+    """
+    num_bytes = sum(param.numel() * param.element_size() for param in params)
+    return MOST_BYTES if one_host else min(MOST_BYTES, max(LEAST_BYTES, num_bytes // NUM_BUCKETS))
 
 
 def build_buckets(params: Sequence[nn.Parameter], cap_bytes: int) -> list[Bucket]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from samestep.engine import routes
-from samestep.engine.buckets import Bucket, Transit, build_buckets, dense_strides
+from samestep.engine.buckets import Bucket, Transit, build_buckets, choose_cap_bytes, dense_strides
 from samestep.engine.control import Control, ControlFormat
 from samestep.errors import Error
 from samestep.plan.tree import Layout, merges
@@ -35,7 +35,7 @@ class Reducer:
         params: (name, parameter, slot) in the models' order; the slot says whose losses the parameter answers to.
         group: the ranks.
         exact: along the canonical tree; else by the backend's all-reduce.
-        bucket_cap_bytes: how large a bucket may grow.
+        bucket_cap_bytes: how large a bucket may grow; None: as `choose_cap_bytes` has it.
         untrained: parameters that no optimizer holds; their gradients, of this rank alone, are dropped.
     """
 
@@ -45,7 +45,7 @@ class Reducer:
         group: Group,
         *,
         exact: bool,
-        bucket_cap_bytes: int,
+        bucket_cap_bytes: int | None,
         num_slots: int,
         num_values: int,
         untrained: Sequence[nn.Parameter] = (),
@@ -57,6 +57,9 @@ class Reducer:
         self._group, self._exact = group, exact
         self._num_slots, self._num_values = num_slots, num_values
         self._strides = [dense_strides(param) for param in self.params]
+        if bucket_cap_bytes is None:
+            one_host = group.world_size == 1 or group.neighbors is not None
+            bucket_cap_bytes = choose_cap_bytes(self.params, one_host=one_host)
         self._buckets = build_buckets(self.params, bucket_cap_bytes)
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
         self._fired = bytearray(len(self.params))

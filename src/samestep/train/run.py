@@ -57,7 +57,7 @@ class Run:
         config: recorded; a change at a restart is warned about.
         device: "cpu" or "cuda"; None: CUDA when there is one.
         deterministic: lets torch choose deterministic kernels only; without, a GPU may give other bits each time.
-        bucket_cap_mb: how many MiB of gradients travel together.
+        bucket_cap_mb: MiB of gradients that travel together; default: 25 on one host, else a 16th of all, 1 to 25.
         shard: for models that do not fit one device; not built yet.
 
     A launcher's options (`samestep launch --batch-size ...`, SAMESTEP_BATCH_SIZE) go before these.
@@ -93,7 +93,7 @@ class Run:
         config: Mapping[str, Any] | None = None,
         device: str | None = None,
         deterministic: bool = True,
-        bucket_cap_mb: float = 25.0,
+        bucket_cap_mb: float | None = None,
         shard: None = None,
     ) -> None:
         report_errors(read_rank())

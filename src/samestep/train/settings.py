@@ -37,7 +37,7 @@ class Settings:
     compare_every: int
     max_steps: int | None
     deterministic: bool
-    bucket_cap_bytes: int
+    bucket_cap_bytes: int | None
 
     def numbers(self) -> dict[str, Any]:
         """The part of them that is the run's identity: with other ones, it is another run."""
@@ -79,13 +79,13 @@ def build_settings(overrides: Overrides, world_size: int, **arguments: Any) -> S
     if arguments["reduction"] not in ("exact", "fast"):
         raise Error(f"reduction must be exact or fast, not {arguments['reduction']!r}")
     bucket_cap_mb = arguments.pop("bucket_cap_mb")
-    if not 0 < bucket_cap_mb < math.inf:
+    if bucket_cap_mb is not None and not 0 < bucket_cap_mb < math.inf:
         raise Error(f"bucket_cap_mb must be above 0, not {bucket_cap_mb!r}")
     arguments["snapshot_every"] = parse_every(arguments["snapshot_every"])
     arguments["resume"] = _parse_resume(arguments["resume"])
     return Settings(
         run_dir=_parse_run_dir(run_dir),
-        bucket_cap_bytes=int(bucket_cap_mb * 2**20),
+        bucket_cap_bytes=None if bucket_cap_mb is None else int(bucket_cap_mb * 2**20),
         **arguments,
     )
 
@@ -109,7 +109,7 @@ def check_count(what: str, count: Any) -> None:
 
 
 def _check_kinds(arguments: Mapping[str, Any]) -> None:
-    kinds = (("precision", str, "a name"), ("bucket_cap_mb", int | float, "a number"),
+    kinds = (("precision", str, "a name"), ("bucket_cap_mb", int | float | None, "a number"),
              ("deterministic", bool, "True or False"), ("fresh", bool, "True or False"))  # fmt: skip
     for name, kind, words in kinds:
         if not isinstance(arguments[name], kind):
