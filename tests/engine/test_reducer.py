@@ -135,6 +135,20 @@ def test_a_second_pass_leaves_the_first_ones_gradients() -> None:
         assert samestep.spawn(reduce_two_passes, num_ranks) == (first, second)
 
 
+def reduce_again_and_again() -> tuple[bool, int]:
+    ranks, places, clone = Ranks(cap_bytes=1 << 20), [], Tensor.clone
+    clones = []
+    Tensor.clone = lambda self, **how: clones.append(self) or clone(self, **how)  # type: ignore[assignment, method-assign]
+    for _ in range(3):
+        ranks.run(4)
+        places.append([param.grad.data_ptr() for param in ranks.params if param.grad is not None])
+    return places[0] == places[1] == places[2], len(clones)
+
+
+def test_a_pass_takes_no_memory_that_the_one_before_has_not() -> None:
+    assert samestep.spawn(reduce_again_and_again, 2) == (True, 0)
+
+
 def reduce_fast(n: int) -> list[list[float] | None]:
     ranks = Ranks(exact=False)
     ranks.run(n, use_some)

@@ -72,7 +72,7 @@ class Transit:
         part_bytes = n * bucket.params[0].element_size()
         new = {"dtype": bucket.dtype, "device": bucket.device}
         self.route = routes.choose_route(layout, part_bytes) if exact and world_size > 1 else "all-reduce"
-        self.control: Tensor | None = None
+        self.blocks: list[memoryview] = []  # of the ranks' controls, where they ride here
         self._neighbors: Neighbors | None = None
         self._receives: Sequence[routes.Work] | None = None
         if self.route == "direct":
@@ -89,7 +89,7 @@ class Transit:
             self.parts = slots[rank * num_parts : (rank + 1) * num_parts]
             self.root = slots[layout.root]
             if control_bytes:
-                self.control = self.rows[:, num_parts * part_bytes :]
+                self.blocks = [memoryview(row.numpy()) for row in self.rows[:, num_parts * part_bytes :]]
         elif self.route == "chunks":
             padded = -(-n // (world_size * ALIGN_BYTES)) * world_size * ALIGN_BYTES
             self.whole = torch.zeros(num_parts, padded, **new)  # type: ignore[call-overload]
@@ -103,7 +103,7 @@ class Transit:
         self.part_views = list(zip(*(bucket.views(part) for part in self.parts), strict=True))
         self.grads = bucket.views(self.root)
         self._storage = self.root.untyped_storage()._cdata
-        self._num_references = self._count_references()
+        self._num_references = self._count_references()  # all of ours; what holds more is the script's
 
     def _count_references(self) -> tuple[int, int]:
         return sum(map(getrefcount, self.grads)), torch._C._storage_Use_Count(self._storage)
@@ -121,7 +121,8 @@ class Transit:
     def start(self, tag: int) -> routes.Flight:
         """Sends this rank's parts on their way."""
         if self.route == "direct":
-            direct = routes.run_direct(self.rows, self.rank, tag, receives=self._receives, neighbors=self._neighbors)
+            receives, self._receives = self._receives, None
+            direct = routes.run_direct(self.rows, self.rank, tag, receives=receives, neighbors=self._neighbors)
             return routes.Flight(direct)
         if self.route == "butterfly":
             return routes.Flight(routes.run_butterfly(self.root, self.spare, self.rank, self.layout.world_size, tag))

@@ -142,6 +142,7 @@ class Reducer:
         for i, grad, version in self._grads:
             if self.params[i].grad is not grad or grad._version != version:
                 self._refuse_change(i)
+        self._grads.clear()  # views of buckets, which nobody else is to hold when the next pass begins
         fired = int.from_bytes(self._fired)
         self._used |= fired * USED | (fired ^ self._all_fired) * MISSED
         if self._v == self._range.stop - 1:
@@ -220,14 +221,15 @@ class Reducer:
             grad = param.grad
             if grad is None or grad.layout is not torch.strided:
                 raise Error(f"{self.names[i]} has a sparse gradient: build its layer with sparse=False")
-            if (place := grad.data_ptr()) in self._places:  # autograd's one tensor for two parameters
-                param.grad = grad = grad.clone()
-            self._places.add(place)
             self._fired[i] = 1
             if self._last:
                 # Now, while it is in the cache; its own memory serves the next gradient. `.data`, since views of one
                 # bucket would share a version.
                 param.grad = grad = self._pack(i, grad).data
+            elif (place := grad.data_ptr()) in self._places:  # autograd's one tensor for two parameters
+                param.grad = grad = grad.clone()
+            else:
+                self._places.add(place)
             self._grads.append((i, grad, grad._version))
             if self._last:
                 bucket = self._bucket_of[i]
@@ -340,9 +342,10 @@ class Reducer:
             )
             for bucket in self._buckets
         ]
-        rows, own_rows = transits[-1].control, None
-        if rows is None:
-            rows = own_rows = torch.zeros(layout.world_size, form.size_bytes, dtype=torch.uint8)
+        blocks, own_rows = transits[-1].blocks, None
+        if not blocks:
+            own_rows = torch.zeros(layout.world_size, form.size_bytes, dtype=torch.uint8)
+            blocks = [memoryview(row.numpy()) for row in own_rows]
         self._transits[layout] = transits
         views = {
             i: pieces
@@ -350,7 +353,7 @@ class Reducer:
             for i, pieces in zip(bucket.indices, transit.part_views, strict=True)
         }
         self._views_of[layout] = [views[i] for i in range(len(self.params))]
-        self._controls[layout] = (form, own_rows, [memoryview(row.numpy()) for row in rows])
+        self._controls[layout] = (form, own_rows, blocks)
 
 
 @lru_cache(maxsize=32)
