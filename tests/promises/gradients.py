@@ -405,6 +405,27 @@ def two_views_of_one_gradient() -> Result:
 
 
 @case
+def overlapping_views_of_one_gradient() -> Result:
+    """As above, where one of them begins in the middle of the other."""
+    run = build_run()
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.randn(6, 4)), nn.Parameter(torch.randn(14))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ (self.a.view(24) + torch.cat([torch.zeros(10), self.b])).view(6, 4)
+
+    model = Sum()
+
+    def look(step: Any) -> None:
+        assert torch.equal(model.b.grad, model.a.grad.view(24)[10:])
+
+    return train_classes(run, model, torch.optim.SGD(model.parameters(), 0.1), after=look)
+
+
+@case
 def gradients_kept_for_the_next_step() -> Result:
     """With more than one rank, the next step writes its gradient into the same memory."""
     run = build_run()

@@ -226,8 +226,8 @@ class Reducer:
                 # Now, while it is in the cache; its own memory serves the next gradient. `.data`, since views of one
                 # bucket would share a version.
                 param.grad = grad = self._pack(i, grad).data
-            elif (place := grad.data_ptr()) in self._places:  # autograd's one tensor for two parameters
-                param.grad = grad = grad.clone()
+            elif (place := grad.untyped_storage()._cdata) in self._places:
+                param.grad = grad = grad.clone()  # autograd's one tensor for two parameters, or views that may overlap
             else:
                 self._places.add(place)
             self._grads.append((i, grad, grad._version))
