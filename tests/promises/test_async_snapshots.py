@@ -1,5 +1,6 @@
 """Snapshots are written beside the steps that follow: never torn, never lost in silence, at most one at a time."""
 
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from promises.trial import Outcome, Trial, resume_is_from
+from support.runs import run_command
 from torch import Tensor, nn
 
 import samestep
@@ -131,6 +133,32 @@ def test_an_exception_does_not_cost_the_snapshot_under_way(
     assert "step-00000006" in trial.snapshots
     trial.spawn(2, fault, snapshot_every=2)
     assert trial.outcome() == undisturbed()
+
+
+@pytest.mark.parametrize("how", ["launch", "python"])
+def test_an_exception_does_not_make_a_poisoned_one(tmp_path: Path, how: str) -> None:
+    """The script itself sees that its loss is no number, and ends before the step's ranks have looked at the copy."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, samestep, torch\n"
+        "run = samestep.Run(sys.argv[1], batch_size=4, snapshot_every=1, device='cpu')\n"
+        "model = torch.nn.Linear(512, 512)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "run.prepare(model=model, optimizer=optimizer)\n"
+        "for step in run.steps(torch.randn(8, 512), 4):\n"
+        "    for x in step:\n"
+        "        loss = model(x).square().mean()\n"
+        "        if not loss.isfinite():\n"
+        "            raise RuntimeError('diverged')\n"
+        "        step.backward(loss)\n"
+        "    if step.number == 1:\n"
+        "        model.weight.grad[3, 3] = float('inf')\n"
+        "    optimizer.step()\n"
+    )
+    start = [sys.executable, *(["-m", "samestep", "launch"] if how == "launch" else [])]
+    done = run_command(*start, script, tmp_path / "run", cwd=tmp_path)
+    assert "diverged" in done.stderr
+    assert [(snapshot.step, snapshot.problem) for snapshot in Store(tmp_path / "run").snapshots()] == [(1, None)]
 
 
 # --- what goes wrong in the background --------------------------------------------------------------------------------

@@ -22,16 +22,19 @@ class Saving:
         copy: begun between two steps.
         write: writes what was copied. It is to call its argument, which raises `Refused`, before what it has written
             becomes a snapshot.
+        is_sound: asked of the joined copy where the updates' thread has ended, or ends, without a decision.
 
     Attributes:
         copy: as given.
         failure: why there is no snapshot; None while it is on its way, and when it is there.
     """
 
-    def __init__(self, copy: Copy, write: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(
+        self, copy: Copy, write: Callable[[Callable[[], None]], None], is_sound: Callable[[], bool] = lambda: True
+    ) -> None:
         self.copy = copy
         self.failure: Exception | None = None
-        self._write = write
+        self._write, self._is_sound = write, is_sound
         self._is_refused = False
         self._decided = threading.Event()
         self._thread = threading.Thread(target=self._run, name="samestep snapshot")
@@ -55,9 +58,12 @@ class Saving:
     def settle(self) -> None:
         """Waits until the snapshot is there, or has failed."""
         if not self.is_decided:
-            self.copy.join()
-            self.decide(not self.copy.torn)
+            self._decide_alone()
         self._thread.join()
+
+    def _decide_alone(self) -> None:
+        self.copy.join()
+        self.decide(not self.copy.torn and self._is_sound())
 
     def _run(self) -> None:
         try:
@@ -70,8 +76,7 @@ class Saving:
     def _confirm(self) -> None:
         while not self._decided.wait(_POLL_S):
             if not threading.main_thread().is_alive():  # it makes no further update
-                self.copy.join()
-                self.decide(not self.copy.torn)
+                self._decide_alone()
         if self._is_refused:
             raise Refused
 

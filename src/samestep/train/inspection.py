@@ -37,7 +37,7 @@ class Inspection:
             place: where in memory the tensor itself begins.
         """
         label, name = self._labels.get(place), self._names.get(place)
-        if label is not None and tensor.is_floating_point() and not is_finite(tensor):
+        if label is not None and (tensor.is_floating_point() or tensor.is_complex()) and not is_finite(tensor):
             self._poisoned.add(label)
         if name is not None:
             self._checksums[name] = self._checksums.get(name, 0) + int(checksum(tensor))
@@ -48,14 +48,18 @@ class Inspection:
         for place, tensor in self.tensors.items():
             self.look(place, tensor)
 
+    def is_sound(self) -> bool:
+        """Once all tensors were looked at: whether they are finite. Of this rank alone."""
+        return not self._poisoned
+
     def conclude(self) -> None:
         """Once all tensors were looked at. On all ranks.
 
         Raises:
             Error: one of them is not finite, or not the same on all ranks.
         """
-        poisoned = next((label for label in self._labels.values() if label in self._poisoned), None)
-        if poisoned is not None:
+        if not self.is_sound():
+            poisoned = next(label for label in self._labels.values() if label in self._poisoned)
             raise Error(
                 f"{poisoned} is not finite after step {self._step}: no snapshot is made of it, the last sound one "
                 "stays; look at the learning rate, clipping and precision"

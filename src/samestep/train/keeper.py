@@ -345,7 +345,7 @@ class Keeper:
                 raise refusal
             self._write(order, targets, confirm)
 
-        self._pending = _Pending(order, inspection, Saving(copy, write))
+        self._pending = _Pending(order, inspection, Saving(copy, write, inspection.is_sound))
 
     def _take_memory(self, order: Order) -> tuple[dict[str, Tensor], Exception | None]:
         """To copy to; none, and why, where the machine has not got it: the run goes on without this snapshot."""
