@@ -28,6 +28,7 @@ def test_round_trip(
         fingerprints=data.draw(st.lists(st.integers(0, 2**64 - 1), min_size=held, max_size=held)),
         used=bytes(data.draw(st.lists(st.integers(0, 1), min_size=num_params, max_size=num_params))),
         snapshot=data.draw(st.booleans()),
+        copying=data.draw(st.booleans()),
         parts=np.arange(layout.max_parts * num_values, dtype=float).reshape(layout.max_parts, num_values),
     )
     assert form.size_bytes % 64 == 0

@@ -1,5 +1,6 @@
 """Whatever kills a run, whenever: the same command goes on, at any number of ranks, to the very same end."""
 
+import json
 import os
 import random
 import shutil
@@ -334,6 +335,66 @@ def test_more_epochs(trial: Trial, undisturbed: Undisturbed) -> None:
     trial.spawn(1, epochs=2, snapshot_every="2epochs")
     trial.spawn(2)
     assert trial.outcome() == undisturbed()
+
+
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_a_schedule_of_another_length(tmp_path: Path, capfd: pytest.CaptureFixture[str], is_nested: bool) -> None:
+    """What was restored goes on as it was, which is said, also of a schedule within another."""
+
+    def train(num_epochs: int) -> None:
+        import torch
+        from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+
+        run = samestep.Run(tmp_path / "run", batch_size=4)
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        schedule = CosineAnnealingLR(optimizer, 3 * num_epochs)
+        if is_nested:
+            schedule = SequentialLR(optimizer, [LinearLR(optimizer, 0.1, total_iters=2), schedule], [2])
+        run.prepare(model=model, optimizer=optimizer, schedule=schedule)
+        for epoch in run.epochs(torch.randn(12, 1), num_epochs):
+            for step in epoch:
+                for x in step:
+                    step.backward(model(x).mean())
+                optimizer.step()
+                schedule.step()
+
+    samestep.spawn(train, 1, (2,))
+    samestep.spawn(train, 1, (2,))
+    assert "was restored" not in capfd.readouterr().out
+    samestep.spawn(train, 1, (4,))
+    assert "schedule was restored and goes on with T_max 6, which is not what the" in capfd.readouterr().out
+
+
+def test_what_follows_the_loop(tmp_path: Path) -> None:
+    """Killed there, the same command finds nothing left to train, and what it draws and scores is the same."""
+
+    def train(directory: Path, is_killed: bool) -> None:
+        import torch
+
+        def score(x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"noise": torch.rand(())}
+
+        run = samestep.Run(directory, batch_size=4)
+        model = torch.nn.Linear(1, 1)
+        run.prepare(model=model)
+        for epoch in run.epochs(torch.randn(4, 1), 2):
+            for step in epoch:
+                for x in step:
+                    step.backward(model(x).mean())
+            run.log(run.evaluate(score, torch.randn(8, 1)))
+        if is_killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        run.log({"drawn": torch.rand(()).item()} | run.evaluate(score, torch.randn(8, 1)))
+
+    samestep.spawn(train, 1, (tmp_path / "whole", False))
+    with pytest.raises(RuntimeError, match="SIGKILL"):
+        samestep.spawn(train, 1, (tmp_path / "killed", True))
+    samestep.spawn(train, 2, (tmp_path / "killed", False))
+    whole = (tmp_path / "whole" / "metrics.jsonl").read_text()
+    assert (tmp_path / "killed" / "metrics.jsonl").read_text() == whole
+    noises = [json.loads(row)["noise"] for row in whole.splitlines() if "noise" in row]
+    assert len({*noises}) == 3, "each evaluation draws other noise"
 
 
 def test_nothing_left_to_do(trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str]) -> None:

@@ -184,6 +184,17 @@ def _(run_dir: RunDir) -> None:
     loop(*build(run_dir), lambda step, model, x, y: step.backward(model(x).mean(), model=nn.Linear(1, 1)))
 
 
+@mistake(
+    "a model that no optimizer has", r"step\.backward\(model=\.\.\.\) in step 0 got a model without a parameter to tr"
+)
+def _(run_dir: RunDir) -> None:
+    run = samestep.Run(run_dir, batch_size=BATCH_SIZE, micro_batch_size=MICRO_BATCH_SIZE, device="cpu")
+    model, critic = nn.Linear(4, 4), nn.Linear(4, 1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    run.prepare(model=model, critic=critic, optimizer=optimizer)
+    loop(run, model, optimizer, lambda step, model, x, y: step.backward(critic(model(x)).mean(), model=critic))
+
+
 @mistake("step.loss read too early", r"step\.loss of step 0 was read inside the micro-batch loop: read it after")
 def _(run_dir: RunDir) -> None:
     def body(step: Any, model: nn.Module, x: Tensor, y: Tensor) -> None:
@@ -918,6 +929,25 @@ def _(run_dir: RunDir) -> None:
             optimizer.step()
         if run.rank == 0:
             run.stop("bored")
+
+
+for is_evaluated in (False, True):
+
+    @on_ranks(
+        f"run.snapshot on one{', then evaluate' if is_evaluated else ''}",
+        r"rank 0 takes a snapshot of step 4, and rank 1 does not: call run\.snapshot on every rank",
+    )
+    def _(run_dir: RunDir, is_evaluated: bool = is_evaluated) -> None:
+        run, model, optimizer = build(run_dir, snapshot_every=8)
+        for epoch in run.epochs(Pairs(), 2):
+            if is_evaluated:
+                run.evaluate(lambda batch: {"a": 1.0}, Pairs(5))
+            for step in epoch:
+                for x, y in step:
+                    learn(step, model, x, y)
+                optimizer.step()
+            if run.rank == 0:
+                run.snapshot("best")
 
 
 @on_ranks("a result of run.once that does not travel", r"rank 0 cannot send a generator to the other ranks", at="start")

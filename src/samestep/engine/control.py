@@ -27,6 +27,7 @@ class Control:
         used: per parameter, a byte: whether micro-batches used it, and whether others did not.
         parts: of the BatchNorm statistics [max_parts, num_values].
         snapshot: by this rank's clock, one is due.
+        copying: a snapshot is being copied here.
     """
 
     stop: int
@@ -38,6 +39,7 @@ class Control:
     used: bytes
     parts: NDArray[np.float64]
     snapshot: bool = False
+    copying: bool = False
 
 
 class ControlFormat:
@@ -53,7 +55,7 @@ class ControlFormat:
         most = max(len(held) for held in layout.ranges)
         self._padding = [0] * most
         numbers = most * num_slots
-        self._struct = Struct(f"<q???{5}x{numbers}d{numbers}d{most}Q")
+        self._struct = Struct(f"<q????{4}x{numbers}d{numbers}d{most}Q")
         self._bounds = [numbers, 2 * numbers]
         self._used_at = self._struct.size
         self._parts_at = -(-(self._used_at + num_params) // 8) * 8
@@ -67,7 +69,7 @@ class ControlFormat:
         losses = [loss for row in control.losses for loss in row]
         weights = [weight for row in control.weights for weight in row]
         self._struct.pack_into(
-            block, 0, control.stop, control.buffers_changed, control.logged, control.snapshot,
+            block, 0, control.stop, control.buffers_changed, control.logged, control.snapshot, control.copying,
             *losses, *rest, *weights, *rest, *control.fingerprints, *self._padding[:missing],
         )  # fmt: skip
         block[self._used_at : self._used_at + self._num_params] = control.used
@@ -76,7 +78,7 @@ class ControlFormat:
 
     def unpack_from(self, block: memoryview, num_micro_batches: int) -> Control:
         """Reads the control block of a rank that has `num_micro_batches`."""
-        stop, buffers_changed, logged, snapshot, *numbers = self._struct.unpack_from(block, 0)
+        stop, buffers_changed, logged, snapshot, copying, *numbers = self._struct.unpack_from(block, 0)
         first, second = self._bounds
         used = block[self._used_at : self._used_at + self._num_params].tobytes()
         return Control(
@@ -89,6 +91,7 @@ class ControlFormat:
             used,
             self._view_parts(block),
             snapshot,
+            copying,
         )
 
     def _rows(self, numbers: Sequence[float], num_rows: int) -> list[list[float]]:

@@ -70,11 +70,13 @@ def run_evaluate(
         for part in modules:
             part.training = True
     run._pulse.enter("reducing", run.steps_done)
-    gathered = run._group.gather((settled, run._signals.heard if run._signals is not None else 0))
+    heard = run._signals.heard if run._signals is not None else 0
+    gathered = run._group.gather((settled, heard, run._keeper.is_copying))
     if run._loop is not None:  # validations can be long: what was heard meanwhile is not left to the next step
-        run._loop.take_votes([heard for _, heard in gathered])
+        run._loop.check_copying([told[2] for told in gathered])
+        run._loop.take_votes([told[1] for told in gathered])
     run._pulse.enter("script", run.steps_done)
-    return _merge([row for rows_of_rank, _ in gathered for row in rows_of_rank])
+    return _merge([row for told in gathered for row in told[0]])
 
 
 def _read(scores: Mapping[str, Any], num_samples: int) -> Row:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from samestep.train.run import Run
 
 ENDLESS = 2**63
+AFTER_LOOP = 2**31  # evaluations there are counted from here on: they draw other noise than those in the loop
 
 
 class Loop:
@@ -159,6 +160,14 @@ class Loop:
         seed_all(derive(self._run.seed, purpose, step=number))
         self._run._num_evaluations = 0
 
+    def check_copying(self, copying: list[bool]) -> None:
+        """Raises Error where some ranks alone have a snapshot on its way: what all look at together would not match."""
+        if True in copying and False in copying:
+            raise Error(
+                f"rank {copying.index(True)} takes a snapshot of step {self.steps_done}, and rank "
+                f"{copying.index(False)} does not: call run.snapshot on every rank; one of them writes it"
+            )
+
     def take_votes(self, votes: list[int], wants_snapshot: bool = False) -> None:
         """Any rank's signal ends the run on all ranks, at the end of this step or epoch's body; a clock's snapshot
         is due there.
@@ -297,6 +306,9 @@ class Loop:
             self._run._say(f"stopped at step {self.steps_done}: {self._run._stop_reason}")
         self._end("stopped" if self._run._stop_reason else "done", self._run._stop_reason)
         self._tell_launcher(FINISHED)
+        # What follows the loop draws the same where a later start has found nothing left to do.
+        self._begin_body("after", self.steps_done)
+        self._run._num_evaluations = AFTER_LOOP
 
     def _end(self, status: str, reason: str) -> None:
         self._is_ended = True

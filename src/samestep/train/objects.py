@@ -158,7 +158,13 @@ def load(objects: Objects, saved: Mapping[str, Any], warn: Callable[[str], None]
 
 
 def _warn_of_lengths(name: str, new: Mapping[str, Any], old: Mapping[str, Any], warn: Callable[[str], None]) -> None:
-    changed = [f"{key} {old[key]}" for key in SCHEDULE_LENGTHS if key in old and key in new and old[key] != new[key]]
+    states = [(new, old), *zip(new.get("_schedulers", ()), old.get("_schedulers", ()), strict=False)]
+    changed = [
+        f"{key} {was[key]}"
+        for now, was in states
+        for key in SCHEDULE_LENGTHS
+        if key in was and key in now and was[key] != now[key]
+    ]
     if changed:
         warn(f"{name} was restored and goes on with {', '.join(changed)}, which is not what the script says now")
 

@@ -190,8 +190,14 @@ class Step:
         losses[slot] = (loss.detach(), weight)
         if isinstance(weight, Tensor) or weight:
             factor = weight / run.micro_batch_size * self._scale
+            inputs = () if model is None else run._params_of(slot)
+            if model is not None and not inputs:  # which autograd would take for all that there are
+                raise Error(
+                    f"step.backward(model=...) in step {self.number} got a model without a parameter to train: pass "
+                    "its optimizer to run.prepare, and let its parameters require gradients"
+                )
             run._pulse.enter("backward", self.number)
-            run._reducer.backward(loss, factor, () if model is None else run._params_of(slot))
+            run._reducer.backward(loss, factor, inputs)
             run._pulse.enter("forward", self.number)
 
     def log(self, **values: float | Tensor) -> None:
@@ -213,6 +219,8 @@ class Step:
         for name, value in values.items():
             if not (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)):
                 raise Error(f"step.log needs a number as {name}, not {_describe(value)}: take its mean")
+            if isinstance(value, Tensor):
+                value = value.detach()
             if self.open:
                 self._logged.append((self._k, name, value))
             else:
@@ -234,6 +242,7 @@ class Step:
             buffers_changed=run._buffers.changed,
             logged=bool(self._logged),
             snapshot=run._keeper.is_time(),
+            copying=run._keeper.is_copying,
             losses=[[0.0] * num_slots for _ in self._losses],
             weights=[[NOT_CALLED] * num_slots for _ in self._losses],
             fingerprints=[loaded.fingerprint for loaded in self._cache],
@@ -251,6 +260,7 @@ class Step:
         except RuntimeError as error:
             self._loop.explain_loss(error)
             raise
+        self._loop.check_copying([told.copying for told in controls])
         self._loop.take_votes([told.stop for told in controls], any(told.snapshot for told in controls))
         reducer.assign(self._average(controls))
         if self._loss is not None and not self.num_passes and all(param.grad is None for param in reducer.params):
