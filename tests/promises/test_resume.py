@@ -366,6 +366,37 @@ def test_a_schedule_of_another_length(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert "schedule was restored and goes on with T_max 6, which is not what the" in capfd.readouterr().out
 
 
+def test_an_optimizer_of_ones_own(tmp_path: Path) -> None:
+    """With settings of its own alone, and none of those that torch's optimizers share."""
+
+    def train(num_steps: int) -> list[float]:
+        import torch
+
+        class Mine(torch.optim.Optimizer):
+            def __init__(self, params: object) -> None:
+                super().__init__(params, {"lr": 0.1})
+
+            @torch.no_grad()
+            def step(self) -> None:
+                for param in self.param_groups[0]["params"]:
+                    state = self.state[param]
+                    state["sum"] = state.get("sum", 0) + param.grad
+                    param -= self.param_groups[0]["lr"] * state["sum"]
+
+        run = samestep.Run(tmp_path / f"run-{num_steps < 0}", batch_size=4)
+        model = torch.nn.Linear(1, 1)
+        optimizer = Mine(model.parameters())
+        run.prepare(model=model, optimizer=optimizer)
+        for step in run.steps(torch.randn(8, 1), abs(num_steps)):
+            for x in step:
+                step.backward(model(x).square().mean())
+            optimizer.step()
+        return [param.item() for param in model.parameters()]
+
+    samestep.spawn(train, 1, (3,))
+    assert samestep.spawn(train, 1, (6,)) == samestep.spawn(train, 1, (-6,))
+
+
 def test_what_follows_the_loop(tmp_path: Path) -> None:
     """Killed there, the same command finds nothing left to train, and what it draws and scores is the same."""
 

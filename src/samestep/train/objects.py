@@ -143,13 +143,15 @@ def load(objects: Objects, saved: Mapping[str, Any], warn: Callable[[str], None]
     for name, thing in objects.items():
         if isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
             _warn_of_lengths(name, thing.state_dict(), saved[name], warn)
+        # Before: torch adds to an optimizer's own as it loads.
+        defaults = {*thing.defaults} if isinstance(thing, torch.optim.Optimizer) else set()
         try:
             unwrap(thing).load_state_dict(saved[name])
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             raise Error(f"{name} does not take its state from the snapshot: {str(error).splitlines()[0]}") from error
         if isinstance(thing, torch.optim.Optimizer):
             # What torch has taken from another kind of optimizer without a word, and would miss in the next update.
-            missing = sorted(thing.defaults.keys() - thing.param_groups[0].keys())
+            missing = sorted(defaults - thing.param_groups[0].keys())
             if missing:
                 raise Error(
                     f"{name} is a {type(thing).__name__}, but its state in the snapshot has no {missing[0]}: keep the "
