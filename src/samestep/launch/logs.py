@@ -261,7 +261,7 @@ class Recorder:
         self._logs = {rank: Log(rank, os.path.join(directory, f"rank{rank}.log"), rank in shown) for rank in ranks}
         self._open = list(streams)
         self._received = {control.fileno(): b"", told: b""}
-        self._has_warned = False
+        self._cut: list[int] = []  # the ranks whose logs end early
         self._selector = selectors.DefaultSelector()
         for stream in streams:
             self._selector.register(stream.outer, selectors.EVENT_READ, stream)
@@ -280,6 +280,9 @@ class Recorder:
                 is_needed = self._take_ends()
         for rank in self._logs:
             self._drain(rank)
+        if len(self._cut) > 1:
+            others = ", ".join(map(str, sorted(self._cut[1:])))
+            self._say(f"the logs of {len(self._cut) - 1} other ranks of this start end early as well: {others}")
         os._exit(0)
 
     def _take(self, file: int) -> list[dict[str, Any]] | None:
@@ -296,7 +299,7 @@ class Recorder:
         if messages is None:
             self._selector.unregister(self._told)
         for message in messages or []:
-            self._warn(self._logs[message["rank"]].move(message["path"]))
+            self._warn(message["rank"], self._logs[message["rank"]].move(message["path"]))
 
     def _take_ends(self) -> bool:
         messages = self._take(self._control.fileno())
@@ -340,12 +343,12 @@ class Recorder:
             if len(held) > HELD_BYTES:
                 data, self._held[stream.outer] = data + held, b""
         if data:
-            self._warn(self._logs[stream.rank].write(data))
+            self._warn(stream.rank, self._logs[stream.rank].write(data))
 
     def _end_line(self, stream: Stream) -> None:
         held, self._held[stream.outer] = self._held[stream.outer], b""
         if held:
-            self._warn(self._logs[stream.rank].write(_settle(held)))
+            self._warn(stream.rank, self._logs[stream.rank].write(_settle(held)))
 
     def _drain(self, rank: int) -> None:
         """All that a rank has printed that has ended; not what a process writes that it has left behind."""
@@ -356,12 +359,16 @@ class Recorder:
                 left -= num_bytes
             self._end_line(stream)
 
-    def _warn(self, problem: str) -> None:
-        """Once: where one log cannot be written, the others cannot, either."""
-        if problem and not self._has_warned:
-            self._has_warned = True
-            with suppress(OSError):
-                os.write(self._terminal, f"samestep: {problem}\n".encode())
+    def _warn(self, rank: int, problem: str) -> None:
+        """Of the first at once. Where one log cannot be written, most others cannot, either: those at the end."""
+        if problem and rank not in self._cut:
+            self._cut.append(rank)
+            if len(self._cut) == 1:
+                self._say(problem)
+
+    def _say(self, sentence: str) -> None:
+        with suppress(OSError):
+            os.write(self._terminal, f"samestep: {sentence}\n".encode())
 
 
 def _settle(line: bytes) -> bytes:
