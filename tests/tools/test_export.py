@@ -64,6 +64,7 @@ def test_the_model(tmp_path: Path, models: dict[str, nn.Module], capsys: pytest.
     assert_loads(file, models["model 5"])
     said = capsys.readouterr().out
     assert said.startswith(f"{file}: 10 tensors of model after step 5, ")
+    assert said.endswith(" bytes; there is an average, too: --object ema\n")
     with safe_open(file, "pt") as opened:
         assert opened.metadata()["step"] == "5"
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["model.safetensors"]

@@ -39,7 +39,11 @@ def run_export(args: list[str]) -> int:
         raise Error(f"{name} has no tensors by name: it is no model; the snapshot holds {', '.join(objects)}")
     num_bytes = _write(options.file, tensors, {"run": str(options.run), "step": str(snapshot.step), "object": name})
     kept = f", without {', '.join(others)}, which are no tensors" if others else ""
-    print(f"{options.file}: {len(tensors)} tensors of {name} after step {snapshot.step}, {num_bytes:,} bytes{kept}")
+    averages = [other for other, state in objects.items() if other != name and _is_average(state)]
+    more = f"; there is an average, too: --object {averages[0]}" if averages else ""
+    print(
+        f"{options.file}: {len(tensors)} tensors of {name} after step {snapshot.step}, {num_bytes:,} bytes{kept}{more}"
+    )
     return 0
 
 
@@ -75,6 +79,13 @@ def _is_of_module(state: Any) -> bool:
     return isinstance(state, dict) and hasattr(state, "_metadata")
 
 
+def _is_average(state: Any) -> bool:
+    """Whether it is that of an AveragedModel."""
+    if not isinstance(state, dict) or "n_averaged" not in state:
+        return False
+    return all(key == "n_averaged" or key.startswith("module.") for key in state)
+
+
 def _take_tensors(state: Any) -> tuple[dict[str, "Tensor"], list[str]]:
     """The tensors of a module's state_dict, each in memory of its own, and the names of what is none.
 
@@ -85,8 +96,7 @@ def _take_tensors(state: Any) -> tuple[dict[str, "Tensor"], list[str]]:
 
     if not isinstance(state, dict):
         return {}, []
-    is_average = "n_averaged" in state and all(key == "n_averaged" or key.startswith("module.") for key in state)
-    if is_average:
+    if _is_average(state):
         state = {key.removeprefix("module."): value for key, value in state.items() if key != "n_averaged"}
     tensors = {str(key): value for key, value in state.items() if isinstance(value, torch.Tensor)}
     # Tied weights are written once by each of their names, as readers of safetensors expect them.
