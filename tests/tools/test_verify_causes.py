@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.selection import one_in
 from tools.planted import plant
 
 import samestep
@@ -67,7 +68,7 @@ UNPOOL = (
 
 @pytest.mark.parametrize(
     ("faults", "words"),
-    [
+    one_in(4, [
         # A generator of the script's own: seeded once, by nobody, in the model, in the data set.
         ({"before": "rng = np.random.default_rng(3)", "in_micro_batch": "x = x + float(rng.normal())"},
          ["differs from step 0", "first: model.layers.0.weight", " ulp ", "rng (Generator) draws in the steps"]),
@@ -99,7 +100,7 @@ UNPOOL = (
         ({"in_model": "self.calls = 0", "in_forward": "self.calls += 1; x = x * self.calls"},
          ["the same inputs of micro-batch 2 give another loss: something is kept from one micro-batch to the next"]),
         ({"arguments": ", reduction='fast', bucket_cap_mb=1e-6"}, ["reduction='fast' adds up in another order"]),
-    ],
+    ]),
 )  # fmt: skip
 def test_a_planted_fault_is_found_and_named(verify: Any, faults: dict[str, str], words: list[str]) -> None:
     code, printed = verify(**faults)
@@ -131,7 +132,7 @@ WEIGHTED = "(F.cross_entropy(model(x), y, reduction='none') * (1 + y)).sum() / (
 
 @pytest.mark.parametrize(
     ("faults", "words"),
-    [
+    one_in(3, [
         ({"swap": "step.backward(loss -> step.backward(loss / run.world_size"},
          ["the gradient of step 0 on 3 ranks is not the average over the batch", "is off by 6.7e-01 of its length"]),
         ({"swap": f"{CROSS_ENTROPY} -> F.cross_entropy(model(x), y, reduction='sum')"},
@@ -143,7 +144,7 @@ WEIGHTED = "(F.cross_entropy(model(x), y, reduction='none') * (1 + y)).sum() / (
         ({"in_step": "scheduler.step()"}, ["scheduler was moved on by 2 in step 0: call scheduler.step() once"]),
         ({"top": PAD, "in_epoch": EVALUATE.replace("SCORE", "words.mean()")},
          ["score 'mean' of run.evaluate depends on the micro-batch size (1.4, and 1.65 one sample at a time)"]),
-    ],
+    ]),
 )  # fmt: skip
 def test_a_wrong_average_is_found_and_named(verify: Any, faults: dict[str, str], words: list[str]) -> None:
     code, printed = verify(gradients=True, **faults)
@@ -154,7 +155,7 @@ def test_a_wrong_average_is_found_and_named(verify: Any, faults: dict[str, str],
 
 @pytest.mark.parametrize(
     ("faults", "words"),
-    [
+    one_in(5, [
         ({"swap": f"{CROSS_ENTROPY} -> {WEIGHTED}", "weight": ", weight=(1 + y).sum()"},
          ["the loss of 8 samples is the weighted mean"]),
         ({"top": PAD, "in_epoch": EVALUATE.replace("SCORE", "(words.sum() / (words > 0).sum(), (words > 0).sum())")},
@@ -164,7 +165,7 @@ def test_a_wrong_average_is_found_and_named(verify: Any, faults: dict[str, str],
         ({"swap": "self.layers(x) -> self.layers(x - x.mean(0))"},
          ["whether the loss is a mean could not be told: the model, or the loss, mixes the samples"]),
         ({"in_micro_batch": "x = x + 0.1 * torch.randn_like(x)"}, ["draws random numbers (besides"]),
-    ],
+    ]),
 )  # fmt: skip
 def test_right_averages_pass(verify: Any, faults: dict[str, str], words: list[str]) -> None:
     code, printed = verify(gradients=True, **faults)
@@ -173,6 +174,7 @@ def test_right_averages_pass(verify: Any, faults: dict[str, str], words: list[st
         assert expected in printed, f"{expected!r} is not in\n{printed}"
 
 
+@pytest.mark.soak
 def test_averages_that_cannot_be_checked_are_not_passed_over(verify: Any) -> None:
     code, printed = verify(gradients=True, swap="return self.layers(x) -> return self.layers(x) + x @ torch.ones(6, 3)")
     assert code == 1, printed
