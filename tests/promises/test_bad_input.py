@@ -414,6 +414,52 @@ def test_full_disk_at_the_end(disk: Disk, tmp_path: Path, num_ranks: int, how: s
     assert samestep.spawn(learn_well, 1, (disk.path / "x",)) == 8
 
 
+@pytest.mark.parametrize(("num_ranks", "until"), [(2, "the end"), (1, "step 4")])
+def test_full_disk_without_snapshots(
+    disk: Disk, capfd: pytest.CaptureFixture[str], num_ranks: int, until: str
+) -> None:  # fmt: skip
+    """What is lost of rows and records is told, when it is, and by whoever looks at the run afterwards."""
+    run_dir, filler = disk.path / "x", disk.path / "filler"
+
+    def train() -> None:
+        from samestep.train import ledger
+
+        ledger.FLUSH_S = 0
+        run, model, optimizer = build(run_dir, snapshot_every=None, log_every=2)
+
+        def then(step: Any) -> None:
+            optimizer.step()
+            if step.number == 0 and run.rank == 0:
+                with open(filler, "wb", buffering=0) as file, suppress(OSError):
+                    while True:
+                        file.write(b"x" * 1024)
+            if f"step {step.number}" == until:
+                filler.unlink()
+
+        loop(run, model, optimizer, then=then)
+
+    samestep.spawn(train, num_ranks)
+    printed = capfd.readouterr().out
+    assert printed.count("cannot be written (No space left on device): the rows and records of steps are kept") == 1
+    status = json.loads((run_dir / "status.json").read_text())
+    assert (status["status"], status["steps"]) == ("done", 8)
+    done = samestep_command("inspect", run_dir, "--samples", cwd=disk.path)
+    if until == "the end":
+        lost = (
+            f"{run_dir} could not be written (No space left on device): metrics.jsonl lacks its last 4 rows and "
+            "ledger.bin its last 8 steps"
+        )
+        assert printed.count("could not be written") == printed.count(f"samestep: {lost}\n") == 1
+        check(done, 1)
+        assert done.stdout == f"audit failed:\n  steps 0 to 7: the ledger has no record of them, {lost}\n"
+        assert f"when the run ended, {lost}" in check(samestep_command("inspect", run_dir, cwd=disk.path)).stdout
+        filler.unlink()
+        samestep.spawn(learn_well, 1, (run_dir,))
+        done = samestep_command("inspect", run_dir, "--samples", cwd=disk.path)
+    assert "audit passed" in check(done).stdout
+    assert "could not be written" not in check(samestep_command("inspect", run_dir, cwd=disk.path)).stdout
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_no_room_to_begin(disk: Disk, num_ranks: int) -> None:
     disk.remount("size=8k")

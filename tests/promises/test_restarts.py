@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from promises.trial import Outcome, Trial, read_outcome, read_tree
+from support.runs import ask
 from support.selection import one_in
 from support.waiting import wait_until
 
@@ -160,6 +161,17 @@ def test_a_signal_between_two_starts(trial: Trial, undisturbed: Undisturbed) -> 
     assert trial.num_ends == 0
     trial.spawn(2)
     assert trial.outcome() == undisturbed()
+
+
+def test_a_line_that_a_full_disk_has_cut_short(trial: Trial) -> None:
+    """It costs itself, and not the next one, too."""
+    trial.spawn(1, max_steps=5)
+    trial.spawn(1, max_steps=10)
+    path = trial.dir / "restarts.jsonl"
+    os.truncate(path, path.stat().st_size // 2)
+    trial.spawn(1)
+    shown = json.loads(ask("inspect", trial.dir, "--json"))["restarts"]
+    assert [(row["restart"], row["from_step"]) for row in shown] == [(1, 10)]
 
 
 # --- one writer -------------------------------------------------------------------------------------------------------

@@ -408,7 +408,18 @@ def test_a_hole_in_the_ledger_is_caught(run: Path, inspect: Inspect) -> None:
     (run / "ledger.bin").write_bytes(ledger)
     code, out = inspect("--samples")
     assert code == 1
-    assert "step 2: the ledger has a record of step 0 in its place" in out
+    problem = "step 2: the ledger has no record of it, ledger.bin was cut short"
+    assert out.endswith(f"audit failed:\n  {problem}\n"), "and nothing is said of its samples"
+
+
+def test_a_ledger_that_ends_before_its_run(run: Path, inspect: Inspect) -> None:
+    write_ledger(run, plan_steps(4, shuffled))
+    (run / "status.json").write_text(json.dumps({"status": "done", "steps": 4}))
+    assert inspect("--samples")[0] == 0
+    os.truncate(run / "ledger.bin", 2 * RECORD.size + 5)
+    code, out = inspect("--samples")
+    assert code == 1
+    assert out.endswith("audit failed:\n  steps 2 to 3: the ledger has no record of them, ledger.bin was cut short\n")
 
 
 def test_many_problems_are_cut_short(run: Path, inspect: Inspect) -> None:

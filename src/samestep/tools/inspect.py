@@ -23,6 +23,7 @@ from samestep.plan.schedule import EndlessSchedule, Schedule, Span
 from samestep.snapshot.manifest import find_damage
 from samestep.snapshot.store import Snapshot, Store
 from samestep.tools.fetch import open_run, read_record, warn
+from samestep.watch.records import STATUS, read_or_empty
 
 _NUM_SHOWN = 10
 _RESTART = ("time", "reason", "rank", "from_step", "lost_steps", "world_size")
@@ -107,8 +108,9 @@ def _show_run(options: argparse.Namespace, record: Mapping[str, Any]) -> int:
     snapshots = [_describe(snapshot, options.called, check=options.check) for snapshot in wanted]
     code = 1 if options.check and any(snapshot["problem"] for snapshot in snapshots) else 0
     metrics, restarts = _read_last_row(options.run / "metrics.jsonl"), _read_rows(options.run / "restarts.jsonl")
+    lost = read_or_empty(options.run / STATUS).get("lost")
     if options.json:
-        shown = {"run": record, "snapshots": snapshots, "restarts": restarts, "metrics": metrics}
+        shown = {"run": record, "snapshots": snapshots, "restarts": restarts, "metrics": metrics, "lost": lost}
         print(json.dumps(shown | {"checked": options.check}, indent=1))
         return code
     print(f"run {options.called}, samestep {record.get('samestep')}")
@@ -126,6 +128,8 @@ def _show_run(options: argparse.Namespace, record: Mapping[str, Any]) -> int:
         _print_table("restarts", _RESTART, [[_format_cell(row.get(key)) for key in _RESTART] for row in restarts])
     if metrics is not None:
         _print_table("last metrics", ("name", "value"), _list_values(metrics))
+    if lost:
+        print(f"when the run ended, {lost}")
     return code
 
 
@@ -308,14 +312,16 @@ class _Audit:
         """Takes the ledger's record of step `step`, and returns the samples that it used."""
         found_step, epoch, num_samples, found = record
         planned = used = self._plan.step(step)
-        if found_step != step:
+        if not num_samples:  # a run that goes on fills a file up that was cut short
+            self.problems.append(f"step {step}: the ledger has no record of it, ledger.bin was cut short")
+        elif found_step != step:
             self.problems.append(f"step {step}: the ledger has a record of step {found_step} in its place")
-        if found != planned.fingerprint:
+        if num_samples and found != planned.fingerprint:
             other = self._steps_by_fingerprint.get(found)
             used = planned if other is None else self._plan.step(other)
             what = "samples that are not those of any step" if other is None else f"those of step {other}"
             self.problems.append(f"step {step}: it was to use sample {planned.samples[0]} and so on, and used {what}")
-        elif (epoch, num_samples) != (planned.pieces[0][0], len(planned.samples)):
+        elif num_samples and (epoch, num_samples) != (planned.pieces[0][0], len(planned.samples)):
             self.problems.append(f"step {step}: the ledger says {num_samples} samples of epoch {epoch}")
         for piece_epoch, samples in used.pieces:
             self._use(step, piece_epoch, samples)
@@ -368,7 +374,7 @@ class _Audit:
 
 def _show_samples(options: argparse.Namespace, numbers: Mapping[str, Any]) -> int:
     plan = _Plan(options.run, numbers)
-    path = options.run / "ledger.bin"
+    path, status = options.run / "ledger.bin", read_or_empty(options.run / STATUS)
     ledger = path.read_bytes() if path.exists() else b""
     num_steps = len(ledger) // RECORD.size  # the last record may be half written
     audit = _Audit(plan, num_steps)
@@ -382,6 +388,9 @@ def _show_samples(options: argparse.Namespace, numbers: Mapping[str, Any]) -> in
             steps.append({"step": step, "epoch": epoch, "num_samples": len(samples), "samples": samples})
         else:
             print(_format_step(step, used, _NUM_SHOWN if sys.stdout.isatty() else len(used.samples)))
+    if num_steps < (num_done := status.get("steps", 0)):
+        why = status.get("lost", "ledger.bin was cut short")
+        audit.problems.append(f"steps {num_steps} to {num_done - 1}: the ledger has no record of them, {why}")
     if options.json:
         print(json.dumps({"steps": steps, "audit": {"passed": not audit.problems, "problems": audit.problems}}))
     else:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -14,9 +13,9 @@ from samestep import __version__
 from samestep.errors import Error
 from samestep.snapshot.store import Snapshot, Store
 from samestep.train.ledger import Ledger
-from samestep.train.lock import Lock
+from samestep.train.lock import Lock, part_from_old_writers
 from samestep.watch.metrics import Metrics
-from samestep.watch.records import STATUS, read_or_empty
+from samestep.watch.records import STATUS, add_line, read_or_empty, replace_or_overwrite, replace_text
 from samestep.world.environment import Restart, read_host
 
 FORMAT = 1
@@ -38,6 +37,7 @@ class Directory:
         num_recorded: the steps that a copy of the run has in its ledger, where that is known.
         is_rewound: a copy of the run has such later ones now.
         rewinds: the steps of snapshots that were gone back to although there were later ones.
+        lost: what `find_lost` found.
 
     Raises:
         Error: it cannot be written, another process is at it, or it holds something else.
@@ -51,8 +51,9 @@ class Directory:
         self._early_rows: list[Mapping[str, Any]] = []
         self._ledger: Ledger | None = None
         self._snapshot: Snapshot | None = None
-        self._is_begun = False
+        self._is_begun = self._has_told = False
         self._lost_steps = 0
+        self.lost = ""
         self.save_s, self.num_recorded, self.is_rewound = 0.0, 0, False
         self._made_directories: list[Path] = []
         self._made_files: list[Path] = []
@@ -144,7 +145,7 @@ class Directory:
             "config": config,
             "rewinds": self.rewinds,
         }
-        _replace(self.path / "run.json", json.dumps(record, indent=2), sync=True)
+        replace_text(self.path / "run.json", json.dumps(record, indent=2), sync=True)
         self.record, self._is_begun = record, True
 
     # --- what is in it ----------------------------------------------------------------------------------------
@@ -185,7 +186,8 @@ class Directory:
         self._made_files += [path for path in (rows, records) if not path.exists()]
         if self._lock.was_elsewhere:
             for path in (rows, records):
-                _part_from_old_writers(path)
+                part_from_old_writers(path)
+        self._forget_end()
         self._metrics, self._ledger = Metrics(rows), Ledger(records)
         self._lost_steps = max(self._ledger.num_steps - step, self.num_recorded - step, 0)
         is_whole = self._metrics.cut(0 if self._snapshot is None else self._snapshot.manifest["meta"]["metrics_bytes"])
@@ -194,6 +196,13 @@ class Directory:
                 self._warn(f"{path} is shorter than when step {step} was saved: a part of it is missing")
         for row in self._early_rows if self._snapshot is None else ():
             self._metrics.append(row)
+
+    def _forget_end(self) -> None:
+        """The ledger is about to be cut: it need not reach to where the last start ended."""
+        status = read_or_empty(self.path / STATUS)
+        if "steps" in status:
+            with suppress(OSError):
+                replace_or_overwrite(self.path / STATUS, json.dumps({**status, "steps": 0}) + "\n")
 
     def check_still_ours(self) -> None:
         """Raises Error where another process, on another machine perhaps, has taken the run over."""
@@ -235,25 +244,26 @@ class Directory:
                 "world_size": world_size,
             }
             try:
-                with open(path, "a") as file:
-                    file.write(json.dumps(row) + "\n")
+                add_line(path, json.dumps(row))
             except OSError as error:
                 self._warn(f"{path} could not be written ({_reason(error)}): the run goes on")
         self.write_status("running", "")
 
-    def write_status(self, status: str, reason: str) -> None:
+    def write_status(self, status: str, reason: str, steps: int | None = None) -> None:
         """Says how the run stands: `status.json`, for the next start to read.
 
         Args:
             status: "running", "stopped", "done" or "failed".
             reason: a sentence; "" where there is none.
+            steps: those done, where the ledger is to have a record of each.
         """
         if self._lock is None or not self._is_begun:
             return
         record = {"status": status, "reason": reason, "time": _now(), "host": read_host(), "process": os.getpid()}
-        with suppress(OSError, Error):  # the disk is full, for instance, or the run is another's by now
+        record |= {} if steps is None else {"steps": steps, **({"lost": self.lost} if self.lost else {})}
+        with suppress(OSError, Error):  # the disk is read-only, for instance, or the run is another's by now
             self._lock.check()
-            _replace(self.path / STATUS, json.dumps(record) + "\n", sync=False)
+            replace_or_overwrite(self.path / STATUS, json.dumps(record) + "\n")
 
     # --- what is written in it --------------------------------------------------------------------------------
 
@@ -265,6 +275,7 @@ class Directory:
             self._early_rows.append(row)
         else:
             self._metrics.append(row)
+            self._tell_of(self._metrics.problem)
 
     def write_rows(self, rows: bytes = b"") -> None:
         """Adds rows, as they stand in another copy of the file, and brings all to it.
@@ -281,6 +292,32 @@ class Directory:
         if self._ledger is None:
             raise self._is_taken_over()
         self._ledger.append(step, epoch, num_samples, fingerprint)
+        self._tell_of(self._ledger.problem)
+
+    def _tell_of(self, problem: str) -> None:
+        if problem and not self._has_told:
+            self._has_told = True
+            self._warn(
+                f"{self.path} cannot be written ({problem}): the rows and records of steps are kept in memory until it "
+                "can be, the run goes on"
+            )
+
+    def find_lost(self) -> str:
+        """What cannot be written now of the rows and records up to here, and why; "" where they are in their files."""
+        if self._metrics is None or self._ledger is None:
+            return ""
+        problem = ""
+        for flush in (self._metrics.position, self._ledger.flush):
+            try:
+                flush()
+            except OSError as error:
+                problem = _reason(error)
+        if problem:
+            lacks = f"its last {self._metrics.num_left} rows and ledger.bin its last {self._ledger.num_left} steps"
+            self.lost = f"{self.path} could not be written ({problem}): metrics.jsonl lacks {lacks}"
+        elif not (self.path / "ledger.bin").exists():
+            self.lost = f"{self.path} was removed under way: nothing is left of what the run has written there"
+        return self.lost
 
     def mark(self, *, epoch: int, world_size: int, stop_reason: str) -> dict[str, Any]:
         """What a snapshot of this moment is to say in its manifest; rows and records up to here are in their files.
@@ -354,13 +391,13 @@ class Directory:
     def close(self) -> None:
         """Gives the directory up. One that no run began in is left as it was found. A second call does nothing."""
         self.before_close()
+        if self._is_begun and not self.lost and self.find_lost():
+            self._warn(self.lost)
         files, self._metrics, self._ledger = (self._metrics, self._ledger), None, None
         for file in files:
-            try:
+            with suppress(OSError):  # which was told
                 if file is not None:
                     file.close()
-            except OSError as error:
-                self._warn(f"the last rows could not be written to {self.path} ({_reason(error)})")
         if not self._is_begun:
             for path in self._made_files:
                 path.unlink(missing_ok=True)
@@ -377,29 +414,6 @@ class Directory:
         return Error(f"the run in {self.path} was ended by a later samestep.Run of this process in the same directory")
 
 
-def _replace(path: Path, text: str, *, sync: bool) -> None:
-    """Puts a text in a file's place.
-
-    Args:
-        sync: waits until it is on the disk.
-
-    Raises:
-        OSError: that cannot be done; what was there stands.
-    """
-    temporary = path.with_name(f".{path.name}")
-    try:
-        with open(temporary, "w") as file:
-            file.write(text)
-            if sync:
-                file.flush()
-                os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        with suppress(OSError):  # read-only by now
-            temporary.unlink(missing_ok=True)
-        raise
-
-
 def _find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     keys = sorted({*before, *now})
     return ", ".join(f"{key} {before.get(key)} -> {now.get(key)}" for key in keys if before.get(key) != now.get(key))
@@ -412,16 +426,6 @@ def _describe_end(status: Mapping[str, Any]) -> str:
 
 def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-
-
-def _part_from_old_writers(path: Path) -> None:
-    """Puts a copy in a file's place: who may still have it open, on a machine that was cut off, adds to the old one."""
-    if path.exists():
-        copy = path.with_name(f".{path.name}")
-        shutil.copyfile(path, copy)
-        with open(copy, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(copy, path)
 
 
 def _reason(error: Exception) -> str:

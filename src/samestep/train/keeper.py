@@ -418,15 +418,16 @@ class Keeper:
                     self._is_ending = True
                     self._report(step, [None], error)
         if self._copies is not None:
-            try:
+            with suppress(OSError):  # as is told now
                 self._copies.hand_rows(self.directory)
-            except OSError as error:
-                self._warn(f"the last rows could not be written to {self.path} ({error.strerror})")
+        is_unsaved = self.unsaved is not None and self.unsaved[0] == step
+        if self.directory is not None and self.directory.find_lost() and not is_unsaved:
+            self._warn(self.directory.lost)
 
-    def write_status(self, status: str, reason: str) -> None:
+    def write_status(self, status: str, reason: str, steps: int | None) -> None:
         """As `Directory.write_status`, in all copies."""
         if self.directory is not None:
-            self.directory.write_status(status, reason)
+            self.directory.write_status(status, reason, steps)
             if self._mirror is not None:
                 self._mirror.push_status(self.directory)
 

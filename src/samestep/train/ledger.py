@@ -2,7 +2,6 @@
 
 import os
 import time
-from contextlib import suppress
 from pathlib import Path
 
 from samestep.plan.ledger import RECORD
@@ -15,11 +14,13 @@ class Ledger:
 
     Attributes:
         num_steps: the records that were found.
+        problem: why the last attempt to write failed; "" where it did not.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._pending = bytearray()
+        self.problem = ""
         self.num_steps = os.fstat(self._file).st_size // RECORD.size
         self._flushed_s = time.monotonic()
 
@@ -38,12 +39,19 @@ class Ledger:
         self._pending += RECORD.pack(step, epoch, num_samples, fingerprint)
         if time.monotonic() - self._flushed_s >= FLUSH_S:  # a write costs more than everything else here
             self._flushed_s = time.monotonic()
-            with suppress(OSError):
+            try:
                 self.flush()
+            except OSError as error:
+                self.problem = str(error.strerror)
 
     def sync(self) -> None:
         """Waits until what was written is on the disk. Any thread may, beside `append`. Raises OSError."""
         os.fsync(self._file)
+
+    @property
+    def num_left(self) -> int:
+        """The records that are not in the file, or not whole."""
+        return -(-len(self._pending) // RECORD.size)
 
     def close(self) -> None:
         """Writes what is left and closes the file."""
@@ -57,3 +65,4 @@ class Ledger:
         while self._pending:
             # A full disk may cut a write short: what did not go stays.
             del self._pending[: os.write(self._file, self._pending)]
+        self.problem = ""

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import shutil
 import time
 import uuid
 from contextlib import suppress
@@ -110,3 +111,13 @@ class Lock:
 def _name_holder(text: bytes) -> str:
     """Who holds a lock, as its file says."""
     return text.decode(errors="replace").partition("\n")[0].strip() or "another process"
+
+
+def part_from_old_writers(path: Path) -> None:
+    """Puts a copy in a file's place: who may still have it open, on a machine that was cut off, adds to the old one."""
+    if path.exists():
+        copy = path.with_name(f".{path.name}")
+        shutil.copyfile(path, copy)
+        with open(copy, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(copy, path)

@@ -316,10 +316,11 @@ class Loop:
         run, keeper = self._run, self._run._keeper
         run._pulse.enter("saving", self.steps_done)
         keeper.end(self.steps_done)
+        steps: int | None = self.steps_done
         if keeper.unsaved is not None and keeper.unsaved[0] == self.steps_done:
             reason = f"{keeper.unsaved[1]}; mend that, and start the same command again"
-            self.unsaved, status = Error(reason, rank=run.rank), "failed"
-        keeper.write_status(status, reason)
+            self.unsaved, status, steps = Error(reason, rank=run.rank), "failed", None
+        keeper.write_status(status, reason, steps)
         seconds = time.perf_counter() - self._began_s
         rows: dict[str, Any] = {"steps": self.steps_done}
         time_row = self._run._pulse.close()

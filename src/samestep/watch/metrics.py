@@ -17,6 +17,9 @@ class Metrics:
     Rows should hold nothing that differs between two equal runs (no times, no rates): the file is then the
     same, byte for byte, whatever happened to the run on its way.
 
+    Attributes:
+        problem: why the last attempt to write failed; "" where it did not.
+
     Raises:
         OSError: the file cannot be opened.
     """
@@ -25,6 +28,7 @@ class Metrics:
         is_new = not path.exists()
         self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._pending = bytearray()
+        self.problem = ""
         self._flushed_at = monotonic()
         if is_new:
             _sync_directory(path.parent)
@@ -43,8 +47,13 @@ class Metrics:
         if monotonic() - self._flushed_at >= FLUSH_EVERY_S:  # for whoever watches the file grow
             try:
                 self._flush()
-            except OSError:
-                self._flushed_at = monotonic()
+            except OSError as error:
+                self._flushed_at, self.problem = monotonic(), str(error.strerror)
+
+    @property
+    def num_left(self) -> int:
+        """The rows that are not in the file, or not whole."""
+        return self._pending.count(b"\n")
 
     def extend(self, rows: bytes) -> None:
         """Adds lines as they stand in a file of another."""
@@ -87,7 +96,7 @@ class Metrics:
             # A full disk may cut a write short; what did not go stays pending, so no line is torn or doubled.
             num_written = os.write(self._file, self._pending)
             del self._pending[:num_written]
-        self._flushed_at = monotonic()
+        self._flushed_at, self.problem = monotonic(), ""
 
 
 def _plain(value: Any) -> str | int | float | bool | None:

@@ -1,6 +1,8 @@
 """The files in a run's directory that say how it stands, for people and tools beside it."""
 
 import json
+import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,3 +17,45 @@ def read_or_empty(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return record if isinstance(record, dict) else {}
+
+
+def add_line(path: Path, line: str) -> None:
+    """Adds a line to a file, after one that a full disk, or a kill, has cut short, too. Raises OSError."""
+    with open(path, "ab+") as file:
+        if file.tell():
+            file.seek(-1, os.SEEK_END)
+            line = line if file.read() == b"\n" else f"\n{line}"
+        file.write(f"{line}\n".encode())
+
+
+def replace_text(path: Path, text: str, *, sync: bool) -> None:
+    """Puts a text in a file's place.
+
+    Args:
+        sync: waits until it is on the disk.
+
+    Raises:
+        OSError: that cannot be done; what was there stands.
+    """
+    temporary = path.with_name(f".{path.name}")
+    try:
+        with open(temporary, "w") as file:
+            file.write(text)
+            if sync:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):  # read-only by now
+            temporary.unlink(missing_ok=True)
+        raise
+
+
+def replace_or_overwrite(path: Path, text: str) -> None:
+    """As `replace_text`, but on a full disk in the room that the file has: better torn than as if nothing had been."""
+    try:
+        replace_text(path, text, sync=False)
+    except OSError:
+        with open(path, "r+b", buffering=0) as file:
+            file.write(text.encode())
+            file.truncate()
