@@ -13,6 +13,7 @@ import psutil
 import pytest
 from promises.faulty import IN_BODY, IN_SAVING, IN_STEP, NUM_STEPS, STEPS_PER_EPOCH
 from promises.trial import Outcome, Trial, read_tree, resume_is_from
+from promises.wrong import learn_well
 from support.selection import one_in
 from support.waiting import wait_until
 
@@ -219,6 +220,20 @@ def test_rows_from_before_the_first_step(tmp_path: Path) -> None:
         samestep.spawn(train, 1, (True,))
     assert samestep.spawn(train, 1, (False,)) == 2
     assert "untrained" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_a_backup_of_another_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """It is not gone on from; the file that says so is named."""
+    for name, seed in (("run", 0), ("other", 1)):
+        samestep.spawn(learn_well, 1, (tmp_path / name,), {"seed": seed})
+    there = tmp_path / "run" / "snapshots"
+    shutil.rmtree(there / "step-00000008")
+    shutil.copytree(tmp_path / "other" / "snapshots" / "step-00000008", there / "step-00000008")
+    capfd.readouterr()
+    assert samestep.spawn(learn_well, 1, (tmp_path / "run",)) == 8
+    printed = capfd.readouterr().out
+    assert "passed over: snapshots/step-00000008: it is of another run (seed 1 there, 0 here)" in printed
+    assert resume_is_from(printed) == 6
 
 
 # --- where to go on from ----------------------------------------------------------------------------------------------

@@ -328,6 +328,21 @@ def test_cleaning_removes_what_dead_writers_left(store: Store) -> None:
     assert_same(read(store), make_state(2))
 
 
+def test_a_snapshot_that_was_moved_elsewhere(store: Store, tmp_path: Path) -> None:
+    """And a link put in its place: pruning removes the link."""
+    for step in (1, 2):
+        store.write(make_state(step), step=step, meta={})
+    os.rename(store.path / "step-00000001", tmp_path / "elsewhere")
+    (store.path / "step-00000001").symlink_to(tmp_path / "elsewhere")
+    assert found_steps(store) == [(1, None), (2, None)]
+    assert_same(read(store, 1), make_state(1))
+    store.prune(1)
+    (store.path / ".tmp-step-00000003").symlink_to("nowhere")
+    store.clean()
+    assert [entry.name for entry in store.path.iterdir()] == ["step-00000002"]
+    assert (tmp_path / "elsewhere" / "manifest.json").exists()
+
+
 def test_writing_over_what_a_dead_writer_left(store: Store) -> None:
     store.write(make_state(1), step=1, meta={})
     shutil.copytree(store.path / "step-00000001", store.path / ".old-step-00000001")

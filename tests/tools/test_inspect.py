@@ -240,6 +240,14 @@ def test_what_is_not_there(run: Path, tmp_path: Path, inspect: Inspect) -> None:
         inspect()
 
 
+def test_what_cannot_be_read(run: Path, inspect: Inspect) -> None:
+    (run / "snapshots").write_text("")
+    (run / "ledger.bin").mkdir()
+    for args in ([], ["--digest"], ["--samples"]):
+        with pytest.raises(Error, match=r"(snapshots|ledger.bin) cannot be read \((Not|Is) a directory\): mend that"):
+            inspect(*args)
+
+
 @pytest.mark.parametrize("args", [[], ["--digest"], ["--samples"]])
 def test_it_never_imports_torch(args: list[str], run: Path) -> None:
     Store(run).write(STATE, step=3, meta={})

@@ -130,12 +130,16 @@ class Store:
         found += [self._look(entry, self.path / (_ASIDE + entry)) for entry in aside]
         return sorted(found, key=lambda snapshot: (snapshot.step, snapshot.name is None, snapshot.path.name))
 
-    def find(self, which: int | str, *, warn: Callable[[str], None] = warnings.warn) -> Snapshot | None:
+    def find(
+        self, which: int | str, *, warn: Callable[[str], None] = warnings.warn,
+        judge: Callable[[Snapshot], str] = lambda _: "",
+    ) -> Snapshot | None:  # fmt: skip
         """The snapshot to read, after checking every byte of it. None if `which` is "latest" and there is none.
 
         Args:
             which: "latest", a number of steps done, or a name.
             warn: called with a sentence for each unsound snapshot that is passed over.
+            judge: says what else is wrong with a snapshot whose manifest is sound; "" where nothing is.
 
         Raises:
             Error: there is nothing sound of what was asked for.
@@ -149,7 +153,7 @@ class Store:
             wanted = [snapshot for snapshot in found if snapshot.name == which]
         problem = ""
         for snapshot in reversed(wanted):
-            problem = snapshot.problem or find_damage(snapshot.path, snapshot.manifest) or ""
+            problem = snapshot.problem or judge(snapshot) or find_damage(snapshot.path, snapshot.manifest) or ""
             if not problem:
                 return snapshot
             self._damaged.add(snapshot.path)
@@ -228,7 +232,7 @@ class Store:
             if entry.name.startswith(_ASIDE) and not target.exists():
                 os.rename(entry, target)
             elif entry.name.startswith((_ASIDE, _WRITING)):
-                shutil.rmtree(entry)
+                _delete(entry)
 
     def _look(self, name: str, path: Path) -> Snapshot:
         manifest, problem = read_manifest(path)
@@ -278,7 +282,15 @@ class Store:
         doomed = self.path / f"{_WRITING}doomed-{path.name}"
         shutil.rmtree(doomed, ignore_errors=True)
         os.rename(path, doomed)
-        shutil.rmtree(doomed)
+        _delete(doomed)
+
+
+def _delete(path: Path) -> None:
+    """Removes a directory; of one that someone has moved elsewhere, the link that stands for it."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 @contextmanager

@@ -26,7 +26,12 @@ def open_run(run: str, *, which: int | str | None = None, is_whole: bool = False
         Error: there is no such directory, or the URL cannot be read; no sound snapshot of what was asked for.
     """
     if not is_url(run):
-        yield Path(run)
+        try:
+            yield Path(run)
+        except BrokenPipeError:  # nobody reads what is printed
+            raise
+        except OSError as error:
+            raise Error(f"{error.filename or run} cannot be read ({error.strerror}): mend that first") from None
         return
     remote = Remote(run)
     with TemporaryDirectory(prefix="samestep-") as folder:

@@ -114,12 +114,9 @@ class Directory:
         Raises:
             Error: they differ, so it is another run.
         """
-        there = self.record.get("numbers", {})
-        different = [f"{name} {there[name]} there, {value} here" for name, value in numbers.items()
-                     if name in there and there[name] != value]  # fmt: skip
-        if different:
+        if different := _find_different(self.record.get("numbers", {}), numbers):
             raise Error(
-                f"{self.path} holds another run ({'; '.join(different)}): use its numbers, another run directory, "
+                f"{self.path} holds another run ({different}): use its numbers, another run directory, "
                 "or --fresh to start beside it"
             )
 
@@ -157,7 +154,12 @@ class Directory:
             if self.store.snapshots():
                 raise Error(f"{self.path} already has snapshots and resume is never: use --resume latest, or --fresh")
             return None
-        return self.go_on_from(self.store.find(resume, warn=self._warn))
+        return self.go_on_from(self.store.find(resume, warn=self._warn, judge=self._judge))
+
+    def _judge(self, snapshot: Snapshot) -> str:
+        """A backup that was brought back may be one of another run."""
+        different = _find_different(snapshot.manifest["meta"].get("numbers", {}), self.record.get("numbers", {}))
+        return f"it is of another run ({different})" if different else ""
 
     def go_on_from(self, snapshot: Snapshot | None) -> Snapshot | None:
         """Makes this the snapshot that `begin` goes back to. Returns it."""
@@ -412,6 +414,12 @@ class Directory:
 
     def _is_taken_over(self) -> Error:
         return Error(f"the run in {self.path} was ended by a later samestep.Run of this process in the same directory")
+
+
+def _find_different(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """How the numbers of two runs differ, as far as both are known."""
+    names = [name for name in here if name in there and there[name] != here[name]]
+    return "; ".join(f"{name} {there[name]} there, {here[name]} here" for name in names)
 
 
 def _find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
