@@ -7,6 +7,7 @@ import json
 import re
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,14 +15,14 @@ from pathlib import Path
 
 import pytest
 from promises.test_restarts import flags_of, read_restarts
-from promises.trial import Outcome, Started, Trial
+from promises.trial import SCRIPT, Outcome, Started, Trial
 from support.hosts import Host
 from support.selection import one_in
 from support.waiting import wait_until
 
 from samestep.errors import Error
-from samestep.launch.local import Place, build_variables
-from samestep.launch.nodes import Link, is_here, parse_endpoint, parse_nodes
+from samestep.launch.local import Place, Target, build_variables
+from samestep.launch.nodes import Link, describe_target, is_here, parse_endpoint, parse_nodes
 from samestep.world.environment import Overrides
 
 Undisturbed = Callable[..., Outcome]
@@ -172,6 +173,46 @@ def test_a_signal_to_one_launcher(trial: Trial, undisturbed: Undisturbed, port: 
     assert trial.outcome() == undisturbed()
 
 
+def test_a_node_is_told_to_leave(trial: Trial, undisturbed: Undisturbed, port: int) -> None:
+    """The run goes on without it, from the step at which it left."""
+    fault = "hold rank 1 at step 7 in forward"
+    flags = ["--nproc-per-node", "1", *flags_at(f"127.0.0.1:{port}", "1:2"), SCRIPT, trial.dir, "--fault", fault]
+    patient = "from samestep.launch import hub; hub.LAST_CALL_S = 60.0; from samestep.cli import main; main()"
+    env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    stays = Started([sys.executable, "-c", patient, "launch", *flags], trial.faults / "stays", env)
+    goes = None
+    try:
+        wait_until(lambda: _listens(port), "it waits")
+        goes = Started([sys.executable, "-m", "samestep", "launch", *flags], trial.faults / "goes", env)
+        wait_until(lambda: (trial.faults / "held-1").exists(), "both train")
+        goes.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: (trial.faults / "heard-1").exists(), "it has heard")
+        trial.go_on()
+        assert finish(goes, stays) == [75, 0], goes.output + stays.output
+    finally:
+        for started in (stays, goes):
+            if started is not None:
+                started.close()
+    assert re.search(r"samestep: \S+ was told to stop; all start again\n", stays.err.read_text())
+    [row] = read_restarts(trial)
+    assert (row["rank"], row["world_size"], row["from_step"], row["lost_steps"]) == (None, 1, 8, 0)
+    assert trial.outcome() == undisturbed()
+
+
+def test_a_node_that_the_run_cannot_take(trial: Trial, undisturbed: Undisturbed, port: int) -> None:
+    """With its ranks, there would be more than micro-batches in a step: it is turned away, and the run goes on."""
+    flags = flags_at(f"127.0.0.1:{port}", "1:2")
+    stays = trial.start("launch", 3, "", *flags, "--node-rank", "0", arguments=flags_of(HELD))
+    trial.wait_held()
+    comes = trial.start("launch", 2, "", *flags, "--node-rank", "1", arguments=flags_of(HELD))
+    assert comes.wait() == 2
+    assert "can take 4 ranks, one per micro-batch of a step, and has 3: start fewer here" in comes.err.read_text()
+    trial.go_on()
+    assert finish(stays) == [0], stays.output
+    assert not (trial.dir / "restarts.jsonl").exists()
+    assert trial.outcome() == undisturbed()
+
+
 def test_the_place_where_they_meet_is_gone(trial: Trial, undisturbed: Undisturbed, port: int) -> None:
     endpoint = f"127.0.0.1:{port}"
     host = trial.start("launch", 1, HELD, *flags_at(endpoint, "2", "--node-rank", "0"))
@@ -234,6 +275,19 @@ def test_nobody_answers(trial: Trial, port: int) -> None:
     node = trial.start("launch", 1, "", *flags)
     assert node.wait() == 2
     assert f"nobody answered at 198.51.100.1:{port} within 1 s" in node.err.read_text()
+
+
+@pytest.mark.parametrize(("place", "signum", "code"), [("198.51.100.1", signal.SIGTERM, 75), ("", signal.SIGINT, 130)])
+def test_a_signal_to_who_waits_for_the_others(
+    trial: Trial, port: int, place: str, signum: signal.Signals, code: int
+) -> None:
+    """There, or at the place where they meet: nothing has been trained, and the same command is to be given again."""
+    node = trial.start("launch", 1, "", *flags_at(f"{place or '127.0.0.1'}:{port}"))
+    maps = Path(f"/proc/{node.process.pid}/maps")
+    wait_until(lambda: "libtorch_cpu" in maps.read_text() if place else _listens(port), "it has begun")
+    node.process.send_signal(signum)
+    assert node.wait(20) == code, node.output
+    assert "Traceback" not in node.output
 
 
 @pytest.mark.parametrize(
@@ -303,6 +357,20 @@ def test_messages_that_arrive_together() -> None:
     with pytest.raises(ConnectionError):
         ours.receive(5)
     ours.close()
+
+
+def test_modules_are_compared_by_what_is_in_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As scripts are; a package by its __main__; nothing of theirs is run for that."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "pkg").mkdir()
+    for name in ("__init__", "__main__", "train"):
+        (tmp_path / "pkg" / f"{name}.py").write_text(f"raise RuntimeError({name!r})\n")
+    before = [describe_target(Target("module", name)) for name in ("pkg", "pkg.train", "pkg.none")]
+    assert before[2] == "pkg.none", "python says what is wrong with it"
+    for name in ("__main__", "train"):
+        (tmp_path / "pkg" / f"{name}.py").write_text("")
+    after = [describe_target(Target("module", name)) for name in ("pkg", "pkg.train")]
+    assert len({*before, *after}) == 4, "two empty files are the same program"
 
 
 def test_one_node_needs_no_place_to_meet() -> None:

@@ -31,7 +31,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from samestep.launch.hub import FLUSH_S, Hub
 from samestep.launch.local import HOST, Failure, Place, Ranks, Target, build_variables, open_store
 from samestep.launch.nodes import Link, Nodes, build_hello, connect, find_addresses, is_here, open_listener
-from samestep.world.environment import BEGUN, STOPPED, Overrides, Restart
+from samestep.world.environment import BEGUN, ROOM, STOPPED, Overrides, Restart
 
 MONITOR_INTERVAL_S = 1e-6  # `Ranks.poll` waits itself, and for no longer than it must.
 
@@ -158,6 +158,7 @@ class NodeRendezvous(RendezvousHandler):
     def __init__(self, link: Link, nodes: Nodes, launch: Launch) -> None:
         self._link, self._nodes, self._launch = link, nodes, launch
         self._joined = 0
+        self._has_told_room = False
         self.begun: dict[str, Any] = {}
         self.stop = ""
         self.end: dict[str, Any] | None = None
@@ -184,6 +185,13 @@ class NodeRendezvous(RendezvousHandler):
     def is_new(self) -> bool:
         """Whether a round has begun that this node is not in yet."""
         return bool(self.begun) and int(self.begun["round"]) > self._joined
+
+    def tell_room(self, ranks: Ranks) -> None:
+        """Says, once, how many ranks the run can take, when those of this node know."""
+        if not self._has_told_room:
+            with suppress(OSError, ValueError):
+                self._link.send("room", num_ranks=int((ranks.directory / ROOM).read_text()))
+                self._has_told_room = True
 
     def tell_end(self, ranks: Ranks) -> None:
         """Says how the ranks of this node have ended."""
@@ -298,6 +306,7 @@ class NodeAgent(RankAgent):
             self.ranks.stop()
         elif self.rendezvous.stop == "saved" and self.ranks.started and not self.ranks.told_to_stop:
             self.ranks.tell_to_stop()
+        self.rendezvous.tell_room(self.ranks)
         if not self._has_told and (self.ranks.done or self._has_failed()):
             self._has_told = True
             self.rendezvous.tell_end(self.ranks)
@@ -326,7 +335,7 @@ def run_node_agent(ranks: Ranks, launch: Launch, nodes: Nodes) -> dict[str, Any]
     listener = open_listener(nodes.port) if is_here(nodes.host) else None
     hub = None
     if listener is not None:
-        hub = Hub(nodes, listener, launch.max_restarts)
+        hub = Hub(nodes, listener, launch.max_restarts, launch.received)
         hub.start()
     hello = build_hello(nodes, launch.target, launch.num_ranks, launch.max_restarts)
     link = connect(nodes, hello, lambda: bool(launch.received))

@@ -177,7 +177,8 @@ def _conclude(ranks: Ranks, received: list[int]) -> int:
     if any(code < 0 for code in ranks.codes.values()) and sys.stdout.isatty():
         print("\x1b[?25h", end="", flush=True)  # A progress bar may have hidden the cursor.
     failure = ranks.first_failure()
-    if received and ranks.told_to_stop and (failure is None or failure.secondary or -failure.code in received):
+    was_told = ranks.told_to_stop or not ranks.num_ranks  # or there were none yet: the other nodes had not come
+    if received and was_told and (failure is None or failure.secondary or -failure.code in received):
         if len(received) == 1 and ranks.done and not any(ranks.codes.values()):
             if (ranks.directory / FINISHED).exists() and not (ranks.directory / STOPPED).exists():
                 return 0  # it was at its end

@@ -46,12 +46,13 @@ class Hub(threading.Thread):
     Args:
         listener: at the endpoint's port.
         max_restarts: after how many failures the next one ends the run.
+        received: grows by each signal that the launcher on this machine is sent.
     """
 
-    def __init__(self, nodes: Nodes, listener: socket.socket, max_restarts: int) -> None:
+    def __init__(self, nodes: Nodes, listener: socket.socket, max_restarts: int, received: Sequence[int]) -> None:
         super().__init__(name="samestep hub", daemon=True)
         self._nodes, self._listener = nodes, listener
-        self._max_restarts = max_restarts
+        self._max_restarts, self._received = max_restarts, received
         self._members: list[Member] = []
         self._strangers: list[Member] = []  # connected, and not yet let in
         self._selector = selectors.DefaultSelector()
@@ -59,6 +60,7 @@ class Hub(threading.Thread):
         self._round = 0
         self._in_round = self._is_over = False
         self._num_restarts = 0
+        self._room = sys.maxsize  # how many ranks the run can take, once it is known
         self._restart: Restart | None = None
         self._lost: list[str] = []
         self._is_making_room = False
@@ -107,6 +109,8 @@ class Hub(threading.Thread):
                 if message["kind"] == "hello":
                     fields = {name: value for name, value in message.items() if name != "kind"}
                     self._admit(member, Hello(**fields))
+                elif message["kind"] == "room":
+                    self._room = int(message["num_ranks"])
                 elif message["kind"] == "ended" and message["round"] == self._round:
                     member.outcome = message
                     if not message["is_well"]:  # else the others may still be saving
@@ -132,6 +136,10 @@ class Hub(threading.Thread):
         if reason is None and len(there) == self._nodes.most:
             full = f"the run at {self._nodes.endpoint} has its {self._nodes.most} nodes"
             reason = f"{full}: raise --nnodes, or use another port"
+        num_ranks = sum(other.num_ranks for other in there)
+        if reason is None and num_ranks + hello.num_ranks > self._room:
+            full = f"the run at {self._nodes.endpoint} can take {self._room} ranks, one per micro-batch of a step"
+            reason = f"{full}, and has {num_ranks}: start fewer here"
         if reason is not None:
             member.link.send("refused", reason=reason)
             print(f"samestep: {hello.name} was turned away: {reason}", file=sys.stderr, flush=True)
@@ -213,8 +221,9 @@ class Hub(threading.Thread):
         self._wait_s = self._changed_s + self._nodes.timeout_s
         failures = [Failure(**outcome["failure"]) for outcome in outcomes if outcome["failure"] is not None]
         first = min(failures, key=lambda failure: (failure.secondary, failure.time_s), default=None)
-        if any(outcome["signum"] for outcome in outcomes):
-            self._end()
+        told = [member for member in members if member.outcome is not None and member.outcome["signum"]]
+        if told:
+            self._go_on_without_told(told, is_whole=all(outcome["is_well"] and outcome["done"] for outcome in outcomes))
         elif first is not None and not (first.secondary and (self._lost or self._is_making_room)):
             name = next(member.name for member in members if _has_failed(member, first.rank))
             if first.kind == "error" or self._num_restarts >= self._max_restarts:
@@ -228,6 +237,22 @@ class Hub(threading.Thread):
             self._restart = Restart("a node has joined")
         else:
             self._end()
+
+    def _go_on_without_told(self, told: Sequence[Member], *, is_whole: bool) -> None:
+        """Launchers were told to stop. It is the end of them all where the others are too few, or meet at one of them.
+
+        Args:
+            is_whole: the run was at its end.
+        """
+        if is_whole or self._received or len(self._members) - len(told) < self._nodes.least:
+            self._end()
+            return
+        for member in told:
+            member.link.send("end", message="", failure=None, code=0)
+            self._members.remove(member)
+            self._strangers.append(member)  # until it has hung up
+        names = " and ".join(member.name for member in told)
+        self._restart = Restart(f"{names} {'was' if len(told) == 1 else 'were'} told to stop")
 
     def _go_on_without(self, lost: Sequence[str]) -> None:
         reason = f"{' and '.join(lost)} {'was' if len(lost) == 1 else 'were'} lost"

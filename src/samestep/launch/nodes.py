@@ -9,13 +9,16 @@ import errno
 import hashlib
 import ipaddress
 import json
+import os
 import platform
 import select
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -137,9 +140,23 @@ def plain_address(address: str) -> str:
 
 def describe_target(target: Target) -> str:
     """A hash of what is to run, where that is a file: nodes with different ones must not start together."""
-    if target.kind != "script":
-        return target.name
-    return hashlib.sha256(Path(target.name).read_bytes()).hexdigest()[:12]
+    file = _find_module(target.name) if target.kind == "module" else target.name if target.kind == "script" else None
+    return target.name if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
+
+
+def _find_module(name: str) -> str | None:
+    """The file of a module that is to run; found without importing the packages that it is in."""
+    places: Sequence[str] | None = [os.getcwd(), *sys.path]
+    found = None
+    parts = name.split(".")
+    for i in range(len(parts)):
+        found = PathFinder.find_spec(".".join(parts[: i + 1]), places)
+        if found is None:
+            return None
+        places = found.submodule_search_locations
+    if places is not None:  # a package: as python -m, its __main__
+        found = PathFinder.find_spec(f"{name}.__main__", places)
+    return found.origin if found is not None and found.has_location else None
 
 
 @dataclass(frozen=True)

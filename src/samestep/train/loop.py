@@ -12,7 +12,7 @@ from samestep.plan.seeds import derive
 from samestep.train.exits import let_go
 from samestep.train.feed import Feed
 from samestep.train.steps import Epoch, Step
-from samestep.world.environment import BEGUN, FINISHED, STOPPED
+from samestep.world.environment import BEGUN, FINISHED, ROOM, STOPPED
 
 if TYPE_CHECKING:
     from samestep.train.run import Run
@@ -148,8 +148,10 @@ class Loop:
         run._pulse.begin()
         if run._keeper.directory is not None:
             run._keeper.directory.write_start(run._restart, from_step=self.steps_done, world_size=run.world_size)
-        if run.dir is not None and run.local_rank == 0:
-            self._tell_launcher(BEGUN, run._keeper.shown)
+        if run.local_rank == 0:
+            self._tell_launcher(ROOM, str(run.batch_size // run.micro_batch_size))
+            if run.dir is not None:
+                self._tell_launcher(BEGUN, run._keeper.shown)
         if run._signals is not None:
             self.take_votes(run._group.gather_number(run._signals.heard))
             self._leave_if_told()

@@ -21,6 +21,7 @@ LOG = PREFIX + "LOG"  # pid:file
 STOPPED = "stopped"  # a run ended early, saved, because of a signal
 FINISHED = "finished"  # a run's loop came to its own end
 BEGUN = "begun"  # holds the directory of the run whose loop has begun
+ROOM = "room"  # holds how many ranks that run can take
 LEAVE = "leave"  # a rank that is sent SIGTERM is to end at once: another one has failed
 
 MOST_THREADS = 1 << 12
