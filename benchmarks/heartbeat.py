@@ -42,6 +42,9 @@ class Silence:
     def enter(self, phase: str, step: int) -> None:
         pass
 
+    def move(self, before: str, after: str, seconds: float) -> None:
+        pass
+
     def leave(self, step: int) -> None:
         pass
 

@@ -109,6 +109,20 @@ FAULTS: dict[str, Callable[[bool], None]] = {
 }
 
 
+def train_unevenly(run_dir: Path) -> None:
+    """Trains to the end; rank 1 takes longer for each forward, and rank 0 waits for it, in its backward as well."""
+    run = samestep.Run(run_dir, batch_size=2, micro_batch_size=1, device="cpu", bucket_cap_mb=4)
+    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(4)])  # a bucket each, too large for one message
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    run.prepare(model=model, optimizer=optimizer)
+    for step in run.steps([torch.ones(1024)] * 8, 80):
+        for x in step:
+            if run.rank == 1:
+                time.sleep(0.05)
+            step.backward(model(x).mean())
+        optimizer.step()
+
+
 def train_slowly(run_dir: Path, what: str) -> None:
     """Trains to the end; something takes long, and is no fault."""
     run = samestep.Run(run_dir, batch_size=BATCH_SIZE, micro_batch_size=MICRO_BATCH_SIZE, device="cpu")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from promises.stalls import AT_STEP, train, train_slowly
+from promises.stalls import AT_STEP, train, train_slowly, train_unevenly
 from promises.trial import Started
 from support.hosts import open_hosts, why_not
 from support.waiting import wait_until
@@ -102,6 +102,20 @@ def test_a_dropped_link(tmp_path: Path, note_stall: NoteStall) -> None:
     assert is_hit, said
     assert codes == [1, 1]
     assert ended_s < 2 * LIMIT_S
+
+
+def test_a_slow_rank_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Once, with its phase; and not the one that waits for it."""
+    samestep.spawn(train_unevenly, 2, (tmp_path / "run",), env={"SAMESTEP_STUCK_AFTER_S": str(STUCK_AFTER_S)})
+    said = capfd.readouterr()
+    assert re.fullmatch(
+        r"samestep: rank 1 \(host \S+\) is slow: it takes \d+\.\d ms per micro-batch, the others \d+\.\d ms; it loses "
+        r"time in the forward\n",
+        said.err,
+    ), said.err
+    waited = re.search(r"waiting for ranks (\d+) %", said.out)
+    assert waited is not None, said.out
+    assert int(waited[1]) > 40, "rank 0's own time, in the table at the end"
 
 
 @pytest.mark.parametrize("what", ["first step", "validation", "snapshot"])

@@ -82,9 +82,14 @@ def test_a_rank_alone_looks_after_itself() -> None:
         assert said[1].startswith("the run goes on, after")
 
 
-def test_the_lowest_rank_that_is_heard_of_speaks() -> None:
+@pytest.mark.parametrize(
+    ("system", "said_of_it"),
+    [("", r"rank 0 \(host here\) died \d+ s ago"), ("another", r"nothing was heard of rank 0 ")],
+)
+def test_the_lowest_rank_that_is_heard_of_speaks(tmp_path: Path, system: str, said_of_it: str) -> None:
+    """And goes on showing all of them. Of a process on another system, which may have the same name, it knows less."""
     box = Box()
-    with heartbeat(1, box) as (pulse, said):
+    with heartbeat(1, box, run_dir=tmp_path) as (pulse, said):
         with heartbeat(0, box):
             wait_until(lambda: len(box.texts) == 2, "both tell")
             first = json.loads(box.texts["beat/0"])["beat"]["number"]
@@ -94,12 +99,16 @@ def test_the_lowest_rank_that_is_heard_of_speaks() -> None:
         assert json.loads(box.texts["beat/0"])["beat"]["phase"] == "ended", "who leaves says so"
         died = json.loads(kept)
         died["beat"]["pid"] = 2**30  # there is no such process
+        died["beat"]["system"] = system or died["beat"]["system"]
         died["beat"]["number"] += 1000  # news, whatever rank 1 has read by now
         box.texts["beat/0"] = json.dumps(died)
         for _ in range(WARM_UP + 2):
             pulse.enter("loading", 4)
         wait_until(lambda: said, "rank 1 says what is wrong with rank 0")
-    assert re.search(r"rank 0 \(host here\) died \d+ s ago", said[0]), said
+        shown = json.loads((tmp_path / "ranks.json").read_text())["ranks"]
+        assert [rank["is_silent"] for rank in shown] == [True, False]
+    assert list(tmp_path.iterdir()) == []
+    assert re.search(said_of_it, said[0]), said
 
 
 def test_beats_of_a_store_that_does_not_answer() -> None:

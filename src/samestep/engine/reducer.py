@@ -8,6 +8,7 @@ A pass over a step's micro-batches is `begin`, then for each of this rank's micr
 per model) and `close`, then `finish` and `assign`.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NoReturn
@@ -37,6 +38,9 @@ class Reducer:
         exact: along the canonical tree; else by the backend's all-reduce.
         bucket_cap_bytes: how large a bucket may grow; None: as `choose_cap_bytes` has it.
         untrained: parameters that no optimizer holds; their gradients, of this rank alone, are dropped.
+
+    Attributes:
+        waited_s: for how long the newest backward was held up by exchanges, and so by other ranks.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class Reducer:
         self._views_of: dict[Layout, list[tuple[Tensor, ...]]] = {}  # each parameter's pieces of this rank's parts
         self._controls: dict[Layout, tuple[ControlFormat, Tensor | None, list[memoryview]]] = {}
         self._in_micro_batch = self._in_backward = self._last = False
+        self.waited_s = 0.0
         self._zeros = {param.dtype: torch.zeros((), dtype=param.dtype, device=param.device) for param in self.params}
         self._hooks: dict[int, RemovableHandle] = {}
 
@@ -126,7 +131,7 @@ class Reducer:
             gradient = factor.to(loss).view_as(loss)
         else:
             gradient = _build_constant(factor, loss.dtype, loss.device, loss.shape)
-        self._in_backward = True
+        self._in_backward, self.waited_s = True, 0.0
         try:
             # What torch.autograd.backward comes down to. Its checks of what Step.backward has checked already take
             # 30 us, a tenth of a small model's step.
@@ -236,7 +241,9 @@ class Reducer:
                 bucket.missing -= 1
                 # The last bucket waits for the control block, in `finish`.
                 while len(self._flights) < len(self._buckets) - 1 and not self._next_bucket().missing:
+                    began_s = time.monotonic()
                     self._launch()
+                    self.waited_s += time.monotonic() - began_s
 
         return on_grad
 

@@ -199,6 +199,7 @@ class Step:
             run._pulse.enter("backward", self.number)
             run._reducer.backward(loss, factor, inputs)
             run._pulse.enter("forward", self.number)
+            run._pulse.move("backward", "reducing", run._reducer.waited_s)
 
     def log(self, **values: float | Tensor) -> None:
         """Adds to the metrics of this step, averaged over the batch with the weights of step.backward; no sync.

@@ -27,7 +27,7 @@ from samestep.watch.judge import (
     judge,
 )
 from samestep.watch.records import RANKS
-from samestep.watch.symptoms import OWN, Symptoms, count_written, find_fate, look
+from samestep.watch.symptoms import OWN, Symptoms, count_written, find_fate, find_system, look
 
 INTERVAL_S = 1.0
 NUM_LEADERS = 8  # ranks that judge when those before them are silent
@@ -73,6 +73,11 @@ class Pulse:
         if took_s > tally.longest_s and tally.num > WARM_UP:
             tally.longest_s = took_s
         self.now = (phase, step, count + 1, now_s)
+
+    def move(self, before: str, after: str, seconds: float) -> None:
+        """Of what was counted as the phase `before`, some seconds were `after`."""
+        self._tallies[before].total_s -= seconds
+        self._tallies[after].total_s += seconds
 
     def count(self, phase: str) -> int:
         """How often it was through a phase."""
@@ -127,7 +132,7 @@ class Heartbeat:
     """
 
     def __init__(self, pulse: Pulse, facts: Facts, mail: Mail | None) -> None:
-        self._pulse, self._facts, self._mail = pulse, facts, mail
+        self._pulse, self._facts, self._mail, self._system = pulse, facts, mail, find_system()
         self._ident, self._native_id = threading.get_ident(), threading.get_native_id()
         self._interval_s = min(INTERVAL_S, facts.limits.floor_s / 4)
         self._closed = threading.Event()
@@ -156,7 +161,8 @@ class Heartbeat:
         self._closed.set()
         for thread in self._threads:
             thread.join(GRACE_S)
-        if self._facts.rank == 0 and self._facts.run_dir is not None and self._facts.may_write():
+        shows = self._facts.rank == 0 or self._published
+        if shows and self._facts.run_dir is not None and self._facts.may_write():
             with suppress(OSError):
                 (self._facts.run_dir / RANKS).unlink()
 
@@ -189,6 +195,7 @@ class Heartbeat:
             step=step,
             phase=phase,
             for_s=now_s - max(since_s, self._moved_s),
+            system=self._system,
             num_seen=self._pulse.count(phase),
             longest_s=self._pulse.longest_s(phase),
             waits_in=symptoms.waits_in,
@@ -276,7 +283,8 @@ class Heartbeat:
         ranks = []
         for rank, (beat, came_s) in sorted(self._heard.items()):
             is_silent = self._is_silent(rank, now_s)
-            fate = find_fate(beat.pid) if is_silent and beat.host == self._facts.host else ""
+            is_here = (beat.host, beat.system) == (self._facts.host, self._system)
+            fate = find_fate(beat.pid) if is_silent and is_here else ""
             ranks.append(Heard(beat, now_s - came_s, is_silent, fate))
         return ranks
 
@@ -410,7 +418,7 @@ class Heartbeat:
     def _publish(self, ranks: Sequence[Heard]) -> None:
         """Writes down what `samestep watch` shows."""
         facts = self._facts
-        if facts.run_dir is None or facts.rank != 0 or not facts.may_write():
+        if facts.run_dir is None or not facts.may_write():
             return
         rows = [{**asdict(heard.beat), "age_s": heard.age_s, "is_silent": heard.is_silent} for heard in ranks]
         record = {"time_s": time.time(), "micro_batch_size": facts.micro_batch_size, "ranks": rows}

@@ -51,6 +51,7 @@ class Beat:
 
     Attributes:
         number: of its beats.
+        system: where `pid` is the number of its process, and of no other one.
         step, phase: what it is at: a key of PHASES.
         for_s: how long it has not moved: not gone on to another phase or micro-batch, nor written to a snapshot.
         num_seen, longest_s: how often it was through this phase, and the longest that it took, after WARM_UP.
@@ -72,6 +73,7 @@ class Beat:
     step: int
     phase: str
     for_s: float
+    system: str = ""
     num_seen: int = 0
     longest_s: float = 0.0
     waits_in: str = ""

@@ -162,6 +162,18 @@ def _describe_file(kind: str, number: int) -> str:
     return f"{words.get(kind, 'waiting for')} {target}"
 
 
+def find_system() -> str:
+    """What tells apart where a process's number means the same process: the kernel's boot, and its process namespace.
+
+    Hosts may well have one name, as machines of one image have, or containers on the network of their host.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{file.read(8)}-{os.stat('/proc/self/ns/pid').st_ino}"
+    except OSError:
+        return platform.node()
+
+
 def find_fate(pid: int) -> str:
     """How it stands with a process of this host: "stopped", "dead" or "alive"."""
     try:
