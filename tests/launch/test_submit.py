@@ -86,6 +86,15 @@ def test_one_node(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert read_directives(text)["output"] == "slurm/%j.out"
 
 
+def test_a_run_at_a_url(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is no directory here that could hold the output; and no claim has to."""
+    text = render(capsys, "--run-dir", "s3://bucket/run", "train.py")
+    assert read_directives(text)["output"] == "slurm/%j.out"
+    words = read_srun(text)
+    assert words[words.index("--run-dir") + 1] == "s3://bucket/run"
+    render_manifest(capsys, "--claim", "disk:/data", "--run-dir", "s3://bucket/run", "train.py")
+
+
 def test_array(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = render(capsys, "--array", "0-3,7%2", "--run-dir", "my runs", "train.py")
     assert read_directives(text)["output"] == "my runs/slurm/%A_%a.out"

@@ -45,7 +45,7 @@ def build_manifest(job: Job) -> dict[str, Any]:
         claim, colon, path = str(options["claim"]).partition(":")
         if not claim or not colon or not path.startswith("/"):
             raise Error(f"--claim takes CLAIM:/PATH, not {options['claim']!r}")
-        if job.run_dir and not job.run_dir.startswith(f"{path.rstrip('/')}/"):
+        if job.run_dir and "://" not in job.run_dir and not job.run_dir.startswith(f"{path.rstrip('/')}/"):
             raise Error(
                 f"--run-dir {job.run_dir} is not on the claim, which is mounted at {path}, and would be lost with its "
                 "pod: name a directory below it"

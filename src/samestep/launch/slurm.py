@@ -89,8 +89,8 @@ def _quote(text: str) -> str:
 
 
 def find_directory(job: Job) -> Path:
-    """Where the batch script and the output are kept."""
-    return Path(job.run_dir or ".", "slurm")
+    """Where the batch script and the output are kept: of a run at a URL, here."""
+    return Path("slurm") if "://" in job.run_dir else Path(job.run_dir or ".", "slurm")
 
 
 def submit_to_slurm(job: Job) -> int:

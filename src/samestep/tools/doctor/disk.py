@@ -10,7 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+from samestep.errors import Error
+from samestep.snapshot.remote import Remote, Unreachable, is_url
 from samestep.tools.doctor.findings import FAIL, PASS, WARN, Facts, Finding, format_bytes, format_rate, format_s
+from samestep.world.environment import read_cache_dir
 
 if TYPE_CHECKING:
     from samestep.tools.doctor.examination import Here
@@ -37,6 +40,8 @@ def find_existing(path: Path) -> Path:
 def look_at_disk(here: "Here") -> dict[str, Any] | None:
     """Of a node's first rank: the directory as that node sees it. Leaves nothing there."""
     leaders = here.cast.leaders
+    if is_url(here.options.run_dir):
+        return _look_at_store(here, str(here.options.run_dir)) if here.environment.rank == 0 else None
     wanted = Path(here.options.run_dir or DEFAULT)
     if here.environment.rank == 0:
         here.meeting.say("disk/token", uuid.uuid4().hex)
@@ -67,6 +72,23 @@ def look_at_disk(here: "Here") -> dict[str, Any] | None:
         with suppress(OSError):
             mark.unlink()
     return facts
+
+
+def _look_at_store(here: "Here", url: str) -> dict[str, Any]:
+    """Of rank 0, which alone talks to it: whether the URL can be reached, and the disk that takes the working copy."""
+    try:
+        Remote(url).is_empty()
+    except (Error, Unreachable) as error:
+        return {"wanted": url, "place": url, "problem": str(error)}
+    place = find_existing(Path(here.environment.overrides.local_dir or read_cache_dir() / "runs"))
+    room = os.statvfs(place)
+    free_bytes = room.f_bavail * room.f_frsize
+    facts = {"wanted": f"the working copy of {url}, in {place}", "place": str(place), "problem": "", "sees": [0]}
+    try:
+        speed = measure_speed(place / f"{MARK}{uuid.uuid4().hex}-speed", free_bytes)
+    except OSError as error:
+        return facts | {"problem": error.strerror or str(error)}
+    return facts | {"free_bytes": free_bytes} | speed
 
 
 def find_marks(place: Path, token: str, nodes: Sequence[int]) -> list[int]:
@@ -122,9 +144,9 @@ def judge_disk(facts: Facts) -> list[Finding]:
         apart = [node for node in well if node not in first["sees"] or 0 not in well[node]["sees"]]
         if apart:
             names = cast.name_nodes(apart)
-            found = f"{shown} on {names} is not what it is on {cast.name_node(0)}: each host would save for itself"
-            advice = "put it on a file system that all nodes share, and name it by its full path"
-            findings.append(Finding("run_dir", FAIL, found, advice))
+            found = f"{shown} on {names} is not what it is on {cast.name_node(0)}: a run keeps a copy on each such host"
+            advice = "put it on a file system that all nodes share, where there is one, and name it by its full path"
+            findings.append(Finding("run_dir", WARN, found, advice))
     for node, fact in well.items():
         free, name = fact["free_bytes"], cast.name_node(node)
         if free < FEW_BYTES:
@@ -143,7 +165,7 @@ def judge_disk(facts: Facts) -> list[Finding]:
     if findings:
         return [replace(finding, measured=measured) for finding in findings]
     free = min(fact["free_bytes"] for fact in well.values())
-    one = " is one for all hosts," if len(cast.leaders) > 1 else ":"
+    one = " is one for all hosts," if len(by_node) > 1 else ":"
     said = f"{shown}{one} {format_bytes(free)} left"
     said += f", takes {format_rate(speed)}, fsync {format_s(fsync_s)}" if speed and fsync_s else ""
     return [Finding("run_dir", PASS, said, measured=measured)]
