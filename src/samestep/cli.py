@@ -58,7 +58,8 @@ The ranks find each other as under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, ...)
 What each prints is in logs/ below the run's directory, also when it is not shown.
 
 On several machines, give the same command on each: --nnodes 2 --rdzv-endpoint HOST:29400, HOST being one of them. With
---nnodes 1:4, machines may go and come while it runs. Those that do not share the run's directory keep a copy each.
+--nnodes 1:4, machines may go and come while it runs; a signal to one (not HOST) takes out that one alone.
+Those that do not share the run's directory keep a copy each.
 --hosts a,b:4 does so from here, over ssh: the same directory and Python must be there. Of the environment, they are
 given PYTHONPATH, VIRTUAL_ENV, PYTHONHASHSEED, OMP_NUM_THREADS, MKL_NUM_THREADS, CUBLAS_WORKSPACE_CONFIG,
 GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, NCCL_IB_HCA, NCCL_DEBUG and SAMESTEP_*; no keys or tokens.
