@@ -18,9 +18,9 @@ import pytest
 from support.runs import check, samestep_command
 from support.waiting import wait_until
 
-from samestep.tools.watch import compute_rates, describe_end, format_rows, has_ended
+from samestep.tools.watch import HEADER, compute_rates, describe_end, format_rows, has_ended
 from samestep.watch.heartbeat import Facts, Heartbeat, Pulse
-from samestep.watch.judge import WARM_UP, build_limits
+from samestep.watch.judge import PHASES, WARM_UP, build_limits
 from samestep.watch.symptoms import find_fate, look
 
 DEADLINE_S = 60.0
@@ -229,9 +229,12 @@ def build_rank(rank: int, **more: Any) -> dict[str, Any]:
 def test_the_table() -> None:
     ranks = [build_rank(0), build_rank(1, phase="reducing", for_s=12.0, waits_in="the reduction")]
     rows = format_rows({"time_s": 0.0, "micro_batch_size": 4, "ranks": ranks}, None)
-    first, second = [[cell.strip() for cell in row] for row in rows[1:]]
-    assert first == ["0", "here", "130", "forward", "0 s", "100.0 ms/step", "80", ""]
-    assert second == ["1", "here", "130", "reducing", "12 s", "100.0 ms/step", "80", "waits in the reduction"]
+    header, first, second = [[cell.strip() for cell in row] for row in rows]
+    assert header == ["rank", "host", "step", "phase", "in it for", "compute/step", "samples/s", "where"]
+    assert first == ["0", "here", "130", "forward", "0 s", "100.0 ms", "80", ""]
+    assert second == ["1", "here", "130", "reducing", "12 s", "100.0 ms", "80", "waits in the reduction"]
+    short = format_rows({"time_s": 0.0, "micro_batch_size": 4, "ranks": ranks[:1]}, None)
+    assert [[cell.strip() for cell in row] for row in short] == [header[:-1], first[:-1]], "nobody has anything to say"
     spent_s = {**ranks[0]["spent_s"], "forward": 2.0, "loading": 2.0}
     later = build_rank(0, num_steps=40, num_micro_batches=150, spent_s=spent_s)
     rates = compute_rates(later, ranks[0], 4)
@@ -251,6 +254,14 @@ def test_watching_what_is_over(tmp_path: Path) -> None:
     os.utime(tmp_path / "status.json", (0, 0))
     assert has_ended(tmp_path)
     assert "nothing is heard of the run" in describe_end(tmp_path)
+
+
+def test_every_column_is_explained(tmp_path: Path) -> None:
+    told = check(samestep_command("watch", "--help", cwd=tmp_path)).stdout
+    explained = [line.split("  ")[1].split(", ") for line in told.splitlines() if re.match(r"  [a-z]", line)]
+    assert tuple(name for names in explained for name in names if name in HEADER) == HEADER
+    phases = told.partition("  phase ")[2].partition("  in it for ")[0]
+    assert set(PHASES) <= set(re.findall(r"\w+", phases))
 
 
 def test_watching_no_run(tmp_path: Path) -> None:

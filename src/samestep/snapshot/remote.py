@@ -17,7 +17,7 @@ from typing import Any
 from samestep.errors import Error
 from samestep.snapshot.manifest import MANIFEST, describe_wrong_size, find_damage, parse_manifest
 from samestep.snapshot.store import Snapshot, Store
-from samestep.world.environment import read_host
+from samestep.world.environment import read_cache_dir, read_host
 
 LOCK, RECORD = "lock", "run.json"
 FILES = (RECORD, "restarts.jsonl", "status.json", "ledger.bin", "metrics.jsonl")
@@ -32,6 +32,19 @@ class Unreachable(Exception):
 def is_url(run_dir: object) -> bool:
     """Whether it is a URL, and no path."""
     return isinstance(run_dir, str) and _URL.match(run_dir) is not None
+
+
+def find_copy(url: str, run: str, local_dir: str | None) -> Path:
+    """Where rank 0's machine has the working copy of a run: another one for another run, although at the same URL.
+
+    Args:
+        url: the run's.
+        run: what tells it from others, as `Remote.read_lock` has it.
+        local_dir: holds the working copies; None: the user's cache directory.
+    """
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", url.rpartition("::")[2]).strip("-")[-80:]
+    base = Path(local_dir).expanduser() if local_dir else read_cache_dir() / "runs"
+    return base / f"{name}-{run[:12]}"
 
 
 def place_of(snapshot: Snapshot) -> str:

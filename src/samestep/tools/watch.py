@@ -9,16 +9,34 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from samestep.errors import Error
+from samestep.snapshot.remote import Remote, Unreachable, find_copy, is_url
 from samestep.tools.fetch import read_record
 from samestep.watch.judge import describe_seconds
 from samestep.watch.records import RANKS, STATUS, read_or_empty
-from samestep.world.environment import read_host
+from samestep.world.environment import read_host, read_overrides
 
 POLL_S = 1.0
 WINDOW_S = 10.0
 STALE_S = 30.0  # after which the run is taken for dead
 RESTART_S = 5.0  # for a launcher to start a failed run again
-HEADER = ("rank", "host", "step", "phase", "for", "compute", "samples/s", "")
+HEADER = ("rank", "host", "step", "phase", "in it for", "compute/step", "samples/s", "where")
+
+DESCRIPTION = f"""\
+Shows what every rank of a run is at, until the run ends; once, where the output is no terminal. A row is a rank:
+
+  rank, host    its number, and its machine
+  step          steps done so far, over all restarts
+  phase         starting, loading (data), forward, backward, reducing (adding up gradients with the other ranks, and
+                waiting for them), updating, saving, validating, script (its own code between two steps), left or ended
+  in it for     how long it has been there, or at one micro-batch, in seconds; from 10 minutes on in minutes
+  compute/step  milliseconds of forward and backward per step, without what it has waited for data or other ranks
+  samples/s     samples that this rank has trained on per second, whatever else it did in that time
+  where         of a rank that stays for over {POLL_S:g} s: what it waits in, or the line of the script that it is at;
+                silent: nothing is heard of it
+
+compute/step and samples/s are of the last {WINDOW_S:g} s; in the output that is shown once, since the last start.
+"""
 
 
 @dataclass(frozen=True)
@@ -37,10 +55,13 @@ def run_watch(args: list[str]) -> int:
     """
     parser = argparse.ArgumentParser(
         prog="samestep watch",
-        description="Shows what every rank of a run is at, until the run ends; once, where the output is no terminal.",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run's directory")
-    run_dir = parser.parse_args(args).run
+    parser.add_argument("run", metavar="RUN", help="the run's directory; or its URL, on the machine of rank 0")
+    parser.add_argument("--local-dir", metavar="DIR", help="of a run at a URL: as the run was given it")
+    options = parser.parse_args(args)
+    run_dir = find_directory(options.run, options.local_dir or read_overrides().local_dir)
     read_record(run_dir, str(run_dir))
     if sys.stdout.isatty():
         return _follow(run_dir)
@@ -52,6 +73,30 @@ def run_watch(args: list[str]) -> int:
     for row in format_rows(record, None):
         print("  ".join(row).rstrip())
     return 0
+
+
+def find_directory(run: str, local_dir: str | None) -> Path:
+    """Where a run says what its ranks are at: its directory; of one at a URL, the working copy of rank 0's machine.
+
+    Raises:
+        Error: that machine is another one, or the URL cannot be read.
+    """
+    if not is_url(run):
+        return Path(run)
+    remote = Remote(run)
+    try:
+        holder, number = remote.read_lock()
+    except Unreachable as error:
+        raise Error(f"the run directory {run} cannot be read ({error}): mend that, or name another one") from None
+    if not number:
+        raise Error(f"there is no run at {run}: name a run's URL or directory")
+    copy = find_copy(remote.url, number, local_dir)
+    if copy.is_dir() and (f" on {read_host()} since " in holder or (copy / RANKS).exists()):
+        return copy
+    raise Error(
+        f"what the ranks of {run} are at is told in its working copy alone, and {copy} is not that of {holder}: watch "
+        "it on that machine, with the run's --local-dir where it has one"
+    )
 
 
 def _follow(run_dir: Path) -> int:
@@ -112,7 +157,7 @@ def compute_rates(rank: Mapping[str, Any], before: Mapping[str, Any] | None, mic
 
 
 def format_rows(record: Mapping[str, Any], before: Mapping[str, Any] | None) -> list[Sequence[str]]:
-    """The table as texts, its header first."""
+    """The table as texts, its header first; without the last column where no rank has anything in it."""
     then = {} if before is None or before is record else {rank["rank"]: rank for rank in before["ranks"]}
     rows: list[Sequence[str]] = [HEADER]
     for rank in record["ranks"]:
@@ -125,12 +170,14 @@ def format_rows(record: Mapping[str, Any], before: Mapping[str, Any] | None) -> 
                 str(rank["step"]),
                 rank["phase"],
                 describe_seconds(rank["for_s"] + rank["age_s"]),
-                "" if rates.compute_s is None else f"{1000 * rates.compute_s:.1f} ms/step",
+                "" if rates.compute_s is None else f"{1000 * rates.compute_s:.1f} ms",
                 "" if rates.samples_per_s is None else f"{rates.samples_per_s:,.0f}",
                 note if rank["is_silent"] or rank["for_s"] > POLL_S else "",
             )
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
+    if not any(row[-1] for row in rows[1:]):
+        rows = [row[:-1] for row in rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
 
 

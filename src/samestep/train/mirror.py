@@ -3,17 +3,15 @@
 import hashlib
 import json
 import os
-import re
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
-from pathlib import Path
 
 from samestep.errors import Error
-from samestep.snapshot.remote import FILES, RECORD, Remote, Unreachable, place_of
+from samestep.snapshot.remote import FILES, RECORD, Remote, Unreachable, find_copy, place_of
 from samestep.train.directory import Directory
-from samestep.world.environment import read_cache_dir, read_host
+from samestep.world.environment import read_host
 
 
 class Mirror:
@@ -45,9 +43,7 @@ class Mirror:
             self._holder, run = remote.read_lock()
         self.url = remote.url
         self._run = run or uuid.uuid4().hex
-        name = re.sub(r"[^A-Za-z0-9._-]+", "-", self.url.rpartition("::")[2]).strip("-")[-80:]
-        base = Path(local_dir).expanduser() if local_dir else read_cache_dir() / "runs"
-        self.path = base / f"{name}-{self._run[:12]}"
+        self.path = find_copy(self.url, self._run, local_dir)
 
     def pull(self, directory: Directory, resume: str | int | None) -> None:
         """Brings the snapshot to go on from, and what belongs to it, unless the working copy has them.
