@@ -1,5 +1,6 @@
 """Runs under Slurm: the tasks of srun as ranks, and `samestep submit` with all that may happen to a job."""
 
+import json
 import re
 import signal
 import socket
@@ -158,6 +159,26 @@ def test_port_in_use(jobs: Jobs, trial: Trial) -> None:
         f"samestep: error: port {port}, where the ranks of this Slurm step were to meet, is in use on its first node: "
         "set MASTER_PORT to a free one, the same for all tasks"
     ]
+
+
+# --- the doctor -------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_on_all_tasks(jobs: Jobs, trial: Trial) -> None:
+    """srun's tasks are its ranks, on both nodes; in the shell of an allocation, it says what it has not looked at."""
+    words = [sys.executable, "-m", "samestep", "doctor", "--device", "cpu", "--run-dir", trial.dir, "--json"]
+    tasks, alone = jobs.start("srun", "-N2", "-n2", *words), jobs.start("salloc", "-N2", "-n2", *words)
+    finish(tasks)
+    report = json.loads(tasks.out.read_text())
+    assert report["world_size"] == 2
+    assert [finding["check"] for finding in report["findings"] if finding["status"] == "fail"] == []
+    curves = next(f["measured"]["curves"] for f in report["findings"] if f["check"] == "collectives")
+    assert list(curves) == ["all-reduce", "all-gather", "all-to-all"]
+    finish(alone)
+    assert json.loads(alone.out.read_text())["world_size"] == 1
+    hint = "samestep doctor: this job has 2 nodes, and only this one is looked at: srun samestep doctor looks at all\n"
+    assert hint in alone.err.read_text()
+    assert not trial.dir.exists()
 
 
 # --- submit -----------------------------------------------------------------------------------------------------------

@@ -246,6 +246,12 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     )
 
 
+def count_job_nodes() -> int:
+    """The nodes of the Slurm job that this process is in; 1 where it is in none."""
+    count = os.environ.get("SLURM_JOB_NUM_NODES", "")
+    return int(count) if count.isdecimal() else 1
+
+
 def read_terminal() -> int:
     """The file by which this process reaches the terminal, also where its launcher has put its output elsewhere."""
     file = _read_own_file(TERMINAL)

@@ -280,7 +280,8 @@ def _open_store(environment: Environment) -> Any:  # TCPStore
 
     (host, port), rank, world_size = read_master(), environment.rank, environment.world_size
     try:
-        return TCPStore(host, port, world_size, rank == 0, timedelta(seconds=MEET_S))
+        # One that this process holds already (a `Meeting`) serves this, too, as in torch's own env://.
+        return TCPStore(host, port, world_size, rank == 0, timedelta(seconds=MEET_S), multi_tenant=True)
     except DistError as error:
         if "EADDRINUSE" in str(error):
             raise Error(f"port {port}, where the ranks of this Slurm step were to meet, is in use on its first node: "

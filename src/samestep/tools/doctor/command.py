@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from samestep.errors import Error
 from samestep.tools.doctor.options import Options, Start, parse
-from samestep.world.environment import Environment, Overrides, read_environment
+from samestep.world.environment import Environment, Overrides, count_job_nodes, read_environment
 
 
 def run_doctor(arguments: Sequence[str]) -> int:
@@ -20,6 +20,10 @@ def run_doctor(arguments: Sequence[str]) -> int:
         _check_script(options)
     environment = read_environment()
     if environment.launcher == "python":
+        num_nodes = count_job_nodes()
+        if num_nodes > 1 and start.nnodes is None:
+            found = f"this job has {num_nodes} nodes, and only this one is looked at"
+            print(f"samestep doctor: {found}: srun samestep doctor looks at all", file=sys.stderr, flush=True)
         return _launch(options, start)
     if start.given:
         raise Error(f"{start.given[0]} was given, but the ranks are there already: leave it out under a launcher")
