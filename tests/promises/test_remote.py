@@ -18,8 +18,8 @@ import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from promises.faulty import train
-from support.selection import one_in
 from promises.trial import Outcome, Trial, ask
+from support.selection import one_in
 from support.waiting import wait_until
 
 import samestep

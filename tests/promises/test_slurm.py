@@ -201,6 +201,22 @@ def test_a_job_goes_on(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> No
     assert trial.outcome() == undisturbed()
 
 
+def test_a_job_that_gets_nowhere(jobs: Jobs, trial: Trial) -> None:
+    """Stopped for the third time before its first step: it is not queued again, and says why, on both nodes alike."""
+    for _ in range(2):
+        trial.preempt_at_start()
+    started = jobs.submit(fault="hold rank 0 at step 0 in start")
+    jobs.wait_held(started)
+    number = jobs.number(started)
+    jobs.cluster.run("scancel", "--signal=USR1", number)
+    wait_until(lambda: (trial.faults / "heard-0").exists(), "it has heard")
+    trial.go_on()
+    said = finish(started, 2)
+    assert "samestep: error: 3 starts in a row were told to stop before they had saved more than step 0: " in said
+    assert f"samestep: job {number} has ended: failed, exit code 2:0\n" in said
+    assert jobs.cluster.show(number)["Restarts"] == "0"
+
+
 def test_time_limit(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> None:
     """Slurm itself signals, some time before the limit."""
     started = jobs.submit("--time", "1", "--grace-s", "45")

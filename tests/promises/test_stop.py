@@ -16,6 +16,7 @@ from support.selection import one_in
 from support.waiting import wait_until
 
 import samestep
+from samestep.train.exits import count_idle_stops
 
 Undisturbed = Callable[..., Outcome]
 
@@ -140,6 +141,51 @@ def test_signal_before_the_first_step(trial: Trial, undisturbed: Undisturbed, do
     assert trial.num_ends == (1 if done else 0)
     trial.spawn(3)
     assert trial.outcome() == undisturbed()
+
+
+def test_stopped_again_and_again(trial: Trial, undisturbed: Undisturbed) -> None:
+    """The third start in a row that is stopped before it has saved anything new does not ask to be started again."""
+    for _ in range(2):
+        trial.preempt_at_start()
+    launch = trial.start("launch", 2, "hold rank 0 at step 0 in start")
+    trial.wait_held()
+    trial.tell(launch, signal.SIGTERM)
+    trial.go_on()
+    assert launch.wait() == 2, launch.output
+    sentence = (
+        "3 starts in a row were told to stop before they had saved more than step 0: give each more time (of submit: a "
+        "longer --time), and start the same command again"
+    )
+    assert launch.err.read_text() == f"samestep: error: {sentence}\n"
+    status = json.loads((trial.dir / "status.json").read_text())
+    assert status["status"] == "failed"
+    trial.preempt_at_start()  # that was said: it counts no more
+    trial.spawn(3)
+    assert trial.outcome() == undisturbed()
+
+
+@pytest.mark.parametrize(
+    ("starts", "count"),
+    [
+        ("", 0),
+        ("0 stopped by SIGUSR1", 1),
+        ("0 stopped by SIGUSR1; 0 stopped by SIGTERM", 2),
+        ("0 stopped by SIGTERM; 4 stopped by SIGTERM; 4 stopped by SIGTERM", 1),  # the second start has saved
+        ("4 stopped by SIGTERM", 0),
+        ("4 stopped by SIGTERM; 0 stopped by SIGTERM", 0),  # somebody went back
+        ("0 stopped by SIGTERM; 0 stopped by SIGINT", 0),  # a person
+        ("0 stopped by SIGTERM; 0 unknown; 0 stopped by SIGTERM", 1),
+        ("0 stopped by SIGTERM; 0 stopped by SIGTERM; 0 a node has joined", 0),
+    ],
+)
+def test_stops_in_a_row_are_counted(tmp_path: Path, starts: str, count: int) -> None:
+    """By the history: from which step each start but the first went on, and how the one before it had ended."""
+    rows = [start.partition(" ") for start in starts.split("; ") if start]
+    lines = [json.dumps({"from_step": int(step), "reason": reason}) + "\n" for step, _, reason in rows]
+    history = tmp_path / "restarts.jsonl"
+    assert count_idle_stops(history) == 0, "there is none before the second start"
+    history.write_text("".join(lines))
+    assert count_idle_stops(history) == count
 
 
 @pytest.mark.parametrize(("signum", "moment"), [(signal.SIGTERM, "validation"), (signal.SIGINT, "after schedule")])

@@ -193,6 +193,14 @@ class Trial:
             is_over.set()
             thread.join()
 
+    def preempt_at_start(self) -> None:
+        """Starts two ranks, one of which is told to stop before their first step."""
+        fault = "preempt rank 0 at step 0 in start"
+        before = self.snapshots
+        assert self.spawn(2, fault) is None
+        assert self.snapshots == before
+        (self.faults / f"struck-{fault.replace(' ', '-')}").unlink()
+
     def spawn_to_fail(self, num_ranks: int, fault: str | Sequence[str], **arguments: Any) -> BaseException:
         """As `spawn`, where a fault is to strike. Returns what was raised."""
         try:

@@ -18,7 +18,8 @@ usage: samestep submit [options] SCRIPT [arguments of the script]
 
 Submits a run to Slurm and shows its output as it comes. Ctrl-C ends the showing, not the job: scancel does that.
 Before the time limit Slurm signals the run, which saves and has its job queued again; so has a job that lost a node.
-It goes on in the same directory, as often as it takes: training scripts need not know.
+It goes on in the same directory, as often as it takes: training scripts need not know. Where three starts in a row
+are stopped before they have saved anything new, it ends with exit code 2.
 Exit code: the job's; with --detach, --dry-run and --test-only 0 when that was well.
 
 With --k8s, a JobSet for Kubernetes, which starts again what was evicted.

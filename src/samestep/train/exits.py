@@ -19,7 +19,7 @@ from weakref import WeakSet
 
 from samestep.errors import Error, PeerFailed
 from samestep.launch.rank import is_secondary, write_error
-from samestep.world.environment import LEAVE, stop_code
+from samestep.world.environment import LEAVE, START_AGAIN, stop_code
 from samestep.world.group import close_group, is_first, is_left_by_rank_0
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def close_run(run: "Run", failure: str = "") -> Error | None:
     run._group.close()
     if failure or not was_open or run._loop is None:
         return None
-    return run._loop.left_error() or run._loop.unsaved
+    return run._loop.left_error() or run._loop.failure
 
 
 def _close_all() -> None:
@@ -168,6 +168,36 @@ SAME_SIGNAL_S = {"python": 0.0, "torchrun": 2.0, "samestep": math.inf, "srun": m
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+# How often in a row a run may be told to stop before it has saved anything new, and ask to be started again. Once or
+# twice is bad luck on a busy cluster; then its time is too short, and would be again.
+MOST_IDLE_STOPS = 3
+
+
+def describe_stop(signum: int) -> str:
+    """Why a run has stopped, as `status.json` and `restarts.jsonl` have it."""
+    return f"stopped by {signal.Signals(signum).name}"
+
+
+def count_idle_stops(history: Path) -> int:
+    """How many starts in a row, up to the last one that has ended, were told to stop before they had saved anything
+    new, and have asked to be started again.
+
+    Args:
+        history: `restarts.jsonl`, with the line of the present start.
+    """
+    rows = []
+    with suppress(OSError):
+        for line in history.read_text().splitlines():
+            with suppress(ValueError):  # of a start that was killed as it wrote
+                rows.append(json.loads(line))
+    again = {describe_stop(number) for number in STOP_SIGNALS if stop_code(number) == START_AGAIN}
+    count, began = 0, [0, *(row["from_step"] for row in rows)]  # where the start before each line began
+    for row, step in reversed([*zip(rows, began, strict=False)]):
+        if row["reason"] not in again or row["from_step"] != step:
+            break
+        count += 1
+    return count
 
 
 class StopSignals:

@@ -1,6 +1,5 @@
 """The loop over epochs and steps: what happens between two steps, and how it ends."""
 
-import signal
 import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -9,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from samestep.data.loader import Loader, seed_all
 from samestep.errors import Error
 from samestep.plan.seeds import derive
-from samestep.train.exits import let_go
+from samestep.train.directory import RESTARTS
+from samestep.train.exits import MOST_IDLE_STOPS, count_idle_stops, describe_stop, let_go
 from samestep.train.feed import Feed
 from samestep.train.steps import Epoch, Step
-from samestep.world.environment import BEGUN, FINISHED, ROOM, STOPPED
+from samestep.world.environment import BEGUN, FINISHED, ROOM, START_AGAIN, STOPPED, stop_code
 
 if TYPE_CHECKING:
     from samestep.train.run import Run
@@ -31,7 +31,8 @@ class Loop:
         steps_done: steps finished so far, over all restarts.
         step: the present step, or the last one.
         ending: no further step begins.
-        unsaved: at its end, where the snapshot that was due there could not be written.
+        failure: at its end, where the snapshot that was due there could not be written, or where to be started again
+            would be in vain.
     """
 
     def __init__(self, run: "Run", feed: Feed, total_steps: int, max_steps: int | None) -> None:
@@ -41,7 +42,7 @@ class Loop:
         self.step: Step | None = None
         self.ending = self.steps_done >= self.last_step or bool(run._stop_reason)
         self._left = ""
-        self.unsaved: Error | None = None
+        self.failure: Error | None = None
         self._is_ended = self._has_agreed = False
         self._signal = 0
         self._agreed_epoch = -1
@@ -280,9 +281,14 @@ class Loop:
         )
         run._pulse.enter("script", self.steps_done)
 
+    @property
+    def _is_to_leave(self) -> bool:
+        """Whether a signal ends this start: a run that is whole, or has ended itself, has nothing to go on with."""
+        return bool(self._signal) and self.steps_done < self.last_step and not self._run._stop_reason
+
     def _leave_if_told(self) -> None:
-        if not self._signal or self.steps_done >= self.last_step or self._run._stop_reason:
-            return  # a run that is whole, or has ended itself, has nothing to go on with
+        if not self._is_to_leave:
+            return
         keeper = self._run._keeper
         saved = keeper.saved_step == self.steps_done
         self._run._say(
@@ -291,9 +297,9 @@ class Loop:
         )
         if self._run._signals is not None:
             self._run._signals.leave()
-        self._end("stopped", f"stopped by {signal.Signals(self._signal).name}")
-        if self.unsaved is not None:
-            raise self.unsaved
+        self._end("stopped", describe_stop(self._signal))
+        if self.failure is not None:
+            raise self.failure
         self._tell_launcher(STOPPED)
         raise SystemExit(self._run._signals.exit_code if self._run._signals is not None else 0)
 
@@ -318,11 +324,13 @@ class Loop:
         run, keeper = self._run, self._run._keeper
         run._pulse.enter("saving", self.steps_done)
         keeper.end(self.steps_done)
-        steps: int | None = self.steps_done
-        if keeper.unsaved is not None and keeper.unsaved[0] == self.steps_done:
-            reason = f"{keeper.unsaved[1]}; mend that, and start the same command again"
-            self.unsaved, status, steps = Error(reason, rank=run.rank), "failed", None
-        keeper.write_status(status, reason, steps)
+        # All are told: where the launcher of one node ended with START_AGAIN, srun would for all of them.
+        ends = [(run.rank, self._explain_failure())]
+        ends = run._group.gather(ends[0]) if self._signal else ends
+        rank, failure = next((end for end in ends if end[1]), (0, ""))
+        if failure:
+            self.failure, status, reason = Error(failure, rank=rank), "failed", failure
+        keeper.write_status(status, reason, None if failure else self.steps_done)
         seconds = time.perf_counter() - self._began_s
         rows: dict[str, Any] = {"steps": self.steps_done}
         time_row = self._run._pulse.close()
@@ -330,8 +338,28 @@ class Loop:
             rows |= {"samples/s": f"{self._num_samples / seconds:,.0f}", "wall time": f"{seconds:.1f} s", **time_row}
         run._show_end(rows, status)
         run._group.close()
-        if self.unsaved is None:
+        if self.failure is None:
             let_go(run)
+
+    def _explain_failure(self) -> str:
+        """What is to be said of the run's end, on ranks that write it down; "" where it is as it should be."""
+        run, keeper = self._run, self._run._keeper
+        if keeper.unsaved is not None and keeper.unsaved[0] == self.steps_done:
+            return f"{keeper.unsaved[1]}; mend that, and start the same command again"
+        if not self._is_to_leave or stop_code(self._signal) != START_AGAIN or run.rank != 0 or keeper.path is None:
+            return ""
+        if (keeper.saved_step or 0) > self._began_step:
+            return ""
+        count = count_idle_stops(keeper.path / RESTARTS) + 1
+        if count < MOST_IDLE_STOPS:
+            return ""
+        cure = "give each more time (of submit: a longer --time)"
+        if run._settings.snapshot_every is None:
+            cure = "let it save (--snapshot-every), or give it time for all of its steps"
+        return (
+            f"{count} starts in a row were told to stop before they had saved more than step {self._began_step}: "
+            f"{cure}, and start the same command again"
+        )
 
     def _agree_on_order(self, epoch: int) -> None:
         """A sampler's order must be the same on all ranks; it is kept for the audit."""
