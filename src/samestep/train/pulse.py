@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from samestep.errors import PeerFailed, Stuck
+from samestep.errors import Error, PeerFailed, Stuck
 from samestep.launch.rank import write_error
 from samestep.watch.heartbeat import Facts, Heartbeat, Pulse
 from samestep.watch.judge import build_limits, describe_spent
@@ -58,7 +58,7 @@ class RunPulse(Pulse):
             condemn=self._condemn,
             run_dir=run.dir,
             logs=run._keeper.logs,
-            may_write=lambda: run.rank != 0 or (run._keeper.directory is not None and run._keeper.directory.is_open),
+            may_write=self._may_write,
             micro_batch_size=run.micro_batch_size,
             began_step=run.steps_done,
         )
@@ -66,6 +66,15 @@ class RunPulse(Pulse):
         self._heartbeat = Heartbeat(self, facts, mail)
         _open.append(self)
         atexit.register(self.close)  # a thread that needs Python must not outlive it
+
+    def _may_write(self) -> bool:
+        """Whether the directory is this run's still: the ranks of one that was cut off are not to be shown."""
+        directory = self._run._keeper.directory
+        if self._run.rank == 0 and directory is not None:
+            with suppress(Error):
+                directory.check_still_ours()
+                return True
+        return self._run.rank != 0
 
     def leave(self, step: int) -> None:
         """The script has left the loop. Other ranks may wait for this one; it alone has nobody who does."""
