@@ -68,8 +68,7 @@ Ctrl-C, SIGTERM or SIGUSR1 tells the ranks once to stop: a run ends its step, sa
 them. With --max-restarts, a rank that dies has all ranks start again from the newest snapshot.
 Exit code: 0; that of the rank that failed first (128 + signal where one killed it); 130 after Ctrl-C;
 75 after SIGTERM or SIGUSR1 when the run has saved: the same command goes on; 2 after a mistake, or when a run could not
-save its end, or was stopped three times in a row with nothing new to save. A script that plain python runs ends with
-these codes, too.
+save its end, or was stopped three times in a row with nothing new to save. Under plain python it ends so, too.
 """
 
 VERIFY_HELP = """\
