@@ -207,7 +207,7 @@ ARGUMENTS: list[tuple[str, list[Any], str]] = [
     ("snapshot_every", ["2weeks", 0, -1, True, 1.5, "0epochs", "", "epochs"], "snapshot_every is .*: give a number of"),
     ("resume", ["", -1, 1.5, []], "resume must be latest, a step, a snapshot's name such as best, or never, not"),
     ("bucket_cap_mb", [0, -1, float("nan"), float("inf")], "bucket_cap_mb must be above 0, not"),
-    ("bucket_cap_mb", ["25", None], "bucket_cap_mb must be a number, not"),
+    ("bucket_cap_mb", ["25", [25]], "bucket_cap_mb must be a number, not"),
     ("deterministic", ["no", None, 1], "deterministic must be True or False, not"),
     ("shard", [2, True, False], "shard is not built yet"),
     ("trackers", [None, "tensorboard", samestep.TensorBoard()], r"trackers must be a list such as \[samestep\.TensorB"),

@@ -42,15 +42,6 @@ def test_digits_learns_to_read(tmp_path: Path) -> None:
     assert Store(run_dir).read(snapshot)["state"]["best"] == best
 
 
-def test_digits_is_the_same_on_any_number_of_ranks_and_workers(tmp_path: Path) -> None:
-    common = ["digits", "--batch-size", "96", "--micro-batch-size", "8", "--max-steps", "20", "--epochs", "2"]
-    several = ["--nproc-per-node", "5", "--num-workers", "2"]
-    for name, options in {"one": [], "several": several}.items():
-        run_train(*common, *options, "--run-dir", str(tmp_path / name))
-    assert read_digests(tmp_path / "one") == read_digests(tmp_path / "several")
-    assert (tmp_path / "one" / "metrics.jsonl").read_bytes() == (tmp_path / "several" / "metrics.jsonl").read_bytes()
-
-
 def test_mlp_prints_a_line_per_epoch_from_each_rank(tmp_path: Path) -> None:
     options = ["--batch_size", "256", "--run_dir", str(tmp_path / "mlp")]
     said = run_train("mlp", "3", "2", "--nproc-per-node", "2", "--show-ranks", "all", *options)
