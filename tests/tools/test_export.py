@@ -58,16 +58,40 @@ def assert_loads(file: Path, expected: nn.Module) -> None:
         assert torch.equal(model.state_dict()[key], value), key
 
 
-def test_the_model(tmp_path: Path, models: dict[str, nn.Module], capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "model.safetensors"
+def find_files(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if path.is_file())
+
+
+def test_the_model_and_its_average(
+    tmp_path: Path, models: dict[str, nn.Module], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, average = tmp_path / "out.v1.safetensors", tmp_path / "out.v1.ema.safetensors"
     assert main(["export", str(tmp_path / "run"), str(file)]) == 0
     assert_loads(file, models["model 5"])
-    said = capsys.readouterr().out
-    assert said.startswith(f"{file}: 10 tensors of model after step 5, ")
-    assert said.endswith(" bytes; there is an average, too: --object ema\n")
-    with safe_open(file, "pt") as opened:
-        assert opened.metadata()["step"] == "5"
-    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["model.safetensors"]
+    assert_loads(average, models["ema 5"])
+    assert [line.rpartition(", ")[0] for line in capsys.readouterr().out.splitlines()] == [
+        f"{file}: 10 tensors of model after step 5", f"{average}: 10 tensors of ema after step 5",
+    ]  # fmt: skip
+    for one, name in ((file, "model"), (average, "ema")):
+        with safe_open(one, "pt") as opened:
+            assert (opened.metadata()["step"], opened.metadata()["object"]) == ("5", name)
+    assert find_files(tmp_path) == [average.name, file.name]
+
+
+def test_a_model_of_another_name(tmp_path: Path) -> None:
+    """The one that is no average is the model, and two are two."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").write_text(json.dumps({"format": 1, "numbers": {}}))
+    net = Tied()
+    states = {"mean": AveragedModel(net).state_dict(), "net": net.state_dict()}
+    for step, more in ((1, {}), (2, {"other": Tied().state_dict()})):
+        state = {"objects": states | more, "position": {"step": step, "epoch": 0}, "state": {}}
+        Store(tmp_path / "run").write(state, step=step, name=None, meta={})
+    with pytest.raises(Error, match="name the model by --object"):
+        run_export([str(tmp_path / "run"), str(tmp_path / "x")])
+    assert run_export([str(tmp_path / "run"), str(tmp_path / "x"), "--snapshot", "1"]) == 0
+    assert_loads(tmp_path / "x", net)
+    assert find_files(tmp_path) == ["x", "x.mean"]
 
 
 @pytest.mark.parametrize(("which", "step"), [("3", 3), ("best", 3), ("5", 5)])
@@ -79,16 +103,19 @@ def test_another_one(tmp_path: Path, models: dict[str, nn.Module], which: str, s
     file = tmp_path / "x"
     assert run_export([str(tmp_path / "run"), str(file), "--snapshot", which, "--object", name]) == 0
     assert_loads(file, models[f"{name} {step}"])
+    assert find_files(tmp_path) == ["x"], "the one that was asked for, alone"
 
 
-def test_nothing_is_overwritten_unasked(tmp_path: Path, models: dict[str, nn.Module]) -> None:
-    file = tmp_path / "x"
-    file.write_text("mine")
-    with pytest.raises(Error, match="is there already: name another file, or say --force"):
-        run_export([str(tmp_path / "run"), str(file)])
-    assert file.read_text() == "mine"
-    assert run_export([str(tmp_path / "run"), str(file), "--force"]) == 0
-    assert_loads(file, models["model 5"])
+@pytest.mark.parametrize("mine", ["x", "x.ema"])
+def test_nothing_is_overwritten_unasked(tmp_path: Path, models: dict[str, nn.Module], mine: str) -> None:
+    (tmp_path / mine).write_text("mine")
+    with pytest.raises(Error, match=rf"/{mine} is there already: name another file, or say --force"):
+        run_export([str(tmp_path / "run"), str(tmp_path / "x")])
+    assert (tmp_path / mine).read_text() == "mine"
+    assert find_files(tmp_path) == [mine]
+    assert run_export([str(tmp_path / "run"), str(tmp_path / "x"), "--force"]) == 0
+    assert_loads(tmp_path / "x", models["model 5"])
+    assert_loads(tmp_path / "x.ema", models["ema 5"])
 
 
 def test_a_damaged_snapshot_is_passed_over(

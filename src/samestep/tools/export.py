@@ -1,4 +1,4 @@
-"""`samestep export`: the weights in a snapshot as a plain safetensors file, for other programs to load."""
+"""`samestep export`: the weights in a snapshot as plain safetensors files, for other programs to load."""
 
 import argparse
 import os
@@ -19,11 +19,11 @@ def run_export(args: list[str]) -> int:
     """Runs the command with the arguments after its name. Returns the exit code.
 
     Raises:
-        Error: there is no run, no sound snapshot, no such object, or a file where one is to be written.
+        Error: there is no run, no sound snapshot, no such object, or a file where one is to be written (then none is).
     """
     options = _build_parser().parse_args(args)
-    if options.file.exists() and not options.force:
-        raise Error(f"{options.file} is there already: name another file, or say --force to replace it")
+    if not options.force:
+        _check_free(options.file)
     with open_run(options.run, which=options.snapshot) as run:
         read_record(run, options.run)
         store = Store(run)
@@ -34,24 +34,40 @@ def run_export(args: list[str]) -> int:
     name = options.object or _choose(objects)
     if name not in objects:
         raise Error(f"the snapshot holds no {name}: it holds {', '.join(objects)}; name one of them by --object")
-    tensors, others = _take_tensors(objects[name])
-    if not tensors:
-        raise Error(f"{name} has no tensors by name: it is no model; the snapshot holds {', '.join(objects)}")
-    num_bytes = _write(options.file, tensors, {"run": str(options.run), "step": str(snapshot.step), "object": name})
-    kept = f", without {', '.join(others)}, which are no tensors" if others else ""
-    averages = [other for other, state in objects.items() if other != name and _is_average(state)]
-    more = f"; there is an average, too: --object {averages[0]}" if averages else ""
-    print(
-        f"{options.file}: {len(tensors)} tensors of {name} after step {snapshot.step}, {num_bytes:,} bytes{kept}{more}"
-    )
+    files = {name: options.file}
+    if options.object is None:
+        averages = [other for other, state in objects.items() if other != name and _is_average(state)]
+        files |= {average: _place(options.file, average) for average in averages}
+    if not options.force:
+        for file in files.values():
+            _check_free(file)
+    for name, file in files.items():
+        tensors, others = _take_tensors(objects[name])
+        if not tensors:
+            raise Error(f"{name} has no tensors by name: it is no model; the snapshot holds {', '.join(objects)}")
+        num_bytes = _write(file, tensors, {"run": str(options.run), "step": str(snapshot.step), "object": name})
+        kept = f", without {', '.join(others)}, which are no tensors" if others else ""
+        print(f"{file}: {len(tensors)} tensors of {name} after step {snapshot.step}, {num_bytes:,} bytes{kept}")
     return 0
+
+
+def _check_free(file: Path) -> None:
+    if file.exists():
+        raise Error(f"{file} is there already: name another file, or say --force to replace it")
+
+
+def _place(file: Path, name: str) -> Path:
+    """Where an average goes: beside the model, `out.ema.safetensors` for `out.safetensors`."""
+    return file.with_name(f"{file.stem}.{name.replace(os.sep, '.')}{file.suffix}")
 
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="samestep export",
         description="Writes a model's weights as a safetensors file, by the model's own names: "
-        "model.load_state_dict(safetensors.torch.load_file(FILE)) reads it.",
+        "model.load_state_dict(safetensors.torch.load_file(FILE)) reads it. Each average that the run has of a model "
+        "(AveragedModel: an EMA, say) goes into a file beside it, by the same names: what run.prepare got as ema into "
+        "model.ema.safetensors, where FILE is model.safetensors.",
     )
     parser.add_argument("run", metavar="RUN", help="the run's directory, or its URL")
     parser.add_argument("file", type=Path, metavar="FILE", help="to be written, such as model.safetensors")
@@ -59,17 +75,20 @@ def _build_parser() -> argparse.ArgumentParser:
         "--snapshot", metavar="STEP|NAME", default="latest", type=parse_which, help="default: the newest sound one"
     )
     parser.add_argument(
-        "--object", metavar="NAME", help="as run.prepare got it, such as model or ema; default: the only model"
+        "--object",
+        metavar="NAME",
+        help="this one alone, as run.prepare got it, such as model or ema; default: the only model, and all averages",
     )
-    parser.add_argument("--force", action="store_true", help="replace the file if it is there")
+    parser.add_argument("--force", action="store_true", help="replace files that are there")
     return parser
 
 
 def _choose(objects: Mapping[str, Any]) -> str:
-    """The one to export where nothing is said: `model`, or the only one that could be a model."""
+    """The one to export where nothing is said: `model`, or the only one that could be a model and is no average."""
     if "model" in objects:
         return "model"
     models = [name for name, state in objects.items() if _is_of_module(state)]
+    models = [name for name in models if not _is_average(objects[name])] or models
     if len(models) != 1:
         raise Error(f"the snapshot holds {', '.join(objects)}: name the model by --object")
     return models[0]
@@ -81,7 +100,7 @@ def _is_of_module(state: Any) -> bool:
 
 def _is_average(state: Any) -> bool:
     """Whether it is that of an AveragedModel."""
-    if not isinstance(state, dict) or "n_averaged" not in state:
+    if not isinstance(state, dict) or "n_averaged" not in state or len(state) == 1:
         return False
     return all(key == "n_averaged" or key.startswith("module.") for key in state)
 
