@@ -3,6 +3,7 @@
 The ranks are forked by this process's own server instead of by a `samestep launch` each time, which takes 1.5 s.
 """
 
+import re
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ import samestep
 from samestep.snapshot.encoding import write_tensors
 from samestep.tools.verify.causes import measure_difference
 from samestep.tools.verify.command import Options, run_verify
+from samestep.tools.verify.source import find_generator_makers
 from samestep.tools.verify.trials import Subject, Trials
 from samestep.world.environment import Overrides
 
@@ -47,11 +49,13 @@ def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     """`verify(fault...)` -> exit code and what was printed."""
     monkeypatch.setattr(Trials, "_start", start_quickly)
 
-    def run(num_steps: int = 3, num_kills: int = 0, gradients: bool = False, **faults: str) -> tuple[int, str]:
+    def run(
+        num_steps: int = 3, num_kills: int = 0, gradients: bool = False, kill_seed: int = 3, **faults: str
+    ) -> tuple[int, str]:
         script = tmp_path / "planted.py"
         script.write_text(plant(**faults))
         subject = Subject("launch", (str(script),), Overrides())
-        options = Options(num_steps, (1, 3), num_kills, kill_seed=3, gradients=gradients, keep_runs=tmp_path / "runs")
+        options = Options(num_steps, (1, 3), num_kills, kill_seed, gradients, keep_runs=tmp_path / "runs")
         code = run_verify(subject, options)
         return code, capsys.readouterr().out
 
@@ -107,6 +111,62 @@ def test_a_planted_fault_is_found_and_named(verify: Any, faults: dict[str, str],
     assert code == 1, printed
     for expected in words:
         assert expected in printed, f"{expected!r} is not in\n{printed}"
+
+
+def test_only_generators_that_nobody_seeds_are_named_where_runs_do_not_repeat(verify: Any) -> None:
+    code, printed = verify(
+        before="rngs = [np.random.default_rng(3), random.Random(5), np.random.Generator(np.random.PCG64(7))]; "
+        "torch.Generator().manual_seed(0); loose = random.Random()",
+        in_forward="import time; x = x + time.time_ns() % 997",
+    )
+    assert code == 1, printed
+    assert re.search(
+        r"a generator that nobody seeds, such as the one of planted.py:\d+ \(random.Random\(\)\), the", printed
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "is_named"),
+    [
+        ("torch.Generator().manual_seed(0)", False),
+        ("torch.Generator('cuda').manual_seed(args.seed)", False),
+        ("torch.Generator().seed()", True),
+        ("np.random.default_rng(seed=3)", False),
+        ("np.random.default_rng()", True),
+        ("default_rng(None)", True),
+        ("np.random.RandomState(3)", False),
+        ("np.random.RandomState()", True),
+        ("np.random.Generator(np.random.Philox(key=3))", False),
+        ("np.random.Generator(np.random.Philox())", True),
+        ("random.Random(f'{seed}')", False),
+        ("random.SystemRandom(3)", True),
+    ],
+)
+def test_which_generators_nobody_seeds(tmp_path: Path, code: str, is_named: bool) -> None:
+    (tmp_path / "x.py").write_text(f"import random\nrng = {code}\n")
+    assert find_generator_makers([str(tmp_path / "x.py")], unseeded=True).startswith("x.py:2 (") == is_named
+    assert find_generator_makers([str(tmp_path / "x.py")]).startswith("x.py:2 (")
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "num_kills", "code", "words"),
+    [  # The first kill is at the 12th file touched: none in one step; of two, in the second, so that step 0 is over.
+        (
+            1,
+            1,
+            1,
+            "no kill struck before the run had ended, so nothing was resumed: take more --steps or fewer --kills",
+        ),
+        (2, 2, 0, "1 of 2 kills struck before the run had ended: for all of them, take more --steps"),
+    ],
+)
+def test_kills_that_come_too_late_prove_nothing(
+    verify: Any, num_steps: int, num_kills: int, code: int, words: str
+) -> None:
+    found, printed = verify(num_steps=num_steps, num_kills=num_kills, kill_seed=8)
+    assert (found, words in printed) == (code, True), printed
+    assert printed.count("same (it ended before it was killed)") == 1, printed
+    assert printed.endswith("\neverything is the same\n") == (code == 0)
 
 
 def test_what_no_snapshot_holds_is_found_by_the_interruption(verify: Any) -> None:

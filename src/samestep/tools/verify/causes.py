@@ -90,7 +90,7 @@ def _explain_unrepeatable(files: list[str], operator: str | None) -> list[str]:
             f"{operator} is an operator that is not deterministic, and the script allows it: leave "
             "deterministic=False out, and replace what torch then refuses"
         ]
-    makers = find_generator_makers(files)
+    makers = find_generator_makers(files, unseeded=True)
     hint = f", such as the one of {makers}" if makers else ""
     return [
         f"from the same inputs come other numbers each time: a generator that nobody seeds{hint}, the clock, or an "

@@ -51,7 +51,7 @@ def parse_world_sizes(text: str) -> tuple[int, ...]:
 
 
 def run_verify(subject: Subject, options: Options) -> int:
-    """Runs everything. Returns 0 when all runs are the same, 1 when not.
+    """Runs everything. Returns 0 when all runs are the same, 1 when not, or when none of the kills struck.
 
     Raises:
         Error: the script does not train with samestep, or ends with an error by itself.
@@ -86,6 +86,7 @@ class _Verification:
         self._trials = Trials(subject, home, options.num_steps, every)
         self._lines: list[str] = []
         self._is_same = True
+        self._num_struck = 0
 
     def run(self) -> int:
         self._table = Table(f"samestep verify {' '.join(self._subject.words)}")
@@ -95,8 +96,22 @@ class _Verification:
             self._table.close()
         for line in self._lines:
             print(line)
-        print("everything is the same" if self._is_same else "it is NOT the same")
-        return 0 if self._is_same else 1
+        num_struck, num_kills = self._num_struck, self._options.num_kills
+        if not self._is_same:
+            print("it is NOT the same")
+            return 1
+        if num_kills and not num_struck:
+            print(
+                "all runs are the same, but no kill struck before the run had ended, so nothing was resumed: take more "
+                "--steps or fewer --kills (0: none)"
+            )
+            return 1
+        if num_struck < num_kills:
+            print(
+                f"{num_struck} of {num_kills} kills struck before the run had ended: for all of them, take more --steps"
+            )
+        print("everything is the same")
+        return 0
 
     def _compare_all(self) -> None:
         first, *others = self._options.world_sizes
@@ -185,21 +200,16 @@ class _Verification:
                 return
 
     def _kill(self, size: int, run_dir: Path, kill: dict[str, float], *, is_resumed: bool) -> bool:
-        """Runs until a rank is killed. Returns whether to go on."""
+        """Runs until a rank is killed. Returns whether to go on: there is more to run, and so far it is the same."""
         where = "in a save" if "events" in kill else f"rank {kill['rank']}"
         self._table.begin(f"killed {where}", _count(size))
         outcome = self._trials.run(size, run_dir=run_dir, kill=kill)
-        if outcome.code == KILLED or outcome.code == 0:
-            late = outcome.code == 0
-            result = self._judge(outcome, is_resumed=is_resumed, is_cut=True)
-            shown = f"{result} (it ended before it was killed)" if late else result
-            self._table.add(f"killed {where}", _count(size), _describe_steps(outcome.trace), shown, outcome.seconds)
-            if late:
-                self._lines.append("one kill came too late, the run had ended: take more --steps")
-            return result == "same"
-        result = self._judge(outcome, is_resumed=is_resumed)
-        self._table.add(f"killed {where}", _count(size), _describe_steps(outcome.trace), result, outcome.seconds)
-        return False
+        struck = outcome.code == KILLED
+        self._num_struck += struck
+        result = self._judge(outcome, is_resumed=is_resumed, is_cut=struck)
+        shown = result if outcome.code else f"{result} (it ended before it was killed)"
+        self._table.add(f"killed {where}", _count(size), _describe_steps(outcome.trace), shown, outcome.seconds)
+        return struck and result == "same"
 
     # --- the verdict ------------------------------------------------------------------------------------------
 
