@@ -78,8 +78,7 @@ usage: samestep verify [options] SCRIPT|RECIPE [arguments of it]
 Trains for a few steps on several numbers of ranks, and once more killed at random moments, in the middle of a save
 too, and resumed on another number of ranks each time. Compares the state after every step, the losses and the samples
 used. What differs is named, with its likely cause. Nothing is written into the run directory that the script names.
-Exit code: 0 when all runs are the same; 1 when not, or when all kills came too late, so that nothing was resumed;
-2 when the script does not train by itself.
+Exit code: 0 when all runs are the same, 1 when not or when no kill struck, 2 when the script does not train by itself.
 """
 
 DEFAULT_RECIPE = "digits"

@@ -1,12 +1,20 @@
 """`samestep verify` as a person runs it: sound scripts, what it leaves behind, and input that it refuses."""
 
 import re
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
+import psutil
 import pytest
-from support.runs import check, samestep_command
+from support.runs import check, clean_variables, samestep_command
+from support.waiting import wait_until
 from tools.planted import plant
+
+from samestep.tools.verify.home import make_home
 
 
 def write(directory: Path, **faults: str) -> Path:
@@ -53,6 +61,40 @@ def test_runs_that_are_not_the_same_end_with_1_and_are_kept_on_demand(tmp_path: 
     assert done.stdout.endswith("it is NOT the same\n")
     assert {path.name for path in (tmp_path / "kept").iterdir()} >= {"01-1-rank", "02-1-rank", "03-3-ranks"}
     assert samestep_command("verify", "--keep-runs", "kept", script.name, cwd=tmp_path).returncode == 2
+
+
+def test_what_a_killed_one_leaves_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not while it lives, or the run that it has started does."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "sleeper.py").write_text("import time; print('asleep', flush=True); time.sleep(600)")
+    (tmp_path / "samestep-verify-mine").mkdir()  # by someone else, or on another machine
+
+    def find_homes() -> set[Path]:
+        """What is there while another one is about to begin, but for its own."""
+        with make_home() as (home, _):
+            return set(tmp_path.glob("samestep-verify-*")) - {home}
+
+    verify = psutil.Popen(
+        [sys.executable, "-m", "samestep", "verify", "--world-sizes", "1", "sleeper.py"],
+        cwd=tmp_path, env=clean_variables({"TMPDIR": str(tmp_path)}), stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    tree = [verify]
+    try:
+        wait_until(lambda: "asleep" in "".join(f.read_text() for f in tmp_path.glob("*/01-1-rank/output")), "a start")
+        (launcher,) = verify.children()
+        tree += [launcher, *launcher.children(recursive=True)]
+        before = find_homes()
+        assert len(before) == 2
+        verify.kill()
+        verify.wait()
+        assert find_homes() == before
+        launcher.kill()
+        wait_until(lambda: find_homes() == {tmp_path / "samestep-verify-mine"}, "it was removed")
+    finally:
+        for process in tree:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+        verify.wait()
 
 
 def test_a_recipe_and_its_own_arguments(tmp_path: Path) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 
-def start(command: Sequence[str], variables: Mapping[str, str], output: Path) -> "subprocess.Popen[bytes]":
-    """Starts it. What it prints, on either stream, goes to `output`."""
+def start(
+    command: Sequence[str], variables: Mapping[str, str], output: Path, inherited: Sequence[int] = ()
+) -> "subprocess.Popen[bytes]":
+    """Starts it. What it prints, on either stream, goes to `output`. `inherited`: descriptors that it is given."""
     with open(output, "w") as file:
         return subprocess.Popen(
             command,
@@ -18,6 +20,7 @@ def start(command: Sequence[str], variables: Mapping[str, str], output: Path) ->
             stdout=file,
             stderr=subprocess.STDOUT,
             process_group=0,
+            pass_fds=inherited,
         )
 
 

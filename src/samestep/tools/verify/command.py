@@ -1,11 +1,10 @@
 """What `samestep verify` does: the runs, one after the other, and the verdict."""
 
 import random
-import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -13,6 +12,7 @@ from types import FrameType
 from samestep.errors import Error
 from samestep.tools.verify.causes import explain, explain_drift, find_operator, measure_difference
 from samestep.tools.verify.gradients import check_gradients, check_schedules
+from samestep.tools.verify.home import make_home
 from samestep.tools.verify.table import Table
 from samestep.tools.verify.traces import Difference, Traced, find_difference, name_tensor
 from samestep.tools.verify.trials import LEAST_DEADLINE_S, Outcome, Subject, Trials
@@ -58,20 +58,16 @@ def run_verify(subject: Subject, options: Options) -> int:
     """
     if options.num_steps < 1 or options.num_kills < 0:
         raise Error("verify needs at least one step, and no fewer than 0 kills")
-    if options.keep_runs is None:
-        home = Path(tempfile.mkdtemp(prefix="samestep-verify-"))
-    else:
-        home = options.keep_runs
-        if home.exists() and (not home.is_dir() or any(home.iterdir())):
-            raise Error(f"--keep-runs {home} is there already: name a directory that is not, or is empty")
-        home.mkdir(parents=True, exist_ok=True)
+    if (kept := options.keep_runs) is not None:
+        if kept.exists() and (not kept.is_dir() or any(kept.iterdir())):
+            raise Error(f"--keep-runs {kept} is there already: name a directory that is not, or is empty")
+        kept.mkdir(parents=True, exist_ok=True)
     before = signal.signal(signal.SIGTERM, _leave)
     try:
-        return _Verification(subject, options, home.resolve()).run()
+        with make_home() if kept is None else nullcontext((kept, ())) as (home, locks):
+            return _Verification(subject, options, home.resolve(), locks).run()
     finally:
         signal.signal(signal.SIGTERM, before)
-        if options.keep_runs is None:
-            shutil.rmtree(home, ignore_errors=True)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
@@ -79,11 +75,11 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 class _Verification:
-    def __init__(self, subject: Subject, options: Options, home: Path) -> None:
+    def __init__(self, subject: Subject, options: Options, home: Path, locks: Sequence[int]) -> None:
         self._options = options
         self._subject = subject
         every = max(1, options.num_steps // (2 * (options.num_kills + 1)))
-        self._trials = Trials(subject, home, options.num_steps, every)
+        self._trials = Trials(subject, home, options.num_steps, every, locks)
         self._lines: list[str] = []
         self._is_same = True
         self._num_struck = 0

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -73,6 +73,7 @@ class Trials:
     """Starts runs of one subject, each with a number of its own below `home`.
 
     Attributes:
+        locks: descriptors that each run inherits.
         deadline_s: after which a run is taken for stuck, and killed.
     """
 
@@ -80,6 +81,7 @@ class Trials:
     home: Path
     num_steps: int
     snapshot_every: int
+    locks: Sequence[int] = ()
     deadline_s: float | None = None
     _count: int = field(default=0)
 
@@ -136,7 +138,7 @@ class Trials:
         )
 
     def _start(self, command: list[str], variables: Mapping[str, str], place: Path) -> int:
-        process = start(command, variables, place / "output")
+        process = start(command, variables, place / "output", self.locks)
         try:
             return process.wait(self.deadline_s)
         except subprocess.TimeoutExpired:
