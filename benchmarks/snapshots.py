@@ -1,6 +1,7 @@
 """What a snapshot costs: the loop's stall, the step beside it, the time to write and to check; against torch's ways.
 
-A model whose weights and AdamW state take 500 MB, on 2 gloo ranks of 1 thread. All ways save in the same loop, in
+A model whose weights and AdamW state take 500 MB, on 2 gloo ranks of 1 thread (--ranks 1: with a core to spare, where
+there are 2). All ways save in the same loop, in
 turns: samestep's background snapshots, torch.save on rank 0 (with and without fsync), and async_save of
 torch.distributed.checkpoint (DCP). Then, in one process: writing, checking and reading alone, and hashes.
 """
@@ -303,6 +304,7 @@ def main() -> None:
     parser = build_parser(__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--mb", type=int, default=500, help="of weights and optimizer state")
     parser.add_argument("--samples", type=int, default=128, help="of each rank in a step")
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5, help="snapshots of each way, after one to warm up")
     parser.add_argument("--steps", type=int, default=4, help="before each snapshot, and after it")
     parser.add_argument("--directory", help="where to write; default: the system's for temporary files")
@@ -313,7 +315,7 @@ def main() -> None:
         print_machine()
     with tempfile.TemporaryDirectory(dir=args.directory) as directory:
         run_args = (directory, args.mb, args.samples, args.rounds, args.steps)
-        found = samestep.spawn(run_rank, nprocs=2, args=run_args, device="cpu")
+        found = samestep.spawn(run_rank, nprocs=args.ranks, args=run_args, device="cpu")
         summary = summarize(found)
         files = samestep.spawn(measure_files, nprocs=1, args=(directory, args.mb, args.rounds), device="cpu")
     hashes = measure_hashes(args.mb, args.rounds)

@@ -10,13 +10,14 @@ import base64
 import hashlib
 import json
 import math
+import os
 import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Queue
-from threading import Thread
+from threading import Semaphore, Thread
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
@@ -89,6 +90,8 @@ def view_bytes(tensor: "Tensor") -> memoryview:
 def write_tensors(file: BinaryIO, tensors: Mapping[str, "Tensor"]) -> tuple[Pieces, dict[str, str]]:
     """Writes a safetensors file, one tensor after the other, the widest dtypes first so that all are aligned.
 
+    It is on the disk when this returns: what has been written is synced while the rest is still being hashed.
+
     Returns:
         The pieces of the file, and by name the sha256 of each tensor's bytes.
     """
@@ -106,11 +109,13 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, "Tensor"]) -> tuple[Piec
     text = struct.pack("<Q", len(text)) + text
     file.write(text)
     hashes: dict[str, str] = {}
-    with _hashing(hashes) as submit:  # it takes as long as writing, and both leave Python to others
+    with _hashing(hashes) as submit:  # it takes as long as writing and syncing, and all leave Python to others
         for name, tensor in ordered:
             data = view_bytes(tensor)
-            submit(name, data)
+            submit(name, data, not (tensor.is_cpu and tensor.is_contiguous()))
             file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
     lengths = [(name, tensor.numel() * tensor.element_size()) for name, tensor in ordered]
     return [(len(text), _hash(text)), *((length, hashes[name]) for name, length in lengths)], hashes
 
@@ -320,24 +325,31 @@ def _hash(data: bytes | memoryview) -> str:
 
 
 @contextmanager
-def _hashing(hashes: dict[str, str]) -> Iterator[Callable[[str, memoryview], None]]:
+def _hashing(hashes: dict[str, str]) -> Iterator[Callable[[str, memoryview, bool], None]]:
     """What is submitted in the block is hashed beside it, and in `hashes` when the block ends.
 
-    (An executor of concurrent.futures takes nothing more as soon as the main thread has ended.)
+    Of copies, few are held at a time: submitting one waits for those before. (An executor of concurrent.futures takes
+    nothing more as soon as the main thread has ended.)
     """
-    waiting: Queue[tuple[str, memoryview] | None] = Queue(2)  # what is not dense is held as a copy
+    waiting: Queue[tuple[str, memoryview, bool] | None] = Queue()
+    room = Semaphore(2)
 
-    def submit(name: str, data: memoryview) -> None:
+    def submit(name: str, data: memoryview, is_copy: bool) -> None:
         if len(data) < _LARGE_BYTES:
             hashes[name] = _hash(data)
             return
         if thread.ident is None:
             thread.start()
-        waiting.put((name, data))
+        if is_copy:
+            room.acquire()
+        waiting.put((name, data, is_copy))
 
     def run() -> None:
         while (item := waiting.get()) is not None:
-            hashes[item[0]] = _hash(item[1])
+            name, data, is_copy = item
+            hashes[name] = _hash(data)
+            if is_copy:
+                room.release()
 
     thread = Thread(target=run, name="samestep hashing")
     try:

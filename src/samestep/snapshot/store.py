@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from samestep.errors import Error
 from samestep.snapshot.encoding import decode, digest, digest_of, encode, read_tensors, write_tensors
@@ -105,7 +105,7 @@ class Store:
             raise Error(f"a snapshot cannot be named {name!r}: use letters, digits and underscores, such as best")
         target = self.path / (name or f"step-{step:08d}")
         with self._staging(target) as directory:
-            with _create(directory / TENSORS) as file:
+            with open(directory / TENSORS, "xb", buffering=_BUFFER_BYTES) as file:
                 pieces, hashes = write_tensors(file, tensors)
             files = {TENSORS: pieces, STATE: _write_json(directory / STATE, structure)}
             confirm()
@@ -293,19 +293,13 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path)
 
 
-@contextmanager
-def _create(path: Path) -> Iterator[BinaryIO]:
-    """A new file that is on the disk when the block ends."""
-    with open(path, "xb", buffering=_BUFFER_BYTES) as file:
-        yield file
+def _write_json(path: Path, value: Any) -> Pieces:
+    """Makes a new file, which is on the disk when this returns."""
+    text = json.dumps(value, allow_nan=False).encode()
+    with open(path, "xb") as file:
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def _write_json(path: Path, value: Any) -> Pieces:
-    text = json.dumps(value, allow_nan=False).encode()
-    with _create(path) as file:
-        file.write(text)
     return [(len(text), hashlib.sha256(text).hexdigest())]
 
 

@@ -31,7 +31,8 @@ def open_run(run: str, *, which: int | str | None = None, is_whole: bool = False
         except BrokenPipeError:  # nobody reads what is printed
             raise
         except OSError as error:
-            raise Error(f"{error.filename or run} cannot be read ({error.strerror}): mend that, or name another one") from None
+            where = f"{error.filename or run} cannot be read ({error.strerror})"
+            raise Error(f"{where}: mend that, or name another one") from None
         return
     remote = Remote(run)
     with TemporaryDirectory(prefix="samestep-") as folder:
