@@ -157,6 +157,13 @@ def save_by_torch(state: Any, path: Path, *, sync: bool) -> None:
             os.fsync(file.fileno())
 
 
+def replace_by_torch(state: Any, path: Path) -> None:
+    """As it has to be done for a crash to leave the old one or the new one."""
+    new = path.with_suffix(".new")
+    save_by_torch(state, new, sync=True)
+    os.replace(new, path)
+
+
 def run_rank(
     directory: str, num_mb: int, num_samples: int, num_rounds: int, num_steps: int
 ) -> dict[str, list[Seconds]]:
@@ -211,6 +218,7 @@ def measure_files(directory: str, num_mb: int, num_rounds: int) -> dict[str, lis
         "write: samestep": lambda: store.write(state, step=1, meta={}),
         "write: torch.save": lambda: save_by_torch(objects, path, sync=False),
         "write: torch.save and fsync": lambda: save_by_torch(objects, path, sync=True),
+        "write: torch.save, fsync and rename": lambda: replace_by_torch(objects, path),
         "read: the file alone": read_file,
         "read: samestep's check of every byte": check,
         "read: samestep, check and load": load,
