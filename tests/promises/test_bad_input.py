@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -287,18 +287,18 @@ def test_plain_python(tmp_path: Path, name: str) -> None:
     assert_refused(python(name, tmp_path / "x"), MISTAKES[name].said)
 
 
-def start_by_hand(name: str, run_dir: Path, num_ranks: int = 2) -> list[Done]:
+def start_by_hand(name: str, run_dir: Path, scripts: Sequence[Path] = (SCRIPT, SCRIPT)) -> list[Done]:
     """Each rank as a program of its own, as mpirun or srun start them: nobody filters what they say."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     ranks = [
         subprocess.Popen(
-            [sys.executable, SCRIPT, run_dir, name],
+            [sys.executable, script, run_dir, name],
             env=clean_variables(
                 ON_LO
                 | {
                     "RANK": str(rank),
-                    "WORLD_SIZE": str(num_ranks),
+                    "WORLD_SIZE": str(len(scripts)),
                     "MASTER_ADDR": "127.0.0.1",
                     "MASTER_PORT": str(port),
                 }
@@ -308,7 +308,7 @@ def start_by_hand(name: str, run_dir: Path, num_ranks: int = 2) -> list[Done]:
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(num_ranks)
+        for rank, script in enumerate(scripts)
     ]
     try:
         said = [rank.communicate(timeout=60) for rank in ranks]
@@ -333,6 +333,29 @@ def test_once_where_nobody_filters(tmp_path: Path, name: str) -> None:
         else:
             assert done.returncode == 2
             assert done.stderr == "" or re.fullmatch(r"samestep: error: [^\n]+\n", done.stderr)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            "import os, torch; torch.__version__ += '.rank' + os.environ['RANK']",
+            r"has another torch than .*\.rank1, not ",
+        ),
+        ("", r"runs another wrong\.py than rank 0 on \S+ \(\w{12}, not \w{12}\)"),
+    ],
+)
+def test_ranks_that_run_something_else(tmp_path: Path, change: str, said: str) -> None:
+    """Found before there is a run, where no launcher of ours has compared the nodes."""
+    other = tmp_path / "scripts" / "wrong.py"
+    other.parent.mkdir()
+    other.write_text(f"{change}\n{SCRIPT.read_text()}")
+    ranks = start_by_hand("nothing", tmp_path / "x", (other if change else SCRIPT, other))
+    words = "".join(done.stderr for done in ranks)
+    assert [done.returncode for done in ranks] == [2, 2], words
+    assert words.count("samestep: error: rank 1 on ") == words.count("samestep: ") == 1, words
+    assert re.search(said, words), words
+    assert not (tmp_path / "x").exists()
 
 
 def test_once_under_torchrun(tmp_path: Path) -> None:

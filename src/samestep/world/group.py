@@ -15,6 +15,7 @@ from torch.distributed import _broadcast_coalesced  # type: ignore[attr-defined]
 from samestep.errors import Error, PeerFailed
 from samestep.world.environment import Environment, has_agent_store, read_master
 from samestep.world.neighbors import Neighbors, connect
+from samestep.world.software import check_alike, describe_software
 
 T = TypeVar("T")
 
@@ -245,10 +246,18 @@ class Group:
             self.neighbors = None
 
 
-def open_group(environment: Environment, device: torch.device, *, timeout_s: float = 1800.0) -> Group:
+def open_group(
+    environment: Environment, device: torch.device, *, timeout_s: float = 1800.0, compares: bool = True
+) -> Group:
     """Joins the ranks: gloo on CPU, NCCL (with gloo for what lives on the host) on CUDA.
 
     A process group that the script has already made is used as it is.
+
+    Args:
+        compares: whether all ranks must run the same script with the same versions.
+
+    Raises:
+        Error: they do not, or do not come together.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -266,7 +275,7 @@ def open_group(environment: Environment, device: torch.device, *, timeout_s: flo
     group = Group(environment.rank, environment.world_size, device)
     group.local_rank = environment.local_rank
     if group.world_size > 1:
-        group.neighbors = connect(group, timeout_s)
+        group.neighbors = connect(group, timeout_s, describe_software(), check_alike if compares else None)
     return group
 
 

@@ -9,7 +9,7 @@ import secrets
 import select
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -103,8 +103,14 @@ class Neighbors:
             connection.close()
 
 
-def connect(group: Gatherer, timeout_s: float) -> Neighbors | None:
-    """Connects all ranks of `group`; None, on every rank, unless they all run on this one host."""
+def connect(
+    group: Gatherer, timeout_s: float, said: Any = None, check: Callable[[Sequence[Any]], None] | None = None
+) -> Neighbors | None:
+    """Connects all ranks of `group`; None, on every rank, unless they all run on this one host.
+
+    Args:
+        said, check: each rank's value that goes along in the exchange, and what is called with those of all. May raise.
+    """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         where, token = _find_host(), secrets.token_bytes(TOKEN_BYTES)
         name = b"\0samestep-" + token.hex().encode()  # abstract: no file that could be left behind
@@ -112,8 +118,10 @@ def connect(group: Gatherer, timeout_s: float) -> Neighbors | None:
             listener.bind(name)
             listener.listen(group.world_size)
             listener.settimeout(CONNECT_S)
-        told = group.gather((where, name, token))
-        if where is None or any(theirs != where for theirs, _, _ in told):
+        told = group.gather((where, name, token, said))
+        if check is not None:
+            check([each[3] for each in told])
+        if where is None or any(theirs != where for theirs, *_ in told):
             return None
         sockets: dict[int, socket.socket] = {}
         failure = ""

@@ -94,7 +94,7 @@ def look_at_collectives(here: "Here") -> dict[str, Any] | None:
     kinds = here.meeting.exchange("collectives/device", here.device.type, TIMEOUT_S)
     device = here.device if set(kinds.values()) == {"cuda"} else torch.device("cpu")
     began_s = time.monotonic()
-    group = open_group(here.environment, device, timeout_s=TIMEOUT_S)
+    group = open_group(here.environment, device, timeout_s=TIMEOUT_S, compares=False)
     joined_s = time.monotonic() - began_s
     try:
         wrong = check_results(here, group, OPERATIONS)

@@ -1,0 +1,52 @@
+"""What the ranks run: the same script, with the same versions of what decides its bits."""
+
+import hashlib
+import platform
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from samestep import __version__
+from samestep.errors import Error
+from samestep.world.environment import read_host
+
+
+def describe_software() -> dict[str, Any]:
+    """This rank's. `script` is a hash, None for what is in no file: a notebook, `python -c`, standard input."""
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    try:
+        script = None if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
+    except OSError:
+        script = None
+    return {
+        "host": read_host(),
+        "file": Path(path or "").name,
+        "samestep": __version__,
+        "torch": str(torch.__version__),
+        "Python": platform.python_version(),
+        "script": script,
+    }
+
+
+def check_alike(told: Sequence[Mapping[str, Any]]) -> None:
+    """Compares what `describe_software` gave on each rank.
+
+    Raises:
+        Error: versions or scripts are not the same on all.
+    """
+    for name in ("samestep", "torch", "Python", "script"):
+        known = {rank: mine for rank, mine in enumerate(told) if mine[name] is not None}
+        if not known:
+            continue
+        first = min(known)
+        others = [rank for rank in known if known[rank][name] != known[first][name]]
+        if others:
+            odd, usual = known[others[0]], known[first]
+            what = f"runs another {odd['file']}" if name == "script" else f"has another {name}"
+            raise Error(
+                f"rank {others[0]} on {odd['host']} {what} than rank {first} on {usual['host']} "
+                f"({odd[name]}, not {usual[name]}): make them the same on all ranks"
+            )

@@ -1,0 +1,49 @@
+"""What the ranks run, compared."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.runs import check, run_command
+
+from samestep.errors import Error
+from samestep.world.software import check_alike, describe_software
+
+ASK = "import json; from samestep.world.software import describe_software; print(json.dumps(describe_software()))"
+
+
+def build(**changes: Any) -> dict[str, Any]:
+    return {**describe_software(), "host": "a", "file": "train.py", "script": "0" * 12, **changes}
+
+
+def test_what_is_alike_may_lie_elsewhere() -> None:
+    check_alike([build(), build(host="b", file="other.py")])
+
+
+@pytest.mark.parametrize("name", ["samestep", "torch", "Python"])
+def test_versions_that_differ(name: str) -> None:
+    usual = build()
+    with pytest.raises(Error) as caught:
+        check_alike([usual, usual, build(host="b", **{name: "0.1"}), build(host="c", **{name: "0.2"})])
+    assert str(caught.value) == (
+        f"rank 2 on b has another {name} than rank 0 on a (0.1, not {usual[name]}): make them the same on all ranks"
+    )
+
+
+def test_scripts_that_differ() -> None:
+    """What has no file is not compared."""
+    check_alike([build(script=None), build(), build(script=None)])
+    with pytest.raises(Error, match=r"rank 3 on b runs another train\.py than rank 1 on a \(1, not 0{12}\)"):
+        check_alike([build(script=None), build(), build(), build(host="b", script="1")])
+
+
+def test_a_program_in_no_file(tmp_path: Path) -> None:
+    (tmp_path / "ask.py").write_text(ASK)
+    scripts = [
+        json.loads(check(run_command(sys.executable, *words, cwd=tmp_path)).stdout)["script"]
+        for words in (["-c", ASK], ["ask.py"])
+    ]
+    assert scripts[0] is None
+    assert len(scripts[1]) == 12
