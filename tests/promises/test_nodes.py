@@ -5,12 +5,14 @@ Nodes are launchers on this machine, or, where the network matters, on hosts of 
 
 import json
 import re
+import shlex
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +24,15 @@ from support.waiting import wait_until
 
 from samestep.errors import Error
 from samestep.launch.local import Place, Target, build_variables
-from samestep.launch.nodes import Link, describe_target, is_here, parse_endpoint, parse_nodes
+from samestep.launch.nodes import (
+    Link,
+    build_hello,
+    describe_target,
+    find_other_arguments,
+    is_here,
+    parse_endpoint,
+    parse_nodes,
+)
 from samestep.world.environment import Overrides
 
 Undisturbed = Callable[..., Outcome]
@@ -123,15 +133,23 @@ def test_the_plug_is_pulled(trial: Trial, undisturbed: Undisturbed, all_hosts: l
 
 
 def test_a_rank_dies_on_one_node(trial: Trial, undisturbed: Undisturbed, port: int) -> None:
-    """All nodes start again, and all tell why."""
+    """All nodes start again, and all tell why. That one gives the script other arguments is said once."""
     fault = "kill rank 1 at step 7 in forward"
     flags = flags_at(f"127.0.0.1:{port}", "2", "--max-restarts", "1")
-    nodes = [trial.start("launch", 1, fault, *flags, "--node-rank", str(rank)) for rank in (0, 1)]
+    nodes = [
+        trial.start("launch", 1, fault, *flags, "--node-rank", str(rank), arguments=["--num-workers", str(rank)])
+        for rank in (0, 1)
+    ]
     assert finish(*nodes) == [0, 0], "\n".join(node.output for node in nodes)
     trial.note_strike(fault)
     for node in nodes:
         assert "samestep: rank 1 was killed by SIGKILL (out of memory?); restart 1 of 1\n" in node.err.read_text()
         assert "Traceback" not in node.output
+    [words] = [words for node in nodes if "other arguments" in (words := node.err.read_text())]  # where they meet
+    assert len(re.findall(r"node [01] \(.*\) gives faulty\.py other arguments than node [01] \(", words)) == 1
+    assert re.search(
+        r"--num-workers ([01]) instead of --num-workers (?!\1)[01]: if", words.split("samestep: ranks ")[0]
+    )
     assert [(row["rank"], row["world_size"]) for row in read_restarts(trial)] == [(1, 2)]
     assert trial.outcome() == undisturbed()
 
@@ -371,6 +389,32 @@ def test_modules_are_compared_by_what_is_in_them(tmp_path: Path, monkeypatch: py
         (tmp_path / "pkg" / f"{name}.py").write_text("")
     after = [describe_target(Target("module", name)) for name in ("pkg", "pkg.train")]
     assert len({*before, *after}) == 4, "two empty files are the same program"
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "said"),
+    [
+        ("a --lr 0.1 --amp", "a --amp --lr 0.1", None),
+        ("a --lr -0.1", "a --lr 0.1", "--lr -0.1 instead of --lr 0.1"),
+        ("'my data' --amp", "'my data'", "--amp instead of nothing"),
+        ("'my data'", "data", "'my data' instead of data"),
+    ],
+)
+def test_arguments_that_differ(mine: str, theirs: str, said: str | None) -> None:
+    nodes = parse_nodes("2", None, "localhost:1", "", 300)
+    assert nodes is not None
+    here, there = (
+        build_hello(replace(nodes, node_rank=rank), Target("script", str(SCRIPT), shlex.split(text)), 1, 0)
+        for rank, text in enumerate((mine, theirs))
+    )
+    found = find_other_arguments(here, there)
+    if said is None:
+        assert found is None
+    else:
+        assert found == (
+            f"{here.name} gives faulty.py other arguments than {there.name}, {said}: if they are more than paths, "
+            "the models will differ"
+        )
 
 
 def test_one_node_needs_no_place_to_meet() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from samestep.errors import Error
 from samestep.launch.local import Failure
-from samestep.launch.nodes import Hello, Link, Nodes, find_difference, open_listener
+from samestep.launch.nodes import Hello, Link, Nodes, find_difference, find_other_arguments, open_listener
 from samestep.world.environment import Restart
 
 TICK_S = 0.1
@@ -63,6 +63,7 @@ class Hub(threading.Thread):
         self._room = sys.maxsize  # how many ranks the run can take, once it is known
         self._restart: Restart | None = None
         self._lost: list[str] = []
+        self._warnings: set[str] = set()  # that were said
         self._is_making_room = False
         self._store: Any = None
         self._changed_s = time.monotonic()
@@ -144,6 +145,10 @@ class Hub(threading.Thread):
             member.link.send("refused", reason=reason)
             print(f"samestep: {hello.name} was turned away: {reason}", file=sys.stderr, flush=True)
             return  # it closes the link itself
+        warning = find_other_arguments(hello, there[0]) if there else None
+        if warning is not None and warning not in self._warnings:
+            self._warnings.add(warning)
+            print(f"samestep: {warning}", file=sys.stderr, flush=True)
         member.hello = hello
         self._strangers.remove(member)
         self._members.append(member)

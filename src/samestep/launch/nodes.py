@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import select
+import shlex
 import socket
 import sys
 import time
@@ -170,6 +171,7 @@ class Hello:
     run_id: str
     max_restarts: int
     script: str
+    arguments: list[str]
     program: str
     samestep: str
     torch: str
@@ -193,6 +195,7 @@ def build_hello(nodes: Nodes, target: Target, num_ranks: int, max_restarts: int)
         run_id=nodes.run_id,
         max_restarts=max_restarts,
         script=Path(target.name).name if target.kind == "script" else target.name,
+        arguments=target.arguments,
         program=describe_target(target),
         samestep=__version__,
         torch=torch.__version__,
@@ -223,6 +226,29 @@ def find_difference(hello: Hello, others: Sequence[Hello]) -> str | None:
             if mine != theirs:
                 return f"{hello.name} has {what} than {other.name} ({mine}, not {theirs}): make them the same"
     return None
+
+
+def find_other_arguments(hello: Hello, other: Hello) -> str | None:
+    """What is to be said where two nodes give their script other arguments: those may be paths, and right."""
+    mine, theirs = _group_arguments(hello.arguments), _group_arguments(other.arguments)
+    only_mine = shlex.join(word for words in mine if words not in theirs for word in words)
+    only_theirs = shlex.join(word for words in theirs if words not in mine for word in words)
+    if not only_mine and not only_theirs:
+        return None
+    return (
+        f"{hello.name} gives {hello.script} other arguments than {other.name}, {only_mine or 'nothing'} instead of "
+        f"{only_theirs or 'nothing'}: if they are more than paths, the models will differ"
+    )
+
+
+def _group_arguments(arguments: Sequence[str]) -> list[list[str]]:
+    """Each option with what follows it."""
+    groups: list[list[str]] = [[]]
+    for word in arguments:
+        if word.startswith("-") and not word[1:2].isdigit():
+            groups.append([])
+        groups[-1].append(word)
+    return groups
 
 
 def _show(value: Any) -> str:

@@ -103,5 +103,6 @@ def explain_drift(drift: Drift, hosts: Sequence[str], step: int, alike_at: int |
     since = "" if alike_at is None else f", and all were alike after step {alike_at}"
     return (
         f"{what}: {drift.tensor}{more}{since}; nothing of this is saved, and the last snapshot is from before. Suspect "
-        f"the memory of {whom}, or code that changes the model or the optimizer on some ranks only (run.rank)"
+        f"the memory of {whom}, or code that changes the model or the optimizer on some ranks only (run.rank, other "
+        "arguments)"
     )
