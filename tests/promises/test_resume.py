@@ -3,17 +3,20 @@
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from promises.faulty import IN_BODY, IN_SAVING, IN_STEP, NUM_STEPS, STEPS_PER_EPOCH
 from promises.trial import Outcome, Trial, read_tree, resume_is_from
-from promises.wrong import learn_well
+from promises.wrong import build, learn_well, loop
+from support.runs import ask
 from support.selection import one_in
 from support.waiting import wait_until
 
@@ -220,6 +223,32 @@ def test_rows_from_before_the_first_step(tmp_path: Path) -> None:
         samestep.spawn(train, 1, (True,))
     assert samestep.spawn(train, 1, (False,)) == 2
     assert "untrained" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def test_a_script_that_changes_its_working_directory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The run stays in the directory that its relative path meant, and is called what the script calls it."""
+    (tmp_path / "elsewhere").mkdir()
+
+    def train(num_epochs: int) -> Path:
+        os.chdir(tmp_path)
+        run, model, optimizer = build("mine", snapshot_every=2)
+        os.chdir("elsewhere")
+
+        def then(step: Any) -> None:
+            optimizer.step()
+            os.chdir("/")
+
+        loop(run, model, optimizer, num_epochs=num_epochs, then=then, sampler=lambda epoch: range(32))
+        return run.dir  # type: ignore[no-any-return]
+
+    for num_epochs in (1, 2):
+        assert samestep.spawn(train, 2, (num_epochs,)) == tmp_path / "mine"
+    printed = capfd.readouterr().out
+    assert resume_is_from(printed) == 4
+    assert re.search(r"written to +mine\n", printed), printed
+    assert "could not" not in printed
+    assert not list((tmp_path / "elsewhere").iterdir())
+    ask("inspect", tmp_path / "mine", "--samples")
 
 
 def test_a_backup_of_another_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -389,6 +389,6 @@ def _blaming(directory: Directory) -> Iterator[None]:
         yield
     except OSError as error:
         raise Error(
-            f"the run directory {directory.path} on {read_host()} cannot be written ({error.strerror or error}): make "
+            f"the run directory {directory.named} on {read_host()} cannot be written ({error.strerror or error}): make "
             "room, or name another one"
         ) from None

@@ -32,6 +32,7 @@ class Directory:
     over, as when a notebook's cell is run again.
 
     Attributes:
+        path, named: where it is, and as a person named it.
         before_close: called first of all when it is given up, by whoever does.
         save_s: what the last snapshot took to write; 0 before there is one.
         num_recorded: the steps that a copy of the run has in its ledger, where that is known.
@@ -52,14 +53,14 @@ class Directory:
         self._ledger: Ledger | None = None
         self._snapshot: Snapshot | None = None
         self._is_begun = self._has_told = False
-        self._lost_steps = 0
-        self.lost = ""
+        self._lost_steps, self.lost = 0, ""
         self.save_s, self.num_recorded, self.is_rewound = 0.0, 0, False
         self._made_directories: list[Path] = []
         self._made_files: list[Path] = []
         self.record: dict[str, Any] = {}
         try:
-            self.path = _choose(path, fresh)
+            self.named = _choose(path, fresh)
+            self.path = self.named.absolute()  # the script may change the working directory
             self._key = self.path.resolve()
             if before := _open.get(self._key):
                 before.close()
@@ -92,7 +93,7 @@ class Directory:
         if not path.exists():
             rows = self.path / "metrics.jsonl"
             if (not is_ours and rows.exists() and rows.stat().st_size) or self.store.snapshots():
-                raise Error(f"{self.path} holds files of a run but no run.json: name another run directory")
+                raise Error(f"{self.named} holds files of a run but no run.json: name another run directory")
             return {}
         try:
             record = json.loads(path.read_text())
@@ -116,7 +117,7 @@ class Directory:
         """
         if different := _find_different(self.record.get("numbers", {}), numbers):
             raise Error(
-                f"{self.path} holds another run ({different}): use its numbers, another run directory, "
+                f"{self.named} holds another run ({different}): use its numbers, another run directory, "
                 "or --fresh to start beside it"
             )
 
@@ -152,7 +153,7 @@ class Directory:
         self.store.clean()
         if resume is None:
             if self.store.snapshots():
-                raise Error(f"{self.path} already has snapshots and resume is never: use --resume latest, or --fresh")
+                raise Error(f"{self.named} already has snapshots and resume is never: use --resume latest, or --fresh")
             return None
         return self.go_on_from(self.store.find(resume, warn=self._warn, judge=self._judge))
 
@@ -183,7 +184,7 @@ class Directory:
             self.rewinds = [*self.rewinds, step]
         if later:
             plural = "s" if len(later) > 1 else ""
-            self._warn(f"{len(later)} snapshot{plural} after step {step} went to {self.path / 'abandoned'}")
+            self._warn(f"{len(later)} snapshot{plural} after step {step} went to {self.named / 'abandoned'}")
         rows, records = self.path / "metrics.jsonl", self.path / "ledger.bin"
         self._made_files += [path for path in (rows, records) if not path.exists()]
         if self._lock.was_elsewhere:
@@ -300,8 +301,8 @@ class Directory:
         if problem and not self._has_told:
             self._has_told = True
             self._warn(
-                f"{self.path} cannot be written ({problem}): the rows and records of steps are kept in memory until it "
-                "can be, the run goes on"
+                f"{self.named} cannot be written ({problem}): the rows and records of steps are kept in memory until "
+                "it can be, the run goes on"
             )
 
     def find_lost(self) -> str:
@@ -316,9 +317,9 @@ class Directory:
                 problem = _reason(error)
         if problem:
             lacks = f"its last {self._metrics.num_left} rows and ledger.bin its last {self._ledger.num_left} steps"
-            self.lost = f"{self.path} could not be written ({problem}): metrics.jsonl lacks {lacks}"
+            self.lost = f"{self.named} could not be written ({problem}): metrics.jsonl lacks {lacks}"
         elif not (self.path / "ledger.bin").exists():
-            self.lost = f"{self.path} was removed under way: nothing is left of what the run has written there"
+            self.lost = f"{self.named} was removed under way: nothing is left of what the run has written there"
         return self.lost
 
     def mark(self, *, epoch: int, world_size: int, stop_reason: str) -> dict[str, Any]:
@@ -413,7 +414,7 @@ class Directory:
                     path.rmdir()
 
     def _is_taken_over(self) -> Error:
-        return Error(f"the run in {self.path} was ended by a later samestep.Run of this process in the same directory")
+        return Error(f"the run in {self.named} was ended by a later samestep.Run of this process in the same directory")
 
 
 def _find_different(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:

@@ -42,7 +42,7 @@ class Keeper:
     """What a run leaves on disk. With `run_dir` None every call does nothing.
 
     Attributes:
-        path: the run's directory, None without one.
+        path, named: the run's directory, and as a person named it; None without one.
         directory: on rank 0, the directory itself; on nodes that do not share it, on the first rank of each.
         logs: takes what the ranks of this start print, `<rank>.log`; None until `record`.
         saved_step: the step of the newest numbered snapshot, or of one on its way; None when there is none.
@@ -69,12 +69,13 @@ class Keeper:
         self._copies: Copies | None = None
         self._mirror: Mirror | None = None
         self._url = ""
-        self.path: Path | None = None if settings.run_dir is None else self._open_all(settings.run_dir)
+        self.named: Path | None = None if settings.run_dir is None else self._open_all(settings.run_dir)
+        self.path = None if self.named is None else self.named.absolute()
 
     @property
     def shown(self) -> str:
         """Where the run lives, as a person named it."""
-        return self._url or str(self.path)
+        return self._url or str(self.named)
 
     def _open_mirror(self, url: str) -> tuple[Path, str]:
         fresh, local_dir = self._settings.fresh, self._settings.local_dir
@@ -116,7 +117,7 @@ class Keeper:
             raise
         self.directory = directory
         directory.before_close = self._settle_at_close
-        return directory.path
+        return directory.named
 
     def once(self, fn: Callable[[], T]) -> T:
         """Calls `fn` on each rank that has a directory; what it returned on rank 0. A full disk is an Error."""
@@ -126,7 +127,7 @@ class Keeper:
                 return fn()
             except OSError as error:
                 reason = f"({error.strerror}): make room, or name another one"
-                raise Error(f"the run directory {self.path} cannot be written {reason}") from None
+                raise Error(f"the run directory {self.named} cannot be written {reason}") from None
 
         if self._copies is not None:
             return self._group.each(call, on=self._copies.keepers)[0]

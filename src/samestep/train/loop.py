@@ -293,7 +293,7 @@ class Loop:
         saved = keeper.saved_step == self.steps_done
         self._run._say(
             f"stopped by a signal after step {self.steps_done}"
-            + (f", saved in {keeper.path}: the same command goes on from there" if saved else "")
+            + (f", saved in {keeper.named}: the same command goes on from there" if saved else "")
         )
         if self._run._signals is not None:
             self._run._signals.leave()
