@@ -5,6 +5,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from samestep.data.attributes import Attributes
 from samestep.data.loader import Loader, seed_all
 from samestep.errors import Error
 from samestep.plan.seeds import derive
@@ -49,7 +50,7 @@ class Loop:
         self._num_samples = 0
         self._began_s = time.perf_counter()
         tasks = feed.tasks(self.steps_done, self.last_step, rank=run.rank, world_size=run.world_size)
-        self._loader = Loader(feed.source, tasks, device=run.device)
+        self._loader, self._attributes = Loader(feed.source, tasks, device=run.device), Attributes(feed.source)
 
     def run_epochs(self, num_epochs: int) -> Generator[Epoch, None, None]:
         """Yields the epochs from where the run stands."""
@@ -122,6 +123,11 @@ class Loop:
         if not last:
             self._save_what_is_due(epochs_done=None, numbered=True)
             self._leave_if_told()
+
+    def warn_of_changed_data(self) -> None:
+        """Says, once, that the loader's workers do not see what the script has changed in the data set."""
+        if (change := self._attributes.find_change()) is not None:
+            self._run._say(change)
 
     def check_not_left(self) -> None:
         """Raises Error where the script has left one of the loops before its end."""

@@ -44,6 +44,7 @@ class Epoch:
             raise Error(f"the steps of epoch {self.number} can be iterated over once: take the next epoch")
         self._is_begun = True
         loop, end = self._loop, (self.number + 1) * self.num_steps
+        loop.warn_of_changed_data()  # such as by set_epoch, in the first lines of the epoch's body
         while loop.steps_done < end and not loop.ending:
             yield from loop.next_step(last=loop.steps_done + 1 == end)
         self.done = True

@@ -1,0 +1,33 @@
+"""What a script changes in a data set whose copies are in DataLoader workers: they do not see it."""
+
+from samestep.data.loader import Source
+
+
+class Attributes:
+    """The plain attributes (int, float, str, bool) of a data set, and of those it wraps, as its workers have them."""
+
+    def __init__(self, source: Source) -> None:
+        self._dataset = source.dataset
+        self._known = self._read() if source.num_workers else {}
+
+    def _read(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        inside, thing = "", self._dataset
+        while thing is not None and len(inside) < 80:  # Subset and its kind, in few layers
+            own = getattr(thing, "__dict__", {})
+            found |= {inside + k: repr(v) for k, v in own.items() if type(v) in (int, float, str, bool)}
+            inside, thing = f"{inside}dataset.", own.get("dataset")
+        return found
+
+    def find_change(self) -> str | None:
+        """The sentence on the first that has changed since; once."""
+        now = self._read() if self._known else {}
+        for name, value in self._known.items():
+            if now.get(name, value) != value:
+                self._known = {}
+                return (
+                    f"the data set's {name} has become {now[name]}, and is still {value} in the loader workers, which "
+                    "live as long as the loop: draw from torch, numpy or random, which are seeded for each "
+                    "micro-batch, or use num_workers=0"
+                )
+        return None
