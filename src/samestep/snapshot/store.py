@@ -69,10 +69,11 @@ class Store:
 
     Args:
         run_dir: the run's directory; nothing is made in it before the first `write`.
+        named: as a person named it, for messages.
     """
 
-    def __init__(self, run_dir: Path) -> None:
-        self.path = Path(run_dir) / "snapshots"
+    def __init__(self, run_dir: Path, named: Path | None = None) -> None:
+        self.path, self._named = Path(run_dir) / "snapshots", Path(named or run_dir) / "snapshots"
         self._damaged: set[Path] = set()  # what `find` saw: right sizes, wrong checksums
 
     def write(self, state: Mapping[str, Any], *, step: int, name: str | None = None, meta: Mapping[str, Any]) -> Path:
@@ -163,28 +164,30 @@ class Store:
             return None
         if which == "latest":
             raise Error(
-                f"no snapshot in {self.path} is sound ({problem}): bring one back from a backup, or start with --fresh"
+                f"no snapshot in {self._named} is sound ({problem}): bring one back from a backup, or start with "
+                "--fresh"
             )
         sound = [s.name or f"step {s.step}" for s in found if s.problem is None and s.path not in self._damaged]
         there = f"there is {', '.join(sound)}" if sound else "there is no other"
         what = f"of step {which}" if isinstance(which, int) else f"named {which}"
         fault = f"the snapshot {what} is not sound ({problem})" if wanted else f"there is no snapshot {what}"
-        raise Error(f"{fault} in {self.path}: {there}")
+        raise Error(f"{fault} in {self._named}: {there}")
 
     def read(self, snapshot: Snapshot) -> dict[str, Any]:
-        """The state in a snapshot that `find` returned, its tensors in host memory.
+        """The state in a snapshot that `find` returned, here or on another node, its tensors in host memory.
 
         Raises:
             Error: it is not sound any more.
         """
-        manifest, problem = read_manifest(snapshot.path)
+        path = self.path / snapshot.path.name
+        manifest, problem = read_manifest(path)
         if problem is not None:
-            raise Error(f"the snapshot {snapshot.path} is not sound any more: {problem}")
+            raise Error(f"the snapshot {self._named / path.name} is not sound any more: {problem}")
         tensors = {}
         for file in manifest["files"]:
             if file.endswith(".safetensors"):
-                tensors.update(read_tensors(snapshot.path / file))
-        state: dict[str, Any] = decode(json.loads((snapshot.path / STATE).read_bytes()), tensors)
+                tensors.update(read_tensors(path / file))
+        state: dict[str, Any] = decode(json.loads((path / STATE).read_bytes()), tensors)
         return state
 
     @property

@@ -64,7 +64,7 @@ class Directory:
             self._key = self.path.resolve()
             if before := _open.get(self._key):
                 before.close()
-            self.store = Store(self.path)
+            self.store = Store(self.path, self.named)
             self._lock = self._take_lock()
             self.record = self._read_record(is_ours=not self._lock.is_new)  # it may have been killed before it began
             self.rewinds: list[int] = self.record.get("rewinds", [])
@@ -86,7 +86,7 @@ class Directory:
         while True:
             self.path.mkdir(parents=True, exist_ok=True)
             with suppress(FileNotFoundError):  # who made the directory has just removed it, since its run did not begin
-                return Lock(self.path / "lock")
+                return Lock(self.path / "lock", self.named)
 
     def _read_record(self, *, is_ours: bool) -> dict[str, Any]:
         path = self.path / "run.json"

@@ -37,6 +37,9 @@ class Lock:
     forgotten those of a machine that was cut off, the file's text is a token: whoever comes last has written its own,
     and `check` ends the one before.
 
+    Args:
+        named: its directory, as a person named it, for messages.
+
     Attributes:
         is_new: the file was not there before.
         was_elsewhere: who held it before was on another machine, and may live.
@@ -46,8 +49,8 @@ class Lock:
         OSError: the file cannot be written.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, named: Path | None = None) -> None:
+        self.path, self._named = path, named or path.parent
         while True:
             self.is_new = not path.exists()
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -58,7 +61,7 @@ class Lock:
                     holder = _name_holder(os.read(self._descriptor, TEXT_BYTES))
                     os.close(self._descriptor)
                     raise Error(
-                        f"the run in {path.parent} is alive, in {holder}: wait for it or stop it, or start with --fresh"
+                        f"the run in {self._named} is alive, in {holder}: wait for it or stop it, or start with --fresh"
                     ) from None
             if self._is_there():
                 break
@@ -82,7 +85,7 @@ class Lock:
         """
         if text := self._find_successor():
             raise Error(
-                f"the run in {self.path.parent} was taken over by {_name_holder(text)}: this one ends, and leaves what "
+                f"the run in {self._named} was taken over by {_name_holder(text)}: this one ends, and leaves what "
                 "is there as it is"
             )
 
