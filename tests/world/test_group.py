@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 import samestep
-from samestep.errors import PeerFailed
+from samestep.errors import Error, PeerFailed
 from samestep.world.environment import Environment, Overrides, read_environment
 from samestep.world.group import (
     Group,
@@ -48,6 +48,23 @@ def test_gather_and_broadcast(num_ranks: int) -> None:
     last = num_ranks - 1
     found = on_ranks(num_ranks, lambda group: group.broadcast({"from": group.rank}, last))
     assert found == [{"from": last}] * num_ranks
+
+
+@pytest.mark.parametrize("compares", [True, False])
+def test_ranks_with_another_torch(compares: bool) -> None:
+    """They make no group, except for the doctor, who tells of that and of all else."""
+
+    def call() -> list[int]:
+        environment = read_environment()
+        torch.__version__ = f"2.0.{environment.rank}"
+        group = open_group(environment, CPU, compares=compares)
+        return group.gather(group.rank)
+
+    if compares:
+        with pytest.raises(Error, match=r"rank 1 on \S+ has another torch than rank 0 on \S+ \(2\.0\.1, not 2\.0\.0\)"):
+            samestep.spawn(call, 2)
+    else:
+        assert samestep.spawn(call, 2) == [0, 1]
 
 
 def test_alone_there_is_no_process_group() -> None:
