@@ -413,7 +413,7 @@ def test_arguments_that_differ(mine: str, theirs: str, said: str | None) -> None
     else:
         assert found == (
             f"{here.name} gives faulty.py other arguments than {there.name}, {said}: if they are more than paths, "
-            "the models will differ"
+            "the models may differ"
         )
 
 

@@ -237,7 +237,7 @@ def find_other_arguments(hello: Hello, other: Hello) -> str | None:
         return None
     return (
         f"{hello.name} gives {hello.script} other arguments than {other.name}, {only_mine or 'nothing'} instead of "
-        f"{only_theirs or 'nothing'}: if they are more than paths, the models will differ"
+        f"{only_theirs or 'nothing'}: if they are more than paths, the models may differ"
     )
 
 
