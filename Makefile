@@ -12,11 +12,11 @@ train: $(VENV)/installed
 test: $(VENV)/installed-dev
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/mypy
-	$(BIN)/pytest -n 2 --dist worksteal -m "not soak"
+	$(BIN)/pytest -n 3 --dist worksteal -m "not soak"
 
-# All tests, also those that take long, need hosts and disks of their own, or are one of many like them: an hour.
+# All cases of all tests, also where many are alike: half an hour on 2 cores.
 soak: $(VENV)/installed-dev
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 3 --dist worksteal
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
