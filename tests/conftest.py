@@ -17,6 +17,7 @@ from support.strikes import Strike, format_tables, read_strikes
 
 LAUNCHERS = ("SAMESTEP_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
 GRACE_S = 20.0
+LONG = ("test_slurm.py", "test_docs.py")
 
 strikes: list[Strike] = []  # of all tests, also of those that ran in pytest-xdist's workers
 stalls: list[Any] = []
@@ -95,6 +96,11 @@ def all_hosts() -> Iterator[list[Host]]:
         pytest.skip(reason)
     with open_hosts(3) as opened:
         yield opened
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those that wait longest begin first, so that no worker is left alone with them at the end."""
+    items.sort(key=lambda item: not any(name in item.nodeid for name in LONG))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -101,6 +101,7 @@ def leave(code: int) -> NoReturn:
         if code == 0:
             threading._shutdown()  # type: ignore[attr-defined]  # Waits for threads that are not daemons.
     with suppress(BaseException):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a late Ctrl-C has nothing to stop, and would print a traceback
         atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):

@@ -328,10 +328,11 @@ def is_first(name: str) -> bool | None:
 
 
 def leave_note(name: str, text: str) -> None:
-    """Leaves a text that other ranks can read without this one's help."""
+    """Leaves a text that other ranks can read without this one's help. It is there when this returns."""
     with suppress(RuntimeError):
         if (store := _find_store()) is not None:
             store.set(f"samestep/{name}", text)
+            store.check([f"samestep/{name}"])  # waits for an answer, which `set` does not
 
 
 def read_note(name: str) -> str | None:
