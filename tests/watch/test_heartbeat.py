@@ -4,8 +4,10 @@ import fcntl
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -175,7 +177,24 @@ def wait_for_a_child(stop: threading.Event) -> None:
     child.wait()
 
 
+def open_a_pipe(stop: threading.Event) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "pipe")
+        os.mkfifo(path)
+        threading.Thread(target=lambda: (stop.wait(DEADLINE_S), os.close(os.open(path, os.O_RDWR)))).start()
+        os.close(os.open(path, os.O_RDONLY))
+
+
+def accept_a_connection(stop: threading.Event) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        threading.Thread(target=lambda: (stop.wait(DEADLINE_S), socket.create_connection(address).close())).start()
+        server.accept()[0].close()
+
+
 WORDS = {
+    open_a_pipe: "opening a file (a pipe whose other end nobody opens?)",
+    accept_a_connection: "waiting for somebody to connect",
     sleep: "asleep",
     take_a_lock: "waiting for a lock",
     read_a_pipe: "reading from a pipe that is empty",

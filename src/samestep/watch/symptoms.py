@@ -27,17 +27,27 @@ INSTALLED = ("/site-packages/", "/dist-packages/")
 # Linux's numbers of the calls in which a thread can hang, on the two machines that there are.
 _CALLS = {
     "x86_64": {
-        0: "read", 1: "write", 7: "poll", 20: "write", 23: "poll", 35: "sleep", 44: "send", 45: "receive",
-        46: "send", 47: "receive", 61: "child", 72: "lock", 73: "lock", 74: "sync", 75: "sync", 202: "futex",
-        230: "sleep", 232: "poll", 247: "child", 270: "poll", 271: "poll", 281: "poll",
+        0: "read", 1: "write", 2: "open", 7: "poll", 20: "write", 23: "poll", 35: "sleep", 42: "connect",
+        43: "accept", 44: "send", 45: "receive", 46: "send", 47: "receive", 61: "child", 72: "lock", 73: "lock",
+        74: "sync", 75: "sync", 202: "futex", 230: "sleep", 232: "poll", 247: "child", 257: "open", 270: "poll",
+        271: "poll", 281: "poll", 288: "accept",
     },
     "aarch64": {
         25: "lock", 32: "lock", 63: "read", 64: "write", 66: "write", 72: "poll", 73: "poll", 82: "sync", 83: "sync",
-        95: "child", 98: "futex", 101: "sleep", 115: "sleep", 22: "poll", 206: "send", 207: "receive", 211: "send",
-        212: "receive", 260: "child",
+        95: "child", 98: "futex", 101: "sleep", 115: "sleep", 22: "poll", 56: "open", 202: "accept", 203: "connect",
+        206: "send", 207: "receive", 211: "send", 212: "receive", 242: "accept", 260: "child",
     },
 }  # fmt: skip
 _KINDS = _CALLS.get(platform.machine(), {})
+_WORDS = {
+    "futex": "waiting for a lock",
+    "sleep": "asleep",
+    "child": "waiting for a process that it has started",
+    "poll": "waiting for a message",
+    "open": "opening a file (a pipe whose other end nobody opens?)",
+    "connect": "waiting for a connection to be taken",
+    "accept": "waiting for somebody to connect",
+}
 
 
 @dataclass(frozen=True)
@@ -146,8 +156,7 @@ def _find_call(native_id: int) -> str:
     kind = _KINDS.get(int(number), "") if number.lstrip("-").isdecimal() else ""
     if kind in ("read", "write", "lock", "sync", "send", "receive"):
         return _describe_file(kind, int(arguments[0], 16))
-    words = {"futex": "waiting for a lock", "sleep": "asleep", "child": "waiting for a process that it has started"}
-    return words.get(kind, "waiting for a message" if kind == "poll" else "")
+    return _WORDS.get(kind, "")
 
 
 def _describe_file(kind: str, number: int) -> str:
