@@ -132,7 +132,8 @@ def test_in_a_worker(trial: Trial, undisturbed: Undisturbed, action: str) -> Non
         else:
             error = trial.spawn_to_fail(2, fault, num_workers=1)
             said = {"raise": "a fault", "exhaust": "allocate"}.get(action, "DataLoader worker|Connection|closed")
-            assert any(words in f"{error!r} {error.__cause__!r}" for words in said.split("|"))
+            heard = f"{error!r} {error.__cause__!r}"
+            assert any(words in heard for words in said.split("|")), heard
     trial.note_strike(fault, f"{action} its process")
     trial.spawn(3, fault, num_workers=1)
     assert trial.outcome() == undisturbed()

@@ -1,8 +1,7 @@
 """From sample indices to batches on the host, seeded per micro-batch: nothing depends on who loads it.
 
-`understand` turns what a person passed (a map-style data set, or a DataLoader) into a `Source`; a `Loader`
-turns `Task`s into `Loaded` micro-batches, in this process or in torch's DataLoader workers; `to_device` moves
-them.
+`understand` turns what a person passed (a map-style data set, or a DataLoader) into a `Source`; a `Loader` turns
+`Task`s into `Loaded` micro-batches, here or in torch's DataLoader workers; `to_device` moves them.
 """
 
 import atexit
@@ -250,14 +249,13 @@ def _move(value: Any, device: torch.device, non_blocking: bool) -> Any:
 class Loader:
     """The tasks' micro-batches, in the order of the tasks.
 
-    With `num_workers=0` each `next()` takes exactly one task and loads it here; the process's generators are
-    left as the loading left them, and the caller seeds them for what it does next. With workers, tasks are
-    taken `num_workers * prefetch_factor` ahead and this process's generators stay untouched. Same bits.
-
-    One Loader may serve many epochs: the workers live until the tasks end or `close()`.
+    With `num_workers=0` each `next()` takes exactly one task and loads it here; the process's generators are left as
+    the loading left them, and the caller seeds them for what it does next. With workers, tasks are taken `num_workers *
+    prefetch_factor` ahead and this process's generators stay untouched. Same bits. One Loader may serve many epochs:
+    the workers live until the tasks end or `close()`.
 
     Raises:
-        Error: (from next) the data set or collate_fn failed; names the sample, the exception and the place.
+        Error: (from next) the data set or collate_fn failed: sample, exception and place. RuntimeError: a worker died.
     """
 
     def __init__(self, source: Source, tasks: Iterable[Task], *, device: torch.device) -> None:
@@ -294,6 +292,8 @@ class Loader:
         except StopIteration:
             self.close()
             raise
+        except (EOFError, ConnectionError) as error:  # in the midst of what it sent; at other times torch says it
+            raise RuntimeError("a DataLoader worker has died (out of memory?)") from error
         if isinstance(result, Failure):
             raise unpack(result)
         return result
