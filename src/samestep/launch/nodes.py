@@ -6,7 +6,6 @@ keep-alives: nothing here compares clocks, and nothing is polled for.
 """
 
 import errno
-import hashlib
 import ipaddress
 import json
 import os
@@ -27,6 +26,7 @@ from samestep import __version__
 from samestep.errors import Error
 from samestep.launch.local import Target
 from samestep.world.environment import read_host
+from samestep.world.software import hash_file
 
 DEFAULT_PORT = 29400  # torchrun's
 RETRY_S = 0.2
@@ -142,7 +142,7 @@ def plain_address(address: str) -> str:
 def describe_target(target: Target) -> str:
     """A hash of what is to run, where that is a file: nodes with different ones must not start together."""
     file = _find_module(target.name) if target.kind == "module" else target.name if target.kind == "script" else None
-    return target.name if file is None else hashlib.sha256(Path(file).read_bytes()).hexdigest()[:12]
+    return target.name if file is None else hash_file(file)
 
 
 def _find_module(name: str) -> str | None:

@@ -34,17 +34,21 @@ def is_url(run_dir: object) -> bool:
     return isinstance(run_dir, str) and _URL.match(run_dir) is not None
 
 
+def find_copies(local_dir: str | None) -> Path:
+    """What holds the working copies of runs at URLs on a machine; None: in the user's cache directory."""
+    return Path(local_dir).expanduser() if local_dir else read_cache_dir() / "runs"
+
+
 def find_copy(url: str, run: str, local_dir: str | None) -> Path:
     """Where rank 0's machine has the working copy of a run: another one for another run, although at the same URL.
 
     Args:
         url: the run's.
         run: what tells it from others, as `Remote.read_lock` has it.
-        local_dir: holds the working copies; None: the user's cache directory.
+        local_dir: as in `find_copies`.
     """
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", url.rpartition("::")[2]).strip("-")[-80:]
-    base = Path(local_dir).expanduser() if local_dir else read_cache_dir() / "runs"
-    return base / f"{name}-{run[:12]}"
+    return find_copies(local_dir) / f"{name}-{run[:12]}"
 
 
 def place_of(snapshot: Snapshot) -> str:

@@ -36,11 +36,18 @@ def open_run(run: str, *, which: int | str | None = None, is_whole: bool = False
         return
     remote = Remote(run)
     with TemporaryDirectory(prefix="samestep-") as folder:
-        try:
+        with reaching(run):
             _copy(remote, Path(folder), which, is_whole)
-        except Unreachable as error:
-            raise Error(f"the run directory {run} cannot be read ({error}): mend that, or name another one") from None
         yield Path(folder)
+
+
+@contextmanager
+def reaching(run: str) -> Iterator[None]:
+    """Raises Error where the URL cannot be read."""
+    try:
+        yield
+    except Unreachable as error:
+        raise Error(f"the run directory {run} cannot be read ({error}): mend that, or name another one") from None
 
 
 def _copy(remote: Remote, directory: Path, which: int | str | None, is_whole: bool) -> None:

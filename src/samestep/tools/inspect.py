@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property, lru_cache
@@ -23,7 +22,7 @@ from samestep.plan.schedule import EndlessSchedule, Schedule, Span
 from samestep.snapshot.manifest import find_damage
 from samestep.snapshot.store import Snapshot, Store
 from samestep.tools.fetch import open_run, read_record, warn
-from samestep.watch.records import STATUS, read_or_empty
+from samestep.watch.records import RESTARTS, STATUS, read_or_empty, read_rows
 
 _NUM_SHOWN = 10
 _RESTART = ("time", "reason", "rank", "from_step", "lost_steps", "world_size")
@@ -107,7 +106,7 @@ def _show_run(options: argparse.Namespace, record: Mapping[str, Any]) -> int:
         raise Error(f"{options.called} has no snapshot {options.step}: leave out --step to see what it has")
     snapshots = [_describe(snapshot, options.called, check=options.check) for snapshot in wanted]
     code = 1 if options.check and any(snapshot["problem"] for snapshot in snapshots) else 0
-    metrics, restarts = _read_last_row(options.run / "metrics.jsonl"), _read_rows(options.run / "restarts.jsonl")
+    metrics, restarts = _read_last_row(options.run / "metrics.jsonl"), read_rows(options.run / RESTARTS)
     lost = read_or_empty(options.run / STATUS).get("lost")
     if options.json:
         shown = {"run": record, "snapshots": snapshots, "restarts": restarts, "metrics": metrics, "lost": lost}
@@ -163,15 +162,6 @@ def _read_last_row(path: Path) -> dict[str, Any] | None:
             continue
         return row
     return None
-
-
-def _read_rows(path: Path) -> list[dict[str, Any]]:
-    """The lines of a file of JSON that can be read; none where there is no file."""
-    rows = []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
-        with suppress(ValueError):
-            rows.append(json.loads(line))
-    return [row for row in rows if isinstance(row, dict)]
 
 
 def _format_cell(value: Any) -> str:

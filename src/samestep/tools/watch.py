@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import Error
-from samestep.snapshot.remote import Remote, Unreachable, find_copy, is_url
-from samestep.tools.fetch import read_record
+from samestep.snapshot.remote import Remote, find_copy, is_url
+from samestep.tools.fetch import reaching, read_record
 from samestep.watch.judge import describe_seconds
 from samestep.watch.records import RANKS, STATUS, read_or_empty
 from samestep.world.environment import read_host, read_overrides
@@ -84,10 +84,8 @@ def find_directory(run: str, local_dir: str | None) -> Path:
     if not is_url(run):
         return Path(run)
     remote = Remote(run)
-    try:
+    with reaching(run):
         holder, number = remote.read_lock()
-    except Unreachable as error:
-        raise Error(f"the run directory {run} cannot be read ({error}): mend that, or name another one") from None
     if not number:
         raise Error(f"there is no run at {run}: name a run's URL or directory")
     copy = find_copy(remote.url, number, local_dir)

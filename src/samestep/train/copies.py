@@ -24,9 +24,9 @@ from samestep.plan.ledger import RECORD
 from samestep.snapshot.manifest import find_damage
 from samestep.snapshot.staging import locate
 from samestep.snapshot.store import Snapshot
-from samestep.train.directory import RESTARTS, Directory
+from samestep.train.directory import Directory
 from samestep.train.sharing import name_node
-from samestep.watch.records import STATUS
+from samestep.watch.records import RESTARTS, STATUS
 from samestep.world.environment import read_host
 from samestep.world.group import Group
 

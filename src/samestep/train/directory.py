@@ -15,12 +15,11 @@ from samestep.snapshot.store import Snapshot, Store
 from samestep.train.ledger import Ledger
 from samestep.train.lock import Lock, part_from_old_writers
 from samestep.watch.metrics import Metrics
-from samestep.watch.records import STATUS, add_line, read_or_empty, replace_or_overwrite, replace_text
+from samestep.watch.records import RESTARTS, STATUS, add_line, read_or_empty, replace_or_overwrite, replace_text
 from samestep.world.environment import Restart, read_host
 
 FORMAT = 1
 LOGS = "logs"
-RESTARTS = "restarts.jsonl"
 
 _open: WeakValueDictionary[Path, "Directory"] = WeakValueDictionary()  # of this process
 

@@ -19,6 +19,7 @@ from weakref import WeakSet
 
 from samestep.errors import Error, PeerFailed
 from samestep.launch.rank import is_secondary, write_error
+from samestep.watch.records import read_rows
 from samestep.world.environment import LEAVE, START_AGAIN, stop_code
 from samestep.world.group import close_group, is_first, is_left_by_rank_0
 
@@ -188,9 +189,7 @@ def count_idle_stops(history: Path) -> int:
     """
     rows = []
     with suppress(OSError):
-        for line in history.read_text().splitlines():
-            with suppress(ValueError):  # of a start that was killed as it wrote
-                rows.append(json.loads(line))
+        rows = read_rows(history)
     again = {describe_stop(number) for number in STOP_SIGNALS if stop_code(number) == START_AGAIN}
     count, began = 0, [0, *(row["from_step"] for row in rows)]  # where the start before each line began
     for row, step in reversed([*zip(rows, began, strict=False)]):

@@ -9,10 +9,10 @@ from samestep.data.attributes import Attributes
 from samestep.data.loader import Loader, seed_all
 from samestep.errors import Error
 from samestep.plan.seeds import derive
-from samestep.train.directory import RESTARTS
 from samestep.train.exits import MOST_IDLE_STOPS, count_idle_stops, describe_stop, let_go
 from samestep.train.feed import Feed
 from samestep.train.steps import Epoch, Step
+from samestep.watch.records import RESTARTS
 from samestep.world.environment import BEGUN, FINISHED, ROOM, START_AGAIN, STOPPED, stop_code
 
 if TYPE_CHECKING:

@@ -8,6 +8,7 @@ from typing import Any
 
 RANKS = "ranks.json"  # what every rank is at, written by rank 0 while the run goes on
 STATUS = "status.json"  # whether it runs, and how it ended
+RESTARTS = "restarts.jsonl"  # a line for each start but the first: when, why, from which step
 
 
 def read_or_empty(path: Path) -> dict[str, Any]:
@@ -17,6 +18,15 @@ def read_or_empty(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return record if isinstance(record, dict) else {}
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file of JSON that can be read; none where there is no file. Raises OSError."""
+    rows = []
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
+        with suppress(ValueError):  # of a writer that was killed as it wrote
+            rows.append(json.loads(line))
+    return [row for row in rows if isinstance(row, dict)]
 
 
 def add_line(path: Path, line: str) -> None:

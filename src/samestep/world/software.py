@@ -7,18 +7,23 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from samestep import __version__
 from samestep.errors import Error
 from samestep.world.environment import read_host
 
 
+def hash_file(path: str | Path) -> str:
+    """Enough of the sha256 of a script to tell it from another. Raises OSError."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
+
+
 def describe_software() -> dict[str, Any]:
     """This rank's. `script` is a hash, None for what is in no file: a notebook, `python -c`, standard input."""
+    import torch
+
     path = getattr(sys.modules.get("__main__"), "__file__", None)
     try:
-        script = None if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
+        script = None if path is None else hash_file(path)
     except OSError:
         script = None
     return {

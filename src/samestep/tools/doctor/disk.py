@@ -11,9 +11,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from samestep.errors import Error
-from samestep.snapshot.remote import Remote, Unreachable, is_url
+from samestep.snapshot.remote import Remote, Unreachable, find_copies, is_url
 from samestep.tools.doctor.findings import FAIL, PASS, WARN, Facts, Finding, format_bytes, format_rate, format_s
-from samestep.world.environment import read_cache_dir
 
 if TYPE_CHECKING:
     from samestep.tools.doctor.examination import Here
@@ -80,7 +79,7 @@ def _look_at_store(here: "Here", url: str) -> dict[str, Any]:
         Remote(url).is_empty()
     except (Error, Unreachable) as error:
         return {"wanted": url, "place": url, "problem": str(error)}
-    place = find_existing(Path(here.environment.overrides.local_dir or read_cache_dir() / "runs"))
+    place = find_existing(find_copies(here.environment.overrides.local_dir))
     room = os.statvfs(place)
     free_bytes = room.f_bavail * room.f_frsize
     facts = {"wanted": f"the working copy of {url}, in {place}", "place": str(place), "problem": "", "sees": [0]}
