@@ -44,7 +44,7 @@ def at_step(number):
 REDRAWS = """
 def at_step(number):
     for percent in (10, 50, 100):
-        os.write(2, f"\\r\\x1b[2K{percent} %".encode())
+        os.write(2, f"\\r\\x1b[2Kbar {percent} %".encode())
     if number == 1:
         os.write(2, b"\\r\\x1b[2K\\x1b[31mabove\\x1b[0m\\n")
 """
@@ -115,11 +115,11 @@ def test_one_terminal_for_both_keeps_the_order(command: Command) -> None:
         pass
     os.close(ours)
     assert launch.wait(60) == 0
-    assert b"\r\x1b[2K10 %\r\x1b[2K50 %" in received
+    assert b"\r\x1b[2Kbar 10 %\r\x1b[2Kbar 50 %" in received
     log = (command.directory / "run" / "logs" / "0" / "0.log").read_text()
     assert "early 0\n" in log
     assert "above\n" in log
-    assert "50 %" not in log
+    assert "bar" not in log
     assert "\x1b" not in log
 
 

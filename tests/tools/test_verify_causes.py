@@ -94,7 +94,8 @@ UNPOOL = (
         # A buffer that counts this rank's micro-batches.
         ({"in_model": "self.register_buffer('seen', torch.zeros(()))", "before": "count = 0",
           "after_micro_batch": "count += 1", "in_step": "model.seen += count"},
-         ["first: model.seen, of 1 tensors", "(element 0: 4 and 2)", "model.seen is a buffer that depends on"]),
+         ["first: model.seen, the only tensor that differs", "(element 0: 4 and 2)",
+          "model.seen is a buffer that depends on"]),
         # Threads.
         ({"before": "torch.set_num_threads(run.world_size)", "swap": f"{LAYERS} -> {WIDE}"},
          ["the thread count moved: torch computed with 1 and with 3 threads, the run's number is 1"]),
@@ -169,14 +170,22 @@ def test_kills_that_come_too_late_prove_nothing(
     assert printed.endswith("\neverything is the same\n") == (code == 0)
 
 
-def test_what_no_snapshot_holds_is_found_by_the_interruption(verify: Any) -> None:
+@pytest.mark.parametrize(
+    ("in_step", "words"),
+    [
+        ("optimizer.param_groups[0]['lr'] = 0.01 * average", r"first: optimizer\.param_groups\.0\.lr, [\d.]+ and "),
+        ("model.layers[0].weight.data += 1e-4 * average",
+         r"first: model\.layers\.0\.weight, the only tensor that differs: \d+ of 48 .*, by up to \d+ ulp "),
+    ],
+)  # fmt: skip
+def test_what_no_snapshot_holds_is_found_by_the_interruption(verify: Any, in_step: str, words: str) -> None:
     code, printed = verify(
-        num_steps=9, num_kills=1, before="average = 0.0",
-        in_step="average += float(step.loss); optimizer.param_groups[0]['lr'] = 0.01 * average",
-    )  # fmt: skip
+        num_steps=9, num_kills=1, before="average = 0.0", in_step=f"average += float(step.loss); {in_step}"
+    )
     assert code == 1, printed
     assert "after a resume at step" in printed
     assert "what the script itself keeps from step to step is in no snapshot" in printed
+    assert re.search(words, printed), printed
 
 
 PAD = """

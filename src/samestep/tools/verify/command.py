@@ -250,9 +250,11 @@ class _Verification:
             whose = f"in two runs on {_count(reference.world_size)}"
         self._lines.append(f"step {difference.step} is not the same {whose}" + (", resumed" if is_resumed else ""))
         if difference.tensor is not None:
+            count = difference.num_tensors
+            others = f"of {count} tensors that differ" if count > 1 else "the only tensor that differs"
             self._lines.append(
-                f"  first: {name_tensor(difference.tensor)}, of {difference.num_tensors} tensors that differ: "
-                + self._measure(outcome, difference, difference.tensor, is_resumed=is_resumed)
+                f"  first: {name_tensor(difference.tensor)}, {others}: "
+                + self._measure(outcome, difference.step, difference.tensor)
             )
         elif difference.what in ("value", "loss"):
             name = name_tensor(difference.name) or "the loss"
@@ -267,15 +269,13 @@ class _Verification:
         )
         self._lines += [f"  likely: {cause}" for cause in causes]
 
-    def _measure(self, outcome: Outcome, difference: Difference, name: str, *, is_resumed: bool) -> str:
-        """Runs both once more, as far as that step, and compares the tensors themselves."""
-        if is_resumed:
-            return "it was resumed, so its bits are not at hand"
-        step, places = difference.step, []
-        for size in (self._reference.world_size, outcome.world_size):
-            again = self._trials.run(size, num_steps=step + 1, dump=step)
+    def _measure(self, outcome: Outcome, step: int, name: str) -> str:
+        """Runs both once more, as far as that step, from where each began, and compares the tensors themselves."""
+        places = []
+        for run in (self._reference, outcome):
+            again = self._trials.run(run.world_size, run_dir=run.begun_from, num_steps=step + 1, dump=step)
             if not (again.place / "dump.safetensors").exists():
-                return f"a further run on {_count(size)} did not come as far"
+                return f"a further run on {_count(run.world_size)} did not come as far"
             places.append(again.place)
         return measure_difference(places[0], places[1], name)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -47,6 +48,7 @@ class Outcome:
         trace: what the ranks wrote down; None: they did not come to a first step.
         final: the digest of the newest snapshot.
         place: the directory with its traces.
+        begun_from: a copy of the run's directory as this start found it; None: it began anew.
         ledger: by step, the fingerprint of the samples used.
     """
 
@@ -57,6 +59,7 @@ class Outcome:
     trace: Traced | None
     run_dir: Path
     place: Path
+    begun_from: Path | None = None
     final: str | None = None
     ledger: tuple[int, ...] = ()
 
@@ -105,6 +108,7 @@ class Trials:
         self._count += 1
         place = self.home / f"{self._count:02}-{world_size}-rank{'s' if world_size > 1 else ''}"
         place.mkdir(parents=True)
+        begun_from = None if run_dir is None else _copy_run(run_dir, place / "begun-from")
         run_dir = run_dir or place / "run"
         settings = replace(
             self.subject.overrides,
@@ -133,6 +137,7 @@ class Trials:
             read_traces(place),
             run_dir,
             place,
+            begun_from,
             None if final is None else final.manifest["digest"],
             tuple(record[3] for record in RECORD.iter_unpack(records[: len(records) // RECORD.size * RECORD.size])),
         )
@@ -150,3 +155,20 @@ class Trials:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+def _copy_run(run_dir: Path, to: Path) -> Path | None:
+    """Copies a run's directory, if it is there. Snapshots are linked, not copied: nothing writes to them again."""
+    if not run_dir.exists():
+        return None
+    snapshots = run_dir / "snapshots"
+
+    def copy(source: str, target: str) -> None:
+        if snapshots in Path(source).parents:
+            with suppress(OSError):  # a file system that has no links
+                os.link(source, target)
+                return
+        shutil.copy2(source, target)
+
+    shutil.copytree(run_dir, to, copy_function=copy)
+    return to
