@@ -62,6 +62,7 @@ def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     return run
 
 
+KILLED_ON_3 = 0  # a seed of the kills: the first run is on 3 ranks, and resumed on 1
 WIDE = "nn.Linear(6, 500), nn.LayerNorm(500), nn.Linear(500, 500), nn.LayerNorm(500), nn.Linear(500, 3)"
 LAYERS = "nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 3)"
 UNPOOL = (
@@ -127,6 +128,25 @@ def test_only_generators_that_nobody_seeds_are_named_where_runs_do_not_repeat(ve
 
 
 @pytest.mark.parametrize(
+    ("module", "words"),
+    one_in(3, [
+        ("RNG = np.random.default_rng(3)\ndef noise(): return float(RNG.random())",
+         "lib.noise.RNG (Generator) draws in the steps"),
+        ("def draw(rng=np.random.default_rng(3)): return float(rng.random())\nnoise = functools.partial(draw)",
+         "lib.noise.draw[0] (Generator) draws in the steps"),
+        ("def noise(): return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0",
+         "the script reads its rank, or how many there are, in noise.py:2 (torch.distributed.get_rank)"),
+    ]),
+)  # fmt: skip
+def test_modules_of_the_scripts_own_are_looked_into(verify: Any, tmp_path: Path, module: str, words: str) -> None:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "noise.py").write_text(f"import functools, numpy as np, torch\n{module}\n")
+    code, printed = verify(top="from lib.noise import noise", in_micro_batch="x = x * (1 + noise())")
+    assert code == 1, printed
+    assert words in printed, printed
+
+
+@pytest.mark.parametrize(
     ("code", "is_named"),
     [
         ("torch.Generator().manual_seed(0)", False),
@@ -174,17 +194,20 @@ def test_kills_that_come_too_late_prove_nothing(
     ("in_step", "words"),
     [
         ("optimizer.param_groups[0]['lr'] = 0.01 * average", r"first: optimizer\.param_groups\.0\.lr, [\d.]+ and "),
-        ("model.layers[0].weight.data += 1e-4 * average",
+        ("model.layers[0].weight.data += 1e-4 * average * rng.random()",
          r"first: model\.layers\.0\.weight, the only tensor that differs: \d+ of 48 .*, by up to \d+ ulp "),
     ],
 )  # fmt: skip
 def test_what_no_snapshot_holds_is_found_by_the_interruption(verify: Any, in_step: str, words: str) -> None:
     code, printed = verify(
-        num_steps=9, num_kills=1, before="average = 0.0", in_step=f"average += float(step.loss); {in_step}"
-    )
+        num_steps=9, num_kills=1, kill_seed=KILLED_ON_3, before="average, rng = 0.0, random.Random(3)",
+        in_step=f"average += float(step.loss); {in_step}",
+    )  # fmt: skip
     assert code == 1, printed
-    assert "after a resume at step" in printed
-    assert "what the script itself keeps from step to step is in no snapshot" in printed
+    assert "in two runs on 1 rank, resumed" in printed
+    named = " (rng (Random), say)" if "rng" in in_step else ""
+    assert f"what the script itself keeps from step to step{named} is in no snapshot" in printed
+    assert printed.count("likely: ") == 1, "two runs from begin to end were the same, so that it repeats"
     assert re.search(words, printed), printed
 
 
@@ -234,6 +257,8 @@ def test_a_wrong_average_is_found_and_named(verify: Any, faults: dict[str, str],
         ({"swap": "self.layers(x) -> self.layers(x - x.mean(0))"},
          ["whether the loss is a mean could not be told: the model, or the loss, mixes the samples"]),
         ({"in_micro_batch": "x = x + 0.1 * torch.randn_like(x)"}, ["draws random numbers (besides"]),
+        ({"top": PAD, "in_epoch": EVALUATE.replace("SCORE", "torch.rand(()), 'first': words[:, 0].mean()")},
+         ["score 'mean' of run.evaluate draws", "\nthe other scores of run.evaluate are the same one sample"]),
     ]),
 )  # fmt: skip
 def test_right_averages_pass(verify: Any, faults: dict[str, str], words: list[str]) -> None:

@@ -4,7 +4,11 @@ import hashlib
 import pickle
 import random
 import sys
+import sysconfig
 from collections.abc import Mapping
+from functools import lru_cache, partial
+from pathlib import Path
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -32,18 +36,21 @@ def read_generator(generator: Any) -> str:
 
 
 def find_generators(roots: Mapping[str, Any]) -> dict[str, Any]:
-    """Generators by the path at which they are found: from `roots`, and from the variables of the script.
+    """Generators by the path at which they are found: from `roots`, and from the variables of the script's modules.
 
     Not the global ones, which are seeded.
     """
     things: list[tuple[str, Any, int]] = [(name, root, 0) for name, root in roots.items()]
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if "samestep" not in frame.f_globals.get("__name__", ""):
+        if frame.f_globals.get("__name__", "").partition(".")[0] != "samestep":
             things += [(name, value, 0) for name, value in frame.f_locals.items() if not name.startswith("__")]
         frame = frame.f_back
     main = vars(sys.modules["__main__"])
     things += [(name, value, 0) for name, value in main.items() if not name.startswith("__")]
+    for module in find_own_modules(Path.cwd(), len(sys.modules)):
+        own = vars(module).items()
+        things += [(f"{module.__name__}.{name}", value, 0) for name, value in own if not name.startswith("__")]
     found: dict[str, Any] = {}
     seen = {id(random._inst), id(np.random.mtrand._rand), id(torch.default_generator)}
     for path, thing, depth in things:  # grows on the way
@@ -59,14 +66,42 @@ def find_generators(roots: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+@lru_cache(maxsize=1)
+def find_own_modules(place: Path, num_modules: int) -> list[ModuleType]:
+    """The script's modules but `__main__`: in files below its directory or below `place`, and of no library.
+
+    Args:
+        num_modules: how many there are in all; to find those that were imported since.
+    """
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    homes = {place.resolve(), place.resolve() if main is None else Path(main).resolve().parent}
+    library = Path(sysconfig.get_path("stdlib")).resolve()
+    found = []
+    for name, module in [*sys.modules.items()]:
+        file = getattr(module, "__file__", None) or ""
+        if name == "__main__" or name.partition(".")[0] == "samestep" or not file.endswith(".py"):
+            continue
+        parents = Path(file).resolve().parents
+        is_library = library in parents or any(each.name in ("site-packages", "dist-packages") for each in parents)
+        if not is_library and homes.intersection(parents):
+            found.append(module)
+    return found
+
+
 def _look_into(thing: Any) -> list[tuple[str, Any]]:
-    if type(thing).__module__.partition(".")[0] == "samestep" or isinstance(thing, type(sys) | torch.Tensor | type):
+    if type(thing).__module__.partition(".")[0] == "samestep" or isinstance(thing, ModuleType | torch.Tensor | type):
         return []
     if isinstance(thing, dict):
         return [(f"[{key!r}]", value) for key, value in list(thing.items())[:1000]]
     if isinstance(thing, list | tuple):
         return [(f"[{i}]", value) for i, value in enumerate(thing[:100])]
+    if isinstance(thing, partial):
+        return [("", thing.func), *((f"({name})", value) for name, value in thing.keywords.items()), ("", thing.args)]
     looks: list[tuple[str, Any]] = []
+    if isinstance(thing, MethodType):
+        looks.append(("", thing.__self__))
+    if isinstance(thing, FunctionType):
+        looks += [("", thing.__defaults__), ("", thing.__kwdefaults__)]
     if callable(thing) and getattr(thing, "__closure__", None):
         names = thing.__code__.co_freevars
         for name, cell in zip(names, thing.__closure__, strict=True):

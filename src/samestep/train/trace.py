@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from samestep.data.loader import Loader
 from samestep.errors import Error
 from samestep.snapshot.encoding import KIND, digest, digest_of, encode, view_bytes, write_tensors
-from samestep.train.generators import find_generators, read_generator
+from samestep.train.generators import find_generators, find_own_modules, read_generator
 from samestep.train.steps import Step
 
 if TYPE_CHECKING:
@@ -109,9 +109,8 @@ class Trace:
         buffers = [
             f"objects/{name}/{path}" for name, module in run._modules.items() for path, _ in module.named_buffers()
         ]
-        main = getattr(sys.modules["__main__"], "__file__", None)
-        home = None if main is None else Path(main).resolve().parent
-        files = {getattr(module, "__file__", None) or "" for module in list(sys.modules.values())}
+        modules = [sys.modules["__main__"], *find_own_modules(Path.cwd(), len(sys.modules))]
+        files = dict.fromkeys(getattr(module, "__file__", None) or "" for module in modules)
         self.write(
             {
                 "world_size": run.world_size,
@@ -124,7 +123,7 @@ class Trace:
                 "reduction": settings.reduction,
                 "schedules": [name for name, thing in run._objects.items() if isinstance(thing, LRScheduler)],
                 "buffers": buffers,
-                "files": sorted(file for file in files if home and Path(file).parent == home and file.endswith(".py")),
+                "files": [str(Path(file).absolute()) for file in files if file.endswith(".py")],
             }
         )
 

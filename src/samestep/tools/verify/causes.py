@@ -47,13 +47,14 @@ def explain(
             f"the body of {difference.name} draws another number of random values: what it draws must not depend on "
             "the rank, or on what it has seen before"
         )
-    if not repeats and difference.what in ("losses", "gradient", "state") and not moved:
-        causes += _explain_unrepeatable(files, None if is_resumed else find_operator())
-    if is_resumed:
+    if is_resumed:  # from begin to end it has repeated, or it would not have been interrupted
+        which = f" ({', '.join(moved)}, say)" if moved else ""
         causes.append(
             f"it parts at step {difference.step}, after a resume at step {other.settings['begin']}: what the script "
-            "itself keeps from step to step is in no snapshot; hand it to run.prepare, or keep it in run.state"
+            f"itself keeps from step to step{which} is in no snapshot; hand it to run.prepare, or keep it in run.state"
         )
+    elif not repeats and difference.what in ("losses", "gradient", "state") and not moved:
+        causes += _explain_unrepeatable(files, find_operator())
     elif repeats:
         causes += _explain_ranks(one, difference, files, known=bool(causes))
     return causes

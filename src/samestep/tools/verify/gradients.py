@@ -131,8 +131,8 @@ def _judge_probes(lines: list[dict[str, Any]]) -> Findings:
 def _judge_scores(lines: list[dict[str, Any]]) -> Findings:
     faults: list[str] = []
     notes: list[str] = []
-    pairs = [pair for line in lines for pair in line.get("evaluate", {}).items()]
-    for name, (found, again, single) in dict(pairs).items():
+    scores = {name: values for line in lines for name, values in line.get("evaluate", {}).items()}
+    for name, (found, again, single) in scores.items():
         scale = TOLERANCE * max(abs(found), abs(single), 1e-12)
         if abs(found - again) > scale:
             notes.append(f"score {name!r} of run.evaluate draws random numbers: its average was not checked")
@@ -142,8 +142,9 @@ def _judge_scores(lines: list[dict[str, Any]]) -> Findings:
                 "sample at a time): it counts padding, or is a mean over something else than samples; return "
                 "(mean, what it is a mean over)"
             )
-    if pairs and not faults:
-        notes.append("the scores of run.evaluate are the same one sample at a time")
-    if not pairs:
+    if len(scores) > len(faults) + len(notes):
+        others = "other " if faults or notes else ""
+        notes.append(f"the {others}scores of run.evaluate are the same one sample at a time")
+    if not any("evaluate" in line for line in lines):
         notes.append("run.evaluate was not called in the first 2 steps, and not checked")
     return faults, notes
