@@ -547,6 +547,20 @@ def test_nothing_is_sound(trial: Trial) -> None:
     assert read_tree(trial.dir / "snapshots") == before
 
 
+@pytest.mark.parametrize("text", [b"", b"x" * 200])
+def test_the_open_epochs_order_is_damaged(
+    trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], text: bytes
+) -> None:
+    """As after a power failure: the sampler gives it once more, and the audit has it."""
+    trial.spawn(2, max_steps=7, with_sampler=True)
+    (trial.dir / "orders" / "epoch-00000001.npy").write_bytes(text)
+    capfd.readouterr()
+    trial.spawn(3, with_sampler=True)
+    assert "epoch-00000001.npy is damaged (" in capfd.readouterr().out
+    assert trial.outcome() == undisturbed(with_sampler=True)
+    ask("inspect", trial.dir, "--samples")
+
+
 # --- can these tests fail? --------------------------------------------------------------------------------------------
 
 

@@ -235,9 +235,10 @@ def test_what_is_not_there(run: Path, tmp_path: Path, inspect: Inspect) -> None:
     (run / "snapshots" / "step-00000003" / "manifest.json").write_text("")
     with pytest.raises(Error, match=r"no snapshot in .* is sound \(.*manifest.json is damaged"):
         inspect("--digest")
-    (run / "run.json").write_text("{")
-    with pytest.raises(Error, match="cannot be read as JSON"):
-        inspect()
+    for text in ("{", "[]"):
+        (run / "run.json").write_text(text)
+        with pytest.raises(Error, match="cannot be read as JSON"):
+            inspect()
 
 
 def test_what_cannot_be_read(run: Path, inspect: Inspect) -> None:

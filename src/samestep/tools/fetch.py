@@ -69,13 +69,15 @@ def read_record(run: Path, called: str) -> dict[str, Any]:
     if not run.is_dir():
         raise Error(f"there is no directory {called}: name a run's directory")
     try:
-        record: dict[str, Any] = json.loads((run / "run.json").read_bytes())
+        record: Any = json.loads((run / "run.json").read_bytes())
     except FileNotFoundError:
         raise Error(
             f"{called} is no run's directory, it has no run.json: name the directory that holds snapshots/"
         ) from None
     except ValueError:
-        raise Error(f"{called}/run.json cannot be read as JSON: repair it") from None
+        record = None
+    if not isinstance(record, dict):
+        raise Error(f"{called}/run.json cannot be read as JSON: repair it")
     return record
 
 

@@ -104,8 +104,11 @@ class Feed:
         order = self.order(epoch)
         return fingerprint(order.take(0, len(order)))
 
-    def keep_order(self, epoch: int, directory: Path, steps_done: int) -> None:
+    def keep_order(self, epoch: int, directory: Path, steps_done: int) -> str:
         """Writes down the order that a sampler gave, for the audit of the ledger.
+
+        Returns:
+            What is wrong with the file of the order by which the epoch was begun; "" where nothing is.
 
         Raises:
             Error: it is not the one by which the epoch was begun, before a restart.
@@ -115,12 +118,28 @@ class Feed:
         indices = order.take(0, len(order))
         first = epoch * self.length if self.steps_per_epoch is None else epoch * self.steps_per_epoch
         is_begun = (steps_done if self.steps_per_epoch else self.schedule.span(steps_done)[0]) > first
-        if is_begun and path.exists() and not np.array_equal(np.load(path), indices):
-            raise Error(f"sampler({epoch}) gave other indices than before the restart: make them depend on epoch alone")
+        problem = ""
+        if is_begun and path.exists():
+            try:
+                is_same = np.array_equal(np.load(path), indices)
+            except OSError:
+                raise
+            except Exception as error:  # of several kinds, for a file that is no array
+                is_same, problem = (
+                    True,
+                    f"{path} is damaged ({error}), and written anew from what sampler({epoch}) gives",
+                )
+            if not is_same:
+                raise Error(
+                    f"sampler({epoch}) gave other indices than before the restart: make them depend on epoch alone"
+                )
         directory.mkdir(exist_ok=True)
         with open(path.with_suffix(".tmp"), "wb") as file:
             np.save(file, indices)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(path.with_suffix(".tmp"), path)
+        return problem
 
 
 def build_feed(

@@ -381,6 +381,7 @@ class Loop:
 
     def _keep_order(self, epoch: int, directory: Path) -> None:
         try:
-            self.feed.keep_order(epoch, directory, self.steps_done)
+            if problem := self.feed.keep_order(epoch, directory, self.steps_done):
+                self._run._say(problem)
         except OSError as error:
             self._run._say(f"the order of epoch {epoch} could not be written down ({error}): the run goes on")

@@ -64,7 +64,7 @@ class Mirror:
                 directory.read_record_again()
             try:
                 directory.rewinds = max(directory.rewinds, json.loads(record).get("rewinds", []), key=len)
-            except ValueError:
+            except (ValueError, AttributeError):  # no JSON, or no object
                 raise Error(f"{self.url}/run.json cannot be read as JSON: repair it, or start with --fresh") from None
             if resume is None and there:
                 raise Error(f"{self.url} already has snapshots and resume is never: use --resume latest, or --fresh")
