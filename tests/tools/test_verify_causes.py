@@ -134,13 +134,15 @@ def test_only_generators_that_nobody_seeds_are_named_where_runs_do_not_repeat(ve
          "lib.noise.RNG (Generator) draws in the steps"),
         ("def draw(rng=np.random.default_rng(3)): return float(rng.random())\nnoise = functools.partial(draw)",
          "lib.noise.draw[0] (Generator) draws in the steps"),
+        ("class Noise:\n    rng = random.Random(3)\n    def __call__(self): return self.rng.random()\nnoise = Noise()",
+         "lib.noise.Noise.rng (Random) draws in the steps"),
         ("def noise(): return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0",
          "the script reads its rank, or how many there are, in noise.py:2 (torch.distributed.get_rank)"),
     ]),
 )  # fmt: skip
 def test_modules_of_the_scripts_own_are_looked_into(verify: Any, tmp_path: Path, module: str, words: str) -> None:
     (tmp_path / "lib").mkdir()
-    (tmp_path / "lib" / "noise.py").write_text(f"import functools, numpy as np, torch\n{module}\n")
+    (tmp_path / "lib" / "noise.py").write_text(f"import functools, random, torch, numpy as np\n{module}\n")
     code, printed = verify(top="from lib.noise import noise", in_micro_batch="x = x * (1 + noise())")
     assert code == 1, printed
     assert words in printed, printed

@@ -1,6 +1,7 @@
 """Random generators that a script made for itself: nothing seeds them per micro-batch."""
 
 import hashlib
+import os
 import pickle
 import random
 import sys
@@ -48,9 +49,11 @@ def find_generators(roots: Mapping[str, Any]) -> dict[str, Any]:
         frame = frame.f_back
     main = vars(sys.modules["__main__"])
     things += [(name, value, 0) for name, value in main.items() if not name.startswith("__")]
-    for module in find_own_modules(Path.cwd(), len(sys.modules)):
+    modules = find_own_modules(Path.cwd(), len(sys.modules))
+    for module in modules:
         own = vars(module).items()
         things += [(f"{module.__name__}.{name}", value, 0) for name, value in own if not name.startswith("__")]
+    homes = {"__main__", *(module.__name__ for module in modules)}
     found: dict[str, Any] = {}
     seen = {id(random._inst), id(np.random.mtrand._rand), id(torch.default_generator)}
     for path, thing, depth in things:  # grows on the way
@@ -61,7 +64,7 @@ def find_generators(roots: Mapping[str, Any]) -> dict[str, Any]:
         seen.add(id(thing))
         if isinstance(thing, KINDS):
             found[path] = thing
-        elif depth < MAX_DEPTH:
+        elif depth < MAX_DEPTH and (not isinstance(thing, type) or thing.__module__ in homes):
             things += [(f"{path}{step}", value, depth + 1) for step, value in _look_into(thing)]
     return found
 
@@ -74,23 +77,23 @@ def find_own_modules(place: Path, num_modules: int) -> list[ModuleType]:
         num_modules: how many there are in all; to find those that were imported since.
     """
     main = getattr(sys.modules["__main__"], "__file__", None)
-    homes = {place.resolve(), place.resolve() if main is None else Path(main).resolve().parent}
-    library = Path(sysconfig.get_path("stdlib")).resolve()
+    places = [place] if main is None else [place, Path(main).absolute().parent]
+    homes = tuple(f"{home}{os.sep}" for each in places for home in (each, each.resolve()))
+    libraries = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", sysconfig.get_path("stdlib"))
     found = []
     for name, module in [*sys.modules.items()]:
         file = getattr(module, "__file__", None) or ""
-        if name == "__main__" or name.partition(".")[0] == "samestep" or not file.endswith(".py"):
-            continue
-        parents = Path(file).resolve().parents
-        is_library = library in parents or any(each.name in ("site-packages", "dist-packages") for each in parents)
-        if not is_library and homes.intersection(parents):
+        is_own = file.startswith(homes) and file.endswith(".py") and not any(each in file for each in libraries)
+        if is_own and name != "__main__" and name.partition(".")[0] != "samestep":
             found.append(module)
     return found
 
 
 def _look_into(thing: Any) -> list[tuple[str, Any]]:
-    if type(thing).__module__.partition(".")[0] == "samestep" or isinstance(thing, ModuleType | torch.Tensor | type):
+    if type(thing).__module__.partition(".")[0] == "samestep" or isinstance(thing, ModuleType | torch.Tensor):
         return []
+    if isinstance(thing, type):
+        return [(f".{name}", value) for name, value in vars(thing).items() if not name.startswith("__")]
     if isinstance(thing, dict):
         return [(f"[{key!r}]", value) for key, value in list(thing.items())[:1000]]
     if isinstance(thing, list | tuple):
