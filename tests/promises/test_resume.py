@@ -441,6 +441,23 @@ def test_an_optimizer_of_ones_own(tmp_path: Path) -> None:
     assert samestep.spawn(train, 1, (6,)) == samestep.spawn(train, 1, (-6,))
 
 
+@pytest.mark.parametrize("given", [("fold0", "fold1"), ("fold0", None), ("fold0", "fold0")])
+def test_several_runs_and_one_directory_from_outside(tmp_path: Path, given: tuple[str, str | None]) -> None:
+    """The second would take the first one's end for its own: nothing to train, and a score of other data."""
+
+    def train() -> None:
+        for name in given:
+            run, model, optimizer = build(name, snapshot_every=2)
+            loop(run, model, optimizer, num_epochs=1)
+
+    env = {"SAMESTEP_RUN_DIR": str(tmp_path / "run")}
+    if given[0] == given[1]:
+        samestep.spawn(train, 2, env=env)
+        return
+    with pytest.raises(samestep.Error, match=r"several runs, one in fold0 and one in (fold1|None).* leave it out"):
+        samestep.spawn(train, 2, env=env)
+
+
 def test_what_follows_the_loop(tmp_path: Path) -> None:
     """Killed there, the same command finds nothing left to train, and what it draws and scores is the same."""
 

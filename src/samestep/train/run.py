@@ -102,11 +102,10 @@ class Run:
         if shard is not None:
             raise Error("shard is not built yet: leave it out; every rank holds the whole model")
         self._settings = settings = build_settings(
-            environment.overrides, environment.world_size, run_dir=run_dir, batch_size=batch_size,
-            micro_batch_size=micro_batch_size, seed=seed, precision=precision, reduction=reduction, threads=threads,
-            snapshot_every=snapshot_every, keep=keep, resume=resume, max_steps=max_steps, log_every=log_every,
-            compare_every=compare_every, deterministic=deterministic, bucket_cap_mb=bucket_cap_mb, fresh=False,
-            local_dir=None,
+            environment, run_dir=run_dir, batch_size=batch_size, micro_batch_size=micro_batch_size, seed=seed,
+            precision=precision, reduction=reduction, threads=threads, snapshot_every=snapshot_every, keep=keep,
+            resume=resume, max_steps=max_steps, log_every=log_every, compare_every=compare_every,
+            deterministic=deterministic, bucket_cap_mb=bucket_cap_mb, fresh=False, local_dir=None,
         )  # fmt: skip
         self.batch_size, self.micro_batch_size = settings.batch_size, settings.micro_batch_size
         self.seed = settings.seed

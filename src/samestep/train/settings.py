@@ -12,9 +12,11 @@ from samestep.errors import Error
 from samestep.plan.schedule import check_numbers, default_micro_batch_size
 from samestep.snapshot.policy import Every, parse_every
 from samestep.snapshot.remote import is_url
-from samestep.world.environment import Overrides, check_threads
+from samestep.world.environment import Environment, check_threads
 
 _URL_AS_PATH = re.compile(r"[a-z][a-z0-9+.-]+:/")
+
+_replaced: dict[str, str] = {}  # a launcher's directory -> the one that this process's script has given in its place
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,15 @@ class Settings:
         }
 
 
-def build_settings(overrides: Overrides, world_size: int, **arguments: Any) -> Settings:
+def build_settings(environment: Environment, **arguments: Any) -> Settings:
     """Run's arguments with the launcher's overrides put over them.
 
     Raises:
-        Error: numbers that make no run.
+        Error: numbers that make no run, or a launcher's one directory for runs of several.
     """
+    overrides = environment.overrides
+    if overrides.run_dir is not None and environment.trace is None:  # a trace is of the first run alone
+        _check_one_directory(overrides.run_dir, arguments["run_dir"])
     for name in arguments:
         said = getattr(overrides, name, None)
         if said is not None:
@@ -66,7 +71,7 @@ def build_settings(overrides: Overrides, world_size: int, **arguments: Any) -> S
     run_dir, batch_size = arguments.pop("run_dir"), arguments["batch_size"]
     if arguments["micro_batch_size"] is None:
         arguments["micro_batch_size"] = default_micro_batch_size(batch_size)
-    check_numbers(batch_size, arguments["micro_batch_size"], world_size)
+    check_numbers(batch_size, arguments["micro_batch_size"], environment.world_size)
     _check_kinds(arguments)
     for name in ("seed", "threads", "keep", "log_every", "compare_every", "max_steps"):
         least = 0 if name in ("seed", "compare_every") else 1
@@ -106,6 +111,16 @@ def check_count(what: str, count: Any) -> None:
     """Raises Error where `run.epochs` or `run.steps` was not given a number of them."""
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise Error(f"run.{what} needs a number of {what} of at least 1, not {count!r}")
+
+
+def _check_one_directory(said: str, given: Any) -> None:
+    """Refuses a script's further runs (the folds of a cross-validation): they would find the first one at its end."""
+    before = _replaced.setdefault(said, str(given))
+    if before != str(given):
+        raise Error(
+            f"this script makes several runs, one in {before} and one in {given}, and a launcher's --run-dir (or "
+            f"SAMESTEP_RUN_DIR) has them share {said}: leave it out, and the runs live where the script says"
+        )
 
 
 def _check_kinds(arguments: Mapping[str, Any]) -> None:
