@@ -441,6 +441,39 @@ def test_an_optimizer_of_ones_own(tmp_path: Path) -> None:
     assert samestep.spawn(train, 1, (6,)) == samestep.spawn(train, 1, (-6,))
 
 
+def test_unfrozen_in_the_loop(tmp_path: Path) -> None:
+    """Resumed behind the place where the script unfreezes, what was unfrozen still trains; groups must be there."""
+
+    def train(name: str, num_steps: int, frozen: int = 0, adds_group: bool = False) -> list[float]:
+        import torch
+
+        run = samestep.Run(tmp_path / name, batch_size=4)
+        model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+        model[frozen].requires_grad_(False)
+        optimizer = torch.optim.Adam((model[1] if adds_group else model).parameters(), 0.1)
+        run.prepare(model=model, optimizer=optimizer)
+        for step in run.steps(torch.randn(8, 1), num_steps):
+            if step.number == 2:
+                model[0].requires_grad_(True)
+                if adds_group:
+                    optimizer.add_param_group({"params": list(model[0].parameters())})
+            for x in step:
+                step.backward(model(x).square().mean())
+            optimizer.step()
+        return [param.item() for param in model.parameters()] + [param.requires_grad for param in model.parameters()]
+
+    whole = samestep.spawn(train, 1, ("whole", 6))
+    assert whole[4:] == [True] * 4
+    for num_steps, num_ranks in ((1, 1), (3, 2), (4, 1)):
+        samestep.spawn(train, num_ranks, ("killed", num_steps))
+    assert samestep.spawn(train, 2, ("killed", 6)) == whole
+    edited = samestep.spawn(train, 1, ("killed", 7, 1))
+    assert edited[4:] == [True, True, False, False], "what was edited before the loop counts"
+    samestep.spawn(train, 1, ("groups", 3, 0, True))
+    with pytest.raises(samestep.Error, match=r"optimizer has 1 of the 2 groups .* before run\.prepare"):
+        samestep.spawn(train, 1, ("groups", 6, 0, True))
+
+
 @pytest.mark.parametrize("given", [("fold0", "fold1"), ("fold0", None), ("fold0", "fold0")])
 def test_several_runs_and_one_directory_from_outside(tmp_path: Path, given: tuple[str, str | None]) -> None:
     """The second would take the first one's end for its own: nothing to train, and a score of other data."""

@@ -23,6 +23,35 @@ OldParams = dict[int, ref[nn.Parameter]]
 SCHEDULE_LENGTHS = ("T_max", "T_0", "total_steps", "total_iters", "milestones", "step_size", "_milestones")
 
 
+class Freezing:
+    """Which parameters train, by `requires_grad`: what a script sets in its loop, it does not set again when it resumes
+    behind that place.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
+        self._at_start = self._find_frozen()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is frozen now, and was before the loop; empty where that is the same."""
+        frozen = self._find_frozen()
+        return {} if frozen == self._at_start else {"frozen": frozen, "frozen_at_start": self._at_start}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Freezes as it was, where the script begins as it did then; else it was changed, and is right."""
+        if saved.get("frozen_at_start") == self._at_start:
+            for name, param in self._params():
+                param.requires_grad_(name not in saved["frozen"])
+
+    def _find_frozen(self) -> list[str]:
+        return [name for name, param in self._params() if not param.requires_grad]
+
+    def _params(self) -> list[tuple[str, nn.Parameter]]:
+        return [
+            (f"{name}.{path}", p) for name, module in self._modules.items() for path, p in module.named_parameters()
+        ]
+
+
 def find_params() -> OldParams:
     """All parameters alive, by id: of models made before the run was seeded."""
     return {id(thing): ref(thing) for thing in gc.get_objects() if type(thing) is nn.Parameter}
@@ -143,6 +172,8 @@ def load(objects: Objects, saved: Mapping[str, Any], warn: Callable[[str], None]
     for name, thing in objects.items():
         if isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
             _warn_of_lengths(name, thing.state_dict(), saved[name], warn)
+        if isinstance(thing, torch.optim.Optimizer):
+            _check_groups(name, len(thing.param_groups), len(saved[name].get("param_groups", ())))
         # Before: torch adds to an optimizer's own as it loads.
         defaults = {*thing.defaults} if isinstance(thing, torch.optim.Optimizer) else set()
         try:
@@ -157,6 +188,14 @@ def load(objects: Objects, saved: Mapping[str, Any], warn: Callable[[str], None]
                     f"{name} is a {type(thing).__name__}, but its state in the snapshot has no {missing[0]}: keep the "
                     "kind of optimizer, or start with --fresh"
                 )
+
+
+def _check_groups(name: str, num_groups: int, num_saved: int) -> None:
+    if num_groups < num_saved:
+        raise Error(
+            f"{name} has {num_groups} of the {num_saved} groups of parameters in the snapshot: give it all of them "
+            "before run.prepare, not by add_param_group in the loop; a frozen parameter (requires_grad) is not updated"
+        )
 
 
 def _warn_of_lengths(name: str, new: Mapping[str, Any], old: Mapping[str, Any], warn: Callable[[str], None]) -> None:

@@ -167,7 +167,7 @@ class Run:
         tensors = [t for m in self._modules.values() for t in (*m.parameters(), *m.buffers())]
         self._group.broadcast_tensors(tensors)
         self._statistics = BatchNormStatistics(self._modules.values())
-        self._guards = Guards(objects, self._modules)
+        self._guards, self._freezing = Guards(objects, self._modules), prepared.Freezing(self._modules)
         if self.dir is not None:
             encode(prepared.states(objects))  # what cannot be saved is said now, not after the first epoch
         self._restore()
@@ -358,6 +358,7 @@ class Run:
         self.state, position = state["state"], state["position"]
         self._steps_done = position["step"]
         self._precision.load_state_dict(position["precision"])
+        self._freezing.load_state_dict(position)
         was = meta["world_size"]
         ranks = "" if was == self.world_size else f" (was {was} rank{'s' if was != 1 else ''})"
         self._resumed = f"; resumed at step {self._steps_done}{ranks}"
@@ -368,7 +369,7 @@ class Run:
             raise Error(f"run.state has become a {type(self.state).__name__}: keep it a dict, run.state[name] = value")
         return {
             "objects": prepared.states(self._objects),
-            "position": position | {"precision": self._precision.state_dict()},
+            "position": position | {"precision": self._precision.state_dict()} | self._freezing.state_dict(),
             "state": self.state,
         }
 
