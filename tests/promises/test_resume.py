@@ -474,6 +474,27 @@ def test_unfrozen_in_the_loop(tmp_path: Path) -> None:
         samestep.spawn(train, 1, ("groups", 6, 0, True))
 
 
+def test_a_changed_config(tmp_path: Path) -> None:
+    """It is told and recorded from which step on it counts; what was trained before it is not taken for trained so."""
+
+    def train(num_epochs: int, lr: float) -> None:
+        run, model, optimizer = build(tmp_path / "run", config={"lr": lr})
+        loop(run, model, optimizer, num_epochs=num_epochs)
+
+    def find_changes() -> list[tuple[int, str]]:
+        changes = json.loads((tmp_path / "run" / "run.json").read_text())["changes"]
+        return [(change["after_step"], change["changed"]) for change in changes]
+
+    samestep.spawn(train, 1, (1, 0.1))
+    assert find_changes() == []
+    samestep.spawn(train, 1, (2, 0.2))
+    samestep.spawn(train, 1, (2, 0.3))
+    assert find_changes() == [(4, "lr 0.1 -> 0.2"), (8, "lr 0.2 -> 0.3")]
+    assert re.search(r"^  4 +lr 0.1 -> 0.2$", ask("inspect", tmp_path / "run"), re.M)
+    samestep.spawn(train, 1, (2, 0.2), env={"SAMESTEP_RESUME": "4"})
+    assert find_changes() == [(4, "lr 0.1 -> 0.2"), (4, "lr 0.3 -> 0.2")]
+
+
 @pytest.mark.parametrize("given", [("fold0", "fold1"), ("fold0", None), ("fold0", "fold0")])
 def test_several_runs_and_one_directory_from_outside(tmp_path: Path, given: tuple[str, str | None]) -> None:
     """The second would take the first one's end for its own: nothing to train, and a score of other data."""

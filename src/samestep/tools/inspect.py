@@ -116,6 +116,9 @@ def _show_run(options: argparse.Namespace, record: Mapping[str, Any]) -> int:
     for section in ("numbers", "machine", "config"):
         if record.get(section):
             _print_table(section, ("name", "value"), _list_values(record[section]))
+    if changes := record.get("changes"):
+        changed = [(str(change["after_step"]), change["changed"]) for change in changes]
+        _print_table("changes of machine and config", ("after step", "changed"), changed)
     rows = [
         (str(s["step"]) if s["step"] >= 0 else "?", s["name"] or "", _size(s["size_bytes"]), _age(s["time"]),
          s["problem"] or ("sound" if options.check else "whole"))

@@ -129,19 +129,17 @@ class Directory:
             config: the script's own.
         """
         config = json.loads(json.dumps(dict(config), default=str))
+        step, changes = 0 if self._snapshot is None else self._snapshot.step, []
         if changed := _find_changes(self.record.get("machine", machine), machine):
             self._warn(f"{changed} since the run began: from here on, its bits are no longer those of the old setting")
+            changes.append({"after_step": step, "changed": changed})
         if changed := _find_changes(self.record.get("config", config), config):
             self._warn(f"config has changed since the run began, {changed}; what was restored keeps its values")
+            changes.append({"after_step": step, "changed": changed})
         self.begin()
-        record = {
-            "format": FORMAT,
-            "samestep": __version__,
-            "numbers": dict(numbers),
-            "machine": dict(machine),
-            "config": config,
-            "rewinds": self.rewinds,
-        }
+        changes = [row for row in (*self.record.get("changes", []), *changes) if 0 < row["after_step"] <= step]
+        record = {"format": FORMAT, "samestep": __version__, "numbers": dict(numbers), "machine": dict(machine)}
+        record |= {"config": config, "rewinds": self.rewinds, "changes": changes}
         replace_text(self.path / "run.json", json.dumps(record, indent=2), sync=True)
         self.record, self._is_begun = record, True
 
