@@ -950,6 +950,18 @@ for is_evaluated in (False, True):
                 run.snapshot("best")
 
 
+@on_ranks("run.evaluate on one", r"rank 0 has called run\.evaluate and rank 1 has not: call it on every rank")
+def _(run_dir: RunDir) -> None:
+    run, model, optimizer = build(run_dir)
+    for epoch in run.epochs(Pairs(), 2):
+        for step in epoch:
+            for x, y in step:
+                learn(step, model, x, y)
+            optimizer.step()
+        if run.rank == 0:
+            run.evaluate(lambda batch: {"a": 1.0}, Pairs(5))
+
+
 @on_ranks("a result of run.once that does not travel", r"rank 0 cannot send a generator to the other ranks", at="start")
 def _(run_dir: RunDir) -> None:
     build(run_dir)[0].once(lambda: (x for x in "ab"))

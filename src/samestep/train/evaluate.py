@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]  # name -> list, or (value, weight)
 
+EVALUATES = 2**40  # and an evaluation's number: what ranks say that begin one, where others may say something else
+
 
 def open_source(data: Any, micro_batch_size: int | None, **arguments: Any) -> Source:
     """The data that a script passed to `run.evaluate`; its micro-batches, when anything says how large they are.
@@ -40,6 +42,7 @@ def run_evaluate(
     """What `Run.evaluate` returns. `number` tells apart the evaluations of one step, which draw other noise."""
     if not callable(score):
         raise Error(f"run.evaluate needs a function score(batch) -> dict, not {score!r}")
+    _check_all_are_here(run, EVALUATES + number)
     length = len(source)
     spans = [(start, min(start + micro_batch_size, length)) for start in range(0, length, micro_batch_size)]
     held = rank_range(len(spans), run.world_size, run.rank)
@@ -77,6 +80,24 @@ def run_evaluate(
         run._loop.take_votes([told[1] for told in gathered])
     run._pulse.enter("script", run.steps_done)
     return _merge([row for told in gathered for row in told[0]])
+
+
+def _check_all_are_here(run: "Run", mark: int) -> None:
+    """Raises Error where some ranks alone evaluate, and others are at their epoch's end (or at another evaluation)."""
+    run._pulse.enter("reducing", run.steps_done)
+    check_not_alone(run._group.gather_number(mark))
+    run._pulse.enter("script", run.steps_done)
+
+
+def check_not_alone(marks: list[int]) -> None:
+    """Looks at what all ranks said where they met. Raises Error where it was an evaluation for some ranks alone."""
+    most = max(marks)
+    if most >= EVALUATES and min(marks) != most:
+        rank, other = marks.index(most), next(rank for rank, mark in enumerate(marks) if mark != most)
+        raise Error(
+            f"rank {rank} has called run.evaluate and rank {other} has not: call it on every rank, since they share "
+            "out the data set, and print or save on rank 0 what it returns"
+        )
 
 
 def _read(scores: Mapping[str, Any], num_samples: int) -> Row:

@@ -9,6 +9,7 @@ from samestep.data.attributes import Attributes
 from samestep.data.loader import Loader, seed_all
 from samestep.errors import Error
 from samestep.plan.seeds import derive
+from samestep.train.evaluate import check_not_alone
 from samestep.train.exits import MOST_IDLE_STOPS, count_idle_stops, describe_stop, let_go
 from samestep.train.feed import Feed
 from samestep.train.steps import Epoch, Step
@@ -228,6 +229,7 @@ class Loop:
             return
         if is_everyone_here:
             stops = run._group.gather_number(int(has_stopped))
+            check_not_alone(stops)
             if 0 in stops and 1 in stops:
                 raise self._build_stop_error(stops.index(1), self.steps_done, other=stops.index(0))
         elif has_stopped:

@@ -311,7 +311,7 @@ def _group(waiting: Sequence[Beat]) -> list[list[Beat]]:
     groups: dict[tuple[str, int, str], list[Beat]] = {}
     for beat in waiting:
         place = "" if beat.waits_in.startswith("the ") else beat.place
-        groups.setdefault((beat.waits_in, beat.step, place), []).append(beat)
+        groups.setdefault((_describe_exchange(beat), beat.step, place), []).append(beat)
     return sorted(groups.values(), key=len)
 
 
