@@ -35,7 +35,7 @@ FLAGS: dict[str, Override] = {
     "time": Override(str, "T", "limit of one start, such as 2:00:00, 90 (minutes) or 1-12; default: the partition's"),
     "partition": Override(str, "P", "where to run"),
     "account": Override(str, "A", "who pays"),
-    "array": Override(str, "LIST", "a run for each number, as in 0-3,7%2; its directory is RUN_DIR/<number>"),
+    "array": Override(str, "LIST", "a run for each, as in 0-3,7%2, in RUN_DIR/<number>; it reads SLURM_ARRAY_TASK_ID"),
     "sbatch": Override(list, "OPTION", "one more for sbatch, such as --sbatch=--mem=64G; may be given several times"),
     "job_name": Override(str, "NAME", "default: the script's"),
     "dry_run": Override(bool, "", "print what would be submitted, and submit nothing"),

@@ -42,7 +42,8 @@ class Run:
     Args:
         run_dir: where it lives, a path or a URL for fsspec; None: nothing on disk, nothing resumed (notebooks).
         batch_size: samples of one optimizer step, over all ranks.
-        micro_batch_size: samples of one forward and backward; None: `batch_size // gcd(batch_size, 8)`.
+        micro_batch_size: samples of one forward and backward; None: `batch_size // gcd(batch_size, 8)`, for up to 8
+            ranks. Larger ones are quicker where samples are small; a loss compares the samples of one alone.
         seed: of everything random.
         precision: "fp32", "bf16" or "fp16": what `autocast` opens.
         reduction: "exact" (the same bits at any number of ranks) or "fast" (the backend's all-reduce).
@@ -65,7 +66,7 @@ class Run:
     Attributes:
         dir, device, rank, local_rank, world_size: where this process stands.
         state: a JSON dict of the script's own, part of every snapshot and restored by `prepare`.
-        summary: rows of the script's own for the table at the end.
+        summary: rows of the script's own for the table at the end: set them in the loop, which shows it when it ends.
 
     Raises:
         Error: numbers that make no run, a directory that holds another run, that is in use or cannot be written.
@@ -349,8 +350,7 @@ class Run:
         return loop
 
     def _restore(self) -> None:
-        restored = self._keeper.restore(self._objects, self._numbers)
-        if restored is None:
+        if (restored := self._keeper.restore(self._objects, self._numbers)) is None:
             return
         state, meta = restored
         if self._settings.resume == "latest":  # whoever names a snapshot wants to go on from it
