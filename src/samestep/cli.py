@@ -2,7 +2,6 @@
 
 import ast
 import difflib
-import errno
 import importlib.util
 import os
 import sys
@@ -14,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samestep import __version__
-from samestep.errors import Error
-from samestep.world.environment import OVERRIDES, Overrides
+from samestep.errors import Error, explain
+from samestep.world.environment import OVERRIDES, Overrides, check_surroundings
 
 if TYPE_CHECKING:
     from samestep.launch.local import Target
@@ -109,6 +108,7 @@ FLAGS: dict[str, Flag] = {
     **{name: Flag(override.type, override.metavar, override.help) for name, override in OVERRIDES.items()},
 }
 
+VERIFIED = ("batch_size", "micro_batch_size", "seed", "threads", "precision", "reduction", "device")
 VERIFY_FLAGS: dict[str, Flag] = {
     "steps": Flag(int, "N", "steps of each run; default: 20"),
     "world_sizes": Flag(str, "N,N", "numbers of ranks; all are compared with the first; default: 1,2,3,4"),
@@ -116,27 +116,26 @@ VERIFY_FLAGS: dict[str, Flag] = {
     "kill_seed": Flag(int, "N", "of the moments at which; default: others each time"),
     "gradients": Flag(bool, "", "first check the averages, against float64 and single samples"),
     "keep_runs": Flag(str, "DIR", "keep the runs' directories and traces here"),
-    **{
-        name: FLAGS[name]
-        for name in ("batch_size", "micro_batch_size", "seed", "threads", "precision", "reduction", "device")
-    },
+    **{name: FLAGS[name] for name in VERIFIED},
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code; as the program itself (`arguments` None), leaves with it."""
     try:
+        if arguments is None:
+            check_surroundings()
         code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
-    except Error as error:
-        print(f"samestep: error: {error}", file=sys.stderr)
-        code = error.exit_code
+        sys.stdout.flush()
     except BrokenPipeError:  # of `| head`: who reads no more has what they wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = 141
-    except OSError as error:
-        if error.errno not in (errno.ENAMETOOLONG, errno.EACCES) or error.filename is None:
+    except (Error, OSError) as error:
+        if (sentence := explain(error)) is None:
             raise
-        print(f"samestep: error: {error.filename} cannot be used ({error.strerror}): name another", file=sys.stderr)
+        print(f"samestep: error: {sentence}", file=sys.stderr)
+        if isinstance(error, OSError):  # what is left in the buffer would fail once more
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = Error.exit_code
     except KeyboardInterrupt:
         code = 130

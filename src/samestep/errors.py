@@ -1,5 +1,7 @@
 """What is raised when a person's input is wrong, or another rank is gone."""
 
+import errno
+
 
 class Error(Exception):
     """Bad input, or a mistake in the training loop: one sentence of what is wrong, what was found and what to do.
@@ -24,3 +26,14 @@ class PeerFailed(RuntimeError):
 
 class Stuck(RuntimeError):
     """Nothing in the run has moved for too long: the whole sentence of who keeps it from moving."""
+
+
+def explain(error: Error | OSError) -> str | None:
+    """The sentence of an Error, and of what a system refuses to everybody; None where a traceback says more."""
+    if isinstance(error, Error):
+        return str(error)
+    if error.filename is not None and error.errno in (errno.ENAMETOOLONG, errno.EACCES):
+        return f"{error.filename} cannot be used ({error.strerror}): name another"
+    if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+        return f"the output cannot be written ({error.strerror}): make room, or send it elsewhere"
+    return None

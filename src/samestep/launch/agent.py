@@ -6,6 +6,7 @@ blocked in a collective when another one has failed.)
 """
 
 import logging
+import os
 import signal
 import sys
 import uuid
@@ -93,7 +94,7 @@ class RankAgent(SimpleElasticAgent):
     def _start(self, place: Place) -> None:
         overrides, begun = self.launch.overrides, self.ranks.directory / BEGUN
         if place.restart is not None and begun.exists():  # to go on with that run, however the first start found it
-            run_dir = begun.read_text() if overrides.fresh else overrides.run_dir
+            run_dir = os.fsdecode(begun.read_bytes()) if overrides.fresh else overrides.run_dir
             overrides = replace(overrides, resume="latest", fresh=False if overrides.fresh else None, run_dir=run_dir)
         variables = build_variables(self.launch.num_ranks, place, overrides)
         self.ranks.start(self.launch.target, variables, first_rank=place.first_rank, world_size=place.world_size)

@@ -143,6 +143,7 @@ class Ranks:
         if self.started:
             self.started, self.told_to_stop, self._told_s = False, False, math.inf
             self.codes, self.failures, self._well = {}, [], {}
+            self.directory.mkdir(exist_ok=True)  # somebody may tidy up /tmp
             for said in self.directory.iterdir():
                 if said.name in (STOPPED, FINISHED, LEAVE) or said.suffix in (".json", ".log"):
                     said.unlink()

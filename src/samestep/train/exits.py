@@ -20,7 +20,7 @@ from weakref import WeakSet
 from samestep.errors import Error, PeerFailed
 from samestep.launch.rank import is_secondary, write_error
 from samestep.watch.records import read_rows
-from samestep.world.environment import LEAVE, START_AGAIN, stop_code
+from samestep.world.environment import LEAVE, START_AGAIN, ready_standard_files, stop_code
 from samestep.world.group import close_group, is_first, is_left_by_rank_0
 
 if TYPE_CHECKING:
@@ -102,6 +102,7 @@ def report_errors(rank: int) -> None:
 
     A rank that has only lost another one says so in a line: the other's error is what a person needs to see.
     """
+    ready_standard_files()
     others, pid = sys.excepthook, os.getpid()
     if getattr(others, "is_samestep", False):
         return

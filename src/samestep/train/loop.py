@@ -1,7 +1,9 @@
 """The loop over epochs and steps: what happens between two steps, and how it ends."""
 
+import os
 import time
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -314,7 +316,10 @@ class Loop:
     def _tell_launcher(self, what: str, text: str = "") -> None:
         """Tells our launcher what has become of the run: torch's agent knows success and failure only."""
         if self._run._error_dir is not None:
-            Path(self._run._error_dir, what).write_text(text)
+            path = Path(self._run._error_dir, what)
+            with suppress(OSError):  # that disk is full: the launcher takes the usual for granted
+                path.parent.mkdir(exist_ok=True)  # somebody may tidy up /tmp in the weeks that a run takes
+                path.write_bytes(os.fsencode(text))
 
     def _finish(self) -> None:
         """The loop has ended by itself."""

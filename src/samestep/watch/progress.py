@@ -169,6 +169,8 @@ class Lines:
             print(*args, **{"flush": True, **kw})
         except BrokenPipeError:  # `... | tee log` has ended, by the same Ctrl-C perhaps: no reason to lose the run
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except OSError:  # nor is a log on a full disk, or a terminal that is gone: this line is lost
+            pass
 
     def end(self, rows: Mapping[str, Any]) -> None:
         self.close()

@@ -1,11 +1,15 @@
 """Who this process is: the environment, read once into frozen values. Nothing else in samestep reads os.environ."""
 
+import io
 import json
 import os
 import signal
 import socket
+import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
 from pathlib import Path
 
 from samestep.errors import Error
@@ -24,6 +28,7 @@ BEGUN = "begun"  # holds the directory of the run whose loop has begun
 ROOM = "room"  # holds how many ranks that run can take
 LEAVE = "leave"  # a rank that is sent SIGTERM is to end at once: another one has failed
 
+YES, NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 MOST_THREADS = 1 << 12
 START_AGAIN = 75  # an exit code, EX_TEMPFAIL: stopped because it was told to, and saved; the same command goes on
 
@@ -148,7 +153,9 @@ class Environment:
 def _parse(name: str, text: str) -> int | str | bool:
     kind = OVERRIDES[name].type
     if kind is bool:
-        return text.lower() not in ("", "0", "false", "no")
+        if text.lower() not in (*YES, *NO):
+            raise Error(f"{PREFIX}{name.upper()} must be 1 or 0, not {text!r}")
+        return text.lower() in YES
     if kind is int:
         try:
             return int(text)
@@ -158,8 +165,12 @@ def _parse(name: str, text: str) -> int | str | bool:
 
 
 def read_overrides(variables: Mapping[str, str] | None = None) -> Overrides:
-    """The SAMESTEP_* variables as values. Raises Error where a number is not one."""
+    """The SAMESTEP_* variables as values. Raises Error where a number is not one, or a name is slightly wrong."""
     variables = os.environ if variables is None else variables
+    known = [PREFIX + name.upper() for name in OVERRIDES]
+    for name in variables:
+        if name.startswith(PREFIX) and name not in known and (near := get_close_matches(name, known, 1, 0.9)):
+            raise Error(f"there is no variable {name}; did you mean {near[0]}?")
     found = {name: variables.get(PREFIX + name.upper()) for name in OVERRIDES}
     return Overrides(**{name: _parse(name, text) for name, text in found.items() if text is not None})  # type: ignore[arg-type]
 
@@ -182,6 +193,17 @@ def read_master() -> tuple[str, int]:
 def read_interface() -> str:
     """The interface that is set for the ranks' traffic, the first where there are several; "" where none is."""
     return os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
+
+
+def check_interface() -> None:
+    """Raises Error where an interface is set that this machine has not: gloo would end with a traceback."""
+    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
+        if name in (known for _, known in socket.if_nameindex()):
+            continue
+        import psutil  # slow, and knows names of further addresses, such as eth0:1
+
+        if name not in (there := psutil.net_if_addrs()):
+            raise Error(f"GLOO_SOCKET_IFNAME is {name}, and this machine has {', '.join(there)}: unset it, or name one")
 
 
 def choose_interface(name: str) -> None:
@@ -227,7 +249,8 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     if world_size > 1 and missing_address:
         raise Error(
             f"WORLD_SIZE is {world_size} and {missing_address[0]} is not set: start the ranks by samestep launch or "
-            "torchrun, or say where rank 0 is to be found"
+            "torchrun, or say where rank 0 is to be found",
+            rank=rank,  # which cannot hear what another one says
         )
     local_rank = number("LOCAL_RANK", rank)
     local_world_size = number("LOCAL_WORLD_SIZE", world_size)
@@ -244,6 +267,32 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         overrides=read_overrides(variables),
         trace=variables.get(TRACE),
     )
+
+
+def ready_standard_files() -> None:
+    """Puts the null device in the place of standard files that are closed, as a daemon may start this process: else
+    the next file that is opened, such as a run's ledger, gets one's number, and what C code prints is written into it.
+    What the encoding of the others lacks is printed as \\xfc: no reason to lose a run.
+    """
+    with suppress(OSError):
+        while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
+            os.set_inheritable(file, True)
+        os.close(file)
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def check_surroundings() -> None:
+    """As `ready_standard_files`. Raises Error where the working directory has been removed."""
+    ready_standard_files()
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise Error("the working directory has been removed: change to one that is there") from None
 
 
 def count_job_nodes() -> int:

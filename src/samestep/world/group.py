@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import _broadcast_coalesced  # type: ignore[attr-defined]  # what DDP itself calls
 
 from samestep.errors import Error, PeerFailed
-from samestep.world.environment import Environment, has_agent_store, read_master
+from samestep.world.environment import Environment, check_interface, has_agent_store, read_master
 from samestep.world.neighbors import Neighbors, connect
 from samestep.world.software import check_alike, describe_software
 
@@ -262,6 +262,7 @@ def open_group(
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if environment.world_size > 1 and not dist.is_initialized():
+        check_interface()
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         timeout = timedelta(seconds=timeout_s)
         if environment.launcher == "srun":
@@ -269,7 +270,7 @@ def open_group(
             store = _open_store(environment)
             dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
         else:
-            dist.init_process_group(backend, timeout=timeout)
+            _meet(backend, timeout)
     global _num_groups
     _num_groups += 1
     group = Group(environment.rank, environment.world_size, device)
@@ -277,6 +278,17 @@ def open_group(
     if group.world_size > 1:
         group.neighbors = connect(group, timeout_s, describe_software(), check_alike if compares else None)
     return group
+
+
+def _meet(backend: str, timeout: timedelta) -> None:
+    """The ranks of a launcher, or those started by hand. Raises Error where rank 0 cannot open its port."""
+    try:
+        dist.init_process_group(backend, timeout=timeout)
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        port = read_master()[1]
+        raise Error(f"port {port} is in use on this machine: set MASTER_PORT to a free one, for all ranks") from None
 
 
 def _open_store(environment: Environment) -> Any:  # TCPStore
