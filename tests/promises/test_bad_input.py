@@ -26,6 +26,7 @@ from samestep.snapshot.store import Store
 
 SCRIPT = Path(__file__).with_name("wrong.py")
 ON_LO = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+PAIR = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 Done = subprocess.CompletedProcess[str]
 
 
@@ -130,6 +131,10 @@ def test_words(tmp_path: Path, words: list[str], said: str) -> None:
             ({"SAMESTEP_MICRO_BATCH_SIZE": "3"}, "batch_size 8 is not a multiple of micro_batch_size 3"),
             ({"RANK": "1"}, "RANK is set and WORLD_SIZE is not: start the ranks by samestep launch or torchrun"),
             ({"RANK": "0", "WORLD_SIZE": "2"}, "WORLD_SIZE is 2 and MASTER_ADDR is not set"),
+            ({"RANK": "1", "WORLD_SIZE": "2"}, "WORLD_SIZE is 2 and MASTER_ADDR is not set"),
+            ({"SAMESTEP_BATCHSIZE": "4"}, "no variable SAMESTEP_BATCHSIZE; did you mean SAMESTEP_BATCH_SIZE"),
+            ({"SAMESTEP_FRESH": "nein"}, "SAMESTEP_FRESH must be 1 or 0, not 'nein'"),
+            (PAIR | {"GLOO_SOCKET_IFNAME": "none0"}, "GLOO_SOCKET_IFNAME is none0, and this machine has .*lo"),
         ],
     ),
 )
@@ -251,8 +256,10 @@ def test_directories_of_others(tmp_path: Path) -> None:
         assert not (tmp_path / "lock").exists()
         (tmp_path / name).unlink()
     (tmp_path / "file").touch()
-    for path in (tmp_path / "file", tmp_path / "file" / "x"):
-        with pytest.raises(samestep.Error, match=r"cannot be written \((File exists|Not a directory)\): name another"):
+    (tmp_path / "circle").symlink_to("circle")
+    why = "File exists|Not a directory|Too many levels of symbolic links"
+    for path in (tmp_path / "file", tmp_path / "file" / "x", tmp_path / "circle"):
+        with pytest.raises(samestep.Error, match=rf"cannot be written \(({why})\): name another"):
             samestep.spawn(train, 1, ("nothing", path))
 
 

@@ -45,7 +45,11 @@ def run_export(args: list[str]) -> int:
         tensors, others = _take_tensors(objects[name])
         if not tensors:
             raise Error(f"{name} has no tensors by name: it is no model; the snapshot holds {', '.join(objects)}")
-        num_bytes = _write(file, tensors, {"run": os.fsencode(options.run).decode(errors="replace"), "step": str(snapshot.step), "object": name})
+        num_bytes = _write(
+            file,
+            tensors,
+            {"run": os.fsencode(options.run).decode(errors="replace"), "step": str(snapshot.step), "object": name},
+        )
         kept = f", without {', '.join(others)}, which are no tensors" if others else ""
         print(f"{file}: {len(tensors)} tensors of {name} after step {snapshot.step}, {num_bytes:,} bytes{kept}")
     return 0

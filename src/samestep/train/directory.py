@@ -60,7 +60,7 @@ class Directory:
         try:
             self.named = _choose(path, fresh)
             self.path = self.named.absolute()  # the script may change the working directory
-            self._key = self.path.resolve()
+            self._key = Path(os.path.realpath(self.path))  # resolve() has errors of its own for a circle of links
             if before := _open.get(self._key):
                 before.close()
             self.store = Store(self.path, self.named)
