@@ -1,6 +1,7 @@
 """What surrounds a run (its output, the directory for temporary files, odd names) is no reason to lose it."""
 
 import os
+import pty
 import shutil
 import signal
 import subprocess
@@ -26,7 +27,7 @@ for step in run.steps(torch.utils.data.TensorDataset(torch.ones(8, 1)), 5):
     optimizer.step()
     for file in map(int, os.environ.get("FILES", "").split()):
         os.write(file, b"a warning of a library")
-    if what == "wait" and run.rank == 1 and step.number == 1 and not os.path.exists("waits"):
+    if what == "wait" and run.rank == run.world_size - 1 and step.number == 1 and not os.path.exists("waits"):
         open("waits", "w").close()
         while not os.path.exists("go") and not run._signals.heard:
             time.sleep(0.005)
@@ -100,6 +101,33 @@ def test_a_tidied_directory_for_temporary_files(command: Command, how: str) -> N
     assert done.returncode == (0 if how == "killed" else 75), done.stderr
     assert find_steps(command.directory / "run")[-1] == (5 if how == "killed" else 3)
     command.assert_no_files_left()
+
+
+def test_a_terminal_that_is_gone(command: Command) -> None:
+    """As after an ssh that was cut, for a run that does not heed SIGHUP."""
+    command.write("train.py", SCRIPT)
+    ours, theirs = pty.openpty()
+    line = f"trap '' HUP; exec {sys.executable} train.py wait"
+    run = subprocess.Popen(
+        ["sh", "-c", line], cwd=command.directory, env={**command.variables, "TERM": "xterm"},
+        stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
+    )  # fmt: skip
+    os.close(theirs)
+    command.wait_for("waits")
+    os.close(ours)
+    (command.directory / "go").touch()
+    assert run.wait(60) == 0
+    assert find_steps(command.directory / "run") == [3, 4, 5]
+
+
+def test_a_script_that_may_not_be_read(command: Command) -> None:
+    """With the rights of another user, where this one is root."""
+    command.write("train.py", SCRIPT).chmod(0)
+    if os.access(command.directory / "train.py", os.R_OK):
+        pytest.skip("root may read everything")
+    done = command.run("launch", "train.py")
+    assert done.stderr.startswith("samestep: error: train.py cannot be read (Permission denied): ")
+    assert done.returncode == 2
 
 
 def test_a_working_directory_that_is_gone(command: Command) -> None:

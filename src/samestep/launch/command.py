@@ -60,6 +60,8 @@ def check_target(target: Target) -> None:
             raise Error(f"{target.name} is a directory, not a script")
         if not path.is_file():
             raise Error(f"there is no script {target.name} (in {Path.cwd()})")
+        if not os.access(path, os.R_OK):
+            raise Error(f"{target.name} cannot be read (Permission denied): let this user read it, or name another")
     elif target.kind == "module":
         from importlib.machinery import PathFinder
 

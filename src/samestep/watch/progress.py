@@ -5,8 +5,9 @@ import os
 import sys
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import IO, TYPE_CHECKING, Any, Protocol, cast
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -188,13 +189,31 @@ class Lines:
             self._said_at = monotonic()
 
 
+class Terminal:
+    """Standard output, beneath what rich puts in its place. What cannot be written, since the terminal is gone (an ssh
+    that was cut, with the run going on), is lost, and the run is not.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(getattr(sys.stdout, "rich_proxied_file", sys.stdout), name)
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self.__getattr__("write")(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self.__getattr__("flush")()
+
+
 class Bar:
     """A bar on a terminal, drawn from within `step`: a thread would endanger the forks of data workers."""
 
     def __init__(self) -> None:
         from rich.console import Console  # here, so that ranks without a bar do not pay for the import
 
-        self.console = Console(force_terminal=True)
+        self.console = Console(force_terminal=True, file=cast(IO[str], Terminal()))
         self._pace = Pace()
         self._news: dict[str, Any] = {}
         self._live: RichProgress | None = None
