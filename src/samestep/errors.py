@@ -32,8 +32,10 @@ def explain(error: Error | OSError) -> str | None:
     """The sentence of an Error, and of what a system refuses to everybody; None where a traceback says more."""
     if isinstance(error, Error):
         return str(error)
-    if error.filename is not None and error.errno in (errno.ENAMETOOLONG, errno.EACCES):
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    refused = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+    if error.filename is not None and error.errno in (*refused, *full):
         return f"{error.filename} cannot be used ({error.strerror}): name another"
-    if error.filename is None and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
+    if error.filename is None and error.errno in (*full, errno.EIO):
         return f"the output cannot be written ({error.strerror}): make room, or send it elsewhere"
     return None

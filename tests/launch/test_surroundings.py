@@ -63,11 +63,13 @@ def test_output_that_cannot_be_written(command: Command) -> None:
         done = command.finish(command.start("train.py", "once", program="", stdout=full))
         assert "Traceback" not in done.stderr
         assert find_steps(command.directory / "run") == [3, 4, 5]
-        done = command.finish(command.start("--help", stdout=full))
-    assert done.stderr == (
-        "samestep: error: the output cannot be written (No space left on device): make room, or send it elsewhere\n"
-    )
-    assert done.returncode == 2
+        for words in (["--help"], ["inspect", "run"]):
+            done = command.finish(command.start(*words, stdout=full))
+            assert done.stderr == (
+                "samestep: error: the output cannot be written (No space left on device): "
+                "make room, or send it elsewhere\n"
+            )
+            assert done.returncode == 2
 
 
 @pytest.mark.parametrize("program", one_in(2, ["samestep", ""]))

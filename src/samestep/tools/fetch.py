@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from samestep.errors import Error
+from samestep.errors import Error, explain
 from samestep.snapshot.remote import FILES, Remote, Unreachable, is_url
 from samestep.snapshot.store import Store
 
@@ -31,6 +31,8 @@ def open_run(run: str, *, which: int | str | None = None, is_whole: bool = False
         except BrokenPipeError:  # nobody reads what is printed
             raise
         except OSError as error:
+            if error.filename is None and explain(error) is not None:  # of the output
+                raise
             where = f"{error.filename or run} cannot be read ({error.strerror})"
             raise Error(f"{where}: mend that, or name another one") from None
         return
