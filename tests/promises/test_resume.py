@@ -512,6 +512,43 @@ def test_several_runs_and_one_directory_from_outside(tmp_path: Path, given: tupl
         samestep.spawn(train, 2, env=env)
 
 
+def test_an_optimizer_whose_state_is_wider_than_its_weights(tmp_path: Path) -> None:
+    """float32 copies of bfloat16 weights, which torch would restore in the weights' dtype."""
+
+    def train(num_steps: int, name: str) -> tuple[list[float], list[str]]:
+        import torch
+
+        class Master(torch.optim.Optimizer):
+            def __init__(self, params: object) -> None:
+                super().__init__(params, {"lr": 1e-3})
+
+            @torch.no_grad()
+            def step(self) -> None:
+                for param in self.param_groups[0]["params"]:
+                    state = self.state[param]
+                    if not state:
+                        state["copy"], state["more"] = param.float(), {"sums": [torch.zeros((), dtype=torch.float64)]}
+                    state["copy"] -= 1e-3 * param.grad.float()
+                    state["more"]["sums"][0] += param.grad.double().sum()
+                    param.copy_(state["copy"] + 1e-6 * state["more"]["sums"][0])
+
+        run = samestep.Run(tmp_path / name, batch_size=4)
+        model = torch.nn.Linear(3, 3).bfloat16()
+        optimizer = Master(model.parameters())
+        run.prepare(model=model, optimizer=optimizer)
+        for step in run.steps(torch.randn(8, 3).bfloat16(), num_steps):
+            for x in step:
+                step.backward(model(x).float().square().mean())
+            optimizer.step()
+        state = optimizer.state[model.weight]
+        return state["copy"].flatten().tolist(), [str(state["copy"].dtype), str(state["more"]["sums"][0].dtype)]
+
+    samestep.spawn(train, 1, (3, "resumed"))
+    resumed = samestep.spawn(train, 1, (6, "resumed"))
+    assert resumed == samestep.spawn(train, 1, (6, "alone"))
+    assert resumed[1] == ["torch.float32", "torch.float64"]
+
+
 def test_what_follows_the_loop(tmp_path: Path) -> None:
     """Killed there, the same command finds nothing left to train, and what it draws and scores is the same."""
 

@@ -181,6 +181,7 @@ def load(objects: Objects, saved: Mapping[str, Any], warn: Callable[[str], None]
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             raise Error(f"{name} does not take its state from the snapshot: {str(error).splitlines()[0]}") from error
         if isinstance(thing, torch.optim.Optimizer):
+            _restore_dtypes(thing, saved[name])
             # What torch has taken from another kind of optimizer without a word, and would miss in the next update.
             missing = sorted(defaults - thing.param_groups[0].keys())
             if missing:
@@ -196,6 +197,26 @@ def _check_groups(name: str, num_groups: int, num_saved: int) -> None:
             f"{name} has {num_groups} of the {num_saved} groups of parameters in the snapshot: give it all of them "
             "before run.prepare, not by add_param_group in the loop; a frozen parameter (requires_grad) is not updated"
         )
+
+
+def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Undoes torch's cast of an optimizer's state to its parameters' dtypes: of float32 weights kept for bfloat16 ones,
+    say, or ASGD's rates."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    numbers = [number for group in saved.get("param_groups", ()) for number in group["params"]]
+    for param, number in zip(params, numbers, strict=False):
+        if param in optimizer.state:
+            optimizer.state[param] = _with_dtypes(optimizer.state[param], saved.get("state", {}).get(number))
+
+
+def _with_dtypes(now: Any, was: Any) -> Any:
+    if isinstance(now, torch.Tensor) and isinstance(was, torch.Tensor):
+        return now if now.dtype == was.dtype else was.to(now.device, copy=True)
+    if type(now) is dict and isinstance(was, dict):
+        return {key: _with_dtypes(value, was.get(key)) for key, value in now.items()}
+    if type(now) is list and isinstance(was, list) and len(now) == len(was):
+        return [_with_dtypes(value, other) for value, other in zip(now, was, strict=True)]
+    return now
 
 
 def _warn_of_lengths(name: str, new: Mapping[str, Any], old: Mapping[str, Any], warn: Callable[[str], None]) -> None:
