@@ -109,6 +109,27 @@ def test_a_step_is_the_whole_batch(tmp_path_factory: pytest.TempPathFactory, dat
         assert logged["train/first"] == pytest.approx(row["first"], rel=1e-5, abs=1e-6)
 
 
+def log_without_weight(run_dir: Path) -> None:
+    """Means over units that some micro-batches lack, and what float64 cannot add up."""
+    run = samestep.Run(run_dir, batch_size=4, micro_batch_size=1, log_every=1)
+    model = nn.Linear(1, 1)
+    run.prepare(model=model)
+    for step in run.steps(torch.tensor([[0.0], [1.0], [2.0], [3.0]]), 1):
+        for x in step:
+            units = int(x)
+            loss = model(x.expand(units, 1)).square().mean()
+            step.backward(loss, weight=units)
+            step.log(same=loss, both=(-1) ** units * torch.inf)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_is_logged_without_weight_does_not_count(tmp_path: Path, world_size: int) -> None:
+    samestep.spawn(log_without_weight, world_size, (tmp_path,))
+    (row,) = read_rows(tmp_path)
+    assert row["train/same"] == row["train/loss"]
+    assert row["train/both"] == "nan"
+
+
 def evaluate_means(data: Weighted, micro_batch_size: int) -> dict[str, Any]:
     run = samestep.Run(None, batch_size=24, micro_batch_size=2)
     model = nn.Linear(5, 2)

@@ -136,6 +136,33 @@ def training_mode_set_in_the_loop() -> Result:
 
 
 @case
+def scores_in_training_mode() -> Result:
+    """As for an uncertainty from dropout: the statistics stay, and so does the mode that each layer was in."""
+    run = build_run()
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.BatchNorm1d(8), nn.Linear(8, 4))
+    model[3].eval()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run.prepare(model=model, optimizer=optimizer)
+    trace = Trace(run)
+
+    def score(batch: Any) -> dict[str, Any]:
+        assert not model.training
+        model.train()
+        return {"mean": model(batch[0]).mean()}
+
+    for epoch in run.epochs(build_pairs(), 2):
+        for step in epoch:
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x), y))
+            optimizer.step()
+        trace.add("scores", run.evaluate(score, build_pairs(6, seed=1)))
+        assert [layer.training for layer in model] == [True, True, True, False, True]
+        assert model[1].num_batches_tracked == 27 * (epoch.number + 1)
+        trace.add("digest", trace.digest())
+    return trace.finish()
+
+
+@case
 def other_buffers() -> Result:
     """Buffers that a forward writes in place, replaces, or draws: kept as the step's first micro-batch leaves them."""
     run = build_run()

@@ -80,6 +80,7 @@ class BatchNormStatistics:
         # Even when all are in eval mode: a micro-batch may change that, on the ranks that have one.
         self.active = bool(self.layers)
         self._no_parts = np.zeros((0, 0))
+        self._parts: list[Tensor] = []
         if not self.layers:
             return
         kinds = {(buffer.dtype, buffer.device) for buffer in buffers}
@@ -97,15 +98,24 @@ class BatchNormStatistics:
             _move(layer.num_batches_tracked, self._counts[k])
         self._start, self._start_counts = self._flat.to(torch.float64, copy=True), self._counts.clone()
         self._scales: dict[tuple[int, int, tuple[int, ...], tuple[float | None, ...]], Tensor] = {}
-        self._parts: list[Tensor] = []
 
     def begin(self, layout: Layout) -> None:
         """A pass begins: remembers b0."""
         self._layout = layout
+        self._parts = []
+        self.hold()
+
+    def hold(self) -> None:
+        """What they are now is what `undo` goes back to."""
         if self.active:
-            self._parts = []
             self._start.copy_(self._flat)
             self._start_counts.copy_(self._counts)
+
+    def undo(self) -> None:
+        """A micro-batch of an evaluation is done: what it changed is undone."""
+        if self.active:
+            self._flat.copy_(self._start)
+            self._counts.copy_(self._start_counts)
 
     def fold(self, first: int, v: int) -> None:
         """Micro-batch v of a range that starts at `first` is done: takes its weighted delta, goes back to b0."""
@@ -118,8 +128,7 @@ class BatchNormStatistics:
         for _ in merges(n, first, v):
             part = self._parts.pop().add_(part)
         self._parts.append(part)
-        self._flat.copy_(self._start)
-        self._counts.copy_(self._start_counts)
+        self.undo()
 
     def _scale(self, n: int, v: int, counts: tuple[int, ...]) -> Tensor:
         """What micro-batch v's deltas count in the end [size], if each of n micro-batches makes `counts` updates."""

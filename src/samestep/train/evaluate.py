@@ -7,7 +7,7 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from samestep.data.loader import Loader, Source, Task, seed_all, to_device, understand
 from samestep.errors import Error
@@ -53,25 +53,25 @@ def run_evaluate(
 
     tasks = (Task(order.take(*spans[v]), seed_of("data", v)) for v in held)
     rows: list[Row] = []
-    modules = [part for module in run._modules.values() for part in module.modules() if part.training]
-    for part in modules:
-        part.training = False
+    modes = {part: part.training for module in run._modules.values() for part in module.modules()}
     run._buffers.begin()
+    run._statistics.hold()
     run._pulse.enter("validating", run.steps_done)
     try:
         with Loader(source, tasks, device=run.device) as loader, torch.no_grad():
             for v, loaded in zip(held, loader, strict=True):
                 seed_all(seed_of("evaluate", v))
+                _set_modes(dict.fromkeys(modes, False))  # each time: a score function may call model.train()
                 rows.append(_read(score(to_device(loaded.batch, run.device)), loaded.num_samples))
                 run._buffers.undo()
+                run._statistics.undo()
                 run._pulse.enter("validating", run.steps_done)
         settled = [_settle(row) for row in rows]
     except Error as error:
         message = f"{str(error).rstrip('.')}, on rank {run.rank} in run.evaluate"
         raise Error(message, rank=run.rank) from error.__cause__
     finally:
-        for part in modules:
-            part.training = True
+        _set_modes(modes)
     run._pulse.enter("reducing", run.steps_done)
     heard = run._signals.heard if run._signals is not None else 0
     gathered = run._group.gather((settled, heard, run._keeper.is_copying))
@@ -98,6 +98,12 @@ def check_not_alone(marks: list[int]) -> None:
             f"rank {rank} has called run.evaluate and rank {other} has not: call it on every rank, since they share "
             "out the data set, and print or save on rank 0 what it returns"
         )
+
+
+def _set_modes(modes: Mapping[nn.Module, bool]) -> None:
+    for part, is_training in modes.items():
+        if part.training != is_training:
+            part.training = is_training
 
 
 def _read(scores: Mapping[str, Any], num_samples: int) -> Row:
@@ -148,11 +154,11 @@ def _merge(rows: list[Row]) -> dict[str, Any]:
         total = math.fsum(weight for _, weight in values)
         if total == 0:
             raise Error(f"the total weight of score {name!r} is 0: no sample of the data set counts")
-        merged[name] = _sum([value * weight for value, weight in values if weight]) / total
+        merged[name] = add_up([value * weight for value, weight in values if weight]) / total
     return merged
 
 
-def _sum(values: Sequence[float]) -> float:
+def add_up(values: Sequence[float]) -> float:
     """The exactly rounded sum; nan for infinities of both signs, and inf for what is too large."""
     try:
         return math.fsum(values)

@@ -15,6 +15,7 @@ from samestep.errors import Error
 from samestep.plan.ledger import combine
 from samestep.plan.seeds import derive
 from samestep.plan.tree import build_layout
+from samestep.train.evaluate import add_up
 from samestep.train.objects import learning_rates
 
 if TYPE_CHECKING:
@@ -197,6 +198,8 @@ class Step:
                     f"step.backward(model=...) in step {self.number} got a model without a parameter to train: pass "
                     "its optimizer to run.prepare, and let its parameters require gradients"
                 )
+            if model is not None:
+                run._reducer.check_graph(loss, (self.num_passes, slot))
             run._pulse.enter("backward", self.number)
             run._reducer.backward(loss, factor, inputs)
             run._pulse.enter("forward", self.number)
@@ -336,7 +339,7 @@ class Step:
             for name, value, weight in logged:
                 by_name.setdefault(name, []).append((value, weight))
         return {
-            f"train/{name}": math.fsum(v * w for v, w in pairs) / total
+            f"train/{name}": add_up([v * w for v, w in pairs if w]) / total
             if (total := math.fsum(w for _, w in pairs))
             else 0.0
             for name, pairs in by_name.items()
