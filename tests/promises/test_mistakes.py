@@ -1,5 +1,6 @@
 """Mistakes are caught where they are made, in one sentence, and nothing is written that would have to be undone."""
 
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -410,6 +411,30 @@ def test_rows_from_before_the_loop_stand_once(tmp_path: Path) -> None:
     assert (tmp_path / "run" / "ledger.bin").stat().st_size == 4 * RECORD.size
     assert [row for row in rows if "untrained" in row] == ['{"step": 0, "untrained": 1.0}']
     assert [row for row in rows if '"trained"' in row] == ['{"step": 4, "trained": 2.0}']
+
+
+def test_rows_from_an_epochs_head_stand_once(tmp_path: Path) -> None:
+    """A run that goes on in the midst of an epoch runs the lines before its steps once more."""
+
+    def train(max_steps: int) -> None:
+        run = samestep.Run(
+            tmp_path / "run", batch_size=BATCH_SIZE, micro_batch_size=MICRO_BATCH_SIZE, device="cpu",
+            snapshot_every=1, max_steps=max_steps, log_every=100,
+        )  # fmt: skip
+        model = nn.Linear(1, 1)
+        run.prepare(model=model)
+        for epoch in run.epochs(torch.randn(2 * BATCH_SIZE, 1), 3):
+            run.log({"head of": epoch.number})
+            for step in epoch:
+                for x in step:
+                    step.backward(model(x).mean())
+                run.log({"body of": step.number})
+
+    for max_steps in (1, 3, 4, 6):
+        samestep.spawn(train, 2, (max_steps,))
+    rows = [json.loads(row) for row in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["head of"] for row in rows if "head of" in row] == [0, 1, 2]
+    assert [row["body of"] for row in rows if "body of" in row] == list(range(6))
 
 
 def test_nothing_is_updated(capfd: pytest.CaptureFixture[str]) -> None:

@@ -407,6 +407,27 @@ def _(run_dir: RunDir) -> None:
     loop(*build(run_dir, lambda: nn.Sequential(nn.Embedding(10, 4, max_norm=0.1), nn.Linear(4, 1))), body)
 
 
+@mistake(
+    "weights given other data in the forward", r"model\.1\.weight was changed inside .* giving it other \.data\?\)"
+)
+def _(run_dir: RunDir) -> None:
+    class Bounded(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.weight.data = torch.renorm(self.weight.data, 2, 0, 1.0)
+            return super().forward(x)
+
+    loop(*build(run_dir, lambda: nn.Sequential(nn.Linear(4, 3), Bounded(3, 1))))
+
+
+@mistake("reentrant checkpointing of one model", r"step\.backward\(model=.* use torch.* with use_reentrant=False")
+def _(run_dir: RunDir) -> None:
+    def body(step: Any, model: nn.Module, x: Tensor, y: Tensor) -> None:
+        hidden = checkpoint(model[0], x.requires_grad_(), use_reentrant=True)
+        step.backward(F.mse_loss(model[1](hidden), y), model=model)
+
+    loop(*build(run_dir, lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))), body)
+
+
 @mistake("reentrant checkpointing", r"model\.\w+ got two gradients in one micro-batch .*: use .* with use_reentrant=Fa")
 def _(run_dir: RunDir) -> None:
     def body(step: Any, model: nn.Module, x: Tensor, y: Tensor) -> None:

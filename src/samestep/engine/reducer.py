@@ -74,6 +74,7 @@ class Reducer:
         self._controls: dict[Layout, tuple[ControlFormat, Tensor | None, list[memoryview]]] = {}
         self._in_micro_batch = self._in_backward = self._last = False
         self.waited_s = 0.0
+        self._checked: set[tuple[int, int]] = set()
         self._zeros = {param.dtype: torch.zeros((), dtype=param.dtype, device=param.device) for param in self.params}
         self._hooks: dict[int, RemovableHandle] = {}
 
@@ -138,6 +139,34 @@ class Reducer:
             _run_backward((loss,), (gradient,), False, False, inputs, allow_unreachable=True, accumulate_grad=True)
         finally:
             self._in_backward = False
+
+    def check_graph(self, loss: Tensor, kind: tuple[int, int]) -> None:
+        """Before a backward for some parameters: none may be within a reentrant checkpoint, which hides them.
+
+        Torch would say so itself, or, where no parameter comes before the checkpoint, leave their gradients out without
+        a word.
+
+        Args:
+            kind: pass and slot. The first loss of each is looked at: models are checkpointed alike in all steps.
+
+        Raises:
+            Error: there is such a checkpoint.
+        """
+        if kind in self._checked:
+            return
+        self._checked.add(kind)
+        stack, seen = [loss.grad_fn], set()
+        while stack:
+            node = stack.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            if node.name() == "CheckpointFunctionBackward":
+                raise Error(
+                    "step.backward(model=...) of a loss with reentrant activation checkpointing, which hides "
+                    "parameters from it: use torch.utils.checkpoint with use_reentrant=False"
+                )
+            stack += [source for source, _ in node.next_functions]
 
     def close(self) -> None:
         """The micro-batch is done: unless it is the last of this rank's, folds it into the parts held."""
@@ -247,8 +276,9 @@ class Reducer:
 
         return on_grad
 
-    def _mark_params(self) -> list[tuple[int, bool]]:
-        return [(param._version, param.requires_grad) for param in self.params]
+    def _mark_params(self) -> list[tuple[tuple[int, int], bool]]:
+        # Memory too: param.data = ... counts as no change of the version.
+        return [((param._version, param.data_ptr()), param.requires_grad) for param in self.params]
 
     def _check_unchanged(self) -> None:
         """Raises Error where weights were changed, frozen or unfrozen since the pass began."""
@@ -256,7 +286,8 @@ class Reducer:
             if before[0] != now[0]:
                 raise Error(
                     f"{name} was changed inside the micro-batch loop (by the model's forward, as nn.Embedding(max_norm="
-                    "...) does?), so that the gradient depends on the rank: change weights after the loop"
+                    "...) does, or by giving it other .data?), so that the gradient depends on the rank: change "
+                    "weights after the loop"
                 )
             if before[1] != now[1]:
                 raise Error(

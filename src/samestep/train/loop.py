@@ -35,6 +35,7 @@ class Loop:
         steps_done: steps finished so far, over all restarts.
         step: the present step, or the last one.
         ending: no further step begins.
+        repeats_head: an epoch has begun for the second time, and none of its steps yet.
         failure: at its end, where the snapshot that was due there could not be written, or where to be started again
             would be in vain.
     """
@@ -46,6 +47,7 @@ class Loop:
         self.step: Step | None = None
         self.ending = self.steps_done >= self.last_step or bool(run._stop_reason)
         self._left = ""
+        self.repeats_head = False
         self.failure: Error | None = None
         self._is_ended = self._has_agreed = False
         self._signal = 0
@@ -66,6 +68,7 @@ class Loop:
             if self.feed.has_sampler:
                 self._agree_on_order(number)
             self._begin_body("epoch", number)
+            self.repeats_head = self.steps_done > number * per_epoch
             epoch = Epoch(self, number, per_epoch)
             try:
                 yield epoch
@@ -101,6 +104,7 @@ class Loop:
         """Yields the next step and, when its body is done, closes it. `last`: of its epoch, whose body is to come."""
         run, number = self._run, self.steps_done
         began_s = time.monotonic()
+        self.repeats_head = False
         self._begin_body("step", number)
         if number == self._began_step:
             run._keeper.watch(run._objects)

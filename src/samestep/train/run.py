@@ -264,12 +264,12 @@ class Run:
     def log(self, values: Mapping[str, Any]) -> None:
         """Adds a row to `metrics.jsonl` and to the trackers, at the present step. The same on all ranks.
 
-        What a resumed script logs before its loop was logged by the run's first start, and is left out.
+        What a resumed script logs before its loop, or at the head of an epoch once more, is there, and is left out.
         """
         self._check_call("run.log", "it knows this rank's part only; call step.log, which averages over all ranks")
         if not isinstance(values, Mapping):
             raise Error(f"run.log takes a dict of name -> value, not {values!r}")
-        if self._loop is None and self.steps_done:
+        if self.steps_done if self._loop is None else self._loop.repeats_head:
             return
         step = None if self._loop is None else self._loop.step
         in_body = step is not None and step.number == self.steps_done
