@@ -1,7 +1,9 @@
 """Training functions about all that is not the gradient's way: data, buffers, precision, schedules, compilers."""
 
+import random
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from promises.loops import Result, build_run, case, score_classes, train_classes
@@ -133,6 +135,86 @@ def training_mode_set_in_the_loop() -> Result:
     result = train_classes(run, model, optimizer, num_epochs=3, forward=forward)
     assert model[1].num_batches_tracked == 81
     return result
+
+
+@case
+def statistics_that_a_layer_replaces() -> Result:
+    """By new tensors instead of writing into its own, as layers made by hand often do; a script may, too."""
+    run = build_run()
+
+    class ByHand(nn.BatchNorm1d):
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                var, mean = torch.var_mean(x.detach(), 0)
+                self.running_mean = 0.9 * self.running_mean + 0.1 * mean
+                self.running_var = 0.9 * self.running_var + 0.1 * var
+                self.num_batches_tracked += 1
+            return (x - x.mean(0)) / torch.sqrt(x.var(0, unbiased=False) + self.eps) * self.weight + self.bias
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.by_hand, self.usual, self.head = ByHand(6), nn.BatchNorm1d(6), nn.Linear(12, 4)
+            self.register_buffer("wide", torch.ones(1).expand(6))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(torch.cat([self.by_hand(x * self.wide), self.usual(x)], 1))
+
+    model = Both()
+
+    def replace(step: Any) -> None:
+        if step.number == 2:
+            for layer in (model.by_hand, model.usual):
+                layer.running_mean = torch.full((6,), 0.5)
+                layer.running_var.data = torch.full((6,), 2.0)
+
+    def look(step: Any) -> None:
+        torch.testing.assert_close(model.by_hand.running_mean, model.usual.running_mean)
+        torch.testing.assert_close(model.by_hand.running_var, model.usual.running_var)
+
+    return train_classes(run, model, torch.optim.SGD(model.parameters(), 0.1), before=replace, after=look)
+
+
+@case
+def draws_of_rank_0_alone() -> Result:
+    """What run.once draws moves the generators on; what is drawn after it is the same on all ranks."""
+    run = build_run()
+    run.once(lambda: [torch.rand(3), np.random.rand(), random.random()] and 1)
+    model = nn.Linear(6, 4)
+    noise = torch.randn(6) + float(np.random.rand()) + random.random()
+
+    def look(step: Any) -> None:
+        run.once(lambda: torch.rand(step.number).tolist())
+
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return train_classes(run, model, optimizer, forward=lambda x: model(x + noise), after=look)
+
+
+@case
+def scores_by_gradients() -> Result:
+    """Their backward leaves the step's own gradient alone."""
+    run = build_run()
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run.prepare(model=model, optimizer=optimizer)
+    trace = Trace(run)
+
+    def score(batch: Any) -> dict[str, Any]:
+        x = batch[0].clone().requires_grad_()
+        with torch.enable_grad():
+            model(x).square().mean().backward()
+        return {"slope": x.grad.norm(), "of the weights": model[0].weight.grad.norm()}
+
+    for epoch in run.epochs(build_pairs(), 2):
+        for step in epoch:
+            for x, y in step:
+                step.backward(F.cross_entropy(model(x), y))
+            before = [param.grad.clone() for param in model.parameters()]
+            trace.add("scores", run.evaluate(score, build_pairs(29, seed=1)))
+            assert all(map(torch.equal, before, (param.grad for param in model.parameters())))
+            optimizer.step()
+            trace.end_step(step)
+    return trace.finish()
 
 
 @case

@@ -38,6 +38,14 @@ def check_module(name: str, module: nn.Module) -> None:
             )
 
 
+def spread_buffers(module: nn.Module) -> None:
+    """Gives buffers that `expand` has made, several elements in one place, memory of their own, to be written to."""
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.layout is torch.strided and 0 in buffer.stride():
+                part._buffers[name] = buffer.contiguous()
+
+
 def refuse_lone_sample(modules: Mapping[str, nn.Module], step: int, v: int, rank: int) -> list[RemovableHandle]:
     """Lets BatchNorm layers refuse micro-batch v, which has one sample, by their own name. Returns the hooks.
 
@@ -89,13 +97,16 @@ class BatchNormStatistics:
         dtype, device = kinds.pop()
         self._flat = torch.empty(self.size, dtype=dtype, device=device)
         self._counts = torch.empty(len(self.layers), dtype=torch.int64, device=device)
+        self._homes: list[tuple[nn.Module, str, Tensor, Tensor]] = []  # layer, name, its tensor, where that lives
         offset = 0
-        for buffer in buffers:
-            _move(buffer, self._flat[offset : offset + buffer.numel()])
-            offset += buffer.numel()
         for k, layer in enumerate(self.layers):
-            assert layer.num_batches_tracked is not None
-            _move(layer.num_batches_tracked, self._counts[k])
+            for name in ("running_mean", "running_var"):
+                buffer = cast(Tensor, layer._buffers[name])
+                self._homes.append((layer, name, buffer, self._flat[offset : offset + buffer.numel()]))
+                offset += buffer.numel()
+            count = cast(Tensor, layer.num_batches_tracked)
+            self._homes.append((layer, "num_batches_tracked", count, self._counts[k]))
+        self._move_in()
         self._start, self._start_counts = self._flat.to(torch.float64, copy=True), self._counts.clone()
         self._scales: dict[tuple[int, int, tuple[int, ...], tuple[float | None, ...]], Tensor] = {}
 
@@ -105,15 +116,29 @@ class BatchNormStatistics:
         self._parts = []
         self.hold()
 
+    def _move_in(self) -> None:
+        """Lets all of them live in the flat tensors, still the same objects.
+
+        Again and again: a script, or a layer's own forward, may have put another tensor in one's place.
+        """
+        for layer, name, buffer, view in self._homes:
+            found = layer._buffers[name]
+            if found is not None and found.data_ptr() != view.data_ptr():
+                view.copy_(found.detach().reshape(view.shape))
+                buffer.data = view.view_as(buffer)
+                layer._buffers[name] = buffer
+
     def hold(self) -> None:
         """What they are now is what `undo` goes back to."""
         if self.active:
+            self._move_in()
             self._start.copy_(self._flat)
             self._start_counts.copy_(self._counts)
 
     def undo(self) -> None:
         """A micro-batch of an evaluation is done: what it changed is undone."""
         if self.active:
+            self._move_in()
             self._flat.copy_(self._start)
             self._counts.copy_(self._start_counts)
 
@@ -121,6 +146,7 @@ class BatchNormStatistics:
         """Micro-batch v of a range that starts at `first` is done: takes its weighted delta, goes back to b0."""
         if not self.active:
             return
+        self._move_in()
         n = self._layout.num_micro_batches
         counts = self._counts - self._start_counts
         delta = torch.sub(self._flat, self._start).mul_(self._scale(n, v, tuple(counts.tolist())))
@@ -128,7 +154,8 @@ class BatchNormStatistics:
         for _ in merges(n, first, v):
             part = self._parts.pop().add_(part)
         self._parts.append(part)
-        self.undo()
+        self._flat.copy_(self._start)
+        self._counts.copy_(self._start_counts)
 
     def _scale(self, n: int, v: int, counts: tuple[int, ...]) -> Tensor:
         """What micro-batch v's deltas count in the end [size], if each of n micro-batches makes `counts` updates."""
@@ -170,12 +197,6 @@ class BatchNormStatistics:
         total = torch.from_numpy(slots[self._layout.root]).to(self._flat.device)
         self._flat.copy_(self._start.add_(total[: self.size]))
         self._counts.copy_(self._start_counts + total[self.size :].long())
-
-
-def _move(buffer: Tensor, view: Tensor) -> None:
-    """Lets `buffer`, still the same tensor object, live in `view`'s memory."""
-    view.copy_(buffer.reshape(view.shape))
-    buffer.data = view.view_as(buffer)
 
 
 def _weight(momentum: float | None, before: int, count: int, n: int, v: int) -> float:

@@ -36,14 +36,12 @@ def open_source(data: Any, micro_batch_size: int | None, **arguments: Any) -> So
     return replace(source, shuffle=False, micro_batch_size=micro_batch_size or source.micro_batch_size)
 
 
-def run_evaluate(
-    run: "Run", score: Callable[[Any], Mapping[str, Any]], source: Source, micro_batch_size: int, number: int
-) -> dict[str, Any]:
+def run_evaluate(run: "Run", score: Callable[[Any], Mapping[str, Any]], source: Source, number: int) -> dict[str, Any]:
     """What `Run.evaluate` returns. `number` tells apart the evaluations of one step, which draw other noise."""
     if not callable(score):
         raise Error(f"run.evaluate needs a function score(batch) -> dict, not {score!r}")
     _check_all_are_here(run, EVALUATES + number)
-    length = len(source)
+    length, micro_batch_size = len(source), source.micro_batch_size or run.micro_batch_size
     spans = [(start, min(start + micro_batch_size, length)) for start in range(0, length, micro_batch_size)]
     held = rank_range(len(spans), run.world_size, run.rank)
     order = build_order(length, seed=0, epoch=0, shuffle=False)
@@ -54,6 +52,7 @@ def run_evaluate(
     tasks = (Task(order.take(*spans[v]), seed_of("data", v)) for v in held)
     rows: list[Row] = []
     modes = {part: part.training for module in run._modules.values() for part in module.modules()}
+    gradients = {param: param.grad for module in run._modules.values() for param in module.parameters()}
     run._buffers.begin()
     run._statistics.hold()
     run._pulse.enter("validating", run.steps_done)
@@ -62,6 +61,7 @@ def run_evaluate(
             for v, loaded in zip(held, loader, strict=True):
                 seed_all(seed_of("evaluate", v))
                 _set_modes(dict.fromkeys(modes, False))  # each time: a score function may call model.train()
+                _set_gradients(dict.fromkeys(gradients))  # and backward(), such as for what an input counts
                 rows.append(_read(score(to_device(loaded.batch, run.device)), loaded.num_samples))
                 run._buffers.undo()
                 run._statistics.undo()
@@ -72,6 +72,7 @@ def run_evaluate(
         raise Error(message, rank=run.rank) from error.__cause__
     finally:
         _set_modes(modes)
+        _set_gradients(gradients)
     run._pulse.enter("reducing", run.steps_done)
     heard = run._signals.heard if run._signals is not None else 0
     gathered = run._group.gather((settled, heard, run._keeper.is_copying))
@@ -104,6 +105,12 @@ def _set_modes(modes: Mapping[nn.Module, bool]) -> None:
     for part, is_training in modes.items():
         if part.training != is_training:
             part.training = is_training
+
+
+def _set_gradients(gradients: Mapping[nn.Parameter, Tensor | None]) -> None:
+    for param, gradient in gradients.items():
+        if param.grad is not gradient:
+            param.grad = gradient
 
 
 def _read(scores: Mapping[str, Any], num_samples: int) -> Row:

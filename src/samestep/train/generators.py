@@ -1,4 +1,4 @@
-"""Random generators that a script made for itself: nothing seeds them per micro-batch."""
+"""Random generators: those that a script made for itself, which nothing seeds per micro-batch, and where all stand."""
 
 import hashlib
 import os
@@ -6,15 +6,18 @@ import pickle
 import random
 import sys
 import sysconfig
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+from samestep.world.group import Group
+
+T = TypeVar("T")
 MAX_DEPTH = 4
 MAX_LOOKS = 20_000
 KINDS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
@@ -34,6 +37,21 @@ def read_generator(generator: Any) -> str:
     except Exception:
         return ""
     return hashlib.sha256(state).hexdigest()
+
+
+def call_on_rank_0(group: Group, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """What `fn` returns on rank 0, on all ranks; the global generators then stand where rank 0's do."""
+    value = group.once(fn, *args, **kwargs)
+    if group.world_size > 1:
+        on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        states = random.getstate(), np.random.get_state(), torch.get_rng_state(), on_gpu
+        of_python, of_numpy, of_torch, on_gpu = group.broadcast(states)
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+        torch.set_rng_state(of_torch)
+        if on_gpu is not None:
+            torch.cuda.set_rng_state(on_gpu)
+    return value
 
 
 def find_generators(roots: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 
-from samestep.engine.buffers import check_module
+from samestep.engine.buffers import check_module, spread_buffers
 from samestep.errors import Error
 
 Objects = Mapping[str, Any]
@@ -74,6 +74,7 @@ def check(objects: Objects, old_params: OldParams) -> dict[str, nn.Module]:
         if not isinstance(thing, nn.Module):
             continue
         check_module(name, thing)
+        spread_buffers(thing)
         for path, param in thing.named_parameters():
             if is_lazy(param):
                 raise Error(f"{name}.{path} has no shape yet: run a batch through the model before run.prepare")

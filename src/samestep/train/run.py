@@ -19,6 +19,7 @@ from samestep.train import objects as prepared
 from samestep.train.evaluate import open_source, run_evaluate
 from samestep.train.exits import StopSignals, close_run, open_run, report_errors
 from samestep.train.feed import Feed, Sampler, build_feed
+from samestep.train.generators import call_on_rank_0
 from samestep.train.guards import Guards
 from samestep.train.keeper import Keeper
 from samestep.train.loop import Loop
@@ -255,9 +256,8 @@ class Run:
         self._check_prepared("run.evaluate")
         self._num_evaluations += 1
         source = open_source(data, micro_batch_size, collate_fn=collate_fn, num_workers=num_workers)
-        size = source.micro_batch_size or self.micro_batch_size
         try:
-            return run_evaluate(self, score, source, size, self._num_evaluations)
+            return run_evaluate(self, score, source, self._num_evaluations)
         finally:
             seed_all(derive(self.seed, "after", step=self.steps_done, pass_=2**32 + self._num_evaluations))
 
@@ -280,9 +280,9 @@ class Run:
         self._progress.print(*args, **kwargs)
 
     def once(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Calls `fn` on rank 0 alone; every rank gets its result (which must pickle)."""
+        """Calls `fn` on rank 0 alone; every rank gets its result (which must pickle), and draws on as rank 0 does."""
         self._check_call("run.once", "the ranks are not at the same place there; call it before the loop")
-        return self._group.once(fn, *args, **kwargs)
+        return call_on_rank_0(self._group, fn, *args, **kwargs)
 
     def snapshot(self, name: str) -> None:
         """Keeps the run's state under `name`, for good, once the loop's body is done. On all ranks."""
