@@ -60,6 +60,7 @@ class Reducer:
         self.slots = [slot for _, _, slot in params]
         self._group, self._exact = group, exact
         self._num_slots, self._num_values = num_slots, num_values
+        self._kinds = [(param.shape, param.dtype) for param in self.params]
         self._strides = [dense_strides(param) for param in self.params]
         if bucket_cap_bytes is None:
             one_host = group.world_size == 1 or group.neighbors is not None
@@ -103,6 +104,10 @@ class Reducer:
         self._used = 0
         self._flights: list[routes.Flight] = []
         for i, param in enumerate(self.params):
+            if (param.shape, param.dtype) != self._kinds[i]:
+                raise Error(
+                    f"{self.names[i]} was converted or given another shape: change the model before run.prepare"
+                )
             if param.requires_grad and i not in self._hooks:  # a script may unfreeze it at any step
                 hook = param.register_post_accumulate_grad_hook(self._build_hook(i))  # type: ignore[no-untyped-call]
                 self._hooks[i] = hook
@@ -253,7 +258,9 @@ class Reducer:
                     "use torch.utils.checkpoint with use_reentrant=False"
                 )
             grad = param.grad
-            if grad is None or grad.layout is not torch.strided:
+            if grad is None:
+                self._refuse_change(i)
+            if grad.layout is not torch.strided:
                 raise Error(f"{self.names[i]} has a sparse gradient: build its layer with sparse=False")
             self._fired[i] = 1
             if self._last:
@@ -299,7 +306,7 @@ class Reducer:
         if self.params[i].grad is None:
             raise Error(
                 f"the gradient of {self.names[i]} is gone at the end of micro-batch {self._v}: zero_grad() is not "
-                "needed, leave it out"
+                "needed, leave it out, and so is a hook that takes it"
             )
         raise Error(
             f"the gradient of {self.names[i]} was changed in micro-batch {self._v} (by zero_grad, clipping, or a hook "
