@@ -175,6 +175,36 @@ def gradients_of_minus_zero() -> Result:
 
 
 @case
+def gradients_that_a_function_withholds() -> Result:
+    """In some micro-batches its backward gives None, which is as good as not to have used the weight."""
+    run = build_run()
+
+    class Shift(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, shift: Tensor) -> Tensor:
+            ctx.gives = bool((x[:, 0] > 0).all())
+            return x + shift
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+            return grad, grad.sum(0) if ctx.gives else None
+
+    model = nn.ParameterDict({"shift": nn.Parameter(torch.zeros(6)), "head": nn.Parameter(torch.randn(6, 4))})
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    run.prepare(model=model, optimizer=optimizer)
+    trace = Trace(run)
+    for epoch in run.epochs(build_pairs(), 2):
+        for step in epoch:
+            for x, y in step:
+                step.backward(F.cross_entropy(Shift.apply(x, model["shift"]) @ model["head"], y))
+            trace.add("has a gradient", model["shift"].grad is not None)
+            optimizer.step()
+            trace.end_step(step)
+    assert model["shift"].any()
+    return trace.finish()
+
+
+@case
 def embeddings() -> Result:
     run = build_run()
     model = Bags()

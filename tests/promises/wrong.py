@@ -419,16 +419,6 @@ def _(run_dir: RunDir) -> None:
     loop(*build(run_dir, lambda: nn.Sequential(nn.Linear(4, 3), Bounded(3, 1))))
 
 
-@mistake("a hook that takes the gradient", r"the gradient of model\.weight is gone .* and so is a hook that takes it")
-def _(run_dir: RunDir) -> None:
-    def take(param: Tensor) -> None:
-        param.grad = None
-
-    run, model, optimizer = build(run_dir)
-    model.weight.register_post_accumulate_grad_hook(take)
-    loop(run, model, optimizer)
-
-
 @mistake("a model converted in the loop", r"model\.\w+ was converted or given another shape: change the model before")
 def _(run_dir: RunDir) -> None:
     run, model, optimizer = build(run_dir)

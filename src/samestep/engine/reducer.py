@@ -258,8 +258,8 @@ class Reducer:
                     "use torch.utils.checkpoint with use_reentrant=False"
                 )
             grad = param.grad
-            if grad is None:
-                self._refuse_change(i)
+            if grad is None:  # by an autograd.Function that gave none, or a hook that took it: as good as unused
+                return
             if grad.layout is not torch.strided:
                 raise Error(f"{self.names[i]} has a sparse gradient: build its layer with sparse=False")
             self._fired[i] = 1
@@ -306,7 +306,7 @@ class Reducer:
         if self.params[i].grad is None:
             raise Error(
                 f"the gradient of {self.names[i]} is gone at the end of micro-batch {self._v}: zero_grad() is not "
-                "needed, leave it out, and so is a hook that takes it"
+                "needed, leave it out"
             )
         raise Error(
             f"the gradient of {self.names[i]} was changed in micro-batch {self._v} (by zero_grad, clipping, or a hook "
