@@ -419,7 +419,7 @@ def _(run_dir: RunDir) -> None:
     loop(*build(run_dir, lambda: nn.Sequential(nn.Linear(4, 3), Bounded(3, 1))))
 
 
-@mistake("a model converted in the loop", r"model\.\w+ was converted or given another shape: change the model before")
+@mistake("a model converted in the loop", r"model\.\w+ was converted or given another shape in the loop: change the")
 def _(run_dir: RunDir) -> None:
     run, model, optimizer = build(run_dir)
     loop(run, model, optimizer, then=lambda step: model.double())

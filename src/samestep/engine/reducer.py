@@ -61,6 +61,7 @@ class Reducer:
         self._group, self._exact = group, exact
         self._num_slots, self._num_values = num_slots, num_values
         self._kinds = [(param.shape, param.dtype) for param in self.params]
+        self._places_of_params = self._find_params()
         self._strides = [dense_strides(param) for param in self.params]
         if bucket_cap_bytes is None:
             one_host = group.world_size == 1 or group.neighbors is not None
@@ -100,14 +101,12 @@ class Reducer:
         for param in (*self.params, *self._untrained):
             param.grad = None
         self._marks = self._mark_params()
+        if (places := self._find_params()) != self._places_of_params:
+            self._follow_params(places)
         self._held: list[Grads] = []
         self._used = 0
         self._flights: list[routes.Flight] = []
         for i, param in enumerate(self.params):
-            if (param.shape, param.dtype) != self._kinds[i]:
-                raise Error(
-                    f"{self.names[i]} was converted or given another shape: change the model before run.prepare"
-                )
             if param.requires_grad and i not in self._hooks:  # a script may unfreeze it at any step
                 hook = param.register_post_accumulate_grad_hook(self._build_hook(i))  # type: ignore[no-untyped-call]
                 self._hooks[i] = hook
@@ -283,14 +282,27 @@ class Reducer:
 
         return on_grad
 
-    def _mark_params(self) -> list[tuple[tuple[int, int], bool]]:
-        # Memory too: param.data = ... counts as no change of the version.
-        return [((param._version, param.data_ptr()), param.requires_grad) for param in self.params]
+    def _mark_params(self) -> list[tuple[int, bool]]:
+        return [(param._version, param.requires_grad) for param in self.params]
+
+    def _find_params(self) -> list[int]:
+        """Where each lives: `param.data = ...` counts as no change of its version."""
+        return [param.data_ptr() for param in self.params]
+
+    def _follow_params(self, places: list[int]) -> None:
+        """Takes note of parameters that the script has given other memory between two passes."""
+        self._places_of_params = places
+        for name, param, kind in zip(self.names, self.params, self._kinds, strict=True):
+            if (param.shape, param.dtype) != kind:
+                raise Error(
+                    f"{name} was converted or given another shape in the loop: change the model before run.prepare"
+                )
 
     def _check_unchanged(self) -> None:
         """Raises Error where weights were changed, frozen or unfrozen since the pass began."""
-        for name, before, now in zip(self.names, self._marks, self._mark_params(), strict=True):
-            if before[0] != now[0]:
+        has_moved = map(int.__ne__, self._places_of_params, self._find_params())
+        for name, before, now, moved in zip(self.names, self._marks, self._mark_params(), has_moved, strict=True):
+            if before[0] != now[0] or moved:
                 raise Error(
                     f"{name} was changed inside the micro-batch loop (by the model's forward, as nn.Embedding(max_norm="
                     "...) does, or by giving it other .data?), so that the gradient depends on the rank: change "
