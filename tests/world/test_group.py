@@ -162,6 +162,8 @@ def test_broadcast_tensors(num_ranks: int) -> None:
             torch.full((), float(group.rank), dtype=torch.float64),
             torch.zeros(0),
             torch.full((3, 4), float(group.rank)).T,
+            *(torch.full((2, 3), group.rank).to(dtype).T for dtype in (torch.int16, torch.uint16, torch.bool)),
+            *(torch.full((2,), group.rank).to(dtype) for dtype in (torch.complex64, torch.float8_e5m2)),
         ]
         addresses = [tensor.data_ptr() for tensor in tensors]
         group.broadcast_tensors(tensors, source=group.world_size - 1)
@@ -172,6 +174,7 @@ def test_broadcast_tensors(num_ranks: int) -> None:
 
     first, *others = on_ranks(num_ranks, fn)
     assert all(other == first for other in others)
+    assert first[6] == [[num_ranks - 1] * 2] * 3
     assert first[2] == [[num_ranks - 1] * 2] * 2
 
 

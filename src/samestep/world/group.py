@@ -20,6 +20,8 @@ from samestep.world.software import check_alike, describe_software
 T = TypeVar("T")
 
 BROADCAST_CHUNK_BYTES = 64 << 20
+# By the bytes of an element: what carries its bits, since gloo knows few dtypes, no int16 and no float8 among them.
+CARRIERS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 STOPPED = b"samestep stopped"  # shorter than any step's exchange: who waits for one cannot take it for one
 STOP_S = 300.0  # without sockets: for the other ranks to stop as well
 POLL_S = 0.05
@@ -188,11 +190,12 @@ class Group:
         if self.world_size == 1:
             return
         by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
-        for tensor in tensors:
-            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         process_group = dist.group.WORLD
         assert process_group is not None
         with torch.no_grad():
+            for tensor in tensors:
+                bits = tensor if tensor.is_complex() else tensor.view(CARRIERS[tensor.element_size()])
+                by_kind.setdefault((bits.dtype, bits.device), []).append(bits)
             for same_kind in by_kind.values():
                 _broadcast_coalesced(process_group, same_kind, BROADCAST_CHUNK_BYTES, source)
 
