@@ -1,7 +1,9 @@
 """The ranks as one group: objects and whole tensors go round, and errors do."""
 
 import os
+import re
 import socket
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ import torch.distributed as dist
 
 import samestep
 from samestep.errors import Error, PeerFailed
+from samestep.world import group as group_module
 from samestep.world.environment import Environment, Overrides, read_environment
 from samestep.world.group import (
     Group,
@@ -26,6 +29,12 @@ from samestep.world.group import (
 )
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 def join() -> Group:
@@ -197,14 +206,35 @@ def test_notes() -> None:
     assert read_note("x") is None
 
 
-def test_rank_0_may_be_gone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """It holds the store of ranks that were started by hand: the others find out without a word."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
+def test_ranks_that_are_missing_are_told(tmp_path: Path, free_port: int) -> None:
+    said = tmp_path / "said"
 
     def fn() -> None:
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE")  # as by hand
-        os.environ["MASTER_PORT"] = str(port)
+        os.environ["MASTER_PORT"] = str(free_port)
+        if os.environ["RANK"] == "0":
+            deadline_s = time.monotonic() + 60
+            while not said.exists() or not said.read_text().endswith("\n"):
+                assert time.monotonic() < deadline_s
+                time.sleep(0.01)
+            join()
+            return
+        group_module.PATIENCE_S = 0.2
+        with open(said, "w") as sys.stderr:
+            join()
+
+    samestep.spawn(fn, 2)
+    assert re.fullmatch(
+        rf"samestep: rank 1 has waited 0 s for all 2 ranks to meet at \S+:{free_port}: see [^\n]+\n", said.read_text()
+    )
+
+
+def test_rank_0_may_be_gone(tmp_path: Path, free_port: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """It holds the store of ranks that were started by hand: the others find out without a word."""
+
+    def fn() -> None:
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE")  # as by hand
+        os.environ["MASTER_PORT"] = str(free_port)
         group = join()
         group.barrier()
         if group.rank == 0:

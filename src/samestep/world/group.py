@@ -2,10 +2,12 @@
 
 import pickle
 import socket
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from threading import Timer
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +27,7 @@ CARRIERS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 STOPPED = b"samestep stopped"  # shorter than any step's exchange: who waits for one cannot take it for one
 STOP_S = 300.0  # without sockets: for the other ranks to stop as well
 POLL_S = 0.05
+PATIENCE_S = 30.0  # after which it is said whom a rank waits for
 MEET_S = 300.0  # for the tasks of a Slurm step to come together, as for launchers of ours
 
 _num_groups = 0
@@ -268,12 +271,13 @@ def open_group(
         check_interface()
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         timeout = timedelta(seconds=timeout_s)
-        if environment.launcher == "srun":
-            rank, world_size = environment.rank, environment.world_size
-            store = _open_store(environment)
-            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
-        else:
-            _meet(backend, timeout)
+        with _saying_who_is_missing(environment):
+            if environment.launcher == "srun":
+                rank, world_size = environment.rank, environment.world_size
+                store = _open_store(environment)
+                dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
+            else:
+                _meet(backend, timeout)
     global _num_groups
     _num_groups += 1
     group = Group(environment.rank, environment.world_size, device)
@@ -281,6 +285,25 @@ def open_group(
     if group.world_size > 1:
         group.neighbors = connect(group, timeout_s, describe_software(), check_alike if compares else None)
     return group
+
+
+@contextmanager
+def _saying_who_is_missing(environment: Environment) -> Iterator[None]:
+    """Says where this rank waits for the others, once, when that takes long."""
+    host, port = read_master()
+    rank, world_size = environment.rank, environment.world_size
+    sentence = (
+        f"samestep: rank {rank} has waited {PATIENCE_S:.0f} s for all {world_size} ranks to meet at {host}:{port}: see "
+        "that each is started, and that this is where rank 0 listens"
+    )
+    timer = Timer(PATIENCE_S, print, (sentence,), {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
 
 
 def _meet(backend: str, timeout: timedelta) -> None:

@@ -61,7 +61,10 @@ def run_verify(subject: Subject, options: Options) -> int:
     if (kept := options.keep_runs) is not None:
         if kept.exists() and (not kept.is_dir() or any(kept.iterdir())):
             raise Error(f"--keep-runs {kept} is there already: name a directory that is not, or is empty")
-        kept.mkdir(parents=True, exist_ok=True)
+        try:
+            kept.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise Error(f"--keep-runs {kept} cannot be made ({error.strerror}): name another directory") from None
     before = signal.signal(signal.SIGTERM, _leave)
     try:
         with make_home() if kept is None else nullcontext((kept, ())) as (home, locks):
