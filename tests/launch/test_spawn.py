@@ -15,6 +15,7 @@ from processes import Command
 from support.waiting import wait_until
 
 import samestep
+from samestep.launch.local import Ranks
 
 
 class NotPicklable(Exception):
@@ -157,8 +158,12 @@ def test_a_killed_server_is_replaced() -> None:
     assert samestep.spawn(sum_ranks, 1)[0].item() == 1
 
 
-@pytest.mark.parametrize("heeds", [True, False])
-def test_keyboard_interrupt_stops_all(tmp_path: Any, heeds: bool) -> None:
+@pytest.mark.parametrize(("heeds", "is_early"), [(True, False), (False, False), (True, True)])
+def test_keyboard_interrupt_stops_all(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, heeds: bool, is_early: bool
+) -> None:
+    """`is_early`: before it was heard that the ranks exist."""
+
     def wait(heeds: bool) -> None:
         def leave(*_: object) -> None:
             (tmp_path / f"saved{os.environ['RANK']}").touch()
@@ -173,7 +178,13 @@ def test_keyboard_interrupt_stops_all(tmp_path: Any, heeds: bool) -> None:
         wait_until(lambda: len(list(tmp_path.glob("ready*"))) == 2, "two ranks")
         os.kill(os.getpid(), signal.SIGINT)
 
-    thread = threading.Thread(target=interrupt)
+    def poll(ranks: Ranks) -> None:
+        monkeypatch.undo()
+        interrupt()
+
+    if is_early:
+        monkeypatch.setattr(Ranks, "poll", poll)
+    thread = threading.Thread(target=(lambda: None) if is_early else interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
         samestep.spawn(wait, 2, (heeds,))

@@ -28,6 +28,7 @@ HOST = "127.0.0.1"
 POLL_S = 0.1
 FOLLOW_S = 0.5  # for the ranks to fail by themselves when one has: alike, or because they lost it
 LEAVE_S = 1.0  # for the others to leave when they are told to
+START_S = 10.0  # for ranks to exist that are told to stop before it was heard that they do
 KILL_S = 30.0  # for the system to kill them: in a driver, say, it waits
 TAIL_LINES = 20
 MAX_REASON = 200  # characters
@@ -415,7 +416,8 @@ def _wait(ranks: Ranks) -> None:
     except KeyboardInterrupt:
         # As a launcher does: ranks that can end their step and save; all others die of it.
         ranks.tell_to_stop()
-        while ranks.started and not ranks.done:
+        deadline = time.monotonic() + START_S
+        while not ranks.done and (ranks.started or time.monotonic() < deadline):
             ranks.poll()
         raise
 
