@@ -125,7 +125,7 @@ def test_words(tmp_path: Path, words: list[str], said: str) -> None:
 @pytest.mark.parametrize(
     ("variables", "said"),
     one_in(
-        2,
+        3,
         [
             ({"SAMESTEP_BATCH_SIZE": "abc"}, "SAMESTEP_BATCH_SIZE must be a whole number, not 'abc'"),
             ({"SAMESTEP_MICRO_BATCH_SIZE": "3"}, "batch_size 8 is not a multiple of micro_batch_size 3"),
@@ -269,7 +269,7 @@ def test_directories_of_others(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "num_ranks"),
     one_in(
-        3,
+        4,
         [
             ("an empty data set", 2),
             ("a loss per sample", 2),
