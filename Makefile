@@ -12,7 +12,7 @@ train: $(VENV)/installed
 test: $(VENV)/installed-dev
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/mypy
-	$(BIN)/pytest -n 4 --dist worksteal -m "not soak"
+	$(BIN)/pytest -n 3 --dist worksteal -m "not soak"
 
 # All cases of all tests, also where many are alike: half an hour on 2 cores.
 soak: $(VENV)/installed-dev

@@ -102,10 +102,12 @@ def test_a_restart_goes_on_with_what_the_first_start_began(trial: Trial, undistu
 
 def test_nobody_waits_for_a_rank_that_cannot_know(trial: Trial, undisturbed: Undisturbed) -> None:
     """Rank 0 is busy, not in an exchange, when rank 1 dies: it is told, and leaves at once, without a vote."""
-    faults = ["hold rank 0 at step 7 in forward", "kill rank 1 at step 7 in reduction"]
-    launch = trial.run("launch", 2, "", "--max-restarts", "1", arguments=flags_of(*faults))
-    struck = trial.faults / f"struck-{faults[1].replace(' ', '-')}"
-    took_s = (trial.dir / "restarts.jsonl").stat().st_mtime - struck.stat().st_mtime
+    launch = trial.start("launch", 2, "hold rank 0 at step 7 in forward", "--max-restarts", "1")
+    trial.wait_held()
+    os.kill(trial.pid(1), signal.SIGKILL)  # it waits for rank 0, or is about to
+    killed_s = time.time()
+    assert launch.wait() == 0, launch.output
+    took_s = (trial.dir / "restarts.jsonl").stat().st_mtime - killed_s
     trial.note("kill another rank", "reduction", took_s)
     assert took_s < 10
     assert "a second one ends at once" not in launch.output, "it was no vote"
