@@ -3,7 +3,7 @@
 import ast
 import difflib
 import importlib.util
-import os
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from samestep import __version__
 from samestep.errors import Error, explain
-from samestep.world.environment import OVERRIDES, Overrides, check_surroundings
+from samestep.world.environment import OVERRIDES, Overrides, check_surroundings, drop_output
 
 if TYPE_CHECKING:
     from samestep.launch.local import Target
@@ -128,14 +128,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
     except BrokenPipeError:  # of `| head`: who reads no more has what they wanted
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        code = 141
+        drop_output()
+        code = 128 + signal.SIGPIPE
     except (Error, OSError) as error:
         if (sentence := explain(error)) is None:
             raise
         print(f"samestep: error: {sentence}", file=sys.stderr)
-        if isinstance(error, OSError):  # what is left in the buffer would fail once more
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        if isinstance(error, OSError):
+            drop_output()
         code = Error.exit_code
     except KeyboardInterrupt:
         code = 130

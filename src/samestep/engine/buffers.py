@@ -139,8 +139,11 @@ class BatchNormStatistics:
         """A micro-batch of an evaluation is done: what it changed is undone."""
         if self.active:
             self._move_in()
-            self._flat.copy_(self._start)
-            self._counts.copy_(self._start_counts)
+            self._go_back()
+
+    def _go_back(self) -> None:
+        self._flat.copy_(self._start)
+        self._counts.copy_(self._start_counts)
 
     def fold(self, first: int, v: int) -> None:
         """Micro-batch v of a range that starts at `first` is done: takes its weighted delta, goes back to b0."""
@@ -154,8 +157,7 @@ class BatchNormStatistics:
         for _ in merges(n, first, v):
             part = self._parts.pop().add_(part)
         self._parts.append(part)
-        self._flat.copy_(self._start)
-        self._counts.copy_(self._start_counts)
+        self._go_back()
 
     def _scale(self, n: int, v: int, counts: tuple[int, ...]) -> Tensor:
         """What micro-batch v's deltas count in the end [size], if each of n micro-batches makes `counts` updates."""

@@ -41,15 +41,12 @@ def run_export(args: list[str]) -> int:
     if not options.force:
         for file in files.values():
             _check_free(file)
+    run_name = os.fsencode(options.run).decode(errors="replace")
     for name, file in files.items():
         tensors, others = _take_tensors(objects[name])
         if not tensors:
             raise Error(f"{name} has no tensors by name: it is no model; the snapshot holds {', '.join(objects)}")
-        num_bytes = _write(
-            file,
-            tensors,
-            {"run": os.fsencode(options.run).decode(errors="replace"), "step": str(snapshot.step), "object": name},
-        )
+        num_bytes = _write(file, tensors, {"run": run_name, "step": str(snapshot.step), "object": name})
         kept = f", without {', '.join(others)}, which are no tensors" if others else ""
         print(f"{file}: {len(tensors)} tensors of {name} after step {snapshot.step}, {num_bytes:,} bytes{kept}")
     return 0

@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import os
-import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,22 +36,13 @@ def run_inspect(args: list[str]) -> int:
     """
     options = _build_parser().parse_args(args)
     options.called = options.run
-    try:
-        with open_run(
-            options.run, which=options.step if options.digest else None, is_whole=options.check
-        ) as options.run:
-            record = read_record(options.run, options.called)
-            if options.digest:
-                code = _show_digest(options)
-            elif options.samples:
-                code = _show_samples(options, record.get("numbers", {}))
-            else:
-                code = _show_run(options, record)
-        sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    return code
+    with open_run(options.run, which=options.step if options.digest else None, is_whole=options.check) as options.run:
+        record = read_record(options.run, options.called)
+        if options.digest:
+            return _show_digest(options)
+        if options.samples:
+            return _show_samples(options, record.get("numbers", {}))
+        return _show_run(options, record)
 
 
 def _build_parser() -> argparse.ArgumentParser:

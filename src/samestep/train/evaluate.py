@@ -53,6 +53,7 @@ def run_evaluate(run: "Run", score: Callable[[Any], Mapping[str, Any]], source: 
     rows: list[Row] = []
     modes = {part: part.training for module in run._modules.values() for part in module.modules()}
     gradients = {param: param.grad for module in run._modules.values() for param in module.parameters()}
+    evaluating, without = dict.fromkeys(modes, False), dict.fromkeys(gradients)
     run._buffers.begin()
     run._statistics.hold()
     run._pulse.enter("validating", run.steps_done)
@@ -60,8 +61,8 @@ def run_evaluate(run: "Run", score: Callable[[Any], Mapping[str, Any]], source: 
         with Loader(source, tasks, device=run.device) as loader, torch.no_grad():
             for v, loaded in zip(held, loader, strict=True):
                 seed_all(seed_of("evaluate", v))
-                _set_modes(dict.fromkeys(modes, False))  # each time: a score function may call model.train()
-                _set_gradients(dict.fromkeys(gradients))  # and backward(), such as for what an input counts
+                _set_modes(evaluating)  # each time: a score function may call model.train()
+                _set_gradients(without)  # and backward(), such as for what an input counts
                 rows.append(_read(score(to_device(loaded.batch, run.device)), loaded.num_samples))
                 run._buffers.undo()
                 run._statistics.undo()

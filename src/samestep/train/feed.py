@@ -118,28 +118,26 @@ class Feed:
         indices = order.take(0, len(order))
         first = epoch * self.length if self.steps_per_epoch is None else epoch * self.steps_per_epoch
         is_begun = (steps_done if self.steps_per_epoch else self.schedule.span(steps_done)[0]) > first
-        problem = ""
-        if is_begun and path.exists():
-            try:
-                is_same = np.array_equal(np.load(path), indices)
-            except OSError:
-                raise
-            except Exception as error:  # of several kinds, for a file that is no array
-                is_same, problem = (
-                    True,
-                    f"{path} is damaged ({error}), and written anew from what sampler({epoch}) gives",
-                )
-            if not is_same:
-                raise Error(
-                    f"sampler({epoch}) gave other indices than before the restart: make them depend on epoch alone"
-                )
+        kept, problem = _read_order(path) if is_begun and path.exists() else (None, "")
+        if kept is not None and not np.array_equal(kept, indices):
+            raise Error(f"sampler({epoch}) gave other indices than before the restart: make them depend on epoch alone")
         directory.mkdir(exist_ok=True)
         with open(path.with_suffix(".tmp"), "wb") as file:
             np.save(file, indices)
             file.flush()
             os.fsync(file.fileno())
         os.replace(path.with_suffix(".tmp"), path)
-        return problem
+        return f"{problem}, and written anew from what sampler({epoch}) gives" if problem else ""
+
+
+def _read_order(path: Path) -> tuple[Any, str]:
+    """The array in a file; None, and what is wrong, where that is none. Raises OSError."""
+    try:
+        return np.load(path), ""
+    except OSError:
+        raise
+    except Exception as error:  # of several kinds
+        return None, f"{path} is damaged ({error})"
 
 
 def build_feed(

@@ -193,12 +193,12 @@ class Step:
         if isinstance(weight, Tensor) or weight:
             factor = weight / run.micro_batch_size * self._scale
             inputs = () if model is None else run._params_of(slot)
-            if model is not None and not inputs:  # which autograd would take for all that there are
-                raise Error(
-                    f"step.backward(model=...) in step {self.number} got a model without a parameter to train: pass "
-                    "its optimizer to run.prepare, and let its parameters require gradients"
-                )
             if model is not None:
+                if not inputs:  # which autograd would take for all that there are
+                    raise Error(
+                        f"step.backward(model=...) in step {self.number} got a model without a parameter to train: "
+                        "pass its optimizer to run.prepare, and let its parameters require gradients"
+                    )
                 run._reducer.check_graph(loss, (self.num_passes, slot))
             run._pulse.enter("backward", self.number)
             run._reducer.backward(loss, factor, inputs)

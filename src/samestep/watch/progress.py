@@ -1,13 +1,14 @@
 """What a person sees of a run while it goes: a bar on a terminal, plain lines elsewhere, of rank 0 alone."""
 
 import io
-import os
 import sys
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from time import monotonic
 from typing import IO, TYPE_CHECKING, Any, Protocol, cast
+
+from samestep.world.environment import drop_output
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
@@ -169,7 +170,7 @@ class Lines:
         try:
             print(*args, **{"flush": True, **kw})
         except BrokenPipeError:  # `... | tee log` has ended, by the same Ctrl-C perhaps: no reason to lose the run
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            drop_output(sys.stdout.fileno())
         except OSError:  # nor is a log on a full disk, or a terminal that is gone: this line is lost
             pass
 
@@ -194,17 +195,21 @@ class Terminal:
     that was cut, with the run going on), is lost, and the run is not.
     """
 
+    @property
+    def _file(self) -> IO[str]:
+        return cast(IO[str], getattr(sys.stdout, "rich_proxied_file", sys.stdout))
+
     def __getattr__(self, name: str) -> Any:
-        return getattr(getattr(sys.stdout, "rich_proxied_file", sys.stdout), name)
+        return getattr(self._file, name)
 
     def write(self, text: str) -> int:
         with suppress(OSError):
-            self.__getattr__("write")(text)
+            self._file.write(text)
         return len(text)
 
     def flush(self) -> None:
         with suppress(OSError):
-            self.__getattr__("flush")()
+            self._file.flush()
 
 
 class Bar:

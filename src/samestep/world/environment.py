@@ -286,6 +286,11 @@ def ready_standard_files() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
+def drop_output(file: int = 1) -> None:
+    """Nobody takes it any more. What is left in its buffer would fail once more."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), file)
+
+
 def check_surroundings() -> None:
     """As `ready_standard_files`. Raises Error where the working directory has been removed."""
     ready_standard_files()

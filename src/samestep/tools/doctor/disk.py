@@ -61,8 +61,7 @@ def look_at_disk(here: "Here") -> dict[str, Any] | None:
         facts["sees"] = find_marks(place, token, nodes)
         here.meeting.exchange("disk/seen", True, EXCHANGE_S, leaders)
         if not facts["problem"]:
-            room = os.statvfs(place)
-            facts["free_bytes"] = room.f_bavail * room.f_frsize
+            facts["free_bytes"] = _measure_room(place)
             if node == 0:  # rank 0 writes the snapshots; all nodes at once would share one disk
                 facts |= measure_speed(place / f"{MARK}{token}-speed", facts["free_bytes"])
     except OSError as error:
@@ -80,14 +79,18 @@ def _look_at_store(here: "Here", url: str) -> dict[str, Any]:
     except (Error, Unreachable) as error:
         return {"wanted": url, "place": url, "problem": str(error)}
     place = find_existing(find_copies(here.environment.overrides.local_dir))
-    room = os.statvfs(place)
-    free_bytes = room.f_bavail * room.f_frsize
     facts = {"wanted": f"the working copy of {url}, in {place}", "place": str(place), "problem": "", "sees": [0]}
     try:
+        free_bytes = _measure_room(place)
         speed = measure_speed(place / f"{MARK}{uuid.uuid4().hex}-speed", free_bytes)
     except OSError as error:
         return facts | {"problem": error.strerror or str(error)}
     return facts | {"free_bytes": free_bytes} | speed
+
+
+def _measure_room(place: Path) -> int:
+    room = os.statvfs(place)
+    return room.f_bavail * room.f_frsize
 
 
 def find_marks(place: Path, token: str, nodes: Sequence[int]) -> list[int]:
