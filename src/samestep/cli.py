@@ -31,7 +31,7 @@ Commands:
   samestep watch RUN            what every rank of a run is at, while it goes on, from another shell
   samestep verify SCRIPT ...    prove that a script gives the same run on 1, 2, 3 and 4 ranks, and when it is killed
   samestep doctor               whether this machine, or a whole cluster, is fit to train on, and what to do where not
-  samestep export RUN FILE      a snapshot's weights, and their average, as safetensors files for other programs
+  samestep export RUN FILE      a snapshot's weights, and their average, as .safetensors, .pt or .pth files
 
 Examples:
   samestep train digits --nproc-per-node 2        a small CNN on real handwritten digits, in seconds

@@ -1,7 +1,9 @@
-"""`samestep export`: the weights in a snapshot as plain safetensors files, for other programs to load."""
+"""`samestep export`: the weights in a snapshot as files that other programs load: safetensors, or torch.save's."""
 
 import argparse
+import io
 import os
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,14 +16,19 @@ from samestep.tools.inspect import parse_which
 if TYPE_CHECKING:
     from torch import Tensor
 
+SUFFIXES = (".safetensors", ".pt", ".pth")  # they choose the format
+
 
 def run_export(args: list[str]) -> int:
     """Runs the command with the arguments after its name. Returns the exit code.
 
     Raises:
-        Error: there is no run, no sound snapshot, no such object, or a file where one is to be written (then none is).
+        Error: there is no run, no sound snapshot, no such object, the file's suffix names no format, or a file is
+            already there (then none is written).
     """
     options = _build_parser().parse_args(args)
+    if options.file.suffix not in SUFFIXES:
+        raise Error(f"{options.file} ends in none of {', '.join(SUFFIXES)}: name a file that does")
     if not options.force:
         _check_free(options.file)
     with open_run(options.run, which=options.snapshot) as run:
@@ -46,9 +53,11 @@ def run_export(args: list[str]) -> int:
         tensors, others = _take_tensors(objects[name])
         if not tensors:
             raise Error(f"{name} has no tensors by name: it is no model; the snapshot holds {', '.join(objects)}")
-        num_bytes = _write(file, tensors, {"run": run_name, "step": str(snapshot.step), "object": name})
-        kept = f", without {', '.join(others)}, which are no tensors" if others else ""
-        print(f"{file}: {len(tensors)} tensors of {name} after step {snapshot.step}, {num_bytes:,} bytes{kept}")
+        kept = {} if file.suffix == ".safetensors" else {key: v for key, v in others.items() if _is_loadable(v)}
+        num_bytes = _write(file, tensors | kept, {"run": run_name, "step": str(snapshot.step), "object": name})
+        left_out = ", ".join(others.keys() - kept.keys())
+        without = f", without {left_out}, which the format does not hold" if left_out else ""
+        print(f"{file}: {len(tensors)} tensors of {name} after step {snapshot.step}, {num_bytes:,} bytes{without}")
     return 0
 
 
@@ -65,13 +74,14 @@ def _place(file: Path, name: str) -> Path:
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="samestep export",
-        description="Writes a model's weights as a safetensors file, by the model's own names: "
-        "model.load_state_dict(safetensors.torch.load_file(FILE)) reads it. Each average that the run has of a model "
-        "(AveragedModel: an EMA, say) goes into a file beside it, by the same names: what run.prepare got as ema into "
+        description="Writes a model's weights under the model's own names. The suffix of FILE chooses the format: "
+        ".safetensors is read by model.load_state_dict(safetensors.torch.load_file(FILE)), .pt and .pth by "
+        "model.load_state_dict(torch.load(FILE)). Each average that the run has of a model (AveragedModel, such as an "
+        "EMA) goes into a file beside it, under the same names: what run.prepare got as ema into "
         "model.ema.safetensors, where FILE is model.safetensors.",
     )
     parser.add_argument("run", metavar="RUN", help="the run's directory, or its URL")
-    parser.add_argument("file", type=Path, metavar="FILE", help="to be written, such as model.safetensors")
+    parser.add_argument("file", type=Path, metavar="FILE", help="to be written: NAME.safetensors, NAME.pt or NAME.pth")
     parser.add_argument(
         "--snapshot", metavar="STEP|NAME", default="latest", type=parse_which, help="default: the newest sound one"
     )
@@ -106,8 +116,8 @@ def _is_average(state: Any) -> bool:
     return all(key == "n_averaged" or key.startswith("module.") for key in state)
 
 
-def _take_tensors(state: Any) -> tuple[dict[str, "Tensor"], list[str]]:
-    """The tensors of a module's state_dict, each in memory of its own, and the names of what is none.
+def _take_tensors(state: Any) -> tuple[dict[str, "Tensor"], dict[str, Any]]:
+    """The tensors of a module's state_dict, each in memory of its own, and its other entries.
 
     An average of a model (AveragedModel) is exported as that model: its names without their prefix, and without the
     count of its updates.
@@ -115,23 +125,42 @@ def _take_tensors(state: Any) -> tuple[dict[str, "Tensor"], list[str]]:
     import torch
 
     if not isinstance(state, dict):
-        return {}, []
+        return {}, {}
     if _is_average(state):
         state = {key.removeprefix("module."): value for key, value in state.items() if key != "n_averaged"}
     tensors = {str(key): value for key, value in state.items() if isinstance(value, torch.Tensor)}
     # Tied weights are written once by each of their names, as readers of safetensors expect them.
-    others = [str(key) for key in state if str(key) not in tensors]
+    others = {str(key): value for key, value in state.items() if str(key) not in tensors}
     return {key: value.clone(memory_format=torch.contiguous_format) for key, value in tensors.items()}, others
 
 
-def _write(file: Path, tensors: Mapping[str, "Tensor"], metadata: Mapping[str, str]) -> int:
+def _is_loadable(value: Any) -> bool:
+    """Whether torch.load(weights_only=True) reads an entry of a state_dict that is no tensor."""
+    import torch
+
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    try:
+        torch.load(buffer, weights_only=True)
+    except pickle.UnpicklingError:
+        return False
+    return True
+
+
+def _write(file: Path, entries: Mapping[str, Any], metadata: Mapping[str, str]) -> int:
     """Writes the file, whole or not at all. Returns its size in bytes."""
+    import torch
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        save_file(dict(tensors), partial, metadata={"format": "pt", **metadata})
+        if file.suffix == ".safetensors":
+            save_file(dict(entries), partial, metadata={"format": "pt", **metadata})
+        else:
+            with open(partial, "wb") as opened:  # torch.save reports a path that it cannot write as RuntimeError
+                torch.save(dict(entries), opened)
         os.replace(partial, file)
         return file.stat().st_size
     except (OSError, SafetensorError) as error:
