@@ -302,6 +302,23 @@ def _(run_dir: RunDir) -> None:
                 learn(step, model, x, y)
 
 
+@mistake("gradients accumulated over steps", r"step 2 left gradients, and no optimizer\.step\(\) came .* raise bat")
+def _(run_dir: RunDir) -> None:
+    run, model, optimizer = build(run_dir)
+    loop(run, model, optimizer, then=lambda step: (step.number + 1) % 4 > 2 or optimizer.step())
+
+
+@mistake("optimizer.step forgotten", r"step 0 left gradients, and no optimizer\.step\(\) came before .*: call it aft")
+def _(run_dir: RunDir) -> None:
+    loop(*build(run_dir), then=lambda step: None)
+
+
+@mistake("optimizer.step forgotten, and a second pass", r"step 0 left gradients, and no optimizer\.step\(\) came")
+def _(run_dir: RunDir) -> None:
+    run, model, optimizer = build(run_dir)
+    loop(run, model, optimizer, then=lambda step: [learn(step, model, x, y) for x, y in step])
+
+
 # --- losses, weights and gradients ------------------------------------------------------------------------------------
 
 
@@ -562,14 +579,16 @@ def _(run_dir: RunDir) -> None:
 
 @mistake("a step of the past", r"step 0 is over, since step 1 has begun")
 def _(run_dir: RunDir) -> None:
+    run, model, optimizer = build(run_dir)
     past: list[Any] = []
 
     def then(step: Any) -> None:
+        optimizer.step()
         past.append(step)
         if step.number:
             list(past[0])
 
-    loop(*build(run_dir), then=then)
+    loop(run, model, optimizer, then=then)
 
 
 @mistake("a second loop", r"this run has had its loop: one run\.epochs\(\) or run\.steps\(\) per Run")

@@ -289,6 +289,11 @@ class Reducer:
         """Where each lives: `param.data = ...` counts as no change of its version."""
         return [param.data_ptr() for param in self.params]
 
+    def has_new_weights(self) -> bool:
+        """Whether any parameter was written to, or was given other memory, since the last pass began."""
+        is_written = any(was[0] != now[0] for was, now in zip(self._marks, self._mark_params(), strict=True))
+        return is_written or self._find_params() != self._places_of_params
+
     def _follow_params(self, places: list[int]) -> None:
         """Takes note of parameters that the script has given other memory between two passes."""
         self._places_of_params = places

@@ -1,6 +1,6 @@
 """What a script must not do to a step whose gradient is not complete: caught where it is done."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -9,12 +9,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from samestep.engine.reducer import Reducer
 from samestep.errors import Error
 
 if TYPE_CHECKING:
     from samestep.train.loop import Loop
 
-UPDATE_DUE_STEPS = 10
 Signature = list[tuple[str, int, Any]]
 
 
@@ -22,7 +22,7 @@ class Guards:
     """Watches over one run's loop, what it prepared, and all optimizers of the process.
 
     Attributes:
-        num_updates: how often an optimizer of the run was called.
+        unused_step: the step that has left gradients since an optimizer of the run was last called.
     """
 
     def __init__(self, objects: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> None:
@@ -30,7 +30,7 @@ class Guards:
         self._optimizers: WeakSet[Optimizer] = WeakSet(o for o in objects.values() if isinstance(o, Optimizer))
         self._schedules = [(name, thing) for name, thing in objects.items() if isinstance(thing, LRScheduler)]
         self._signature = self._sign()
-        self.num_updates = 0
+        self.unused_step: int | None = None
         self._names = {number: path for path, number, _ in self._signature}
         self._loop: Loop | None = None
         self._hook: Any = None
@@ -75,17 +75,32 @@ class Guards:
                     "micro-batches; dedent it by one level"
                 )
 
-    def warn_of_no_update(self, num_steps: int, say: Callable[[str], None]) -> None:
-        """Says so where the first steps have trained nothing."""
-        if num_steps == UPDATE_DUE_STEPS and not self.num_updates and self._optimizers:
-            say(f"no optimizer has made an update in {num_steps} steps: call optimizer.step() after the inner loop")
+    def check_used(self, reducer: Reducer) -> None:
+        """Called before a step drops the gradients that the step before it has left.
+
+        Some steps rightly have no update: the script has dropped the gradients or set them to 0, a gradient scaler
+        skips what is not finite, or weights change without one of torch's optimizers.
+
+        Raises:
+            Error: no optimizer has used them.
+        """
+        number, self.unused_step = self.unused_step, None
+        if number is None or not self._optimizers or reducer.has_new_weights():
+            return
+        left = [param.grad for param in reducer.params if param.grad is not None]
+        if any(bool(grad.any()) for grad in left) and all(bool(grad.isfinite().all()) for grad in left):
+            raise Error(
+                f"step {number} left gradients, and no optimizer.step() came before the next step: call it after the "
+                "inner loop of every step; to accumulate more samples per update, raise batch_size, since each step "
+                "adds up all of its micro-batches; to skip an update, call optimizer.zero_grad() after the inner loop"
+            )
 
     def _check_update(self, optimizer: Optimizer, *_: Any) -> None:
         is_known = optimizer in self._optimizers
         name = None if is_known else self._find_ours(optimizer)
         if is_known or name is not None:
             self.refuse_in_step("optimizer.step()", "its gradient is not complete there; dedent it by one level")
-            self.num_updates += 1
+            self.unused_step = None
             step = None if self._loop is None else self._loop.step
             if (
                 step is not None

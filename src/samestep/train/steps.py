@@ -108,9 +108,9 @@ class Step:
             raise Error(f"step {self.number} is over, since step {self._loop.steps_done} has begun")
         if self.open:
             raise Error(f"step {self.number} is iterated over inside its own loop: use one loop after the other")
-        run._follow_optimizers()
         if self.num_passes == 0:
-            run._guards.warn_of_no_update(self.number - self._loop._began_step, run._say)
+            run._guards.check_used(run._reducer)
+        run._follow_optimizers()
         reducer = run._reducer
         self.open = True
         held = layout.ranges[run.rank]
@@ -278,6 +278,8 @@ class Step:
             self.has_gradients = False
             for param in reducer.params:
                 param.grad = None
+        if self.has_gradients and self.num_passes == 0:
+            run._guards.unused_step = self.number
         run._statistics.finish([told.parts for told in controls])
         for rank, told in enumerate(controls):
             if told.buffers_changed:
