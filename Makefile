@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test soak clean
+.PHONY: train test soak chaos clean
 
 train: $(VENV)/installed
 	$(BIN)/samestep train digits --nproc-per-node 2 $(ARGS)
@@ -17,6 +17,10 @@ test: $(VENV)/installed-dev
 # All cases of all tests, also where many are alike: half an hour on 2 cores.
 soak: $(VENV)/installed-dev
 	$(BIN)/pytest -n 3 --dist worksteal
+
+# Random faults on small runs, a line for each sequence: make chaos ARGS="--minutes 60 --seed 1".
+chaos: $(VENV)/installed-dev
+	$(BIN)/python tests/chaos.py $(ARGS)
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
