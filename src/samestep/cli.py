@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from samestep import __version__
 from samestep.errors import Error, explain
-from samestep.world.environment import OVERRIDES, Overrides, check_surroundings, drop_output
+from samestep.world.environment import OVERRIDES, Overrides, check_surroundings, drop_output, fix_hash_seed
 
 if TYPE_CHECKING:
     from samestep.launch.local import Target
@@ -125,6 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if arguments is None:
             check_surroundings()
+            if sys.argv[1:2] in (["launch"], ["train"]):
+                fix_hash_seed()
         code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
     except BrokenPipeError:  # of `| head`: who reads no more has what they wanted

@@ -22,6 +22,8 @@ dist.init_process_group("gloo")
 x = torch.tensor([dist.get_rank() + 1])
 dist.all_reduce(x)
 sys.stdout.write(f"rank {dist.get_rank()} of {dist.get_world_size()}: {x.item()} {sys.argv[1:]}\\n")
+if "hash" in sys.argv:
+    open(f"hash-{dist.get_world_size()}-{dist.get_rank()}", "w").write(f"{hash('samestep')}")
 dist.destroy_process_group()
 """
 
@@ -95,7 +97,7 @@ def test_ranks_meet_and_launches_beside_each_other_do_not(command: Command) -> N
     command.write("sum.py", SUM)
     launches = {
         num_ranks: command.start(
-            "launch", "--nproc-per-node", str(num_ranks), "--show_ranks=all", "sum.py", "--seed", "3"
+            "launch", "--nproc-per-node", str(num_ranks), "--show_ranks=all", "sum.py", "--seed", "3", "hash"
         )
         for num_ranks in (1, 2, 3)
     }
@@ -103,8 +105,10 @@ def test_ranks_meet_and_launches_beside_each_other_do_not(command: Command) -> N
         done = command.finish(launch)
         assert (done.stderr, done.returncode) == ("", 0)
         total = num_ranks * (num_ranks + 1) // 2
-        lines = [f"rank {rank} of {num_ranks}: {total} ['--seed', '3']" for rank in range(num_ranks)]
+        lines = [f"rank {rank} of {num_ranks}: {total} ['--seed', '3', 'hash']" for rank in range(num_ranks)]
         assert sorted(done.stdout.splitlines()) == lines
+    hashes = {path.read_text() for path in command.directory.glob("hash-*")}
+    assert len(hashes) == 1, "sets have another order in another rank, or after a restart"
     command.assert_no_files_left()
 
 

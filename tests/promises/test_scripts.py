@@ -48,7 +48,7 @@ class Scripts:
         cwd = self.root / f"{name} by {start}"
         cwd.mkdir()
         done = check(run_command(*STARTS[start], SCRIPTS / f"{name}.py", *ARGUMENTS[name], cwd=cwd))
-        return read_result(cwd / "runs" / RUN_DIRS[name], done.stdout)
+        return read_result(cwd / "runs" / RUN_DIRS[name], done.stdout + done.stderr)
 
 
 def read_result(run_dir: Path, printed: str) -> Result:
@@ -86,6 +86,8 @@ def test_the_trainer_speaks_as_in_the_tutorials(scripts: Scripts) -> None:
     assert line.format(0) in scripts.start("trainer", "python").printed
     from_all = scripts.start("trainer", "torchrun on 3").printed
     assert all(line.format(rank) in from_all for rank in range(3))
+    # Its ranks are interpreters of their own, each with a hash seed of its own.
+    assert from_all.count("hash strings differently") == from_all.count("export PYTHONHASHSEED=0") == 1
 
 
 def test_the_translation_gets_somewhere(scripts: Scripts) -> None:

@@ -9,7 +9,7 @@ import pytest
 from support.runs import check, run_command
 
 from samestep.errors import Error
-from samestep.world.software import check_alike, describe_software
+from samestep.world.software import check_alike, describe_software, explain_hashing
 
 ASK = "import json; from samestep.world.software import describe_software; print(json.dumps(describe_software()))"
 
@@ -37,6 +37,14 @@ def test_scripts_that_differ() -> None:
     check_alike([build(script=None), build(), build(script=None)])
     with pytest.raises(Error, match=r"rank 3 on b runs another train\.py than rank 1 on a \(1, not 0{12}\)"):
         check_alike([build(script=None), build(), build(), build(host="b", script="1")])
+
+
+def test_hashes_that_differ_are_explained_once() -> None:
+    usual = build(hashing=1)
+    assert explain_hashing([usual, usual]) == ""
+    others = [build(host="b", hashing=2), build(host="c", hashing=3)]
+    check_alike([usual, *others])
+    assert explain_hashing([usual, usual, *others]).startswith("rank 2 on b and rank 0 on a hash strings differently")
 
 
 def test_a_program_in_no_file(tmp_path: Path) -> None:

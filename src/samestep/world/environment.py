@@ -300,6 +300,15 @@ def check_surroundings() -> None:
         raise Error("the working directory has been removed: change to one that is there") from None
 
 
+def fix_hash_seed() -> None:
+    """Starts this program again with PYTHONHASHSEED=0, unless it is set: the order of a set of strings is then the
+    same in all ranks, on all hosts and after each restart. Ranks are forked, so Python cannot be given the seed later.
+    """
+    if "PYTHONHASHSEED" not in os.environ and not sys.flags.ignore_environment and sys.executable:
+        os.environ["PYTHONHASHSEED"] = "0"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
 def count_job_nodes() -> int:
     """The nodes of the Slurm job that this process is in; 1 where it is in none."""
     count = os.environ.get("SLURM_JOB_NUM_NODES", "")

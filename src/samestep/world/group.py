@@ -17,7 +17,7 @@ from torch.distributed import _broadcast_coalesced  # type: ignore[attr-defined]
 from samestep.errors import Error, PeerFailed
 from samestep.world.environment import Environment, check_interface, has_agent_store, read_master
 from samestep.world.neighbors import Neighbors, connect
-from samestep.world.software import check_alike, describe_software
+from samestep.world.software import check_alike, describe_software, explain_hashing
 
 T = TypeVar("T")
 
@@ -282,8 +282,14 @@ def open_group(
     _num_groups += 1
     group = Group(environment.rank, environment.world_size, device)
     group.local_rank = environment.local_rank
+
+    def check(told: Sequence[Mapping[str, Any]]) -> None:
+        check_alike(told)
+        if group.rank == 0 and (sentence := explain_hashing(told)):
+            print(f"samestep: {sentence}", file=sys.stderr, flush=True)
+
     if group.world_size > 1:
-        group.neighbors = connect(group, timeout_s, describe_software(), check_alike if compares else None)
+        group.neighbors = connect(group, timeout_s, describe_software(), check if compares else None)
     return group
 
 

@@ -33,6 +33,7 @@ def describe_software() -> dict[str, Any]:
         "torch": str(torch.__version__),
         "Python": platform.python_version(),
         "script": script,
+        "hashing": hash("samestep"),  # of str: another number for each PYTHONHASHSEED
     }
 
 
@@ -55,3 +56,16 @@ def check_alike(told: Sequence[Mapping[str, Any]]) -> None:
                 f"rank {others[0]} on {odd['host']} {what} than rank {first} on {usual['host']} "
                 f"({odd[name]}, not {usual[name]}): make them the same on all ranks"
             )
+
+
+def explain_hashing(told: Sequence[Mapping[str, Any]]) -> str:
+    """A sentence where ranks hash strings differently, so that their sets have other orders; "" where none do."""
+    first, *others = told
+    for rank, mine in enumerate(others, start=1):
+        if mine["hashing"] != first["hashing"]:
+            return (
+                f"rank {rank} on {mine['host']} and rank 0 on {first['host']} hash strings differently, so the order "
+                "of a set of strings, as in list(set(words)), differs between them: run export PYTHONHASHSEED=0 before "
+                "the ranks are started, on every host"
+            )
+    return ""
