@@ -1,19 +1,17 @@
 """The `samestep` command. Nothing here imports torch: `--help` and mistakes in the arguments answer at once."""
 
-import ast
 import difflib
-import importlib.util
 import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samestep import __version__
 from samestep.errors import Error, explain
+from samestep.recipes import describe_recipes, find_recipes, read_options, show_recipe_help
 from samestep.world.environment import OVERRIDES, Overrides, check_surroundings, drop_output, fix_hash_seed
 
 if TYPE_CHECKING:
@@ -313,13 +311,13 @@ def _submit(arguments: list[str]) -> int:
 def _train(arguments: list[str]) -> int:
     values, left = take_flags(arguments, stop_at_first=False)
     if "--list" in left:
-        print(_describe_recipes(), end="")
+        print(describe_recipes(), end="")
         return 0
     recipe, left = _take_recipe(left)
     if "-h" in left or "--help" in left:
         if recipe is not None:
-            _show_recipe_help(recipe)
-        print(("" if recipe else f"{TRAIN_HELP}\nRecipes:\n{_describe_recipes()}\n") + _describe_flags(), end="")
+            show_recipe_help(recipe)
+        print(("" if recipe else f"{TRAIN_HELP}\nRecipes:\n{describe_recipes()}\n") + _describe_flags(), end="")
         return 0
     recipe = recipe or DEFAULT_RECIPE
     if recipe not in find_recipes():
@@ -381,16 +379,6 @@ def _export(arguments: list[str]) -> int:
     return run_export(arguments)
 
 
-@cache
-def find_recipes() -> dict[str, Path]:
-    """The recipes' files by name."""
-    spec = importlib.util.find_spec("samestep.recipes")
-    assert spec is not None
-    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
-    files = sorted(file for folder in folders for file in folder.glob("*.py"))
-    return {file.stem: file for file in files if not file.stem.startswith("_")}
-
-
 def _take_recipe(left: list[str]) -> tuple[str | None, list[str]]:
     """The recipe: the first argument that names one, or the very first, if that is not an option."""
     names = [i for i, token in enumerate(left) if token in find_recipes()]
@@ -402,14 +390,6 @@ def _take_recipe(left: list[str]) -> tuple[str | None, list[str]]:
     return left[first], left[:first] + left[first + 1 :]
 
 
-def read_options(file: Path) -> set[str]:
-    """The options that a recipe's argparse knows, read from its source: importing it would import torch."""
-    calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
-    adding = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"]
-    words = [word.value for call in adding for word in call.args if isinstance(word, ast.Constant)]
-    return {word for word in words if isinstance(word, str) and word.startswith("-")}
-
-
 def _check_options(recipe: str, left: list[str]) -> None:
     """Raises Error for an option that neither `launch` nor the recipe has."""
     own = read_options(find_recipes()[recipe])
@@ -418,25 +398,6 @@ def _check_options(recipe: str, left: list[str]) -> None:
         if token.startswith("--") and _option(token) not in known:
             message = f"train {recipe} has no option {token.partition('=')[0]}"
             raise Error(message + _suggest(_option(token), [*known, *_flag_names()]))
-
-
-def _show_recipe_help(recipe: str) -> None:
-    """Runs the recipe with --help in this process: its argparse prints, and exits."""
-    from samestep.launch.rank import load_main
-
-    code, main_module = load_main("recipe", f"samestep.recipes.{recipe}", ["--help"])
-    try:
-        exec(code, main_module.__dict__)
-    except SystemExit:
-        print()
-
-
-def _describe_recipes() -> str:
-    lines = []
-    for name, file in find_recipes().items():
-        docstring = ast.get_docstring(ast.parse(file.read_text())) or ""
-        lines.append(f"  {name:<12} {docstring.partition(chr(10))[0]}\n")
-    return "".join(lines)
 
 
 def _describe_flags(flags: Mapping[str, Flag] = FLAGS) -> str:

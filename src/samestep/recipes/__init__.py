@@ -1,1 +1,40 @@
 """Plain scripts on the surface, to run and to copy."""
+
+import ast
+from functools import cache
+from pathlib import Path
+
+
+@cache
+def find_recipes() -> dict[str, Path]:
+    """The recipes' files by name."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return {file.stem: file for file in files if not file.stem.startswith("_")}
+
+
+def read_options(file: Path) -> set[str]:
+    """The options that a recipe's argparse knows, read from its source: importing it would import torch."""
+    calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+    adding = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"]
+    words = [word.value for call in adding for word in call.args if isinstance(word, ast.Constant)]
+    return {word for word in words if isinstance(word, str) and word.startswith("-")}
+
+
+def show_recipe_help(recipe: str) -> None:
+    """Runs the recipe with --help in this process: its argparse prints, and exits."""
+    from samestep.launch.rank import load_main
+
+    code, main_module = load_main("recipe", f"samestep.recipes.{recipe}", ["--help"])
+    try:
+        exec(code, main_module.__dict__)
+    except SystemExit:
+        print()
+
+
+def describe_recipes() -> str:
+    """A line for each recipe: its name, and the first line of its docstring."""
+    lines = []
+    for name, file in find_recipes().items():
+        docstring = ast.get_docstring(ast.parse(file.read_text())) or ""
+        lines.append(f"  {name:<12} {docstring.partition(chr(10))[0]}\n")
+    return "".join(lines)
