@@ -1,6 +1,7 @@
 """Gradients, losses, metrics and statistics are those of the whole batch, against references in plain PyTorch."""
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hypothesis import HealthCheck, assume, given, reject, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from promises.models import Branches, Kinds, build_pairs
 from support.runs import read_rows
 from support.selection import one_in
-from support.trace import freeze
+from support.trace import Trace, freeze
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -75,6 +76,11 @@ def measure_steps(run_dir: Path, data: Weighted, batch_size: int, micro_batch_si
             indices = gather(held)
             assert len(indices) == step.num_samples
             units = data.units[indices] if by_units else torch.ones(len(indices))
+            if not units.sum():
+                assert all(param.grad is None for param in model.parameters())
+                assert step.loss.isnan()
+                rows.append({})
+                continue
             whole = copy.deepcopy(model).double()
             loss = compute_mean(whole, data.x[indices].double(), data.y[indices].double(), units)
             wanted = torch.autograd.grad(loss, list(whole.parameters()))
@@ -95,18 +101,60 @@ def test_a_step_is_the_whole_batch(tmp_path_factory: pytest.TempPathFactory, dat
     by_units = data.draw(st.booleans(), "weighted by units")
     run_dir = tmp_path_factory.mktemp("whole") / "run"
     arguments = (run_dir, Weighted(num_samples), num_micro_batches * micro_batch_size, micro_batch_size, by_units)
-    try:
-        rows = samestep.spawn(measure_steps, world_size, arguments)
-    except samestep.Error as error:
-        if "total weight" not in str(error) or not by_units:
-            raise
-        reject()  # a step of samples without units
+    rows = samestep.spawn(measure_steps, world_size, arguments)
     for row, logged in zip(rows, read_rows(run_dir), strict=True):
+        if not row:  # a step of samples without units
+            assert "train/loss" not in logged
+            assert logged["train/skipped_steps"] > 0
+            continue
         found, wanted = row["loss"]
         assert row["gradient"] < 1e-5
         assert found == pytest.approx(wanted, rel=1e-6, abs=1e-6)  # small ones are differences of numbers around 1
         assert logged["train/loss"] == pytest.approx(wanted, rel=1e-6, abs=1e-6)
         assert logged["train/first"] == pytest.approx(row["first"], rel=1e-5, abs=1e-6)
+
+
+def skip_steps(run_dir: Path | None, max_steps: int, skipped: tuple[int, ...]) -> str:
+    """Of the steps to skip, every other one has weights of 0, and the others have no step.backward."""
+    run = samestep.Run(run_dir, batch_size=8, micro_batch_size=1, log_every=2, snapshot_every=1, max_steps=max_steps)
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 2)).eval()
+    optimizer = torch.optim.Adam(model.parameters(), 0.1, weight_decay=0.1)
+    run.prepare(model=model, optimizer=optimizer)
+    trace = Trace(run)
+    for step in run.steps(Weighted(50), 8):
+        weights = copy.deepcopy(model.state_dict())
+        for index, x, y, _ in step:
+            if step.number not in skipped:
+                if index % 2:  # so that some ranks have no micro-batch that counts
+                    step.backward(F.mse_loss(model(x), y), weight=index % 3)
+            elif step.number % 2:
+                step.backward(F.mse_loss(model(x), y), weight=0)
+        assert bool(step.loss.isnan()) == (step.number in skipped)
+        optimizer.step()
+        moved = any(not torch.equal(weights[name], value) for name, value in model.state_dict().items())
+        assert moved == (step.number not in skipped)
+    return trace.digest()
+
+
+def test_steps_without_weight_are_skipped_and_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    skipped = (1, 2, 5)
+    for run_dir, starts in ((tmp_path / "once", [(1, 8)]), (tmp_path / "resumed", [(2, 2), (1, 8)])):
+        for world_size, max_steps in starts:
+            samestep.spawn(skip_steps, world_size, (run_dir, max_steps, skipped))
+        said = capfd.readouterr().out
+        assert said.count("step 1 makes no update: no micro-batch of it had a step.backward with a weight above 0") == 1
+        assert "3 of 8" in said
+    rows = read_rows(run_dir)
+    assert [row.get("train/skipped_steps") for row in rows] == [1, 2, 3, 3]
+    assert ["train/loss" in row for row in rows] == [False, True, False, True]
+    assert rows == read_rows(tmp_path / "once")
+
+
+def test_a_run_of_skipped_steps_shows_it(capfd: pytest.CaptureFixture[str]) -> None:
+    samestep.spawn(skip_steps, 2, (None, 4, tuple(range(8))))
+    said = capfd.readouterr().out
+    assert said.count("step 0 makes no update") == 1
+    assert re.search(r"steps without an update\W+4 of 4", said)
 
 
 def log_without_weight(run_dir: Path) -> None:

@@ -204,9 +204,11 @@ def _(run_dir: RunDir) -> None:
     loop(*build(run_dir), body)
 
 
-@mistake("step.loss without step.backward", r"step\.loss of step 0 was read in a step that had no step\.backward yet")
+@mistake("step.loss read before the loop", r"step\.loss of step 0 was read before the micro-batch loop: read it after")
 def _(run_dir: RunDir) -> None:
-    loop(*build(run_dir), lambda *_: None, then=lambda step: print(step.loss))
+    run, *_ = build(run_dir)
+    for step in run.steps(Pairs(), 2):
+        print(step.loss)
 
 
 @mistake("clip_grad_norm_ not dedented", r"run\.clip_grad_norm_ inside the micro-batch loop of step 0: .* dedent it")
@@ -399,11 +401,6 @@ for number in (-1.0, float("nan"), float("inf"), "many", torch.ones(2), torch.te
     )
     def _(run_dir: RunDir, weight: Any = number) -> None:
         loop(*build(run_dir), lambda step, model, x, y: step.backward(F.mse_loss(model(x), y), weight=weight))
-
-
-@mistake("weights of 0", r"the total weight of step 0 is 0: every micro-batch was given weight 0")
-def _(run_dir: RunDir) -> None:
-    loop(*build(run_dir), lambda step, model, x, y: step.backward(F.mse_loss(model(x), y), weight=0))
 
 
 @mistake("sparse gradients", r"model\.0\.weight has a sparse gradient: build its layer with sparse=False")

@@ -222,13 +222,14 @@ class Reducer:
         """Leaves `sum * inverse` in `.grad`, None where no micro-batch of the step used the parameter.
 
         Args:
-            inverses: per slot, the inverse of the total weight.
+            inverses: per slot, the inverse of the total weight; 0 where that is 0, so that nothing counts.
         """
         used = self._used.to_bytes(len(self.params))
         if self._group.world_size == 1:
             for i, (param, grad) in enumerate(zip(self.params, self._sums, strict=True)):
-                self._scale(grad, inverses[self.slots[i]], used[i])
-                param.grad = self._kept[i] if grad is None else grad
+                inverse = inverses[self.slots[i]]
+                self._scale(grad, inverse, used[i])
+                param.grad = grad if inverse and grad is not None else self._kept[i]
             return
         for bucket, transit in zip(self._buckets, self._transits[self.layout], strict=True):
             shared = {inverses[self.slots[i]] for i in bucket.indices}
@@ -238,7 +239,7 @@ class Reducer:
             for i, grad in zip(bucket.indices, transit.grads, strict=True):
                 if not is_whole:
                     self._scale(grad, inverses[self.slots[i]], used[i])
-                self.params[i].grad = grad if used[i] & USED else self._kept[i]
+                self.params[i].grad = grad if used[i] & USED and inverses[self.slots[i]] else self._kept[i]
 
     # --- inside -----------------------------------------------------------------------------------------------
 

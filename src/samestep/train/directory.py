@@ -319,11 +319,11 @@ class Directory:
             self.lost = f"{self.named} was removed under way: nothing is left of what the run has written there"
         return self.lost
 
-    def mark(self, *, epoch: int, world_size: int, stop_reason: str) -> dict[str, Any]:
+    def mark(self, *, epoch: int, world_size: int, notes: Mapping[str, Any]) -> dict[str, Any]:
         """What a snapshot of this moment is to say in its manifest; rows and records up to here are in their files.
 
         Args:
-            stop_reason: of the run.stop() that ends the run here; "" where there was none.
+            notes: further keys: `stopped`, the reason of the run.stop() that ends the run here; `tally`, see `Tally`.
 
         Raises:
             Error: another process has taken the run over.
@@ -339,7 +339,7 @@ class Directory:
             "world_size": world_size,
             "numbers": self.record["numbers"],
             "rewinds": len(self.rewinds),
-            **({"stopped": stop_reason} if stop_reason else {}),
+            **notes,
         }
 
     def save(

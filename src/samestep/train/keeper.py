@@ -221,7 +221,7 @@ class Keeper:
         epochs_done: int | None,
         numbered: bool,
         ending: bool,
-        stop_reason: str,
+        notes: Mapping[str, Any],
     ) -> None:
         """Begins to write the snapshots that are due between two steps. On all ranks.
 
@@ -230,7 +230,7 @@ class Keeper:
             epochs_done: at an epoch's end, after its body.
             numbered: whether the position can be resumed from, so that a numbered one may be written.
             ending: the run ends here, so a numbered one is due, and all are there when this returns.
-            stop_reason: as in `Directory.mark`.
+            notes: as in `Directory.mark`.
 
         Raises:
             Error: the state is poisoned, or not the same on all ranks, or the run has another writer by now.
@@ -250,7 +250,7 @@ class Keeper:
             names.append(None)
             self.saved_step, self._saved_s, self.is_wanted = step, time.monotonic(), False
         inspection = Inspection(objects, replicas, step)
-        order = self._order(build_state, step, names, stop_reason)
+        order = self._order(build_state, step, names, notes)
         if self._copies is not None:
             order = self._align(self._copies, order, objects)
         if ending:
@@ -298,7 +298,7 @@ class Keeper:
         self._collect()
 
     def _order(
-        self, build_state: Callable[[], dict[str, Any]], step: int, names: list[str | None], stop_reason: str
+        self, build_state: Callable[[], dict[str, Any]], step: int, names: list[str | None], notes: Mapping[str, Any]
     ) -> Order:
         """What is to be written; on ranks that do not write, nothing."""
         if self.directory is None:
@@ -307,7 +307,7 @@ class Keeper:
         structure, tensors = encode(state)
         try:
             epoch, world_size = state["position"]["epoch"], self._group.world_size
-            meta = self.directory.mark(epoch=epoch, world_size=world_size, stop_reason=stop_reason)
+            meta = self.directory.mark(epoch=epoch, world_size=world_size, notes=notes)
         except OSError as error:
             self._report(step, names, error)
             return Order(step, [], None, {}, {})

@@ -253,8 +253,16 @@ class Loop:
         if directory is not None:
             directory.enter(step.number, epoch, step.num_samples, step.fingerprint)
         run._progress.step(self.steps_done, step.num_samples, epoch)
+        if step.is_skipped:
+            run._tally.num_skipped += 1
+            if run._tally.num_skipped == 1:
+                run._say(
+                    f"step {step.number} makes no update: no micro-batch of it had a step.backward with a weight above "
+                    "0; such steps are counted as skipped_steps"
+                )
         if run._logs_step(self.steps_done):
-            run._write_row(step.row, self.steps_done, epoch=epoch)
+            skipped = {"train/skipped_steps": run._tally.num_skipped} if run._tally.num_skipped else {}
+            run._write_row(step.row | skipped, self.steps_done, epoch=epoch)
 
     def _warn_of_grace(self, step_s: float) -> None:
         """Says, once, that the kill which follows a signal to stop comes before a step and a snapshot are through."""
@@ -291,7 +299,8 @@ class Loop:
             epochs_done=epochs_done,
             numbered=numbered,
             ending=self.ending,
-            stop_reason=run._stop_reason if self.steps_done < self.last_step else "",
+            notes={"tally": run._tally.state_dict()}
+            | ({"stopped": run._stop_reason} if run._stop_reason and self.steps_done < self.last_step else {}),
         )
         run._pulse.enter("script", self.steps_done)
 
@@ -352,6 +361,8 @@ class Loop:
         rows: dict[str, Any] = {"steps": self.steps_done}
         time_row = self._run._pulse.close()
         if self.steps_done > self._began_step:
+            if run._tally.num_skipped:
+                rows["steps without an update"] = f"{run._tally.num_skipped} of {self.steps_done}"
             rows |= {"samples/s": f"{self._num_samples / seconds:,.0f}", "wall time": f"{seconds:.1f} s", **time_row}
         run._show_end(rows, status)
         run._group.close()

@@ -28,6 +28,7 @@ from samestep.train.pulse import RunPulse
 from samestep.train.replicas import Replicas
 from samestep.train.settings import build_settings, check_count, check_extras
 from samestep.train.steps import Epoch, Step
+from samestep.train.tally import Tally
 from samestep.train.trace import open_trace
 from samestep.watch.progress import build_progress
 from samestep.watch.trackers import Tracker, TrackerInfo, Trackers
@@ -119,7 +120,7 @@ class Run:
         self.local_rank, self._restart = environment.local_rank, environment.restart
         self._error_dir, self._grace_s = environment.error_dir, environment.overrides.grace_s
         self._progress, self._config = build_progress(rank=self.rank), dict(config or {})
-        self._trackers = Trackers(trackers, self._say)
+        self._trackers, self._tally = Trackers(trackers, self._say), Tally()
         self.state: dict[str, Any] = {}
         self.summary: dict[str, Any] = {}
         self._objects: dict[str, Any] = {}
@@ -359,6 +360,7 @@ class Run:
         self._steps_done = position["step"]
         self._precision.load_state_dict(position["precision"])
         self._freezing.load_state_dict(position)
+        self._tally.load_state_dict(meta.get("tally", {}))
         was = meta["world_size"]
         ranks = "" if was == self.world_size else f" (was {was} rank{'s' if was != 1 else ''})"
         self._resumed = f"; resumed at step {self._steps_done}{ranks}"
@@ -434,9 +436,7 @@ class Run:
 
     def _check_prepared(self, what: str) -> None:
         if not self._objects:
-            raise Error(
-                f"call run.prepare(model=..., optimizer=...) before {what}: all ranks get the same models there"
-            )
+            raise Error(f"call run.prepare(model=..., optimizer=...) before {what}: it makes all ranks alike")
 
     def _check_left(self) -> None:
         if self._loop is not None:

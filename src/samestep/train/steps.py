@@ -61,6 +61,7 @@ class Step:
         number: counted from 0 over the whole run.
         open: within the loop over its micro-batches.
         has_gradients: that loop has left some in `.grad`.
+        is_skipped: no micro-batch had a weight above 0 so far, so that there is no gradient.
         num_passes: how often that loop has run.
         row: what `metrics.jsonl` gets of it, in the steps that are logged.
         fingerprint: of the samples used, for the ledger.
@@ -77,6 +78,7 @@ class Step:
         self._loss: float | None = None
         self._logged: list[tuple[int, str, Any]] = []
         self.open = self.has_gradients = self._is_left = False
+        self.is_skipped = True
         self.row: dict[str, float] = {}
         self.fingerprint = 0
 
@@ -87,19 +89,19 @@ class Step:
 
     @property
     def loss(self) -> Tensor:
-        """The loss, averaged by weight over the whole batch: the same scalar on all ranks.
+        """The loss, averaged by weight over the whole batch: the same scalar on all ranks. nan where nothing counts.
 
         Raises:
-            Error: read inside the micro-batch loop, or in a step without step.backward.
+            Error: read before or inside the micro-batch loop.
         """
         self.check_not_left()
-        if self.open or self._loss is None:
+        if self.open or not self.num_passes:
             raise Error(
-                f"step.loss of step {self.number} was read "
-                + ("inside the micro-batch loop: read it after the loop, when all ranks' losses are in" if self.open
-                   else "in a step that had no step.backward yet: iterate over the step first")
-            )  # fmt: skip
-        return torch.tensor(self._loss, dtype=torch.float32, device=self._run.device)
+                f"step.loss of step {self.number} was read {'inside' if self.open else 'before'} the micro-batch loop: "
+                "read it after the loop, when all ranks' losses are in"
+            )
+        loss = math.nan if self._loss is None else self._loss
+        return torch.tensor(loss, dtype=torch.float32, device=self._run.device)
 
     def __iter__(self) -> Iterator[Any]:
         run, layout = self._run, self._layout
@@ -298,10 +300,8 @@ class Step:
         rows = [row for told in controls for row in zip(told.losses, told.weights, strict=True)]
         totals: list[float] = []
         means: list[float] = []
-        was_called = False
         for slot in range(len(self._run._modules) + 1):
             pairs = [(losses[slot], weights[slot]) for losses, weights in rows if weights[slot] != NOT_CALLED]
-            was_called |= bool(pairs)
             total = math.fsum([weight for _, weight in pairs])
             totals.append(total)
             if total:
@@ -309,9 +309,8 @@ class Step:
                 if not math.isfinite(sum(weighted)):
                     self._refuse_losses(controls)
                 means.append(math.fsum(weighted) / total)
-        if was_called and not means:
-            raise Error(f"the total weight of step {self.number} is 0: every micro-batch was given weight 0")
-        self._loss = math.fsum(means) if was_called else None
+        self._loss = math.fsum(means) if means else None
+        self.is_skipped &= not means
         unit = self._run.micro_batch_size / self._scale
         shared = totals[0]
         totals = [shared] + [total + shared for total in totals[1:]]
