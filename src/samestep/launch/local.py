@@ -148,7 +148,7 @@ class Ranks:
             for said in self.directory.iterdir():
                 if said.name in (STOPPED, FINISHED, LEAVE) or said.suffix in (".json", ".log"):
                     said.unlink()
-        marks = {PREFIX + "LAUNCHER": "1", PREFIX + "ERROR_DIR": str(self.directory)}
+        marks = {PREFIX + "LAUNCHER": target.kind, PREFIX + "ERROR_DIR": str(self.directory)}
         self._server.start(
             [
                 {"rank": rank, "variables": {**own, **marks}, "is_shown": rank in self.shown}

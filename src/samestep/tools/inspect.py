@@ -105,9 +105,14 @@ def _show_run(options: argparse.Namespace, record: Mapping[str, Any]) -> int:
     for section in ("numbers", "machine", "config"):
         if record.get(section):
             _print_table(section, ("name", "value"), _list_values(record[section]))
+    if settings := record.get("settings"):
+        asked = record.get("asked", {})
+        values = [(name, _to_text(value), _to_text(asked.get(name, value))) for name, value in settings.items()]
+        title = "settings of optimizers and schedules, before any schedule changed them"
+        _print_table(title, ("name", "in force", "in the script"), values)
     if changes := record.get("changes"):
         changed = [(str(change["after_step"]), change["changed"]) for change in changes]
-        _print_table("changes of machine and config", ("after step", "changed"), changed)
+        _print_table("changes of machine, config and settings", ("after step", "changed"), changed)
     rows = [
         (str(s["step"]) if s["step"] >= 0 else "?", s["name"] or "", _size(s["size_bytes"]), _age(s["time"]),
          s["problem"] or ("sound" if options.check else "whole"))
@@ -183,8 +188,12 @@ def _list_values(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str,
         if isinstance(value, dict):
             rows += _list_values(value, f"{prefix}{name}.")
         else:
-            rows.append((prefix + name, value if isinstance(value, str) else json.dumps(value)))
+            rows.append((prefix + name, _to_text(value)))
     return rows
+
+
+def _to_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _size(size_bytes: float) -> str:

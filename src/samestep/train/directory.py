@@ -14,6 +14,7 @@ from samestep.errors import Error
 from samestep.snapshot.store import Snapshot, Store
 from samestep.train.ledger import Ledger
 from samestep.train.lock import Lock, part_from_old_writers
+from samestep.train.options import OVERRIDE, Options, describe_changes
 from samestep.watch.metrics import Metrics
 from samestep.watch.records import RESTARTS, STATUS, add_line, read_or_empty, replace_or_overwrite, replace_text
 from samestep.world.environment import Restart, read_host
@@ -120,26 +121,32 @@ class Directory:
                 "or --fresh to start beside it"
             )
 
-    def write_record(self, numbers: Mapping[str, Any], machine: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    def write_record(
+        self, numbers: Mapping[str, Any], machine: Mapping[str, Any], config: Mapping[str, Any], options: Options
+    ) -> None:
         """Begins the run, or begins it again: writes down whose directory this is, and warns of what has changed.
 
         Args:
-            numbers: the run's identity.
-            machine: on which the bits depend as well.
-            config: the script's own.
+            numbers, machine: the run's identity, and what its bits depend on besides.
+            config, options: the script's own, and the settings of its optimizers and schedules.
         """
         config = json.loads(json.dumps(dict(config), default=str))
-        step, changes = 0 if self._snapshot is None else self._snapshot.step, []
-        if changed := _find_changes(self.record.get("machine", machine), machine):
-            self._warn(f"{changed} since the run began: from here on, its bits are no longer those of the old setting")
-            changes.append({"after_step": step, "changed": changed})
-        if changed := _find_changes(self.record.get("config", config), config):
-            self._warn(f"config has changed since the run began, {changed}; what was restored keeps its values")
-            changes.append({"after_step": step, "changed": changed})
+        step = 0 if self._snapshot is None else self._snapshot.step
+        found = {
+            "the machine, and the bits with it": describe_changes(self.record.get("machine", machine), machine),
+            "config": describe_changes(self.record.get("config", config), config),
+            "settings": options.overridden,
+        }
+        for what, changed in found.items():
+            if changed:
+                self._warn(f"changed since the run began: {what} ({changed})")
+        # An override at this very step was that of a start which this one replaces.
+        rows = [r for r in self.record.get("changes", []) if r["after_step"] < step + (OVERRIDE not in r["changed"])]
+        rows += [{"after_step": step, "changed": changed} for changed in found.values() if changed and step]
         self.begin()
-        changes = [row for row in (*self.record.get("changes", []), *changes) if 0 < row["after_step"] <= step]
         record = {"format": FORMAT, "samestep": __version__, "numbers": dict(numbers), "machine": dict(machine)}
-        record |= {"config": config, "rewinds": self.rewinds, "changes": changes}
+        record |= {"settings": dict(options.in_force), "asked": dict(options.asked)}
+        record |= {"config": config, "rewinds": self.rewinds, "changes": rows}
         replace_text(self.path / "run.json", json.dumps(record, indent=2), sync=True)
         self.record, self._is_begun = record, True
 
@@ -338,6 +345,7 @@ class Directory:
             "metrics_bytes": self._metrics.position(),
             "world_size": world_size,
             "numbers": self.record["numbers"],
+            "settings": self.record["settings"],
             "rewinds": len(self.rewinds),
             **notes,
         }
@@ -418,11 +426,6 @@ def _find_different(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
     """How the numbers of two runs differ, as far as both are known."""
     names = [name for name in here if name in there and there[name] != here[name]]
     return "; ".join(f"{name} {there[name]} there, {here[name]} here" for name in names)
-
-
-def _find_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    keys = sorted({*before, *now})
-    return ", ".join(f"{key} {before.get(key)} -> {now.get(key)}" for key in keys if before.get(key) != now.get(key))
 
 
 def _describe_end(status: Mapping[str, Any]) -> str:

@@ -20,6 +20,7 @@ from samestep.train.copies import Copies, Order
 from samestep.train.directory import LOGS, Directory
 from samestep.train.inspection import Inspection
 from samestep.train.mirror import Mirror, Unpushed
+from samestep.train.options import Options
 from samestep.train.replicas import Replicas, name_replicated
 from samestep.train.settings import Settings
 from samestep.train.sharing import find_keepers, name_node, say_here
@@ -133,10 +134,8 @@ class Keeper:
             return self._group.each(call, on=self._copies.keepers)[0]
         return self._group.once(call)
 
-    def restore(
-        self, objects: prepared.Objects, numbers: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], Mapping[str, Any]] | None:
-        """Brings `objects` to where the snapshot to resume from has them.
+    def read(self, numbers: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any]] | None:
+        """Reads the snapshot to resume from.
 
         Returns:
             The whole state in the snapshot and what `Directory.mark` said of its moment; None to begin.
@@ -150,7 +149,6 @@ class Keeper:
         if found is None:
             return None
         state = Store(self.path).read(found)
-        prepared.load(objects, state["objects"], self._say)
         self.saved_step = state["position"]["step"]
         return state, found.manifest["meta"]
 
@@ -165,7 +163,9 @@ class Keeper:
             self._mirror.pull(self.directory, self._settings.resume)
         self.directory.check_numbers(numbers)
 
-    def record(self, numbers: Mapping[str, Any], machine: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    def record(
+        self, numbers: Mapping[str, Any], machine: Mapping[str, Any], config: Mapping[str, Any], options: Options
+    ) -> None:
         """Compares with the run that is here, and writes down which one it is. From here on, there are logs in it."""
 
         def write() -> int:
@@ -173,7 +173,7 @@ class Keeper:
             self.directory.check_numbers(numbers)
             if self._mirror is not None:
                 self.directory.is_rewound |= self._mirror.is_ahead(self.saved_step or 0)
-            self.directory.write_record(numbers, machine, config)
+            self.directory.write_record(numbers, machine, config, options)
             if self._mirror is not None:
                 self._mirror.begin(self.directory, self.saved_step or 0)
             return self.directory.find_restart()

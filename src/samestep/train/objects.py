@@ -3,7 +3,7 @@
 import gc
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import ref
 
@@ -19,8 +19,6 @@ from samestep.errors import Error
 
 Objects = Mapping[str, Any]
 OldParams = dict[int, ref[nn.Parameter]]
-# Schedules' settings that a script may change with the length of a run; a restored schedule keeps the old ones.
-SCHEDULE_LENGTHS = ("T_max", "T_0", "total_steps", "total_iters", "milestones", "step_size", "_milestones")
 
 
 class Freezing:
@@ -134,6 +132,25 @@ def find_trained(objects: Objects, modules: Mapping[str, nn.Module]) -> list[tup
     return list(found.values())
 
 
+def find_slot(modules: Mapping[str, nn.Module], model: nn.Module) -> int:
+    """The number of a model that was prepared, counted from 1. Raises Error for another one."""
+    for slot, module in enumerate(modules.values(), start=1):
+        if module is model or getattr(model, "_orig_mod", None) is module:
+            return slot
+    raise Error("step.backward(model=...) got a model that run.prepare does not know: pass it there, too")
+
+
+def list_params(
+    modules: Mapping[str, nn.Module], trained: Sequence[tuple[str, nn.Parameter, int]], slot: int
+) -> tuple[nn.Parameter, ...]:
+    """The parameters of one model that are trained. Raises Error where it shares one with another model."""
+    held = {id(param) for param in list(modules.values())[slot - 1].parameters()}
+    params = [(param, home) for _, param, home in trained if id(param) in held and param.requires_grad]
+    if any(home != slot for _, home in params):
+        raise Error("step.backward(model=...) got a model that shares parameters with another: add the losses")
+    return tuple(param for param, _ in params)
+
+
 def describe(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     """Each model's shape in a few words, with a hash of its parameters' names, shapes and dtypes."""
     described = {}
@@ -158,78 +175,6 @@ def outline(objects: Objects, modules: Mapping[str, nn.Module]) -> dict[str, Any
 def states(objects: Objects) -> dict[str, Any]:
     """Every object's state_dict."""
     return {name: unwrap(thing).state_dict() for name, thing in objects.items()}
-
-
-def load(objects: Objects, saved: Mapping[str, Any], warn: Callable[[str], None]) -> None:
-    """Restores every object.
-
-    Raises:
-        Error: the names differ, or an object refuses its state.
-    """
-    if objects.keys() != saved.keys():
-        raise Error(
-            f"the snapshot holds {', '.join(saved)}, and run.prepare got {', '.join(objects)}: pass the same names"
-        )
-    for name, thing in objects.items():
-        if isinstance(thing, torch.optim.lr_scheduler.LRScheduler):
-            _warn_of_lengths(name, thing.state_dict(), saved[name], warn)
-        if isinstance(thing, torch.optim.Optimizer):
-            _check_groups(name, len(thing.param_groups), len(saved[name].get("param_groups", ())))
-        # Before: torch adds to an optimizer's own as it loads.
-        defaults = {*thing.defaults} if isinstance(thing, torch.optim.Optimizer) else set()
-        try:
-            unwrap(thing).load_state_dict(saved[name])
-        except (RuntimeError, ValueError, KeyError, TypeError) as error:
-            raise Error(f"{name} does not take its state from the snapshot: {str(error).splitlines()[0]}") from error
-        if isinstance(thing, torch.optim.Optimizer):
-            _restore_dtypes(thing, saved[name])
-            # What torch has taken from another kind of optimizer without a word, and would miss in the next update.
-            missing = sorted(defaults - thing.param_groups[0].keys())
-            if missing:
-                raise Error(
-                    f"{name} is a {type(thing).__name__}, but its state in the snapshot has no {missing[0]}: keep the "
-                    "kind of optimizer, or start with --fresh"
-                )
-
-
-def _check_groups(name: str, num_groups: int, num_saved: int) -> None:
-    if num_groups < num_saved:
-        raise Error(
-            f"{name} has {num_groups} of the {num_saved} groups of parameters in the snapshot: give it all of them "
-            "before run.prepare, not by add_param_group in the loop; a frozen parameter (requires_grad) is not updated"
-        )
-
-
-def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Undoes torch's cast of an optimizer's state to its parameters' dtypes: of float32 weights kept for bfloat16 ones,
-    say, or ASGD's rates."""
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    numbers = [number for group in saved.get("param_groups", ()) for number in group["params"]]
-    for param, number in zip(params, numbers, strict=False):
-        if param in optimizer.state:
-            optimizer.state[param] = _with_dtypes(optimizer.state[param], saved.get("state", {}).get(number))
-
-
-def _with_dtypes(now: Any, was: Any) -> Any:
-    if isinstance(now, torch.Tensor) and isinstance(was, torch.Tensor):
-        return now if now.dtype == was.dtype else was.to(now.device, copy=True)
-    if type(now) is dict and isinstance(was, dict):
-        return {key: _with_dtypes(value, was.get(key)) for key, value in now.items()}
-    if type(now) is list and isinstance(was, list) and len(now) == len(was):
-        return [_with_dtypes(value, other) for value, other in zip(now, was, strict=True)]
-    return now
-
-
-def _warn_of_lengths(name: str, new: Mapping[str, Any], old: Mapping[str, Any], warn: Callable[[str], None]) -> None:
-    states = [(new, old), *zip(new.get("_schedulers", ()), old.get("_schedulers", ()), strict=False)]
-    changed = [
-        f"{key} {was[key]}"
-        for now, was in states
-        for key in SCHEDULE_LENGTHS
-        if key in was and key in now and was[key] != now[key]
-    ]
-    if changed:
-        warn(f"{name} was restored and goes on with {', '.join(changed)}, which is not what the script says now")
 
 
 def list_checked(objects: Objects) -> list[tuple[str, torch.Tensor]]:

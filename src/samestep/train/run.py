@@ -26,6 +26,7 @@ from samestep.train.loop import Loop
 from samestep.train.machine import describe_machine, fix_compiler, fix_kernels
 from samestep.train.pulse import RunPulse
 from samestep.train.replicas import Replicas
+from samestep.train.restoring import Contents
 from samestep.train.settings import build_settings, check_count, check_extras
 from samestep.train.steps import Epoch, Step
 from samestep.train.tally import Tally
@@ -108,7 +109,7 @@ class Run:
             environment, run_dir=run_dir, batch_size=batch_size, micro_batch_size=micro_batch_size, seed=seed,
             precision=precision, reduction=reduction, threads=threads, snapshot_every=snapshot_every, keep=keep,
             resume=resume, max_steps=max_steps, log_every=log_every, compare_every=compare_every,
-            deterministic=deterministic, bucket_cap_mb=bucket_cap_mb, fresh=False, local_dir=None,
+            deterministic=deterministic, bucket_cap_mb=bucket_cap_mb, fresh=False, override=False, local_dir=None,
         )  # fmt: skip
         self.batch_size, self.micro_batch_size = settings.batch_size, settings.micro_batch_size
         self.seed = settings.seed
@@ -145,11 +146,15 @@ class Run:
         """Steps finished so far, over all restarts."""
         return self._steps_done if self._loop is None else self._loop.steps_done
 
-    def prepare(self, *unnamed: Any, **objects: Any) -> None:
+    def prepare(self, *unnamed: Any, override: bool = False, **objects: Any) -> None:
         """Takes the run's models, optimizers, schedules and whatever else has a state, and restores them. Once.
 
         In place: modules go to the device and are made alike on all ranks, but stay themselves. The names are the
         snapshot's keys.
+
+        Args:
+            override: a resumed run takes the script's settings of optimizers and schedules (`lr`, `T_max`) where they
+                differ from those it was begun with, and other data. Without, it keeps its settings and warns.
 
         Raises:
             Error: something without state_dict, a model built before the run was seeded, SyncBatchNorm, an
@@ -162,7 +167,10 @@ class Run:
         self._modules = prepared.check(objects, self._old_params)
         self._objects, self._old_params = objects, {}
         self._numbers = self._settings.numbers() | {"models": prepared.describe(self._modules)}
-        self._group.agree(self._settings.alike() | prepared.outline(objects, self._modules))
+        self._overrides = override or self._settings.override
+        self._contents = Contents(objects, self._modules, self._precision, self._say)
+        outline = prepared.outline(objects, self._modules) | {**self._contents.options.in_force}
+        self._group.agree(self._settings.alike() | {"override": self._overrides} | outline)
         for module in self._modules.values():
             module.to(self.device)
         if self._trace is not None:
@@ -170,7 +178,7 @@ class Run:
         tensors = [t for m in self._modules.values() for t in (*m.parameters(), *m.buffers())]
         self._group.broadcast_tensors(tensors)
         self._statistics = BatchNormStatistics(self._modules.values())
-        self._guards, self._freezing = Guards(objects, self._modules), prepared.Freezing(self._modules)
+        self._guards = Guards(objects, self._modules)
         if self.dir is not None:
             encode(prepared.states(objects))  # what cannot be saved is said now, not after the first epoch
         self._restore()
@@ -334,7 +342,7 @@ class Run:
         lengths = {"the number of steps": total_steps, "the length of the data set": len(feed.source)}
         self._group.agree(numbers | lengths)
         machine = describe_machine(self._settings, self.device)
-        self._keeper.record(self._numbers | numbers, machine, self._config)
+        self._keeper.record(self._numbers | numbers, machine, self._config, self._contents.options)
         fix_compiler()
         self._loop = loop = Loop(self, feed, total_steps, self._settings.max_steps)
         self._guards.watch(loop)
@@ -351,29 +359,21 @@ class Run:
         return loop
 
     def _restore(self) -> None:
-        if (restored := self._keeper.restore(self._objects, self._numbers)) is None:
+        if (restored := self._keeper.read(self._numbers)) is None:
             return
         state, meta = restored
+        self._contents.restore(state, meta.get("settings", {}), overrides=self._overrides)
         if self._settings.resume == "latest":  # whoever names a snapshot wants to go on from it
             self._stop_reason = meta.get("stopped", "")
         self.state, position = state["state"], state["position"]
         self._steps_done = position["step"]
-        self._precision.load_state_dict(position["precision"])
-        self._freezing.load_state_dict(position)
         self._tally.load_state_dict(meta.get("tally", {}))
         was = meta["world_size"]
         ranks = "" if was == self.world_size else f" (was {was} rank{'s' if was != 1 else ''})"
         self._resumed = f"; resumed at step {self._steps_done}{ranks}"
 
     def _build_state(self, position: dict[str, Any]) -> dict[str, Any]:
-        """What a snapshot holds and its digest covers."""
-        if not isinstance(self.state, dict):
-            raise Error(f"run.state has become a {type(self.state).__name__}: keep it a dict, run.state[name] = value")
-        return {
-            "objects": prepared.states(self._objects),
-            "position": position | {"precision": self._precision.state_dict()} | self._freezing.state_dict(),
-            "state": self.state,
-        }
+        return self._contents.build(position, self.state)
 
     def _logs_step(self, steps_done: int) -> bool:
         return steps_done % self._settings.log_every == 0
@@ -416,18 +416,10 @@ class Run:
             self._build_reducer()
 
     def _slot_of(self, model: nn.Module) -> int:
-        for slot, module in enumerate(self._modules.values(), start=1):
-            if module is model or getattr(model, "_orig_mod", None) is module:
-                return slot
-        raise Error("step.backward(model=...) got a model that run.prepare does not know: pass it there, too")
+        return prepared.find_slot(self._modules, model)
 
     def _params_of(self, slot: int) -> tuple[nn.Parameter, ...]:
-        module = list(self._modules.values())[slot - 1]
-        held = {id(param) for param in module.parameters()}
-        params = [(param, home) for _, param, home in self._trained if id(param) in held and param.requires_grad]
-        if any(home != slot for _, home in params):
-            raise Error("step.backward(model=...) got a model that shares parameters with another: add the losses")
-        return tuple(param for param, _ in params)
+        return prepared.list_params(self._modules, self._trained, slot)
 
     def _check_call(self, what: str, instead: str) -> None:
         """Refuses a call in the wrong place."""

@@ -35,6 +35,7 @@ class Settings:
     keep: int
     resume: str | int | None
     fresh: bool
+    override: bool
     log_every: int
     compare_every: int
     max_steps: int | None
@@ -125,7 +126,8 @@ def _check_one_directory(said: str, given: Any) -> None:
 
 def _check_kinds(arguments: Mapping[str, Any]) -> None:
     kinds = (("precision", str, "a name"), ("bucket_cap_mb", int | float | None, "a number"),
-             ("deterministic", bool, "True or False"), ("fresh", bool, "True or False"))  # fmt: skip
+             ("deterministic", bool, "True or False"), ("fresh", bool, "True or False"),
+             ("override", bool, "True or False"))  # fmt: skip
     for name, kind, words in kinds:
         if not isinstance(arguments[name], kind):
             raise Error(f"{name} must be {words}, not {arguments[name]!r}")

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shlex
 import signal
 import socket
 import sys
@@ -71,6 +72,7 @@ OVERRIDES: dict[str, Override] = {
     "keep": Override(int, "N", "how many numbered snapshots to keep"),
     "resume": Override(str, "R", "latest, a step, a snapshot's name such as best, or never"),
     "fresh": Override(bool, "", "start anew in a new directory beside the run's, never over it"),
+    "override": Override(bool, "", "resume with the script's settings of optimizers and schedules, and its data"),
     "max_steps": Override(int, "N", "stop after this many steps in all"),
     "log_every": Override(int, "N", "steps between two rows of metrics"),
     "compare_every": Override(int, "N", "steps between two comparisons of the ranks' models; 0: never"),
@@ -101,6 +103,7 @@ class Overrides:
     keep: int | None = None
     resume: str | None = None
     fresh: bool | None = None
+    override: bool | None = None
     max_steps: int | None = None
     log_every: int | None = None
     compare_every: int | None = None
@@ -173,6 +176,19 @@ def read_overrides(variables: Mapping[str, str] | None = None) -> Overrides:
             raise Error(f"there is no variable {name}; did you mean {near[0]}?")
     found = {name: variables.get(PREFIX + name.upper()) for name in OVERRIDES}
     return Overrides(**{name: _parse(name, text) for name, text in found.items() if text is not None})  # type: ignore[arg-type]
+
+
+def advise(name: str, value: int | str = 1) -> str:
+    """How to give one of `OVERRIDES` to the command that has started this process, for a message: "start with ..."."""
+    flag, variable = f"--{name.replace('_', '-')}", f"{PREFIX}{name.upper()}"
+    kind = os.environ.get(PREFIX + "LAUNCHER")  # of the target; "call" is a function that `spawn` was given
+    if kind == "call":
+        return f'env={{"{variable}": "{value}"}} for samestep.spawn'
+    if kind is not None or Path(sys.argv[0]).name == "samestep":
+        return flag if OVERRIDES[name].type is bool else f"{flag} {value}"
+    if "RANK" in os.environ or "ipykernel" in sys.modules:
+        return f"{variable}={value} in the environment"
+    return f"{variable}={value} {shlex.join(sys.orig_argv)}"
 
 
 def read_rank() -> int:

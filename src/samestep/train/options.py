@@ -1,0 +1,193 @@
+"""The settings of optimizers and schedules: those that a script gives, and those that its run was begun with."""
+
+import json
+import math
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+Objects = Mapping[str, Any]
+Settings = Mapping[str, Any]  # "optimizer.lr" -> 0.1; of groups that differ, a list
+# What a schedule's state holds beside its settings: its position, and copies of its optimizer's settings.
+_POSITION = {"last_epoch", "_step_count", "_last_lr", "base_lrs", "_get_lr_called_within_step", "_is_initial"}
+_SHOWN_CHARACTERS = 60
+OVERRIDE = "override: "
+
+
+@dataclass(frozen=True)
+class Options:
+    """The settings of one start.
+
+    Attributes:
+        in_force: with which the run was begun, as far as they were not overridden since.
+        asked: what the script gives instead, where that is not in force.
+        overridden: `OVERRIDE` and what this start has overridden; "" for nothing.
+    """
+
+    in_force: Settings
+    asked: Settings = field(default_factory=dict)
+    overridden: str = ""
+
+
+def read_settings(objects: Objects) -> dict[str, Any]:
+    """The settings of all optimizers and schedules as JSON, by names such as "optimizer.lr".
+
+    To be called before they are restored. A learning rate is the one from which a schedule starts.
+    """
+    found: dict[str, Any] = {}
+    for name, thing in objects.items():
+        if isinstance(thing, Optimizer):
+            for key in dict.fromkeys(key for group in thing.param_groups for key in group):
+                if key not in ("params", "param_names", "initial_lr"):
+                    values = [_read_option(group, key) for group in thing.param_groups]
+                    _add(found, f"{name}.{key}", values[0] if all(v == values[0] for v in values) else values)
+        elif isinstance(thing, LRScheduler):
+            found[name] = type(thing).__name__
+            _add_schedule(found, name, thing.state_dict())
+    return found
+
+
+def find_changed(before: Settings, now: Settings) -> dict[str, tuple[Any, Any]]:
+    """The settings that both have and that are not the same: name -> (before, now)."""
+    return {name: (before[name], value) for name, value in now.items() if name in before and before[name] != value}
+
+
+def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Such as "optimizer.lr 0.1 -> 0.01"; "" where nothing has changed."""
+    names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+    return ", ".join(f"{name} {_show(before.get(name))} -> {_show(now.get(name))}" for name in names)
+
+
+class Override:
+    """Puts a script's settings in the place of those of its run; the rest of the state is restored.
+
+    To be made before the objects are restored: schedules of an optimizer that is concerned move to their position in
+    the snapshot here, from what the script gives. `ReduceLROnPlateau` cannot; it keeps its state.
+
+    Args:
+        saved: the objects' states in the snapshot.
+        changed: as `find_changed` gives.
+
+    Attributes:
+        moved: the names of those schedules, whose state need not be restored.
+    """
+
+    def __init__(self, objects: Objects, saved: Mapping[str, Any], changed: Mapping[str, tuple[Any, Any]]) -> None:
+        self._objects, self._changed = objects, changed
+        names = {name.partition(".")[0].partition("[")[0] for name in changed}
+        self._optimizers = {
+            name: thing
+            for name, thing in objects.items()
+            if isinstance(thing, Optimizer)
+            and (name in names or any(getattr(objects[other], "optimizer", None) is thing for other in names))
+        }
+        self._plateaus = {name: objects[name].state_dict() for name in names if _is_plateau(objects[name])}
+        schedules = {
+            name: thing
+            for name, thing in objects.items()
+            if isinstance(thing, LRScheduler) and not _is_plateau(thing)
+            and any(thing.optimizer is optimizer for optimizer in self._optimizers.values())
+        }  # fmt: skip
+        self.moved = set(schedules)
+        before = self._read_groups()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that no optimizer has made a step
+            counts = {name: _read_position(saved[name]) for name in schedules}
+            for step in range(max(counts.values(), default=0)):
+                for name, schedule in schedules.items():
+                    if step < counts[name]:
+                        schedule.step()
+        self._groups = self._read_groups()
+        scheduled = {id(schedule.optimizer) for schedule in schedules.values()}
+        self._keys: dict[str, set[str]] = {}
+        for name, optimizer in self._optimizers.items():
+            pairs = [*zip(before[name], self._groups[name], strict=True)]
+            keys = {key for was, now in pairs for key in now if now[key] != was[key]}
+            keys |= {each.partition(".")[2] for each in changed if each.startswith(f"{name}.")}
+            self._keys[name] = keys | ({"lr", "initial_lr"} if id(optimizer) in scheduled else set())
+        self._scheduled = scheduled
+
+    def apply(self) -> None:
+        """After the objects were restored."""
+        for name, optimizer in self._optimizers.items():
+            for number, (group, new) in enumerate(zip(optimizer.param_groups, self._groups[name], strict=False)):
+                for key in self._keys[name] & new.keys():
+                    value = new[key]
+                    if key == "lr" and id(optimizer) not in self._scheduled:
+                        value = self._scale(name, number, group["lr"], value)
+                        if "initial_lr" in new:
+                            group["initial_lr"] = new["initial_lr"]
+                    # (A new tensor, since groups may share the old one.)
+                    is_tensor = isinstance(group.get(key), Tensor)
+                    group[key] = torch.full_like(group[key], float(value)) if is_tensor else value
+        for name, state in self._plateaus.items():
+            for each in self._changed:
+                key = each.removeprefix(f"{name}.")
+                if key in state:
+                    setattr(self._objects[name], key, state[key])
+
+    def _read_groups(self) -> dict[str, list[dict[str, Any]]]:
+        return {
+            name: [deepcopy({key: v for key, v in group.items() if key != "params"}) for group in thing.param_groups]
+            for name, thing in self._optimizers.items()
+        }
+
+    def _scale(self, name: str, number: int, now: Any, new: Any) -> Any:
+        """A learning rate that the run has moved away from where it began keeps its ratio to that."""
+        old = self._changed[f"{name}.lr"][0]
+        old = old[number] if isinstance(old, list) else old
+        return new if not old or now == old else now * (new / old)
+
+
+def _is_plateau(thing: Any) -> bool:
+    return isinstance(thing, ReduceLROnPlateau)
+
+
+def _read_position(saved: Mapping[str, Any]) -> int:
+    """How often a schedule was stepped. (A chained one only has those of its parts.)"""
+    return int(saved["last_epoch"] if "last_epoch" in saved else _read_position(saved["_schedulers"][0]))
+
+
+def _read_option(group: Mapping[str, Any], key: str) -> Any:
+    return group.get("initial_lr", group["lr"]) if key == "lr" else group.get(key)
+
+
+def _add_schedule(found: dict[str, Any], name: str, state: Mapping[str, Any]) -> None:
+    for number, part in enumerate(state.get("_schedulers", ())):
+        _add_schedule(found, f"{name}[{number}]", part)
+    for key, value in state.items():
+        if key not in _POSITION and key != "_schedulers":
+            _add(found, f"{name}.{key}", value)
+
+
+def _add(found: dict[str, Any], name: str, value: Any) -> None:
+    with suppress(TypeError):  # a function, for instance, cannot be compared
+        found[name] = _make_plain(value)
+
+
+def _make_plain(value: Any) -> Any:
+    """As it comes back from JSON. Raises TypeError for what JSON does not know."""
+    if callable(getattr(value, "item", None)) and getattr(value, "size", None) is not None:
+        value = value.item() if not isinstance(value, Tensor) or value.numel() == 1 else value.tolist()
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _make_plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_make_plain(each) for each in value]
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    raise TypeError(type(value).__name__)
+
+
+def _show(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 4]} ..."

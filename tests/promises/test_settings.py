@@ -1,0 +1,214 @@
+"""A script whose settings of optimizers and schedules have changed since its run began: noticed, and overridden."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.runs import ask
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import lr_scheduler as schedules
+
+import samestep
+from samestep.train.options import Override, find_changed, read_settings
+from samestep.train.restoring import load
+
+NOTHING: dict[str, Any] = {}
+
+
+def train(run_dir: Path, num_epochs: int, lr: float, length: int, prepare: dict[str, Any] = NOTHING) -> list[float]:
+    """The learning rate in each of this start's steps, of a schedule with a step per epoch, and the last weights."""
+    run = samestep.Run(run_dir, batch_size=4, config={"lr": lr})
+    model = nn.Linear(1, 1)
+    optimizer = SGD(model.parameters(), lr, momentum=0.9)
+    schedule = schedules.CosineAnnealingLR(optimizer, length)
+    run.prepare(model=model, optimizer=optimizer, schedule=schedule, **prepare)
+    rates = []
+    for epoch in run.epochs(torch.ones(8, 1), num_epochs):
+        for step in epoch:
+            for x in step:
+                step.backward(model(x).square().mean())
+            optimizer.step()
+            rates.append(optimizer.param_groups[0]["lr"])
+        schedule.step()
+    return rates + [param.item() for param in model.parameters()]
+
+
+def test_a_changed_learning_rate_is_noticed_and_overridden(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run_dir = tmp_path / "run"
+    first = samestep.spawn(train, 1, (run_dir, 2, 0.1, 8))
+    assert samestep.spawn(train, 2, (run_dir, 3, 0.1, 8))[:-2] == [schedule_at(2, 0.1, 8)] * 2
+    assert "own settings" not in capfd.readouterr().out, "a schedule has moved the learning rate, the script has not"
+
+    kept = samestep.spawn(train, 1, (run_dir, 4, 0.01, 8))
+    assert kept[:-2] == [schedule_at(3, 0.1, 8)] * 2
+    told = r"own settings, not with those that the script has now \(optimizer.lr 0.1 -> 0.01\): .* override=True .*"
+    assert re.search(rf"{told}, or start with \S", capfd.readouterr().out)
+    shown = ask("inspect", run_dir)
+    assert re.search(r"^  optimizer.lr +0.1 +0.01$", shown, re.M)
+    assert re.search(r"^  optimizer.momentum +0.9 +0.9$", shown, re.M)
+
+    changed = samestep.spawn(train, 2, (run_dir, 5, 0.01, 16, {"override": True}))
+    assert changed[:-2] == pytest.approx([schedule_at(4, 0.01, 16)] * 2)
+    said = capfd.readouterr().out
+    assert "settings (override: optimizer.lr 0.1 -> 0.01, schedule.T_max 8 -> 16)" in said
+    assert re.search(
+        r"^  8 +override: optimizer.lr 0.1 -> 0.01, schedule.T_max 8 -> 16$", ask("inspect", run_dir), re.M
+    )
+
+    samestep.spawn(train, 1, (run_dir, 6, 0.01, 16))
+    said = capfd.readouterr().out
+    assert "own settings" not in said, "they are the run's own by now"
+    assert first[0] == 0.1
+    # Gone back behind the override, the run has its first settings again; the override can be given from outside.
+    samestep.spawn(train, 1, (run_dir, 5, 0.01, 8), env={"SAMESTEP_RESUME": "8"})
+    assert "(optimizer.lr 0.1 -> 0.01)" in capfd.readouterr().out
+    env = {"SAMESTEP_RESUME": "8", "SAMESTEP_OVERRIDE": "1"}
+    assert samestep.spawn(train, 2, (run_dir, 5, 0.01, 16), env=env) == changed, "and as exactly as before"
+    changes = [row["changed"] for row in json.loads((run_dir / "run.json").read_text())["changes"]]
+    assert sum("schedule.T_max" in change for change in changes) == 1
+
+
+def schedule_at(step: int, lr: float, length: int) -> float:
+    optimizer = SGD([nn.Parameter(torch.zeros(1))], lr)
+    schedule = schedules.CosineAnnealingLR(optimizer, length)
+    for _ in range(step):
+        optimizer.step()
+        schedule.step()
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def build(change: str, settings: Callable[..., tuple[Optimizer, dict[str, Any]]]) -> dict[str, Any]:
+    model = nn.Linear(2, 1)
+    optimizer, others = settings(model, change == "new")
+    return {"model": model, "optimizer": optimizer, **others}
+
+
+def plain(model: nn.Module, new: bool) -> Any:
+    params = [{"params": [model.weight]}, {"params": [model.bias], "weight_decay": 0.2 if new else 0.1}]
+    return AdamW(params, lr=torch.tensor(0.5 if new else 0.25), betas=(0.8 if new else 0.9, 0.99)), {}
+
+
+def steps(model: nn.Module, new: bool) -> Any:
+    optimizer = SGD(model.parameters(), 1.0)
+    return optimizer, {"schedule": schedules.StepLR(optimizer, 1, gamma=0.25 if new else 0.5)}
+
+
+def multiplied(model: nn.Module, new: bool) -> Any:
+    optimizer = SGD(model.parameters(), 0.2 if new else 0.1)
+    return optimizer, {"schedule": schedules.LambdaLR(optimizer, lambda step: step / 10)}
+
+
+def in_sequence(model: nn.Module, new: bool) -> Any:
+    optimizer = SGD(model.parameters(), 0.1)
+    parts = [schedules.LinearLR(optimizer, 0.1, total_iters=2), schedules.CosineAnnealingLR(optimizer, 20 + 20 * new)]
+    return optimizer, {"schedule": schedules.SequentialLR(optimizer, parts, [2])}
+
+
+def in_one_cycle(model: nn.Module, new: bool) -> Any:
+    optimizer = AdamW(model.parameters())
+    return optimizer, {"schedule": schedules.OneCycleLR(optimizer, 0.1 + new, total_steps=20 + 20 * new)}
+
+
+def another_kind(model: nn.Module, new: bool) -> Any:
+    optimizer = SGD(model.parameters(), 0.1)
+    kind = schedules.ExponentialLR if new else schedules.StepLR
+    return optimizer, {"schedule": kind(optimizer, 0.5 if new else 2)}
+
+
+CHANGED = {
+    plain: {"optimizer.lr", "optimizer.betas", "optimizer.weight_decay"},
+    steps: {"schedule.gamma"},
+    multiplied: {"optimizer.lr"},
+    in_sequence: {"schedule[1].T_max"},
+    in_one_cycle: {"schedule.total_steps", "schedule._schedule_phases"},
+    another_kind: {"schedule"},
+}
+
+
+@pytest.mark.parametrize("settings", CHANGED, ids=lambda settings: settings.__name__)
+def test_overridden_settings_are_those_of_a_run_begun_with_them(settings: Any) -> None:
+    """Where the loss has no gradient, they are all that counts: as if the run had always had them."""
+
+    def take_steps(objects: dict[str, Any], num_steps: int) -> list[Any]:
+        for _ in range(num_steps):
+            for param in objects["model"].parameters():
+                param.grad = torch.ones_like(param)
+            objects["optimizer"].step()
+            if "schedule" in objects:
+                objects["schedule"].step()
+        return [{key: v for key, v in group.items() if key != "params"} for group in objects["optimizer"].param_groups]
+
+    old = build("old", settings)
+    begun_with = json.loads(json.dumps(read_settings(old)))
+    take_steps(old, 5)
+    saved = {name: thing.state_dict() for name, thing in old.items()}
+    objects = build("new", settings)
+    changed = find_changed(begun_with, read_settings(objects))
+    assert CHANGED[settings] <= {*changed}
+    assert find_changed(begun_with, json.loads(json.dumps(read_settings(build("old", settings))))) == {}
+    override = Override(objects, saved, changed)
+    load(objects, saved, leave=override.moved)
+    override.apply()
+    torch.testing.assert_close(objects["optimizer"].state_dict()["state"], saved["optimizer"]["state"])
+    assert torch.equal(objects["model"].weight, old["model"].weight)
+    assert take_steps(objects, 4) == take_steps(build("new", settings), 9)
+
+
+def test_a_plateau_keeps_what_it_has_seen() -> None:
+    def build(patience: int, lr: float) -> dict[str, Any]:
+        optimizer = SGD([nn.Parameter(torch.zeros(1))], lr)
+        return {"optimizer": optimizer, "plateau": schedules.ReduceLROnPlateau(optimizer, patience=patience)}
+
+    old = build(0, 0.5)
+    begun_with = read_settings(old)
+    for loss in (1.0, 2.0):
+        old["plateau"].step(loss)
+    saved = {name: thing.state_dict() for name, thing in old.items()}
+    objects = build(3, 0.25)
+    changed = find_changed(begun_with, read_settings(objects))
+    assert {*changed} == {"optimizer.lr", "plateau.patience"}
+    override = Override(objects, saved, changed)
+    load(objects, saved, leave=override.moved)
+    override.apply()
+    plateau = objects["plateau"]
+    assert (plateau.patience, plateau.best, plateau.last_epoch) == (3, 1.0, 2)
+    assert objects["optimizer"].param_groups[0]["lr"] == pytest.approx(0.025), "it was reduced to a tenth"
+
+
+# --- what a script changes in its loop --------------------------------------------------------------------------------
+
+
+def test_a_model_that_is_pruned_in_the_loop(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The first snapshot from which the script cannot be resumed says so; so does the resume, with the keys."""
+
+    def train(num_steps: int, is_prepared: bool) -> None:
+        from torch.nn.utils import prune
+
+        run = samestep.Run(tmp_path / str(is_prepared), batch_size=4, snapshot_every=1)
+        model = nn.Linear(2, 1)
+        if is_prepared:
+            prune.identity(model, "weight")
+        optimizer = SGD(model.parameters(), 0.1)
+        run.prepare(model=model, optimizer=optimizer)
+        for step in run.steps(torch.ones(8, 2), num_steps):
+            for x in step:
+                step.backward(model(x).square().mean())
+            if step.number == 1:
+                prune.l1_unstructured(model, "weight", 1)
+            optimizer.step()
+
+    samestep.spawn(train, 1, (4, False))
+    said = capfd.readouterr().out
+    assert said.count("model got weight_mask, weight_orig and lost weight after run.prepare, so this script") == 1
+    with pytest.raises(
+        samestep.Error, match=r'take its state .* Missing key\(s\) .*"weight".* Unexpected .*weight_orig'
+    ):
+        samestep.spawn(train, 1, (6, False))
+    for num_steps in (4, 6):
+        samestep.spawn(train, 1, (num_steps, True))
+    assert "cannot be resumed" not in capfd.readouterr().out
