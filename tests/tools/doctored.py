@@ -11,28 +11,28 @@ from typing import Any
 
 import torch.distributed as dist
 
-from samestep.tools.doctor.examination import CHECKS, Here, examine
+from samestep.tools.doctor.examination import CHECKS, Context, examine
 from samestep.tools.doctor.findings import Check
 from samestep.tools.doctor.options import parse
 from samestep.world.environment import read_environment, read_host
 
-Look = Callable[[Here], Any]
+Look = Callable[[Context], Any]
 
 
 def other_version(look: Look) -> Look:
-    return lambda here: {**look(here), "torch": "2.0.1"}
+    return lambda context: {**look(context), "torch": "2.0.1"}
 
 
 def raising(look: Look) -> Look:
-    def look_and_raise(here: Here) -> Any:
+    def look_and_raise(context: Context) -> Any:
         raise PermissionError(13, "it is forbidden")
 
     return look_and_raise
 
 
 def hanging(look: Look) -> Look:
-    def look_and_hang(here: Here) -> Any:
-        here.doing = "a call that does not return"
+    def look_and_hang(context: Context) -> Any:
+        context.doing = "a call that does not return"
         time.sleep(600)
 
     return look_and_hang
@@ -46,9 +46,9 @@ def wrong_sums(look: Look) -> Look:
         add(tensor, *more)
         tensor[-1] += 1
 
-    def look_with_it(here: Here) -> Any:
+    def look_with_it(context: Context) -> Any:
         dist.all_reduce = add_wrongly
-        return look(here)
+        return look(context)
 
     return look_with_it
 

@@ -19,10 +19,10 @@ from samestep.tools.doctor.disk import find_existing, find_marks, judge_disk, me
 from samestep.tools.doctor.examination import CHECKS, describe_error
 from samestep.tools.doctor.feeding import judge_feeding, measure_rank
 from samestep.tools.doctor.findings import (
-    Cast,
     Check,
     Facts,
     Finding,
+    Members,
     format_bytes,
     format_rate,
     format_s,
@@ -41,15 +41,15 @@ from samestep.tools.doctor.network import Echo, judge_network, ping
 from samestep.tools.doctor.options import Options, parse
 
 DOCTORED = Path(__file__).with_name("doctored.py")
-ALONE = Cast(("a",), (0,))
-TWO_RANKS = Cast(("a", "a"), (0, 0))
-TWO_HOSTS = Cast(("a", "a", "b", "b"), (0, 0, 1, 1))
-THREE_HOSTS = Cast(("a", "b", "c"), (0, 1, 2))
+ALONE = Members(("a",), (0,))
+TWO_RANKS = Members(("a", "a"), (0, 0))
+TWO_HOSTS = Members(("a", "a", "b", "b"), (0, 0, 1, 1))
+THREE_HOSTS = Members(("a", "b", "c"), (0, 1, 2))
 GB = 1 << 30
 
 
-def judge(judgement: Any, cast: Cast, *facts: Any) -> list[Finding]:
-    return judgement(Facts(cast, dict(enumerate(facts))))
+def judge(judgement: Any, members: Members, *facts: Any) -> list[Finding]:
+    return judgement(Facts(members, dict(enumerate(facts))))
 
 
 def only(findings: list[Finding], status: str) -> Finding:
@@ -69,9 +69,9 @@ def test_ranks_and_hosts_are_named() -> None:
     assert TWO_HOSTS.name_ranks(range(4)) == "all ranks"
     assert TWO_HOSTS.describe() == "4 ranks on 2 hosts (a, b)"
     assert ALONE.describe() == "1 rank on a"
-    alike = Cast(("a", "a"), (0, 1))
+    alike = Members(("a", "a"), (0, 1))
     assert [alike.name_node(0), alike.name_node(1)] == ["a (node 0)", "a (node 1)"]
-    many = Cast([f"h{i}" for i in range(9)], range(9))
+    many = Members([f"h{i}" for i in range(9)], range(9))
     assert many.name_nodes(range(1, 9)) == "h1, h2, h3, h4, h5, h6 and 2 more"
 
 
@@ -94,7 +94,7 @@ def test_what_cannot_be_looked_at_is_a_failure_and_the_others_are_judged() -> No
     assert [(f.check, f.status) for f in findings] == [("limits", "fail"), ("limits", "fail"), ("limits", "pass")]
     assert findings[0].found == "could not be checked on rank 1 (a): OSError: no"
     assert findings[1].found == "could not be checked on b: it did not answer"
-    broken = Check("x", lambda here: None, lambda facts: [][0])
+    broken = Check("x", lambda context: None, lambda facts: [][0])
     assert only(judge_answers(broken, ALONE, {0: {"facts": 1}}), "fail").found.startswith(
         "could not be judged: IndexError"
     )
@@ -185,7 +185,7 @@ def test_limits() -> None:
     assert (few.found, few.advice) == ("only 512 files may be open at a time on a, 1024 should be", "ulimit -n 65536")
     least = only(judge(judge_limits, ALONE, {**well, "files": 128, "files_at_most": 256}), "fail")
     assert least.advice == "raise nofile in /etc/security/limits.conf"
-    many = Cast(["a"] * 128, [0] * 128)
+    many = Members(["a"] * 128, [0] * 128)
     assert "2048 should be" in only(judge(judge_limits, many, *[{**well, "files": 1024}] * 128), "warn").found
 
 
@@ -215,7 +215,7 @@ def test_gpus() -> None:
         "GPU 0 of a has had 3 memory errors that ECC could not correct": ("fail", gpus({"ecc_errors": 3})),
         "GPU 0 of a has memory rows to be remapped (pending)": ("warn", gpus({"rows": "pending"})),
         "GPUs 0 and 1 of a cannot reach each other's memory": ("warn", gpus({}, {}, no_peers=[[0, 1], [1, 0]])),
-        "a has 8 GPUs, and torch 2.13.0 cannot use them": ("fail", gpus(num_present=8, device="cpu")),
+        "torch 2.13.0 cannot use the 8 GPUs of a": ("fail", gpus(num_present=8, device="cpu")),
         "nvidia-ml-py is not there on a": ("warn", gpus({}) | {"gpus": None}),
         "GPUs of several models: A100, H100": ("warn", gpus({}, {"name": "A100"})),
     }  # fmt: skip
@@ -394,7 +394,7 @@ def test_directories() -> None:
     found = only(judge(judge_disk, THREE_HOSTS, disk(), disk(), disk()), "pass").found
     assert found == "runs is one for all hosts, 100 GB left, takes 500 MB/s, fsync 2 ms"
     own = only(judge(judge_disk, THREE_HOSTS, disk((0, 1)), disk((0, 1)), disk((2,))), "warn")
-    assert own.found == "runs on c is not what it is on a: a run keeps a copy on each such host"
+    assert own.found == "runs on c differs from that on a: a run keeps a copy on each such host"
     full = only(judge(judge_disk, ALONE, disk((0,), free_bytes=GB // 2)), "fail")
     assert full.found == "512 MB are left at /home/runs on a"
     assert only(judge(judge_disk, ALONE, disk((0,), free_bytes=5 * GB)), "warn")

@@ -89,7 +89,7 @@ def test_whatever_is_wrong_with_a_host_is_named(all_hosts: list[Host], tmp_path:
     assert set(found) == {"versions", "clocks", "run_dir"} | ({"links"} if not shaped.returncode else set()), found
     assert found["versions"][0].startswith("torch is 2.0.1 on h2, and ")
     assert found["clocks"][0].startswith("the clock of h3 is 500 ms ahead of that of h1 (to within ")
-    assert f"{own / 'runs'} on h2, h3 is not what it is on h1: a run keeps a copy on each such host" in found["run_dir"]
+    assert f"{own / 'runs'} on h2, h3 differs from that on h1: a run keeps a copy on each such host" in found["run_dir"]
     assert not list(own.iterdir())
     network = next(finding for finding in report["findings"] if finding["check"] == "network")
     assert network["found"].startswith("all hosts reach each other by IPv4 and IPv6 over eth0, MTU 1500")

@@ -10,18 +10,25 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median_high
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.tools.doctor.findings import FAIL, PASS, WARN, Cast, Facts, Finding, format_bytes, format_rate, format_s
+from samestep.tools.doctor.context import Context, Members
+from samestep.tools.doctor.findings import (
+    FAIL,
+    PASS,
+    WARN,
+    Facts,
+    Finding,
+    format_bytes,
+    format_rate,
+    format_s,
+)
 from samestep.tools.doctor.machine import read_memory_room
 from samestep.world.group import Group, close_group, open_group
-
-if TYPE_CHECKING:
-    from samestep.tools.doctor.examination import Here
 
 TIMEOUT_S = 10.0
 FIRST_BYTES, LAST_BYTES, GROWTH = 1 << 10, 256 << 20, 8
@@ -86,21 +93,21 @@ OPERATIONS = (
 # --- what every rank does -----------------------------------------------------------------------------------------
 
 
-def look_at_collectives(here: "Here") -> dict[str, Any] | None:
+def look_at_collectives(context: Context) -> dict[str, Any] | None:
     """Opens the group, and does everything with all ranks. None with one rank."""
-    if here.environment.world_size == 1:
+    if context.environment.world_size == 1:
         return None
-    here.doing = "joining the ranks"
-    kinds = here.meeting.exchange("collectives/device", here.device.type, TIMEOUT_S)
-    device = here.device if set(kinds.values()) == {"cuda"} else torch.device("cpu")
+    context.doing = "joining the ranks"
+    kinds = context.meeting.exchange("collectives/device", context.device.type, TIMEOUT_S)
+    device = context.device if set(kinds.values()) == {"cuda"} else torch.device("cpu")
     began_s = time.monotonic()
-    group = open_group(here.environment, device, timeout_s=TIMEOUT_S, compares=False)
+    group = open_group(context.environment, device, timeout_s=TIMEOUT_S, compares=False)
     joined_s = time.monotonic() - began_s
     try:
-        wrong = check_results(here, group, OPERATIONS)
-        limit = min(group.gather(_find_room(here)))
-        curves = {} if any(group.gather(bool(wrong))) else measure_operations(here, group, limit)
-        links = measure_links(here, group, here.cast)
+        wrong = check_results(context, group, OPERATIONS)
+        limit = min(group.gather(_find_room(context)))
+        curves = {} if any(group.gather(bool(wrong))) else measure_operations(context, group, limit)
+        links = measure_links(context, group, context.members)
         return {"wrong": wrong, "curves": curves, "links": links, "device": device.type, "joined_s": joined_s}
     finally:
         group.close()
@@ -108,12 +115,12 @@ def look_at_collectives(here: "Here") -> dict[str, Any] | None:
             close_group()
 
 
-def check_results(here: "Here", group: Group, operations: Sequence[Operation]) -> list[str]:
+def check_results(context: Context, group: Group, operations: Sequence[Operation]) -> list[str]:
     """Says which operations' results are not exactly what they must be."""
     wrong = {}
     for operation in operations:
         for num in EXACT_SIZES:
-            here.doing = f"an {operation.name} of {num} numbers per rank"
+            context.doing = f"an {operation.name} of {num} numbers per rank"
             rows = group.world_size if operation.wide_input else 1
             given = _fill(group.rank, num * rows).to(group.device)
             output = torch.full((num * (group.world_size if operation.wide_output else 1),), -1.0, device=group.device)
@@ -127,30 +134,30 @@ def check_results(here: "Here", group: Group, operations: Sequence[Operation]) -
     return list(wrong.values())
 
 
-def _find_room(here: "Here") -> int:
+def _find_room(context: Context) -> int:
     """The largest buffer that this rank may use: there are three of them at a time, and other things."""
-    room = read_memory_room() // (8 * here.environment.local_world_size)
-    if here.device.type == "cuda":
-        room = min(room, int(torch.cuda.mem_get_info(here.device)[0]) // 8)
+    room = read_memory_room() // (8 * context.environment.local_world_size)
+    if context.device.type == "cuda":
+        room = min(room, int(torch.cuda.mem_get_info(context.device)[0]) // 8)
     return max(FIRST_BYTES, room)
 
 
-def measure_operations(here: "Here", group: Group, limit_bytes: int) -> dict[str, list[dict[str, float]]]:
+def measure_operations(context: Context, group: Group, limit_bytes: int) -> dict[str, list[dict[str, float]]]:
     """Operation -> a row per size: {"bytes", "time_s", "bus_bytes_per_s"}: the same on all ranks.
 
     Ends each at `limit_bytes`, or where that has taken its time.
     """
     return {
-        operation.name: _measure_operation(here, group, operation, min(limit_bytes, LAST_BYTES))
+        operation.name: _measure_operation(context, group, operation, min(limit_bytes, LAST_BYTES))
         for operation in OPERATIONS
     }
 
 
-def _measure_operation(here: "Here", group: Group, operation: Operation, last_bytes: int) -> list[dict[str, float]]:
+def _measure_operation(context: Context, group: Group, operation: Operation, last_bytes: int) -> list[dict[str, float]]:
     rows: list[dict[str, float]] = []
     size, num_ranks, began_s = FIRST_BYTES, group.world_size, time.monotonic()
     while size <= last_bytes:
-        here.doing = f"an {operation.name} of {format_bytes(size)}"
+        context.doing = f"an {operation.name} of {format_bytes(size)}"
         share = max(1, size // 4 // num_ranks)
         given = torch.zeros(share * (num_ranks if operation.wide_input else 1), device=group.device)
         output = torch.zeros(share * (num_ranks if operation.wide_output else 1), device=group.device)
@@ -205,25 +212,25 @@ def plan_rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
     return rounds
 
 
-def measure_links(here: "Here", group: Group, cast: Cast) -> list[dict[str, Any]]:
+def measure_links(context: Context, group: Group, members: Members) -> list[dict[str, Any]]:
     """What each node's first rank sent to each other's, {"from", "to", "latency_s", "bytes_per_s"}, on every rank.
 
     Pairs work side by side at first. Links that were slow then are measured again, one after the other: they may have
     shared a switch, or a machine.
     """
-    if len(cast.leaders) == 1:
+    if len(members.leaders) == 1:
         return []
     links: list[dict[str, Any]] = []
-    for pairs in plan_rounds(len(cast.leaders)):
+    for pairs in plan_rounds(len(members.leaders)):
         for one, other in pairs:
-            links += _measure_link(here, group, cast, one, other)
-            links += _measure_link(here, group, cast, other, one)
+            links += _measure_link(context, group, members, one, other)
+            links += _measure_link(context, group, members, other, one)
     links = [link for told in group.gather(links) for link in told]
     slow = find_slow(links)[:MOST_AGAIN]
     again: list[dict[str, Any]] = []
     for link in slow:
         group.barrier()
-        again += _measure_link(here, group, cast, link["from"], link["to"])
+        again += _measure_link(context, group, members, link["from"], link["to"])
     for better in [link for told in group.gather(again) for link in told]:
         for link in slow:
             if (link["from"], link["to"]) == (better["from"], better["to"]):
@@ -232,10 +239,10 @@ def measure_links(here: "Here", group: Group, cast: Cast) -> list[dict[str, Any]
     return links
 
 
-def _measure_link(here: "Here", group: Group, cast: Cast, sender: int, receiver: int) -> list[dict[str, Any]]:
+def _measure_link(context: Context, group: Group, members: Members, sender: int, receiver: int) -> list[dict[str, Any]]:
     """What the sender has measured; of all others nothing."""
-    start, end = cast.leaders[sender], cast.leaders[receiver]
-    here.doing = f"sending from {cast.name_node(sender)} to {cast.name_node(receiver)}"
+    start, end = members.leaders[sender], members.leaders[receiver]
+    context.doing = f"sending from {members.name_node(sender)} to {members.name_node(receiver)}"
     if group.rank == start:
         return [{"from": sender, "to": receiver, **_send(group, end)}]
     if group.rank == end:
@@ -297,23 +304,23 @@ def _take(group: Group, peer: int) -> None:
 
 def judge_collectives(facts: Facts) -> list[Finding]:
     """Of the collectives, and of the links."""
-    cast = facts.cast
+    members = facts.members
     told = {rank: fact for rank, fact in facts.by_rank.items() if fact is not None}
     if not told:
-        advice = "" if len(cast.hosts) > 1 else " (more with --nproc-per-node 2)"
+        advice = "" if len(members.hosts) > 1 else " (more with --nproc-per-node 2)"
         return [Finding("collectives", PASS, f"one rank: nothing to exchange{advice}")]
     findings = []
     for sentence in dict.fromkeys(text for fact in told.values() for text in fact["wrong"]):
         ranks = [rank for rank, fact in told.items() if sentence in fact["wrong"]]
         advice = "do not train here: look for failing memory, GPUs or network cards there (devices above, dmesg)"
-        findings.append(Finding("collectives", FAIL, f"{sentence}: {cast.name_ranks(ranks)}", advice))
+        findings.append(Finding("collectives", FAIL, f"{sentence}: {members.name_ranks(ranks)}", advice))
     curves = told[min(told)]["curves"]
     if not findings:
         shown = [f"{name} {_describe_curve(rows)}" for name, rows in curves.items() if rows]
         backend = "NCCL" if told[min(told)]["device"] == "cuda" else "gloo"
         found = f"right, over {backend}; " + "; ".join(shown) + " (bus bandwidth)"
         findings.append(Finding("collectives", PASS, found, measured={"backend": backend, "curves": curves}))
-    return findings + judge_links(cast, told[min(told)]["links"])
+    return findings + judge_links(members, told[min(told)]["links"])
 
 
 def _describe_curve(rows: Sequence[dict[str, float]]) -> str:
@@ -324,31 +331,31 @@ def _describe_curve(rows: Sequence[dict[str, float]]) -> str:
     )
 
 
-def judge_links(cast: Cast, links: Sequence[dict[str, Any]]) -> list[Finding]:
+def judge_links(members: Members, links: Sequence[dict[str, Any]]) -> list[Finding]:
     """Names the slowest; warns of those that are much slower than the others."""
     if not links:
         return []
     usual = median_high([link["bytes_per_s"] for link in links])
     ordered = sorted(links, key=lambda link: link["bytes_per_s"])
-    measured = [{**link, "from": cast.name_node(link["from"]), "to": cast.name_node(link["to"])} for link in ordered]
+    measured = [{**link, **{end: members.name_node(link[end]) for end in ("from", "to")}} for link in ordered]
     slow = find_slow(links)
-    first = _describe_link(cast, ordered[0])
+    first = _describe_link(members, ordered[0])
     if not slow:
         latency = max(link["latency_s"] for link in links)
         found = (
             f"{format_rate(usual)} from host to host (median), {format_s(latency)} at most for 1 KB; slowest: {first}"
         )
         return [Finding("links", PASS, found, measured=measured)]
-    more = f"; and {', '.join(_describe_link(cast, link) for link in slow[1:4])}" if len(slow) > 1 else ""
+    more = f"; and {', '.join(_describe_link(members, link) for link in slow[1:4])}" if len(slow) > 1 else ""
     more += f" and {len(slow) - 4} more" if len(slow) > 4 else ""
     senders, receivers = {link["from"] for link in slow}, {link["to"] for link in slow}
-    common = [node for node in range(len(cast.leaders)) if all(node in (link["from"], link["to"]) for link in slow)]
+    common = [node for node in range(len(members.leaders)) if all(node in (link["from"], link["to"]) for link in slow)]
     suspect = common if len(common) == 1 else sorted(senders) if len(senders) == 1 else sorted(receivers)
-    where = f" of {cast.name_node(suspect[0])}" if len(suspect) == 1 else ""
+    where = f" of {members.name_node(suspect[0])}" if len(suspect) == 1 else ""
     advice = f"look at the network card, cable and switch port{where} (ethtool: speed, errors), or leave it out"
     found = f"the slowest link is {first}{more}; the median is {format_rate(usual)}"
     return [Finding("links", WARN, found, advice, measured)]
 
 
-def _describe_link(cast: Cast, link: dict[str, Any]) -> str:
-    return f"{cast.name_node(link['from'])} -> {cast.name_node(link['to'])}, {format_rate(link['bytes_per_s'])}"
+def _describe_link(members: Members, link: dict[str, Any]) -> str:
+    return f"{members.name_node(link['from'])} -> {members.name_node(link['to'])}, {format_rate(link['bytes_per_s'])}"

@@ -8,14 +8,12 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from samestep.errors import Error
 from samestep.snapshot.remote import Remote, Unreachable, find_copies, is_url
+from samestep.tools.doctor.context import Context
 from samestep.tools.doctor.findings import FAIL, PASS, WARN, Facts, Finding, format_bytes, format_rate, format_s
-
-if TYPE_CHECKING:
-    from samestep.tools.doctor.examination import Here
 
 DEFAULT = "runs"
 CHUNK_BYTES, MOST_BYTES = 4 << 20, 64 << 20
@@ -36,19 +34,19 @@ def find_existing(path: Path) -> Path:
     return path
 
 
-def look_at_disk(here: "Here") -> dict[str, Any] | None:
+def look_at_disk(context: Context) -> dict[str, Any] | None:
     """Of a node's first rank: the directory as that node sees it. Leaves nothing there."""
-    leaders = here.cast.leaders
-    if is_url(here.options.run_dir):
-        return _look_at_store(here, str(here.options.run_dir)) if here.environment.rank == 0 else None
-    wanted = Path(here.options.run_dir or DEFAULT)
-    if here.environment.rank == 0:
-        here.meeting.say("disk/token", uuid.uuid4().hex)
-    if not here.is_leader:
+    leaders = context.members.leaders
+    if is_url(context.options.run_dir):
+        return _look_at_store(context, str(context.options.run_dir)) if context.environment.rank == 0 else None
+    wanted = Path(context.options.run_dir or DEFAULT)
+    if context.environment.rank == 0:
+        context.meeting.say("disk/token", uuid.uuid4().hex)
+    if not context.is_leader:
         return None
-    token: str = here.meeting.hear("disk/token", EXCHANGE_S, [0])[0]
+    token: str = context.meeting.hear("disk/token", EXCHANGE_S, [0])[0]
     place = find_existing(wanted)
-    node = here.cast.nodes[here.environment.rank]
+    node = context.members.nodes[context.environment.rank]
     mark = place / f"{MARK}{token}-{node}"
     facts: dict[str, Any] = {"wanted": str(wanted), "place": str(place), "problem": ""}
     try:
@@ -56,10 +54,10 @@ def look_at_disk(here: "Here") -> dict[str, Any] | None:
     except OSError as error:
         facts["problem"] = error.strerror or str(error)
     try:
-        made = here.meeting.exchange("disk/made", not facts["problem"], EXCHANGE_S, leaders)
+        made = context.meeting.exchange("disk/made", not facts["problem"], EXCHANGE_S, leaders)
         nodes = [node for node, leader in enumerate(leaders) if made.get(leader)]
         facts["sees"] = find_marks(place, token, nodes)
-        here.meeting.exchange("disk/seen", True, EXCHANGE_S, leaders)
+        context.meeting.exchange("disk/seen", True, EXCHANGE_S, leaders)
         if not facts["problem"]:
             facts["free_bytes"] = _measure_room(place)
             if node == 0:  # rank 0 writes the snapshots; all nodes at once would share one disk
@@ -72,13 +70,13 @@ def look_at_disk(here: "Here") -> dict[str, Any] | None:
     return facts
 
 
-def _look_at_store(here: "Here", url: str) -> dict[str, Any]:
+def _look_at_store(context: Context, url: str) -> dict[str, Any]:
     """Of rank 0, which alone talks to it: whether the URL can be reached, and the disk that takes the working copy."""
     try:
         Remote(url).is_empty()
     except (Error, Unreachable) as error:
         return {"wanted": url, "place": url, "problem": str(error)}
-    place = find_existing(find_copies(here.environment.overrides.local_dir))
+    place = find_existing(find_copies(context.environment.overrides.local_dir))
     facts = {"wanted": f"the working copy of {url}, in {place}", "place": str(place), "problem": "", "sees": [0]}
     try:
         free_bytes = _measure_room(place)
@@ -131,39 +129,41 @@ def measure_speed(path: Path, free_bytes: int) -> dict[str, float]:
 
 def judge_disk(facts: Facts) -> list[Finding]:
     """Room, one and the same on all nodes, and speed."""
-    cast, by_node = facts.cast, facts.by_node
+    members, by_node = facts.members, facts.by_node
     findings = []
     if not by_node:
         return []
     shown = next(iter(by_node.values()))["wanted"]
     for node, fact in by_node.items():
         if fact["problem"]:
-            found = f"{fact['place']} cannot be written on {cast.name_node(node)} ({fact['problem']})"
+            found = f"{fact['place']} cannot be written on {members.name_node(node)} ({fact['problem']})"
             findings.append(Finding("run_dir", FAIL, found, "name another with --run-dir, and make it writable"))
     well = {node: fact for node, fact in by_node.items() if not fact["problem"]}
     first = by_node.get(0)
     if first is not None and not first["problem"]:
         apart = [node for node in well if node not in first["sees"] or 0 not in well[node]["sees"]]
         if apart:
-            names = cast.name_nodes(apart)
-            found = f"{shown} on {names} is not what it is on {cast.name_node(0)}: a run keeps a copy on each such host"
+            names = members.name_nodes(apart)
+            found = (
+                f"{shown} on {names} differs from that on {members.name_node(0)}: a run keeps a copy on each such host"
+            )
             advice = "put it on a file system that all nodes share, where there is one, and name it by its full path"
             findings.append(Finding("run_dir", WARN, found, advice))
     for node, fact in well.items():
-        free, name = fact["free_bytes"], cast.name_node(node)
+        free, name = fact["free_bytes"], members.name_node(node)
         if free < FEW_BYTES:
             found = f"{format_bytes(free)} are left at {fact['place']} on {name}"
             advice = "make room: a snapshot holds the model and the optimizer's state, and keep=3 of them stay"
             findings.append(Finding("run_dir", FAIL if free < LEAST_BYTES else WARN, found, advice))
     speed, fsync_s = (well.get(0, {}).get(name) for name in ("write_bytes_per_s", "fsync_s"))
-    where = f"{by_node[0]['place']} on {cast.name_node(0)}" if 0 in by_node else ""
+    where = f"{by_node[0]['place']} on {members.name_node(0)}" if 0 in by_node else ""
     if speed is not None and speed < SLOW_BYTES_PER_S:
         found = f"{where} takes {format_rate(speed)}: a snapshot of 1 GB takes {1e9 / speed:.0f} s"
         findings.append(Finding("run_dir", WARN, found, "choose a faster disk, or save less often (--snapshot-every)"))
     if fsync_s is not None and fsync_s > SLOW_FSYNC_S:
         found = f"{where} needs {format_s(fsync_s)} to make a small file durable"
         findings.append(Finding("run_dir", WARN, found, "choose a faster disk: every snapshot waits for several"))
-    measured = {cast.name_node(node): fact for node, fact in by_node.items()}
+    measured = {members.name_node(node): fact for node, fact in by_node.items()}
     if findings:
         return [replace(finding, measured=measured) for finding in findings]
     free = min(fact["free_bytes"] for fact in well.values())

@@ -6,16 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from samestep.errors import Error
 from samestep.tools.doctor.collectives import judge_collectives, look_at_collectives
+from samestep.tools.doctor.context import Context, Members
 from samestep.tools.doctor.disk import judge_disk, look_at_disk
 from samestep.tools.doctor.feeding import judge_feeding, look_at_feeding
-from samestep.tools.doctor.findings import FAIL, Cast, Check, Finding, judge_answers
+from samestep.tools.doctor.findings import FAIL, Check, Finding, judge_answers
 from samestep.tools.doctor.gpus import judge_gpus, look_at_gpus
 from samestep.tools.doctor.machine import (
     judge_cores,
@@ -29,7 +26,6 @@ from samestep.tools.doctor.network import judge_network, look_at_network
 from samestep.tools.doctor.options import Options
 from samestep.tools.doctor.report import Report
 from samestep.world.environment import Environment, read_host
-from samestep.world.group import choose_device
 from samestep.world.meeting import Meeting
 
 MEET_S = 60.0  # for the other ranks to come
@@ -53,40 +49,6 @@ CHECKS = (
     Check("collectives", look_at_collectives, judge_collectives, limit_s=45.0, advice=GROUP_ADVICE, in_thread=False),
 )
 FEEDING = Check("loader", look_at_feeding, judge_feeding, limit_s=90.0, in_thread=False)
-
-
-@dataclass
-class Here:
-    """What a look has at hand on this rank.
-
-    Attributes:
-        environment: this rank's place.
-        options: what was asked for.
-        meeting: the other ranks, before there is a group.
-        cast: who takes part.
-        clock: this host's, in seconds.
-        doing: what it is at, for whoever is told that it hangs.
-    """
-
-    environment: Environment
-    options: Options
-    meeting: Meeting
-    cast: Cast
-    clock: Callable[[], float] = time.time
-    doing: str = ""
-
-    @property
-    def is_leader(self) -> bool:
-        """Whether this is the first rank of its node."""
-        return self.environment.rank in self.cast.leaders
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes; the CPU, where it cannot have the GPU it should."""
-        try:
-            return choose_device(self.environment, self.options.device)
-        except Error:
-            return torch.device("cpu")
 
 
 def examine(
@@ -131,12 +93,12 @@ def _examine(
         names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         return _end_alone(report, f"{names} did not come within {MEET_S:g} s")
     nodes = list(dict.fromkeys(told[rank][1] for rank in sorted(told)))
-    cast = Cast([told[rank][0] for rank in sorted(told)], [nodes.index(told[rank][1]) for rank in sorted(told)])
-    here = Here(environment, options, meeting, cast, clock)
+    members = Members([told[rank][0] for rank in sorted(told)], [nodes.index(told[rank][1]) for rank in sorted(told)])
+    context = Context(environment, options, meeting, members, clock)
     if report is not None:
-        report.open(cast)
+        report.open(members)
     for number, check in enumerate(checks):
-        _check_one(here, check, f"check/{number}", report)
+        _check_one(context, check, f"check/{number}", report)
     code = 0 if report is None else report.close()
     _part(meeting)
     return code
@@ -153,43 +115,43 @@ def _end_alone(report: Report | None, what: str) -> int:
     return report.close()
 
 
-def _check_one(here: Here, check: Check, name: str, report: Report | None) -> None:
+def _check_one(context: Context, check: Check, name: str, report: Report | None) -> None:
     if report is not None:
         report.begin(check.name)
-    here.doing, began_s = "", time.monotonic()
-    watchdog = threading.Timer(check.limit_s, _give_up, (here, check, name, report))
+    context.doing, began_s = "", time.monotonic()
+    watchdog = threading.Timer(check.limit_s, _give_up, (context, check, name, report))
     watchdog.daemon = True
     if check.in_thread:
-        answer = look_bounded(here, check)
+        answer = look_bounded(context, check)
     else:
         watchdog.start()
-        answer = look(here, check)
+        answer = look(context, check)
         watchdog.cancel()
-    here.meeting.say(name, answer)
+    context.meeting.say(name, answer)
     if report is not None:
         left_s = began_s + check.limit_s - time.monotonic() if "facts" in answer else GRACE_S
-        answers = here.meeting.hear(name, left_s + GRACE_S)
-        report.add(*judge_answers(check, here.cast, answers))
+        answers = context.meeting.hear(name, left_s + GRACE_S)
+        report.add(*judge_answers(check, context.members, answers))
 
 
-def look(here: Here, check: Check) -> dict[str, Any]:
+def look(context: Context, check: Check) -> dict[str, Any]:
     """What this rank answers: {"facts": ...}, or {"error": why there are none}."""
     try:
-        return {"facts": check.look(here)}
+        return {"facts": check.look(context)}
     except Exception as error:
-        at = f" in {here.doing}" if here.doing else ""
+        at = f" in {context.doing}" if context.doing else ""
         return {"error": describe_error(error) + at}
 
 
-def look_bounded(here: Here, check: Check) -> dict[str, Any]:
+def look_bounded(context: Context, check: Check) -> dict[str, Any]:
     """As `look`, in a thread; one that hangs is left behind."""
     answers: list[dict[str, Any]] = []
-    thread = threading.Thread(target=lambda: answers.append(look(here, check)), daemon=True)
+    thread = threading.Thread(target=lambda: answers.append(look(context, check)), daemon=True)
     thread.start()
     thread.join(check.limit_s)
     if answers:
         return answers[0]
-    at = f" in {here.doing}" if here.doing else ""
+    at = f" in {context.doing}" if context.doing else ""
     return {"error": f"it has been hanging{at}, and was given up after {check.limit_s:g} s"}
 
 
@@ -199,25 +161,25 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0].strip()}"[:MAX_REASON] if lines else type(error).__name__
 
 
-def _give_up(here: Here, check: Check, name: str, report: Report | None) -> None:
+def _give_up(context: Context, check: Check, name: str, report: Report | None) -> None:
     """The main thread hangs in what cannot be left behind: this process ends, after rank 0's report."""
     with suppress(RuntimeError):
-        here.meeting.say(f"{name}/hanging", here.doing or "it")
+        context.meeting.say(f"{name}/hanging", context.doing or "it")
         if report is None:
-            here.meeting.hear("end", GRACE_S, [0])
+            context.meeting.hear("end", GRACE_S, [0])
     if report is not None:
         told: dict[int, str] = {}
         with suppress(RuntimeError):
-            told = here.meeting.hear(f"{name}/hanging", PARTING_S)
+            told = context.meeting.hear(f"{name}/hanging", PARTING_S)
         places = {place: [rank for rank, other in told.items() if other == place] for place in told.values()}
-        silent = set(range(here.environment.world_size)) - set(told)
-        parts = [f"{here.cast.name_ranks(ranks)} in {place}" for place, ranks in places.items()]
-        parts += [f"{here.cast.name_ranks(silent)} without an answer"] if silent else []
+        silent = set(range(context.environment.world_size)) - set(told)
+        parts = [f"{context.members.name_ranks(ranks)} in {place}" for place, ranks in places.items()]
+        parts += [f"{context.members.name_ranks(silent)} without an answer"] if silent else []
         found = f"could not be checked: for {check.limit_s:g} s there have been hanging {', and '.join(parts)}"
         report.add(Finding(check.name, FAIL, found, check.advice))
         report.close()
         with suppress(RuntimeError):
-            here.meeting.say("end", True)
+            context.meeting.say("end", True)
     with suppress(OSError):
         sys.stdout.flush()
     os._exit(1)

@@ -13,14 +13,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from samestep.tools.doctor.context import Context
 from samestep.tools.doctor.findings import FAIL, PASS, WARN, Facts, Finding
 from samestep.tools.trained import read_lines, start
 from samestep.world.environment import TRACE, Overrides, child_variables
-
-if TYPE_CHECKING:
-    from samestep.tools.doctor.examination import Here
 
 WARM_UP = 3  # steps: it compiles, opens files, starts workers
 MEASURED_S, MOST_STEPS = 3.0, 1000
@@ -32,12 +30,12 @@ MOST_WAITING, MOST_LOADING = 0.1, 0.2  # of a step: with workers, and without
 SHOWN_LINES = 3
 
 
-def look_at_feeding(here: "Here") -> dict[str, Any] | None:
+def look_at_feeding(context: Context) -> dict[str, Any] | None:
     """Of rank 0: the script on as many ranks as this node has, in a directory that is removed. Others have nothing."""
-    if here.environment.rank != 0:
+    if context.environment.rank != 0:
         return None
-    options, home = here.options, Path(tempfile.mkdtemp(prefix="samestep-doctor-"))
-    num_ranks = here.environment.local_world_size
+    options, home = context.options, Path(tempfile.mkdtemp(prefix="samestep-doctor-"))
+    num_ranks = context.environment.local_world_size
     overrides = Overrides(
         run_dir=str(home / "run"),
         max_steps=MOST_STEPS,
@@ -52,7 +50,7 @@ def look_at_feeding(here: "Here") -> dict[str, Any] | None:
     variables = child_variables() | overrides.to_variables() | {"WANDB_MODE": "disabled"}
     variables[TRACE] = json.dumps({"dir": str(home), "paces": True})
     command = [sys.executable, "-m", "samestep", "launch", "--nproc-per-node", str(num_ranks), *options.script]
-    here.doing = f"training {' '.join(options.script)}"
+    context.doing = f"training {' '.join(options.script)}"
     before = signal.signal(signal.SIGTERM, _leave)
     try:
         code = _train(command, variables, home)

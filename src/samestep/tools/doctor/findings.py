@@ -1,13 +1,12 @@
 """What a check is, and what it comes to: facts that every rank looks up, and a judgement on all of them."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from samestep.tools.doctor.examination import Here
+from samestep.tools.doctor.context import Context, Members
 
 MAX_NAMED = 6
 PASS, WARN, FAIL = "pass", "warn", "fail"
@@ -33,61 +32,6 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Cast:
-    """Who takes part.
-
-    Attributes:
-        hosts: the host's name, by rank.
-        nodes: the number of the node, by rank: what has one network and one kernel.
-    """
-
-    hosts: Sequence[str]
-    nodes: Sequence[int]
-
-    @cached_property
-    def leaders(self) -> list[int]:
-        """The first rank of each node, by node."""
-        return [list(self.nodes).index(node) for node in range(max(self.nodes) + 1)]
-
-    def of_node(self, node: int) -> list[int]:
-        """The ranks of a node."""
-        return [rank for rank, other in enumerate(self.nodes) if other == node]
-
-    def name_node(self, node: int) -> str:
-        """Its host's name, and which it is where several are called so."""
-        names = [self.hosts[leader] for leader in self.leaders]
-        name = names[node]
-        return name if names.count(name) == 1 else f"{name} (node {node})"
-
-    def name_nodes(self, nodes: Iterable[int]) -> str:
-        """Their names; a few, where they are many."""
-        names = [self.name_node(node) for node in sorted(nodes)]
-        return ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
-
-    def name_ranks(self, ranks: Iterable[int]) -> str:
-        """Such as "h2" (all of its ranks), or "rank 3 (h2)"; the nodes one after the other."""
-        some = sorted(ranks)
-        if len(some) == len(self.nodes):
-            return "all ranks" if len(some) > 1 else self.name_node(0)
-        parts = []
-        for node in sorted({self.nodes[rank] for rank in some}):
-            mine, there = self.of_node(node), [rank for rank in some if self.nodes[rank] == node]
-            if there == mine and len(self.leaders) > 1:
-                parts.append(self.name_node(node))
-            else:
-                which = ", ".join(map(str, there[:MAX_NAMED])) + (" ..." if len(there) > MAX_NAMED else "")
-                parts.append(f"rank{'s' if len(there) > 1 else ''} {which} ({self.name_node(node)})")
-        more = f" and {len(parts) - MAX_NAMED} more" if len(parts) > MAX_NAMED else ""
-        return ", ".join(parts[:MAX_NAMED]) + more
-
-    def describe(self) -> str:
-        """Such as "4 ranks on 2 hosts (h1, h2)"."""
-        num_ranks, num_nodes = len(self.hosts), len(self.leaders)
-        names, ranks = self.name_nodes(range(num_nodes)), f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
-        return f"{ranks} on {names}" if num_nodes == 1 else f"{ranks} on {num_nodes} hosts ({names})"
-
-
-@dataclass(frozen=True)
 class Facts:
     """What the ranks have looked up for one check; those that could not are left out.
 
@@ -95,13 +39,13 @@ class Facts:
         by_rank: of each rank; None of those that had nothing to look at.
     """
 
-    cast: Cast
+    members: Members
     by_rank: Mapping[int, Any]
 
     @cached_property
     def by_node(self) -> dict[int, Any]:
         """What the first rank of each node has looked up."""
-        found = {node: self.by_rank.get(leader) for node, leader in enumerate(self.cast.leaders)}
+        found = {node: self.by_rank.get(leader) for node, leader in enumerate(self.members.leaders)}
         return {node: fact for node, fact in found.items() if fact is not None}
 
 
@@ -118,32 +62,32 @@ class Check:
     """
 
     name: str
-    look: Callable[["Here"], Any]
+    look: Callable[[Context], Any]
     judge: Callable[[Facts], list[Finding]]
     limit_s: float = 10.0
     advice: str = "see what it says there, and run the doctor again"
     in_thread: bool = True
 
 
-def judge_answers(check: Check, cast: Cast, answers: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
+def judge_answers(check: Check, members: Members, answers: Mapping[int, Mapping[str, Any]]) -> list[Finding]:
     """The findings of a check, one per rank's reason for having none included.
 
     Args:
         check: the check.
-        cast: who was asked.
+        members: who was asked.
         answers: by rank `{"facts": ...}` or `{"error": reason}`; a rank that is not there did not answer.
     """
     facts = {rank: answer["facts"] for rank, answer in answers.items() if "facts" in answer}
     reasons = {rank: answer["error"] for rank, answer in answers.items() if "error" in answer}
-    reasons |= {rank: "it did not answer" for rank in range(len(cast.hosts)) if rank not in answers}
+    reasons |= {rank: "it did not answer" for rank in range(len(members.hosts)) if rank not in answers}
     findings = []
     for reason in Counter(reasons.values()):
         ranks = [rank for rank, other in reasons.items() if other == reason]
-        where = "" if len(cast.hosts) == 1 else f" on {cast.name_ranks(ranks)}"
+        where = "" if len(members.hosts) == 1 else f" on {members.name_ranks(ranks)}"
         findings.append(Finding(check.name, FAIL, f"could not be checked{where}: {reason}", check.advice))
     if facts:
         try:
-            findings += check.judge(Facts(cast, facts))
+            findings += check.judge(Facts(members, facts))
         except Exception as error:
             found = f"could not be judged: {type(error).__name__}: {error}"
             findings.append(Finding(check.name, FAIL, found, "that is a fault of samestep: report it"))

@@ -4,13 +4,11 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from samestep.errors import Error
-from samestep.tools.doctor.findings import FAIL, PASS, WARN, Cast, Facts, Finding, format_bytes
-
-if TYPE_CHECKING:
-    from samestep.tools.doctor.examination import Here
+from samestep.tools.doctor.context import Context, Members
+from samestep.tools.doctor.findings import FAIL, PASS, WARN, Facts, Finding, format_bytes
 
 LEAST_FREE = 0.9  # of a GPU's memory
 # Bits of nvmlDeviceGetCurrentClocksEventReasons that no healthy GPU shows, at work or idle.
@@ -25,7 +23,7 @@ UNCORRECTED, VOLATILE, NVLINK = 1, 0, 2  # NVML's numbers
 ANCESTORS = {0: "one board", 10: "a PCIe switch", 20: "PCIe switches", 30: "a PCIe root", 40: "a NUMA node", 50: "no"}
 
 
-def look_at_gpus(here: "Here") -> dict[str, Any]:
+def look_at_gpus(context: Context) -> dict[str, Any]:
     """Of this rank: its device; of a node's first rank also all GPUs of the node."""
     import torch
 
@@ -33,10 +31,10 @@ def look_at_gpus(here: "Here") -> dict[str, Any]:
 
     facts: dict[str, Any] = {"device": "cpu", "problem": ""}
     try:
-        facts["device"] = choose_device(here.environment, here.options.device).type
+        facts["device"] = choose_device(context.environment, context.options.device).type
     except Error as error:
         facts["problem"] = str(error)
-    if here.is_leader:
+    if context.is_leader:
         is_usable = torch.cuda.is_available()
         num_gpus = torch.cuda.device_count() if is_usable else 0
         facts["num_gpus"] = num_gpus
@@ -108,24 +106,24 @@ def _text(value: str | bytes) -> str:
 
 def judge_gpus(facts: Facts) -> list[Finding]:
     """Too few, unlike, taken, slowed down or failing ones."""
-    cast, by_node = facts.cast, facts.by_node
+    members, by_node = facts.members, facts.by_node
     findings = [
-        Finding("devices", FAIL, f"{fact['problem']} (on {cast.name_ranks([rank])})")
+        Finding("devices", FAIL, f"{fact['problem']} (on {members.name_ranks([rank])})")
         for rank, fact in facts.by_rank.items()
         if fact["problem"]
     ][:1]  # the others have the same
     for node, fact in by_node.items():
         if fact["num_present"] and not fact["num_gpus"]:
-            found = f"{cast.name_node(node)} has {fact['num_present']} GPUs, and torch {fact['torch']} cannot use them"
+            found = f"torch {fact['torch']} cannot use the {fact['num_present']} GPUs of {members.name_node(node)}"
             advice = "install a build of torch for CUDA, and a driver that is new enough for it (nvidia-smi)"
             findings.append(Finding("devices", FAIL, found, advice))
     counts = {node: fact["num_gpus"] for node, fact in by_node.items()}
     if len(set(counts.values())) > 1:
-        shown = ", ".join(f"{num} on {cast.name_node(node)}" for node, num in counts.items())
+        shown = ", ".join(f"{num} on {members.name_node(node)}" for node, num in counts.items())
         advice = "look with nvidia-smi whether one has dropped out; all nodes need what --nproc-per-node asks for"
         findings.append(Finding("devices", WARN, f"GPUs: {shown}", advice))
     for node, fact in by_node.items():
-        findings += _judge_node(cast.name_node(node), fact)
+        findings += _judge_node(members.name_node(node), fact)
     kinds = {(gpu["name"], node) for node, fact in by_node.items() for gpu in fact["gpus"] or ()}
     names = sorted({name for name, _ in kinds})
     if len(names) > 1:
@@ -134,12 +132,12 @@ def judge_gpus(facts: Facts) -> list[Finding]:
     devices = {fact["device"] for fact in facts.by_rank.values()}
     if len(devices) > 1:
         there = [rank for rank, fact in facts.by_rank.items() if fact["device"] == "cpu"]
-        found = f"{cast.name_ranks(there)}: on the CPU, the others on GPUs"
+        found = f"{members.name_ranks(there)}: on the CPU, the others on GPUs"
         findings.append(Finding("devices", FAIL, found, "give every rank a GPU, or say --device cpu"))
-    measured = {cast.name_node(node): fact["gpus"] for node, fact in by_node.items()}
+    measured = {members.name_node(node): fact["gpus"] for node, fact in by_node.items()}
     if findings:
         return [replace(finding, measured=measured) for finding in findings]
-    return [Finding("devices", PASS, _describe(cast, by_node, devices, names), measured=measured)]
+    return [Finding("devices", PASS, _describe(members, by_node, devices, names), measured=measured)]
 
 
 def _judge_node(name: str, fact: dict[str, Any]) -> list[Finding]:
@@ -173,11 +171,11 @@ def _judge_node(name: str, fact: dict[str, Any]) -> list[Finding]:
     return findings
 
 
-def _describe(cast: Cast, by_node: dict[int, Any], devices: set[str], names: list[str]) -> str:
+def _describe(members: Members, by_node: dict[int, Any], devices: set[str], names: list[str]) -> str:
     if not any(fact["num_gpus"] for fact in by_node.values()):
         return "no GPU: ranks run on the CPU"
     per_node = max(fact["num_gpus"] for fact in by_node.values())
-    each = " on each host" if len(cast.leaders) > 1 else ""
+    each = " on each host" if len(members.leaders) > 1 else ""
     links = {link for fact in by_node.values() for gpu in fact["gpus"] or () for link in gpu["links"]}
     said = f"{per_node} x {names[0] if names else 'GPU'}{each}, nothing wrong with them"
     said += f", {' or '.join(sorted(links))} between them" if links else ""

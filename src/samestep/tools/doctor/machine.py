@@ -7,13 +7,11 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from samestep import __version__
+from samestep.tools.doctor.context import Context
 from samestep.tools.doctor.findings import FAIL, PASS, WARN, Facts, Finding, format_bytes
-
-if TYPE_CHECKING:
-    from samestep.tools.doctor.examination import Here
 
 MUST_AGREE = ("python", "torch", "CUDA", "NCCL", "samestep")  # a driver serves several CUDA versions
 LEAST_SHM_BYTES = 512 << 20
@@ -25,7 +23,7 @@ CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 # --- versions -----------------------------------------------------------------------------------------------------
 
 
-def look_at_versions(here: "Here") -> dict[str, str]:
+def look_at_versions(context: Context) -> dict[str, str]:
     """Name -> version; "" where there is none."""
     import torch
 
@@ -62,7 +60,7 @@ def judge_versions(facts: Facts) -> list[Finding]:
         for value in counts:
             if value == usual:
                 continue
-            where = facts.cast.name_ranks(rank for rank, other in values.items() if other == value)
+            where = facts.members.name_ranks(rank for rank, other in values.items() if other == value)
             found = f"{name} is {value or 'missing'} on {where}, and {usual or 'missing'} on the others"
             advice = f"install {name} {usual} there" if usual else f"remove {name} there, or install it on all"
             status = FAIL if name in MUST_AGREE else WARN
@@ -78,7 +76,7 @@ def judge_versions(facts: Facts) -> list[Finding]:
 # --- cores --------------------------------------------------------------------------------------------------------
 
 
-def look_at_cores(here: "Here") -> dict[str, Any]:
+def look_at_cores(context: Context) -> dict[str, Any]:
     """Of this rank: the cores that it may use, and how many threads compute on them."""
     import torch
 
@@ -86,7 +84,7 @@ def look_at_cores(here: "Here") -> dict[str, Any]:
     return {
         "allowed": sorted(allowed),
         "quota": read_quota(),
-        "threads": here.options.threads or torch.get_num_threads(),
+        "threads": context.options.threads or torch.get_num_threads(),
         "num_numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1,
         "load": os.getloadavg()[0],
     }
@@ -134,7 +132,7 @@ def _read(file: Path) -> str:
 
 def judge_cores(facts: Facts) -> list[Finding]:
     """Ranks times threads against the cores of each node."""
-    cast, findings, measured = facts.cast, [], {}
+    members, findings, measured = facts.members, [], {}
     texts: dict[str, list[int]] = {}
     crowded: dict[str, list[int]] = {}
     loads: dict[int, float] = {}
@@ -144,14 +142,14 @@ def judge_cores(facts: Facts) -> list[Finding]:
         advice = "set the same OMP_NUM_THREADS for all, or give --threads: results depend on it"
         findings.append(Finding("cores", FAIL, found, advice))
     most_threads = max(counts)
-    for node in range(len(cast.leaders)):
-        ranks = [facts.by_rank[rank] for rank in cast.of_node(node) if rank in facts.by_rank]
+    for node in range(len(members.leaders)):
+        ranks = [facts.by_rank[rank] for rank in members.of_node(node) if rank in facts.by_rank]
         if not ranks:
             continue
         num_allowed = len({core for rank in ranks for core in rank["allowed"]})
         num_cores = min([float(num_allowed), *(rank["quota"] for rank in ranks if rank["quota"] is not None)])
         load, num_numa_nodes = ranks[0]["load"], ranks[0]["num_numa_nodes"]
-        measured[cast.name_node(node)] = {
+        measured[members.name_node(node)] = {
             "cores": num_cores, "ranks": len(ranks), "numa_nodes": num_numa_nodes, "load": load,
             "threads": [rank["threads"] for rank in ranks],
         }  # fmt: skip
@@ -163,16 +161,16 @@ def judge_cores(facts: Facts) -> list[Finding]:
         if load > num_cores:
             loads[node] = load
     for text, nodes in crowded.items():
-        num_cores = measured[cast.name_node(nodes[0])]["cores"]
+        num_cores = measured[members.name_node(nodes[0])]["cores"]
         advice = f"start at most {_count(max(1, int(num_cores // most_threads)), 'rank')} there"
         advice += ", or give each fewer threads (--threads, samestep.Run)" if most_threads > 1 else ""
-        findings.append(Finding("cores", WARN, f"{text}: {cast.name_nodes(nodes)}", advice))
+        findings.append(Finding("cores", WARN, f"{text}: {members.name_nodes(nodes)}", advice))
     if loads:
-        found = f"other programs compute on {cast.name_nodes(loads)}: up to {max(loads.values()):.1f} at a time"
+        found = f"other programs compute on {members.name_nodes(loads)}: up to {max(loads.values()):.1f} at a time"
         findings.append(Finding("cores", WARN, found, "look with top what they are; what is measured here suffers"))
     if findings:
         return [replace(finding, measured=measured) for finding in findings]
-    shown = [text if len(texts) == 1 else f"{text}: {cast.name_nodes(nodes)}" for text, nodes in texts.items()]
+    shown = [text if len(texts) == 1 else f"{text}: {members.name_nodes(nodes)}" for text, nodes in texts.items()]
     return [Finding("cores", PASS, "; ".join(shown), measured=measured)]
 
 
@@ -183,7 +181,7 @@ def _count(number: float, what: str) -> str:
 # --- limits -------------------------------------------------------------------------------------------------------
 
 
-def look_at_limits(here: "Here") -> dict[str, Any]:
+def look_at_limits(context: Context) -> dict[str, Any]:
     """Of this rank: room in /dev/shm (None: there is none), and how many files it may open."""
     import resource
 
@@ -202,25 +200,25 @@ def look_at_limits(here: "Here") -> dict[str, Any]:
 
 def judge_limits(facts: Facts) -> list[Finding]:
     """Whether a data loader's workers and the ranks' connections have room."""
-    cast, findings = facts.cast, []
-    needed = max(FEW_FILES, FILES_PER_RANK * len(cast.hosts))
+    members, findings = facts.members, []
+    needed = max(FEW_FILES, FILES_PER_RANK * len(members.hosts))
     missing = [rank for rank, fact in facts.by_rank.items() if fact["shm_free_bytes"] is None]
     free = {rank: fact["shm_free_bytes"] for rank, fact in facts.by_rank.items() if rank not in missing}
     tight = [rank for rank, free_bytes in free.items() if free_bytes < LEAST_SHM_BYTES]
     if missing:
         findings.append(
-            Finding("limits", FAIL, f"there is no /dev/shm on {cast.name_ranks(missing)}",
+            Finding("limits", FAIL, f"there is no /dev/shm on {members.name_ranks(missing)}",
                     "mount a tmpfs there: workers of data loaders and NCCL pass data through it")
         )  # fmt: skip
     if tight:
-        found = f"/dev/shm has {format_bytes(min(free[rank] for rank in tight))} left on {cast.name_ranks(tight)}"
+        found = f"/dev/shm has {format_bytes(min(free[rank] for rank in tight))} left on {members.name_ranks(tight)}"
         advice = "make room (docker run --ipc=host or --shm-size=8g; mount -o remount,size=8g /dev/shm): "
         findings.append(Finding("limits", WARN, found, f"{advice}workers of data loaders pass samples through it"))
     files = {rank: fact["files"] for rank, fact in facts.by_rank.items()}
     low = [rank for rank, num in files.items() if num < needed]
     if low:
         least = min(files[rank] for rank in low)
-        found = f"only {least} files may be open at a time on {cast.name_ranks(low)}, {needed} should be"
+        found = f"only {least} files may be open at a time on {members.name_ranks(low)}, {needed} should be"
         hard = min(facts.by_rank[rank]["files_at_most"] for rank in low)
         advice = f"ulimit -n {max(needed, 65536)}" if hard >= needed else "raise nofile in /etc/security/limits.conf"
         findings.append(Finding("limits", FAIL if least < FEWEST_FILES else WARN, found, advice))

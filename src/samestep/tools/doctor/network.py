@@ -9,14 +9,12 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from samestep.launch.nodes import find_addresses, plain_address
-from samestep.tools.doctor.findings import FAIL, PASS, WARN, Cast, Facts, Finding, format_s
+from samestep.tools.doctor.context import Context, Members
+from samestep.tools.doctor.findings import FAIL, PASS, WARN, Facts, Finding, format_s
 from samestep.world.environment import choose_interface, read_host, read_interface, read_master
-
-if TYPE_CHECKING:
-    from samestep.tools.doctor.examination import Here
 
 TIMEOUT_S = 3.0
 EXCHANGE_S = 15.0
@@ -153,18 +151,18 @@ def describe_interface(name: str) -> dict[str, Any]:
     return found
 
 
-def look_at_network(here: "Here") -> dict[str, Any] | None:
+def look_at_network(context: Context) -> dict[str, Any] | None:
     """Of a node's first rank: its interface, and every other node as it is seen from here. None with one node."""
-    leaders, meeting = here.cast.leaders, here.meeting
+    leaders, meeting = context.members.leaders, context.meeting
     if len(leaders) == 1:
         return None
     interface = find_interface(*read_master())
     if interface.is_lost:
         choose_interface(interface.name)  # so that there is more to be found out
-    if not here.is_leader:
+    if not context.is_leader:
         return None
     mine = {**describe_interface(interface.name), "own_name": interface.own_name, "is_lost": interface.is_lost}
-    echo = Echo(here.clock)
+    echo = Echo(context.clock)
     try:
         told = meeting.exchange(
             "network/echo", {**mine, "port": echo.port, "token": echo.token.hex()}, EXCHANGE_S, leaders
@@ -173,10 +171,11 @@ def look_at_network(here: "Here") -> dict[str, Any] | None:
             (node, family, told[leader])
             for node, leader in enumerate(leaders)
             for family in FAMILIES
-            if leader in told and leader != here.environment.rank and told[leader][family] and mine[family]
+            if leader in told and leader != context.environment.rank and told[leader][family] and mine[family]
         ]
         with ThreadPoolExecutor(8) as pool:
-            pings = pool.map(lambda w: ping(w[2][w[1]], w[2]["port"], bytes.fromhex(w[2]["token"]), here.clock), wanted)
+            clock = context.clock
+            pings = pool.map(lambda w: ping(w[2][w[1]], w[2]["port"], bytes.fromhex(w[2]["token"]), clock), wanted)
             seen: dict[str, dict[str, Any]] = {}
             for (node, family, _), found in zip(wanted, pings, strict=True):
                 seen.setdefault(str(node), {})[family] = found
@@ -191,21 +190,22 @@ def look_at_network(here: "Here") -> dict[str, Any] | None:
 
 def judge_network(facts: Facts) -> list[Finding]:
     """Of the network, and of the clocks."""
-    cast, by_node = facts.cast, facts.by_node
-    if len(cast.leaders) == 1:
+    members, by_node = facts.members, facts.by_node
+    if len(members.leaders) == 1:
         return [Finding("network", PASS, "one host: nothing to reach"), Finding("clocks", PASS, "one host, one clock")]
-    return [*_judge_reach(cast, by_node), *_judge_clocks(cast, by_node)]
+    return [*_judge_reach(members, by_node), *_judge_clocks(members, by_node)]
 
 
-def _judge_reach(cast: Cast, by_node: Mapping[int, Any]) -> list[Finding]:
+def _judge_reach(members: Members, by_node: Mapping[int, Any]) -> list[Finding]:
     findings = []
     for node, fact in by_node.items():
         if not fact["interface"] or not (fact["IPv4"] or fact["IPv6"]):
-            found = f"the interface {fact['interface'] or 'to the endpoint'} of {cast.name_node(node)} has no address"
+            interface, name = fact["interface"] or "to the endpoint", members.name_node(node)
+            found = f"the interface {interface} of {name} has no address"
             findings.append(
                 Finding("network", FAIL, found, "name the right one: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME")
             )
-    findings += _judge_default(cast, by_node)
+    findings += _judge_default(members, by_node)
     round_trips = []
     for node, fact in by_node.items():
         for other, there in by_node.items():
@@ -213,15 +213,15 @@ def _judge_reach(cast: Cast, by_node: Mapping[int, Any]) -> list[Finding]:
                 continue
             seen = fact["seen"].get(str(other), {})
             round_trips += [found["rtt_s"] for found in seen.values() if found["rtt_s"] is not None]
-            findings += _judge_pair(cast.name_node(node), cast.name_node(other), there, seen)
+            findings += _judge_pair(members.name_node(node), members.name_node(other), there, seen)
     mtus = {node: fact["mtu"] for node, fact in by_node.items()}
     if len(set(mtus.values())) > 1:
         shown = ", ".join(
-            f"{mtu} on {cast.name_node(node)} ({by_node[node]['interface']})" for node, mtu in mtus.items()
+            f"{mtu} on {members.name_node(node)} ({by_node[node]['interface']})" for node, mtu in mtus.items()
         )
         advice = "set one MTU on all (ip link set dev eth0 mtu 9000), as large as the switches between them take"
         findings.append(Finding("network", WARN, f"interfaces of several MTUs: {shown}", advice))
-    measured = {cast.name_node(node): fact for node, fact in by_node.items()}
+    measured = {members.name_node(node): fact for node, fact in by_node.items()}
     if findings:
         return [replace(finding, measured=measured) for finding in findings]
     with_6 = [node for node, fact in by_node.items() if fact["IPv6"]]
@@ -230,7 +230,7 @@ def _judge_reach(cast: Cast, by_node: Mapping[int, Any]) -> list[Finding]:
     elif len(with_6) == len(by_node):
         families = "by IPv4 and IPv6" if all(fact["IPv4"] for fact in by_node.values()) else "by IPv6"
     else:
-        families = f"by IPv4 (only {cast.name_nodes(with_6)} by IPv6, too)"
+        families = f"by IPv4 (only {members.name_nodes(with_6)} by IPv6, too)"
     names = sorted({fact["interface"] for fact in by_node.values()})
     said = f"all hosts reach each other {families} over {', '.join(names)}, MTU {next(iter(mtus.values()))}"
     if round_trips:
@@ -238,14 +238,14 @@ def _judge_reach(cast: Cast, by_node: Mapping[int, Any]) -> list[Finding]:
     return [Finding("network", PASS, said, measured=measured)]
 
 
-def _judge_default(cast: Cast, by_node: Mapping[int, Any]) -> list[Finding]:
+def _judge_default(members: Members, by_node: Mapping[int, Any]) -> list[Finding]:
     """Where no interface is set, gloo takes what the host's name stands for: on many systems an address of its own."""
     lost = [node for node, fact in by_node.items() if fact["is_lost"]]
     if not lost:
         return []
     own, interface = by_node[lost[0]]["own_name"] or "no address", by_node[lost[0]]["interface"]
-    found = f"no interface is set on {cast.name_nodes(lost)}, and a host's own name stands for {own} there: gloo would "
-    found += "listen where no other host reaches it"
+    found = f"no interface is set on {members.name_nodes(lost)}, and a host's own name stands for {own} there: "
+    found += "gloo would listen where no other host reaches it"
     advice = (
         f"export GLOO_SOCKET_IFNAME={interface} on all hosts (samestep launch does; it was set for what follows here)"
     )
@@ -273,7 +273,7 @@ def _judge_pair(name: str, other: str, there: Mapping[str, Any], seen: Mapping[s
     return findings
 
 
-def _judge_clocks(cast: Cast, by_node: Mapping[int, Any]) -> list[Finding]:
+def _judge_clocks(members: Members, by_node: Mapping[int, Any]) -> list[Finding]:
     """Against the first node's clock, measured from whichever side had the shorter round trip."""
     apart: dict[int, tuple[float, float]] = {}  # node -> seconds ahead of node 0, and the bound of the error
     for node in by_node:
@@ -284,20 +284,21 @@ def _judge_clocks(cast: Cast, by_node: Mapping[int, Any]) -> list[Finding]:
         if node and candidates:
             bound_s, ahead_s = min(candidates)
             apart[node] = (ahead_s, bound_s)
-    measured = {cast.name_node(node): {"ahead_s": a, "bound_s": b} for node, (a, b) in apart.items()}
+    measured = {members.name_node(node): {"ahead_s": a, "bound_s": b} for node, (a, b) in apart.items()}
     findings = []
     for node, (ahead_s, bound_s) in apart.items():
         if abs(ahead_s) + bound_s <= MOST_APART_S:
             continue
         where = "ahead of" if ahead_s > 0 else "behind"
-        found = f"the clock of {cast.name_node(node)} is {format_s(abs(ahead_s))} {where} that of {cast.name_node(0)}"
+        name, reference = members.name_node(node), members.name_node(0)
+        found = f"the clock of {name} is {format_s(abs(ahead_s))} {where} that of {reference}"
         found += f" (to within {format_s(bound_s)})"
         status = FAIL if abs(ahead_s) - bound_s > MOST_APART_S else WARN
         advice = "run chrony or another NTP client on all hosts: logs and what samestep watch shows go by these clocks"
         findings.append(Finding("clocks", status, found, advice, measured))
-    missing = [node for node in range(1, len(cast.leaders)) if node not in apart]
+    missing = [node for node in range(1, len(members.leaders)) if node not in apart]
     if missing:
-        found = f"the clock of {cast.name_nodes(missing)} could not be compared"
+        found = f"the clock of {members.name_nodes(missing)} could not be compared"
         findings.append(Finding("clocks", WARN, found, "let the hosts reach each other first", measured))
     if findings:
         return findings

@@ -9,7 +9,8 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from samestep.tools.doctor.findings import FAIL, PASS, WARN, Cast, Finding
+from samestep.tools.doctor.context import Members
+from samestep.tools.doctor.findings import FAIL, PASS, WARN, Finding
 
 COLOURS = {PASS: "\x1b[32m", WARN: "\x1b[33m", FAIL: "\x1b[1;31m"}
 CLEAR, PLAIN = "\r\x1b[2K", "\x1b[0m"
@@ -23,18 +24,18 @@ class Report:
     def __init__(self, *, as_json: bool) -> None:
         self.findings: list[Finding] = []
         self._as_json = as_json
-        self._cast = Cast(("?",), (0,))
+        self._members = Members(("?",), (0,))
         self._began_s = time.monotonic()
         self._seconds: dict[str, float] = {}
         self._check, self._check_s = "", 0.0
         self._is_terminal = not as_json and sys.stdout.isatty()
         self._closing, self._is_closed = threading.Lock(), False
 
-    def open(self, cast: Cast) -> None:
+    def open(self, members: Members) -> None:
         """It is known who takes part."""
-        self._cast = cast
+        self._members = members
         if not self._as_json:
-            print(f"samestep doctor: {cast.describe()}", flush=True)
+            print(f"samestep doctor: {members.describe()}", flush=True)
 
     def begin(self, check: str) -> None:
         """A check has begun."""
@@ -92,8 +93,8 @@ class Report:
         worst = next((s for s in (FAIL, WARN) if any(f.status == s for f in self.findings)), PASS)
         return {
             "status": worst,
-            "world_size": len(self._cast.hosts),
-            "hosts": [self._cast.name_node(node) for node in range(len(self._cast.leaders))],
+            "world_size": len(self._members.hosts),
+            "hosts": [self._members.name_node(node) for node in range(len(self._members.leaders))],
             "seconds": round(seconds, 3),
             "seconds_by_check": self._seconds,
             "findings": [
