@@ -10,7 +10,7 @@ from torch.utils.data import Subset
 
 import samestep
 from samestep.data.attributes import Attributes
-from samestep.data.loader import Source
+from samestep.data.source import Source
 
 
 class Epochs(Pairs):

@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, default_collate
 
-from samestep.data.loader import Loaded, Loader, Task, seed_all, to_device, understand
+from samestep.data.loader import Loaded, Loader, Task, seed_all, to_device
+from samestep.data.source import understand
 from samestep.errors import Error
 from samestep.plan.ledger import fingerprint
 
@@ -305,7 +306,8 @@ SCRIPT = """
 import itertools, multiprocessing, sys
 import numpy as np
 import torch
-from samestep.data.loader import Loader, Task, understand
+from samestep.data.loader import Loader, Task
+from samestep.data.source import understand
 
 tasks = (Task(np.arange(4), seed) for seed in itertools.count())
 loader = Loader(understand(torch.zeros(8), num_workers=2), tasks, device=torch.device("cpu"))

@@ -19,7 +19,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from samestep.data.loader import understand
+from samestep.data.source import understand
 from samestep.errors import Error
 
 NUMBERS = TensorDataset(torch.arange(10))

@@ -1,6 +1,6 @@
 """What a script changes in a data set whose copies are in DataLoader workers: they do not see it."""
 
-from samestep.data.loader import Source
+from samestep.data.source import Source
 
 
 class Attributes:

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from samestep.errors import Error
 from samestep.snapshot.manifest import Pieces
+from samestep.world.forking import at_rest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -113,9 +114,11 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, "Tensor"]) -> tuple[Piec
         for name, tensor in ordered:
             data = view_bytes(tensor)
             submit(name, data, not (tensor.is_cpu and tensor.is_contiguous()))
-            file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+            with at_rest():
+                file.write(data)
+        with at_rest():
+            file.flush()
+            os.fsync(file.fileno())
     lengths = [(name, tensor.numel() * tensor.element_size()) for name, tensor in ordered]
     return [(len(text), _hash(text)), *((length, hashes[name]) for name, length in lengths)], hashes
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from samestep.snapshot.staging import Copy
+from samestep.world.forking import at_rest, at_work
 
 _NICER = 10
 _POLL_S = 0.05
@@ -67,16 +68,18 @@ class Saving:
 
     def _run(self) -> None:
         try:
-            self.copy.run()
-            _step_back()
-            self._write(self._confirm)
+            with at_work():
+                self.copy.run()
+                _step_back()
+                self._write(self._confirm)
         except Exception as error:
             self.failure = error
 
     def _confirm(self) -> None:
-        while not self._decided.wait(_POLL_S):
-            if not threading.main_thread().is_alive():  # it makes no further update
-                self._decide_alone()
+        with at_rest():
+            while not self._decided.wait(_POLL_S):
+                if not threading.main_thread().is_alive():  # it makes no further update
+                    self._decide_alone()
         if self._is_refused:
             raise Refused
 

@@ -8,6 +8,8 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from samestep.world.forking import at_rest
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -130,6 +132,8 @@ class Copy:
             place, source = locate(tensor), _flatten(tensor)
             goal = source if target is None else _flatten(target)
             for start in range(0, source.numel(), _CHUNK):
+                with at_rest():
+                    pass  # a fork that waits happens here
                 piece = goal[start : start + _CHUNK]
                 if target is not None:
                     piece.copy_(source[start : start + _CHUNK])

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from samestep.errors import Error
 from samestep.snapshot.encoding import decode, digest, digest_of, encode, read_tensors, write_tensors
 from samestep.snapshot.manifest import MANIFEST, Pieces, build_manifest, find_damage, read_manifest, seal
+from samestep.world.forking import at_rest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -302,7 +303,8 @@ def _write_json(path: Path, value: Any) -> Pieces:
     with open(path, "xb") as file:
         file.write(text)
         file.flush()
-        os.fsync(file.fileno())
+        with at_rest():
+            os.fsync(file.fileno())
     return [(len(text), hashlib.sha256(text).hexdigest())]
 
 
@@ -310,6 +312,7 @@ def _sync(directory: Path) -> None:
     """Brings the names in a directory to the disk."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        with at_rest():
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)

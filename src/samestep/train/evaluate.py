@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from samestep.data.loader import Loader, Source, Task, seed_all, to_device, understand
+from samestep.data.loader import Loader, Task, seed_all, to_device
+from samestep.data.source import Source, understand
 from samestep.errors import Error
 from samestep.plan.order import build_order
 from samestep.plan.schedule import rank_range

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from samestep.data.loader import Source, Task, understand
+from samestep.data.loader import Task
+from samestep.data.source import Source, understand
 from samestep.errors import Error
 from samestep.plan.ledger import fingerprint
 from samestep.plan.order import GivenOrder, Order, build_order

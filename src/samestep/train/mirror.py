@@ -12,6 +12,7 @@ from samestep.errors import Error
 from samestep.snapshot.remote import FILES, RECORD, Remote, Unreachable, find_copy, place_of
 from samestep.train.directory import Directory
 from samestep.world.environment import read_host
+from samestep.world.forking import at_rest
 
 
 class Mirror:
@@ -113,6 +114,7 @@ class Mirror:
                     self._remote.abandon(place, each)
         self._is_begun = True
 
+    @at_rest()  # for as long as the network takes
     def push(self, directory: Directory, keep: int) -> None:
         """Brings there the newest numbered snapshot and the newest of each name, and what goes with them.
 

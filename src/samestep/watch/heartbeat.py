@@ -28,6 +28,7 @@ from samestep.watch.judge import (
 )
 from samestep.watch.records import RANKS
 from samestep.watch.symptoms import OWN, Symptoms, count_written, find_fate, find_system, look
+from samestep.world.forking import at_rest, at_work
 
 INTERVAL_S = 1.0
 NUM_LEADERS = 8  # ranks that judge when those before them are silent
@@ -234,7 +235,7 @@ class Heartbeat:
         assert self._mail is not None
         facts, is_all_there = self._facts, False
         while not self._closed.is_set():
-            with suppress(RuntimeError, OSError, ValueError):
+            with suppress(RuntimeError, OSError, ValueError), at_work():
                 self._mine = beat = self._build_beat()
                 text = json.dumps({"beat": asdict(beat), "orders": self._orders})
                 self._mail.put(f"beat/{facts.rank}", text)
@@ -246,7 +247,7 @@ class Heartbeat:
                 if is_all_there or texts is None:
                     self._exchanged_s = time.monotonic()
             self._closed.wait(self._interval_s)
-        with suppress(RuntimeError, OSError):
+        with suppress(RuntimeError, OSError), at_work():
             ended = replace(self._build_beat(), phase="ended")
             self._mail.put(f"beat/{facts.rank}", json.dumps({"beat": asdict(ended), "orders": {}}))
 
@@ -297,7 +298,7 @@ class Heartbeat:
             if now_s - before_s > MISSED * self._interval_s:  # this process was stopped itself
                 self._awake_since_s = now_s
             before_s = now_s
-            with suppress(Exception):  # whatever fails here, the run goes on
+            with suppress(Exception), at_work():  # whatever fails here, the run goes on
                 self._look_around(now_s)
 
     def _look_around(self, now_s: float) -> None:
@@ -353,7 +354,8 @@ class Heartbeat:
         first = able or ([] if frozen else [self._facts.rank])
         self._orders = {**self._orders, "end": {"first": first, "sentence": verdict.sentence}}
         self._facts.say("nothing has moved for too long: the run is stopped")
-        self._closed.wait(2 * self._interval_s if self._facts.world_size > 1 else 0)  # for the others to hear
+        with at_rest():
+            self._closed.wait(2 * self._interval_s if self._facts.world_size > 1 else 0)  # for the others to hear
         if frozen:
             self._facts.condemn(frozen, verdict.sentence)
         self._obey(self._orders)
@@ -369,7 +371,8 @@ class Heartbeat:
         if "end" in orders:
             is_first = rank in orders["end"]["first"]
             if not is_first:
-                self._closed.wait(GRACE_S)
+                with at_rest():
+                    self._closed.wait(GRACE_S)
             self._facts.end(orders["end"]["sentence"], is_first)
 
     def _say_cut_off(self, cut_off_s: float) -> None:

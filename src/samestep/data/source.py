@@ -1,0 +1,147 @@
+"""What a script passes as data, a map-style data set or a DataLoader of one, understood and checked."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from samestep.errors import Error
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set and how to make micro-batches of it.
+
+    Args:
+        micro_batch_size: that of the DataLoader which was passed; None for a plain data set.
+        pin_memory: page-locked host memory where the device is a CUDA GPU and there are workers to do it.
+    """
+
+    dataset: Any
+    collate_fn: Callable[[list[Any]], Any] = default_collate
+    num_workers: int = 0
+    shuffle: bool = True
+    drop_last: bool = False
+    micro_batch_size: int | None = None
+    pin_memory: bool = True
+    prefetch_factor: int = 2
+    timeout_s: float = 0
+    worker_init_fn: Callable[[int], None] | None = None
+    multiprocessing_context: Any = None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+
+def understand(
+    data: Any,
+    *,
+    micro_batch_size: int | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    num_workers: int | None = None,
+    shuffle: bool | None = None,
+    drop_last: bool | None = None,
+    pin_memory: bool | None = None,
+) -> Source:
+    """Understand a map-style data set, or a DataLoader in its place.
+
+    Arguments other than None win over the DataLoader's own. Without either: default_collate, no workers,
+    shuffled, the last short batch kept.
+
+    Args:
+        micro_batch_size: the run's. A DataLoader with another batch size is refused; None accepts any.
+
+    Raises:
+        Error: nothing to index, no length, no samples, a sampler that a run cannot honour, other sizes.
+    """
+    given: dict[str, Any] = {
+        "collate_fn": collate_fn,
+        "num_workers": num_workers,
+        "shuffle": shuffle,
+        "drop_last": drop_last,
+        "pin_memory": pin_memory,
+    }
+    wanted = {name: value for name, value in given.items() if value is not None}
+    if isinstance(data, DataLoader):
+        source = dataclasses.replace(_understand_loader(data, micro_batch_size), **wanted)
+    else:
+        source = Source(data, **wanted)
+    _check_dataset(source.dataset)
+    if not isinstance(source.num_workers, int) or source.num_workers < 0:
+        raise Error(f"num_workers is {source.num_workers!r}: give 0 (load in this process) or more.")
+    return source
+
+
+def _understand_loader(loader: DataLoader[Any], micro_batch_size: int | None) -> Source:
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise Error(
+            f"{type(loader).__name__} iterates in its own way, which would not be the run's order: "
+            "pass its data set, and collate_fn= and num_workers= beside it."
+        )
+    _check_dataset(loader.dataset)
+    if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
+        raise Error(
+            "the DataLoader has its own batch_sampler, or batch_size=None, but the run decides which samples "
+            "make a batch: pass the data set itself, and sampler=f with f(epoch) -> indices."
+        )
+    if micro_batch_size is not None and loader.batch_size != micro_batch_size:
+        raise Error(
+            f"the DataLoader's batch_size is {loader.batch_size} and the run's micro_batch_size "
+            f"{micro_batch_size}, but they mean the same: pass the data set itself, with num_workers= and collate_fn= "
+            f"beside it, or make a DataLoader of batch_size={micro_batch_size}."
+        )
+    return Source(
+        dataset=loader.dataset,
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+        shuffle=_is_shuffled(loader),
+        drop_last=loader.drop_last,
+        micro_batch_size=loader.batch_size,
+        pin_memory=loader.pin_memory,
+        prefetch_factor=loader.prefetch_factor or 2,
+        timeout_s=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+    )
+
+
+def _is_shuffled(loader: DataLoader[Any]) -> bool:
+    sampler = loader.sampler
+    name = type(sampler).__name__
+    if type(sampler) is SequentialSampler:
+        return False
+    if type(sampler) is RandomSampler:
+        if not sampler.replacement and sampler.num_samples == len(loader.dataset):  # type: ignore[arg-type]
+            return True
+        name += " with replacement" if sampler.replacement else f" with num_samples={sampler.num_samples}"
+    if isinstance(sampler, DistributedSampler):
+        hint = "leave it out, since the run itself divides the samples among the ranks"
+    else:
+        hint = "pass the data set itself, and sampler=f with f(epoch) -> indices, the same on all ranks"
+    raise Error(f"the DataLoader's sampler is a {name}, which a run cannot honour: {hint}.")
+
+
+def _check_dataset(dataset: Any) -> None:
+    name = type(dataset).__name__
+    indexed = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
+    if isinstance(dataset, IterableDataset) or not indexed:
+        raise Error(
+            f"{name} has no samples to ask for by index, so no step could be repeated: "
+            "give a map-style data set, with __getitem__ and __len__."
+        )
+    try:
+        length = len(dataset)
+    except (TypeError, NotImplementedError):
+        raise Error(f"{name} has no len(): give a map-style one, with __getitem__ and __len__.") from None
+    if length == 0:
+        raise Error(f"the data set ({name}) is empty: there is no sample to make a step of.")

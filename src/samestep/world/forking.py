@@ -1,0 +1,76 @@
+"""A fork waits until this process's own background threads are between two pieces of work.
+
+The child of `os.fork` has one thread. A lock that another thread of the parent held at the moment of the fork, in C++
+or in Python, stays locked in the child for ever, and a child that needs it never returns (docs/decisions/forking.md).
+So a background thread works inside `at_work()`, and every `os.fork` of this process, by a DataLoader or by the script,
+waits until no thread is there.
+"""
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# Neither side waits longer for the other: a watchdog must run although a fork hangs, and a script must go on although
+# the store that a thread asks does not answer.
+LIMIT_S = 10.0
+
+
+class _Gate:
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._at_work: set[int] = set()  # thread idents
+        self._num_forks = 0
+
+    def enter(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: not self._num_forks, LIMIT_S)
+            self._at_work.add(threading.get_ident())
+
+    def leave(self) -> bool:
+        """Returns whether this thread was at work."""
+        with self._changed:
+            was_at_work = threading.get_ident() in self._at_work
+            self._at_work.discard(threading.get_ident())
+            self._changed.notify_all()
+        return was_at_work
+
+    def begin_fork(self) -> None:
+        with self._changed:
+            self._num_forks += 1
+            self._changed.wait_for(lambda: self._at_work <= {threading.get_ident()}, LIMIT_S)
+
+    def end_fork(self) -> None:
+        with self._changed:
+            self._num_forks -= 1
+            self._changed.notify_all()
+
+
+_gate = _Gate()
+os.register_at_fork(
+    before=_gate.begin_fork, after_in_parent=_gate.end_fork, after_in_child=lambda: _gate.__init__()  # type: ignore[misc]
+)
+
+
+@contextmanager
+def at_work() -> Iterator[None]:
+    """For the code of a background thread: no fork happens inside."""
+    _gate.enter()
+    try:
+        yield
+    finally:
+        _gate.leave()
+
+
+@contextmanager
+def at_rest() -> Iterator[None]:
+    """Inside `at_work`, for a wait or a slow system call: forks may happen, since no lock is held that a child needs.
+
+    Does nothing in a thread that is not at work.
+    """
+    was_at_work = _gate.leave()
+    try:
+        yield
+    finally:
+        if was_at_work:
+            _gate.enter()
