@@ -1,0 +1,73 @@
+"""Forks beside background threads, with real forks and threads."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+from samestep.world import forking
+from samestep.world.forking import at_rest, at_work
+
+
+def fork_and_run(child: Callable[[], bool]) -> bool:
+    """Whether `child` returned True in a forked process."""
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if child() else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def test_a_fork_waits_for_a_thread_at_work_and_passes_one_at_rest() -> None:
+    lock, taken, is_over = threading.Lock(), threading.Event(), threading.Event()
+    num_rounds = 0
+
+    def work() -> None:
+        nonlocal num_rounds
+        while not is_over.is_set():
+            with at_work():
+                with lock:
+                    taken.set()
+                    time.sleep(0.0005)  # with the lock held, as C++ code holds its own
+                with at_rest():
+                    num_rounds += 1
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    taken.wait()
+    began_s = time.monotonic()
+    free = [fork_and_run(lambda: lock.acquire(blocking=False)) for _ in range(20)]
+    took_s = time.monotonic() - began_s
+    is_over.set()
+    thread.join()
+    assert all(free)
+    assert took_s < 20 * forking.LIMIT_S / 2  # no fork has waited in vain
+    assert num_rounds
+
+
+def test_the_child_of_a_fork_can_work_and_fork() -> None:
+    def child() -> bool:
+        with at_work():
+            pass
+        return fork_and_run(lambda: True)
+
+    with at_work():  # the forking thread itself does not count
+        assert fork_and_run(child)
+
+
+def test_neither_side_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forking, "LIMIT_S", 0.05)
+    inside, is_over = threading.Event(), threading.Event()
+
+    def hang() -> None:
+        with at_work():
+            inside.set()
+            is_over.wait()
+
+    thread = threading.Thread(target=hang)
+    thread.start()
+    inside.wait()
+    assert fork_and_run(lambda: True)
+    is_over.set()
+    thread.join()
