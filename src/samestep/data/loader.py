@@ -16,11 +16,13 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
+from weakref import WeakSet
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from samestep.data.failure import Failure, explain, pack, unpack
@@ -28,6 +30,7 @@ from samestep.data.source import Source
 from samestep.errors import Error
 from samestep.plan.ledger import fingerprint
 
+STOP_S = 5.0  # for a worker to give back a lock
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # by DataLoader workers
 
 
@@ -115,16 +118,25 @@ class Loader:
     With `num_workers=0` each `next()` takes exactly one task and loads it here; the process's generators are left as
     the loading left them, and the caller seeds them for what it does next. With workers, tasks are taken `num_workers *
     prefetch_factor` ahead and this process's generators stay untouched. Same bits. One Loader may serve many epochs:
-    the workers live until the tasks end or `close()`.
+    its workers live until the tasks end or `close()`.
+
+    Args:
+        workers: those of `data.pools.Pools`, which outlive this Loader if it comes to the end of its tasks. None: it
+            starts its own.
 
     Raises:
         Error: (from next) the data set or collate_fn failed: sample, exception and place. RuntimeError: a worker died.
     """
 
-    def __init__(self, source: Source, tasks: Iterable[Task], *, device: torch.device) -> None:
+    def __init__(
+        self, source: Source, tasks: Iterable[Task], *, device: torch.device, workers: "Workers | None" = None
+    ) -> None:
         self._fetcher = Fetcher(source.dataset, source.collate_fn)
         self._tasks = iter(tasks)
-        self._workers = Workers(source, self._fetcher, self._tasks, device) if source.num_workers else None
+        self._keeps_workers = workers is not None
+        self._workers = workers or (Workers(source, device) if source.num_workers else None)
+        if self._workers is not None:
+            self._workers.begin(self._tasks)
         # What is loaded must have the bits of a DataLoader worker, and those have one thread.
         self._single_thread = self._workers is None and torch.get_num_threads() > 1
         self._closed = False
@@ -133,10 +145,10 @@ class Loader:
         return self
 
     def __next__(self) -> Loaded:
-        if self._workers is not None:
-            return self._next_of_workers(self._workers)
         if self._closed:
             raise StopIteration
+        if self._workers is not None:
+            return self._next_of_workers(self._workers)
         task = next(self._tasks)
         if not self._single_thread:
             return self._fetcher.load(task)
@@ -148,12 +160,13 @@ class Loader:
             torch.set_num_threads(num_threads)
 
     def _next_of_workers(self, workers: "Workers") -> Loaded:
-        if self._closed:
-            raise StopIteration
         try:
-            result = next(workers.iterator)
+            result: Loaded | Failure = next(workers.iterator)
         except StopIteration:
-            self.close()
+            if self._keeps_workers:
+                self._closed = True
+            else:
+                self.close()
             raise
         except (EOFError, ConnectionError) as error:  # in the midst of what it sent; at other times torch says it
             raise RuntimeError("a DataLoader worker has died (out of memory?)") from error
@@ -162,9 +175,12 @@ class Loader:
         return result
 
     def close(self) -> None:
-        """Stop the workers now: no process and no thread of this Loader is left. May be called twice."""
-        self._closed = True
-        if self._workers is not None:
+        """Stop the workers now: no process and no thread of this Loader is left. May be called twice.
+
+        Workers of a pool go on where all tasks are loaded.
+        """
+        is_whole, self._closed = self._closed, True
+        if self._workers is not None and not (self._keeps_workers and is_whole):
             self._workers.stop()
 
     def __enter__(self) -> Self:
@@ -179,9 +195,13 @@ class Loader:
 
 
 class Workers:
-    """torch's DataLoader workers over a Fetcher, and their end."""
+    """torch's DataLoader workers for one source: they load one series of tasks after the other until `stop`.
 
-    def __init__(self, source: Source, fetcher: "Fetcher", tasks: Iterator[Task], device: torch.device) -> None:
+    Attributes:
+        iterator: gives what they load.
+    """
+
+    def __init__(self, source: Source, device: torch.device) -> None:
         context = source.multiprocessing_context
         is_forkserver = (context or multiprocessing).get_start_method() == "forkserver"
         start = WorkerStart(
@@ -189,10 +209,11 @@ class Workers:
             deterministic_mode=torch.get_deterministic_debug_mode(),
             parent_pid=None if is_forkserver else os.getpid(),
         )
-        loader: DataLoader[Any] = DataLoader(
-            fetcher,  # type: ignore[arg-type]
+        self._series = _Series()
+        self._loader: DataLoader[Any] = DataLoader(
+            Fetcher(source.dataset, source.collate_fn),  # type: ignore[arg-type]
             batch_size=None,
-            sampler=tasks,
+            sampler=self._series,
             num_workers=source.num_workers,
             collate_fn=_unchanged,
             pin_memory=source.pin_memory and device.type == "cuda",
@@ -201,31 +222,91 @@ class Workers:
             worker_init_fn=start,
             multiprocessing_context=context,
             generator=torch.Generator().manual_seed(0),  # else it draws from the default generator
+            persistent_workers=True,
         )
+        self.iterator: Any = iter(())
+        self.processes: set[multiprocessing.process.BaseProcess] = set()
+        self._pid = os.getpid()
+
+    @property
+    def are_alive(self) -> bool:
+        """Whether `begin` finds them all."""
+        return bool(self.processes) and all(process.is_alive() for process in self.processes)
+
+    def begin(self, tasks: Iterator[Task]) -> None:
+        """Gives them a series of tasks, when all of the one before are loaded. The first call starts them."""
+        self._series.tasks = tasks
+        if self.processes:
+            self.iterator = iter(self._loader)
+            return
         before = set(multiprocessing.active_children())
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)  # until WorkerStart ignores them
         try:
-            self.iterator: Iterator[Loaded | Failure] = iter(loader)
+            self.iterator = iter(self._loader)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        self.processes, self.pid = set(multiprocessing.active_children()) - before, os.getpid()
+        self.processes = set(multiprocessing.active_children()) - before
         # Before the exit hooks of torch and multiprocessing: they would wait for workers that ignore SIGTERM.
         atexit.register(self.stop)
+        _started.add(self)
 
     def stop(self) -> None:
+        """Ends them; waits up to 5 s for one that is in the middle of a sample. May be called twice."""
         atexit.unregister(self.stop)
-        if os.getpid() != self.pid:
+        iterator, self.iterator = self.iterator, iter(())
+        if os.getpid() != self._pid or not self.processes:
             return  # forked: the workers are its parent's
-        # Tells the workers to leave and waits up to 5 s for one that is in the middle of a sample. If they
-        # were killed first, torch's SIGCHLD handler would raise in the main thread.
-        shutdown, self.iterator = getattr(self.iterator, "_shutdown_workers", None), iter(())
-        if shutdown is not None:
-            shutdown()
+        # Torch has them leave by an event, whose lock each of them takes now and then, and waits for what they still
+        # send. One that was killed at that moment gives back no lock and sends no more: torch would wait without end.
+        if self.are_alive and iterator._workers_done_event._cond.acquire(True, STOP_S):
+            iterator._workers_done_event._cond.release()
+            iterator._shutdown_workers()
+        else:
+            _abandon(iterator)
         for process in self.processes:
             if process.is_alive():
                 process.kill()
             process.join()
         self.processes = set()
+
+    def forget(self) -> None:
+        """In a forked child: torch's own exit hook would stop the parent's workers."""
+        self.iterator._shutdown, self.processes = True, set()
+
+
+def _abandon(iterator: Any) -> None:
+    """Leaves torch's part of workers that are to be killed, without a word to them."""
+    iterator._shutdown = True
+    if iterator._worker_pids_set:  # else torch's SIGCHLD handler would raise in the main thread
+        _remove_worker_pids(id(iterator))
+        iterator._worker_pids_set = False
+    for queue in iterator._index_queues:
+        queue.cancel_join_thread()
+        queue.close()
+    if hasattr(iterator, "_pin_memory_thread"):
+        iterator._pin_memory_thread_done_event.set()
+
+
+_started: "WeakSet[Workers]" = WeakSet()
+
+
+def _forget_all() -> None:
+    for workers in _started:
+        if workers.processes:
+            workers.forget()
+    _started.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+class _Series:
+    """What torch's DataLoader takes for a sampler: the tasks of the present series."""
+
+    tasks: Iterator[Task] = iter(())
+
+    def __iter__(self) -> Iterator[Task]:
+        return self.tasks
 
 
 @dataclass(frozen=True)

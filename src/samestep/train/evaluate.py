@@ -51,6 +51,7 @@ def run_evaluate(run: "Run", score: Callable[[Any], Mapping[str, Any]], source: 
         return derive(run.seed, purpose, step=run.steps_done, pass_=2**32 + number, micro_batch=v)
 
     tasks = (Task(order.take(*spans[v]), seed_of("data", v)) for v in held)
+    source = replace(source, num_workers=min(source.num_workers, len(held)))
     rows: list[Row] = []
     modes = {part: part.training for module in run._modules.values() for part in module.modules()}
     gradients = {param: param.grad for module in run._modules.values() for param in module.parameters()}
@@ -59,7 +60,8 @@ def run_evaluate(run: "Run", score: Callable[[Any], Mapping[str, Any]], source: 
     run._statistics.hold()
     run._pulse.enter("validating", run.steps_done)
     try:
-        with Loader(source, tasks, device=run.device) as loader, torch.no_grad():
+        workers = run._pools.lend(source, run.device)
+        with Loader(source, tasks, device=run.device, workers=workers) as loader, torch.no_grad():
             for v, loaded in zip(held, loader, strict=True):
                 seed_all(seed_of("evaluate", v))
                 _set_modes(evaluating)  # each time: a score function may call model.train()

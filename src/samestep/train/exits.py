@@ -63,6 +63,7 @@ def close_run(run: "Run", failure: str = "") -> Error | None:
         return None
     run._is_open = False
     run._progress.close()
+    run._pools.close()
     if failure and run._keeper.directory is not None:
         run._keeper.directory.write_status("failed", failure)
     was_open = run._keeper.close()

@@ -348,6 +348,7 @@ class Loop:
         self._is_ended = True
         self._loader.close()
         run, keeper = self._run, self._run._keeper
+        run._pools.close()
         run._pulse.enter("saving", self.steps_done)
         keeper.end(self.steps_done)
         # All are told: where the launcher of one node ended with START_AGAIN, srun would for all of them.

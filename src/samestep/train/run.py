@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from samestep.data.loader import seed_all
+from samestep.data.pools import Pools
 from samestep.engine.buffers import BatchNormStatistics, OtherBuffers
 from samestep.engine.precision import build_precision
 from samestep.engine.reducer import Reducer
@@ -121,7 +122,7 @@ class Run:
         self.local_rank, self._restart = environment.local_rank, environment.restart
         self._error_dir, self._grace_s = environment.error_dir, environment.overrides.grace_s
         self._progress, self._config = build_progress(rank=self.rank), dict(config or {})
-        self._trackers, self._tally = Trackers(trackers, self._say), Tally()
+        self._trackers, self._tally, self._pools = Trackers(trackers, self._say), Tally(), Pools()
         self.state: dict[str, Any] = {}
         self.summary: dict[str, Any] = {}
         self._objects: dict[str, Any] = {}
@@ -368,8 +369,7 @@ class Run:
         self.state, position = state["state"], state["position"]
         self._steps_done = position["step"]
         self._tally.load_state_dict(meta.get("tally", {}))
-        was = meta["world_size"]
-        ranks = "" if was == self.world_size else f" (was {was} rank{'s' if was != 1 else ''})"
+        ranks = "" if (was := meta["world_size"]) == self.world_size else f" (was {was} rank{'s' if was != 1 else ''})"
         self._resumed = f"; resumed at step {self._steps_done}{ranks}"
 
     def _build_state(self, position: dict[str, Any]) -> dict[str, Any]:

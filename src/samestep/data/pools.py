@@ -1,0 +1,106 @@
+"""Loader workers that stay from one evaluation to the next: to fork them took longer than most evaluations."""
+
+import itertools
+import threading
+import zlib
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from samestep.data.loader import Workers
+from samestep.data.source import Source
+
+MOST = 4  # data sets; each worker holds what its process had in memory when it was forked
+PLAIN = (int, float, str, bool, bytes, type(None))
+LARGE_BYTES = 1 << 16
+LARGE_LENGTH = 1000
+MAX_VALUES = 2000
+MAX_DEPTH = 5
+
+
+@dataclass
+class _Pool:
+    source: Source
+    state: Any
+    workers: Workers
+
+
+class Pools:
+    """A run's workers for evaluations, at most `MOST` sets of them.
+
+    A data set's workers are kept from its second evaluation on: many scripts build a new one for each. They are started
+    again where the data set has changed since (see `describe`), and for other arguments.
+    """
+
+    def __init__(self) -> None:
+        self._pools: dict[int, _Pool] = {}
+        self._seen: deque[int] = deque(maxlen=4 * MOST)  # ids of data sets; another one at the same place does no harm
+
+    def lend(self, source: Source, device: torch.device) -> Workers | None:
+        """The workers for one series of tasks; None where a Loader is to have its own, or none.
+
+        In the main thread only: workers end with the thread that has started them.
+        """
+        if not source.num_workers or threading.current_thread() is not threading.main_thread():
+            return None
+        key, state = id(source.dataset), describe((source.dataset, source.collate_fn))
+        pool = self._pools.get(key)
+        if pool is not None:
+            is_same = replace(pool.source, dataset=None) == replace(source, dataset=None)
+            if is_same and pool.state == state and pool.workers.are_alive:
+                return pool.workers
+            self._pools.pop(key).workers.stop()
+        if key not in self._seen:
+            self._seen.append(key)
+            return None
+        if len(self._pools) == MOST:
+            return None
+        self._pools[key] = pool = _Pool(source, state, Workers(source, device))
+        return pool.workers
+
+    def close(self) -> None:
+        """Stops them all."""
+        while self._pools:
+            self._pools.popitem()[1].workers.stop()
+
+
+def describe(value: Any, depth: int = MAX_DEPTH, seen: Iterator[int] | None = None) -> Any:
+    """What compares equal to an earlier description of `value` as long as no change since is seen.
+
+    Sees plain values, tensors and arrays (a sample of the bytes of large ones), and what lists, dicts and attributes
+    hold, down to a depth and up to a number of values; of long lists it sees that an element was replaced, not what has
+    changed inside one.
+    """
+    seen = itertools.count() if seen is None else seen
+    if type(value) in PLAIN:
+        return type(value), repr(value) if type(value) is float else value
+    if isinstance(value, (Tensor, np.ndarray)):
+        return id(value), _describe_bytes(value)
+    is_deep = depth > 0 and next(seen) < MAX_VALUES
+    if isinstance(value, (list, tuple, set, frozenset, dict)):
+        items = [*value, *value.values()] if isinstance(value, dict) else value
+        if not is_deep or len(items) > LARGE_LENGTH:
+            return id(value), hash(tuple(map(id, items)))
+        return tuple(describe(item, depth - 1, seen) for item in items)
+    inside = getattr(value, "__dict__", None)
+    if not is_deep or not isinstance(inside, dict) or isinstance(value, type):
+        return id(value)
+    return id(value), describe(inside, depth, seen)
+
+
+def _describe_bytes(value: Any) -> Any:
+    version = None
+    if isinstance(value, Tensor):
+        version = None if value.is_inference() else value._version  # does not count what is written through `.data`
+        if value.device.type != "cpu" or value.layout is not torch.strided or not value.is_contiguous():
+            return version
+        try:
+            value = value.detach().reshape(-1).view(torch.uint8).numpy()
+        except (RuntimeError, TypeError):  # some subclasses have no bytes
+            return version
+    return version, zlib.crc32(value.flat[:: 1 + value.nbytes // LARGE_BYTES].tobytes())
