@@ -26,7 +26,7 @@ STEP, COMPARISON = "step", "comparison"
 def run_rank(num_rounds: int, steps_per_block: int) -> Times:
     """On each rank: sets a run up and measures its steps and its comparisons, in turns."""
     sys.stdout = io.StringIO()  # samestep's own lines, up to the end of the process
-    run = samestep.Run(None, batch_size=96, device="cpu", compare_every=10**9)
+    run = samestep.Run(None, batch_size=96, micro_batch_size=24, device="cpu", compare_every=10**9)
     model = CNN()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
     run.prepare(model=model, optimizer=optimizer)

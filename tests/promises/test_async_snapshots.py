@@ -141,7 +141,7 @@ def test_an_exception_does_not_make_a_poisoned_one(tmp_path: Path, how: str) -> 
     script = tmp_path / "script.py"
     script.write_text(
         "import sys, samestep, torch\n"
-        "run = samestep.Run(sys.argv[1], batch_size=4, snapshot_every=1, device='cpu')\n"
+        "run = samestep.Run(sys.argv[1], batch_size=4, micro_batch_size=1, snapshot_every=1, device='cpu')\n"
         "model = torch.nn.Linear(512, 512)\n"
         "optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
         "run.prepare(model=model, optimizer=optimizer)\n"

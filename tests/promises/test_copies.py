@@ -362,7 +362,9 @@ def count_exchanges(disks: Sequence[Path]) -> int:
     for name in ("gather", "gather_number", "broadcast", "broadcast_tensors", "barrier", "relay"):
         fn = getattr(Group, name)
         setattr(Group, name, lambda *words, fn=fn, **more: (calls.append(0), fn(*words, **more))[1])
-    run = samestep.Run("run", batch_size=4, snapshot_every=None, log_every=1, compare_every=0, device="cpu")
+    run = samestep.Run(
+        "run", batch_size=4, micro_batch_size=1, snapshot_every=None, log_every=1, compare_every=0, device="cpu"
+    )
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run.prepare(model=model, optimizer=optimizer)
@@ -391,7 +393,7 @@ def train_unlike(disks: Sequence[Path]) -> None:
     rank = int(os.environ["RANK"])
     os.chdir(disks[rank])
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    run = samestep.Run("run", batch_size=4, snapshot_every=1, device="cpu")
+    run = samestep.Run("run", batch_size=4, micro_batch_size=1, snapshot_every=1, device="cpu")
     model = torch.nn.Linear(2, 1)
     model.register_buffer("mine", torch.zeros(3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -426,7 +428,7 @@ def train_while_it_is_full(disks: Sequence[Path], node: int) -> None:
     rank = int(os.environ["RANK"])
     os.chdir(disks[rank])
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    run = samestep.Run("run", batch_size=4, snapshot_every=1, keep=9, log_every=1, device="cpu")
+    run = samestep.Run("run", batch_size=4, micro_batch_size=1, snapshot_every=1, keep=9, log_every=1, device="cpu")
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     run.prepare(model=model, optimizer=optimizer)

@@ -239,12 +239,12 @@ def test_no_gpu() -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(samestep.Error, match="device cuda was asked for, but torch sees no GPU: leave --device out"):
-        samestep.spawn(lambda: samestep.Run(None, batch_size=4, device="cuda"))
+        samestep.spawn(lambda: samestep.Run(None, batch_size=4, micro_batch_size=1, device="cuda"))
 
 
 def test_user_directories_are_found(tmp_path: Path) -> None:
     def start() -> str:
-        return str(samestep.Run("~/run", batch_size=4).dir)
+        return str(samestep.Run("~/run", batch_size=4, micro_batch_size=1).dir)
 
     assert samestep.spawn(start, env={"HOME": str(tmp_path)}) == str(tmp_path / "run")
 
@@ -340,7 +340,7 @@ def test_prepare_again_after_a_mistake() -> None:
     """In a notebook, the cell is mended and run again."""
 
     def train() -> int:
-        run = samestep.Run(None, batch_size=4)
+        run = samestep.Run(None, batch_size=4, micro_batch_size=1)
         model = torch.nn.Linear(4, 1)
         with pytest.raises(samestep.Error, match="second"):
             run.prepare(model=model, second=None)
@@ -361,7 +361,7 @@ def test_memory_used_again_is_no_old_model() -> None:
 
     def train() -> None:
         old = [torch.nn.Linear(4, 4) for _ in range(50)]
-        run = samestep.Run(None, batch_size=4)
+        run = samestep.Run(None, batch_size=4, micro_batch_size=1)
         ids = {id(param) for layer in old for param in layer.parameters()}
         old.clear()
         new = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(50)])

@@ -382,7 +382,7 @@ def test_watching_a_url(cluster: Cluster, trial: Trial, capsys: pytest.CaptureFi
 )
 def test_what_is_no_url(run_dir: Any, sentence: str) -> None:
     with pytest.raises(Error, match=sentence):
-        samestep.Run(run_dir, batch_size=4)
+        samestep.Run(run_dir, batch_size=4, micro_batch_size=1)
 
 
 def test_no_bucket_is_made() -> None:
@@ -395,4 +395,4 @@ def test_no_bucket_is_made() -> None:
 def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "fsspec.core", None)
     with pytest.raises(Error, match=r"the run directory s3://b/run needs fsspec: pip install 'samestep\[remote\]'"):
-        samestep.Run("s3://b/run", batch_size=4)
+        samestep.Run("s3://b/run", batch_size=4, micro_batch_size=1)

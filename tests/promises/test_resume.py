@@ -208,7 +208,7 @@ def test_rows_from_before_the_first_step(tmp_path: Path) -> None:
     def train(is_first: bool) -> int:
         import torch
 
-        run = samestep.Run(tmp_path / "run", batch_size=4)
+        run = samestep.Run(tmp_path / "run", batch_size=4, micro_batch_size=1)
         model = torch.nn.Linear(1, 1)
         run.prepare(model=model)
         if is_first:
@@ -389,7 +389,7 @@ def test_a_schedule_of_another_length(tmp_path: Path, capfd: pytest.CaptureFixtu
         import torch
         from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
-        run = samestep.Run(tmp_path / "run", batch_size=4)
+        run = samestep.Run(tmp_path / "run", batch_size=4, micro_batch_size=1)
         model = torch.nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         schedule = CosineAnnealingLR(optimizer, 3 * num_epochs)
@@ -428,7 +428,7 @@ def test_an_optimizer_of_ones_own(tmp_path: Path) -> None:
                     state["sum"] = state.get("sum", 0) + param.grad
                     param -= self.param_groups[0]["lr"] * state["sum"]
 
-        run = samestep.Run(tmp_path / f"run-{num_steps < 0}", batch_size=4)
+        run = samestep.Run(tmp_path / f"run-{num_steps < 0}", batch_size=4, micro_batch_size=1)
         model = torch.nn.Linear(1, 1)
         optimizer = Mine(model.parameters())
         run.prepare(model=model, optimizer=optimizer)
@@ -448,7 +448,7 @@ def test_unfrozen_in_the_loop(tmp_path: Path) -> None:
     def train(name: str, num_steps: int, frozen: int = 0, adds_group: bool = False) -> list[float]:
         import torch
 
-        run = samestep.Run(tmp_path / name, batch_size=4)
+        run = samestep.Run(tmp_path / name, batch_size=4, micro_batch_size=1)
         model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
         model[frozen].requires_grad_(False)
         optimizer = torch.optim.Adam((model[1] if adds_group else model).parameters(), 0.1)
@@ -534,7 +534,7 @@ def test_an_optimizer_whose_state_is_wider_than_its_weights(tmp_path: Path) -> N
                     state["more"]["sums"][0] += param.grad.double().sum()
                     param.copy_(state["copy"] + 1e-6 * state["more"]["sums"][0])
 
-        run = samestep.Run(tmp_path / name, batch_size=4)
+        run = samestep.Run(tmp_path / name, batch_size=4, micro_batch_size=1)
         model = torch.nn.Linear(3, 3).bfloat16()
         optimizer = Master(model.parameters())
         run.prepare(model=model, optimizer=optimizer)
@@ -560,7 +560,7 @@ def test_what_follows_the_loop(tmp_path: Path) -> None:
         def score(x: torch.Tensor) -> dict[str, torch.Tensor]:
             return {"noise": torch.rand(())}
 
-        run = samestep.Run(directory, batch_size=4)
+        run = samestep.Run(directory, batch_size=4, micro_batch_size=1)
         model = torch.nn.Linear(1, 1)
         run.prepare(model=model)
         for epoch in run.epochs(torch.randn(4, 1), 2):

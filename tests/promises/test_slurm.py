@@ -266,7 +266,7 @@ import os, sys, time
 from pathlib import Path
 import torch, samestep
 task, directory = os.environ["SLURM_ARRAY_TASK_ID"], Path(sys.argv[1])
-run = samestep.Run("no directory of its own", batch_size=2)
+run = samestep.Run("no directory of its own", batch_size=2, micro_batch_size=1)
 model = torch.nn.Linear(1, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
 run.prepare(model=model, optimizer=optimizer)

@@ -358,7 +358,7 @@ def test_signals_are_given_back(tmp_path: Path) -> None:
             return [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)]
 
         before = handlers()
-        run = samestep.Run(directory, batch_size=4)
+        run = samestep.Run(directory, batch_size=4, micro_batch_size=1)
         model = torch.nn.Linear(1, 1)
         run.prepare(model=model)
         during = handlers()

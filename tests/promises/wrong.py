@@ -614,12 +614,12 @@ def _(run_dir: RunDir) -> None:
 
 @mistake("no prepare", r"call run\.prepare\(model=\.\.\., optimizer=\.\.\.\) before the loop", at="start")
 def _(run_dir: RunDir) -> None:
-    samestep.Run(run_dir, batch_size=4).epochs(Pairs(), 1)
+    samestep.Run(run_dir, batch_size=4, micro_batch_size=1).epochs(Pairs(), 1)
 
 
 @mistake("prepare of nothing", r"call run\.prepare\(model=\.\.\., optimizer=\.\.\.\) before the loop", at="start")
 def _(run_dir: RunDir) -> None:
-    run = samestep.Run(run_dir, batch_size=4)
+    run = samestep.Run(run_dir, batch_size=4, micro_batch_size=1)
     run.prepare()
     run.epochs(Pairs(), 1)
 
@@ -632,12 +632,12 @@ def _(run_dir: RunDir) -> None:
 
 @mistake("prepare without names", r"run\.prepare takes everything by name, run\.prepare\(model=model, \.\.", at="start")
 def _(run_dir: RunDir) -> None:
-    samestep.Run(run_dir, batch_size=4).prepare(nn.Linear(4, 1))
+    samestep.Run(run_dir, batch_size=4, micro_batch_size=1).prepare(nn.Linear(4, 1))
 
 
 @mistake("evaluate without prepare", r"call run\.prepare\(model=.*\) before run\.evaluate", at="start")
 def _(run_dir: RunDir) -> None:
-    samestep.Run(run_dir, batch_size=4).evaluate(lambda _: {"a": 1.0}, Pairs())
+    samestep.Run(run_dir, batch_size=4, micro_batch_size=1).evaluate(lambda _: {"a": 1.0}, Pairs())
 
 
 @mistake("a model in DataParallel", r"model is wrapped in DataParallel: pass the bare model", at="start")
@@ -653,13 +653,13 @@ def _(run_dir: RunDir) -> None:
 
 @mistake("a lazy layer", r"model\.weight has no shape yet: run a batch through the model before run\.prepa", at="start")
 def _(run_dir: RunDir) -> None:
-    run = samestep.Run(run_dir, batch_size=4)
+    run = samestep.Run(run_dir, batch_size=4, micro_batch_size=1)
     run.prepare(model=nn.LazyLinear(1))
 
 
 def prepare(run_dir: RunDir, **objects: Any) -> None:
     """In one call, with a model and its optimizer."""
-    run = samestep.Run(run_dir, batch_size=4)
+    run = samestep.Run(run_dir, batch_size=4, micro_batch_size=1)
     model = nn.Linear(4, 1)
     run.prepare(**{"model": model, "optimizer": SGD(model.parameters(), lr=0.1)} | objects)
 
@@ -698,7 +698,7 @@ def _(run_dir: RunDir) -> None:
 
 @mistake("an optimizer that was not passed", r"an optimizer \(Adam\) that run\.prepare did not get updates model\.weig")
 def _(run_dir: RunDir) -> None:
-    run = samestep.Run(run_dir, batch_size=BATCH_SIZE, device="cpu")
+    run = samestep.Run(run_dir, batch_size=BATCH_SIZE, micro_batch_size=1, device="cpu")
     model = nn.Linear(4, 1)
     run.prepare(model=model)
     loop(run, model, Adam(model.parameters()))

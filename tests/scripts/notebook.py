@@ -14,7 +14,7 @@ digits, held_out = (torch.utils.data.TensorDataset(part, (part[:, 0] > 0).long()
 
 
 def train(lr=1e-2):
-    run = samestep.Run(None, batch_size=32)
+    run = samestep.Run(None, batch_size=32, micro_batch_size=4)
     model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.1), nn.ReLU(), nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr)
     run.prepare(model=model, optimizer=optimizer)

@@ -35,7 +35,11 @@ parser.add_argument("save_every", type=int)
 parser.add_argument("--batch_size", type=int, default=32)
 args = parser.parse_args()
 run = samestep.Run(
-    "runs/trainer", batch_size=args.batch_size, snapshot_every=f"{args.save_every}epochs", config=vars(args)
+    "runs/trainer",
+    batch_size=args.batch_size,
+    micro_batch_size=args.batch_size // 4,
+    snapshot_every=f"{args.save_every}epochs",
+    config=vars(args),
 )
 model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)

@@ -538,7 +538,7 @@ class Data:
         time.sleep({seconds})
         return torch.ones(4) * index
 
-run = samestep.Run("runs/mine", batch_size=4, device="cpu")
+run = samestep.Run("runs/mine", batch_size=4, micro_batch_size=1, device="cpu")
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), 1e-9)
 run.prepare(model=model, optimizer=optimizer)

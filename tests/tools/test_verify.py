@@ -97,6 +97,14 @@ def test_what_a_killed_one_leaves_is_removed_by_the_next(tmp_path: Path, monkeyp
         verify.wait()
 
 
+def test_a_step_that_no_two_ranks_can_share(tmp_path: Path) -> None:
+    words = ["--steps", "1", "--world-sizes", "1,2,3", "--kills", "0", "--micro-batch-size", "32", "mlp", "1", "1"]
+    done = samestep_command("verify", *words, cwd=tmp_path)
+    check(done, 2)
+    assert "3 ranks cannot share a step of 1 micro-batch (batch_size 32, micro_batch_size 32): start 1" in done.stderr
+    assert "give --micro-batch-size 8 (in the script, micro_batch_size=8)" in done.stderr
+
+
 def test_a_recipe_and_its_own_arguments(tmp_path: Path) -> None:
     done = samestep_command(
         "verify", "--steps", "2", "--world-sizes", "2", "--kills", "0", "mlp", "2", "1", "--batch_size", "8",

@@ -45,11 +45,13 @@ def test_under_torchrun() -> None:
         2,
     )
     assert environment.launcher == "torchrun"
+    assert environment.spell("micro_batch_size", 8) == "SAMESTEP_MICRO_BATCH_SIZE=8"
 
 
 def test_under_our_launcher() -> None:
     environment = read_environment({**TORCHRUN, "SAMESTEP_LAUNCHER": "1", "SAMESTEP_ERROR_DIR": "/tmp/x"})
     assert (environment.launcher, environment.error_dir, environment.restart) == ("samestep", "/tmp/x", None)
+    assert environment.spell("micro_batch_size", 8) == "--micro-batch-size 8"
 
 
 @pytest.mark.parametrize("restart", [Restart("rank 3 was killed by SIGKILL", 3), Restart('a node "b" was lost')])

@@ -3,8 +3,9 @@
 Everything here is a function of a few whole numbers, so the state of a run's data is one integer: the step.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from math import gcd, isqrt
+from math import isqrt
 from numbers import Integral
 
 from samestep.errors import Error
@@ -13,6 +14,7 @@ Span = tuple[int, int]
 
 MOST_SAMPLES = 1 << 40  # of a step: beyond all use, so a slip of the finger
 MOST_MICRO_BATCHES = 1 << 20  # likewise; what is planned for each would fill the memory
+LEAST_SAMPLES = 64  # of a micro-batch by default: fewer cost a small model speed (docs/decisions/micro_batches.md)
 
 
 @dataclass(frozen=True)
@@ -97,8 +99,12 @@ class EndlessSchedule:
         return _cut(*self.span(step), self.micro_batch_size)
 
 
-def check_numbers(batch_size: int, micro_batch_size: int, world_size: int) -> None:
+def check_numbers(
+    batch_size: int, micro_batch_size: int, world_size: int, spell: Callable[[str, int], str] | None = None
+) -> None:
     """Checks that the numbers make a step that `world_size` ranks can share.
+
+    `spell` writes an argument of Run as the launcher in use takes it, such as `--batch-size 8`, for the message.
 
     Raises:
         Error: not so; the sentence names the nearest legal numbers.
@@ -130,17 +136,27 @@ def check_numbers(batch_size: int, micro_batch_size: int, world_size: int) -> No
         ranks = "1 rank" if num_micro_batches == 1 else f"1 to {num_micro_batches} ranks"
         micro_batches = "1 micro-batch" if num_micro_batches == 1 else f"{num_micro_batches} micro-batches"
         if world_size <= batch_size:
-            largest = max(size for size in _divisors(batch_size) if batch_size // size >= world_size)
-            remedy = f"lower micro_batch_size (now {micro_batch_size}) to at most {largest}"
+            size = max(size for size in _divisors(batch_size) if batch_size // size >= world_size)
+            given = {"micro_batch_size": size}
         else:
-            remedy = f"raise batch_size (now {batch_size}) to at least {world_size * micro_batch_size}"
-        raise Error(f"{world_size} ranks for {micro_batches}: start {ranks}, or {remedy}")
+            given = {"batch_size": world_size * micro_batch_size, "micro_batch_size": micro_batch_size}
+        remedy = ", ".join(f"{name}={size}" for name, size in given.items())
+        if spell is not None:
+            remedy = f"{' '.join(spell(name, size) for name, size in given.items())} (in the script, {remedy})"
+        raise Error(
+            f"{world_size} ranks cannot share a step of {micro_batches} (batch_size {batch_size}, micro_batch_size "
+            f"{micro_batch_size}): start {ranks}, or give {remedy}"
+        )
 
 
 def default_micro_batch_size(batch_size: int) -> int:
-    """For a run that names none: V becomes the largest of 8, 4, 2, 1 that divides `batch_size`."""
+    """For a run that names none: the largest V of 8, 4, 2, 1 that divides `batch_size` into enough samples each.
+
+    Enough are `LEAST_SAMPLES`. V does not depend on the number of ranks, since the run's bits depend on V.
+    """
     _check_positive("batch_size", batch_size)
-    return batch_size // gcd(batch_size, 8)
+    fitting = (v for v in (8, 4, 2) if batch_size % v == 0 and batch_size // v >= LEAST_SAMPLES)
+    return batch_size // next(fitting, 1)
 
 
 def rank_range(n: int, world_size: int, rank: int) -> range:

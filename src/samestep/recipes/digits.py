@@ -83,7 +83,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--batch-size", "--batch_size", type=int, default=96, help="of one step, over all ranks (default: 96)"
     )
     parser.add_argument(
-        "--micro-batch-size", "--micro_batch_size", type=int, help="of one forward and backward (default: an eighth)"
+        "--micro-batch-size",
+        "--micro_batch_size",
+        type=int,
+        help="of one forward and backward (default: a quarter of the batch, so that up to 4 ranks can share a step)",
     )
     parser.add_argument("--lr", type=float, default=3e-3, help="the highest learning rate (default: 0.003)")
     parser.add_argument("--seed", type=int, default=0, help="of everything random but the split (default: 0)")
@@ -96,6 +99,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
+    if args.micro_batch_size is None:
+        args.micro_batch_size = args.batch_size // math.gcd(args.batch_size, 4)
     train, held_out = load_data()
 
     run = samestep.Run(

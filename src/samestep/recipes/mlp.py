@@ -6,6 +6,7 @@ python -m samestep.recipes.mlp 50 10 --batch_size 32
 """
 
 import argparse
+import math
 from collections.abc import Sequence
 
 import torch
@@ -86,7 +87,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
     run = samestep.Run(
-        args.run_dir, batch_size=args.batch_size, snapshot_every=f"{args.save_every}epochs", config=vars(args)
+        args.run_dir,
+        batch_size=args.batch_size,
+        micro_batch_size=args.batch_size // math.gcd(args.batch_size, 4),  # so that up to 4 ranks can share a step
+        snapshot_every=f"{args.save_every}epochs",
+        config=vars(args),
     )
     model = torch.nn.Sequential(torch.nn.Linear(20, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)

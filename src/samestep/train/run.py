@@ -46,8 +46,9 @@ class Run:
     Args:
         run_dir: where it lives, a path or a URL for fsspec; None: nothing on disk, nothing resumed (notebooks).
         batch_size: samples of one optimizer step, over all ranks.
-        micro_batch_size: samples of one forward and backward; None: `batch_size // gcd(batch_size, 8)`, for up to 8
-            ranks. Larger ones are quicker where samples are small; a loss compares the samples of one alone.
+        micro_batch_size: samples of one forward and backward, part of the run's identity. `batch_size /
+            micro_batch_size` is the largest number of ranks. None: 8, 4 or 2 micro-batches per step where they have at
+            least 64 samples each, else 1. BatchNorm and losses that compare samples see one micro-batch.
         seed: of everything random.
         precision: "fp32", "bf16" or "fp16": what `autocast` opens.
         reduction: "exact" (the same bits at any number of ranks) or "fast" (the backend's all-reduce).

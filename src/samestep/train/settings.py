@@ -72,7 +72,7 @@ def build_settings(environment: Environment, **arguments: Any) -> Settings:
     run_dir, batch_size = arguments.pop("run_dir"), arguments["batch_size"]
     if arguments["micro_batch_size"] is None:
         arguments["micro_batch_size"] = default_micro_batch_size(batch_size)
-    check_numbers(batch_size, arguments["micro_batch_size"], environment.world_size)
+    check_numbers(batch_size, arguments["micro_batch_size"], environment.world_size, environment.spell)
     _check_kinds(arguments)
     for name in ("seed", "threads", "keep", "log_every", "compare_every", "max_steps"):
         least = 0 if name in ("seed", "compare_every") else 1

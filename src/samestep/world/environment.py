@@ -120,6 +120,11 @@ class Overrides:
         }
 
 
+def spell_flag(name: str, value: int | str) -> str:
+    """One of `OVERRIDES` as an option of samestep's commands: `--keep 5`."""
+    return f"--{name.replace('_', '-')} {value}"
+
+
 @dataclass(frozen=True)
 class Restart:
     """Why a launcher of ours has started the ranks anew: a sentence, and the rank that failed, where one did."""
@@ -151,6 +156,10 @@ class Environment:
     restart: Restart | None
     overrides: Overrides
     trace: str | None = None
+
+    def spell(self, name: str, value: int | str) -> str:
+        """How to give one of `OVERRIDES` to ranks started as this one: `--keep 5`, or `SAMESTEP_KEEP=5`."""
+        return spell_flag(name, value) if self.launcher == "samestep" else f"{PREFIX}{name.upper()}={value}"
 
 
 def _parse(name: str, text: str) -> int | str | bool:

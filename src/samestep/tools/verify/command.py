@@ -10,12 +10,14 @@ from pathlib import Path
 from types import FrameType
 
 from samestep.errors import Error
+from samestep.plan.schedule import check_numbers
 from samestep.tools.verify.causes import explain, explain_drift, find_operator, measure_difference
 from samestep.tools.verify.gradients import check_gradients, check_schedules
 from samestep.tools.verify.home import make_home
 from samestep.tools.verify.table import Table
 from samestep.tools.verify.traces import Difference, Traced, find_difference, name_tensor
 from samestep.tools.verify.trials import LEAST_DEADLINE_S, Outcome, Subject, Trials
+from samestep.world.environment import spell_flag
 
 KILLED = 128 + 9
 MAX_EVENTS = 12  # how far into the writing of a snapshot a rank is killed: about as many files are touched
@@ -118,6 +120,9 @@ class _Verification:
         assert reference.trace is not None
         most = reference.trace.settings["num_micro_batches"]
         allowed = [size for size in (first, *others) if size <= most]
+        if others and len(allowed) == 1:
+            size = reference.trace.settings["micro_batch_size"]
+            check_numbers(most * size, size, min(max(others), most * size), spell_flag)
         if self._options.gradients:
             self._table.begin("averages", _count(max(allowed)))
             found = check_gradients(self._trials, max(allowed))

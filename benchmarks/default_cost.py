@@ -1,0 +1,165 @@
+"""What Run's default arguments cost on one device: a script by the plain PyTorch loop that it was ported from.
+
+The toy of the README's ladder, the `digits` recipe's model and a small transformer, each at several batch sizes, on one
+rank of one thread. `--micro-batches` adds runs of the same batch in that many micro-batches, from which the default of
+`micro_batch_size` was chosen (docs/decisions/micro_batches.md).
+"""
+
+from __future__ import annotations  # cloudpickle does not see the names in a local class's annotations
+
+import io
+import statistics
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from common import (
+    Contestant,
+    Times,
+    build_contestant,
+    build_parser,
+    compute_ratio,
+    measure,
+    print_json,
+    print_machine,
+    print_table,
+)
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import samestep
+from samestep.recipes.digits import CNN, load_data
+
+PLAIN, DEFAULT = "plain PyTorch loop", "samestep, default"
+TARGET = 0.9  # of the plain loop's samples per second
+VOCABULARY, LENGTH, WIDTH = 256, 64, 64
+
+
+class Transformer(nn.Module):
+    """Tokens (N, LENGTH) -> scores of the next ones (N, LENGTH, VOCABULARY): 2 layers, 0.13 M parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.positions = nn.Parameter(torch.zeros(LENGTH, WIDTH))
+        layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.1, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
+        scores: Tensor = self.head(self.layers(self.tokens(tokens) + self.positions, mask=mask, is_causal=True))
+        return scores
+
+
+def score_tokens(scores: Tensor, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(scores.flatten(0, 1), tokens.flatten())
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What both loops train, at these batch sizes."""
+
+    batch_sizes: tuple[int, ...]
+    steps_per_block: int
+    build_data: Callable[[], Dataset[Any]]
+    build_model: Callable[[], nn.Module]
+    compute_loss: Callable[[Tensor, Tensor], Tensor]
+
+
+def build_toy_data() -> Dataset[Any]:
+    return TensorDataset(torch.rand(2048, 20), torch.rand(2048, 1))
+
+
+def build_toy() -> nn.Module:
+    return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 1))
+
+
+def build_sentences() -> Dataset[Any]:
+    tokens = torch.randint(VOCABULARY, (512, LENGTH + 1))
+    return TensorDataset(tokens[:, :-1], tokens[:, 1:])
+
+
+WORKLOADS = {
+    "toy": Workload((32, 128), 32, build_toy_data, build_toy, F.mse_loss),
+    "digits": Workload((32, 96), 4, lambda: load_data()[0], CNN, F.cross_entropy),
+    "transformer": Workload((8, 32), 2, build_sentences, Transformer, score_tokens),
+}
+
+
+def run_plain(workload: Workload, batch_size: int) -> Iterator[None]:
+    loader = DataLoader(workload.build_data(), batch_size=batch_size, shuffle=True)
+    model = workload.build_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    while True:
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            workload.compute_loss(model(inputs), targets).backward()
+            optimizer.step()
+            yield
+
+
+def run_samestep(workload: Workload, batch_size: int, micro_batch_size: int | None) -> Iterator[None]:
+    run = samestep.Run(None, batch_size=batch_size, micro_batch_size=micro_batch_size, device="cpu")
+    model = workload.build_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    run.prepare(model=model, optimizer=optimizer)
+    for epoch in run.epochs(workload.build_data(), 10**6):
+        for step in epoch:
+            for inputs, targets in step:
+                step.backward(workload.compute_loss(model(inputs), targets))
+            optimizer.step()
+            yield
+
+
+def run_rank(name: str, batch_size: int, micro_batches: list[int], num_rounds: int, num_steps: int | None) -> Times:
+    torch.set_num_threads(1)
+    sys.stdout = io.StringIO()  # samestep's own lines, up to the end of the process
+    workload = WORKLOADS[name]
+    contestants: list[Contestant] = [
+        build_contestant(PLAIN, run_plain(workload, batch_size)),
+        build_contestant(DEFAULT, run_samestep(workload, batch_size, None), deterministic=True),
+    ]
+    for num in micro_batches:
+        if batch_size % num == 0:
+            loop = run_samestep(workload, batch_size, batch_size // num)
+            contestants.append(build_contestant(f"in {num}", loop, deterministic=True))
+    return measure(contestants, num_rounds=num_rounds, steps_per_block=num_steps or workload.steps_per_block)
+
+
+def main() -> None:
+    parser = build_parser(__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS), help="what to train")
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[], help="further runs in so many of them")
+    parser.add_argument("--rounds", type=int, default=31, help="blocks of each contestant, after one to warm up")
+    args = parser.parse_args()
+    num_steps = None
+    if args.quick:
+        args.rounds, num_steps = 1, 2
+    if not args.json:
+        print_machine()
+    results: dict[str, dict[str, float]] = {}
+    for name in args.workloads:
+        for batch_size in WORKLOADS[name].batch_sizes[: 1 if args.quick else None]:
+            run_args = (name, batch_size, args.micro_batches, args.rounds, num_steps)
+            times = samestep.spawn(run_rank, nprocs=1, args=run_args, device="cpu")
+            rate = {PLAIN: batch_size / statistics.median(times[PLAIN])}
+            shares = {other: compute_ratio(times, PLAIN, other) for other in times if other != PLAIN}
+            results[f"{name}, batches of {batch_size}"] = rate | shares
+    if args.json:
+        print_json(results=results, target=TARGET)
+        return
+    columns = [DEFAULT, *(f"in {num}" for num in args.micro_batches)]
+    rows = []
+    for title, row in results.items():
+        mark = "met" if row[DEFAULT] >= TARGET else "MISSED"
+        cells = [f"{row[column]:.2f}" if column in row else "" for column in columns]
+        rows.append([title, f"{row[PLAIN]:,.0f}", *cells, f">= {TARGET:g} {mark}"])
+    print_table(["samples/s, by the plain loop's", f"{PLAIN}, samples/s", *columns, "default"], rows)
+
+
+if __name__ == "__main__":
+    main()
