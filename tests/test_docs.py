@@ -85,6 +85,15 @@ def test_other_pages(page: Path, tmp_path: Path) -> None:
         run_command(command, ROOT)
 
 
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda page: page.name)
+def test_examples_of_pages(page: Path, tmp_path: Path) -> None:
+    """Scripts of pages under docs/ that begin with their own name."""
+    for script in find_blocks(page, "python"):
+        if name := re.match(r"# (\w+\.py)\n", script):
+            (tmp_path / name[1]).write_text(script)
+            run_command(f"python {name[1]}", tmp_path)
+
+
 def test_links_lead_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):

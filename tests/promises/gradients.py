@@ -289,6 +289,51 @@ def two_models_in_one_pass() -> Result:
     return trace.finish()
 
 
+def train_on_several_losses() -> Result:
+    """Losses with weights of their own, some of them 0; two models, of which a second pass trains one once more."""
+    run = build_run(bucket_cap_mb=0.0002)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Tanh(), nn.Linear(8, 4))
+    critic = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1))
+    opt_1, opt_2 = torch.optim.AdamW(model.parameters(), 1e-2), torch.optim.SGD(critic.parameters(), 0.1)
+    run.prepare(model=model, critic=critic, opt_1=opt_1, opt_2=opt_2)
+    trace = Trace(run)
+    for epoch in run.epochs(build_pairs(), 2):
+        for step in epoch:
+            for x, y in step:
+                if not bool((y[:1] == 3).any()):
+                    out = model(x)
+                    low = y < 2
+                    losses = {F.cross_entropy(out, y): len(y), (out[low] ** 2).sum() / max(1, low.sum()): low.sum()}
+                    step.backward(losses | {critic(out).mean(): float(step.number % 2)}, model=model)
+                if step.number % 3 < 2:
+                    scores = critic(model(x).detach())
+                    step.backward({F.softplus(scores).mean(): 2, scores.square().mean(): int(y[0])}, model=critic)
+            trace.add("gradients", [None if p.grad is None else p.grad.norm() for p in model.parameters()])
+            trace.end_step(step)
+            if step.number % 3 < 2:
+                for x, y in step:
+                    scores = critic(model(x).detach())
+                    step.backward({scores.mean(): 1, model[4](x[:, :1].expand(-1, 8)).mean(): len(y)})
+            trace.add("gradients", [None if p.grad is None else p.grad.norm() for p in model.parameters()])
+            opt_1.step()
+            opt_2.step()
+            trace.end_step(step)
+    return trace.finish()
+
+
+@case
+def several_losses() -> Result:
+    return train_on_several_losses()
+
+
+@case
+def several_losses_on_long_routes() -> Result:
+    from samestep.engine import routes
+
+    routes.DIRECT_MAX_BYTES = 0
+    return train_on_several_losses()
+
+
 @case
 def unfreezing() -> Result:
     """A part that is frozen at first, and one that the optimizer gets later."""

@@ -114,6 +114,54 @@ def test_a_step_is_the_whole_batch(tmp_path_factory: pytest.TempPathFactory, dat
         assert logged["train/first"] == pytest.approx(row["first"], rel=1e-5, abs=1e-6)
 
 
+def measure_losses() -> tuple[list[float], str]:
+    """Per step: the errors of the gradient and of the loss of three losses with weights of their own, and a digest.
+
+    The reference works in float64, by micro-batches because of BatchNorm.
+    """
+    run = samestep.Run(None, batch_size=24, micro_batch_size=4)
+    model = nn.Sequential(nn.Linear(5, 9), nn.BatchNorm1d(9), nn.GELU(), nn.Linear(9, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.02, momentum=0.9)
+    run.prepare(model=model, optimizer=optimizer)
+    data, trace, errors = Weighted(24 + 24 + 11), Trace(run), []
+
+    def compute(model: nn.Module, x: Tensor, y: Tensor, units: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """The last one has weight 0 in many micro-batches, and in whole steps."""
+        out, is_rare = model(x), units == 8
+        by_units = (units * ((out - y) ** 2).mean(1)).sum() / units.sum().clamp(min=1)
+        rare = (is_rare * out[:, 1]).sum() / is_rare.sum().clamp(min=1)
+        return [(by_units, units.sum()), (out.abs().mean(), torch.tensor(len(y))), (rare, is_rare.sum())]
+
+    for epoch in run.epochs(data, 3):
+        for step in epoch:
+            whole = copy.deepcopy(model).double()
+            held: list[int] = []
+            for indices, x, y, units in step:
+                held += indices.tolist()
+                step.backward(dict(compute(model, x, y, units)))
+            terms = [
+                compute(whole, data.x[chunk].double(), data.y[chunk].double(), data.units[chunk])
+                for chunk in torch.tensor(gather(held)).split(4)
+            ]
+            totals = [sum(weight for _, weight in kind) for kind in zip(*terms, strict=True)]
+            loss = sum(own * weight / total for row in terms for (own, weight), total in zip(row, totals, strict=True)
+                       if total)  # fmt: skip
+            wanted = torch.autograd.grad(loss, list(whole.parameters()))
+            errors += [relative(p.grad, w) for p, w in zip(model.parameters(), wanted, strict=True) if w.norm() > 1e-9]
+            errors.append(relative(step.loss, loss.detach()))
+            optimizer.step()
+            trace.end_step(step)
+    return errors, trace.digest()
+
+
+def test_several_losses_are_averaged_each_by_its_weights() -> None:
+    results = [samestep.spawn(measure_losses, world_size) for world_size in (1, 2, 3, 5)]
+    for errors, _ in results:
+        assert len(errors) == 9 * 6
+        assert max(errors) < 1e-5
+    assert len({digest for _, digest in results}) == 1
+
+
 def skip_steps(run_dir: Path | None, max_steps: int, skipped: tuple[int, ...]) -> str:
     """Of the steps to skip, every other one has weights of 0, and the others have no step.backward."""
     run = samestep.Run(run_dir, batch_size=8, micro_batch_size=1, log_every=2, snapshot_every=1, max_steps=max_steps)

@@ -170,6 +170,29 @@ def _(run_dir: RunDir) -> None:
     loop(*build(run_dir), body)
 
 
+@mistake("no losses", r"step\.backward takes several losses as \{loss: weight, \.\.\.\}: at least one, and witho")
+def _(run_dir: RunDir) -> None:
+    loop(*build(run_dir), lambda step, model, x, y: step.backward({}))
+
+
+@mistake("fewer losses in a micro-batch", r"step\.backward got fewer losses in micro-batch \d of step 0 than in oth")
+def _(run_dir: RunDir) -> None:
+    def body(step: Any, model: nn.Module, x: Tensor, y: Tensor) -> None:
+        losses = {F.mse_loss(model(x), y): 2, model(x).mean(): 1}
+        step.backward(losses if step._v == 1 else F.mse_loss(model(x), y))
+
+    loop(*build(run_dir), body)
+
+
+@mistake("a loss among others that is nan", r"the loss of step 1 is nan in micro-batch 2 \(rank \d\): nothing of this")
+def _(run_dir: RunDir) -> None:
+    def body(step: Any, model: nn.Module, x: Tensor, y: Tensor) -> None:
+        factor = torch.nan if (step.number, step._v) == (1, 2) else 1.0
+        step.backward({F.mse_loss(model(x), y): 2, model(x).mean() * factor: 1})
+
+    loop(*build(run_dir), body)
+
+
 @mistake("step.backward for all models and for one", r"two step\.backward into one model in micro-batch \d of step 0")
 def _(run_dir: RunDir) -> None:
     def body(step: Any, model: nn.Module, x: Tensor, y: Tensor) -> None:

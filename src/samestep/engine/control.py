@@ -28,6 +28,7 @@ class Control:
         parts: of the BatchNorm statistics [max_parts, num_values].
         snapshot: by this rank's clock, one is due.
         copying: a snapshot is being copied here.
+        num_losses: the most that a step.backward of this rank got.
     """
 
     stop: int
@@ -40,6 +41,7 @@ class Control:
     parts: NDArray[np.float64]
     snapshot: bool = False
     copying: bool = False
+    num_losses: int = 1
 
 
 class ControlFormat:
@@ -55,7 +57,7 @@ class ControlFormat:
         most = max(len(held) for held in layout.ranges)
         self._padding = [0] * most
         numbers = most * num_slots
-        self._struct = Struct(f"<q????{4}x{numbers}d{numbers}d{most}Q")
+        self._struct = Struct(f"<q????B3x{numbers}d{numbers}d{most}Q")
         self._bounds = [numbers, 2 * numbers]
         self._used_at = self._struct.size
         self._parts_at = -(-(self._used_at + num_params) // 8) * 8
@@ -70,6 +72,7 @@ class ControlFormat:
         weights = [weight for row in control.weights for weight in row]
         self._struct.pack_into(
             block, 0, control.stop, control.buffers_changed, control.logged, control.snapshot, control.copying,
+            control.num_losses,
             *losses, *rest, *weights, *rest, *control.fingerprints, *self._padding[:missing],
         )  # fmt: skip
         block[self._used_at : self._used_at + self._num_params] = control.used
@@ -78,7 +81,7 @@ class ControlFormat:
 
     def unpack_from(self, block: memoryview, num_micro_batches: int) -> Control:
         """Reads the control block of a rank that has `num_micro_batches`."""
-        stop, buffers_changed, logged, snapshot, copying, *numbers = self._struct.unpack_from(block, 0)
+        stop, buffers_changed, logged, snapshot, copying, num_losses, *numbers = self._struct.unpack_from(block, 0)
         first, second = self._bounds
         used = block[self._used_at : self._used_at + self._num_params].tobytes()
         return Control(
@@ -92,6 +95,7 @@ class ControlFormat:
             self._view_parts(block),
             snapshot,
             copying,
+            num_losses,
         )
 
     def _rows(self, numbers: Sequence[float], num_rows: int) -> list[list[float]]:

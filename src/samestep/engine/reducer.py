@@ -5,12 +5,12 @@ Distributed: Experiences on Accelerating Data Parallel Training"), but armed by 
 summing along the canonical tree (`plan/tree.py`), and at ease with idle ranks and parameters that nobody used.
 
 A pass over a step's micro-batches is `begin`, then for each of this rank's micro-batches `open`, `backward` (once
-per model) and `close`, then `finish` and `assign`.
+per model) and `close`, then `finish` and `assign`. Losses beyond the first that have a total weight of their own are
+added up apart: for each of them, `backward_further` in the micro-batches, and `finish_further` and `assign` at the end.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import NoReturn
 
 import torch
@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from samestep.engine import routes
+from samestep.engine.backward import build_seed, has_reentrant_checkpoint
 from samestep.engine.buckets import Bucket, Transit, build_buckets, choose_cap_bytes, dense_strides
 from samestep.engine.control import Control, ControlFormat
+from samestep.engine.folding import MISSED, USED, Further, Grads, add, fold, lay_out, put
 from samestep.errors import Error
 from samestep.plan.tree import Layout, merges
 from samestep.world.group import Group
 
-USED, MISSED = 1, 2  # by some micro-batch of the step, by some other: bits of a parameter's byte
-Grads = list[Tensor | None]
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 
@@ -76,7 +76,7 @@ class Reducer:
         self._controls: dict[Layout, tuple[ControlFormat, Tensor | None, list[memoryview]]] = {}
         self._in_micro_batch = self._in_backward = self._last = False
         self.waited_s = 0.0
-        self._checked: set[tuple[int, int]] = set()
+        self._checked: set[tuple[int, ...]] = set()
         self._zeros = {param.dtype: torch.zeros((), dtype=param.dtype, device=param.device) for param in self.params}
         self._hooks: dict[int, RemovableHandle] = {}
 
@@ -105,6 +105,8 @@ class Reducer:
             self._follow_params(places)
         self._held: list[Grads] = []
         self._used = 0
+        self._further: dict[int, Further] = {}
+        self._totals: Grads = []  # of the losses before the one that is being finished
         self._flights: list[routes.Flight] = []
         for i, param in enumerate(self.params):
             if param.requires_grad and i not in self._hooks:  # a script may unfreeze it at any step
@@ -132,10 +134,7 @@ class Reducer:
 
     def backward(self, loss: Tensor, factor: float | Tensor, inputs: tuple[Tensor, ...]) -> None:
         """Runs the backward of `factor * loss` for all parameters (`inputs` empty) or for some."""
-        if isinstance(factor, Tensor):
-            gradient = factor.to(loss).view_as(loss)
-        else:
-            gradient = _build_constant(factor, loss.dtype, loss.device, loss.shape)
+        gradient = build_seed(factor, loss)
         self._in_backward, self.waited_s = True, 0.0
         try:
             # What torch.autograd.backward comes down to. Its checks of what Step.backward has checked already take
@@ -144,14 +143,28 @@ class Reducer:
         finally:
             self._in_backward = False
 
-    def check_graph(self, loss: Tensor, kind: tuple[int, int]) -> None:
-        """Before a backward for some parameters: none may be within a reentrant checkpoint, which hides them.
+    def backward_further(self, k: int, loss: Tensor, factor: float | Tensor, inputs: tuple[Tensor, ...]) -> None:
+        """As `backward`, of further loss k (1, 2, ...); before that of the first loss, whose graph it leaves alone."""
+        if k not in self._further:
+            self._further[k] = self._build_further(has_missed=self._v > self._range.start)
+        wanted = {id(param) for param in inputs}
+        indices = [i for i, p in enumerate(self.params) if (id(p) in wanted if inputs else p.requires_grad)]
+        params, seed = tuple(self.params[i] for i in indices), (build_seed(factor, loss),)
+        found = _run_backward((loss,), seed, True, False, params, allow_unreachable=True, accumulate_grad=False)
+        for i, grad in zip(indices, found, strict=True):
+            if grad is not None:  # a copy: what autograd gives may be a view, or one tensor for two parameters
+                self._check_dense(i, grad)
+                self._further[k].grads[i] = lay_out(grad, self._strides[i])
+
+    def check_graph(self, loss: Tensor, kind: tuple[int, ...]) -> None:
+        """Before a backward to given parameters: none may be within a reentrant checkpoint, which hides them.
 
         Torch would say so itself, or, where no parameter comes before the checkpoint, leave their gradients out without
         a word.
 
         Args:
-            kind: pass and slot. The first loss of each is looked at: models are checkpointed alike in all steps.
+            kind: pass, slot, number of the loss. The first of each is looked at: models are checkpointed alike in all
+                steps.
 
         Raises:
             Error: there is such a checkpoint.
@@ -159,18 +172,11 @@ class Reducer:
         if kind in self._checked:
             return
         self._checked.add(kind)
-        stack, seen = [loss.grad_fn], set()
-        while stack:
-            node = stack.pop()
-            if node is None or node in seen:
-                continue
-            seen.add(node)
-            if node.name() == "CheckpointFunctionBackward":
-                raise Error(
-                    "step.backward(model=...) of a loss with reentrant activation checkpointing, which hides "
-                    "parameters from it: use torch.utils.checkpoint with use_reentrant=False"
-                )
-            stack += [source for source, _ in node.next_functions]
+        if has_reentrant_checkpoint(loss):
+            raise Error(
+                "step.backward(model=...), or of several losses, with reentrant activation checkpointing, which hides "
+                "parameters from it: use torch.utils.checkpoint with use_reentrant=False"
+            )
 
     def close(self) -> None:
         """The micro-batch is done: unless it is the last of this rank's, folds it into the parts held."""
@@ -183,16 +189,17 @@ class Reducer:
         self._grads.clear()  # views of buckets, which nobody else is to hold when the next pass begins
         fired = int.from_bytes(self._fired)
         self._used |= fired * USED | (fired ^ self._all_fired) * MISSED
-        if self._v == self._range.stop - 1:
+        is_last = self._v == self._range.stop - 1
+        for further in self._further.values():
+            further.close(None if is_last else self._num_merges())
+        if is_last:
             self._check_unchanged()
             return  # `finish` folds it, bucket by bucket, on the way out
         grads: Grads = []
         for param in self.params:
             grads.append(param.grad)
             param.grad = None
-        for _ in range(self._num_merges()):
-            grads = [_add(left, right) for left, right in zip(self._held.pop(), grads, strict=True)]
-        self._held.append(grads)
+        fold(self._held, grads, self._num_merges())
 
     def finish(self, control: Control) -> list[Control]:
         """Completes the pass: the sums are ready for `assign`. Returns every rank's control block."""
@@ -218,6 +225,19 @@ class Reducer:
             self._used |= int.from_bytes(told.used)
         return controls
 
+    def finish_further(self, k: int, control: Control) -> list[Control]:
+        """As `finish`, for further loss k; after `assign` for the one before it, whose memory serves again."""
+        pairs = [*zip(self.params, self._kept, strict=True)]
+        self._totals = [None if p.grad is None or p.grad is kept else p.grad.clone() for p, kept in pairs]
+        further = self._further.pop(k, None) or self._build_further(has_missed=bool(self._range))
+        self._held, self._used, self._flights = further.held, further.used, []
+        self._fired[:] = bytes(len(self.params))
+        for param, grad in zip(self.params, further.grads, strict=True):
+            param.grad = grad
+        for tag, transit in enumerate(self._transits.get(self.layout, ())):
+            transit.expect(tag)
+        return self.finish(control)
+
     def assign(self, inverses: Sequence[float]) -> None:
         """Leaves `sum * inverse` in `.grad`, None where no micro-batch of the step used the parameter.
 
@@ -230,8 +250,7 @@ class Reducer:
                 inverse = inverses[self.slots[i]]
                 self._scale(grad, inverse, used[i])
                 param.grad = grad if inverse and grad is not None else self._kept[i]
-            return
-        for bucket, transit in zip(self._buckets, self._transits[self.layout], strict=True):
+        for bucket, transit in zip(self._buckets, self._transits.get(self.layout, ()), strict=False):  # none at 1 rank
             shared = {inverses[self.slots[i]] for i in bucket.indices}
             is_whole = len(shared) == 1 and shared != {1.0}
             if is_whole:
@@ -240,6 +259,10 @@ class Reducer:
                 if not is_whole:
                     self._scale(grad, inverses[self.slots[i]], used[i])
                 self.params[i].grad = grad if used[i] & USED and inverses[self.slots[i]] else self._kept[i]
+        for param, total, kept in zip(self.params, self._totals, self._kept, strict=False):
+            if total is not None:
+                param.grad = total if param.grad is None or param.grad is kept else param.grad.add_(total)
+        self._totals = []
 
     # --- inside -----------------------------------------------------------------------------------------------
 
@@ -260,8 +283,7 @@ class Reducer:
             grad = param.grad
             if grad is None:  # by an autograd.Function that gave none, or a hook that took it: as good as unused
                 return
-            if grad.layout is not torch.strided:
-                raise Error(f"{self.names[i]} has a sparse gradient: build its layer with sparse=False")
+            self._check_dense(i, grad)
             self._fired[i] = 1
             if self._last:
                 # Now, while it is in the cache; its own memory serves the next gradient. `.data`, since views of one
@@ -282,6 +304,15 @@ class Reducer:
                     self.waited_s += time.monotonic() - began_s
 
         return on_grad
+
+    def _check_dense(self, i: int, grad: Tensor) -> None:
+        if grad.layout is not torch.strided:
+            raise Error(f"{self.names[i]} has a sparse gradient: build its layer with sparse=False")
+
+    def _build_further(self, *, has_missed: bool) -> Further:
+        """A further loss that is new to this rank. `has_missed`: micro-batches before were without it."""
+        nothing: Grads = [None] * len(self.params)
+        return Further([nothing for _ in self._held], [*nothing], self._all_fired * MISSED * has_missed)
 
     def _mark_params(self) -> list[tuple[int, bool]]:
         return [(param._version, param.requires_grad) for param in self.params]
@@ -356,7 +387,7 @@ class Reducer:
         if self._range:
             for i in bucket.indices:
                 if not self._fired[i]:
-                    self._pack(i, None)
+                    self._pack(i, self.params[i].grad)
         elif not self._exact:
             transit.root.zero_()
         self._flights.append(transit.start(tag=position))
@@ -368,26 +399,24 @@ class Reducer:
         """Puts what this rank has of parameter i into its bucket, and returns where it is there."""
         views, num_stay = self._views[i], len(self._held) - self._merges_left
         for part, view in zip(self._held[:num_stay], views, strict=False):
-            _put(part[i], view)
+            put(part[i], view)
         merged, view = self._held[num_stay:][::-1], views[num_stay]
         for part in merged[:-1]:
-            grad = _add(part[i], grad)
+            grad = add(part[i], grad)
         left = merged[-1][i] if merged else None
         if left is not None and grad is not None:
             torch.add(left, grad, out=view)
         else:
-            _put(grad if left is None else left, view)
+            put(grad if left is None else left, view)
         return view
 
     def _finish_alone(self) -> None:
         sums: Grads = [param.grad for param in self.params]
         for part in reversed(self._held):
-            sums = [_add(left, right) for left, right in zip(part, sums, strict=True)]
+            sums = [add(left, right) for left, right in zip(part, sums, strict=True)]
         # With more ranks, gradients come in the parameter's strides; norms add up in memory order.
         self._sums = [
-            grad
-            if grad is None or grad.stride() == strides
-            else torch.empty_strided(grad.shape, strides, dtype=grad.dtype, device=grad.device).copy_(grad)
+            grad if grad is None or grad.stride() == strides else lay_out(grad, strides)
             for grad, strides in zip(sums, self._strides, strict=True)
         ]
 
@@ -417,22 +446,3 @@ class Reducer:
         }
         self._views_of[layout] = [views[i] for i in range(len(self.params))]
         self._controls[layout] = (form, own_rows, blocks)
-
-
-@lru_cache(maxsize=32)
-def _build_constant(value: float, dtype: torch.dtype, device: torch.device, shape: torch.Size) -> Tensor:
-    return torch.full(shape, value, dtype=dtype, device=device)
-
-
-def _add(left: Tensor | None, right: Tensor | None) -> Tensor | None:
-    """left + right into left; an absent gradient is the identity."""
-    if left is None:
-        return right
-    return left if right is None else left.add_(right)
-
-
-def _put(grad: Tensor | None, view: Tensor) -> None:
-    if grad is None:
-        view.zero_()
-    else:
-        view.copy_(grad)

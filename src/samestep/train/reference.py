@@ -17,7 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from samestep.data.loader import Loader, seed_all, to_device
 from samestep.plan.seeds import derive
 from samestep.snapshot.encoding import write_tensors
-from samestep.train.steps import Step
+from samestep.train.steps import Losses, Step
 from samestep.train.trace import Trace, TracedStep, read_draws
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 NUM_PROBES = 8  # samples that are looked at one by one
 Grads = list[Tensor | None]
+Key = tuple[int, int]  # a slot, and which of its losses
 
 
 class Reference(Trace):
@@ -76,9 +77,9 @@ class ReferenceStep(TracedStep):
         super().__init__(run, loop, number, loader)
         self._trace, self._is_first = trace, number == 0
         self._params = run._reducer.params
-        self._probe: list[tuple[int, float, float | None, Tensor]] | None = None
-        self._sums: dict[int, list[Tensor]] = {}
-        self._weights: dict[int, float] = {}
+        self._probe: list[tuple[Key, float, float | None, Tensor]] | None = None
+        self._sums: dict[Key, list[Tensor]] = {}
+        self._weights: dict[Key, float] = {}
         self._draws = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -95,45 +96,49 @@ class ReferenceStep(TracedStep):
         if self._run.rank == 0 and self._is_first and self.num_passes == 1:
             self._write_gradients()
 
-    def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, model: nn.Module | None = None) -> None:
+    def backward(self, loss: Losses, *, weight: float | Tensor | None = None, model: nn.Module | None = None) -> None:
         slot = 0 if model is None else self._run._slot_of(model)
-        if self._probe is not None:
-            number = None if weight is None else float(weight)
-            flat = [g.flatten() for g in self._differentiate(loss, slot, retain=False) if g is not None]
-            self._probe.append((slot, float(loss.detach()), number, torch.cat(flat)))
-            return
-        if self._trace.is_double and self._is_first and self.num_passes == 0:
-            share = float(self._sizes[self._v] if weight is None else weight)
-            if share:
-                self._add(slot, share, self._differentiate(loss, slot, retain=True))
-        super().backward(loss, weight=weight, model=model)
+        for k, (term, own) in enumerate(loss.items() if isinstance(loss, Mapping) else [(loss, weight)]):
+            if self._probe is not None:
+                number = None if own is None else float(own)
+                flat = [g.flatten() for g in self._differentiate(term, slot) if g is not None]
+                self._probe.append(((slot, k), float(term.detach()), number, torch.cat(flat)))
+            elif self._trace.is_double and self._is_first and self.num_passes == 0:
+                share = float(self._sizes[self._v] if own is None else own)
+                if share:
+                    self._add((slot, k), share, self._differentiate(term, slot))
+        if self._probe is None:
+            super().backward(loss, weight=weight, model=model)
 
     def log(self, **values: float | Tensor) -> None:
         if self._probe is None:
             super().log(**values)
 
-    def _differentiate(self, loss: Tensor, slot: int, *, retain: bool) -> Grads:
+    def _differentiate(self, loss: Tensor, slot: int) -> Grads:
         """The loss's gradient for each parameter; None for those that this loss is not for, zeros where unused."""
         wanted = [p.requires_grad and slot in (0, home) for p, home in zip(self._params, self._run._reducer.slots,
                                                                            strict=True)]  # fmt: skip
         params = [param for param, is_wanted in zip(self._params, wanted, strict=True) if is_wanted]
-        grads = iter(torch.autograd.grad(loss, params, retain_graph=retain, allow_unused=True, materialize_grads=True))
+        grads = iter(torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True, materialize_grads=True))
         return [next(grads) if is_wanted else None for is_wanted in wanted]
 
-    def _add(self, slot: int, weight: float, grads: Grads) -> None:
+    def _add(self, key: Key, weight: float, grads: Grads) -> None:
         weighted = [torch.zeros_like(p) if g is None else weight * g for p, g in zip(self._params, grads, strict=True)]
-        before = self._sums.get(slot)
-        self._sums[slot] = weighted if before is None else [a + b for a, b in zip(before, weighted, strict=True)]
-        self._weights[slot] = self._weights.get(slot, 0.0) + weight
+        before = self._sums.get(key)
+        self._sums[key] = weighted if before is None else [a + b for a, b in zip(before, weighted, strict=True)]
+        self._weights[key] = self._weights.get(key, 0.0) + weight
 
     def _write_gradients(self) -> None:
         reducer = self._run._reducer
         gradients = {}
         for i, (name, param, home) in enumerate(zip(reducer.names, self._params, reducer.slots, strict=True)):
             if self._trace.is_double:
-                slots = [slot for slot in self._sums if slot in (0, home)]
-                total = sum(self._weights[slot] for slot in slots)
-                gradients[name] = sum(self._sums[slot][i] for slot in slots) / total if slots else torch.zeros(())
+                gradients[name] = torch.zeros(())
+                for number in {k for _, k in self._sums}:
+                    keys = [(slot, k) for slot, k in self._sums if k == number and slot in (0, home)]
+                    if keys:
+                        total = sum(self._weights[key] for key in keys)
+                        gradients[name] = gradients[name] + sum(self._sums[key][i] for key in keys) / total
             elif param.grad is not None:
                 gradients[name] = param.grad
         with open(self._trace.directory / "gradients.safetensors", "wb") as file:
@@ -165,10 +170,11 @@ class ReferenceStep(TracedStep):
         with torch.no_grad():
             for buffer, old in zip(buffers, kept, strict=True):
                 buffer.copy_(old)
-        for slot in sorted({slot for slot, *_ in results[0]}):
-            rows = [[entry[1:] for entry in result if entry[0] == slot] for result in results]
+        for key in sorted({key for key, *_ in results[0]}):
+            rows = [[entry[1:] for entry in result if entry[0] == key] for result in results]
             if all(len(row) == 1 for row in rows):
-                self._trace.write({"probe": summarize([row[0] for row in rows]) | {"draws": self._draws, "slot": slot}})
+                about = {"draws": self._draws, "slot": key[0]}
+                self._trace.write({"probe": summarize([row[0] for row in rows]) | about})
 
     def _load_probes(self, indices: list[int]) -> Iterator[Any]:
         """The samples as one batch, then each as one."""

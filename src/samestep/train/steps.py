@@ -1,7 +1,8 @@
 """The loop a person writes: epochs of steps, steps of micro-batches."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from samestep.train.run import Run
 
 
+Losses = Tensor | Mapping[Tensor, float | Tensor]  # one, or several and their weights
 MIN_WEIGHT, MAX_WEIGHT = 1e-20, 1e20  # beyond, products of weights and gradients leave what float32 can hold
 
 
@@ -117,7 +119,7 @@ class Step:
         self.open = True
         held = layout.ranges[run.rank]
         schedules = run._guards.read_schedules()
-        self._losses: list[dict[int, tuple[Any, Any]]] = [{} for _ in held]
+        self._losses: list[dict[int, list[tuple[Any, Any]]]] = [{} for _ in held]  # by slot
         # A power of two, which changes no bit. With it, the sum over a full step of as many micro-batches is the mean.
         self._scale = run._precision.scale / 2 ** (layout.num_micro_batches - 1).bit_length()
         reducer.begin(layout, keep_grads=self.num_passes > 0)
@@ -159,18 +161,20 @@ class Step:
                 "its gradient is not complete: let it run to its end; to end early, call run.stop()"
             )
 
-    def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, model: nn.Module | None = None) -> None:
+    def backward(self, loss: Losses, *, weight: float | Tensor | None = None, model: nn.Module | None = None) -> None:
         """Runs this micro-batch's backward; its part of the batch's gradient is added up with all others.
 
         Args:
-            loss: a scalar, the mean over the micro-batch (over `weight` units of it).
+            loss: a scalar, the mean over the micro-batch (over `weight` units of it). For several losses that are means
+                over different units, a dict of loss -> weight, in the same order in all micro-batches: each is averaged
+                over the batch by its own weights, and the averages are added up. Each costs a backward and an exchange.
             weight: what `loss` is a mean over, such as the number of tokens; None: the micro-batch's samples. A
                 tensor is best on the CPU. 0: the micro-batch does not count.
             model: the one prepared model that gets gradients; None: all. Once per model and micro-batch.
 
         Raises:
             Error: outside the micro-batch loop, a second time for a model, a loss that is no scalar or depends on
-                no parameter, a negative weight.
+                no parameter, a negative weight, not as many losses as in other micro-batches.
         """
         run = self._run
         if not run._reducer._in_micro_batch:
@@ -179,33 +183,46 @@ class Step:
         slot = 0 if model is None else run._slot_of(model)
         if losses and (slot in losses or slot == 0 or 0 in losses):
             raise Error(
-                f"two step.backward into one model in micro-batch {self._v} of step {self.number}: add the losses "
-                "and call it once, or name the model each is for, step.backward(loss, model=...)"
+                f"two step.backward into one model in micro-batch {self._v} of step {self.number}: add the losses and "
+                "call it once (or, where their weights differ, step.backward({loss: weight, ...})), or name the model "
+                "that each is for, step.backward(loss, model=...)"
             )
+        if isinstance(loss, Mapping) and (weight is not None or not loss):
+            raise Error("step.backward takes several losses as {loss: weight, ...}: at least one, and without weight=")
+        pairs = [*loss.items()] if isinstance(loss, Mapping) else [(loss, weight)]
+        terms = [self._check_term(term, self._sizes[self._v] if own is None else own) for term, own in pairs]
+        losses[slot] = [(term.detach(), own) for term, own in terms]
+        # The first loss comes last: its backward frees the graph, and its sums travel meanwhile.
+        for k, (term, own) in reversed([*enumerate(terms)]):
+            if isinstance(own, Tensor) or own:
+                self._run_backward(k, term, own / run.micro_batch_size * self._scale, slot)
+
+    def _check_term(self, loss: Any, weight: Any) -> tuple[Tensor, float | Tensor]:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad or loss.is_complex():
             hint = "take its mean" if isinstance(loss, Tensor) and loss.numel() > 1 else "compute it as a tensor from "\
                 "the model's output, outside of torch.no_grad()"  # fmt: skip
             raise Error(f"step.backward needs a scalar loss that depends on the model, not {_describe(loss)}: {hint}")
-        size = self._sizes[self._v]
-        if weight is None:
-            weight = size
-        elif not isinstance(weight, Tensor) or weight.device.type == "cpu":
+        if not isinstance(weight, Tensor) or weight.device.type == "cpu":
             weight = _check_weight(weight, self.number, self._v)
-        losses[slot] = (loss.detach(), weight)
-        if isinstance(weight, Tensor) or weight:
-            factor = weight / run.micro_batch_size * self._scale
-            inputs = () if model is None else run._params_of(slot)
-            if model is not None:
-                if not inputs:  # which autograd would take for all that there are
-                    raise Error(
-                        f"step.backward(model=...) in step {self.number} got a model without a parameter to train: "
-                        "pass its optimizer to run.prepare, and let its parameters require gradients"
-                    )
-                run._reducer.check_graph(loss, (self.num_passes, slot))
-            run._pulse.enter("backward", self.number)
+        return loss, weight
+
+    def _run_backward(self, k: int, loss: Tensor, factor: float | Tensor, slot: int) -> None:
+        run = self._run
+        inputs = run._params_of(slot) if slot else ()
+        if slot and not inputs:  # which autograd would take for all that there are
+            raise Error(
+                f"step.backward(model=...) in step {self.number} got a model without a parameter to train: "
+                "pass its optimizer to run.prepare, and let its parameters require gradients"
+            )
+        if slot or k:
+            run._reducer.check_graph(loss, (self.num_passes, slot, k))
+        run._pulse.enter("backward", self.number)
+        if k:
+            run._reducer.backward_further(k, loss, factor, inputs)
+        else:
             run._reducer.backward(loss, factor, inputs)
-            run._pulse.enter("forward", self.number)
             run._pulse.move("backward", "reducing", run._reducer.waited_s)
+        run._pulse.enter("forward", self.number)
 
     def log(self, **values: float | Tensor) -> None:
         """Adds to the metrics of this step, averaged over the batch with the weights of step.backward; no sync.
@@ -243,24 +260,20 @@ class Step:
     def _finish(self) -> None:
         """All of this rank's micro-batches are done: exchanges, averages, and leaves the gradient in `.grad`."""
         run, reducer = self._run, self._run._reducer
-        num_slots, held = len(run._modules) + 1, self._layout.ranges[run.rank]
+        losses, weights = self._read_losses(0)
         control = Control(
             stop=run._signals.heard if run._signals else 0,
             buffers_changed=run._buffers.changed,
             logged=bool(self._logged),
             snapshot=run._keeper.is_time(),
             copying=run._keeper.is_copying,
-            losses=[[0.0] * num_slots for _ in self._losses],
-            weights=[[NOT_CALLED] * num_slots for _ in self._losses],
+            losses=losses,
+            weights=weights,
             fingerprints=[loaded.fingerprint for loaded in self._cache],
             used=b"",
             parts=run._statistics.parts(),
+            num_losses=max((len(terms) for losses in self._losses for terms in losses.values()), default=1),
         )
-        for k, losses in enumerate(self._losses):
-            for slot, (loss, weight) in losses.items():
-                control.weights[k][slot] = weight = _check_weight(weight, self.number, held[k])
-                if weight:
-                    control.losses[k][slot] = float(loss)
         run._pulse.enter("reducing", self.number)
         try:
             controls = reducer.finish(control)
@@ -269,7 +282,17 @@ class Step:
             raise
         self._loop.check_copying([told.copying for told in controls])
         self._loop.take_votes([told.stop for told in controls], any(told.snapshot for told in controls))
-        reducer.assign(self._average(controls))
+        inverses, means = self._average(controls)
+        reducer.assign(inverses)
+        for k in range(1, max(told.num_losses for told in controls)):
+            losses, weights = self._read_losses(k)
+            further = reducer.finish_further(k, replace(control, losses=losses, weights=weights))
+            self._check_terms(k, controls, further)
+            inverses, more = self._average(further)
+            reducer.assign(inverses)
+            means += more
+        self._loss = math.fsum(means) if means else None
+        self.is_skipped &= not means
         if self._loss is not None and not self.num_passes and all(param.grad is None for param in reducer.params):
             raise Error(
                 f"no parameter that is trained got a gradient in step {self.number}: compute the loss from the models "
@@ -295,8 +318,36 @@ class Step:
             self.fingerprint = combine([mark for told in controls for mark in told.fingerprints])
         self._logged = []
 
-    def _average(self, controls: list[Control]) -> list[float]:
-        """Sets the step's loss. Returns, per slot, what to multiply the sum of gradients with."""
+    def _read_losses(self, k: int) -> tuple[list[list[float]], list[list[float]]]:
+        """The values and the weights of loss k, per micro-batch of this rank, per slot."""
+        num_slots, held = len(self._run._modules) + 1, self._layout.ranges[self._run.rank]
+        values = [[0.0] * num_slots for _ in held]
+        weights = [[NOT_CALLED] * num_slots for _ in held]
+        for v, losses, value_of, weight_of in zip(held, self._losses, values, weights, strict=True):
+            for slot, terms in losses.items():
+                if k < len(terms):
+                    weight_of[slot] = weight = _check_weight(terms[k][1], self.number, v)
+                    if weight:
+                        value_of[slot] = float(terms[k][0])
+        return values, weights
+
+    def _check_terms(self, k: int, first: list[Control], further: list[Control]) -> None:
+        """Raises Error where a step.backward had the first loss, and loss k only in another micro-batch."""
+        rows = [
+            (v, [(one == NOT_CALLED, other == NOT_CALLED) for one, other in zip(*pair, strict=True)])
+            for held, told, more in zip(self._layout.ranges, first, further, strict=True)
+            for v, pair in zip(held, zip(told.weights, more.weights, strict=True), strict=True)
+        ]
+        for v, row in rows:
+            for slot, (is_first_missing, is_missing) in enumerate(row):
+                if is_missing and not is_first_missing and any(not other[slot][1] for _, other in rows):
+                    raise Error(
+                        f"step.backward got fewer losses in micro-batch {v} of step {self.number} than in others: give "
+                        "all of them each time, with weight 0 where one does not count"
+                    )
+
+    def _average(self, controls: list[Control]) -> tuple[list[float], list[float]]:
+        """Per slot, what to multiply the sum of gradients with; and the average losses of the slots that have any."""
         rows = [row for told in controls for row in zip(told.losses, told.weights, strict=True)]
         totals: list[float] = []
         means: list[float] = []
@@ -309,12 +360,10 @@ class Step:
                 if not math.isfinite(sum(weighted)):
                     self._refuse_losses(controls)
                 means.append(math.fsum(weighted) / total)
-        self._loss = math.fsum(means) if means else None
-        self.is_skipped &= not means
         unit = self._run.micro_batch_size / self._scale
         shared = totals[0]
         totals = [shared] + [total + shared for total in totals[1:]]
-        return [unit / total if total else 0.0 for total in totals]
+        return [unit / total if total else 0.0 for total in totals], means
 
     def _refuse_losses(self, controls: list[Control]) -> NoReturn:
         """Names the first micro-batch whose loss is not finite."""
@@ -333,7 +382,7 @@ class Step:
         first = self._layout.ranges[self._run.rank].start
         mine = []
         for k, name, value in self._logged:
-            weights = [float(weight) for _, weight in self._losses[k].values()]
+            weights = [float(terms[0][1]) for terms in self._losses[k].values()]
             mine.append((name, float(value), weights[0] if weights else float(self._sizes[first + k])))
         by_name: dict[str, list[tuple[float, float]]] = {}
         for logged in self._run._group.gather(mine):

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from samestep.data.loader import Loader
 from samestep.errors import Error
 from samestep.snapshot.encoding import KIND, digest, digest_of, encode, view_bytes, write_tensors
 from samestep.train.generators import find_generators, find_own_modules, read_generator
-from samestep.train.steps import Step
+from samestep.train.steps import Losses, Step
 
 if TYPE_CHECKING:
     from samestep.train.loop import Loop
@@ -185,9 +185,10 @@ class TracedStep(Step):
             for name, param in zip(reducer.names, reducer.params, strict=True)
         }
 
-    def backward(self, loss: Tensor, *, weight: float | Tensor | None = None, model: nn.Module | None = None) -> None:
+    def backward(self, loss: Losses, *, weight: float | Tensor | None = None, model: nn.Module | None = None) -> None:
         super().backward(loss, weight=weight, model=model)
-        self.notes[-1]["losses"].append(float(loss.detach()).hex())
+        terms = [*loss] if isinstance(loss, Mapping) else [loss]
+        self.notes[-1]["losses"] += [float(term.detach()).hex() for term in terms]
 
 
 def hash_tensor(tensor: Tensor) -> str:
