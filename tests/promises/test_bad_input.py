@@ -156,7 +156,7 @@ def test_another_run(tmp_path: Path) -> None:
         f"{run_dir} holds another run",
         "seed 0 there, 3 here",
         "batch_size 8 there, 4 here",
-        "--fresh to start beside it",
+        "or start beside it with --fresh",
     )
     assert look(run_dir) == before
     times = {path: path.stat().st_mtime_ns for path in run_dir.rglob("*")}

@@ -586,7 +586,8 @@ def test_nothing_left_to_do(trial: Trial, undisturbed: Undisturbed, capfd: pytes
     trial.spawn(2)
     capfd.readouterr()
     trial.spawn(2)
-    assert "nothing left to do: 15 of 15 steps are done" in capfd.readouterr().out
+    printed = capfd.readouterr().out
+    assert "nothing left to do: 15 of 15 steps are done; ask for more epochs, or begin anew with env=" in printed
     assert trial.outcome() == undisturbed()
     assert trial.num_ends == 2
 

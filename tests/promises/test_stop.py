@@ -455,7 +455,10 @@ def test_run_stop(
     assert trial.num_ends == 2
     assert (trial.dir / "ledger.bin").read_bytes() == before
     if stops_at < NUM_STEPS:
-        assert f"nothing left to do: run.stop() has ended this run; --resume {stops_at} goes on" in printed
+        assert (
+            f'this run; go on from here with env={{"SAMESTEP_RESUME": "{stops_at}"}} for samestep.spawn, or begin'
+            in printed
+        )
         assert f"stopped at step {stops_at}: by a fault" in printed
         trial.spawn(3, snapshot_every=every, resume=stops_at)
         assert resume_is_from(capfd.readouterr().out) == stops_at

@@ -124,7 +124,9 @@ def test_none_sound_is_an_error_and_no_fresh_start(store: Store) -> None:
     store.write(make_state(1), step=1, meta={})
     flip(store.path / "step-00000001" / "state.json", 3)
     warnings: list[str] = []
-    with pytest.raises(Error, match=r"no snapshot in .* is sound \(.*state\.json is damaged.*--fresh"):
+    with pytest.raises(
+        Error, match=r"no snapshot in .* is sound \(.*state\.json is damaged.*start with SAMESTEP_FRESH=1 "
+    ):
         store.find("latest", warn=warnings.append)
     assert len(warnings) == 1
 

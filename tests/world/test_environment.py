@@ -1,6 +1,8 @@
 """Who this process is, read from variables."""
 
+import sys
 from dataclasses import fields
+from types import ModuleType
 
 import pytest
 
@@ -9,6 +11,7 @@ from samestep.world.environment import (
     OVERRIDES,
     Overrides,
     Restart,
+    advise,
     read_environment,
     read_master,
     read_overrides,
@@ -120,3 +123,43 @@ def test_master(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert read_master() == ("10.0.0.1", 29500)
     monkeypatch.undo()
+
+
+@pytest.mark.parametrize(
+    ("variables", "argv", "said"),
+    [
+        (
+            {},
+            ["python", "my train.py", "--lr", "1"],
+            ["SAMESTEP_FRESH=1 python 'my train.py' --lr 1", "SAMESTEP_RESUME=8 p"],
+        ),
+        ({}, ["python", "-m", "train"], ["SAMESTEP_FRESH=1 python -m train", "SAMESTEP_RESUME=8 python -m train"]),
+        ({}, ["/bin/samestep", "inspect", "runs/x"], ["--fresh", "--resume 8"]),
+        ({"SAMESTEP_LAUNCHER": "script"}, ["python"], ["--fresh", "--resume 8"]),
+        (
+            {"SAMESTEP_LAUNCHER": "call"},
+            [""],
+            ['env={"SAMESTEP_FRESH": "1"} for samestep.spawn', 'env={"SAMESTEP_RESUME": "8"'],
+        ),
+        (
+            TORCHRUN,
+            ["python", "train.py"],
+            ["SAMESTEP_FRESH=1 in the environment", "SAMESTEP_RESUME=8 in the environment"],
+        ),
+    ],
+)
+def test_advice_that_can_be_followed(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], argv: list[str], said: list[str]
+) -> None:
+    """As the process was started; in a notebook, there is no command."""
+    for name in ("RANK", "SAMESTEP_LAUNCHER"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", argv[:1])
+    monkeypatch.setattr(sys, "orig_argv", argv)
+    assert advise("fresh") == said[0]
+    assert advise("resume", 8).startswith(said[1])
+    if not variables and argv[0] == "python":
+        monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+        assert advise("fresh") == "SAMESTEP_FRESH=1 in the environment"

@@ -17,7 +17,7 @@ from typing import Any
 from samestep.errors import Error
 from samestep.snapshot.manifest import MANIFEST, describe_wrong_size, find_damage, parse_manifest
 from samestep.snapshot.store import Snapshot, Store
-from samestep.world.environment import read_cache_dir, read_host
+from samestep.world.environment import advise, read_cache_dir, read_host
 
 LOCK, RECORD = "lock", "run.json"
 FILES = (RECORD, "restarts.jsonl", "status.json", "ledger.bin", "metrics.jsonl")
@@ -253,7 +253,8 @@ class Remote:
             warn(f"a snapshot is not sound and is passed over: {problem}")
         if problem and which == "latest":
             raise Error(
-                f"no snapshot in {self.url} is sound ({problem}): bring one back from a backup, or start with --fresh"
+                f"no snapshot in {self.url} is sound ({problem}): bring one back from a backup, or start with "
+                f"{advise('fresh')}"
             )
         if which != "latest":
             what = f"of step {which}" if isinstance(which, int) else f"named {which}"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from samestep.errors import Error
 from samestep.snapshot.encoding import decode, digest, digest_of, encode, read_tensors, write_tensors
 from samestep.snapshot.manifest import MANIFEST, Pieces, build_manifest, find_damage, read_manifest, seal
+from samestep.world.environment import advise
 from samestep.world.forking import at_rest
 
 if TYPE_CHECKING:
@@ -166,7 +167,7 @@ class Store:
         if which == "latest":
             raise Error(
                 f"no snapshot in {self._named} is sound ({problem}): bring one back from a backup, or start with "
-                "--fresh"
+                f"{advise('fresh')}"
             )
         sound = [s.name or f"step {s.step}" for s in found if s.problem is None and s.path not in self._damaged]
         there = f"there is {', '.join(sound)}" if sound else "there is no other"

@@ -15,9 +15,10 @@ from samestep.snapshot.store import Snapshot, Store
 from samestep.train.ledger import Ledger
 from samestep.train.lock import Lock, part_from_old_writers
 from samestep.train.options import OVERRIDE, Options, describe_changes
+from samestep.train.settings import build_never_error
 from samestep.watch.metrics import Metrics
 from samestep.watch.records import RESTARTS, STATUS, add_line, read_or_empty, replace_or_overwrite, replace_text
-from samestep.world.environment import Restart, read_host
+from samestep.world.environment import Restart, advise, read_host
 
 FORMAT = 1
 LOGS = "logs"
@@ -53,8 +54,7 @@ class Directory:
         self._ledger: Ledger | None = None
         self._snapshot: Snapshot | None = None
         self._is_begun = self._has_told = False
-        self._lost_steps, self.lost = 0, ""
-        self.save_s, self.num_recorded, self.is_rewound = 0.0, 0, False
+        self._lost_steps, self.lost, self.save_s, self.num_recorded, self.is_rewound = 0, "", 0.0, 0, False
         self._made_directories: list[Path] = []
         self._made_files: list[Path] = []
         self.record: dict[str, Any] = {}
@@ -100,7 +100,7 @@ class Directory:
         except ValueError:
             record = None
         if not isinstance(record, dict):
-            raise Error(f"{path} cannot be read as JSON: repair it, or start with --fresh")
+            raise Error(f"{path} cannot be read as JSON: repair it, or start with {advise('fresh')}")
         if record.get("format") != FORMAT:
             raise Error(f"{path} has format {record.get('format')}, this samestep reads {FORMAT}: update samestep")
         return record
@@ -118,7 +118,7 @@ class Directory:
         if different := _find_different(self.record.get("numbers", {}), numbers):
             raise Error(
                 f"{self.named} holds another run ({different}): use its numbers, another run directory, "
-                "or --fresh to start beside it"
+                f"or start beside it with {advise('fresh')}"
             )
 
     def write_record(
@@ -157,7 +157,7 @@ class Directory:
         self.store.clean()
         if resume is None:
             if self.store.snapshots():
-                raise Error(f"{self.named} already has snapshots and resume is never: use --resume latest, or --fresh")
+                raise build_never_error(self.named)
             return None
         return self.go_on_from(self.store.find(resume, warn=self._warn, judge=self._judge))
 

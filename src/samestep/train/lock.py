@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from samestep.errors import Error
-from samestep.world.environment import read_host
+from samestep.world.environment import advise, read_host
 
 # What flock says on file systems that have none (some mounts of Lustre and NFS). The token remains.
 NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
@@ -61,7 +61,8 @@ class Lock:
                     holder = _name_holder(os.read(self._descriptor, TEXT_BYTES))
                     os.close(self._descriptor)
                     raise Error(
-                        f"the run in {self._named} is alive, in {holder}: wait for it or stop it, or start with --fresh"
+                        f"the run in {self._named} is alive, in {holder}: wait for it or stop it, or start with "
+                        f"{advise('fresh')}"
                     ) from None
             if self._is_there():
                 break

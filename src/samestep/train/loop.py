@@ -16,7 +16,7 @@ from samestep.train.exits import MOST_IDLE_STOPS, count_idle_stops, describe_sto
 from samestep.train.feed import Feed
 from samestep.train.steps import Epoch, Step
 from samestep.watch.records import RESTARTS
-from samestep.world.environment import BEGUN, FINISHED, ROOM, START_AGAIN, STOPPED, stop_code
+from samestep.world.environment import BEGUN, FINISHED, ROOM, START_AGAIN, STOPPED, advise, stop_code
 
 if TYPE_CHECKING:
     from samestep.train.run import Run
@@ -44,6 +44,7 @@ class Loop:
         self._run, self.feed = run, feed
         self.steps_done = self._began_step = run.steps_done
         self.last_step = min(total_steps, max_steps or ENDLESS)
+        self._is_cut = self.last_step < total_steps
         self.step: Step | None = None
         self.ending = self.steps_done >= self.last_step or bool(run._stop_reason)
         self._left = ""
@@ -135,6 +136,13 @@ class Loop:
         """Says, once, that the loader's workers do not see what the script has changed in the data set."""
         if (change := self._attributes.find_change()) is not None:
             self._run._say(change)
+
+    def explain_end(self) -> str:
+        """Why no step is left to a start, and how to train longer."""
+        if self.steps_done < self.last_step:
+            return f"run.stop() has ended this run; go on from here with {advise('resume', self.steps_done)}"
+        more = "a larger max_steps" if self._is_cut else "more epochs" if self.feed.steps_per_epoch else "more steps"
+        return f"{self.steps_done} of {self.last_step} steps are done; ask for {more}"
 
     def check_not_left(self) -> None:
         """Raises Error where the script has left one of the loops before its end."""

@@ -11,7 +11,8 @@ from itertools import count
 from samestep.errors import Error
 from samestep.snapshot.remote import FILES, RECORD, Remote, Unreachable, find_copy, place_of
 from samestep.train.directory import Directory
-from samestep.world.environment import read_host
+from samestep.train.settings import build_never_error
+from samestep.world.environment import advise, read_host
 from samestep.world.forking import at_rest
 
 
@@ -66,9 +67,10 @@ class Mirror:
             try:
                 directory.rewinds = max(directory.rewinds, json.loads(record).get("rewinds", []), key=len)
             except (ValueError, AttributeError):  # no JSON, or no object
-                raise Error(f"{self.url}/run.json cannot be read as JSON: repair it, or start with --fresh") from None
+                what = f"{self.url}/run.json cannot be read as JSON"
+                raise Error(f"{what}: repair it, or start with {advise('fresh')}") from None
             if resume is None and there:
-                raise Error(f"{self.url} already has snapshots and resume is never: use --resume latest, or --fresh")
+                raise build_never_error(self.url)
             directory.store.clean()
             directory.store.abandon([each for each in directory.store.snapshots() if each.was_left(directory.rewinds)])
             if resume is not None:

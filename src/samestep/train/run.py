@@ -34,7 +34,7 @@ from samestep.train.tally import Tally
 from samestep.train.trace import open_trace
 from samestep.watch.progress import build_progress
 from samestep.watch.trackers import Tracker, TrackerInfo, Trackers
-from samestep.world.environment import read_environment, read_rank
+from samestep.world.environment import advise, read_environment, read_rank
 from samestep.world.group import choose_device, open_group
 
 T = TypeVar("T")
@@ -353,10 +353,8 @@ class Run:
             info = TrackerInfo(name=name, dir=self.dir, config=self._config, resumed_step=self.steps_done)
             self._trackers.start(info)
         self._say(describe(self.batch_size // self.micro_batch_size, self.world_size) + self._resumed)
-        if self.steps_done >= loop.last_step:
-            self._say(f"nothing left to do: {self.steps_done} of {loop.last_step} steps are done")
-        elif loop.ending and self._resumed:
-            self._say(f"nothing left to do: run.stop() has ended this run; --resume {self.steps_done} goes on here")
+        if loop.ending and self._resumed:
+            self._say(f"nothing left to do: {loop.explain_end()}, or begin anew with {advise('fresh')}")
         self._progress.begin(total_steps=loop.last_step, done_steps=self.steps_done, epochs=num_epochs)
         return loop
 

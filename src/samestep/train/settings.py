@@ -12,7 +12,7 @@ from samestep.errors import Error
 from samestep.plan.schedule import check_numbers, default_micro_batch_size
 from samestep.snapshot.policy import Every, parse_every
 from samestep.snapshot.remote import is_url
-from samestep.world.environment import Environment, check_threads
+from samestep.world.environment import Environment, advise, check_threads
 
 _URL_AS_PATH = re.compile(r"[a-z][a-z0-9+.-]+:/")
 
@@ -112,6 +112,12 @@ def check_count(what: str, count: Any) -> None:
     """Raises Error where `run.epochs` or `run.steps` was not given a number of them."""
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise Error(f"run.{what} needs a number of {what} of at least 1, not {count!r}")
+
+
+def build_never_error(place: object) -> Error:
+    """That of a run with `resume` never, where there are snapshots."""
+    ways = f"{advise('resume', 'latest')}, or {advise('fresh')}"
+    return Error(f"{place} already has snapshots and resume is never: start with {ways}")
 
 
 def _check_one_directory(said: str, given: Any) -> None:

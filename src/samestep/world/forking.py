@@ -48,7 +48,9 @@ class _Gate:
 
 _gate = _Gate()
 os.register_at_fork(
-    before=_gate.begin_fork, after_in_parent=_gate.end_fork, after_in_child=lambda: _gate.__init__()  # type: ignore[misc]
+    before=_gate.begin_fork,
+    after_in_parent=_gate.end_fork,
+    after_in_child=lambda: _gate.__init__(),  # type: ignore[misc]
 )
 
 
