@@ -66,6 +66,17 @@ class Feed:
             raise Error(f"sampler({epoch}) gave {len(order)} indices and sampler(0) {self.length}: give equally many")
         return order
 
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """What makes the loop this one and no other."""
+        return {
+            "data_length": self.length,
+            "mode": "steps" if self.steps_per_epoch is None else "epochs",
+            "shuffle": self.source.shuffle,
+            "drop_last": self.source.drop_last,
+            "sampler": "given" if self.has_sampler else "default",
+        }
+
     def epoch_of(self, step: int) -> int:
         """The epoch that step `step` of the run begins in."""
         if self.steps_per_epoch is None:

@@ -22,7 +22,7 @@ from samestep.train.inspection import Inspection
 from samestep.train.mirror import Mirror, Unpushed
 from samestep.train.options import Options
 from samestep.train.replicas import Replicas, name_replicated
-from samestep.train.settings import Settings
+from samestep.train.settings import Settings, check_name
 from samestep.train.sharing import find_keepers, name_node, say_here
 from samestep.world.environment import read_host
 from samestep.world.group import Group
@@ -56,15 +56,13 @@ class Keeper:
         self.directory: Directory | None = None
         self.logs: Path | None = None
         self.saved_step: int | None = None
-        self.is_wanted = False
         self.unsaved: tuple[int, str] | None = None
-        self._is_ending = self._is_unpushed = False
-        self._saved_s = time.monotonic()
+        self.is_wanted = self._is_ending = self._is_unpushed = False
         self._names_due: list[str] = []
         self._notes: list[str] = []
         self._watch: Watch | None = None
         self._restless: set[int] = set()
-        self._staging = Staging()
+        self._staging, self._saved_s = Staging(), time.monotonic()
         self._pending: _Pending | None = None
         self._warn = say if group.rank == 0 else self._note
         self._copies: Copies | None = None
@@ -152,6 +150,11 @@ class Keeper:
         self.saved_step = state["position"]["step"]
         return state, found.manifest["meta"]
 
+    def bring(self, which: int | str) -> None:
+        """Brings a snapshot to this machine, where the run lives at a URL. On rank 0. Raises Error."""
+        if self._mirror is not None and self.directory is not None:
+            self._mirror.bring(self.directory, which)
+
     def _find(self, numbers: Mapping[str, Any]) -> Snapshot | None:
         assert self.directory is not None
         self._check(numbers)
@@ -184,10 +187,7 @@ class Keeper:
 
     def ask_for(self, name: str) -> None:
         """A named snapshot is due at the end of the present body. Raises Error for what is no name."""
-        usable = isinstance(name, str) and name.isascii() and name.isidentifier() and len(name) <= 64
-        if not usable or name in ("latest", "never"):
-            raise Error(f"a snapshot's name is letters, digits and underscores, such as best, not {name!r}")
-        if name not in self._names_due:
+        if check_name(name) not in self._names_due:
             self._names_due.append(name)
 
     def drop_names(self) -> None:

@@ -35,6 +35,7 @@ class Loop:
         steps_done: steps finished so far, over all restarts.
         step: the present step, or the last one.
         ending: no further step begins.
+        is_ended: the loop is over.
         repeats_head: an epoch has begun for the second time, and none of its steps yet.
         failure: at its end, where the snapshot that was due there could not be written, or where to be started again
             would be in vain.
@@ -50,7 +51,7 @@ class Loop:
         self._left = ""
         self.repeats_head = False
         self.failure: Error | None = None
-        self._is_ended = self._has_agreed = False
+        self.is_ended = self._has_agreed = False
         self._signal = 0
         self._agreed_epoch = -1
         self._num_samples = 0
@@ -161,7 +162,7 @@ class Loop:
 
     def _leave(self, loop: str, where: str) -> None:
         self._run._pulse.leave(self.steps_done)
-        if not self._is_ended and not self._left:
+        if not self.is_ended and not self._left:
             self._left = f"the loop over the {loop} was left by break (or return, or an error) in {where}"
 
     def _begin(self) -> None:
@@ -206,7 +207,7 @@ class Loop:
         if is_copying:
             pulse.enter(before, self.steps_done)
         keeper.is_wanted |= wants_snapshot
-        if not self._is_ended:
+        if not self.is_ended:
             self._signal = max(votes)
             self.ending |= bool(self._signal)
 
@@ -353,7 +354,7 @@ class Loop:
         self._run._num_evaluations = AFTER_LOOP
 
     def _end(self, status: str, reason: str) -> None:
-        self._is_ended = True
+        self.is_ended = True
         self._loader.close()
         run, keeper = self._run, self._run._keeper
         run._pools.close()

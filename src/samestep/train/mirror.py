@@ -79,6 +79,11 @@ class Mirror:
                     bring_files=lambda: self._bring_files(directory),
                 )  # fmt: skip
 
+    def bring(self, directory: Directory, which: int | str) -> None:
+        """Brings one more snapshot into the working copy, unless it is there. Raises Error as `pull`."""
+        with _blaming(self._remote, "be read"):
+            self._remote.pull(directory.store, which, rewinds=directory.rewinds, warn=self._say)
+
     def _bring_files(self, directory: Directory) -> None:
         for name in (*FILES[1:], *self._remote.list_orders()):
             content = self._remote.read(name)

@@ -132,6 +132,14 @@ def find_trained(objects: Objects, modules: Mapping[str, nn.Module]) -> list[tup
     return list(found.values())
 
 
+def find_untrained(
+    modules: Mapping[str, nn.Module], trained: Sequence[tuple[str, nn.Parameter, int]]
+) -> list[nn.Parameter]:
+    """The models' other parameters. `trained`: as `find_trained` gives."""
+    known = {id(param) for _, param, _ in trained}
+    return [param for module in modules.values() for param in module.parameters() if id(param) not in known]
+
+
 def find_slot(modules: Mapping[str, nn.Module], model: nn.Module) -> int:
     """The number of a model that was prepared, counted from 1. Raises Error for another one."""
     for slot, module in enumerate(modules.values(), start=1):

@@ -26,6 +26,7 @@ from samestep.train.keeper import Keeper
 from samestep.train.loop import Loop
 from samestep.train.machine import describe_machine, fix_compiler, fix_kernels
 from samestep.train.pulse import RunPulse
+from samestep.train.recall import choose_models, recall
 from samestep.train.replicas import Replicas
 from samestep.train.restoring import Contents
 from samestep.train.settings import build_settings, check_count, check_extras
@@ -133,7 +134,7 @@ class Run:
         self._guards = Guards({}, {})
         self._loop: Loop | None = None
         self._steps_done = self._num_evaluations = 0
-        self._resumed = self._stop_reason = ""
+        self._resumed, self._stop_reason, self._is_recalled = "", "", False
         self._keeper = Keeper(settings, self._group, self._say)
         self.dir = self._keeper.path
         self._signals = None if self.dir is None else StopSignals(self._say, environment.launcher, self._error_dir)
@@ -300,6 +301,21 @@ class Run:
         self._check_left()
         self._keeper.ask_for(name)
 
+    def restore(self, which: int | str, *names: str) -> None:
+        """Gives models the weights and buffers of a snapshot, in place; all else stays. After the loop, on all ranks.
+
+        Args:
+            which: a snapshot's name such as "best", a step, or "latest".
+            names: of models that were passed to `prepare`; default: all of them.
+
+        Raises:
+            Error: there is no such snapshot; the run has no directory; the loop is not over, or begins afterwards.
+        """
+        self._check_call("run.restore", "call it after the loop")
+        self._check_prepared("run.restore")
+        recall(self._keeper, choose_models(self._modules, names), which, self._group, self._loop)
+        self._is_recalled = self._loop is None
+
     def stop(self, reason: str = "") -> None:
         """Ends the loop after the present step (or epoch's body). Call it on every rank: decide on what all know.
 
@@ -330,21 +346,16 @@ class Run:
         if self._loop is not None:
             raise Error("this run has had its loop: one run.epochs() or run.steps() per Run")
         self._check_prepared("the loop")
+        if self._is_recalled:
+            raise Error("run.restore was called before the loop, which would train other weights: call it after it")
         return build_feed(data, self.seed, self.batch_size, self.micro_batch_size, **arguments)
 
     def _begin(self, feed: Feed, total_steps: int, num_epochs: int | None) -> Loop:
         """Everything between the arguments' check and the first step."""
-        numbers = {
-            "data_length": feed.length,
-            "mode": "steps" if num_epochs is None else "epochs",
-            "shuffle": feed.source.shuffle,
-            "drop_last": feed.source.drop_last,
-            "sampler": "given" if feed.has_sampler else "default",
-        }
         lengths = {"the number of steps": total_steps, "the length of the data set": len(feed.source)}
-        self._group.agree(numbers | lengths)
+        self._group.agree(feed.numbers | lengths)
         machine = describe_machine(self._settings, self.device)
-        self._keeper.record(self._numbers | numbers, machine, self._config, self._contents.options)
+        self._keeper.record(self._numbers | feed.numbers, machine, self._config, self._contents.options)
         fix_compiler()
         self._loop = loop = Loop(self, feed, total_steps, self._settings.max_steps)
         self._guards.watch(loop)
@@ -399,13 +410,10 @@ class Run:
     def _build_reducer(self) -> None:
         self._trained = prepared.find_trained(self._objects, self._modules)
         self._held = prepared.held_params(self._objects)
-        trained = {id(param) for _, param, _ in self._trained}
-        params = (param for module in self._modules.values() for param in module.parameters())
         self._reducer = Reducer(
             self._trained, self._group, exact=self._settings.reduction == "exact",
             bucket_cap_bytes=self._settings.bucket_cap_bytes, num_slots=len(self._modules) + 1,
-            num_values=self._statistics.num_values,
-            untrained=[param for param in params if id(param) not in trained],
+            num_values=self._statistics.num_values, untrained=prepared.find_untrained(self._modules, self._trained),
         )  # fmt: skip
 
     def _follow_optimizers(self) -> None:

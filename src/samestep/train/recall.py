@@ -1,0 +1,57 @@
+"""Models as a snapshot has them, given back to a script that stands outside its loop."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from samestep.errors import Error
+from samestep.snapshot.store import Store
+from samestep.train.keeper import Keeper
+from samestep.train.loop import Loop
+from samestep.train.restoring import load
+from samestep.world.group import Group
+
+
+def choose_models(modules: Mapping[str, nn.Module], names: Sequence[str]) -> dict[str, nn.Module]:
+    """The models of these names; all where none is named. Raises Error for another name."""
+    for name in names:
+        if name not in modules:
+            raise Error(f"run.restore got {name!r}, and the models of run.prepare are {', '.join(modules)}: name those")
+    return {name: modules[name] for name in names or modules}
+
+
+def recall(keeper: Keeper, modules: Mapping[str, nn.Module], which: int | str, group: Group, loop: Loop | None) -> None:
+    """Gives models the parameters and buffers of a snapshot, in place. On all ranks.
+
+    Rank 0 alone reads it, and sends what it has read: other nodes may not have this snapshot.
+
+    Args:
+        which: as for `Store.find`.
+        loop: the run's, where it has begun one.
+
+    Raises:
+        Error: there is no such snapshot, a model does not take its state, or the loop is not over.
+    """
+    if loop is not None and not loop.is_ended:
+        raise Error("run.restore in the loop would change what is trained: call it after the loop")
+    if keeper.path is None:
+        raise Error("run.restore needs snapshots, and this run has no directory: name one in samestep.Run(...)")
+    keeper.settle()
+    store = Store(keeper.path, keeper.named)
+
+    def read_and_load() -> dict[str, dict[str, Any]]:
+        keeper.bring(which)
+        found = store.find(which)
+        if found is None:
+            raise Error(f"there is no snapshot in {keeper.shown} yet")
+        saved = store.read(found)["objects"]
+        load(modules, saved)
+        return {name: {k: v for k, v in saved[name].items() if not isinstance(v, Tensor)} for name in modules}
+
+    others = group.once(read_and_load)  # such as extra_state; few modules have any
+    for name, module in modules.items():
+        if group.rank != 0 and others[name]:
+            module.load_state_dict({**module.state_dict(), **others[name]})
+    tensors = [each for module in modules.values() for each in module.state_dict().values()]
+    group.broadcast_tensors([each for each in tensors if isinstance(each, Tensor)])

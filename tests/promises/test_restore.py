@@ -1,0 +1,133 @@
+"""`run.restore`: a snapshot's models back in the script, wherever the run lives."""
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+import samestep
+
+Result = dict[str, Any]
+
+
+class Net(nn.Module):
+    """With everything that a state can hold: weights, buffers, and what is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm, self.calls = nn.Linear(2, 1), nn.BatchNorm1d(1), 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.layer(x))
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.calls = state["calls"]
+
+
+def train(run_dir: Path | str, place: Path | None, names: tuple[str, ...] = (), has_loop: bool = True) -> Result:
+    """The model as it was for "best", at the end, and as restored; with a directory of its own for each rank."""
+    if place is not None:
+        node = place / os.environ["RANK"]
+        node.mkdir(exist_ok=True)
+        os.chdir(node)
+        os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    run = samestep.Run(run_dir, batch_size=4, micro_batch_size=2)
+    model = Net()
+    average = AveragedModel(model)
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    run.prepare(model=model, average=average, optimizer=optimizer)
+
+    def read() -> list[Any]:
+        return [*(value.tolist() for value in model.state_dict().values() if torch.is_tensor(value)), model.calls]
+
+    for epoch in run.epochs(torch.randn(8, 2), 3) if has_loop else ():
+        for step in epoch:
+            for x in step:
+                step.backward(model(x).square().mean() + model.layer.weight.sum())
+            optimizer.step()
+            average.update_parameters(model)
+        model.calls += 1
+        if epoch.number == 0:
+            run.snapshot("best")
+            run.state["best"] = read()
+    end, state = read(), {key: value["exp_avg"].tolist() for key, value in optimizer.state_dict()["state"].items()}
+    average_at_end = [value.tolist() for value in average.parameters()]
+    run.restore("best", *names)
+    assert state == {key: value["exp_avg"].tolist() for key, value in optimizer.state_dict()["state"].items()}
+    is_average_kept = average_at_end == [value.tolist() for value in average.parameters()]
+    score = run.evaluate(lambda x: {"mean": model(x).mean()}, torch.ones(5, 2))
+    result = {"best": run.state["best"], "end": end, "restored": read(), "average kept": is_average_kept, **score}
+    gathered = run._group.gather(result)
+    assert all(each == gathered[0] for each in gathered), "all ranks have the same"
+    if has_loop and place is None and "://" not in str(run_dir):
+        run.restore(run.steps_done)
+        assert read() == end
+    return result
+
+
+@pytest.mark.parametrize("where", ["a directory", "a URL", "nodes that share nothing"])
+def test_the_best_weights(tmp_path: Path, where: str) -> None:
+    """After the loop, and in later starts, at other numbers of ranks and on other machines, that find none left."""
+    run_dir = f"file://{tmp_path}/store" if where == "a URL" else "run" if "nodes" in where else tmp_path / "run"
+    results = []
+    for machine, num_ranks in enumerate((2, 1 if where == "a directory" else 2)):
+        env = {"SAMESTEP_LOCAL_DIR": str(tmp_path / f"machine-{machine}")}
+        arguments = (run_dir, tmp_path if "nodes" in where else None)
+        results.append(samestep.spawn(train, num_ranks, arguments, env=env))
+    assert results[0] == results[1]
+    assert results[0]["restored"] == results[0]["best"] != results[0]["end"]
+    assert not results[0]["average kept"]
+    if where == "a directory":
+        model_alone = samestep.spawn(train, 1, (run_dir, None, ("model",)))
+        assert model_alone == results[0] | {"average kept": True}
+        evaluated = samestep.spawn(train, 2, (run_dir, None, (), False))
+        assert evaluated == results[0]
+
+
+def test_what_cannot_be_restored(tmp_path: Path) -> None:
+    run = samestep.Run(tmp_path / "run", batch_size=4)
+    with pytest.raises(samestep.Error, match=r"call run\.prepare.* before run\.restore"):
+        run.restore("best")
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    run.prepare(model=model, optimizer=optimizer)
+    with pytest.raises(samestep.Error, match=r"there is no snapshot in .*run yet"):
+        run.restore("latest")
+    for step in run.steps(torch.ones(8, 1), 2):
+        for x in step:
+            step.backward(model(x).mean())
+        optimizer.step()
+        with pytest.raises(samestep.Error, match=r"run\.restore in the loop would change what is trained"):
+            run.restore("best")
+    for which, said in (("best", "no snapshot named best .* there is step 2"), (7, "no snapshot of step 7 .* step 2")):
+        with pytest.raises(samestep.Error, match=said):
+            run.restore(which)
+    with pytest.raises(samestep.Error, match=re.escape("got 'optimizer', and the models of run.prepare are model")):
+        run.restore("latest", "optimizer")
+
+
+def test_a_loop_that_would_train_other_weights(tmp_path: Path) -> None:
+    def build(run_dir: Path | None) -> tuple[samestep.Run, nn.Module]:
+        run = samestep.Run(run_dir, batch_size=4)
+        model = nn.Linear(1, 1)
+        run.prepare(model=model)
+        return run, model
+
+    run, model = build(tmp_path / "run")
+    for step in run.steps(torch.ones(8, 1), 1):
+        for x in step:
+            step.backward(model(x).mean())
+    run, model = build(tmp_path / "run")
+    run.restore("latest")
+    with pytest.raises(samestep.Error, match=r"run\.restore was called before the loop"):
+        run.steps(torch.ones(8, 1), 2)
+    with pytest.raises(samestep.Error, match="this run has no directory"):
+        build(None)[0].restore("best")
