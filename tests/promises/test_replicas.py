@@ -61,6 +61,38 @@ def test_a_flipped_bit_is_found_and_named(num_ranks: int, rank: int, what: str, 
     assert "all were alike after step 6" in str(raised.value)
 
 
+def decide(per_rank: bool) -> list[float]:
+    """A schedule that follows a loss: each rank's own, or the average. Returns the epochs' learning rates."""
+    run = samestep.Run(None, batch_size=8, micro_batch_size=2, device="cpu", compare_every=1)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    run.prepare(model=model, optimizer=optimizer, scheduler=scheduler)
+    generator = torch.Generator().manual_seed(0)
+    data = [(torch.randn(4, generator=generator), i % 3) for i in range(24)]
+    rates = []
+    for epoch in run.epochs(data, 20):
+        total = 0.0
+        for step in epoch:
+            for x, y in step:
+                loss = F.cross_entropy(model(x), y)
+                step.backward(loss)
+                total += loss.item()
+            optimizer.step()
+        scheduler.step(total if per_rank else epoch.metrics["loss"])
+        rates.append(optimizer.param_groups[0]["lr"])
+    return rates
+
+
+def test_a_rank_s_own_loss_is_suspected_first() -> None:
+    words = r"Suspect first a decision .* on a rank's own loss, .*: decide on step\.loss, step\.metrics or epoch\.me"
+    with pytest.raises(samestep.Error, match=words):
+        samestep.spawn(decide, 2, (True,))
+    rates = samestep.spawn(decide, 2, (False,))
+    assert rates == samestep.spawn(decide, 1, (False,))
+    assert rates[-1] < rates[0]
+
+
 def test_it_is_found_before_the_next_snapshot(tmp_path: Path) -> None:
     """Of the default, every 100 steps, none is due before the epoch's snapshot is."""
     run_dir = tmp_path / "run"

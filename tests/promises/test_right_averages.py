@@ -205,6 +205,69 @@ def test_a_run_of_skipped_steps_shows_it(capfd: pytest.CaptureFixture[str]) -> N
     assert re.search(r"steps without an update\W+4 of 4", said)
 
 
+def read_metrics(run_dir: Path | None, max_steps: int) -> list[Any]:
+    """What step.metrics and epoch.metrics give after each step and epoch, once they were found right, as hex digits.
+
+    Most values are logged in some micro-batches alone, one of them only from the epoch's third step on.
+    """
+    run = samestep.Run(
+        run_dir, batch_size=24, micro_batch_size=4, snapshot_every=1, max_steps=max_steps, log_every=1000
+    )
+    model = nn.Linear(5, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    run.prepare(model=model, optimizer=optimizer)
+    data, found = Weighted(24 * 3 + 11), []
+    calls, gather_all = [], run._group.gather
+    run._group.gather = lambda value: [calls.append(value), gather_all(value)][1]  # type: ignore[method-assign]
+    for epoch in run.epochs(data, 2):
+        losses: list[tuple[float, float]] = []
+        first_step = run.steps_done
+        for step in epoch:
+            held: list[int] = []
+            for indices, x, y, units in step:
+                held += indices.tolist()
+                step.backward(compute_mean(model, x, y, units.clamp(min=1)), weight=units.clamp(min=1).sum())
+                step.log(size=len(x), twice=x.sum())
+                step.log(twice=x.sum() + 2)
+                if indices.sum() % 2:
+                    step.log(odd=True, inf=torch.tensor([torch.inf]))
+                if step.number % 4 > 1:
+                    step.log(**{"late, loss": float(x[0, 0])})
+            step.log(norm=model.weight.grad.norm())
+            optimizer.step()
+            read = step.metrics if run.rank == 0 else {}  # which is no call that other ranks must make
+            if run.rank == 0:
+                assert read["loss"] == pytest.approx(float(step.loss), rel=1e-6)
+                assert read["norm"] == float(model.weight.grad.norm())
+                assert ("late, loss" in read) == (step.number % 4 > 1)
+                assert read["odd"] == 1.0
+            chunks = torch.tensor(gather(held)).split(4)
+            weights = [float(data.units[chunk].clamp(min=1).sum()) for chunk in chunks]
+            size = sum(weight * len(chunk) for weight, chunk in zip(weights, chunks, strict=True)) / sum(weights)
+            assert step.metrics["size"] == pytest.approx(size, rel=1e-12)
+            losses.append((float(step.loss) * sum(weights), sum(weights)))
+            found.append(freeze(step.metrics))
+        if len(losses) == 4:
+            mean = sum(loss for loss, _ in losses) / sum(weight for _, weight in losses)
+            assert epoch.metrics["loss"] == pytest.approx(mean, rel=1e-6)
+        found.append((first_step, freeze(epoch.metrics)) if len(losses) == 4 else (0, freeze(epoch.metrics)))
+    exchanges = [value for value in calls if isinstance(value, list)]
+    assert len(exchanges) <= 2, "values travel with the gradients, but for names that are new"
+    return found
+
+
+def test_metrics_are_read_in_every_step(tmp_path: Path) -> None:
+    """The same floats at any number of ranks, and after a restart in the midst of an epoch."""
+    found = [samestep.spawn(read_metrics, world_size, (None, 8)) for world_size in (1, 2, 3, 5)]
+    assert len(found[0]) == 2 * (4 + 1)
+    assert all(other == found[0] for other in found)
+    for world_size, max_steps in ((2, 3), (1, 8)):
+        resumed = samestep.spawn(read_metrics, world_size, (tmp_path / "run", max_steps))
+    assert resumed[0] == found[0][3]
+    assert resumed[1][1] == found[0][4][1], "the epoch's averages count the steps before the restart"
+    assert resumed[2:6] == found[0][5:9]
+
+
 def log_without_weight(run_dir: Path) -> None:
     """Means over units that some micro-batches lack, and what float64 cannot add up."""
     run = samestep.Run(run_dir, batch_size=4, micro_batch_size=1, log_every=1)

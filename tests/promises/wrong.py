@@ -227,6 +227,17 @@ def _(run_dir: RunDir) -> None:
     loop(*build(run_dir), body)
 
 
+@mistake("step.metrics read too early", r"step\.metrics of step 0 was read inside the micro-batch loop: read it after")
+def _(run_dir: RunDir) -> None:
+    loop(*build(run_dir), lambda step, model, x, y: step.metrics)
+
+
+@mistake("epoch.metrics read too early", r"epoch\.metrics of epoch 0 was read before its first step was done")
+def _(run_dir: RunDir) -> None:
+    for epoch in build(run_dir)[0].epochs(Pairs(), 2):
+        print(epoch.metrics)
+
+
 @mistake("step.loss read before the loop", r"step\.loss of step 0 was read before the micro-batch loop: read it after")
 def _(run_dir: RunDir) -> None:
     run, *_ = build(run_dir)
@@ -276,7 +287,7 @@ def _(run_dir: RunDir) -> None:
 
 @mistake("step.log of a tensor", r"step\.log needs a number as accuracy, not a tensor of shape \(2, 1\).*: take its me")
 def _(run_dir: RunDir) -> None:
-    loop(*build(run_dir, log_every=1), lambda step, model, x, y: step.log(accuracy=model(x)))
+    loop(*build(run_dir), lambda step, model, x, y: step.log(accuracy=model(x)))
 
 
 @mistake("step.log of a string", r"step\.log needs a number as accuracy, not a str")

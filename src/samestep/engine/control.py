@@ -1,7 +1,6 @@
 """What each rank tells all others once per pass, beside its gradients: bytes that are gathered, never added up."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from struct import Struct
 
 import numpy as np
@@ -21,7 +20,7 @@ class Control:
     Attributes:
         stop: the signal that this rank was sent, 0 for none.
         buffers_changed: micro-batch 0 was here and changed a buffer.
-        logged: this rank has values of step.log.
+        has_new_names: this rank has values of step.log under names that have no place in the block yet.
         losses, weights: per micro-batch, per slot.
         fingerprints: per micro-batch, of its samples.
         used: per parameter, a byte: whether micro-batches used it, and whether others did not.
@@ -29,11 +28,12 @@ class Control:
         snapshot: by this rank's clock, one is due.
         copying: a snapshot is being copied here.
         num_losses: the most that a step.backward of this rank got.
+        values, counts: of step.log, per micro-batch, per name: the mean of so many calls.
     """
 
     stop: int
     buffers_changed: bool
-    logged: bool
+    has_new_names: bool
     losses: list[list[float]]
     weights: list[list[float]]
     fingerprints: list[int]
@@ -42,6 +42,8 @@ class Control:
     snapshot: bool = False
     copying: bool = False
     num_losses: int = 1
+    values: list[list[float]] = field(default_factory=list)
+    counts: list[list[float]] = field(default_factory=list)
 
 
 class ControlFormat:
@@ -51,14 +53,12 @@ class ControlFormat:
         size_bytes: of one block, a multiple of 64.
     """
 
-    def __init__(self, layout: Layout, num_slots: int, num_params: int, num_values: int) -> None:
-        self._num_slots, self._num_params = num_slots, num_params
+    def __init__(self, layout: Layout, num_slots: int, num_params: int, num_values: int, num_names: int = 0) -> None:
+        self._widths, self._num_params = (num_slots, num_slots, num_names, num_names), num_params
         self._shape = (layout.max_parts, num_values)
         most = max(len(held) for held in layout.ranges)
         self._padding = [0] * most
-        numbers = most * num_slots
-        self._struct = Struct(f"<q????B3x{numbers}d{numbers}d{most}Q")
-        self._bounds = [numbers, 2 * numbers]
+        self._struct = Struct(f"<q????B3x{most}Q{most * sum(self._widths)}d")
         self._used_at = self._struct.size
         self._parts_at = -(-(self._used_at + num_params) // 8) * 8
         self.size_bytes = -(-(self._parts_at + 8 * layout.max_parts * num_values) // 64) * 64
@@ -67,13 +67,15 @@ class ControlFormat:
     def pack_into(self, block: memoryview, control: Control) -> None:
         """Writes a control block; micro-batches that this rank does not have are left 0."""
         missing = self._most - len(control.fingerprints)
-        rest = [0.0] * (missing * self._num_slots)
-        losses = [loss for row in control.losses for loss in row]
-        weights = [weight for row in control.weights for weight in row]
+        numbers: list[float] = []
+        for width, rows in zip(
+            self._widths, (control.losses, control.weights, control.values, control.counts), strict=True
+        ):
+            numbers += [number for row in rows for number in row] + [0.0] * (missing * width)
         self._struct.pack_into(
-            block, 0, control.stop, control.buffers_changed, control.logged, control.snapshot, control.copying,
+            block, 0, control.stop, control.buffers_changed, control.has_new_names, control.snapshot, control.copying,
             control.num_losses,
-            *losses, *rest, *weights, *rest, *control.fingerprints, *self._padding[:missing],
+            *control.fingerprints, *self._padding[:missing], *numbers,
         )  # fmt: skip
         block[self._used_at : self._used_at + self._num_params] = control.used
         if control.parts.size:
@@ -81,26 +83,31 @@ class ControlFormat:
 
     def unpack_from(self, block: memoryview, num_micro_batches: int) -> Control:
         """Reads the control block of a rank that has `num_micro_batches`."""
-        stop, buffers_changed, logged, snapshot, copying, num_losses, *numbers = self._struct.unpack_from(block, 0)
-        first, second = self._bounds
+        stop, buffers_changed, has_new_names, snapshot, copying, num_losses, *numbers = self._struct.unpack_from(
+            block, 0
+        )
+        fingerprints, at = numbers[:num_micro_batches], self._most
+        tables: list[list[list[float]]] = []
+        for width in self._widths:
+            tables.append([list(numbers[at + k * width : at + (k + 1) * width]) for k in range(num_micro_batches)])
+            at += self._most * width
+        losses, weights, values, counts = tables
         used = block[self._used_at : self._used_at + self._num_params].tobytes()
         return Control(
             stop,
             buffers_changed,
-            logged,
-            self._rows(numbers[:first], num_micro_batches),
-            self._rows(numbers[first:second], num_micro_batches),
-            numbers[second : second + num_micro_batches],
+            has_new_names,
+            losses,
+            weights,
+            fingerprints,
             used,
             self._view_parts(block),
             snapshot,
             copying,
             num_losses,
+            values,
+            counts,
         )
-
-    def _rows(self, numbers: Sequence[float], num_rows: int) -> list[list[float]]:
-        slots = self._num_slots
-        return [list(numbers[k * slots : (k + 1) * slots]) for k in range(num_rows)]
 
     def _view_parts(self, block: memoryview) -> NDArray[np.float64]:
         num_bytes = 8 * self._shape[0] * self._shape[1]

@@ -59,7 +59,7 @@ class Reducer:
         self.names = [name for name, _, _ in params]
         self.slots = [slot for _, _, slot in params]
         self._group, self._exact = group, exact
-        self._num_slots, self._num_values = num_slots, num_values
+        self._num_slots, self._num_values, self._num_names = num_slots, num_values, 0
         self._kinds = [(param.shape, param.dtype) for param in self.params]
         self._places_of_params = self._find_params()
         self._strides = [dense_strides(param) for param in self.params]
@@ -87,12 +87,16 @@ class Reducer:
 
     # --- one pass over a step's micro-batches -----------------------------------------------------------------
 
-    def begin(self, layout: Layout, *, keep_grads: bool) -> None:
+    def begin(self, layout: Layout, *, keep_grads: bool, num_names: int = 0) -> None:
         """A pass begins.
 
         Args:
             keep_grads: a further pass over the same step: gradients that it leaves alone stay as they are.
+            num_names: of values that the control block has places for.
         """
+        if num_names != self._num_names:
+            self._num_names = num_names
+            self._transits.clear()
         self.layout = layout
         self._range = layout.ranges[self._group.rank]
         self._kept: Grads = [None] * len(self.params)
@@ -157,10 +161,8 @@ class Reducer:
                 self._further[k].grads[i] = lay_out(grad, self._strides[i])
 
     def check_graph(self, loss: Tensor, kind: tuple[int, ...]) -> None:
-        """Before a backward to given parameters: none may be within a reentrant checkpoint, which hides them.
-
-        Torch would say so itself, or, where no parameter comes before the checkpoint, leave their gradients out without
-        a word.
+        """Before a backward to given parameters: none may be within a reentrant checkpoint, which hides them, often
+        without an error of torch's.
 
         Args:
             kind: pass, slot, number of the loss. The first of each is looked at: models are checkpointed alike in all
@@ -421,7 +423,7 @@ class Reducer:
         ]
 
     def _build_transits(self, layout: Layout) -> None:
-        form = ControlFormat(layout, self._num_slots, len(self.params), self._num_values)
+        form = ControlFormat(layout, self._num_slots, len(self.params), self._num_values, self._num_names)
         # On a GPU the control block stays on the host: it is the host that wants to know.
         transits = [
             Transit(

@@ -71,7 +71,7 @@ class Loop:
                 self._agree_on_order(number)
             self._begin_body("epoch", number)
             self.repeats_head = self.steps_done > number * per_epoch
-            epoch = Epoch(self, number, per_epoch)
+            epoch = Epoch(self, number, per_epoch, self._run._tally)
             try:
                 yield epoch
             except GeneratorExit:
@@ -225,7 +225,7 @@ class Loop:
     def _build_stop_error(self, rank: int, step: int | str, other: int) -> Error:
         return Error(
             f"rank {rank} ended its loop after step {step} by run.stop(), and rank {other} did not: call it on every "
-            "rank, decided on what all ranks know",
+            "rank, decided on what all ranks know (step.loss, step.metrics, epoch.metrics; not loss.item())",
             rank=self._run.rank,
         )
 
@@ -269,6 +269,8 @@ class Loop:
                     f"step {step.number} makes no update: no micro-batch of it had a step.backward with a weight above "
                     "0; such steps are counted as skipped_steps"
                 )
+        if self.feed.steps_per_epoch is not None:
+            run._tally.add(epoch, step.weighted_metrics())
         if run._logs_step(self.steps_done):
             skipped = {"train/skipped_steps": run._tally.num_skipped} if run._tally.num_skipped else {}
             run._write_row(step.row | skipped, self.steps_done, epoch=epoch)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from numbers import Real
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -16,8 +15,10 @@ from samestep.errors import Error
 from samestep.plan.ledger import combine
 from samestep.plan.seeds import derive
 from samestep.plan.tree import build_layout
-from samestep.train.evaluate import add_up
+from samestep.train import logs
+from samestep.train.logs import describe
 from samestep.train.objects import learning_rates
+from samestep.train.tally import Tally, Value
 
 if TYPE_CHECKING:
     from samestep.train.loop import Loop
@@ -36,9 +37,9 @@ class Epoch:
         num_steps: optimizer steps in a whole epoch.
     """
 
-    def __init__(self, loop: "Loop", number: int, num_steps: int) -> None:
+    def __init__(self, loop: "Loop", number: int, num_steps: int, tally: Tally) -> None:
         self.number, self.num_steps = number, num_steps
-        self._loop = loop
+        self._loop, self._tally = loop, tally
         self._is_begun = False
         self.done = False
 
@@ -51,6 +52,20 @@ class Epoch:
         while loop.steps_done < end and not loop.ending:
             yield from loop.next_step(last=loop.steps_done + 1 == end)
         self.done = True
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The averages of `step.metrics` over the epoch's steps so far, also those before a restart, weighted as there.
+
+        Raises:
+            Error: read before the epoch's first step is done, or after the epoch.
+        """
+        if self._tally.epoch != self.number:
+            raise Error(
+                f"epoch.metrics of epoch {self.number} was read before its first step was done, or in another epoch: "
+                "read it in the epoch's body, after the loop over its steps"
+            )
+        return self._tally.averages()
 
 
 class Step:
@@ -78,7 +93,8 @@ class Step:
         self._cache: list[Loaded] = []
         self.num_passes = 0
         self._loss: float | None = None
-        self._logged: list[tuple[int, str, Any]] = []
+        self._calls: logs.Calls = []  # of step.log
+        self._metrics: dict[str, tuple[Value, float]] = {}
         self.open = self.has_gradients = self._is_left = False
         self.is_skipped = True
         self.row: dict[str, float] = {}
@@ -96,14 +112,32 @@ class Step:
         Raises:
             Error: read before or inside the micro-batch loop.
         """
+        self._check_is_over("step.loss")
+        loss = self._loss if self._loss is not None else math.nan
+        return torch.tensor(loss, dtype=torch.float32, device=self._run.device)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The loss and the values of `step.log` by name, averaged by weight over the whole batch: the same floats on
+        all ranks. Those logged after the micro-batch loop are as this rank gave them.
+
+        Raises:
+            Error: read before or inside the micro-batch loop.
+        """
+        self._check_is_over("step.metrics")
+        return {name: float(value) for name, (value, _) in self._metrics.items()}
+
+    def weighted_metrics(self) -> dict[str, tuple[Value, float]]:
+        """The values of `metrics`, without waiting for a GPU, and the weights that they count with in their epoch."""
+        return self._metrics
+
+    def _check_is_over(self, what: str) -> None:
         self.check_not_left()
         if self.open or not self.num_passes:
             raise Error(
-                f"step.loss of step {self.number} was read {'inside' if self.open else 'before'} the micro-batch loop: "
-                "read it after the loop, when all ranks' losses are in"
+                f"{what} of step {self.number} was read {'inside' if self.open else 'before'} the micro-batch loop: "
+                "read it after the loop, when the values of all ranks are in"
             )
-        loss = math.nan if self._loss is None else self._loss
-        return torch.tensor(loss, dtype=torch.float32, device=self._run.device)
 
     def __iter__(self) -> Iterator[Any]:
         run, layout = self._run, self._layout
@@ -122,7 +156,8 @@ class Step:
         self._losses: list[dict[int, list[tuple[Any, Any]]]] = [{} for _ in held]  # by slot
         # A power of two, which changes no bit. With it, the sum over a full step of as many micro-batches is the mean.
         self._scale = run._precision.scale / 2 ** (layout.num_micro_batches - 1).bit_length()
-        reducer.begin(layout, keep_grads=self.num_passes > 0)
+        self._calls = [{} for _ in held]
+        reducer.begin(layout, keep_grads=self.num_passes > 0, num_names=len(run._tally.names))
         run._statistics.begin(layout)
         run._buffers.begin()
         for k, v in enumerate(held):
@@ -201,7 +236,7 @@ class Step:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad or loss.is_complex():
             hint = "take its mean" if isinstance(loss, Tensor) and loss.numel() > 1 else "compute it as a tensor from "\
                 "the model's output, outside of torch.no_grad()"  # fmt: skip
-            raise Error(f"step.backward needs a scalar loss that depends on the model, not {_describe(loss)}: {hint}")
+            raise Error(f"step.backward needs a scalar loss that depends on the model, not {describe(loss)}: {hint}")
         if not isinstance(weight, Tensor) or weight.device.type == "cpu":
             weight = _check_weight(weight, self.number, self._v)
         return loss, weight
@@ -227,8 +262,8 @@ class Step:
     def log(self, **values: float | Tensor) -> None:
         """Adds to the metrics of this step, averaged over the batch with the weights of step.backward; no sync.
 
-        After the loop over the micro-batches, where all ranks have the same, it takes values as they are. Only in the
-        steps that are logged (`log_every`) does it do anything at all.
+        After the loop over the micro-batches, where all ranks have the same, it takes values as they are. The averages
+        are in `metrics`, and in `metrics.jsonl` every `log_every` steps.
 
         Raises:
             Error: before the micro-batch loop, after the step, or a value that is no number.
@@ -238,16 +273,14 @@ class Step:
                 f"step.log of step {self.number} was called outside of its body: call it in or after its micro-batch "
                 "loop, or run.log elsewhere"
             )
-        if not self._run._logs_step(self.number + 1):
-            return
-        for name, value in values.items():
-            if not (value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real)):
-                raise Error(f"step.log needs a number as {name}, not {_describe(value)}: take its mean")
-            if isinstance(value, Tensor):
-                value = value.detach()
+        for name, given in values.items():
+            value = logs.read_number(name, given)
             if self.open:
-                self._logged.append((self._k, name, value))
-            else:
+                total, count = self._calls[self._k].get(name, (0.0, 0))
+                self._calls[self._k][name] = (total + value, count + 1)
+                continue
+            self._metrics[name] = (value, self.num_samples)
+            if self._run._logs_step(self.number + 1):
                 self.row[f"train/{name}"] = float(value)
 
     def _load(self) -> Loaded:
@@ -261,10 +294,11 @@ class Step:
         """All of this rank's micro-batches are done: exchanges, averages, and leaves the gradient in `.grad`."""
         run, reducer = self._run, self._run._reducer
         losses, weights = self._read_losses(0)
+        names, means_logged = run._tally.names, logs.settle(self._calls)
         control = Control(
             stop=run._signals.heard if run._signals else 0,
             buffers_changed=run._buffers.changed,
-            logged=bool(self._logged),
+            has_new_names=any(name not in names for values in means_logged for name in values),
             snapshot=run._keeper.is_time(),
             copying=run._keeper.is_copying,
             losses=losses,
@@ -273,6 +307,8 @@ class Step:
             used=b"",
             parts=run._statistics.parts(),
             num_losses=max((len(terms) for losses in self._losses for terms in losses.values()), default=1),
+            values=[[values.get(name, (0.0, 0))[0] for name in names] for values in means_logged],
+            counts=[[values.get(name, (0.0, 0))[1] for name in names] for values in means_logged],
         )
         run._pulse.enter("reducing", self.number)
         try:
@@ -309,14 +345,16 @@ class Step:
         for rank, told in enumerate(controls):
             if told.buffers_changed:
                 run._group.broadcast_tensors(run._buffers.finish(), rank)
+        weights = [row for told in controls for row in told.weights]
+        logged = logs.average(logs.collect(means_logged, controls, names, run._group), weights, self._sizes)
+        if self._loss is not None:
+            self._metrics["loss"] = (self._loss, math.fsum(w for row in weights for w in row if w > 0))
+        self._metrics |= logged
         if run._logs_step(self.number + 1):
             self.row |= {} if self._loss is None else {"train/loss": self._loss}
-            self.row |= learning_rates(run._objects)
-            if any(told.logged for told in controls):
-                self.row |= self._gather_logs()
+            self.row |= learning_rates(run._objects) | {f"train/{name}": value for name, (value, _) in logged.items()}
         if self.num_passes == 0 and run.dir is not None:
             self.fingerprint = combine([mark for told in controls for mark in told.fingerprints])
-        self._logged = []
 
     def _read_losses(self, k: int) -> tuple[list[list[float]], list[list[float]]]:
         """The values and the weights of loss k, per micro-batch of this rank, per slot."""
@@ -376,30 +414,6 @@ class Step:
                             "this step is saved; look at that batch, the learning rate and the precision"
                         )
         raise Error(f"the losses of step {self.number} are too large to be added up: scale the loss down")
-
-    def _gather_logs(self) -> dict[str, float]:
-        """The values of step.log, averaged over the batch by weight."""
-        first = self._layout.ranges[self._run.rank].start
-        mine = []
-        for k, name, value in self._logged:
-            weights = [float(terms[0][1]) for terms in self._losses[k].values()]
-            mine.append((name, float(value), weights[0] if weights else float(self._sizes[first + k])))
-        by_name: dict[str, list[tuple[float, float]]] = {}
-        for logged in self._run._group.gather(mine):
-            for name, value, weight in logged:
-                by_name.setdefault(name, []).append((value, weight))
-        return {
-            f"train/{name}": add_up([v * w for v, w in pairs if w]) / total
-            if (total := math.fsum(w for _, w in pairs))
-            else 0.0
-            for name, pairs in by_name.items()
-        }
-
-
-def _describe(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return f"a {type(value).__name__}"
-    return f"a tensor of shape {tuple(value.shape)}" + ("" if value.requires_grad else " without a gradient")
 
 
 def _check_weight(weight: Any, step: int, v: int) -> float:

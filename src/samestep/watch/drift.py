@@ -103,6 +103,8 @@ def explain_drift(drift: Drift, hosts: Sequence[str], step: int, alike_at: int |
     since = "" if alike_at is None else f", and all were alike after step {alike_at}"
     return (
         f"{what}: {drift.tensor}{more}{since}; nothing of this is saved, and the last snapshot is from before. Suspect "
-        f"the memory of {whom}, or code that changes the model or the optimizer on some ranks only (run.rank, other "
-        "arguments)"
+        "first a decision (a schedule, an early stop) made on a rank's own loss, such as loss.item() in the inner "
+        "loop: decide on step.loss, step.metrics or epoch.metrics, which are the same on all ranks; then code that "
+        "changes the model or the optimizer on some ranks only (run.rank, other arguments); then the memory of "
+        f"{whom}"
     )
