@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 
 train: $(VENV)/installed
 	$(BIN)/samestep train digits --nproc-per-node 2 $(ARGS)
+	@echo 'To use the command samestep in this shell: source $(BIN)/activate'
 
 test: $(VENV)/installed-dev
 	$(BIN)/ruff check src tests benchmarks

@@ -113,15 +113,18 @@ def test_bar_on_a_terminal() -> None:
     assert text.index("written to") < text.index("after")
 
 
-@pytest.mark.parametrize("columns", [20, 50, 80])
-def test_bar_stays_on_one_line_of_a_narrow_terminal(columns: int) -> None:
+FIELDS = {20: "", 60: r"loss 0\.001389  eta 0:00", 80: r"loss 0\.001389  [\d,]+ samples/s  eta 0:00"}
+
+
+@pytest.mark.parametrize("columns", FIELDS)
+def test_a_narrow_terminal_has_a_bar_and_whole_fields(columns: int) -> None:
     code, output = run_on_terminal(RUN + "p.close()\n", columns=columns)
     assert code == 0
     bars = [line for line in re.split(r"[\r\n]+", plain(output)) if re.match(r"\d+/720", line)]
     assert bars
     assert max(map(len, bars)) <= columns
-    if columns >= 50:
-        assert bars[-1].startswith("720/720  epoch 20")
+    if FIELDS[columns]:
+        assert re.fullmatch(rf"720/720  epoch 20 ━{{10,}} {FIELDS[columns]} *", bars[-1])
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -88,14 +90,40 @@ def parse_num_ranks(text: str) -> int | None:
     return num_ranks
 
 
-def _open_server(overrides: Overrides) -> ForkServer:
+@contextmanager
+def say_when_slow(text: str, after_s: float = 2.0) -> Iterator[None]:
+    """Prints `text` on a terminal at stderr if the block takes longer than `after_s`.
+
+    It uses a signal, since no thread may run when the server is forked.
+    """
+    if not os.isatty(2):
+        yield
+        return
+
+    def say(*_: object) -> None:
+        with suppress(OSError):
+            os.write(2, f"samestep: {text}\n".encode())
+
+    before = signal.signal(signal.SIGALRM, say)
+    signal.siginterrupt(signal.SIGALRM, False)
+    signal.setitimer(signal.ITIMER_REAL, after_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _open_server(overrides: Overrides, num_ranks: str) -> ForkServer:
     """Imports torch once, for this process and the ranks; what only ranks need is imported by the server meanwhile."""
     if "torch" in sys.modules or threading.active_count() > 1:
         return ForkServer()  # This is not the program `samestep`: no forks from what it has done so far.
     gc.disable()  # Imports are a quarter faster without.
     # Before numpy is imported and starts threads, which do not survive a fork.
     os.environ.update({"OMP_NUM_THREADS": str(overrides.threads or 1), **child_variables()})
-    import torch  # noqa: F401
+    ranks = "1 rank" if num_ranks == "1" else f"{num_ranks} ranks" if num_ranks.isdecimal() else "ranks"
+    with say_when_slow(f"starting {ranks}"):
+        import torch  # noqa: F401
 
     server = ForkServer(fork=True)
     gc.freeze()
@@ -149,7 +177,7 @@ def run_launch(
     if known is not None and nodes is None:
         parse_shown(show_ranks, known)
     with Stopping() as stopping:
-        server = _open_server(overrides)
+        server = _open_server(overrides, num_ranks)
         try:
             from samestep.launch.agent import Launch, run_agent, run_node_agent
 

@@ -17,6 +17,7 @@ DRAW_EVERY_S = 0.1
 LINE_EVERY_S = 2.0
 WINDOW_S = 20.0
 LOSSES = ("train/loss", "loss")
+LEAST_BAR = 12  # columns of a terminal for the bar and the gaps beside it; the fields share what is left
 
 
 class Progress(Protocol):
@@ -221,6 +222,7 @@ class Bar:
         self.console = Console(force_terminal=True, file=cast(IO[str], Terminal()))
         self._pace = Pace()
         self._news: dict[str, Any] = {}
+        self._place_width = 0
         self._live: RichProgress | None = None
 
     def begin(self, *, total_steps: int | None, done_steps: int, epochs: int | None) -> None:
@@ -232,11 +234,12 @@ class Bar:
         self._pace = Pace(total_steps=total_steps, done_steps=done_steps, epochs=epochs)
         self._news.clear()
         longest = "" if total_steps is None else f"{total_steps}/{total_steps}  epoch {epochs}"
-        place = Column(no_wrap=True, min_width=len(longest))  # on a narrow terminal the news are cut, not this
+        self._place_width = len(longest)
+        place = Column(no_wrap=True, min_width=len(longest))
         self._live = RichProgress(
             TextColumn("{task.description}", markup=False, table_column=place),
             BarColumn(bar_width=None),
-            TextColumn("{task.fields[news]}", markup=False),
+            TextColumn("{task.fields[news]}", markup=False, table_column=Column(no_wrap=True)),
             console=self.console,
             auto_refresh=False,
             expand=True,
@@ -289,11 +292,24 @@ class Bar:
         if self._live is not None:
             task = self._live.task_ids[0]
             place = self._pace.place().removeprefix("step ")
-            first = {name: value for name, value in self._news.items() if name in LOSSES or _is_rate(name)}
-            rest = {name: value for name, value in self._news.items() if name not in first}
-            news = "  ".join([*_texts(first), *self._pace.texts(), *_texts(rest)])
+            losses = {name: value for name, value in self._news.items() if name in LOSSES}
+            rates = {name: value for name, value in self._news.items() if _is_rate(name)}
+            rest = {name: value for name, value in self._news.items() if name not in losses | rates}
+            loss, rate, pace = _texts(losses), _texts(rates), self._pace.texts()
+            width = self.console.width - max(len(place), self._place_width) - LEAST_BAR
+            kept = _fit([*loss, *reversed(pace), *rate, *_texts(rest)], width)
+            news = "  ".join(text for text in [*loss, *rate, *pace, *_texts(rest)] if text in kept)
             self._live.update(task, completed=self._pace.number, description=place, news=news)
             self._live.refresh()
+
+
+def _fit(texts: list[str], width: int) -> list[str]:
+    """The texts, the most important first, that fit whole into `width` columns with two between them."""
+    kept: list[str] = []
+    for text in texts:
+        if len("  ".join([*kept, text])) <= width:
+            kept.append(text)
+    return kept
 
 
 def _split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
