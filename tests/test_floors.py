@@ -20,6 +20,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "samestep"
 # recipes, have floors to themselves.
 FLOORS = {
     "errors": 0,
+    "files": 0,
     "plan": 1,
     "data": 2,
     "world": 2,

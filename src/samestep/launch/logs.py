@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from samestep.files import open_regular
 from samestep.world.environment import LOG, TERMINAL, read_log_pipe
 
 READ_BYTES = 1 << 16
@@ -377,7 +378,7 @@ def _settle(line: bytes) -> bytes:
 
 
 def _open(path: str) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    return open_regular(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
 
 def write_all(file: int, data: bytes) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from samestep import __version__
 from samestep.errors import Error
+from samestep.files import replace_file
 from samestep.launch.submit import Job, say
 from samestep.world.environment import START_AGAIN
 
@@ -118,7 +119,7 @@ def submit_to_slurm(job: Job) -> int:
                 path.rmdir()
         raise
     kept = directory / f"{number}.sbatch"
-    kept.write_text(script)
+    replace_file(kept, script.encode())
     say(f"job {number} is submitted ({kept}); to cancel it: scancel {number}")
     files = directory / (f"{number}_*.out" if "array" in job.options else f"{number}.out")
     if job.options.get("detach"):

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep.errors import Error
+from samestep.files import MOST_BYTES, fits, is_count, is_object, is_text, open_regular, parse_json
 from samestep.snapshot.manifest import Pieces
 from samestep.world.forking import at_rest
 
@@ -41,6 +42,9 @@ _CODES = {
     "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e8m0fnu": "F8_E8M0", "complex64": "C64",
 }  # fmt: skip
 _NAMES = {code: name for name, code in _CODES.items()}
+_ARRAY_KINDS = "biufcSUmM"
+_MOST_DIMS = 64
+_ENTRY = {"dtype": lambda value: is_text(value) and value in _NAMES, "shape": [is_count], "data_offsets": [is_count]}
 _AS_REAL = ("complex32", "complex128")  # safetensors lacks them: stored as pairs of reals
 
 
@@ -124,15 +128,29 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, "Tensor"]) -> tuple[Piec
 
 
 def read_tensors(path: Path) -> dict[str, "Tensor"]:
-    """The tensors of a safetensors file, in memory of their own."""
+    """The tensors of a safetensors file, in memory of their own.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError, EOFError: it is no such file. No more memory is taken than the file's size.
+    """
     import torch
 
     tensors = {}
-    with open(path, "rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length))
+    with open(path, "rb", opener=open_regular) as file:
+        size = os.fstat(file.fileno()).st_size
+        (length,) = struct.unpack("<Q", file.read(8).ljust(8, b"\xff"))
+        if length > min(size - 8, MOST_BYTES):
+            raise ValueError(f"{path.name} has a header of {length} bytes")
+        header = parse_json(file.read(length))
+        if not is_object(header):
+            raise ValueError(f"{path.name} has no header")
         header.pop("__metadata__", None)
         for name, entry in header.items():
+            if not (fits(entry, _ENTRY) and _is_consistent(entry)):
+                raise ValueError(f"{path.name} has a header that does not fit it")
+            if entry["data_offsets"][1] > size - 8 - length:
+                raise EOFError(f"{path} ends within {name}")
             file.seek(8 + length + entry["data_offsets"][0])
             tensor = torch.empty(entry["shape"], dtype=getattr(torch, _NAMES[entry["dtype"]]))
             data = view_bytes(tensor)
@@ -140,6 +158,17 @@ def read_tensors(path: Path) -> dict[str, "Tensor"]:
                 raise EOFError(f"{path} ends within {name}")
             tensors[name] = tensor
     return tensors
+
+
+def _is_consistent(entry: Mapping[str, Any]) -> bool:
+    """Whether a tensor has as many bytes as its shape says."""
+    import torch
+
+    if len(entry["shape"]) > _MOST_DIMS or len(entry["data_offsets"]) != 2:
+        return False
+    start, end = entry["data_offsets"]
+    num_bytes = math.prod(entry["shape"]) * getattr(torch, _NAMES[entry["dtype"]]).itemsize
+    return bool(end == start + num_bytes)
 
 
 class _Encoder:
@@ -217,7 +246,7 @@ class _Encoder:
     def _encode_array(self, array: "NDArray[Any] | np.generic", path: tuple[Any, ...]) -> Any:
         import torch
 
-        if array.dtype.kind not in "biufcSUmM":
+        if array.dtype.kind not in _ARRAY_KINDS:
             raise _refusal(path, f"a numpy value of dtype {array.dtype}")
         encoded = {"dtype": array.dtype.str, "shape": list(array.shape)}
         if isinstance(array, np.generic):
@@ -286,6 +315,8 @@ class _Decoder:
 
 def _decode_array(data: bytes, value: Any) -> "NDArray[Any]":
     dtype = np.dtype(value["dtype"])
+    if dtype.kind not in _ARRAY_KINDS:
+        raise ValueError(f"an array of {dtype} is not what samestep writes")
     # numpy takes no buffer of 0 bytes for strings of length 0.
     return np.ndarray(value["shape"], dtype, data) if data else np.zeros(value["shape"], dtype)
 
@@ -293,7 +324,10 @@ def _decode_array(data: bytes, value: Any) -> "NDArray[Any]":
 def _decode_dtype(value: Any) -> Any:
     import torch
 
-    return getattr(torch, value["name"])
+    dtype = getattr(torch, value["name"])
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch.{value['name']} is no dtype")
+    return dtype
 
 
 def _canonical(value: Any, hashes: Mapping[str, str]) -> Any:

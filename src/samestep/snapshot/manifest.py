@@ -2,7 +2,10 @@
 
 import hashlib
 import json
+import os
 import platform
+import re
+import stat
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -11,11 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from samestep import __version__
+from samestep.files import fits, is_count, is_object, is_text, is_time, open_regular, parse_json, read_bytes
 
 FORMAT = 1
-MANIFEST = "manifest.json"
+MANIFEST, STATE = "manifest.json", "state.json"
+FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}\.(json|safetensors)")  # a bare name, beside the manifest
+NAME = re.compile(r"(?!\d+$|latest$|never$|step-)[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")  # not what resume may mean else
 _BUFFER_BYTES = 1 << 20
 _NUM_READERS = 4
+
+_HASH = re.compile(r"[0-9a-f]{64}")
 
 # A file's consecutive pieces: their lengths in bytes and their sha256. Pieces follow what is in the file (one
 # tensor each), so that one pass over a tensor's bytes serves the file's check and the digest of the state, and a
@@ -53,7 +61,7 @@ def seal(manifest: Mapping[str, Any]) -> dict[str, Any]:
 def read_manifest(directory: Path) -> tuple[dict[str, Any], str | None]:
     """The manifest of a directory ({} if it cannot be read) and what is wrong with it or the files' sizes."""
     try:
-        manifest, problem = parse_manifest((directory / MANIFEST).read_bytes())
+        manifest, problem = parse_manifest(read_bytes(directory / MANIFEST))
     except FileNotFoundError:
         return {}, f"{MANIFEST} is missing"
     except OSError as error:
@@ -62,20 +70,52 @@ def read_manifest(directory: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def parse_manifest(text: bytes) -> tuple[dict[str, Any], str | None]:
-    """The manifest that a file holds ({} if it cannot be read) and what is wrong with it."""
+    """The manifest that a file holds ({} if it cannot be read) and what is wrong with it.
+
+    This is the one place where a manifest is checked: it may come from a stranger, who can compute checksums, too.
+    """
     try:
-        manifest = json.loads(text)
+        manifest = parse_json(text)
     except ValueError:
         return {}, f"{MANIFEST} is damaged"
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("format"), int):
+    if not fits(manifest, {"format": is_count}):
         return {}, f"{MANIFEST} is damaged"
     if manifest["format"] > FORMAT:
         found, known = manifest["format"], FORMAT
         return {}, f"{MANIFEST} has format {found} of a newer samestep, this one reads up to {known}"
     checksum = manifest.pop("sha256", None)
-    if checksum != _checksum(manifest):
+    if checksum != _checksum(manifest) or set(manifest) != set(_SHAPE) or not fits(manifest, _SHAPE):
         return {}, f"{MANIFEST} is damaged"
     return manifest, None
+
+
+def _is_hash(value: Any) -> bool:
+    return is_text(value) and _HASH.fullmatch(value) is not None
+
+
+def _is_file(file: str, entry: Any) -> bool:
+    if file == MANIFEST or not FILE.fullmatch(file) or not fits(entry, {"size": is_count, "pieces": [_is_piece]}):
+        return False
+    return set(entry) == {"size", "pieces"} and entry["size"] == sum(length for length, _ in entry["pieces"])
+
+
+def _is_piece(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and is_count(value[0]) and _is_hash(value[1])
+
+
+_SHAPE = {
+    "format": lambda value: value == FORMAT,
+    "step": is_count,
+    "name": lambda value: value is None or (is_text(value) and NAME.fullmatch(value) is not None),
+    "time": is_time,
+    "digest": _is_hash,
+    "versions": lambda value: is_object(value) and all(map(is_text, value.values())),
+    "files": lambda value: is_object(value) and STATE in value and all(_is_file(*item) for item in value.items()),
+    "meta": {
+        "epoch?": is_count, "metrics_bytes?": is_count, "world_size?": is_count, "rewinds?": is_count,
+        "numbers?": is_object, "stopped?": is_text,
+    },
+}  # fmt: skip
 
 
 def find_damage(directory: Path, manifest: Mapping[str, Any]) -> str | None:
@@ -94,7 +134,10 @@ def find_damage(directory: Path, manifest: Mapping[str, Any]) -> str | None:
 def _find_wrong_size(directory: Path, files: Mapping[str, Any]) -> str | None:
     for file, expected in files.items():
         try:
-            size: int | None = (directory / file).stat().st_size
+            status = os.lstat(directory / file)
+            if not stat.S_ISREG(status.st_mode):
+                return f"{file} is not a regular file"
+            size: int | None = status.st_size
         except FileNotFoundError:
             size = None
         except OSError as error:
@@ -117,7 +160,7 @@ def _find_damaged_piece(path: Path, pieces: Sequence[tuple[int, str]], pool: Exe
 
     def find(share: range) -> int | None:
         buffer = memoryview(bytearray(_BUFFER_BYTES))
-        with open(path, "rb", buffering=0) as file:
+        with open(path, "rb", buffering=0, opener=open_regular) as file:
             for k in share:
                 length, checksum = pieces[k]
                 sha, left = hashlib.sha256(), length

@@ -15,14 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import Error
-from samestep.snapshot.manifest import MANIFEST, describe_wrong_size, find_damage, parse_manifest
+from samestep.files import MOST_BYTES
+from samestep.snapshot.manifest import FILE, MANIFEST, NAME, describe_wrong_size, find_damage, parse_manifest
 from samestep.snapshot.store import Snapshot, Store
 from samestep.world.environment import advise, read_cache_dir, read_host
 
 LOCK, RECORD = "lock", "run.json"
 FILES = (RECORD, "restarts.jsonl", "status.json", "ledger.bin", "metrics.jsonl")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)")
-_PLACE = re.compile(r"(?:(.+)\.)?step-(\d{8,})")
+_PLACE = re.compile(rf"(?:({NAME.pattern})\.)?step-(\d{{8,18}})")
+_ORDER = re.compile(r"epoch-\d{8,}\.npy")
 
 
 class Unreachable(Exception):
@@ -111,7 +113,8 @@ class Remote:
     def list_orders(self) -> list[str]:
         """The names of the files in `orders/`."""
         with self._asking():
-            return [f"orders/{path.rpartition('/')[2]}" for path in self._find("orders")]
+            names = [path.rpartition("/")[2] for path in self._find("orders")]
+        return [f"orders/{name}" for name in names if _ORDER.fullmatch(name)]
 
     def _find(self, name: str) -> dict[str, Any]:
         try:
@@ -161,16 +164,23 @@ class Remote:
             self.remove(place)
 
     def _list(self) -> dict[str, dict[str, int]]:
-        """The files in each directory of `snapshots/`, and their sizes."""
+        """The files in each directory of `snapshots/` that has the name of a snapshot, and their sizes.
+
+        A store's listing is not to be trusted with names: they become those of files here.
+        """
         self._fs.invalidate_cache()
         sizes: dict[str, dict[str, int]] = {}
         for path, info in self._find("snapshots").items():
             place, file = path.split("/")[-2:]
-            sizes.setdefault(place, {})[file] = info["size"]
+            if _PLACE.fullmatch(place) or NAME.fullmatch(place):
+                sizes.setdefault(place, {})[file] = info["size"]
         return sizes
 
     def _look(self, place: str, sizes: Mapping[str, int]) -> Snapshot:
-        manifest, problem = parse_manifest(self._fs.cat_file(self._at(f"snapshots/{place}/{MANIFEST}")))
+        is_short = sizes[MANIFEST] <= MOST_BYTES
+        manifest, problem = parse_manifest(
+            self._fs.cat_file(self._at(f"snapshots/{place}/{MANIFEST}")) if is_short else b""
+        )
         match = _PLACE.fullmatch(place)
         name, step = (match[1], int(match[2])) if match else (place, manifest.get("step", -1))
         for file, expected in manifest.get("files", {}).items():
@@ -263,7 +273,7 @@ class Remote:
 
     def _bring(self, store: Store, place: str, snapshot: Snapshot) -> str | None:
         """Puts a snapshot into a store. Returns what is wrong with it, where something is."""
-        store.inbox.mkdir(parents=True, exist_ok=True)
+        store.make_inbox()
         for file in snapshot.manifest["files"]:
             with self._asking():
                 self._fs.get_file(self._at(f"snapshots/{place}/{file}"), str(store.inbox / file))
@@ -277,13 +287,12 @@ class Remote:
         """
         directory.mkdir(parents=True, exist_ok=True)
         with self._asking():
-            for path, info in self._find(f"snapshots/{place}").items():
-                target = directory / path.rpartition("/")[2]
-                if is_whole or target.name == MANIFEST:
-                    self._fs.get_file(path, str(target))
-                else:
-                    target.touch()
-                    os.truncate(target, info["size"])
+            for file, size in self._list()[place].items():
+                if file == MANIFEST or (is_whole and FILE.fullmatch(file)):
+                    self._fs.get_file(self._at(f"snapshots/{place}/{file}"), str(directory / file))
+                elif FILE.fullmatch(file):
+                    (directory / file).touch()
+                    os.truncate(directory / file, size)
 
     # --- whose it is ------------------------------------------------------------------------------------------
 

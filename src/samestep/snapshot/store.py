@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samestep.errors import Error
+from samestep.files import fits, is_count, is_object, open_regular
 from samestep.snapshot.encoding import decode, digest, digest_of, encode, read_tensors, write_tensors
-from samestep.snapshot.manifest import MANIFEST, Pieces, build_manifest, find_damage, read_manifest, seal
+from samestep.snapshot.manifest import MANIFEST, NAME, STATE, Pieces, build_manifest, find_damage, read_manifest, seal
 from samestep.world.environment import advise
 from samestep.world.forking import at_rest
 
@@ -24,10 +25,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Snapshot", "Store", "digest"]
 
-STATE = "state.json"
 TENSORS = "tensors.safetensors"
+OF_RUN = {"objects": is_object, "position": {"step": is_count, "epoch": is_count}}  # the shape of a run's state
 _NUMBERED = re.compile(r"step-(\d{8,})")
-_NAME = re.compile(r"(?!\d+$|latest$|never$|step-)[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")  # not what resume may mean else
 _WRITING = ".tmp-"  # begun, or about to be removed
 _ASIDE = ".old-"  # stands for a snapshot that is just being replaced
 _BUFFER_BYTES = 1 << 20
@@ -56,8 +56,9 @@ class Snapshot:
 
     def is_same(self, other: "Snapshot") -> bool:
         """Whether another copy of the run has this by the same name, and what they hold is the same."""
-        keys = ("digest", "step", "meta")
-        return self.path.name == other.path.name and all(self.manifest[key] == other.manifest[key] for key in keys)
+        if not self.manifest or not other.manifest or self.path.name != other.path.name:
+            return False
+        return all(self.manifest[key] == other.manifest[key] for key in ("digest", "step", "meta"))
 
     def was_left(self, rewinds: Sequence[int]) -> bool:
         """Whether the run has gone back to a step before it since. `rewinds`: as in `run.json`."""
@@ -104,11 +105,11 @@ class Store:
         """
         import torch
 
-        if name is not None and not _NAME.fullmatch(name):
+        if name is not None and not NAME.fullmatch(name):
             raise Error(f"a snapshot cannot be named {name!r}: use letters, digits and underscores, such as best")
         target = self.path / (name or f"step-{step:08d}")
         with self._staging(target) as directory:
-            with open(directory / TENSORS, "xb", buffering=_BUFFER_BYTES) as file:
+            with open(directory / TENSORS, "xb", _BUFFER_BYTES, opener=open_regular) as file:
                 pieces, hashes = write_tensors(file, tensors)
             files = {TENSORS: pieces, STATE: _write_json(directory / STATE, structure)}
             confirm()
@@ -175,8 +176,11 @@ class Store:
         fault = f"the snapshot {what} is not sound ({problem})" if wanted else f"there is no snapshot {what}"
         raise Error(f"{fault} in {self._named}: {there}")
 
-    def read(self, snapshot: Snapshot) -> dict[str, Any]:
+    def read(self, snapshot: Snapshot, shape: Any = is_object) -> dict[str, Any]:
         """The state in a snapshot that `find` returned, here or on another node, its tensors in host memory.
+
+        Args:
+            shape: what it must fit (`files.fits`).
 
         Raises:
             Error: it is not sound any more.
@@ -186,16 +190,32 @@ class Store:
         if problem is not None:
             raise Error(f"the snapshot {self._named / path.name} is not sound any more: {problem}")
         tensors = {}
-        for file in manifest["files"]:
-            if file.endswith(".safetensors"):
-                tensors.update(read_tensors(path / file))
-        state: dict[str, Any] = decode(json.loads((path / STATE).read_bytes()), tensors)
+        try:
+            for file in manifest["files"]:
+                if file.endswith(".safetensors"):
+                    tensors.update(read_tensors(path / file))
+            with open(path / STATE, "rb", opener=open_regular) as opened:
+                state: dict[str, Any] = decode(json.load(opened), tensors)
+            if not fits(state, shape):
+                raise ValueError("it has not what a run's state has")
+        except OSError:
+            raise
+        except Exception as error:  # its checksums are right, and what they vouch for was not written by samestep
+            why = f"{type(error).__name__}: {error}"
+            raise Error(f"the snapshot {self._named / path.name} holds no state that can be read ({why})") from None
         return state
 
     @property
     def inbox(self) -> Path:
-        """Where files of another store may be put for `adopt`. `clean` removes it."""
+        """Where files of another store may be put for `adopt`, after `make_inbox`. `clean` removes it."""
         return self.path / f"{_WRITING}inbox"
+
+    def make_inbox(self) -> None:
+        """Makes the inbox, empty, in place of whatever has its name. Raises OSError."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        if self.inbox.is_symlink() or self.inbox.exists():
+            _delete(self.inbox)
+        self.inbox.mkdir()
 
     def adopt(self, snapshot: Snapshot) -> str | None:
         """Makes another store's snapshot of the files in `inbox`, in place of one of the same name.
@@ -301,7 +321,7 @@ def _delete(path: Path) -> None:
 def _write_json(path: Path, value: Any) -> Pieces:
     """Makes a new file, which is on the disk when this returns."""
     text = json.dumps(value, allow_nan=False).encode()
-    with open(path, "xb") as file:
+    with open(path, "xb", opener=open_regular) as file:
         file.write(text)
         file.flush()
         with at_rest():

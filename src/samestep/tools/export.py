@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samestep.errors import Error
-from samestep.snapshot.store import Store
+from samestep.snapshot.store import OF_RUN, Store
 from samestep.tools.fetch import open_run, read_record, warn
 from samestep.tools.inspect import parse_which
 
@@ -37,7 +37,7 @@ def run_export(args: list[str]) -> int:
         snapshot = store.find(options.snapshot, warn=warn)
         if snapshot is None:
             raise Error(f"{options.run} has no snapshot yet")
-        objects = store.read(snapshot)["objects"]
+        objects = store.read(snapshot, OF_RUN)["objects"]
     name = options.object or _choose(objects)
     if name not in objects:
         raise Error(f"the snapshot holds no {name}: it holds {', '.join(objects)}; name one of them by --object")

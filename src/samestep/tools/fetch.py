@@ -1,6 +1,5 @@
 """The run that a tool looks at: in its directory, or at a URL."""
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,8 +8,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from samestep.errors import Error, explain
+from samestep.files import read_bytes
 from samestep.snapshot.remote import FILES, Remote, Unreachable, is_url
 from samestep.snapshot.store import Store
+from samestep.watch.records import RECORD, parse_record
 
 
 @contextmanager
@@ -71,16 +72,15 @@ def read_record(run: Path, called: str) -> dict[str, Any]:
     if not run.is_dir():
         raise Error(f"there is no directory {called}: name a run's directory")
     try:
-        record: Any = json.loads((run / "run.json").read_bytes())
+        return parse_record(RECORD, read_bytes(run / RECORD))
     except FileNotFoundError:
         raise Error(
             f"{called} is no run's directory, it has no run.json: name the directory that holds snapshots/"
         ) from None
-    except ValueError:
-        record = None
-    if not isinstance(record, dict):
-        raise Error(f"{called}/run.json cannot be read as JSON: repair it")
-    return record
+    except OSError as error:
+        raise Error(f"{called}/run.json cannot be read ({error.strerror}): repair it") from None
+    except ValueError as error:
+        raise Error(f"{called}/run.json cannot be read as JSON ({error}): repair it") from None
 
 
 def warn(sentence: str) -> None:

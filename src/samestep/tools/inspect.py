@@ -14,15 +14,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep.errors import Error
+from samestep.files import is_count, open_regular
 from samestep.plan.ledger import RECORD, combine, fingerprint
 from samestep.plan.order import GivenOrder, Order, build_order
 from samestep.plan.schedule import EndlessSchedule, Schedule, Span
 from samestep.snapshot.manifest import find_damage
 from samestep.snapshot.store import Snapshot, Store
 from samestep.tools.fetch import open_run, read_record, warn
-from samestep.watch.records import RESTARTS, STATUS, read_or_empty, read_rows
+from samestep.watch.records import RESTARTS, STATUS, read_last_row, read_or_empty, read_rows
 
 _NUM_SHOWN = 10
+_NUM_READ = 1 << 16  # records at a time
+_MOST_PROBLEMS = 1000  # after which an audit ends
+_MOST_SEARCHED = 1_000_000  # steps, for one that used the samples of a record
+_MOST_MICRO_BATCHES = 1 << 20
 _RESTART = ("time", "reason", "rank", "from_step", "lost_steps", "world_size")
 
 Indices = NDArray[np.int64]
@@ -41,7 +46,11 @@ def run_inspect(args: list[str]) -> int:
         if options.digest:
             return _show_digest(options)
         if options.samples:
-            return _show_samples(options, record.get("numbers", {}))
+            try:
+                return _show_samples(options, record.get("numbers", {}))
+            except (MemoryError, OverflowError, ValueError) as error:
+                why = f"{type(error).__name__}: {error}"
+                raise Error(f"{options.called}/run.json has numbers that no run has ({why}): repair it") from None
         return _show_run(options, record)
 
 
@@ -95,7 +104,7 @@ def _show_run(options: argparse.Namespace, record: Mapping[str, Any]) -> int:
         raise Error(f"{options.called} has no snapshot {options.step}: leave out --step to see what it has")
     snapshots = [_describe(snapshot, options.called, check=options.check) for snapshot in wanted]
     code = 1 if options.check and any(snapshot["problem"] for snapshot in snapshots) else 0
-    metrics, restarts = _read_last_row(options.run / "metrics.jsonl"), read_rows(options.run / RESTARTS)
+    metrics, restarts = read_last_row(options.run / "metrics.jsonl"), read_rows(options.run / RESTARTS)
     lost = read_or_empty(options.run / STATUS).get("lost")
     if options.json:
         shown = {"run": record, "snapshots": snapshots, "restarts": restarts, "metrics": metrics, "lost": lost}
@@ -145,20 +154,6 @@ def _describe(snapshot: Snapshot, run: str, *, check: bool) -> dict[str, Any]:
         "meta": snapshot.manifest.get("meta"),
         "problem": problem,
     }
-
-
-def _read_last_row(path: Path) -> dict[str, Any] | None:
-    try:
-        lines = path.read_bytes().splitlines()
-    except FileNotFoundError:
-        return None
-    for line in reversed(lines[-2:]):  # the last may be half written
-        try:
-            row: dict[str, Any] = json.loads(line)
-        except ValueError:
-            continue
-        return row
-    return None
 
 
 def _format_cell(value: Any) -> str:
@@ -239,6 +234,8 @@ class _Plan:
             self._seed, self._shuffle, self.drop_last = numbers["seed"], numbers["shuffle"], numbers["drop_last"]
         except KeyError as error:
             raise Error(f"{run / 'run.json'} lacks {error}: the run has not begun its first step yet") from None
+        if not all(map(is_count, (*sizes, self._seed))) or sizes[1] // max(sizes[2], 1) > _MOST_MICRO_BATCHES:
+            raise Error(f"{run / 'run.json'} has sizes or a seed that no run has ({sizes}, {self._seed}): repair it")
         self.drop_last = self.drop_last and not self.is_endless
         self.length: int = sizes[0]
         self.batch_size: int = sizes[1]
@@ -282,7 +279,8 @@ class _Plan:
     def _read_order(self, epoch: int) -> Order:
         path = self._run / "orders" / f"epoch-{epoch:08d}.npy"
         try:
-            indices = np.load(path, allow_pickle=False)
+            with open(path, "rb", opener=open_regular) as file:
+                indices = np.load(file, allow_pickle=False)
             if len(indices) < self.length:
                 raise ValueError(f"{len(indices)} indices, not {self.length}")
             return GivenOrder(indices, int(indices.max()) + 1)
@@ -339,7 +337,9 @@ class _Audit:
 
     @cached_property
     def _steps_by_fingerprint(self) -> dict[int, int]:
-        return {self._plan.step(step).fingerprint: step for step in reversed(range(self._num_steps))}
+        return {
+            self._plan.step(step).fingerprint: step for step in reversed(range(min(self._num_steps, _MOST_SEARCHED)))
+        }
 
     def _use(self, step: int, epoch: int, samples: Indices) -> None:
         if epoch in self._closed:
@@ -366,11 +366,13 @@ class _Audit:
 def _show_samples(options: argparse.Namespace, numbers: Mapping[str, Any]) -> int:
     plan = _Plan(options.run, numbers)
     path, status = options.run / "ledger.bin", read_or_empty(options.run / STATUS)
-    ledger = path.read_bytes() if path.exists() else b""
-    num_steps = len(ledger) // RECORD.size  # the last record may be half written
+    num_steps = (path.stat().st_size if path.exists() else 0) // RECORD.size  # the last record may be half written
     audit = _Audit(plan, num_steps)
     steps = []
-    for step, record in enumerate(RECORD.iter_unpack(ledger[: num_steps * RECORD.size])):
+    for step, record in enumerate(_read_ledger(path) if num_steps else ()):
+        if len(audit.problems) > _MOST_PROBLEMS:
+            audit.problems.append(f"steps {step} to {num_steps - 1}: they were not looked at")
+            break
         used = audit.add(step, record)
         if options.step not in ("latest", step):
             continue
@@ -387,6 +389,13 @@ def _show_samples(options: argparse.Namespace, numbers: Mapping[str, Any]) -> in
     else:
         print(audit.summarize())
     return 1 if audit.problems else 0
+
+
+def _read_ledger(path: Path) -> Iterator[tuple[int, int, int, int]]:
+    """The records of a ledger, of which little is in memory at a time: a file can claim any size. Raises OSError."""
+    with open(path, "rb", opener=open_regular) as file:
+        while len(data := file.read(_NUM_READ * RECORD.size)) >= RECORD.size:
+            yield from RECORD.iter_unpack(data[: len(data) // RECORD.size * RECORD.size])
 
 
 def _format_step(step: int, used: _Planned, num_shown: int) -> str:

@@ -20,13 +20,14 @@ import torch
 from torch import Tensor
 
 from samestep.errors import Error
+from samestep.files import open_regular
 from samestep.plan.ledger import RECORD
 from samestep.snapshot.manifest import find_damage
 from samestep.snapshot.staging import locate
 from samestep.snapshot.store import Snapshot
 from samestep.train.directory import Directory
 from samestep.train.sharing import name_node
-from samestep.watch.records import RESTARTS, STATUS
+from samestep.watch.records import RESTARTS, STATUS, count_lines
 from samestep.world.environment import read_host
 from samestep.world.group import Group
 
@@ -210,7 +211,7 @@ class Copies:
             is_taker = self._group.rank != ranks[0]
             with _noting(failures):
                 if is_taker:
-                    inbox.mkdir(parents=True, exist_ok=True)
+                    directory.store.make_inbox()
             for name, size in files.items():
                 path = directory.path / name
                 self._pass_on(path, inbox / path.name, size, ranks, failures)
@@ -313,7 +314,7 @@ def _look(directory: Directory, resume: str | int | None, rewinds: Sequence[int]
     for name in (RECORD_FILE, LEDGER, *HISTORY, *orders):
         with suppress(OSError):
             sizes[name] = _at(directory, name).stat().st_size
-    num_starts = _at(directory, RESTARTS).read_bytes().count(b"\n") if RESTARTS in sizes else 0
+    num_starts = count_lines(_at(directory, RESTARTS))
     return _Held(
         found,
         problem,
@@ -340,7 +341,7 @@ def _read_rows(directory: Directory | None, start: int) -> bytes:
     assert directory is not None
     with suppress(OSError):
         directory.write_rows()
-    with suppress(OSError), open(directory.path / ROWS, "rb") as file:
+    with suppress(OSError), open(directory.path / ROWS, "rb", opener=open_regular) as file:
         file.seek(start)
         return file.read()
     return b""
@@ -349,7 +350,7 @@ def _read_rows(directory: Directory | None, start: int) -> bytes:
 def _hash_start(path: Path, size: int) -> str | None:
     """The sha256 of a file's first bytes; None where it has fewer."""
     sha, left = hashlib.sha256(), size
-    with suppress(OSError), open(path, "rb") as file:
+    with suppress(OSError), open(path, "rb", opener=open_regular) as file:
         while left and (data := file.read(min(left, PIECE_BYTES))):
             sha.update(data)
             left -= len(data)
@@ -357,13 +358,13 @@ def _hash_start(path: Path, size: int) -> str | None:
 
 
 def _read(path: Path, start: int, data: memoryview) -> None:
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=open_regular) as file:
         file.seek(start)
         file.readinto(data)
 
 
 def _append(path: Path, start: int, data: memoryview) -> None:
-    with open(path, "ab" if start else "wb") as file:
+    with open(path, "ab" if start else "wb", opener=open_regular) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

@@ -11,13 +11,14 @@ from weakref import WeakValueDictionary
 
 from samestep import __version__
 from samestep.errors import Error
+from samestep.files import fits, is_count, is_object, read_bytes, replace_file
 from samestep.snapshot.store import Snapshot, Store
 from samestep.train.ledger import Ledger
-from samestep.train.lock import Lock, part_from_old_writers
+from samestep.train.lock import Lock, part_from_old_writers, refuse_links
 from samestep.train.options import OVERRIDE, Options, describe_changes
 from samestep.train.settings import build_never_error
 from samestep.watch.metrics import Metrics
-from samestep.watch.records import RESTARTS, STATUS, add_line, read_or_empty, replace_or_overwrite, replace_text
+from samestep.watch.records import RESTARTS, STATUS, add_line, count_lines, overwrite, parse_record, read_or_empty
 from samestep.world.environment import Restart, advise, read_host
 
 FORMAT = 1
@@ -66,6 +67,7 @@ class Directory:
                 before.close()
             self.store = Store(self.path, self.named)
             self._lock = self._take_lock()
+            refuse_links(self.named, ("snapshots", "abandoned", "orders", LOGS))
             self.record = self._read_record(is_ours=not self._lock.is_new)  # it may have been killed before it began
             self.rewinds: list[int] = self.record.get("rewinds", [])
         except OSError as error:
@@ -96,11 +98,10 @@ class Directory:
                 raise Error(f"{self.named} holds files of a run but no run.json: name another run directory")
             return {}
         try:
-            record = json.loads(path.read_text())
-        except ValueError:
-            record = None
-        if not isinstance(record, dict):
-            raise Error(f"{path} cannot be read as JSON: repair it, or start with {advise('fresh')}")
+            record = parse_record(path.name, read_bytes(path))
+        except ValueError as error:
+            what = f"{path} cannot be read as JSON ({error})"
+            raise Error(f"{what}: repair it, or start with {advise('fresh')}") from None
         if record.get("format") != FORMAT:
             raise Error(f"{path} has format {record.get('format')}, this samestep reads {FORMAT}: update samestep")
         return record
@@ -130,7 +131,7 @@ class Directory:
             numbers, machine: the run's identity, and what its bits depend on besides.
             config, options: the script's own, and the settings of its optimizers and schedules.
         """
-        config = json.loads(json.dumps(dict(config), default=str))
+        config = json.loads(json.dumps(dict(config), default=str), parse_constant=str)  # JSON has no nan
         step = 0 if self._snapshot is None else self._snapshot.step
         found = {
             "the machine, and the bits with it": describe_changes(self.record.get("machine", machine), machine),
@@ -147,7 +148,7 @@ class Directory:
         record = {"format": FORMAT, "samestep": __version__, "numbers": dict(numbers), "machine": dict(machine)}
         record |= {"settings": dict(options.in_force), "asked": dict(options.asked)}
         record |= {"config": config, "rewinds": self.rewinds, "changes": rows}
-        replace_text(self.path / "run.json", json.dumps(record, indent=2), sync=True)
+        replace_file(self.path / "run.json", json.dumps(record, indent=2, allow_nan=False).encode(), sync=True)
         self.record, self._is_begun = record, True
 
     # --- what is in it ----------------------------------------------------------------------------------------
@@ -163,7 +164,9 @@ class Directory:
 
     def _judge(self, snapshot: Snapshot) -> str:
         """A backup that was brought back may be one of another run."""
-        different = _find_different(snapshot.manifest["meta"].get("numbers", {}), self.record.get("numbers", {}))
+        if not fits(meta := snapshot.manifest["meta"], {"metrics_bytes": is_count, "numbers": is_object}):
+            return "its manifest is not that of a run"
+        different = _find_different(meta["numbers"], self.record.get("numbers", {}))
         return f"it is of another run ({different})" if different else ""
 
     def go_on_from(self, snapshot: Snapshot | None) -> Snapshot | None:
@@ -209,7 +212,7 @@ class Directory:
         status = read_or_empty(self.path / STATUS)
         if "steps" in status:
             with suppress(OSError):
-                replace_or_overwrite(self.path / STATUS, json.dumps({**status, "steps": 0}) + "\n")
+                overwrite(self.path / STATUS, json.dumps({**status, "steps": 0}) + "\n")
 
     def check_still_ours(self) -> None:
         """Raises Error where another process, on another machine perhaps, has taken the run over."""
@@ -221,14 +224,9 @@ class Directory:
 
     def find_restart(self) -> int:
         """The number of this start: 0 is the run's first, then as in `restarts.jsonl`; none that has logs already."""
+        num_starts = count_lines(self.path / RESTARTS) + bool(read_or_empty(self.path / STATUS))
         taken = [int(path.name) for path in (self.path / LOGS).glob("*") if path.name.isdecimal()]
-        return max(
-            [self._count_restarts() + bool(read_or_empty(self.path / STATUS)), *(number + 1 for number in taken)]
-        )
-
-    def _count_restarts(self) -> int:
-        path = self.path / RESTARTS
-        return path.read_bytes().count(b"\n") if path.exists() else 0
+        return max([num_starts, *(number + 1 for number in taken)])
 
     def write_start(self, restart: Restart | None, *, from_step: int, world_size: int) -> None:
         """Adds a line to `restarts.jsonl`, unless this is the run's first start.
@@ -243,7 +241,7 @@ class Directory:
         if before or restart is not None:
             row = {
                 "time": _now(),
-                "restart": self._count_restarts() + 1,
+                "restart": count_lines(path) + 1,
                 "reason": restart.reason if restart is not None else _describe_end(before),
                 "rank": restart.rank if restart is not None else None,
                 "from_step": from_step,
@@ -270,7 +268,7 @@ class Directory:
         record |= {} if steps is None else {"steps": steps, **({"lost": self.lost} if self.lost else {})}
         with suppress(OSError, Error):  # the disk is read-only, for instance, or the run is another's by now
             self._lock.check()
-            replace_or_overwrite(self.path / STATUS, json.dumps(record) + "\n")
+            overwrite(self.path / STATUS, json.dumps(record) + "\n")
 
     # --- what is written in it --------------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Which samples each step holds, and which of them this rank loads: the plan put to a data set."""
 
-import os
+import io
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from samestep.data.loader import Task
 from samestep.data.source import Source, understand
 from samestep.errors import Error
+from samestep.files import open_regular, replace_file
 from samestep.plan.ledger import fingerprint
 from samestep.plan.order import GivenOrder, Order, build_order
 from samestep.plan.schedule import EndlessSchedule, Schedule, Span
@@ -134,18 +135,17 @@ class Feed:
         if kept is not None and not np.array_equal(kept, indices):
             raise Error(f"sampler({epoch}) gave other indices than before the restart: make them depend on epoch alone")
         directory.mkdir(exist_ok=True)
-        with open(path.with_suffix(".tmp"), "wb") as file:
-            np.save(file, indices)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(path.with_suffix(".tmp"), path)
+        content = io.BytesIO()
+        np.save(content, indices)
+        replace_file(path, content.getbuffer(), sync=True)
         return f"{problem}, and written anew from what sampler({epoch}) gives" if problem else ""
 
 
 def _read_order(path: Path) -> tuple[Any, str]:
     """The array in a file; None, and what is wrong, where that is none. Raises OSError."""
     try:
-        return np.load(path), ""
+        with open(path, "rb", opener=open_regular) as file:
+            return np.load(file, allow_pickle=False), ""
     except OSError:
         raise
     except Exception as error:  # of several kinds

@@ -14,7 +14,7 @@ from samestep.launch.logs import start_log
 from samestep.snapshot.encoding import encode
 from samestep.snapshot.saving import Refused, Saving
 from samestep.snapshot.staging import Copy, Staging, Watch, is_watchable, locate
-from samestep.snapshot.store import Snapshot, Store
+from samestep.snapshot.store import OF_RUN, Snapshot, Store
 from samestep.train import objects as prepared
 from samestep.train.copies import Copies, Order
 from samestep.train.directory import LOGS, Directory
@@ -146,7 +146,7 @@ class Keeper:
             found = self.once(lambda: self._find(numbers))
         if found is None:
             return None
-        state = Store(self.path).read(found)
+        state = Store(self.path).read(found, OF_RUN)
         self.saved_step = state["position"]["step"]
         return state, found.manifest["meta"]
 

@@ -4,6 +4,7 @@ import os
 import time
 from pathlib import Path
 
+from samestep.files import open_regular
 from samestep.plan.ledger import RECORD
 
 FLUSH_S = 0.1
@@ -18,7 +19,7 @@ class Ledger:
     """
 
     def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._file = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._pending = bytearray()
         self.problem = ""
         self.num_steps = os.fstat(self._file).st_size // RECORD.size

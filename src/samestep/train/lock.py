@@ -6,10 +6,12 @@ import os
 import shutil
 import time
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from samestep.errors import Error
+from samestep.files import open_regular, read_bytes
 from samestep.world.environment import advise, read_host
 
 # What flock says on file systems that have none (some mounts of Lustre and NFS). The token remains.
@@ -53,7 +55,7 @@ class Lock:
         self.path, self._named = path, named or path.parent
         while True:
             self.is_new = not path.exists()
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            self._descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -93,7 +95,7 @@ class Lock:
     def _find_successor(self) -> bytes:
         """What whoever has come since has written into the file; nothing where no one has."""
         try:
-            text = self.path.read_bytes()  # opened anew, or a network file system might tell what it knew before
+            text = read_bytes(self.path)  # opened anew, or a network file system might tell what it knew before
         except OSError:
             return b""  # the directory is gone, and no one is to be protected
         return text if self._text is not None and text != self._text else b""
@@ -112,6 +114,16 @@ class Lock:
         os.close(self._descriptor)
 
 
+def refuse_links(run_dir: Path, names: Sequence[str]) -> None:
+    """Raises Error where one of these directories is a symbolic link: what is written must stay in the run's own."""
+    for path in (run_dir / name for name in names):
+        if path.is_symlink():
+            raise Error(
+                f"{path} is a symbolic link, and nothing is written through it: make {run_dir} itself the link, or "
+                "name another run directory"
+            )
+
+
 def _name_holder(text: bytes) -> str:
     """Who holds a lock, as its file says."""
     return text.decode(errors="replace").partition("\n")[0].strip() or "another process"
@@ -121,7 +133,9 @@ def part_from_old_writers(path: Path) -> None:
     """Puts a copy in a file's place: who may still have it open, on a machine that was cut off, adds to the old one."""
     if path.exists():
         copy = path.with_name(f".{path.name}")
-        shutil.copyfile(path, copy)
-        with open(copy, "rb") as file:
-            os.fsync(file.fileno())
+        copy.unlink(missing_ok=True)
+        with open(path, "rb", opener=open_regular) as old, open(copy, "xb", opener=open_regular) as new:
+            shutil.copyfileobj(old, new)
+            new.flush()
+            os.fsync(new.fileno())
         os.replace(copy, path)

@@ -1,17 +1,17 @@
 """A run whose directory is a URL: rank 0's working copy on a disk, and what of it goes there and comes from there."""
 
 import hashlib
-import json
-import os
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
 
 from samestep.errors import Error
+from samestep.files import open_regular, replace_file
 from samestep.snapshot.remote import FILES, RECORD, Remote, Unreachable, find_copy, place_of
 from samestep.train.directory import Directory
 from samestep.train.settings import build_never_error
+from samestep.watch.records import parse_record
 from samestep.world.environment import advise, read_host
 from samestep.world.forking import at_rest
 
@@ -65,8 +65,8 @@ class Mirror:
                 self._bring_file(directory, RECORD, record)
                 directory.read_record_again()
             try:
-                directory.rewinds = max(directory.rewinds, json.loads(record).get("rewinds", []), key=len)
-            except (ValueError, AttributeError):  # no JSON, or no object
+                directory.rewinds = max(directory.rewinds, parse_record(RECORD, record).get("rewinds", []), key=len)
+            except ValueError:
                 what = f"{self.url}/run.json cannot be read as JSON"
                 raise Error(f"{what}: repair it, or start with {advise('fresh')}") from None
             if resume is None and there:
@@ -93,9 +93,7 @@ class Mirror:
     def _bring_file(self, directory: Directory, name: str, content: bytes) -> None:
         path = directory.path / name
         path.parent.mkdir(exist_ok=True)
-        partial = path.with_name(f".{path.name}")
-        partial.write_bytes(content)
-        os.replace(partial, path)
+        replace_file(path, content)
 
     def is_ahead(self, step: int) -> bool:
         """Whether there are snapshots of later steps. Raises Error as `pull`."""
@@ -175,7 +173,8 @@ class Mirror:
         path = directory.path / name
         if not path.exists():
             return
-        content = path.read_bytes()
+        with open(path, "rb", opener=open_regular) as file:
+            content = file.read()
         if self._pushed.get(name) != (now := hashlib.sha256(content).hexdigest()):
             self._remote.write(name, content)
             self._pushed[name] = now

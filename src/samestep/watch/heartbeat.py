@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+from samestep.files import replace_file
 from samestep.watch.judge import (
     PHASES,
     SLOW_AFTER_STEPS,
@@ -226,7 +227,7 @@ class Heartbeat:
         with suppress(OSError):
             path = self._facts.logs / f"stacks-{self._facts.rank}.txt"
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(head + "".join(lines))
+            replace_file(path, (head + "".join(lines)).encode())
 
     # --- all ranks ----------------------------------------------------------------------------------------------
 
@@ -425,10 +426,10 @@ class Heartbeat:
             return
         rows = [{**asdict(heard.beat), "age_s": heard.age_s, "is_silent": heard.is_silent} for heard in ranks]
         record = {"time_s": time.time(), "micro_batch_size": facts.micro_batch_size, "ranks": rows}
-        partial = facts.run_dir / f".{RANKS}"
+        text = json.dumps(record).encode()
         with suppress(OSError):
-            self._published += partial.write_text(json.dumps(record))
-            partial.rename(facts.run_dir / RANKS)
+            replace_file(facts.run_dir / RANKS, text)
+            self._published += len(text)
 
 
 def _format_stack(frame: FrameType) -> list[str]:

@@ -8,6 +8,8 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from samestep.files import open_regular
+
 FLUSH_EVERY_S = 1.0
 
 
@@ -26,7 +28,7 @@ class Metrics:
 
     def __init__(self, path: Path) -> None:
         is_new = not path.exists()
-        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        self._file = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._pending = bytearray()
         self.problem = ""
         self._flushed_at = monotonic()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from samestep.errors import Error
+from samestep.files import read_bytes, replace_file
 
 
 @dataclass(frozen=True)
@@ -186,9 +187,9 @@ def _number(value: Any) -> float | int | None:
 def _wandb_id(directory: Path | None) -> str:
     """The id under which W&B knows this run, from its first start on."""
     path = None if directory is None else directory / "wandb.id"
-    if path is not None and path.exists() and (known := path.read_text().strip()):
+    if path is not None and path.exists() and (known := read_bytes(path).decode(errors="replace").strip()):
         return known
     new = uuid.uuid4().hex[:12]
     if path is not None:
-        path.write_text(new + "\n")
+        replace_file(path, f"{new}\n".encode())
     return new

@@ -1,0 +1,326 @@
+"""A run directory or bucket that somebody else has written: it is refused in a sentence, and stays where it is."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from states import assert_same
+
+from samestep.errors import Error
+from samestep.plan.ledger import RECORD
+from samestep.snapshot.manifest import parse_manifest, seal
+from samestep.snapshot.remote import Remote, Unreachable
+from samestep.snapshot.store import OF_RUN, Store
+from samestep.tools.inspect import run_inspect
+from samestep.tools.watch import run_watch
+from samestep.train.directory import Directory
+
+STATE = {"objects": {"net": {"w": torch.arange(10.0)}}, "position": {"step": 3, "epoch": 1}, "state": {}}
+META = {"epoch": 1, "metrics_bytes": 0, "world_size": 1, "numbers": {}, "rewinds": 0}
+NUMBERS = {
+    "seed": 3, "batch_size": 8, "micro_batch_size": 2, "data_length": 21, "mode": "epochs", "shuffle": True,
+    "drop_last": False, "sampler": "default",
+}  # fmt: skip
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A directory with a run in `run`, and `outside` what nothing may write to."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "outside").write_text("as it was")
+    (tmp_path / "run" / "run.json").write_text(json.dumps({"format": 1, "numbers": NUMBERS}))
+    Store(tmp_path / "run").write(STATE, step=3, meta=META)
+    return tmp_path
+
+
+def look(place: Path) -> dict[str, str]:
+    """What is beside the run."""
+    beside = [path for path in place.rglob("*") if path.relative_to(place).parts[0] not in ("run", "copy")]
+    return {str(path): path.read_text() for path in beside if path.is_file()}
+
+
+# --- manifests --------------------------------------------------------------------------------------------------------
+
+JUNK: list[Any] = [
+    None, True, -1, 0, 1, 1 << 70, 1.5, 1e300, "", "x", "..", "../../outside", "/tmp/outside", "a\0b", "state.json",
+    "manifest.json", [], {}, [[]], {"size": None, "pieces": []}, "\x1b[2J", "\ud800", "2026-01-01T00:00:00",
+]  # fmt: skip
+
+
+def list_places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The paths of everything in a JSON value."""
+    if path:
+        yield path
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from list_places(inner, (*path, key))
+
+
+def mutate(draw: Callable[[st.SearchStrategy[Any]], Any], manifest: Any) -> None:
+    """Changes a manifest in one place: another value, no value, or another name."""
+    *path, last = draw(st.sampled_from([*list_places(manifest)]))
+    holder = manifest
+    for key in path:
+        holder = holder[key]
+    how = draw(st.sampled_from(["replace", "remove", "rename"]))
+    if how == "replace":
+        holder[last] = draw(st.sampled_from(JUNK))
+    elif how == "remove" or isinstance(last, int):
+        del holder[last]
+    else:
+        holder[str(draw(st.sampled_from(JUNK)))] = holder.pop(last)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.data())
+def test_a_changed_manifest_is_sound_or_refused(place: Path, data: st.DataObject) -> None:
+    """Its checksum is right: whoever changes a manifest can compute one."""
+    shutil.rmtree(place / "copy", ignore_errors=True)
+    path = place / "run" / "snapshots" / "step-00000003" / "manifest.json"
+    kept, before = path.read_bytes(), look(place)
+    manifest = json.loads(kept)
+    del manifest["sha256"]
+    for _ in range(data.draw(st.integers(1, 2))):
+        mutate(data.draw, manifest)
+    try:
+        with suppress(ValueError):  # json cannot write it
+            path.write_text(json.dumps(seal(manifest)))
+        for read in (read_here, read_from_bucket):
+            with suppress(Error):
+                assert_same(read(place), STATE)
+    finally:
+        path.write_bytes(kept)
+    assert look(place) == before
+
+
+def read_here(place: Path) -> Any:
+    store = Store(place / "run")
+    found = store.find("latest", warn=lambda sentence: None)
+    assert found is not None
+    return store.read(found, OF_RUN)
+
+
+def read_from_bucket(place: Path) -> Any:
+    store = Store(place / "copy")
+    Remote(f"file://{place / 'run'}").pull(store, "latest", warn=lambda sentence: None)
+    return read_here_at(store)
+
+
+def read_here_at(store: Store) -> Any:
+    found = store.find("latest", warn=lambda sentence: pytest.fail(sentence))
+    return STATE if found is None else store.read(found, OF_RUN)
+
+
+@pytest.mark.parametrize(
+    "name", ["/OUTSIDE", "../../outside", "../run.json", "..", ".hidden.json", "manifest.json", "a\0b"]
+)
+@pytest.mark.parametrize("size", [None, 5])
+def test_a_bucket_names_no_other_file(place: Path, name: str, size: int | None) -> None:
+    name = name.replace("/OUTSIDE", str(place / "outside"))
+    path = place / "run" / "snapshots" / "step-00000003" / "manifest.json"
+    manifest = {key: value for key, value in json.loads(path.read_bytes()).items() if key != "sha256"}
+    manifest["files"][name] = {"size": size, "pieces": []}
+    path.write_text(json.dumps(seal(manifest)))
+    (place / "copy" / "snapshots").mkdir(parents=True)
+    before = look(place)
+    with pytest.raises(Error, match=r"manifest\.json is damaged"):
+        read_from_bucket(place)
+    assert look(place) == before
+    assert parse_manifest(path.read_bytes()) == ({}, "manifest.json is damaged")
+
+
+def test_a_bucket_names_no_other_directory(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Object stores allow any text as a name."""
+    remote, names = Remote(f"file://{place / 'run'}"), ("..", "a b", "\x1b[2J", "step-1")
+    found = {f"{place}/run/snapshots/{name}/manifest.json": {"size": 2} for name in names}
+    found |= {f"{place}/run/orders/{name}": {"size": 2} for name in ("..", "epoch-00000001.npy", "x.npy")}
+    monkeypatch.setattr(remote, "_find", lambda name: {path: i for path, i in found.items() if f"/{name}/" in path})
+    assert remote.snapshots() == {}
+    assert remote.list_orders() == ["orders/epoch-00000001.npy"]
+
+
+# --- tensors and structures -------------------------------------------------------------------------------------------
+
+
+def replace_in(place: Path, file: str, change: Callable[[bytes], bytes]) -> None:
+    """Changes a file of the snapshot, and its manifest accordingly."""
+    from hashlib import sha256
+
+    directory = place / "run" / "snapshots" / "step-00000003"
+    content = change((directory / file).read_bytes())
+    (directory / file).write_bytes(content)
+    manifest = {k: v for k, v in json.loads((directory / "manifest.json").read_bytes()).items() if k != "sha256"}
+    manifest["files"][file] = {"size": len(content), "pieces": [[len(content), sha256(content).hexdigest()]]}
+    (directory / "manifest.json").write_text(json.dumps(seal(manifest)))
+
+
+HEADERS: list[tuple[bytes, bytes]] = [
+    (b'"shape":[10]', b'"shape":[1' + b"0" * 15 + b"]"),
+    (b'"shape":[10]', b'"shape":[-1]'),
+    (b'"shape":[10]', b'"shape":[' + b"9" * 18 + b"," + b"9" * 18 + b",0]"),
+    (b'"shape":[10]', b'"shape":10'),
+    (b'"dtype":"F32"', b'"dtype":"X"'),
+    (b'"dtype":"F32"', b'"dtype":[]'),
+    (b'"data_offsets":[0,40]', b'"data_offsets":[9,49]'),
+    (b'"data_offsets":[0,40]', b'"data_offsets":[]'),
+    (b'{"objects/net/w"', b"[" * 5000 + b'{"objects/net/w"'),
+]
+
+
+@pytest.mark.parametrize(("old", "new"), HEADERS)
+def test_a_header_takes_no_more_than_its_file(place: Path, old: bytes, new: bytes) -> None:
+    def change(content: bytes) -> bytes:
+        length = int.from_bytes(content[:8], "little")
+        header = content[8 : 8 + length].replace(old, new)
+        assert header != content[8 : 8 + length]
+        return len(header).to_bytes(8, "little") + header + content[8 + length :]
+
+    replace_in(place, "tensors.safetensors", change)
+    with pytest.raises(Error, match="holds no state that can be read"):
+        read_here(place)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"$": "array", "name": "objects/net/w", "dtype": "|O", "shape": [5]},
+        {"$": "scalar", "hex": "00" * 8, "dtype": "|O", "shape": []},
+        {"$": "dtype", "name": "load"},
+        {"$": "tensor", "name": "other", "dtype": "float32", "shape": []},
+        {"$": "tensor", "name": "objects/net/w", "dtype": "float32", "shape": [1 << 50], "strides": [1]},
+        {"$": []},
+        {"$": "system"},
+        {"objects": {}},
+        {"objects": {}, "position": {"step": "x", "epoch": 0}},
+    ],
+)
+def test_a_structure_holds_only_what_samestep_writes(place: Path, value: Any) -> None:
+    replace_in(place, "state.json", lambda _: json.dumps(value).encode())
+    with pytest.raises(Error, match="holds no state that can be read"):
+        read_here(place)
+
+
+# --- files beside the snapshots ---------------------------------------------------------------------------------------
+
+TEXTS: dict[str, bytes] = {
+    "no JSON": b"{",
+    "nothing": b"",
+    "a list": b"[]",
+    "an empty object": b"{}",
+    "nan": b'{"format": 1, "loss": NaN, "steps": NaN, "time_s": NaN}',
+    "an infinity": b'{"format": 1, "time_s": 1e999}',
+    "deep": b'{"a":' * 5000 + b"1" + b"}" * 5000,
+    "rather deep": b'{"a":' * 150 + b"1" + b"}" * 150,
+    "a huge number": b'{"format": 1, "steps": ' + b"9" * 5000 + b"}",
+    "a large number": b'{"format": 1, "steps": ' + b"9" * 400 + b', "time_s": ' + b"9" * 400 + b"}",
+    "no UTF-8": b'{"a": "\xff\xfe"}',
+    "other types": b'{"format": "1", "numbers": 3, "rewinds": "x", "changes": {}, "steps": "x", "status": [],'
+    b' "time_s": {}, '
+    b'"reason": 3, "from_step": null, "ranks": 3, "lost": {}}',
+    "other numbers": b'{"format": 1, "numbers": {"data_length": -1, "batch_size": 1e9, "micro_batch_size": "x",'
+    b' "seed": [],'
+    b' "mode": 1, "shuffle": "x", "drop_last": {}, "sampler": 0}}',
+    "large numbers": b'{"format": 1, "numbers": {"data_length": 4611686018427387904, "batch_size": 4611686018427387904,'
+    b' "micro_batch_size": 1, "seed": 0, "mode": "steps", "shuffle": true, "drop_last": false, "sampler": "x"}}',
+    "ranks of another kind": b'{"time_s": 1, "micro_batch_size": 1, "ranks": [{}, 3]}',
+}
+PLANTED: dict[str, Callable[[Path], object]] = {
+    "a FIFO": os.mkfifo,
+    "a directory": Path.mkdir,
+    "a link": lambda path: path.symlink_to("/etc/passwd"),
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a circle": lambda path: path.symlink_to(path.name),
+    "240 GB": lambda path: (path.touch(), os.truncate(path, 240 << 30)),
+}
+SNAPSHOT = "snapshots/step-00000003/"
+NAMES = ["run.json", "status.json", "metrics.jsonl", "restarts.jsonl", "ranks.json", "ledger.bin"]
+NAMES += [SNAPSHOT + name for name in ("manifest.json", "state.json")]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("what", [*TEXTS, *PLANTED])
+@pytest.mark.parametrize("name", NAMES)
+def test_tools_pass_over_what_they_cannot_read(place: Path, name: str, what: str, capsys: Any) -> None:
+    (place / "run" / "ledger.bin").write_bytes(RECORD.pack(0, 0, 8, 1))
+    path = place / "run" / name
+    path.unlink(missing_ok=True)
+    if what in TEXTS:
+        path.write_bytes(TEXTS[what])
+    else:
+        PLANTED[what](path)
+    run = str(place / "run")
+    if what != "240 GB" or name != SNAPSHOT + "state.json":  # its size is wrong, and it is not read
+        for arguments in ([], ["--json"], ["--check"], ["--samples"], ["--samples", "--json"], ["--digest"]):
+            with suppress(Error):
+                assert run_inspect([run, *arguments]) in (0, 1)
+    with suppress(Error):
+        run_watch([run])
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_sound_snapshot_holds_regular_files(place: Path, capsys: Any) -> None:
+    """An empty one, where nothing would be read: opening a FIFO waits."""
+    replace_in(place, "state.json", lambda _: b"")
+    path = place / "run" / "snapshots" / "step-00000003" / "state.json"
+    path.unlink()
+    os.mkfifo(path)
+    assert run_inspect([str(place / "run"), "--check"]) == 1
+    assert "state.json is not a regular file" in capsys.readouterr().out
+
+
+# --- links ------------------------------------------------------------------------------------------------------------
+
+WRITTEN = ["lock", "run.json", "metrics.jsonl", "ledger.bin", "restarts.jsonl", "status.json"]
+WRITTEN += [".run.json", ".status.json", "snapshots", "abandoned", "logs", "orders"]
+WRITTEN += [f"snapshots/.tmp-{name}" for name in ("step-00000004", "inbox")]
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("target", ["outside", "nothing", "elsewhere"])
+def test_nothing_is_written_through_a_link(tmp_path: Path, name: str, target: str) -> None:
+    (tmp_path / "outside").write_text("as it was")
+    (tmp_path / "elsewhere").mkdir()
+    run = tmp_path / "really"
+    run.mkdir()
+    (tmp_path / "run").symlink_to(run)  # the run directory itself may be a link
+    (run / "snapshots").mkdir()
+    if name == "snapshots":
+        (run / name).rmdir()
+    (run / name).symlink_to(tmp_path / target)
+    with suppress(Error, OSError):
+        use(tmp_path / "run")
+    assert (tmp_path / "outside").read_text() == "as it was"
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert not (tmp_path / "nothing").exists()
+
+
+def use(run: Path) -> None:
+    """Everything that a run writes in its directory."""
+    directory = Directory(run, fresh=False, warn=lambda sentence: None)
+    try:
+        directory.go_on_from(directory.find("latest"))
+        directory.write_record({}, {}, {})
+        directory.write_start(None, from_step=0, world_size=1)
+        directory.write_row({"loss": 1.0})
+        directory.enter(0, 0, 8, 1)
+        directory.store.make_inbox()
+        meta = directory.mark(epoch=0, world_size=1, stop_reason="")
+        directory.save({}, {}, step=4, name=None, meta=meta, confirm=lambda: None)
+        directory.prune(1)
+        directory.write_status("done", "", 1)
+    finally:
+        directory.close()
+
+
+def test_the_same_without_links_writes_it_all(tmp_path: Path) -> None:
+    use(tmp_path / "run")
+    assert {path.name for path in (tmp_path / "run").iterdir()} >= {"run.json", "ledger.bin", "status.json", "lock"}
+    with pytest.raises(Unreachable):
+        Remote(f"file://{tmp_path / 'run'}").read("snapshots")
