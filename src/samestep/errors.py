@@ -28,6 +28,13 @@ class Stuck(RuntimeError):
     """Nothing in the run has moved for too long: the whole sentence of who keeps it from moving."""
 
 
+def recognize(error: BaseException) -> Error | None:
+    """The Error that says more than an exception of Python's own; None for any other exception."""
+    if isinstance(error, AttributeError) and error.name == "no_sync":
+        return Error("no_sync() belongs to DDP: leave it out, since a step exchanges its gradients once")
+    return None
+
+
 def explain(error: Error | OSError) -> str | None:
     """The sentence of an Error, and of what a system refuses to everybody; None where a traceback says more."""
     if isinstance(error, Error):

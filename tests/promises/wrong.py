@@ -338,6 +338,43 @@ def _(run_dir: RunDir) -> None:
                 learn(step, model, x, y)
 
 
+@mistake("an epoch's steps unpacked", r"a step was unpacked like a batch: loop over it first, `for batch in step`")
+def _(run_dir: RunDir) -> None:
+    for epoch in build(run_dir, micro_batch_size=4)[0].epochs(Pairs(), 2):
+        for x, y in epoch:
+            print(x, y)
+
+
+@mistake("an epoch unpacked", r"an epoch was unpacked like a batch: loop over it first, `for step in epoch`")
+def _(run_dir: RunDir) -> None:
+    for x, y in build(run_dir)[0].epochs(Pairs(), 2):
+        print(x, y)
+
+
+@mistake("a step of run.steps unpacked", r"a step was unpacked like a batch: loop over it first, `for batch in step`")
+def _(run_dir: RunDir) -> None:
+    for _, (x, *y) in enumerate(build(run_dir)[0].steps(Pairs(), 2)):
+        print(x, y)
+
+
+@mistake("no_sync", r"no_sync\(\) belongs to DDP: leave it out, since a step exchanges its gradients once")
+def _(run_dir: RunDir) -> None:
+    def body(step: Any, model: Any, x: Tensor, y: Tensor) -> None:
+        with model.no_sync():
+            learn(step, model, x, y)
+
+    loop(*build(run_dir), body)
+
+
+@mistake("gradients by backward, as of an attack", r"loss\.backward\(\) by hand .*torch\.autograd\.grad\(loss, x\)")
+def _(run_dir: RunDir) -> None:
+    def body(step: Any, model: nn.Module, x: Tensor, y: Tensor) -> None:
+        F.mse_loss(model(x.requires_grad_()), y).backward()
+        learn(step, model, x + 0.1 * x.grad.sign(), y)
+
+    loop(*build(run_dir), body)
+
+
 @mistake("gradients accumulated over steps", r"step 2 left gradients, and no optimizer\.step\(\) came .* raise bat")
 def _(run_dir: RunDir) -> None:
     run, model, optimizer = build(run_dir)
@@ -437,7 +474,7 @@ for number in (-1.0, float("nan"), float("inf"), "many", torch.ones(2), torch.te
         loop(*build(run_dir), lambda step, model, x, y: step.backward(F.mse_loss(model(x), y), weight=weight))
 
 
-@mistake("sparse gradients", r"model\.0\.weight has a sparse gradient: build its layer with sparse=False")
+@mistake("sparse gradients", r"model\.0\.weight has a sparse gradient: use sparse=False in its layer, Adam for S")
 def _(run_dir: RunDir) -> None:
     def body(step: Any, model: nn.Module, x: Tensor, y: Tensor) -> None:
         step.backward(F.mse_loss(model(x[:, 0].abs().long()), y))
@@ -696,6 +733,17 @@ def prepare(run_dir: RunDir, **objects: Any) -> None:
     run = samestep.Run(run_dir, batch_size=4, micro_batch_size=1)
     model = nn.Linear(4, 1)
     run.prepare(**{"model": model, "optimizer": SGD(model.parameters(), lr=0.1)} | objects)
+
+
+@mistake("a lazy BatchNorm", r"model\.running_mean has no shape yet: run a batch through the model before", at="start")
+def _(run_dir: RunDir) -> None:
+    samestep.Run(run_dir, batch_size=4).prepare(model=nn.LazyBatchNorm1d(affine=False))
+
+
+@mistake("a loose parameter", r"optimizer holds parameters .* put a parameter of no model into one, such", at="start")
+def _(run_dir: RunDir) -> None:
+    run, model, bias = samestep.Run(run_dir, batch_size=4), nn.Linear(4, 1), nn.Parameter(torch.zeros(1))
+    run.prepare(model=model, optimizer=SGD([*model.parameters(), bias], lr=0.1))
 
 
 @mistake("an optimizer of another model", r"second holds parameters of a model that was not passed: pass i", at="start")

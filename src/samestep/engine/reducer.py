@@ -274,7 +274,7 @@ class Reducer:
                 if self._in_micro_batch:
                     raise Error(
                         "loss.backward() by hand inside the micro-batch loop: call step.backward(loss), which "
-                        "weights the loss and adds up all ranks"
+                        "weights the loss and adds up all ranks; for an input's gradient, torch.autograd.grad(loss, x)"
                     )
                 return
             if self._fired[i]:
@@ -309,7 +309,7 @@ class Reducer:
 
     def _check_dense(self, i: int, grad: Tensor) -> None:
         if grad.layout is not torch.strided:
-            raise Error(f"{self.names[i]} has a sparse gradient: build its layer with sparse=False")
+            raise Error(f"{self.names[i]} has a sparse gradient: use sparse=False in its layer, Adam for SparseAdam")
 
     def _build_further(self, *, has_missed: bool) -> Further:
         """A further loss that is new to this rank. `has_missed`: micro-batches before were without it."""

@@ -14,17 +14,20 @@ import threading
 import time
 import traceback
 import types
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import cloudpickle
 
-from samestep.errors import Error, PeerFailed, Stuck
+from samestep.errors import Error, PeerFailed, Stuck, recognize
 
 LEAVE_S = 30  # for what is registered with atexit, in a rank that has failed
 
 # What torch.distributed says where another rank has gone. Its exception types are not always specific.
+T = TypeVar("T")
+
 PEER_LOST = (
     "connection closed by peer",
     "connection reset by peer",
@@ -153,7 +156,17 @@ def _run_target(rank: int, directory: str, kind: str, name: str, arguments: list
         _call(rank, Path(directory), Path(name))
     else:
         code, main = load_main(kind, name, arguments)
-        exec(code, main.__dict__)
+        _run(lambda: exec(code, main.__dict__))
+
+
+def _run(target: Callable[[], T]) -> T:
+    try:
+        return target()
+    except Exception as error:
+        known = recognize(error)
+        if known is None:
+            raise
+        raise known from error
 
 
 def _call(rank: int, directory: Path, pickle: Path) -> None:
@@ -163,7 +176,7 @@ def _call(rank: int, directory: Path, pickle: Path) -> None:
         fn, args, kwargs = cloudpickle.loads(pickle.read_bytes())
         if getattr(fn, "__module__", None) == "__main__":  # where plain pickle will look for its classes
             sys.modules["__main__"].__dict__.update(getattr(fn, "__globals__", {}))
-        value = fn(*args, **kwargs)
+        value = _run(lambda: fn(*args, **kwargs))
         if rank == 0:
             (directory / "value.pickle").write_bytes(cloudpickle.dumps(value))
     except Exception as error:

@@ -17,7 +17,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, NoReturn
 from weakref import WeakSet
 
-from samestep.errors import Error, PeerFailed
+from samestep.errors import Error, PeerFailed, recognize
 from samestep.launch.rank import is_secondary, write_error
 from samestep.watch.records import read_rows
 from samestep.world.environment import LEAVE, START_AGAIN, ready_standard_files, stop_code
@@ -112,6 +112,7 @@ def report_errors(rank: int) -> None:
         if os.getpid() != pid:
             others(kind, error, trace)
             return
+        error = recognize(error) or error
         if isinstance(error, Error):
             _say_once(error, rank)
             raise SystemExit(Error.exit_code)

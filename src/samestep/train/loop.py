@@ -33,6 +33,7 @@ class Loop:
 
     Attributes:
         steps_done: steps finished so far, over all restarts.
+        began_step: the steps that were done when the loop began.
         step: the present step, or the last one.
         ending: no further step begins.
         is_ended: the loop is over.
@@ -43,7 +44,7 @@ class Loop:
 
     def __init__(self, run: "Run", feed: Feed, total_steps: int, max_steps: int | None) -> None:
         self._run, self.feed = run, feed
-        self.steps_done = self._began_step = run.steps_done
+        self.steps_done = self.began_step = run.steps_done
         self.last_step = min(total_steps, max_steps or ENDLESS)
         self._is_cut = self.last_step < total_steps
         self.step: Step | None = None
@@ -108,7 +109,7 @@ class Loop:
         began_s = time.monotonic()
         self.repeats_head = False
         self._begin_body("step", number)
-        if number == self._began_step:
+        if number == self.began_step:
             run._keeper.watch(run._objects)
         build = Step if run._trace is None else run._trace.build_step
         self.step = step = build(run, self, number, self._loader)
@@ -372,7 +373,7 @@ class Loop:
         seconds = time.perf_counter() - self._began_s
         rows: dict[str, Any] = {"steps": self.steps_done}
         time_row = self._run._pulse.close()
-        if self.steps_done > self._began_step:
+        if self.steps_done > self.began_step:
             if run._tally.num_skipped:
                 rows["steps without an update"] = f"{run._tally.num_skipped} of {self.steps_done}"
             rows |= {"samples/s": f"{self._num_samples / seconds:,.0f}", "wall time": f"{seconds:.1f} s", **time_row}
@@ -388,7 +389,7 @@ class Loop:
             return f"{keeper.unsaved[1]}; mend that, and start the same command again"
         if not self._is_to_leave or stop_code(self._signal) != START_AGAIN or run.rank != 0 or keeper.path is None:
             return ""
-        if (keeper.saved_step or 0) > self._began_step:
+        if (keeper.saved_step or 0) > self.began_step:
             return ""
         count = count_idle_stops(keeper.path / RESTARTS) + 1
         if count < MOST_IDLE_STOPS:
@@ -397,7 +398,7 @@ class Loop:
         if run._settings.snapshot_every is None:
             cure = "let it save (--snapshot-every), or give it time for all of its steps"
         return (
-            f"{count} starts in a row were told to stop before they had saved more than step {self._began_step}: "
+            f"{count} starts in a row were told to stop before they had saved more than step {self.began_step}: "
             f"{cure}, and start the same command again"
         )
 

@@ -72,10 +72,10 @@ def check(objects: Objects, old_params: OldParams) -> dict[str, nn.Module]:
         if not isinstance(thing, nn.Module):
             continue
         check_module(name, thing)
-        spread_buffers(thing)
-        for path, param in thing.named_parameters():
-            if is_lazy(param):
+        for path, tensor in [*thing.named_parameters(), *thing.named_buffers()]:
+            if is_lazy(tensor):
                 raise Error(f"{name}.{path} has no shape yet: run a batch through the model before run.prepare")
+        spread_buffers(thing)
         if any(id(param) in old_params and old_params[id(param)]() is param for param in thing.parameters()):
             raise Error(
                 f"{name} was built before samestep.Run(...), so its initial weights do not follow from the run's seed: "
@@ -87,7 +87,10 @@ def check(objects: Objects, old_params: OldParams) -> dict[str, nn.Module]:
         if isinstance(thing, torch.optim.Optimizer) and any(
             id(param) not in known for group in thing.param_groups for param in group["params"]
         ):
-            raise Error(f"{name} holds parameters of a model that was not passed: pass it too, run.prepare(model=...)")
+            raise Error(
+                f"{name} holds parameters of a model that was not passed: pass it too, run.prepare(model=...); put a "
+                "parameter of no model into one, such as nn.ParameterList([parameter])"
+            )
     return modules
 
 

@@ -1,6 +1,7 @@
 """The loop a person writes: epochs of steps, steps of micro-batches."""
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -19,6 +20,7 @@ from samestep.train import logs
 from samestep.train.logs import describe
 from samestep.train.objects import learning_rates
 from samestep.train.tally import Tally, Value
+from samestep.train.unpacking import refuse_unpacking
 
 if TYPE_CHECKING:
     from samestep.train.loop import Loop
@@ -47,6 +49,7 @@ class Epoch:
         if self._is_begun:
             raise Error(f"the steps of epoch {self.number} can be iterated over once: take the next epoch")
         self._is_begun = True
+        refuse_unpacking(sys._getframe(1), "an epoch", "for step in epoch")
         loop, end = self._loop, (self.number + 1) * self.num_steps
         loop.warn_of_changed_data()  # such as by set_epoch, in the first lines of the epoch's body
         while loop.steps_done < end and not loop.ending:
@@ -141,6 +144,8 @@ class Step:
 
     def __iter__(self) -> Iterator[Any]:
         run, layout = self._run, self._layout
+        if self.num_passes == 0 and self.number == self._loop.began_step:
+            refuse_unpacking(sys._getframe(1), "a step", "for batch in step")
         self.check_not_left()
         if self._loop.step is not self:
             raise Error(f"step {self.number} is over, since step {self._loop.steps_done} has begun")
