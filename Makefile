@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test soak chaos clean
+.PHONY: train test test-lowest soak chaos clean
 
 train: $(VENV)/installed
 	$(BIN)/samestep train digits --nproc-per-node 2 $(ARGS)
@@ -14,6 +14,10 @@ test: $(VENV)/installed-dev
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/mypy
 	$(BIN)/pytest -n 3 --dist worksteal -m "not soak"
+
+# The same tests with the oldest torch that is supported, in an environment of its own.
+test-lowest:
+	$(MAKE) test VENV=.venv-lowest TORCH="torch==2.11.*"
 
 # All cases of all tests, also where many are alike: half an hour on 2 cores.
 soak: $(VENV)/installed-dev
@@ -34,4 +38,4 @@ $(VENV)/installed-dev: $(VENV)/installed
 	touch $@
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-lowest

@@ -36,7 +36,8 @@ Examples:
   samestep launch --nproc-per-node 4 train.py --lr 0.1
   samestep inspect runs/digits --digest           one hash of the whole state: equal at any number of ranks
 
-Each command has its own --help. `samestep --version` tells the version.
+Each command has its own --help. `samestep --version` tells the version; `eval "$(samestep completion bash)"`, or zsh,
+has the shell complete commands and options.
 """
 
 TRAIN_HELP = """\
@@ -157,6 +158,11 @@ def _dispatch(arguments: list[str]) -> int:
     first, *rest = arguments
     if first == "--version":
         print(f"samestep {__version__}")
+        return 0
+    if first == "completion":
+        from samestep.tools.completion import build_completion
+
+        print(build_completion(commands, rest[0] if rest else "bash"), end="")
         return 0
     if first not in commands:
         kind = "option" if first.startswith("-") else "command"

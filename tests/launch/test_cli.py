@@ -1,8 +1,10 @@
 """The command line: what it says, and what it says to mistakes. Nothing here starts a rank."""
 
+import io
 import os
 import subprocess
 import sys
+from contextlib import redirect_stdout
 
 import pytest
 
@@ -137,3 +139,26 @@ def test_a_recipes_help_is_its_own_and_launchs() -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert "--total-epochs" in done.stdout
     assert "--nproc-per-node" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "replies"),
+    [
+        (["samestep", "ins"], ["inspect"]),
+        (["samestep", "launch", "--micro"], ["--micro-batch-size"]),
+        (["samestep", "inspect", "run", "--sn"], ["--snapshot"]),
+        (["samestep", "verify", "--kill"], ["--kill-seed", "--kills"]),
+        (["samestep", "export", "run"], []),
+    ],
+)
+def test_completion_in_bash(words: list[str], replies: list[str], completion: str) -> None:
+    line = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _samestep; echo ${{COMPREPLY[@]}}"
+    done = subprocess.run(["bash", "-c", f"{completion}\n{line}"], capture_output=True, text=True, check=True)
+    assert (done.stdout.split(), done.stderr) == (replies, "")
+
+
+@pytest.fixture(scope="module")
+def completion() -> str:
+    with redirect_stdout(io.StringIO()) as said:
+        assert cli.main(["completion"]) == 0
+    return said.getvalue()

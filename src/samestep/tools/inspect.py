@@ -59,7 +59,10 @@ def _build_parser() -> argparse.ArgumentParser:
         prog="samestep inspect", description="Shows what a run's directory holds: numbers, snapshots, samples."
     )
     parser.add_argument("run", metavar="RUN", help="the run's directory, or its URL")
-    parser.add_argument("--step", metavar="STEP|NAME", default="latest", type=parse_which, help="of this snapshot only")
+    parser.add_argument(
+        "--snapshot", "--step", dest="step", metavar="STEP|NAME", default="latest", type=parse_which,
+        help="of this snapshot only",
+    )  # fmt: skip
     parser.add_argument("--check", action="store_true", help="read every byte of every snapshot, not only their sizes")
     parser.add_argument("--json", action="store_true", help="JSON for programs")
     what = parser.add_mutually_exclusive_group()
@@ -101,7 +104,7 @@ def _show_run(options: argparse.Namespace, record: Mapping[str, Any]) -> int:
         if options.step == "latest" or options.step in (snapshot.name, snapshot.step)
     ]  # fmt: skip
     if options.step != "latest" and not wanted:
-        raise Error(f"{options.called} has no snapshot {options.step}: leave out --step to see what it has")
+        raise Error(f"{options.called} has no snapshot {options.step}: leave out --snapshot to see what it has")
     snapshots = [_describe(snapshot, options.called, check=options.check) for snapshot in wanted]
     code = 1 if options.check and any(snapshot["problem"] for snapshot in snapshots) else 0
     metrics, restarts = read_last_row(options.run / "metrics.jsonl"), read_rows(options.run / RESTARTS)
