@@ -19,6 +19,7 @@ from samestep.world import group as group_module
 from samestep.world.environment import Environment, Overrides, read_environment
 from samestep.world.group import (
     Group,
+    Mail,
     choose_device,
     close_group,
     is_first,
@@ -35,6 +36,29 @@ CPU = torch.device("cpu")
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
+
+
+def test_a_text_that_no_rank_has_signed_is_left_out() -> None:
+    """Whoever reaches the store reads all that is in it, and writes what it likes."""
+    store = dist.TCPStore("127.0.0.1", 0, 1, True)  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        ranks = [Mail(b"of all ranks"), Mail(b"of all ranks")]
+        stranger = dist.TCPStore("127.0.0.1", store.port, None, False)  # type: ignore[attr-defined]
+        names = ["beat/0", "beat/1"]
+        for name, mail in zip(names, ranks, strict=True):
+            mail.put(name, f"of {name}")
+        assert ranks[0].read(names) == ["of beat/0", "of beat/1"]
+        (key,) = (key for key in stranger.list_keys() if key.endswith("beat/1"))
+        signed = bytes(stranger.get(key))
+        other = bytes(stranger.get(key.replace("beat/1", "beat/0")))
+        for forged in (b"of beat/1", b"", b"\xff" * 50, signed[:-1] + b"2", other):
+            stranger.set(key, forged)
+            assert ranks[0].read(names) == ["of beat/0"], forged
+        stranger.set(key, signed)
+        assert ranks[0].read(names) == ["of beat/0", "of beat/1"]
+    finally:
+        close_group()
 
 
 def join() -> Group:

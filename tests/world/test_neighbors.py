@@ -2,15 +2,19 @@
 
 import os
 import socket
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import samestep
 from samestep.errors import PeerFailed
+from samestep.world import neighbors as neighbors_module
 from samestep.world.environment import read_environment
 from samestep.world.group import open_group
 from samestep.world.neighbors import Neighbors, connect
@@ -69,6 +73,71 @@ def test_a_rank_that_is_silent_is_named() -> None:
 
 def test_ranks_of_two_hosts_are_no_neighbors() -> None:
     assert connect(Alone(), 60.0) is None
+
+
+class Meeting:
+    """Two ranks as two threads. Between the exchange of names and the connections, `attack` gets rank 0's."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier, told: list[Any], attack: Callable[[Any], None]) -> None:
+        self.rank, self.world_size = rank, 2
+        self._barrier, self._told, self._attack = barrier, told, attack
+
+    def gather(self, value: Any) -> list[Any]:
+        self._told[self.rank] = value
+        self._barrier.wait()
+        values = list(self._told)
+        if self.rank == 1 and isinstance(value, tuple):
+            self._attack(values[0])
+        self._barrier.wait()
+        return values
+
+
+def call_by_public_name(told: Any) -> None:
+    """What every process of the machine reads in /proc/net/unix is all that there is to say."""
+    name = told[1]
+    assert name[1:].decode() in Path("/proc/net/unix").read_text()
+    knock(name, bytes.fromhex(name.decode().partition("-")[2]))
+
+
+def call_as_another_user(told: Any) -> None:
+    """Though it may know the token."""
+    pid = os.fork()
+    if pid == 0:
+        os.setuid(65534)
+        knock(told[1], told[2])
+        os._exit(0)
+    os.waitpid(pid, 0)
+
+
+def say_nothing(told: Any) -> None:
+    knock(told[1], b"")
+
+
+open_calls: list[socket.socket] = []
+
+
+def knock(name: bytes, token: bytes) -> None:
+    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    stranger.connect(name)
+    if token:
+        stranger.sendall(token + (1).to_bytes(4))
+    open_calls.append(stranger)
+
+
+@pytest.mark.parametrize("attack", [call_by_public_name, call_as_another_user, say_nothing])
+def test_a_stranger_takes_no_seat(attack: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    if attack is call_as_another_user and os.geteuid() != 0:
+        pytest.skip("needs root, to be two users")
+    monkeypatch.setattr(neighbors_module, "HELLO_S", 0.2)
+    barrier, told = threading.Barrier(2, timeout=60), [None, None]
+    with ThreadPoolExecutor(2) as threads:
+        ranks = [Meeting(rank, barrier, told, attack) for rank in range(2)]
+        mesh = list(threads.map(lambda rank: connect(rank, 10.0), ranks))
+        list(threads.map(partial(exchange, 2, 100, mesh), range(2)))
+    for connected in (*mesh, *open_calls):
+        assert connected is not None
+        connected.close()
+    open_calls.clear()
 
 
 def exchange_in_a_group() -> list[int]:

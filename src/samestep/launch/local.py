@@ -21,6 +21,7 @@ import cloudpickle
 from samestep.errors import Error
 from samestep.launch.forkserver import ForkServer, give_back_server, take_server
 from samestep.world.environment import FINISHED, LEAVE, PREFIX, STOPPED, Overrides, Restart, child_variables
+from samestep.world.private import make_private, read_private
 
 T = TypeVar("T")
 
@@ -144,7 +145,10 @@ class Ranks:
         if self.started:
             self.started, self.told_to_stop, self._told_s = False, False, math.inf
             self.codes, self.failures, self._well = {}, [], {}
-            self.directory.mkdir(exist_ok=True)  # somebody may tidy up /tmp
+            try:
+                make_private(self.directory)
+            except PermissionError as error:
+                raise Error(str(error)) from None
             for said in self.directory.iterdir():
                 if said.name in (STOPPED, FINISHED, LEAVE) or said.suffix in (".json", ".log"):
                     said.unlink()
@@ -259,7 +263,7 @@ class Ranks:
     def _read_failure(self, rank: int, code: int, time_s: float) -> Failure:
         tail = "" if rank in self.shown else _read_tail(self.directory / f"rank{rank}.log")
         try:
-            record = json.loads((self.directory / f"{rank}.json").read_text())
+            record = json.loads(read_private(self.directory / f"{rank}.json"))
         except (OSError, ValueError):
             return Failure(rank, time_s, code, False, "died", _describe_death(code), log=tail)
         names = ("time_s", "secondary", "kind", "message", "traceback")
@@ -403,8 +407,12 @@ def spawn(
 
 
 def _read_value(directory: Path) -> Any:
-    path = directory / "value.pickle"
-    return cloudpickle.loads(path.read_bytes()) if path.exists() else None  # None: it has called sys.exit().
+    try:
+        return cloudpickle.loads(read_private(directory / "value.pickle"))
+    except FileNotFoundError:
+        return None  # it has called sys.exit()
+    except PermissionError as error:
+        raise Error(str(error)) from None
 
 
 def _wait(ranks: Ranks) -> None:
@@ -425,7 +433,7 @@ def _wait(ranks: Ranks) -> None:
 def _rebuild_exception(failure: Failure, directory: Path) -> BaseException:
     error: BaseException
     try:
-        error = cloudpickle.loads((directory / f"{failure.rank}.pickle").read_bytes())
+        error = cloudpickle.loads(read_private(directory / f"{failure.rank}.pickle"))
     except Exception:
         error = RuntimeError(str(failure))
     if failure.traceback:

@@ -22,6 +22,7 @@ from typing import Any, NoReturn, TypeVar
 import cloudpickle
 
 from samestep.errors import Error, PeerFailed, Stuck, recognize
+from samestep.world.private import make_private, read_private
 
 LEAVE_S = 30  # for what is registered with atexit, in a rank that has failed
 
@@ -171,9 +172,9 @@ def _run(target: Callable[[], T]) -> T:
 
 def _call(rank: int, directory: Path, pickle: Path) -> None:
     """Calls the pickled function; leaves rank 0's value in `value.pickle`, an exception in `<rank>.pickle`."""
-    sys.path[:] = json.loads((directory / "path.json").read_text())
+    sys.path[:] = json.loads(read_private(directory / "path.json"))
     try:
-        fn, args, kwargs = cloudpickle.loads(pickle.read_bytes())
+        fn, args, kwargs = cloudpickle.loads(read_private(pickle))
         if getattr(fn, "__module__", None) == "__main__":  # where plain pickle will look for its classes
             sys.modules["__main__"].__dict__.update(getattr(fn, "__globals__", {}))
         value = _run(lambda: fn(*args, **kwargs))
@@ -235,7 +236,7 @@ def write_error(rank: int, directory: str, error: BaseException, code: int) -> N
     path = Path(directory) / f"{rank}.json"
     partial = path.with_suffix(".partial")
     try:
-        path.parent.mkdir(exist_ok=True)  # Somebody may tidy up /tmp in the weeks that a run takes.
+        make_private(path.parent)
         partial.write_text(json.dumps(record))
         partial.rename(path)
     except OSError:

@@ -17,6 +17,7 @@ from samestep.train.feed import Feed
 from samestep.train.steps import Epoch, Step
 from samestep.watch.records import RESTARTS
 from samestep.world.environment import BEGUN, FINISHED, ROOM, START_AGAIN, STOPPED, advise, stop_code
+from samestep.world.private import make_private
 
 if TYPE_CHECKING:
     from samestep.train.run import Run
@@ -343,7 +344,7 @@ class Loop:
         if self._run._error_dir is not None:
             path = Path(self._run._error_dir, what)
             with suppress(OSError):  # that disk is full: the launcher takes the usual for granted
-                path.parent.mkdir(exist_ok=True)  # somebody may tidy up /tmp in the weeks that a run takes
+                make_private(path.parent)
                 path.write_bytes(os.fsencode(text))
 
     def _finish(self) -> None:

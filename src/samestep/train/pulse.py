@@ -17,7 +17,6 @@ from samestep.launch.rank import write_error
 from samestep.watch.heartbeat import Facts, Heartbeat, Pulse
 from samestep.watch.judge import build_limits, describe_spent
 from samestep.world.environment import Environment, read_host, read_terminal
-from samestep.world.group import Mail
 
 if TYPE_CHECKING:
     from samestep.train.run import Run
@@ -62,8 +61,7 @@ class RunPulse(Pulse):
             micro_batch_size=run.micro_batch_size,
             began_step=run.steps_done,
         )
-        mail = Mail() if run.world_size > 1 else None
-        self._heartbeat = Heartbeat(self, facts, mail)
+        self._heartbeat = Heartbeat(self, facts, run._group.open_mail())
         _open.append(self)
         atexit.register(self.close)  # a thread that needs Python must not outlive it
 
@@ -105,14 +103,27 @@ class RunPulse(Pulse):
 
     def _condemn(self, ranks: Sequence[tuple[int, int]], sentence: str) -> None:
         for rank, pid in ranks:
-            self._leave_error(rank, Stuck(sentence))
-            with suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+            self._leave_error(rank, Stuck(sentence))  # first: the launcher looks for it when the process is gone
+            kill_sibling(pid)
 
     def _leave_error(self, rank: int, error: BaseException) -> None:
         error_dir = self._environment.error_dir
         if error_dir is not None and Path(error_dir).is_dir():
             write_error(rank, error_dir, error, EXIT_CODE)
+
+
+def kill_sibling(pid: int) -> None:
+    """Kills a process, if it is of this user and was started by the process that has started this one, as the other
+    ranks of this host were."""
+    with suppress(OSError, ValueError):
+        process = os.pidfd_open(pid)  # stays this process's, whatever takes its number
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                parent = int(file.read().rpartition(")")[2].split()[1])
+            if parent == os.getppid() and os.stat(f"/proc/{pid}").st_uid == os.geteuid() and pid != os.getpid():
+                signal.pidfd_send_signal(process, signal.SIGKILL)
+        finally:
+            os.close(process)
 
 
 def _write_line(file: int, text: str) -> None:

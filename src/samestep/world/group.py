@@ -1,6 +1,9 @@
 """The ranks as one group: its backend, and the few collectives on objects and whole tensors that are not gradients."""
 
+import hashlib
+import hmac
 import pickle
+import secrets
 import socket
 import sys
 import time
@@ -21,6 +24,7 @@ from samestep.world.software import check_alike, describe_software, explain_hash
 
 T = TypeVar("T")
 
+MAC_BYTES = 32
 BROADCAST_CHUNK_BYTES = 64 << 20
 # By the bytes of an element: what carries its bits, since gloo knows few dtypes, no int16 and no float8 among them.
 CARRIERS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
@@ -72,7 +76,12 @@ class Group:
         self.local_rank = rank
         self.device = device
         self.neighbors: Neighbors | None = None
+        self._key = b""  # that the ranks have told each other, and not the store
         self._number = _num_groups  # the same on all ranks, which make their groups in the same order
+
+    def open_mail(self) -> "Mail | None":
+        """What the ranks leave texts for each other in; None with one rank."""
+        return Mail(self._key) if self.world_size > 1 else None
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's `value` (anything that pickles), in rank order, on every rank."""
@@ -283,13 +292,18 @@ def open_group(
     group = Group(environment.rank, environment.world_size, device)
     group.local_rank = environment.local_rank
 
+    def take(told: Sequence[tuple[Mapping[str, Any], bytes]]) -> None:
+        group._key = hashlib.sha256(b"".join(part for _, part in told)).digest()
+        if compares:
+            check([software for software, _ in told])
+
     def check(told: Sequence[Mapping[str, Any]]) -> None:
         check_alike(told)
         if group.rank == 0 and (sentence := explain_hashing(told)):
             print(f"samestep: {sentence}", file=sys.stderr, flush=True)
 
     if group.world_size > 1:
-        group.neighbors = connect(group, timeout_s, describe_software(), check if compares else None)
+        group.neighbors = connect(group, timeout_s, (describe_software(), secrets.token_bytes(MAC_BYTES)), take)
     return group
 
 
@@ -390,24 +404,41 @@ def read_note(name: str) -> str | None:
 class Mail:
     """Texts that ranks leave for each other in the store that they have met in, over a connection of its own: for a
     thread beside the main one, whose calls would else wait for each other's.
+
+    Whoever reaches the store's port can write into it, so that each text is signed.
+
+    Args:
+        key: known to the ranks alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, key: bytes) -> None:
         store: Any = dist.distributed_c10d._get_default_store()
-        self._store = store.clone()
+        self._store, self._key = store.clone(), key
 
     def put(self, name: str, text: str) -> None:
         """Leaves `text` as `name`, over what is there. Raises RuntimeError where the store is gone."""
-        self._store.set(f"samestep/{name}", text)
+        self._store.set(f"samestep/{name}", self._sign(name, text.encode()) + text.encode())
 
     def read(self, names: Sequence[str]) -> list[str] | None:
-        """What was left as `names`; None where one of them is not there yet. Raises RuntimeError as above."""
+        """What ranks left as `names`, less what no rank has signed; None where one of them is not there yet.
+
+        Raises:
+            RuntimeError: the store is gone.
+        """
         keys = [f"samestep/{name}" for name in names]
         if not keys:
             return []
         if not self._store.check(keys):
             return None
-        return [bytes(value).decode() for value in self._store.multi_get(keys)]
+        values = [bytes(value) for value in self._store.multi_get(keys)]
+        return [
+            value[MAC_BYTES:].decode()
+            for name, value in zip(names, values, strict=True)
+            if hmac.compare_digest(value[:MAC_BYTES], self._sign(name, value[MAC_BYTES:]))
+        ]
+
+    def _sign(self, name: str, text: bytes) -> bytes:
+        return hmac.digest(self._key, name.encode() + b"\0" + text, "sha256")
 
 
 def close_group() -> None:

@@ -4,10 +4,12 @@ A gloo message shakes hands first and arrives in a thread that must be scheduled
 more for a few kB, against 0.05 ms here (docs/decisions/routes.md).
 """
 
+import hmac
 import os
 import secrets
 import select
 import socket
+import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +20,8 @@ from samestep.errors import PeerFailed
 # A peer that works on a like share is at most this late as a rule. A rank that slept meanwhile would lose as much
 # again on waking up.
 SPIN_S = 200e-6
-CONNECT_S = 60.0
+CONNECT_S = 60.0  # for all ranks of the host to connect
+HELLO_S = 10.0  # for one that has connected to say which rank it is
 TOKEN_BYTES = 16
 
 
@@ -113,32 +116,33 @@ def connect(
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         where, token = _find_host(), secrets.token_bytes(TOKEN_BYTES)
-        name = b"\0samestep-" + token.hex().encode()  # abstract: no file that could be left behind
+        name = b"\0samestep-" + secrets.token_hex(TOKEN_BYTES).encode()  # abstract: no file; everybody can read it
         if where is not None:
             listener.bind(name)
             listener.listen(group.world_size)
-            listener.settimeout(CONNECT_S)
         told = group.gather((where, name, token, said))
         if check is not None:
             check([each[3] for each in told])
         if where is None or any(theirs != where for theirs, *_ in told):
             return None
         sockets: dict[int, socket.socket] = {}
-        failure = ""
+        failure, deadline_s = "", time.monotonic() + CONNECT_S
         try:
             for peer in range(group.rank):
                 sockets[peer] = connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+                connection.settimeout(CONNECT_S)
                 connection.connect(told[peer][1])
+                if not _is_of_this_user(connection):
+                    raise OSError(f"another user listens in place of rank {peer}")
                 connection.sendall(told[peer][2] + group.rank.to_bytes(4))
             while len(sockets) < group.world_size - 1:
+                listener.settimeout(max(0.0, deadline_s - time.monotonic()))
                 connection, _ = listener.accept()
-                connection.settimeout(CONNECT_S)
-                hello = connection.recv(TOKEN_BYTES + 4, socket.MSG_WAITALL)
-                peer = int.from_bytes(hello[TOKEN_BYTES:])
-                if hello[:TOKEN_BYTES] != token or peer in sockets or not group.rank < peer < group.world_size:
+                said_rank = _read_hello(connection, token)
+                if said_rank is None or said_rank in sockets or not group.rank < said_rank < group.world_size:
                     connection.close()  # a stranger
                     continue
-                sockets[peer] = connection
+                sockets[said_rank] = connection
         except OSError as error:
             failure = str(error)
         neighbors = Neighbors(group.rank, sockets, timeout_s)
@@ -146,6 +150,25 @@ def connect(
             neighbors.close()
             return None
         return neighbors
+
+
+def _read_hello(connection: socket.socket, token: bytes) -> int | None:
+    """The rank that has connected; None for a process of another user, or one that does not know the token."""
+    if not _is_of_this_user(connection):
+        return None
+    connection.settimeout(HELLO_S)
+    try:
+        hello = connection.recv(TOKEN_BYTES + 4, socket.MSG_WAITALL)
+    except OSError:
+        return None
+    return int.from_bytes(hello[TOKEN_BYTES:]) if hmac.compare_digest(hello[:TOKEN_BYTES], token) else None
+
+
+def _is_of_this_user(connection: socket.socket) -> bool:
+    """Whether the process at the other end runs as this user, as the kernel says."""
+    size = struct.calcsize("3i")
+    _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return bool(uid == os.geteuid())
 
 
 def _find_host() -> tuple[str, int] | None:
