@@ -2,6 +2,7 @@
 
 import copy
 import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -226,8 +227,11 @@ def read_metrics(run_dir: Path | None, max_steps: int) -> list[Any]:
             held: list[int] = []
             for indices, x, y, units in step:
                 held += indices.tolist()
-                step.backward(compute_mean(model, x, y, units.clamp(min=1)), weight=units.clamp(min=1).sum())
-                step.log(size=len(x), twice=x.sum())
+                loss = compute_mean(model, x, y, units.clamp(min=1))
+                step.backward(loss, weight=units.clamp(min=1).sum())
+                with warnings.catch_warnings():
+                    warnings.simplefilter("error")
+                    step.log(size=len(x), twice=x.sum(), by_hand=loss)
                 step.log(twice=x.sum() + 2)
                 if indices.sum() % 2:
                     step.log(odd=True, inf=torch.tensor([torch.inf]))
@@ -241,6 +245,7 @@ def read_metrics(run_dir: Path | None, max_steps: int) -> list[Any]:
                 assert read["norm"] == float(model.weight.grad.norm())
                 assert ("late, loss" in read) == (step.number % 4 > 1)
                 assert read["odd"] == 1.0
+                assert read["by_hand"] == read["loss"]
             chunks = torch.tensor(gather(held)).split(4)
             weights = [float(data.units[chunk].clamp(min=1).sum()) for chunk in chunks]
             size = sum(weight * len(chunk) for weight, chunk in zip(weights, chunks, strict=True)) / sum(weights)

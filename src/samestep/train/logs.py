@@ -21,8 +21,9 @@ def read_number(name: str, given: object) -> Value:
     """A value of step.log, without waiting for a GPU. Raises Error where it is no number."""
     if not (given.numel() == 1 if isinstance(given, Tensor) else isinstance(given, Real)):
         raise Error(f"step.log needs a number as {name}, not {describe(given)}: take its mean")
-    if isinstance(given, Tensor) and given.device.type != "cpu":
-        return given.detach().double().reshape(())
+    if isinstance(given, Tensor):
+        given = given.detach()
+        return float(given) if given.device.type == "cpu" else given.double().reshape(())
     return float(given)  # type: ignore[arg-type]
 
 
