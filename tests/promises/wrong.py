@@ -659,11 +659,10 @@ def _(run_dir: RunDir) -> None:
     loop(run, model, optimizer, then=then)
 
 
-@mistake("a second loop", r"this run has had its loop: one run\.epochs\(\) or run\.steps\(\) per Run")
+@mistake("a loop inside a loop", r"this run is inside another loop: call run\.epochs\(\) or run\.steps\(\) after that")
 def _(run_dir: RunDir) -> None:
     run, model, optimizer = build(run_dir)
-    loop(run, model, optimizer, num_epochs=1)
-    loop(run, model, optimizer)
+    loop(run, model, optimizer, num_epochs=1, then=lambda step: loop(run, model, optimizer))
 
 
 def walk(epoch: Any, model: nn.Module, optimizer: Any) -> Iterator[Any]:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -47,7 +48,7 @@ def run_inspect(args: list[str]) -> int:
             return _show_digest(options)
         if options.samples:
             try:
-                return _show_samples(options, record.get("numbers", {}))
+                return _show_samples(options, record)
             except (MemoryError, OverflowError, ValueError) as error:
                 why = f"{type(error).__name__}: {error}"
                 raise Error(f"{options.called}/run.json has numbers that no run has ({why}): repair it") from None
@@ -117,6 +118,8 @@ def _show_run(options: argparse.Namespace, record: Mapping[str, Any]) -> int:
     for section in ("numbers", "machine", "config"):
         if record.get(section):
             _print_table(section, ("name", "value"), _list_values(record[section]))
+    for number, loop in enumerate(record.get("loops", []), start=2):
+        _print_table(f"loop {number}", ("name", "value"), _list_values(loop))
     if settings := record.get("settings"):
         asked = record.get("asked", {})
         values = [(name, _to_text(value), _to_text(asked.get(name, value))) for name, value in settings.items()]
@@ -228,9 +231,11 @@ class _Planned:
 
 
 class _Plan:
-    """The run's samples once more, from its numbers alone."""
+    """The samples of one of the run's loops once more, from its numbers alone. Steps and epochs are the run's."""
 
     def __init__(self, run: Path, numbers: Mapping[str, Any]) -> None:
+        self.first_step: int = numbers.get("first_step", 0)
+        self._first_epoch: int = numbers.get("first_epoch", 0)
         try:
             sizes = numbers["data_length"], numbers["batch_size"], numbers["micro_batch_size"]
             self.is_endless, self.is_given = numbers["mode"] == "steps", numbers["sampler"] == "given"
@@ -247,20 +252,22 @@ class _Plan:
         self.order = lru_cache(maxsize=2)(self._read_order if self.is_given else self._build_order)
 
     def step(self, step: int) -> _Planned:
+        step -= self.first_step
         if isinstance(self._schedule, EndlessSchedule):
             epoch, spans = 0, self._schedule.micro_batches(step)
         else:
             epoch, step = divmod(step, self._schedule.num_steps)
             spans = self._schedule.micro_batches(step)
-        taken = [list(self._take(epoch, span)) for span in spans]
+        taken = [list(self._take(self._first_epoch + epoch, span)) for span in spans]
         prints = [fingerprint(np.concatenate([samples for _, samples in pieces])) for pieces in taken]
         return _Planned(tuple(piece for pieces in taken for piece in pieces), combine(prints))
 
     def num_steps_until(self, epoch: int) -> int:
         """Steps until all samples of an epoch, and of those before it, are used."""
+        num_epochs = epoch - self._first_epoch + 1
         if isinstance(self._schedule, Schedule):
-            return (epoch + 1) * self._schedule.num_steps
-        return -(-(epoch + 1) * self.length // self.batch_size)
+            return self.first_step + num_epochs * self._schedule.num_steps
+        return self.first_step - (-num_epochs * self.length // self.batch_size)
 
     def expect_uses(self, epoch: int) -> NDArray[np.int64]:
         """How often each sample is to be used in an epoch."""
@@ -292,7 +299,12 @@ class _Plan:
 
 
 class _Audit:
-    """Whether each step used the samples that it was to use, and each epoch its samples once. Fed step by step."""
+    """Whether each step of a loop used the samples that it was to use, and each epoch its samples once. Fed step by
+    step.
+
+    Args:
+        num_steps: of the run, up to the last one of this loop.
+    """
 
     def __init__(self, plan: _Plan, num_steps: int) -> None:
         self.problems: list[str] = []
@@ -322,12 +334,8 @@ class _Audit:
                 self._close(open_epoch)
         return used
 
-    def summarize(self) -> str:
-        """The audit's result in a sentence."""
-        if self.problems:
-            shown = "".join(f"\n  {problem}" for problem in self.problems[:_NUM_SHOWN])
-            more = len(self.problems) - _NUM_SHOWN
-            return f"audit failed:{shown}" + (f"\n  and {more} more" if more > 0 else "")
+    def describe(self) -> list[str]:
+        """What was found to be right, in words."""
         parts = []
         if num_closed := len(self._closed):
             how_often = "as often as its sampler says" if self._plan.is_given else "once"
@@ -336,13 +344,12 @@ class _Audit:
             parts.append(f"in {epochs} each of {self._plan.length} samples was used {how_often}{left_out}")
         if self._left:
             parts.append(f"epoch {max(self._left)} is open and used none twice")
-        return f"audit passed: {'; '.join(parts) or 'there are no steps yet'}"
+        return parts
 
     @cached_property
     def _steps_by_fingerprint(self) -> dict[int, int]:
-        return {
-            self._plan.step(step).fingerprint: step for step in reversed(range(min(self._num_steps, _MOST_SEARCHED)))
-        }
+        steps = range(self._plan.first_step, min(self._num_steps, self._plan.first_step + _MOST_SEARCHED))
+        return {self._plan.step(step).fingerprint: step for step in reversed(steps)}
 
     def _use(self, step: int, epoch: int, samples: Indices) -> None:
         if epoch in self._closed:
@@ -366,17 +373,29 @@ class _Audit:
             self.problems.append(f"epoch {epoch}: samples never used: {named}")
 
 
-def _show_samples(options: argparse.Namespace, numbers: Mapping[str, Any]) -> int:
-    plan = _Plan(options.run, numbers)
+def _summarize(problems: Sequence[str], parts: Sequence[str]) -> str:
+    """The result of a run's audit in a sentence."""
+    if problems:
+        shown = "".join(f"\n  {problem}" for problem in problems[:_NUM_SHOWN])
+        more = len(problems) - _NUM_SHOWN
+        return f"audit failed:{shown}" + (f"\n  and {more} more" if more > 0 else "")
+    return f"audit passed: {'; '.join(parts) or 'there are no steps yet'}"
+
+
+def _show_samples(options: argparse.Namespace, record: Mapping[str, Any]) -> int:
+    numbers = record.get("numbers", {})
+    plans = [_Plan(options.run, numbers | loop) for loop in ({}, *record.get("loops", []))]
     path, status = options.run / "ledger.bin", read_or_empty(options.run / STATUS)
     num_steps = (path.stat().st_size if path.exists() else 0) // RECORD.size  # the last record may be half written
-    audit = _Audit(plan, num_steps)
+    ends = [*(plan.first_step for plan in plans[1:]), num_steps]
+    audits = [_Audit(plan, min(end, num_steps)) for plan, end in zip(plans, ends, strict=True)]
     steps = []
-    for step, record in enumerate(_read_ledger(path) if num_steps else ()):
+    for step, entry in enumerate(_read_ledger(path) if num_steps else ()):
+        audit = audits[bisect_right(ends[:-1], step)]
         if len(audit.problems) > _MOST_PROBLEMS:
             audit.problems.append(f"steps {step} to {num_steps - 1}: they were not looked at")
             break
-        used = audit.add(step, record)
+        used = audit.add(step, entry)
         if options.step not in ("latest", step):
             continue
         if options.json:
@@ -386,12 +405,13 @@ def _show_samples(options: argparse.Namespace, numbers: Mapping[str, Any]) -> in
             print(_format_step(step, used, _NUM_SHOWN if sys.stdout.isatty() else len(used.samples)))
     if num_steps < (num_done := status.get("steps", 0)):
         why = status.get("lost", "ledger.bin was cut short")
-        audit.problems.append(f"steps {num_steps} to {num_done - 1}: the ledger has no record of them, {why}")
+        audits[-1].problems.append(f"steps {num_steps} to {num_done - 1}: the ledger has no record of them, {why}")
+    problems = [problem for audit in audits for problem in audit.problems]
     if options.json:
-        print(json.dumps({"steps": steps, "audit": {"passed": not audit.problems, "problems": audit.problems}}))
+        print(json.dumps({"steps": steps, "audit": {"passed": not problems, "problems": problems}}))
     else:
-        print(audit.summarize())
-    return 1 if audit.problems else 0
+        print(_summarize(problems, [part for audit in audits for part in audit.describe()]))
+    return 1 if problems else 0
 
 
 def _read_ledger(path: Path) -> Iterator[tuple[int, int, int, int]]:

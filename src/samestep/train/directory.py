@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from samestep.files import fits, is_count, is_object, read_bytes, replace_file
 from samestep.snapshot.store import Snapshot, Store
 from samestep.train.ledger import Ledger
 from samestep.train.lock import Lock, part_from_old_writers, refuse_links
-from samestep.train.options import OVERRIDE, Options, describe_changes
+from samestep.train.options import OVERRIDE, Options, describe_changes, find_different
 from samestep.train.settings import build_never_error
 from samestep.watch.metrics import Metrics
 from samestep.watch.records import RESTARTS, STATUS, add_line, count_lines, overwrite, parse_record, read_or_empty
@@ -116,7 +116,7 @@ class Directory:
         Raises:
             Error: they differ, so it is another run.
         """
-        if different := _find_different(self.record.get("numbers", {}), numbers):
+        if different := find_different(self.record.get("numbers", {}), numbers):
             raise Error(
                 f"{self.named} holds another run ({different}): use its numbers, another run directory, "
                 f"or start beside it with {advise('fresh')}"
@@ -147,9 +147,17 @@ class Directory:
         self.begin()
         record = {"format": FORMAT, "samestep": __version__, "numbers": dict(numbers), "machine": dict(machine)}
         record |= {"settings": dict(options.in_force), "asked": dict(options.asked)}
-        record |= {"config": config, "rewinds": self.rewinds, "changes": rows}
-        replace_file(self.path / "run.json", json.dumps(record, indent=2, allow_nan=False).encode(), sync=True)
+        record |= {"config": config, "rewinds": self.rewinds, "changes": rows, "loops": self.record.get("loops", [])}
+        self._replace_record(record)
         self.record, self._is_begun = record, True
+
+    def write_loops(self, loops: Sequence[Mapping[str, Any]]) -> None:
+        """Records the run's loops after the first one, whose numbers are the run's."""
+        self.record["loops"] = [*loops]
+        self._replace_record(self.record)
+
+    def _replace_record(self, record: Mapping[str, Any]) -> None:
+        replace_file(self.path / "run.json", json.dumps(record, indent=2, allow_nan=False).encode(), sync=True)
 
     # --- what is in it ----------------------------------------------------------------------------------------
 
@@ -166,7 +174,7 @@ class Directory:
         """A backup that was brought back may be one of another run."""
         if not fits(meta := snapshot.manifest["meta"], {"metrics_bytes": is_count, "numbers": is_object}):
             return "its manifest is not that of a run"
-        different = _find_different(meta["numbers"], self.record.get("numbers", {}))
+        different = find_different(meta["numbers"], self.record.get("numbers", {}))
         return f"it is of another run ({different})" if different else ""
 
     def go_on_from(self, snapshot: Snapshot | None) -> Snapshot | None:
@@ -219,8 +227,6 @@ class Directory:
         if self._lock is None:
             raise self._is_taken_over()
         self._lock.check()
-
-    # --- what has become of it --------------------------------------------------------------------------------
 
     def find_restart(self) -> int:
         """The number of this start: 0 is the run's first, then as in `restarts.jsonl`; none that has logs already."""
@@ -311,7 +317,7 @@ class Directory:
         """What cannot be written now of the rows and records up to here, and why; "" where they are in their files."""
         if self._metrics is None or self._ledger is None:
             return ""
-        problem = ""
+        problem = self.lost = ""
         for flush in (self._metrics.position, self._ledger.flush):
             try:
                 flush()
@@ -418,12 +424,6 @@ class Directory:
 
     def _is_taken_over(self) -> Error:
         return Error(f"the run in {self.named} was ended by a later samestep.Run of this process in the same directory")
-
-
-def _find_different(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """How the numbers of two runs differ, as far as both are known."""
-    names = [name for name in here if name in there and there[name] != here[name]]
-    return "; ".join(f"{name} {there[name]} there, {here[name]} here" for name in names)
 
 
 def _describe_end(status: Mapping[str, Any]) -> str:

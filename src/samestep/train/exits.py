@@ -14,13 +14,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakSet
 
 from samestep.errors import Error, PeerFailed, recognize
 from samestep.launch.rank import is_secondary, write_error
 from samestep.watch.records import read_rows
-from samestep.world.environment import LEAVE, START_AGAIN, ready_standard_files, stop_code
+from samestep.world.environment import FINISHED, LEAVE, START_AGAIN, ready_standard_files, stop_code
 from samestep.world.group import close_group, is_first, is_left_by_rank_0
 
 if TYPE_CHECKING:
@@ -48,6 +48,18 @@ def let_go(run: "Run") -> None:
     if run._is_open:
         _open.remove(run)
         _ended.add(run)
+
+
+def take_back(run: "Run") -> None:
+    """A further loop of the run begins: takes back what the end of the last one gave up."""
+    if run in _ended:
+        _ended.remove(run)
+        _open.append(run)
+    if run._error_dir is not None:
+        Path(run._error_dir, FINISHED).unlink(missing_ok=True)
+    run._group.forget_stops()
+    if run._signals is not None:
+        run._signals.take()
 
 
 def close_run(run: "Run", failure: str = "") -> Error | None:
@@ -222,8 +234,12 @@ class StopSignals:
         self._then = "" if launcher == "srun" else "; a second one ends at once"
         self._same_for_s = SAME_SIGNAL_S[launcher]
         self._heard_at_s = 0.0
-        self._before = {}
-        if threading.current_thread() is threading.main_thread():
+        self._before: dict[int, Any] = {}
+        self.take()
+
+    def take(self) -> None:
+        """Listens, again after `restore`. Only the main thread can."""
+        if not self._before and threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._hear) for number in STOP_SIGNALS}
 
     def _hear(self, number: int, frame: FrameType | None) -> None:

@@ -23,9 +23,10 @@ Sampler = Callable[[int], Iterable[int]]
 
 
 class Feed:
-    """The samples of a run's steps.
+    """The samples of one loop's steps. Steps and epochs are numbered over all loops of the run.
 
     Attributes:
+        first_step, first_epoch: where the loop begins.
         length: samples of one epoch.
         steps_per_epoch: None for an endless feed (`run.steps`).
         has_sampler: the order of an epoch is the script's.
@@ -42,12 +43,14 @@ class Feed:
         micro_batch_size: int,
         endless: bool,
         sampler: Sampler | None,
+        start: tuple[int, int],
     ) -> None:
         self.source, self._seed, self._sampler = source, seed, sampler
+        self.first_step, self.first_epoch = start
         self.has_sampler = sampler is not None
         self.order = lru_cache(maxsize=2)(self._build_order)
         self.micro_batches = lru_cache(maxsize=64)(self._cut)
-        self.length = len(source) if sampler is None else len(self.order(0))
+        self.length = len(source) if sampler is None else len(self.order(self.first_epoch))
         self.schedule: Schedule | EndlessSchedule
         if endless:
             self.schedule = EndlessSchedule(self.length, batch_size, micro_batch_size)
@@ -63,8 +66,10 @@ class Feed:
         if not isinstance(given, Iterable):
             raise Error(f"sampler({epoch}) gave {given!r}: give the epoch's sample indices, such as a list")
         order = GivenOrder(given, len(self.source))
-        if epoch and len(order) != self.length:
-            raise Error(f"sampler({epoch}) gave {len(order)} indices and sampler(0) {self.length}: give equally many")
+        if epoch > (first := self.first_epoch) and len(order) != self.length:
+            raise Error(
+                f"sampler({epoch}) gave {len(order)} indices and sampler({first}) {self.length}: give equally many"
+            )
         return order
 
     @property
@@ -80,28 +85,41 @@ class Feed:
 
     def epoch_of(self, step: int) -> int:
         """The epoch that step `step` of the run begins in."""
+        step -= self.first_step
         if self.steps_per_epoch is None:
-            return self.schedule.span(step)[0] // self.length
-        return step // self.steps_per_epoch
+            return self.first_epoch + self.schedule.span(step)[0] // self.length
+        return self.first_epoch + step // self.steps_per_epoch
+
+    def end_of(self, epoch: int) -> int:
+        """The steps of the run that are done when an epoch ends. (Not of an endless feed.)"""
+        assert self.steps_per_epoch is not None
+        return self.first_step + (epoch - self.first_epoch + 1) * self.steps_per_epoch
 
     def epochs_of(self, step: int) -> range:
-        """The epochs that have a sample in step `step` of an endless feed."""
-        start, stop = self.schedule.span(step)
-        return range(start // self.length, (stop - 1) // self.length + 1)
+        """The epochs that have a sample in step `step` of the run."""
+        if self.steps_per_epoch is not None:
+            return range(self.epoch_of(step), self.epoch_of(step) + 1)
+        start, stop = self.schedule.span(step - self.first_step)
+        return range(self.first_epoch + start // self.length, self.first_epoch + (stop - 1) // self.length + 1)
+
+    def next_epoch(self, steps_done: int) -> int:
+        """The first epoch of the loop that follows, if this one ends after `steps_done` steps of the run."""
+        return self.epochs_of(steps_done - 1).stop if steps_done > self.first_step else self.first_epoch
 
     def _cut(self, step: int) -> tuple[Span, ...]:
+        step -= self.first_step
         return self.schedule.micro_batches(step if self.steps_per_epoch is None else step % self.steps_per_epoch)
 
     def indices(self, step: int, span: Span) -> NDArray[np.int64]:
         """The samples at a span of positions of step `step`."""
         start, stop = span
         if self.steps_per_epoch is not None:
-            return self.order(step // self.steps_per_epoch).take(start, stop)
+            return self.order(self.epoch_of(step)).take(start, stop)
         pieces = []
         while start < stop:
             epoch, offset = divmod(start, self.length)
             end = min(stop - start + offset, self.length)
-            pieces.append(self.order(epoch).take(offset, end))
+            pieces.append(self.order(self.first_epoch + epoch).take(offset, end))
             start += end - offset
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
@@ -129,8 +147,9 @@ class Feed:
         """
         path, order = directory / f"epoch-{epoch:08d}.npy", self.order(epoch)
         indices = order.take(0, len(order))
-        first = epoch * self.length if self.steps_per_epoch is None else epoch * self.steps_per_epoch
-        is_begun = (steps_done if self.steps_per_epoch else self.schedule.span(steps_done)[0]) > first
+        local_epoch, local_step = epoch - self.first_epoch, steps_done - self.first_step
+        first = local_epoch * (self.steps_per_epoch or self.length)
+        is_begun = (local_step if self.steps_per_epoch else self.schedule.span(local_step)[0]) > first
         kept, problem = _read_order(path) if is_begun and path.exists() else (None, "")
         if kept is not None and not np.array_equal(kept, indices):
             raise Error(f"sampler({epoch}) gave other indices than before the restart: make them depend on epoch alone")
@@ -153,9 +172,17 @@ def _read_order(path: Path) -> tuple[Any, str]:
 
 
 def build_feed(
-    data: Any, seed: int, batch_size: int, micro_batch_size: int, *, endless: bool, sampler: Any, **source: Any
+    data: Any,
+    seed: int,
+    batch_size: int,
+    micro_batch_size: int,
+    start: tuple[int, int],
+    *,
+    endless: bool,
+    sampler: Any,
+    **source: Any,
 ) -> Feed:
-    """The feed of what a script passed to `run.epochs` or `run.steps`.
+    """The feed of what a script passed to `run.epochs` or `run.steps`; `start`: the step and epoch where it begins.
 
     Raises:
         Error: that is no data, or its arguments contradict each other.
@@ -175,4 +202,5 @@ def build_feed(
         micro_batch_size=micro_batch_size,
         endless=endless,
         sampler=sampler,
+        start=start,
     )

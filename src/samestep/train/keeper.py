@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -48,6 +49,7 @@ class Keeper:
         logs: takes what the ranks of this start print, `<rank>.log`; None until `record`.
         saved_step: the step of the newest numbered snapshot, or of one on its way; None when there is none.
         is_wanted: a numbered snapshot is due after this step, or as soon as the position can be resumed from.
+        read_again: after `restore`, gives the whole state in that snapshot once more.
         unsaved: on rank 0, the step of the last snapshot that was due, and why it is not there; None where it is.
     """
 
@@ -62,12 +64,12 @@ class Keeper:
         self._notes: list[str] = []
         self._watch: Watch | None = None
         self._restless: set[int] = set()
-        self._staging, self._saved_s = Staging(), time.monotonic()
+        self._staging, self._saved_s, self._url = Staging(), time.monotonic(), ""
         self._pending: _Pending | None = None
         self._warn = say if group.rank == 0 else self._note
         self._copies: Copies | None = None
         self._mirror: Mirror | None = None
-        self._url = ""
+        self.read_again: Callable[[], dict[str, Any]] = dict
         self.named: Path | None = None if settings.run_dir is None else self._open_all(settings.run_dir)
         self.path = None if self.named is None else self.named.absolute()
 
@@ -146,7 +148,8 @@ class Keeper:
             found = self.once(lambda: self._find(numbers))
         if found is None:
             return None
-        state = Store(self.path).read(found, OF_RUN)
+        self.read_again = partial(Store(self.path).read, found, OF_RUN)
+        state = self.read_again()
         self.saved_step = state["position"]["step"]
         return state, found.manifest["meta"]
 
@@ -185,9 +188,9 @@ class Keeper:
             self.logs = self.path / LOGS / str(self.once(write))
             start_log(self._group.rank, self.logs / f"{self._group.rank}.log")
 
-    def ask_for(self, name: str) -> None:
-        """A named snapshot is due at the end of the present body. Raises Error for what is no name."""
-        if check_name(name) not in self._names_due:
+    def ask_for(self, name: str, *, is_taken: bool) -> None:
+        """A named snapshot is due at the end of this body, unless an earlier start took it. Errors: `check_name`."""
+        if check_name(name) not in self._names_due and not is_taken:
             self._names_due.append(name)
 
     def drop_names(self) -> None:
@@ -195,8 +198,6 @@ class Keeper:
         for name in self._names_due:
             self._say(f"the snapshot {name} is not taken: the run stopped within the epoch that asks for it")
         self._names_due = []
-
-    # --- saving -----------------------------------------------------------------------------------------------
 
     def watch(self, objects: prepared.Objects) -> None:
         """The first step begins: what is written to before its update has to be copied at once in all of them."""

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Generator, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from samestep.plan.seeds import derive
 from samestep.train.evaluate import check_not_alone
 from samestep.train.exits import MOST_IDLE_STOPS, count_idle_stops, describe_stop, let_go
 from samestep.train.feed import Feed
+from samestep.train.loops import Place
 from samestep.train.steps import Epoch, Step
 from samestep.watch.records import RESTARTS
 from samestep.world.environment import BEGUN, FINISHED, ROOM, START_AGAIN, STOPPED, advise, stop_code
@@ -22,12 +24,11 @@ from samestep.world.private import make_private
 if TYPE_CHECKING:
     from samestep.train.run import Run
 
-ENDLESS = 2**63
 AFTER_LOOP = 2**31  # evaluations there are counted from here on: they draw other noise than those in the loop
 
 
 class Loop:
-    """One run's one loop.
+    """One loop of a run: what `run.epochs` or `run.steps` gives.
 
     A body runs whole or not at all: snapshots, votes and stops happen when the next step or epoch is asked for, and
     those of an epoch's last step wait for the epoch's body.
@@ -37,21 +38,21 @@ class Loop:
         began_step: the steps that were done when the loop began.
         step: the present step, or the last one.
         ending: no further step begins.
-        is_ended: the loop is over.
-        repeats_head: an epoch has begun for the second time, and none of its steps yet.
+        is_ended: all of its steps are done, or it ended early.
+        repeats_head: an epoch has begun for the second time, and none of its steps yet; or the loop is past, so that
+            what follows it has run before.
         failure: at its end, where the snapshot that was due there could not be written, or where to be started again
             would be in vain.
     """
 
-    def __init__(self, run: "Run", feed: Feed, total_steps: int, max_steps: int | None) -> None:
-        self._run, self.feed = run, feed
-        self.steps_done = self.began_step = run.steps_done
-        self.last_step = min(total_steps, max_steps or ENDLESS)
-        self._is_cut = self.last_step < total_steps
+    def __init__(self, run: "Run", feed: Feed, place: Place) -> None:
+        self._run, self.feed, self.place = run, feed, place
+        self.steps_done = self.began_step = place.steps_done
+        self.last_step, self._is_cut = place.last_step, place.last_step < place.planned_step
         self.step: Step | None = None
         self.ending = self.steps_done >= self.last_step or bool(run._stop_reason)
         self._left = ""
-        self.repeats_head = False
+        self.repeats_head = place.is_past
         self.failure: Error | None = None
         self.is_ended = self._has_agreed = False
         self._signal = 0
@@ -59,20 +60,22 @@ class Loop:
         self._num_samples = 0
         self._began_s = time.perf_counter()
         tasks = feed.tasks(self.steps_done, self.last_step, rank=run.rank, world_size=run.world_size)
-        self._loader, self._attributes = Loader(feed.source, tasks, device=run.device), Attributes(feed.source)
+        source = replace(feed.source, num_workers=0) if place.is_past else feed.source
+        self._loader, self._attributes = Loader(source, tasks, device=run.device), Attributes(feed.source)
 
     def run_epochs(self, num_epochs: int) -> Generator[Epoch, None, None]:
         """Yields the epochs from where the run stands."""
         per_epoch = self.feed.steps_per_epoch
         assert per_epoch is not None
         self._begin()
-        for number in range(self.steps_done // per_epoch, num_epochs):
+        for number in range(self.feed.epoch_of(self.steps_done), self.feed.first_epoch + num_epochs):
             if self.ending:
                 break
             if self.feed.has_sampler:
                 self._agree_on_order(number)
             self._begin_body("epoch", number)
-            self.repeats_head = self.steps_done > number * per_epoch
+            end = self.feed.end_of(number)
+            self.repeats_head = self.steps_done > end - per_epoch
             epoch = Epoch(self, number, per_epoch, self._run._tally)
             try:
                 yield epoch
@@ -86,7 +89,7 @@ class Loop:
                     "early, call run.stop() and let the loop end by itself"
                 )
             self._vote_alone()
-            whole = self.steps_done == (number + 1) * per_epoch
+            whole = self.steps_done == end
             self._run._pulse.enter("script", self.steps_done)
             if not whole:  # the body of an epoch that was cut short will run again: what it asks for is not final
                 self._run._keeper.drop_names()
@@ -153,6 +156,15 @@ class Loop:
         if error is not None:
             raise error
 
+    def find_end(self) -> tuple[int, int]:
+        """The step and the epoch at which the next loop of the run begins. Raises Error while this one goes on."""
+        if not self.is_ended:
+            raise Error(
+                "this run is inside another loop: call run.epochs() or run.steps() after that loop, not inside it "
+                "or before it has begun"
+            )
+        return self.steps_done, self.feed.next_epoch(self.steps_done)
+
     def left_error(self) -> Error | None:
         """What is to be said of a loop that was left before its end."""
         if not self._left:
@@ -170,8 +182,12 @@ class Loop:
     def _begin(self) -> None:
         """Before the first step: who was told to stop by now leaves without one."""
         run = self._run
+        if self.place.is_past:
+            return
         run._pulse.begin()
-        if run._keeper.directory is not None:
+        if self.place.is_further:
+            run._keeper.write_status("running", "", None)
+        elif run._keeper.directory is not None:
             run._keeper.directory.write_start(run._restart, from_step=self.steps_done, world_size=run.world_size)
         if run.local_rank == 0:
             self._tell_launcher(ROOM, str(run.batch_size // run.micro_batch_size))
@@ -349,10 +365,14 @@ class Loop:
 
     def _finish(self) -> None:
         """The loop has ended by itself."""
-        if self._run._stop_reason:
-            self._run._say(f"stopped at step {self.steps_done}: {self._run._stop_reason}")
-        self._end("stopped" if self._run._stop_reason else "done", self._run._stop_reason)
-        self._tell_launcher(FINISHED)
+        if not self.place.is_past:
+            if self._run._stop_reason:
+                self._run._say(f"stopped at step {self.steps_done}: {self._run._stop_reason}")
+            self._end("stopped" if self._run._stop_reason else "done", self._run._stop_reason)
+            self._tell_launcher(FINISHED)
+            self._run._stop_reason = ""  # a further loop is not stopped by it
+        self.is_ended = True
+        self._run._loops.end(self.place, self.steps_done)
         # What follows the loop draws the same where a later start has found nothing left to do.
         self._begin_body("after", self.steps_done)
         self._run._num_evaluations = AFTER_LOOP
@@ -379,7 +399,6 @@ class Loop:
                 rows["steps without an update"] = f"{run._tally.num_skipped} of {self.steps_done}"
             rows |= {"samples/s": f"{self._num_samples / seconds:,.0f}", "wall time": f"{seconds:.1f} s", **time_row}
         run._show_end(rows, status)
-        run._group.close()
         if self.failure is None:
             let_go(run)
 
@@ -390,7 +409,7 @@ class Loop:
             return f"{keeper.unsaved[1]}; mend that, and start the same command again"
         if not self._is_to_leave or stop_code(self._signal) != START_AGAIN or run.rank != 0 or keeper.path is None:
             return ""
-        if (keeper.saved_step or 0) > self.began_step:
+        if (keeper.saved_step or 0) > run._steps_done:
             return ""
         count = count_idle_stops(keeper.path / RESTARTS) + 1
         if count < MOST_IDLE_STOPS:
@@ -399,7 +418,7 @@ class Loop:
         if run._settings.snapshot_every is None:
             cure = "let it save (--snapshot-every), or give it time for all of its steps"
         return (
-            f"{count} starts in a row were told to stop before they had saved more than step {self.began_step}: "
+            f"{count} starts in a row were told to stop before they had saved more than step {run._steps_done}: "
             f"{cure}, and start the same command again"
         )
 

@@ -30,10 +30,12 @@ class Freezing:
         self._modules = modules
         self._at_start = self._find_frozen()
 
-    def state_dict(self) -> dict[str, Any]:
-        """What is frozen now, and was before the loop; empty where that is the same."""
+    def state_dict(self, *, is_first_loop: bool) -> dict[str, Any]:
+        """What is frozen now, and was before the first loop; in that loop, nothing if both are the same."""
         frozen = self._find_frozen()
-        return {} if frozen == self._at_start else {"frozen": frozen, "frozen_at_start": self._at_start}
+        if is_first_loop and frozen == self._at_start:
+            return {}
+        return {"frozen": frozen, "frozen_at_start": self._at_start}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Freezes as it was, where the script begins as it did then; else it was changed, and is right."""

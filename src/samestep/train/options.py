@@ -66,6 +66,12 @@ def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {_show(before.get(name))} -> {_show(now.get(name))}" for name in names)
 
 
+def find_different(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """How the numbers of two runs differ, as far as both are known."""
+    names = [name for name in here if name in there and there[name] != here[name]]
+    return "; ".join(f"{name} {there[name]} there, {here[name]} here" for name in names)
+
+
 class Override:
     """Puts a script's settings in the place of those of its run; the rest of the state is restored.
 

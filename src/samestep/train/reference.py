@@ -17,6 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from samestep.data.loader import Loader, seed_all, to_device
 from samestep.plan.seeds import derive
 from samestep.snapshot.encoding import write_tensors
+from samestep.train.objects import find_slot
 from samestep.train.steps import Losses, Step
 from samestep.train.trace import Trace, TracedStep, read_draws
 
@@ -97,7 +98,7 @@ class ReferenceStep(TracedStep):
             self._write_gradients()
 
     def backward(self, loss: Losses, *, weight: float | Tensor | None = None, model: nn.Module | None = None) -> None:
-        slot = 0 if model is None else self._run._slot_of(model)
+        slot = 0 if model is None else find_slot(self._run._modules, model)
         for k, (term, own) in enumerate(loss.items() if isinstance(loss, Mapping) else [(loss, weight)]):
             if self._probe is not None:
                 number = None if own is None else float(own)

@@ -86,6 +86,7 @@ class Contents:
     ) -> None:
         self._objects, self._precision, self._say = objects, precision, say
         self._freezing, self._structure = Freezing(modules), Structure(objects, modules)
+        self._override: Override | None = None
         self.options = Options(read_settings(objects))
 
     def build(self, position: Mapping[str, Any], state: Any) -> dict[str, Any]:
@@ -95,7 +96,7 @@ class Contents:
         saved = states(self._objects)
         if change := self._structure.find_change(saved):
             self._say(change)
-        changes = self._freezing.state_dict() | self._structure.state_dict()
+        changes = self._freezing.state_dict(is_first_loop="loops" not in position) | self._structure.state_dict()
         return {
             "objects": saved,
             "position": {**position, "precision": self._precision.state_dict(), **changes},
@@ -116,11 +117,10 @@ class Contents:
         _check_names(objects, saved)
         changed = find_changed(begun_with, asked)
         how = describe_changes({name: begun_with[name] for name in changed}, {name: asked[name] for name in changed})
-        override = Override(objects, saved, changed) if changed and overrides else None
+        self._override = Override(objects, saved, changed) if changed and overrides else None
         self._structure.add_groups(contents["position"].get("groups", {}))
-        load(objects, saved, leave=override.moved if override is not None else ())
-        if override is not None:
-            override.apply()
+        self.restore_again(contents)
+        if self._override is not None:
             self.options = Options(asked, overridden=OVERRIDE + how)
         elif changed:
             self._say(
@@ -129,8 +129,19 @@ class Contents:
             )
             begun = {name: before for name, (before, _) in changed.items()}
             self.options = Options({**asked, **begun}, {name: asked[name] for name in changed})
+
+    def restore_again(self, contents: Mapping[str, Any]) -> dict[str, Any]:
+        """Undoes what the script has changed since `restore`: its lines before a later loop have run again.
+
+        Returns:
+            The script's own state.
+        """
+        load(self._objects, contents["objects"], leave=self._override.moved if self._override is not None else ())
+        if self._override is not None:
+            self._override.apply()
         self._precision.load_state_dict(contents["position"]["precision"])
         self._freezing.load_state_dict(contents["position"])
+        return contents["state"]  # type: ignore[no-any-return]
 
 
 def _check_names(objects: Objects, saved: Mapping[str, Any]) -> None:

@@ -18,12 +18,13 @@ from samestep.plan.seeds import derive
 from samestep.snapshot.encoding import encode
 from samestep.train import objects as prepared
 from samestep.train.evaluate import open_source, run_evaluate
-from samestep.train.exits import StopSignals, close_run, open_run, report_errors
+from samestep.train.exits import StopSignals, close_run, open_run, report_errors, take_back
 from samestep.train.feed import Feed, Sampler, build_feed
 from samestep.train.generators import call_on_rank_0
 from samestep.train.guards import Guards
 from samestep.train.keeper import Keeper
 from samestep.train.loop import Loop
+from samestep.train.loops import Loops, place_loop
 from samestep.train.machine import describe_machine, fix_compiler, fix_kernels
 from samestep.train.pulse import RunPulse
 from samestep.train.recall import choose_models, recall
@@ -129,11 +130,10 @@ class Run:
         self.summary: dict[str, Any] = {}
         self._objects: dict[str, Any] = {}
         self._modules: dict[str, nn.Module] = {}
-        self._statistics = BatchNormStatistics([])
+        self._statistics, self._guards = BatchNormStatistics([]), Guards({}, {})
         self._buffers = OtherBuffers({}, self._statistics)
-        self._guards = Guards({}, {})
         self._loop: Loop | None = None
-        self._steps_done = self._num_evaluations = 0
+        self._loops, self._steps_done, self._num_evaluations = Loops(), 0, 0
         self._resumed, self._stop_reason, self._is_recalled = "", "", False
         self._keeper = Keeper(settings, self._group, self._say)
         self.dir = self._keeper.path
@@ -205,7 +205,7 @@ class Run:
 
         Args:
             data: a map-style data set, or a DataLoader of one with the run's micro-batch size.
-            num_epochs: how many in all, those before a restart included.
+            num_epochs: how many in this loop, those before a restart included. A run may have several: docs/loops.md.
             collate_fn, num_workers, pin_memory: as in torch's DataLoader.
             sampler: `sampler(epoch)` gives that epoch's sample indices, the same on all ranks.
             shuffle: in another order each epoch (the default).
@@ -235,7 +235,7 @@ class Run:
     ) -> Iterator[Step]:
         """The run's steps, from where it stands, over `data` again and again: no epochs, no short step.
 
-        Args and errors as for `epochs`; `num_steps` counts those before a restart.
+        Args and errors as for `epochs`; `num_steps` counts those of this loop, before a restart too.
         """
         check_count("steps", num_steps)
         feed = self._open_feed(
@@ -299,7 +299,7 @@ class Run:
     def snapshot(self, name: str) -> None:
         """Keeps the run's state under `name`, for good, once the loop's body is done. On all ranks."""
         self._check_left()
-        self._keeper.ask_for(name)
+        self._keeper.ask_for(name, is_taken=self._loop is not None and self._loop.place.is_past)
 
     def restore(self, which: int | str, *names: str) -> None:
         """Gives models the weights and buffers of a snapshot, in place; all else stays. After the loop, on all ranks.
@@ -319,7 +319,7 @@ class Run:
     def stop(self, reason: str = "") -> None:
         """Ends the loop after the present step (or epoch's body). Call it on every rank: decide on what all know.
 
-        The same command again trains no further; one that resumes from the step by its number does.
+        The same command again takes no further step in that loop; one that resumes from the step by its number does.
         """
         self._check_left()
         self._stop_reason = reason or "run.stop()"
@@ -339,34 +339,40 @@ class Run:
         self._guards.refuse_in_step("run.clip_grad_norm_", "the gradient is not complete there; dedent it")
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
-    # --- inside -----------------------------------------------------------------------------------------------
-
     def _open_feed(self, data: Any, **arguments: Any) -> Feed:
         self._check_left()
-        if self._loop is not None:
-            raise Error("this run has had its loop: one run.epochs() or run.steps() per Run")
+        start = (0, 0) if self._loop is None else self._loop.find_end()
         self._check_prepared("the loop")
         if self._is_recalled:
             raise Error("run.restore was called before the loop, which would train other weights: call it after it")
-        return build_feed(data, self.seed, self.batch_size, self.micro_batch_size, **arguments)
+        return build_feed(data, self.seed, self.batch_size, self.micro_batch_size, start, **arguments)
 
     def _begin(self, feed: Feed, total_steps: int, num_epochs: int | None) -> Loop:
         """Everything between the arguments' check and the first step."""
         lengths = {"the number of steps": total_steps, "the length of the data set": len(feed.source)}
         self._group.agree(feed.numbers | lengths)
-        machine = describe_machine(self._settings, self.device)
-        self._keeper.record(self._numbers | feed.numbers, machine, self._config, self._contents.options)
-        fix_compiler()
-        self._loop = loop = Loop(self, feed, total_steps, self._settings.max_steps)
+        if self._loop is None:
+            machine = describe_machine(self._settings, self.device)
+            self._keeper.record(self._numbers | feed.numbers, machine, self._config, self._contents.options)
+            fix_compiler()
+        place = place_loop(self._loops, self._keeper, feed, total_steps, self._settings.max_steps, self._say)
+        if place.is_further:
+            take_back(self)
+        if place.is_replayed:
+            self.state = self._contents.restore_again(self._keeper.read_again())
+        self._loop = loop = Loop(self, feed, place)
+        if place.is_past:
+            return loop
         self._guards.watch(loop)
         if self.rank == 0:
             name = "" if self.dir is None else self.dir.name
-            info = TrackerInfo(name=name, dir=self.dir, config=self._config, resumed_step=self.steps_done)
-            self._trackers.start(info)
-        self._say(describe(self.batch_size // self.micro_batch_size, self.world_size) + self._resumed)
-        if loop.ending and self._resumed:
+            self._trackers.start(TrackerInfo(name, self.dir, self._config, resumed_step=self.steps_done))
+        if not place.is_further:
+            self._say(describe(self.batch_size // self.micro_batch_size, self.world_size) + self._resumed)
+        if loop.ending and self._resumed and not place.is_further:
             self._say(f"nothing left to do: {loop.explain_end()}, or begin anew with {advise('fresh')}")
-        self._progress.begin(total_steps=loop.last_step, done_steps=self.steps_done, epochs=num_epochs)
+        epochs = num_epochs and feed.first_epoch + num_epochs
+        self._progress.begin(total_steps=loop.last_step, done_steps=self.steps_done, epochs=epochs)
         return loop
 
     def _restore(self) -> None:
@@ -378,12 +384,13 @@ class Run:
             self._stop_reason = meta.get("stopped", "")
         self.state, position = state["state"], state["position"]
         self._steps_done = position["step"]
+        self._loops.load_state_dict(position)
         self._tally.load_state_dict(meta.get("tally", {}))
         ranks = "" if (was := meta["world_size"]) == self.world_size else f" (was {was} rank{'s' if was != 1 else ''})"
         self._resumed = f"; resumed at step {self._steps_done}{ranks}"
 
     def _build_state(self, position: dict[str, Any]) -> dict[str, Any]:
-        return self._contents.build(position, self.state)
+        return self._contents.build(position | self._loops.state_dict(), self.state)
 
     def _logs_step(self, steps_done: int) -> bool:
         return steps_done % self._settings.log_every == 0
@@ -421,12 +428,6 @@ class Run:
         if prepared.held_params(self._objects) != self._held:
             self._reducer.remove()
             self._build_reducer()
-
-    def _slot_of(self, model: nn.Module) -> int:
-        return prepared.find_slot(self._modules, model)
-
-    def _params_of(self, slot: int) -> tuple[nn.Parameter, ...]:
-        return prepared.list_params(self._modules, self._trained, slot)
 
     def _check_call(self, what: str, instead: str) -> None:
         """Refuses a call in the wrong place."""

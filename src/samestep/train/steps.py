@@ -18,7 +18,7 @@ from samestep.plan.seeds import derive
 from samestep.plan.tree import build_layout
 from samestep.train import logs
 from samestep.train.logs import describe
-from samestep.train.objects import learning_rates
+from samestep.train.objects import find_slot, learning_rates, list_params
 from samestep.train.tally import Tally, Value
 from samestep.train.unpacking import refuse_unpacking
 
@@ -35,13 +35,13 @@ class Epoch:
     """One pass over the data set: iterate over it for its steps.
 
     Attributes:
-        number: counted from 0.
+        number: counted from 0 over the whole run.
         num_steps: optimizer steps in a whole epoch.
     """
 
     def __init__(self, loop: "Loop", number: int, num_steps: int, tally: Tally) -> None:
         self.number, self.num_steps = number, num_steps
-        self._loop, self._tally = loop, tally
+        self._loop, self._end, self._tally = loop, loop.feed.end_of(number), tally
         self._is_begun = False
         self.done = False
 
@@ -50,7 +50,7 @@ class Epoch:
             raise Error(f"the steps of epoch {self.number} can be iterated over once: take the next epoch")
         self._is_begun = True
         refuse_unpacking(sys._getframe(1), "an epoch", "for step in epoch")
-        loop, end = self._loop, (self.number + 1) * self.num_steps
+        loop, end = self._loop, self._end
         loop.warn_of_changed_data()  # such as by set_epoch, in the first lines of the epoch's body
         while loop.steps_done < end and not loop.ending:
             yield from loop.next_step(last=loop.steps_done + 1 == end)
@@ -220,7 +220,7 @@ class Step:
         if not run._reducer._in_micro_batch:
             raise Error("step.backward was called outside the micro-batch loop: call it inside `for batch in step`")
         losses = self._losses[self._k]
-        slot = 0 if model is None else run._slot_of(model)
+        slot = 0 if model is None else find_slot(run._modules, model)
         if losses and (slot in losses or slot == 0 or 0 in losses):
             raise Error(
                 f"two step.backward into one model in micro-batch {self._v} of step {self.number}: add the losses and "
@@ -248,7 +248,7 @@ class Step:
 
     def _run_backward(self, k: int, loss: Tensor, factor: float | Tensor, slot: int) -> None:
         run = self._run
-        inputs = run._params_of(slot) if slot else ()
+        inputs = list_params(run._modules, run._trained, slot) if slot else ()
         if slot and not inputs:  # which autograd would take for all that there are
             raise Error(
                 f"step.backward(model=...) in step {self.number} got a model without a parameter to train: "

@@ -149,18 +149,19 @@ class Trackers:
             for tracker in self._waiting:
                 tracker.start(info)
                 self._running.append(tracker)
+            self._waiting = []
         except BaseException:
             self.finish("failed")
             raise
-        self._waiting = []
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Gives all of them the numbers of step `step`."""
         self._each(lambda tracker: tracker.log(values, step))
 
     def finish(self, status: str) -> None:
-        """Closes all of them. A second call does nothing."""
+        """Closes all of them; they can be started again. A second call does nothing."""
         self._each(lambda tracker: tracker.finish(status))
+        self._waiting += self._running
         self._running = []
 
     def _each(self, call: Callable[[Tracker], None]) -> None:

@@ -34,7 +34,7 @@ POLL_S = 0.05
 PATIENCE_S = 30.0  # after which it is said whom a rank waits for
 MEET_S = 300.0  # for the tasks of a Slurm step to come together, as for launchers of ours
 
-_num_groups = 0
+_num_loops = 0
 
 
 def choose_device(environment: Environment, wanted: str | None) -> torch.device:
@@ -77,7 +77,7 @@ class Group:
         self.device = device
         self.neighbors: Neighbors | None = None
         self._key = b""  # that the ranks have told each other, and not the store
-        self._number = _num_groups  # the same on all ranks, which make their groups in the same order
+        self.forget_stops()
 
     def open_mail(self) -> "Mail | None":
         """What the ranks leave texts for each other in; None with one rank."""
@@ -244,6 +244,12 @@ class Group:
             time.sleep(POLL_S)
         return None
 
+    def forget_stops(self) -> None:
+        """A loop begins: those that have called `find_going_on` did so in an earlier one. On all ranks."""
+        global _num_loops
+        _num_loops += 1
+        self._number = _num_loops  # the same on all ranks, which begin their loops in the same order
+
     def find_stopped(self) -> tuple[int, str] | None:
         """The first rank that has called `find_going_on`, and its steps; None where none has, as far as is known."""
         return next(((rank, step) for rank, step in enumerate(self._read_stops()) if step is not None), None)
@@ -287,8 +293,6 @@ def open_group(
                 dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
             else:
                 _meet(backend, timeout)
-    global _num_groups
-    _num_groups += 1
     group = Group(environment.rank, environment.world_size, device)
     group.local_rank = environment.local_rank
 

@@ -1,0 +1,127 @@
+"""The loops of a run, one after the other: where each one lies, counted in the run's steps."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from samestep.errors import Error
+from samestep.train.directory import Directory
+from samestep.train.feed import Feed
+from samestep.train.keeper import Keeper
+from samestep.train.options import find_different
+
+ENDLESS = 2**63
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a loop lies in its run.
+
+    Attributes:
+        number: of the loop, counted from 0 in the order of the script.
+        steps_done: the run's steps before the loop's next one.
+        last_step: the steps done when it ends, unless it ends early.
+        planned_step: the same without `max_steps`.
+        num_past: the loops that were over in the snapshot which the run was resumed from.
+        is_past: this is one of them, so it has no step left.
+        is_further: an earlier loop of this process has run.
+        is_replayed: the script's lines before this loop have run again, on the restored state of a step inside it.
+        warning: what to say about a past loop whose length has changed; "" if it has not.
+    """
+
+    number: int
+    steps_done: int
+    last_step: int
+    planned_step: int
+    num_past: int
+    is_past: bool = False
+    is_further: bool = False
+    is_replayed: bool = False
+    warning: str = ""
+
+
+class Loops:
+    """Places the loops of a run, and remembers where each of them ended: this is part of every snapshot."""
+
+    def __init__(self) -> None:
+        self._ends: list[list[int]] = []  # per finished loop: its end, and its planned end
+        self._num_begun = self._num_past = self._resumed_step = 0
+
+    @property
+    def num_ended(self) -> int:
+        """How many loops have ended, over all restarts."""
+        return len(self._ends)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The ends; nothing while the first loop is not over."""
+        return {"loops": self._ends} if self._ends else {}
+
+    def load_state_dict(self, position: Mapping[str, Any]) -> None:
+        """Resumes: `position` is that of a snapshot."""
+        self._ends, self._resumed_step = position.get("loops", []), position["step"]
+        self._num_past = len(self._ends)
+
+    def begin(self, first_step: int, num_steps: int, max_steps: int | None) -> Place:
+        """Places the script's next loop, which follows `first_step` steps of the run and has `num_steps` in all."""
+        number, self._num_begun = self._num_begun, self._num_begun + 1
+        planned_step = first_step + num_steps
+        if number < self._num_past:
+            end, was = self._ends[number]
+            warning = ""
+            if planned_step != was:
+                warning = (
+                    f"loop {number + 1} of this run ended at step {end} and is not gone back to, although its planned "
+                    f"end is now step {planned_step} (was {was}): resume from a step before {end} to change it"
+                )
+            return Place(number, end, end, planned_step, self._num_past, is_past=True, warning=warning)
+        return Place(
+            number,
+            steps_done=max(first_step, self._resumed_step),
+            last_step=min(planned_step, max_steps or ENDLESS),
+            planned_step=planned_step,
+            num_past=self._num_past,
+            is_further=number > self._num_past,
+            is_replayed=0 < number == self._num_past,
+        )
+
+    def end(self, place: Place, steps_done: int) -> None:
+        """The loop at `place` is over."""
+        if not place.is_past:
+            self._ends = [*self._ends, [steps_done, place.planned_step]]
+
+
+def place_loop(
+    loops: Loops, keeper: Keeper, feed: Feed, num_steps: int, max_steps: int | None, say: Callable[[str], None]
+) -> Place:
+    """Places the script's next loop, and records it. On all ranks. Errors as for `record_loop`."""
+    place = loops.begin(feed.first_step, num_steps, max_steps)
+    keeper.once(lambda: record_loop(keeper.directory, place, feed))
+    if place.warning:
+        say(place.warning)
+    return place
+
+
+def record_loop(directory: Directory | None, place: Place, feed: Feed) -> None:
+    """Compares a loop with what the run's record says of it, or records it.
+
+    The record's numbers are those of the first loop; the others are in a list. Entries of loops that the snapshot
+    knows nothing of are of steps that were never saved, and are replaced.
+
+    Raises:
+        Error: the run was resumed inside this loop or after it, and the loop was another one.
+    """
+    if directory is None:
+        return
+    recorded = directory.record.get("loops", [])
+    loops = recorded if place.is_further else recorded[: place.num_past]
+    numbers = {"first_step": feed.first_step, "first_epoch": feed.first_epoch, **feed.numbers}
+    if 0 < place.number <= len(loops):
+        if different := find_different(loops[place.number - 1], numbers):
+            raise Error(
+                f"loop {place.number + 1} of the run in {directory.named} was another one ({different}): use its "
+                f"numbers, or resume from step {feed.first_step} or before"
+            )
+    elif place.number:
+        loops = [*loops, numbers]
+    if loops != recorded:
+        directory.write_loops(loops)
