@@ -159,3 +159,17 @@ def test_a_loop_that_has_changed(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert said in capfd.readouterr().out
     assert samestep.spawn(train, 1, (run_dir,), {"num_epochs": 3, "length": 24}, env={"SAMESTEP_RESUME": "8"})
     assert "audit passed" in ask("inspect", run_dir, "--samples")
+
+
+def test_the_page(tmp_path: Path) -> None:
+    """The script of docs/loops.md runs as it stands there."""
+    page = (Path(__file__).parents[2] / "docs" / "loops.md").read_text()
+
+    def run_page() -> int:
+        os.chdir(tmp_path)
+        names: dict[str, Any] = {}
+        exec(page.partition("```python\n")[2].partition("```")[0], names)
+        return names["run"].steps_done  # type: ignore[no-any-return]
+
+    assert samestep.spawn(run_page, 2) == 2 * 13 + 3 * 4 + 5
+    assert "audit passed" in ask("inspect", tmp_path / "runs" / "phases", "--samples")
