@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import count
 from threading import Timer
 from typing import Any, TypeVar
 
@@ -34,7 +35,7 @@ POLL_S = 0.05
 PATIENCE_S = 30.0  # after which it is said whom a rank waits for
 MEET_S = 300.0  # for the tasks of a Slurm step to come together, as for launchers of ours
 
-_num_loops = 0
+_numbers = count()
 
 
 def choose_device(environment: Environment, wanted: str | None) -> torch.device:
@@ -246,9 +247,7 @@ class Group:
 
     def forget_stops(self) -> None:
         """A loop begins: those that have called `find_going_on` did so in an earlier one. On all ranks."""
-        global _num_loops
-        _num_loops += 1
-        self._number = _num_loops  # the same on all ranks, which begin their loops in the same order
+        self._number = next(_numbers)  # the same on all ranks, which begin their loops in the same order
 
     def find_stopped(self) -> tuple[int, str] | None:
         """The first rank that has called `find_going_on`, and its steps; None where none has, as far as is known."""
