@@ -328,6 +328,8 @@ def _train(arguments: list[str]) -> int:
     recipe = recipe or DEFAULT_RECIPE
     if recipe not in find_recipes():
         raise Error(f"there is no recipe {recipe}{_suggest(recipe, find_recipes())}")
+    if "batch_size" in values:
+        left.append(f"--batch-size={values['batch_size']}")  # the recipe's, too: others follow from it
     _check_options(recipe, left)
     from samestep.launch.local import Target
 

@@ -182,8 +182,10 @@ def rank_range(n: int, world_size: int, rank: int) -> range:
     return range(lo - (lo - hi) * rank // world_size, lo - (lo - hi) * (rank + 1) // world_size)
 
 
-def describe(n: int, world_size: int) -> str:
+def describe(n: int, world_size: int, micro_batch_size: int = LEAST_SAMPLES) -> str:
     """How n micro-batches spread over the ranks, for people: `16 micro-batches on 3 ranks: 6+5+5, 89 % busy`.
+
+    On one rank it says where `micro_batch_size` is below what the default would be, which costs small models speed.
 
     Busy is the share of a step's computing time in which the mean rank computes, were all micro-batches to
     take equally long. Above 8 ranks the shares are abbreviated.
@@ -191,7 +193,10 @@ def describe(n: int, world_size: int) -> str:
     shares = [len(rank_range(n, world_size, rank)) for rank in range(world_size)]
     micro_batches = f"{n} micro-batch{'es' if n != 1 else ''}"
     if world_size == 1:
-        return f"{micro_batches} on 1 rank"
+        small = n > 1 and micro_batch_size < LEAST_SAMPLES
+        advice = " (if a sample takes little time, a larger micro_batch_size is faster)"
+        size = f" of {_samples(micro_batch_size)}" if small else ""
+        return f"{micro_batches}{size} on 1 rank{advice if small else ''}"
     if world_size <= 8:
         listed = "+".join(map(str, shares))
     elif min(shares) == max(shares):

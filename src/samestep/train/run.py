@@ -13,7 +13,7 @@ from samestep.engine.buffers import BatchNormStatistics, OtherBuffers
 from samestep.engine.precision import build_precision
 from samestep.engine.reducer import Reducer
 from samestep.errors import Error
-from samestep.plan.schedule import describe
+from samestep.plan.schedule import LEAST_SAMPLES, describe
 from samestep.plan.seeds import derive
 from samestep.snapshot.encoding import encode
 from samestep.train import objects as prepared
@@ -48,9 +48,8 @@ class Run:
     Args:
         run_dir: where it lives, a path or a URL for fsspec; None: nothing on disk, nothing resumed (notebooks).
         batch_size: samples of one optimizer step, over all ranks.
-        micro_batch_size: samples of one forward and backward, part of the run's identity. `batch_size /
-            micro_batch_size` is the largest number of ranks. None: 8, 4 or 2 micro-batches per step where they have at
-            least 64 samples each, else 1. BatchNorm and losses that compare samples see one micro-batch.
+        micro_batch_size: samples of one forward and backward, all that BatchNorm sees. None: 8, 4 or 2 micro-batches
+            where each has at least 64 samples, else 1. `batch_size / micro_batch_size` ranks are the most.
         seed: of everything random.
         precision: "fp32", "bf16" or "fp16": what `autocast` opens.
         reduction: "exact" (the same bits at any number of ranks) or "fast" (the backend's all-reduce).
@@ -368,7 +367,8 @@ class Run:
             name = "" if self.dir is None else self.dir.name
             self._trackers.start(TrackerInfo(name, self.dir, self._config, resumed_step=self.steps_done))
         if not place.is_further:
-            self._say(describe(self.batch_size // self.micro_batch_size, self.world_size) + self._resumed)
+            size = LEAST_SAMPLES if self._resumed else self.micro_batch_size  # a run that goes on keeps its own
+            self._say(describe(self.batch_size // self.micro_batch_size, self.world_size, size) + self._resumed)
         if loop.ending and self._resumed and not place.is_further:
             self._say(f"nothing left to do: {loop.explain_end()}, or begin anew with {advise('fresh')}")
         epochs = num_epochs and feed.first_epoch + num_epochs
