@@ -21,6 +21,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "samestep"
 FLOORS = {
     "errors": 0,
     "files": 0,
+    "console": 0,
     "plan": 1,
     "data": 2,
     "world": 2,

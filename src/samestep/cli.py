@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samestep import __version__
+from samestep.console import escape
 from samestep.errors import Error, explain
 from samestep.recipes import describe_recipes, find_recipes, read_options, show_recipe_help
 from samestep.world.environment import OVERRIDES, Overrides, check_surroundings, drop_output, fix_hash_seed
@@ -134,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (Error, OSError) as error:
         if (sentence := explain(error)) is None:
             raise
-        print(f"samestep: error: {sentence}", file=sys.stderr)
+        print(f"samestep: error: {escape(sentence)}", file=sys.stderr)
         if isinstance(error, OSError):
             drop_output()
         code = Error.exit_code

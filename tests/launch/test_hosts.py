@@ -20,7 +20,9 @@ from support.ssh import SshHosts, open_ssh_hosts, why_not
 from support.waiting import wait_until
 
 from samestep.errors import Error
-from samestep.launch.hosts import Host, parse_hosts
+from samestep.launch import hosts as of_hosts
+from samestep.launch.hosts import Agents, Host, parse_hosts
+from samestep.launch.remote import MARK as ANSWER
 
 SEEN = """
 import json, os, sys, torch.distributed as dist
@@ -252,3 +254,17 @@ def test_names_of_hosts(text: str, hosts: list[Host]) -> None:
 def test_names_that_are_none(text: str) -> None:
     with pytest.raises(Error, match="--hosts"):
         parse_hosts(text)
+
+
+@pytest.mark.parametrize("answer", ['{"code": 0}', "{", '0123 {"code": 0}', "[]"])
+def test_what_ranks_print_is_no_answer(
+    answer: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(of_hosts, "SSH", ("sh", "-c", f"printf '{ANSWER}{answer}\\n\\033[2Jhallo\\n'"))
+    with Agents([Host("a")], tmp_path, {}) as agents:
+        (agent,) = agents.all
+        agent.is_started = True
+        while not agent.has_ended:
+            agents.poll()
+    assert (agent.code, agent.place) == (None, None)
+    assert capfd.readouterr().out == f"[a] \\x1esamestep {answer}\n[a] \\x1b[2Jhallo\n"

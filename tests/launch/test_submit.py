@@ -1,6 +1,7 @@
 """What `samestep submit` renders: batch scripts, and manifests that fit Kubernetes' published schema."""
 
 import json
+import os
 import shlex
 import subprocess
 from pathlib import Path
@@ -295,3 +296,29 @@ def test_kubectl(command: Command) -> None:
     done = command.run("submit", "--k8s", "--image", "x", "train.py")
     assert done.returncode == 2
     assert "samestep: error: kubectl has refused the JobSet" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["a\nscancel 1\n.py", "a\n#SBATCH --wrap=x\n.py", "a\rb.py", "a\x1bb.py"])
+def test_names_with_control_characters(script: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    script.with_name(name).write_text("")
+    assert "without control characters" in refuse(capsys, "--dry-run", name)
+    assert "without control characters" in refuse(capsys, "--dry-run", "--run-dir", f"runs/{name}", "train.py")
+    script.with_name(f"in {name}").mkdir()
+    os.chdir(script.with_name(f"in {name}"))
+    assert "without control characters" in refuse(capsys, "--dry-run", str(script))
+
+
+@pytest.mark.parametrize("name", ['a" --wrap="x.py', 'a\\" --wrap="x.py', "a'; x; '.py", "$(x) `x` ${x}.py"])
+def test_names_with_signs(script: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    script.with_name(name).write_text("")
+    text = render(capsys, "--run-dir", name, name, name)
+    directives = read_directives(text)
+    assert directives["job-name"] == Path(name).stem
+    assert directives["output"] == f"{name}/slurm/%j.out"
+    assert read_srun(text)[-2:] == [name, name]
+
+
+def test_kubernetes_replaces_nothing(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = render(capsys, "--k8s", "--image", "i", "train.py", "$(HOME)", "a$b", "$$")
+    pod = yaml.safe_load(text)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert pod["containers"][0]["command"][-3:] == ["$$(HOME)", "a$$b", "$$$$"]

@@ -22,6 +22,7 @@ from samestep.snapshot.store import OF_RUN, Store
 from samestep.tools.inspect import run_inspect
 from samestep.tools.watch import run_watch
 from samestep.train.directory import Directory
+from samestep.train.options import Options
 
 STATE = {"objects": {"net": {"w": torch.arange(10.0)}}, "position": {"step": 3, "epoch": 1}, "state": {}}
 META = {"epoch": 1, "metrics_bytes": 0, "world_size": 1, "numbers": {}, "rewinds": 0}
@@ -229,6 +230,10 @@ TEXTS: dict[str, bytes] = {
     b' "mode": 1, "shuffle": "x", "drop_last": {}, "sampler": 0}}',
     "large numbers": b'{"format": 1, "numbers": {"data_length": 4611686018427387904, "batch_size": 4611686018427387904,'
     b' "micro_batch_size": 1, "seed": 0, "mode": "steps", "shuffle": true, "drop_last": false, "sampler": "x"}}',
+    "a surrogate": b'{"format": 1, "status": "\\ud800", "reason": "\\ud800"}',
+    "escapes": b'{"format": 1, "config": {"a\\u001b[2J": "\\u001b[2J\\u202e"}, "status": "\\u009b2J",'
+    b' "lost": "\\u001b]0;x",'
+    b' "reason": "\\u001b[2J", "from_step": 0, "\\u001b[2J": "\\u001b[2J"}',
     "ranks of another kind": b'{"time_s": 1, "micro_batch_size": 1, "ranks": [{}, 3]}',
 }
 PLANTED: dict[str, Callable[[Path], object]] = {
@@ -262,7 +267,9 @@ def test_tools_pass_over_what_they_cannot_read(place: Path, name: str, what: str
                 assert run_inspect([run, *arguments]) in (0, 1)
     with suppress(Error):
         run_watch([run])
-    assert "Traceback" not in capsys.readouterr().err
+    shown = capsys.readouterr()
+    assert "Traceback" not in shown.err
+    assert not set("\x1b\x9b\u202e") & {*shown.out, *shown.err}  # nothing moves the cursor
 
 
 def test_a_sound_snapshot_holds_regular_files(place: Path, capsys: Any) -> None:
@@ -306,12 +313,12 @@ def use(run: Path) -> None:
     directory = Directory(run, fresh=False, warn=lambda sentence: None)
     try:
         directory.go_on_from(directory.find("latest"))
-        directory.write_record({}, {}, {})
+        directory.write_record({}, {}, {}, Options({}))
         directory.write_start(None, from_step=0, world_size=1)
         directory.write_row({"loss": 1.0})
         directory.enter(0, 0, 8, 1)
         directory.store.make_inbox()
-        meta = directory.mark(epoch=0, world_size=1, stop_reason="")
+        meta = directory.mark(epoch=0, world_size=1, notes={})
         directory.save({}, {}, step=4, name=None, meta=meta, confirm=lambda: None)
         directory.prune(1)
         directory.write_status("done", "", 1)

@@ -29,6 +29,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from samestep.console import say
 from samestep.launch.hub import FLUSH_S, Hub
 from samestep.launch.local import HOST, Failure, Place, Ranks, Target, build_variables, open_store
 from samestep.launch.nodes import Link, Nodes, build_hello, connect, find_addresses, is_here, open_listener
@@ -291,7 +292,7 @@ class NodeAgent(RankAgent):
         if mine is not None and mine.reason == place.restart.reason:
             self.launch.report(mine, then)
         else:
-            print(f"samestep: {place.restart.reason}{then}", file=sys.stderr, flush=True)
+            say(f"{place.restart.reason}{then}")
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._watch()

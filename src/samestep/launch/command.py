@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from samestep.console import escape, say
 from samestep.errors import Error
 from samestep.launch.forkserver import ForkServer
 from samestep.launch.local import Failure, Ranks, Target, parse_shown
@@ -227,9 +228,9 @@ def _conclude_on_nodes(ranks: Ranks, received: list[int], end: dict[str, Any]) -
     if not said or received or (failure is not None and not failure.secondary):
         return _conclude(ranks, received)
     if end["message"]:
-        print(f"samestep: error: {said}", file=sys.stderr)
+        print(f"samestep: error: {escape(said)}", file=sys.stderr)
     else:
-        print(f"samestep: {said}; the others were stopped", file=sys.stderr)
+        say(f"{said}; the others were stopped")
     return int(end["code"])
 
 
@@ -260,4 +261,4 @@ def _report(failure: Failure, ranks: Ranks, then: str = "") -> None:
     if then:
         lines.append(f"samestep: {failure.reason}{then}")
     for line in lines:
-        print(line, file=sys.stderr)
+        print(escape(line), file=sys.stderr)

@@ -8,6 +8,7 @@ import ipaddress
 import json
 import os
 import re
+import secrets
 import selectors
 import shlex
 import shutil
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from samestep.console import escape, say
 from samestep.errors import Error
 from samestep.launch.command import Stopping
 from samestep.launch.logs import write_all
@@ -111,6 +113,8 @@ class Agents:
 
     def __init__(self, hosts: Sequence[Host], directory: Path, variables: dict[str, str]) -> None:
         self._selector = selectors.DefaultSelector()
+        nonce = secrets.token_hex(16)  # what the ranks print is no answer, whatever it begins with
+        self._mark = f"{MARK}{nonce} ".encode()
         self._is_closed = threading.Event()
         self._beats = threading.Thread(target=self._beat, name="samestep beats", daemon=True)
         python_path = {name: value for name, value in variables.items() if name == "PYTHONPATH"}
@@ -129,7 +133,7 @@ class Agents:
                 assert stream is not None
                 agent.held[number] = b""
                 self._selector.register(stream, selectors.EVENT_READ, (agent, number))
-            agent.tell({"directory": str(directory), "variables": variables})
+            agent.tell({"directory": str(directory), "variables": variables, "nonce": nonce})
         self._beats.start()
 
     def __enter__(self) -> "Agents":
@@ -171,15 +175,16 @@ class Agents:
                 agent.has_ended = True
 
     def _hear(self, agent: Agent, number: int, line: bytes) -> None:
-        line, mark, told = line.partition(MARK.encode()) if number == 1 else (line, b"", b"")
+        line, mark, told = line.partition(self._mark) if number == 1 else (line, b"", b"")
         if mark:
             self._take(agent, json.loads(told))
         if number == 2 and line.strip():
             agent.last = line.decode(errors="replace").strip()
         if agent.is_started and (line or not mark):
             shown = line.rstrip(b"\r").rpartition(b"\r")[2]  # of what was drawn over and over, the end
+            text = escape(shown.decode(errors="backslashreplace"))
             with suppress(OSError):  # nobody reads any more: no reason to lose the run
-                write_all(number, f"[{agent.host.name}] ".encode() + shown + b"\n")
+                write_all(number, f"[{agent.host.name}] {text}\n".encode())
 
     def _take(self, agent: Agent, told: dict[str, Any]) -> None:
         if "address" in told:
@@ -296,5 +301,5 @@ def _wait_for_ends(agents: Agents, received: Sequence[int]) -> int:
         if limit_s is not None and time.monotonic() > limit_s:
             break
     if lost and not received:
-        print(f"samestep: {lost}; the others were stopped", file=sys.stderr)
+        say(f"{lost}; the others were stopped")
     return code or (128 + received[-1] if len(ended) < len(agents.all) else 0)

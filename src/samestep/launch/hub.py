@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from samestep.console import say
 from samestep.errors import Error
 from samestep.launch.local import Failure
 from samestep.launch.nodes import Hello, Link, Nodes, find_difference, find_other_arguments, open_listener
@@ -143,12 +144,12 @@ class Hub(threading.Thread):
             reason = f"{full}, and has {num_ranks}: start fewer here"
         if reason is not None:
             member.link.send("refused", reason=reason)
-            print(f"samestep: {hello.name} was turned away: {reason}", file=sys.stderr, flush=True)
+            say(f"{hello.name} was turned away: {reason}")
             return  # it closes the link itself
         warning = find_other_arguments(hello, there[0]) if there else None
         if warning is not None and warning not in self._warnings:
             self._warnings.add(warning)
-            print(f"samestep: {warning}", file=sys.stderr, flush=True)
+            say(warning)
         member.hello = hello
         self._strangers.remove(member)
         self._members.append(member)
@@ -267,7 +268,7 @@ class Hub(threading.Thread):
             self._num_restarts += 1
             self._restart = Restart(reason)
             waits = f"waiting for up to {self._nodes.timeout_s:.0f} s for it to be started again"
-            print(f"samestep: {reason}; {waits}", file=sys.stderr, flush=True)
+            say(f"{reason}; {waits}")
         else:
             self._end(message=f"{reason}: the same commands go on from the newest snapshot", code=1)
 

@@ -6,9 +6,10 @@ import subprocess
 from collections.abc import Iterator
 from typing import Any
 
+from samestep.console import say
 from samestep.errors import Error
 from samestep.launch.nodes import DEFAULT_PORT
-from samestep.launch.submit import Job, say
+from samestep.launch.submit import Job
 from samestep.world.environment import START_AGAIN
 
 GROUP = "node"  # the only group of pods
@@ -37,7 +38,8 @@ def build_manifest(job: Job) -> dict[str, Any]:
     first = f"{name}-{GROUP}-0-0.{name}"  # the first pod, by the headless service of the JobSet
     wait, launch = (
         ["sh", "-c", WAIT.format(host=first), "sh"],
-        job.build_command("python", f"{first}:{DEFAULT_PORT}", job.run_dir),
+        # Kubernetes replaces $(NAME), and $$ by $.
+        [word.replace("$", "$$") for word in job.build_command("python", f"{first}:{DEFAULT_PORT}", job.run_dir)],
     )
     volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
     mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]  # a container's own is too small for data loaders

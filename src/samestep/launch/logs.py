@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from samestep.console import escape
 from samestep.files import open_regular
 from samestep.world.environment import LOG, TERMINAL, read_log_pipe
 
@@ -369,7 +370,7 @@ class Recorder:
 
     def _say(self, sentence: str) -> None:
         with suppress(OSError):
-            os.write(self._terminal, f"samestep: {sentence}\n".encode())
+            os.write(self._terminal, f"samestep: {escape(sentence)}\n".encode())
 
 
 def _settle(line: bytes) -> bytes:

@@ -2,7 +2,7 @@
 
 Its stdin brings a line of JSON (where, and with which variables), then one with the launcher's arguments, then signals,
 and in between empty lines, so that a connection that is lost without a word is found out. Answers go to stdout, beside
-what the ranks print, in lines that begin with `MARK`.
+what the ranks print, in lines that begin with `MARK` and the launch's own random number, which ranks do not know.
 """
 
 import ctypes
@@ -28,26 +28,25 @@ READ_BYTES = 1 << 16
 PR_SET_PDEATHSIG = 1
 
 
-def answer(**fields: Any) -> None:
-    """Tells whoever has started this."""
+def answer(nonce: str, **fields: Any) -> None:
+    """Tells whoever has started this. `nonce` is theirs: no other line of the output has it."""
     with suppress(OSError):
-        os.write(1, f"{MARK}{json.dumps(fields)}\n".encode())
+        os.write(1, f"{MARK}{nonce} {json.dumps(fields)}\n".encode())
 
 
 def main() -> None:
     """Exits with the launcher's code."""
     order = _read_line()
-    where = order["directory"]
+    where, nonce = order["directory"], order["nonce"]
     try:
         os.chdir(where)
     except OSError as error:
-        answer(
-            problem=f"the directory {where} cannot be used there ({error.strerror}): it must be the same on all hosts"
-        )
+        problem = f"the directory {where} cannot be used there ({error.strerror}): it must be the same on all hosts"
+        answer(nonce, problem=problem)
         sys.exit(1)
     with socket.create_server(("", 0)) as probe:
         port = probe.getsockname()[1]
-    answer(address=read_ssh_address(), port=port)
+    answer(nonce, address=read_ssh_address(), port=port)
     arguments = _read_line()["arguments"]
     watched, waker = socket.socketpair()
     for end in (watched, waker):
@@ -62,7 +61,7 @@ def main() -> None:
     )
     _obey(launcher, watched)
     code = launcher.returncode if launcher.returncode >= 0 else 128 - launcher.returncode
-    answer(code=code, killed_by=-min(launcher.returncode, 0))
+    answer(nonce, code=code, killed_by=-min(launcher.returncode, 0))
     sys.exit(code)
 
 

@@ -14,9 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from samestep import __version__
+from samestep.console import say
 from samestep.errors import Error
 from samestep.files import replace_file
-from samestep.launch.submit import Job, say
+from samestep.launch.submit import Job
 from samestep.world.environment import START_AGAIN
 
 READ_S = 0.2  # between two looks at the output
@@ -64,6 +65,12 @@ def render(job: Job) -> str:
         "chdir": Path.cwd(),
         "output": str(directory / ("%A_%a.out" if is_array else "%j.out")),
     }
+    for name, value in directives.items():
+        if not str(value).isprintable():
+            raise Error(
+                f"--{name} of the batch script would be {str(value)!r}: use names without control characters for the "
+                "script and its directories"
+            )
     lines = [f"#SBATCH --{name}={_quote(str(value))}" for name, value in directives.items()]
     lines += ["#SBATCH --requeue", *(f"#SBATCH {option}" for option in options.get("sbatch", ()))]
     run_dir = f"{job.run_dir}/$SLURM_ARRAY_TASK_ID" if is_array else job.run_dir
@@ -86,7 +93,7 @@ def render(job: Job) -> str:
 
 def _quote(text: str) -> str:
     """As sbatch reads a value: like a shell, but for variables."""
-    return text if re.fullmatch(r"[\w@%+=:,./-]+", text) else '"' + text.replace('"', r"\"") + '"'
+    return text if re.fullmatch(r"[\w@%+=:,./-]+", text) else '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'
 
 
 def find_directory(job: Job) -> Path:

@@ -1,7 +1,6 @@
 """`samestep submit`: the options, and what Slurm and Kubernetes have in common."""
 
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -180,8 +179,3 @@ def parse_time(text: str) -> int | None:
     if not total_s:
         raise Error(f"--time {text} leaves no time to train")
     return total_s
-
-
-def say(text: str) -> None:
-    """Tells a person, beside the output of the job."""
-    print(f"samestep: {text}", file=sys.stderr, flush=True)

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from samestep.console import escape, say
 from samestep.errors import Error
 from samestep.snapshot.store import OF_RUN, Store
-from samestep.tools.fetch import open_run, read_record, warn
+from samestep.tools.fetch import open_run, read_record
 from samestep.tools.inspect import parse_which
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def run_export(args: list[str]) -> int:
     with open_run(options.run, which=options.snapshot) as run:
         read_record(run, options.run)
         store = Store(run)
-        snapshot = store.find(options.snapshot, warn=warn)
+        snapshot = store.find(options.snapshot, warn=say)
         if snapshot is None:
             raise Error(f"{options.run} has no snapshot yet")
         objects = store.read(snapshot, OF_RUN)["objects"]
@@ -57,7 +58,9 @@ def run_export(args: list[str]) -> int:
         num_bytes = _write(file, tensors | kept, {"run": run_name, "step": str(snapshot.step), "object": name})
         left_out = ", ".join(others.keys() - kept.keys())
         without = f", without {left_out}, which the format does not hold" if left_out else ""
-        print(f"{file}: {len(tensors)} tensors of {name} after step {snapshot.step}, {num_bytes:,} bytes{without}")
+        print(
+            escape(f"{file}: {len(tensors)} tensors of {name} after step {snapshot.step}, {num_bytes:,} bytes{without}")
+        )
     return 0
 
 

@@ -1,12 +1,12 @@
 """The run that a tool looks at: in its directory, or at a URL."""
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from samestep.console import say
 from samestep.errors import Error, explain
 from samestep.files import read_bytes
 from samestep.snapshot.remote import FILES, Remote, Unreachable, is_url
@@ -61,7 +61,7 @@ def _copy(remote: Remote, directory: Path, which: int | str | None, is_whole: bo
             (directory / name).write_bytes(content)
     store = Store(directory)
     if which is not None:
-        remote.pull(store, which, rewinds=read_record(directory, remote.url).get("rewinds", []), warn=warn)
+        remote.pull(store, which, rewinds=read_record(directory, remote.url).get("rewinds", []), warn=say)
         return
     for place, snapshot in sorted(remote.snapshots().items()):
         remote.copy(place, store.path / snapshot.path.name, is_whole=is_whole)
@@ -81,8 +81,3 @@ def read_record(run: Path, called: str) -> dict[str, Any]:
         raise Error(f"{called}/run.json cannot be read ({error.strerror}): repair it") from None
     except ValueError as error:
         raise Error(f"{called}/run.json cannot be read as JSON ({error}): repair it") from None
-
-
-def warn(sentence: str) -> None:
-    """Says a sentence beside the output."""
-    print(f"samestep: {sentence}", file=sys.stderr)

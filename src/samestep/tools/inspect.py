@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from samestep.console import escape as escape_text
+from samestep.console import say
 from samestep.errors import Error
 from samestep.files import is_count, open_regular
 from samestep.plan.ledger import RECORD, combine, fingerprint
@@ -21,7 +23,7 @@ from samestep.plan.order import GivenOrder, Order, build_order
 from samestep.plan.schedule import EndlessSchedule, Schedule, Span
 from samestep.snapshot.manifest import find_damage
 from samestep.snapshot.store import Snapshot, Store
-from samestep.tools.fetch import open_run, read_record, warn
+from samestep.tools.fetch import open_run, read_record
 from samestep.watch.records import RESTARTS, STATUS, read_last_row, read_or_empty, read_rows
 
 _NUM_SHOWN = 10
@@ -85,7 +87,7 @@ def parse_which(text: str) -> int | str:
 
 
 def _show_digest(options: argparse.Namespace) -> int:
-    snapshot = Store(options.run).find(options.step, warn=warn)
+    snapshot = Store(options.run).find(options.step, warn=say)
     if snapshot is None:
         raise Error(f"{options.called} has no snapshot yet")
     digest = snapshot.manifest["digest"]
@@ -114,7 +116,7 @@ def _show_run(options: argparse.Namespace, record: Mapping[str, Any]) -> int:
         shown = {"run": record, "snapshots": snapshots, "restarts": restarts, "metrics": metrics, "lost": lost}
         print(json.dumps(shown | {"checked": options.check}, indent=1))
         return code
-    print(f"run {options.called}, samestep {record.get('samestep')}")
+    print(escape_text(f"run {options.called}, samestep {record.get('samestep')}"))
     for section in ("numbers", "machine", "config"):
         if record.get(section):
             _print_table(section, ("name", "value"), _list_values(record[section]))
@@ -140,7 +142,7 @@ def _show_run(options: argparse.Namespace, record: Mapping[str, Any]) -> int:
     if metrics is not None:
         _print_table("last metrics", ("name", "value"), _list_values(metrics))
     if lost:
-        print(f"when the run ended, {lost}")
+        print(escape_text(f"when the run ended, {lost}"))
     return code
 
 
@@ -167,6 +169,7 @@ def _format_cell(value: Any) -> str:
 
 
 def _print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    rows = [[escape_text(cell).replace("\n", "\\n") for cell in row] for row in rows]
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.markup import escape
@@ -410,7 +413,7 @@ def _show_samples(options: argparse.Namespace, record: Mapping[str, Any]) -> int
     if options.json:
         print(json.dumps({"steps": steps, "audit": {"passed": not problems, "problems": problems}}))
     else:
-        print(_summarize(problems, [part for audit in audits for part in audit.describe()]))
+        print(escape_text(_summarize(problems, [part for audit in audits for part in audit.describe()])))
     return 1 if problems else 0
 
 

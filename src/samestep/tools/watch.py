@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from samestep.console import escape
 from samestep.errors import Error
 from samestep.snapshot.remote import Remote, find_copy, is_url
 from samestep.tools.fetch import reaching, read_record
@@ -68,7 +69,7 @@ def run_watch(args: list[str]) -> int:
     record = read_or_empty(run_dir / RANKS)
     is_running = read_or_empty(run_dir / STATUS).get("status", "running") == "running"
     if not record or not is_running or time.time() - record["time_s"] > STALE_S:
-        print(describe_end(run_dir))
+        print(escape(describe_end(run_dir)))
         return 0
     for row in format_rows(record, None):
         print("  ".join(row).rstrip())
@@ -110,7 +111,7 @@ def _follow(run_dir: Path) -> int:
             elif record and time.time() - record["time_s"] > RESTART_S and has_ended(run_dir):
                 break
             time.sleep(POLL_S)
-    print(describe_end(run_dir))
+    print(escape(describe_end(run_dir)))
     return 0
 
 
@@ -175,6 +176,7 @@ def format_rows(record: Mapping[str, Any], before: Mapping[str, Any] | None) -> 
         )
     if not any(row[-1] for row in rows[1:]):
         rows = [row[:-1] for row in rows]
+    rows = [[escape(cell).replace("\n", "\\n") for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
 

@@ -17,6 +17,7 @@ from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakSet
 
+from samestep.console import escape
 from samestep.errors import Error, PeerFailed, recognize
 from samestep.launch.rank import is_secondary, write_error
 from samestep.watch.records import read_rows
@@ -130,7 +131,7 @@ def report_errors(rank: int) -> None:
             raise SystemExit(Error.exit_code)
         if isinstance(error, PeerFailed) or is_secondary(error):
             reason = " ".join(str(error).split("\n")[0].split())
-            print(f"samestep: rank {rank} has lost another rank ({reason})", file=sys.__stderr__, flush=True)
+            print(f"samestep: rank {rank} has lost another rank ({escape(reason)})", file=sys.__stderr__, flush=True)
             raise SystemExit(1)
         others(kind, error, trace)
 
@@ -145,7 +146,7 @@ def _say_once(error: Error, rank: int) -> None:
         is_sayer = rank == (error.rank or 0) or (error.rank is None and not is_left_by_rank_0(SAY_AFTER_S))
     if is_sayer:
         # Not sys.stderr: torch.distributed's own hook buffers that around this one, and SystemExit loses the buffer.
-        print(f"samestep: error: {error}", file=sys.__stderr__, flush=True)
+        print(f"samestep: error: {escape(str(error))}", file=sys.__stderr__, flush=True)
 
 
 def find_failure(error_dir: str | None, rank: int) -> str:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from samestep.console import escape
 from samestep.errors import Error, PeerFailed, Stuck
 from samestep.launch.rank import write_error
 from samestep.watch.heartbeat import Facts, Heartbeat, Pulse
@@ -131,4 +132,4 @@ def _write_line(file: int, text: str) -> None:
     with suppress(OSError, ValueError):
         if select.select([], [file], [], 0)[1]:  # a pipe then takes 4096 bytes
             clear = "\r\x1b[2K" if os.isatty(file) else ""
-            os.write(file, f"{clear}samestep: {text}\n".encode()[:4096])
+            os.write(file, f"{clear}samestep: {escape(text)}\n".encode()[:4096])

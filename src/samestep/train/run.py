@@ -34,7 +34,7 @@ from samestep.train.settings import build_settings, check_count, check_extras
 from samestep.train.steps import Epoch, Step
 from samestep.train.tally import Tally
 from samestep.train.trace import open_trace
-from samestep.watch.progress import build_progress
+from samestep.watch.progress import build_progress, say_above
 from samestep.watch.trackers import Tracker, TrackerInfo, Trackers
 from samestep.world.environment import advise, read_environment, read_rank
 from samestep.world.group import choose_device, open_group
@@ -443,7 +443,7 @@ class Run:
             self._loop.check_not_left()
 
     def _say(self, sentence: str) -> None:
-        self._progress.print(f"samestep: {sentence}")
+        say_above(self._progress, sentence)
 
     def __del__(self) -> None:
         if self._is_open:

@@ -1,13 +1,13 @@
 """Whether the run's directory is one for all nodes, and what is said of one of them."""
 
 import secrets
-import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
+from samestep.console import say
 from samestep.errors import Error
 from samestep.world.environment import read_host
 from samestep.world.group import Group
@@ -72,7 +72,7 @@ def _is_there(path: Path) -> bool:
 
 def say_here(sentence: str) -> None:
     """Says what concerns this node alone."""
-    print(f"samestep: {read_host()}: {sentence}", file=sys.stderr, flush=True)
+    say(f"{read_host()}: {sentence}")
 
 
 def name_node(fn: Callable[[], T]) -> T:

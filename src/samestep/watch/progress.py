@@ -8,6 +8,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import IO, TYPE_CHECKING, Any, Protocol, cast
 
+from samestep.console import escape
 from samestep.world.environment import drop_output
 
 if TYPE_CHECKING:
@@ -64,6 +65,11 @@ def build_progress(*, rank: int, terminal: bool | None = None) -> Progress:
         if not bar.console.is_dumb_terminal:
             return bar
     return Lines()
+
+
+def say_above(progress: Progress, sentence: str) -> None:
+    """Prints a sentence of samestep's own, which may quote text of others."""
+    progress.print(f"samestep: {escape(sentence)}")
 
 
 class Silent:

@@ -34,8 +34,8 @@ _SHAPES = {
     RECORD: {
         "format?": is_count, "numbers?": is_object, "machine?": is_object, "config?": is_object,
         "settings?": is_object, "asked?": is_object, "rewinds?": [is_count],
-        "changes?": [{"after_step": is_count, "changed": is_text}],
         "loops?": [{"first_step": is_count, "first_epoch": is_count}],
+        "changes?": [{"after_step": is_count, "changed": is_text}],
     },
     STATUS: {
         "status?": is_text, "reason?": is_text, "host?": is_text, "process?": is_count, "steps?": is_count,
