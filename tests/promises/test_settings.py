@@ -22,7 +22,7 @@ NOTHING: dict[str, Any] = {}
 
 def train(run_dir: Path, num_epochs: int, lr: float, length: int, prepare: dict[str, Any] = NOTHING) -> list[float]:
     """The learning rate in each of this start's steps, of a schedule with a step per epoch, and the last weights."""
-    run = samestep.Run(run_dir, batch_size=4, config={"lr": lr})
+    run = samestep.Run(run_dir, batch_size=4, micro_batch_size=2, config={"lr": lr})
     model = nn.Linear(1, 1)
     optimizer = SGD(model.parameters(), lr, momentum=0.9)
     schedule = schedules.CosineAnnealingLR(optimizer, length)

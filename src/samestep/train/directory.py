@@ -137,6 +137,7 @@ class Directory:
             "the machine, and the bits with it": describe_changes(self.record.get("machine", machine), machine),
             "config": describe_changes(self.record.get("config", config), config),
             "settings": options.overridden,
+            "the data": options.changed_data,
         }
         for what, changed in found.items():
             if changed:
@@ -146,7 +147,7 @@ class Directory:
         rows += [{"after_step": step, "changed": changed} for changed in found.values() if changed and step]
         self.begin()
         record = {"format": FORMAT, "samestep": __version__, "numbers": dict(numbers), "machine": dict(machine)}
-        record |= {"settings": dict(options.in_force), "asked": dict(options.asked)}
+        record |= {"settings": dict(options.in_force), "asked": dict(options.asked), "samples": options.samples}
         record |= {"config": config, "rewinds": self.rewinds, "changes": rows, "loops": self.record.get("loops", [])}
         self._replace_record(record)
         self.record, self._is_begun = record, True

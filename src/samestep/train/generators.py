@@ -6,7 +6,8 @@ import pickle
 import random
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
@@ -43,15 +44,32 @@ def call_on_rank_0(group: Group, fn: Callable[..., T], *args: Any, **kwargs: Any
     """What `fn` returns on rank 0, on all ranks; the global generators then stand where rank 0's do."""
     value = group.once(fn, *args, **kwargs)
     if group.world_size > 1:
-        on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-        states = random.getstate(), np.random.get_state(), torch.get_rng_state(), on_gpu
-        of_python, of_numpy, of_torch, on_gpu = group.broadcast(states)
-        random.setstate(of_python)
-        np.random.set_state(of_numpy)
-        torch.set_rng_state(of_torch)
-        if on_gpu is not None:
-            torch.cuda.set_rng_state(on_gpu)
+        _set_states(group.broadcast(_read_states()))
     return value
+
+
+@contextmanager
+def keeping_generators() -> Iterator[None]:
+    """What is drawn in the block does not move the global generators."""
+    states = _read_states()
+    try:
+        yield
+    finally:
+        _set_states(states)
+
+
+def _read_states() -> tuple[Any, ...]:
+    on_gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+    return random.getstate(), np.random.get_state(), torch.get_rng_state(), on_gpu
+
+
+def _set_states(states: tuple[Any, ...]) -> None:
+    of_python, of_numpy, of_torch, on_gpu = states
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)
+    torch.set_rng_state(of_torch)
+    if on_gpu is not None:
+        torch.cuda.set_rng_state(on_gpu)
 
 
 def find_generators(roots: Mapping[str, Any]) -> dict[str, Any]:

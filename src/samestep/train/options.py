@@ -3,7 +3,7 @@
 import json
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -29,12 +29,16 @@ class Options:
     Attributes:
         in_force: with which the run was begun, as far as they were not overridden since.
         asked: what the script gives instead, where that is not in force.
+        samples: hashes of a few samples of the data set.
+        changed_data: how these have changed, in words; "" where they have not.
         overridden: `OVERRIDE` and what this start has overridden; "" for nothing.
     """
 
     in_force: Settings
     asked: Settings = field(default_factory=dict)
     overridden: str = ""
+    samples: Sequence[str] = ()
+    changed_data: str = ""
 
 
 def read_settings(objects: Objects) -> dict[str, Any]:

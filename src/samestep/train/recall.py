@@ -13,30 +13,34 @@ from samestep.train.restoring import load
 from samestep.world.group import Group
 
 
-def choose_models(modules: Mapping[str, nn.Module], names: Sequence[str]) -> dict[str, nn.Module]:
-    """The models of these names; all where none is named. Raises Error for another name."""
-    for name in names:
-        if name not in modules:
-            raise Error(f"run.restore got {name!r}, and the models of run.prepare are {', '.join(modules)}: name those")
-    return {name: modules[name] for name in names or modules}
-
-
-def recall(keeper: Keeper, modules: Mapping[str, nn.Module], which: int | str, group: Group, loop: Loop | None) -> None:
+def recall(
+    keeper: Keeper, known: Mapping[str, nn.Module], names: Sequence[str], which: int | str, group: Group,
+    loop: Loop | None,
+) -> bool:  # fmt: skip
     """Gives models the parameters and buffers of a snapshot, in place. On all ranks.
 
     Rank 0 alone reads it, and sends what it has read: other nodes may not have this snapshot.
 
     Args:
+        known: the run's models.
+        names: of those that are meant; all where it is empty.
         which: as for `Store.find`.
         loop: the run's, where it has begun one.
 
+    Returns:
+        Whether no loop has begun: one that begins now would train other weights than the run's.
+
     Raises:
-        Error: there is no such snapshot, a model does not take its state, or the loop is not over.
+        Error: there is no such snapshot or model, a model does not take its state, or the loop is not over.
     """
     if loop is not None and not loop.is_ended:
         raise Error("run.restore in the loop would change what is trained: call it after the loop")
     if keeper.path is None:
         raise Error("run.restore needs snapshots, and this run has no directory: name one in samestep.Run(...)")
+    for name in names:
+        if name not in known:
+            raise Error(f"run.restore got {name!r}, and the models of run.prepare are {', '.join(known)}: name those")
+    modules = {name: known[name] for name in names or known}
     keeper.settle()
     store = Store(keeper.path, keeper.named)
 
@@ -55,3 +59,4 @@ def recall(keeper: Keeper, modules: Mapping[str, nn.Module], which: int | str, g
             module.load_state_dict({**module.state_dict(), **others[name]})
     tensors = [each for module in modules.values() for each in module.state_dict().values()]
     group.broadcast_tensors([each for each in tensors if isinstance(each, Tensor)])
+    return loop is None

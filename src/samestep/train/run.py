@@ -27,9 +27,10 @@ from samestep.train.loop import Loop
 from samestep.train.loops import Loops, place_loop
 from samestep.train.machine import describe_machine, fix_compiler, fix_kernels
 from samestep.train.pulse import RunPulse
-from samestep.train.recall import choose_models, recall
+from samestep.train.recall import recall
 from samestep.train.replicas import Replicas
 from samestep.train.restoring import Contents
+from samestep.train.samples import add_samples
 from samestep.train.settings import build_settings, check_count, check_extras
 from samestep.train.steps import Epoch, Step
 from samestep.train.tally import Tally
@@ -304,16 +305,14 @@ class Run:
         """Gives models the weights and buffers of a snapshot, in place; all else stays. After the loop, on all ranks.
 
         Args:
-            which: a snapshot's name such as "best", a step, or "latest".
-            names: of models that were passed to `prepare`; default: all of them.
+            which, names: a snapshot's name such as "best", a step, or "latest"; and the models' (default: all models).
 
         Raises:
             Error: there is no such snapshot; the run has no directory; the loop is not over, or begins afterwards.
         """
         self._check_call("run.restore", "call it after the loop")
         self._check_prepared("run.restore")
-        recall(self._keeper, choose_models(self._modules, names), which, self._group, self._loop)
-        self._is_recalled = self._loop is None
+        self._is_recalled = recall(self._keeper, self._modules, names, which, self._group, self._loop)
 
     def stop(self, reason: str = "") -> None:
         """Ends the loop after the present step (or epoch's body). Call it on every rank: decide on what all know.
@@ -352,7 +351,9 @@ class Run:
         self._group.agree(feed.numbers | lengths)
         if self._loop is None:
             machine = describe_machine(self._settings, self.device)
-            self._keeper.record(self._numbers | feed.numbers, machine, self._config, self._contents.options)
+            options = self._contents.options
+            options = add_samples(options, self._group, self._keeper, feed.source, self.seed, machine, self._overrides)
+            self._keeper.record(self._numbers | feed.numbers, machine, self._config, options)
             fix_compiler()
         place = place_loop(self._loops, self._keeper, feed, total_steps, self._settings.max_steps, self._say)
         if place.is_further:
@@ -382,9 +383,8 @@ class Run:
         self._contents.restore(state, meta.get("settings", {}), overrides=self._overrides)
         if self._settings.resume == "latest":  # whoever names a snapshot wants to go on from it
             self._stop_reason = meta.get("stopped", "")
-        self.state, position = state["state"], state["position"]
-        self._steps_done = position["step"]
-        self._loops.load_state_dict(position)
+        self.state, self._steps_done = state["state"], state["position"]["step"]
+        self._loops.load_state_dict(state["position"])
         self._tally.load_state_dict(meta.get("tally", {}))
         ranks = "" if (was := meta["world_size"]) == self.world_size else f" (was {was} rank{'s' if was != 1 else ''})"
         self._resumed = f"; resumed at step {self._steps_done}{ranks}"

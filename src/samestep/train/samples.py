@@ -1,0 +1,124 @@
+"""A few samples of the data set, by which a start notices that its data are not those of the run."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from samestep.data.loader import Loader, Task
+from samestep.data.source import Source
+from samestep.errors import Error
+from samestep.plan.seeds import derive
+from samestep.snapshot.encoding import view_bytes
+from samestep.train.generators import keeping_generators
+from samestep.train.keeper import Keeper
+from samestep.train.options import Options, describe_changes
+from samestep.world.environment import advise
+from samestep.world.group import Group
+
+
+def add_samples(
+    options: Options, group: Group, keeper: Keeper, source: Source, seed: int, machine: Mapping[str, Any],
+    overrides: bool,
+) -> Options:  # fmt: skip
+    """The options with what `check_samples` gives on rank 0. Nothing is read for a run without a directory."""
+
+    def check() -> tuple[list[str], str]:
+        if keeper.directory is None:
+            return [], ""
+        before = keeper.directory.record.get("samples", [])
+        now = check_samples(source, seed, keeper.directory.record, machine, overrides=overrides)
+        return now, describe_changes({"samples": before or now}, {"samples": now})
+
+    samples, changed = group.once(check)
+    return replace(options, samples=samples, changed_data=changed)
+
+
+def check_samples(
+    source: Source, seed: int, record: Mapping[str, Any], machine: Mapping[str, Any], *, overrides: bool
+) -> list[str]:
+    """Compares the first, the middle and the last sample with those of the run. On one rank.
+
+    Samples that are not the same when they are read twice in one start are not compared. On another kind of machine, a
+    difference is no error: the same preprocessing may give other bits there.
+
+    Args:
+        record: what `run.json` holds; its "samples" are what an earlier start returned.
+        machine: as in the record.
+        overrides: whether other data are accepted.
+
+    Returns:
+        A hash of each; "" for one that cannot be read or holds no numbers.
+
+    Raises:
+        Error: the data are not those of the run.
+    """
+    before, now = record.get("samples", []), read_samples(source, seed)
+    rows = zip(_choose(source), before, now, strict=False)
+    changed = [index for index, was, found in rows if was and found and was != found]
+    if not changed or read_samples(source, seed) != now:
+        return before or now
+    if not overrides and record.get("machine") == machine:
+        raise Error(
+            f"the data set is not the one that the run began with (sample {changed[0]} differs): build it after "
+            "samestep.Run(...), which seeds the generators, or with a fixed seed; to train on with this one, pass "
+            f"override=True to run.prepare, or start with {advise('override')}"
+        )
+    return now
+
+
+def read_samples(source: Source, seed: int) -> list[str]:
+    """The hashes of a few samples, each read and collated alone, in the way that training reads them.
+
+    With workers, one is started for it: a data set may open its files where it is first read, and a file that was
+    opened before the training's workers are forked would be shared by all of them.
+    """
+    tasks = [Task(np.array([index]), derive(seed, "data", step=index, pass_=1)) for index in _choose(source)]
+    alone = replace(source, num_workers=min(source.num_workers, 1))
+    with keeping_generators(), Loader(alone, tasks, device=torch.device("cpu")) as loader:
+        found = []
+        for _ in tasks:
+            with suppress(Error):  # the training says so, when it comes to this sample
+                found.append(_hash(next(loader).batch))
+                continue
+            found.append("")
+    return found
+
+
+def _choose(source: Source) -> list[int]:
+    return sorted({0, len(source) // 2, len(source) - 1})
+
+
+def _hash(batch: Any) -> str:
+    sha, is_empty = hashlib.sha256(), True
+    for number in _find_numbers(batch):
+        sha.update(number)
+        is_empty = False
+    return "" if is_empty else sha.hexdigest()[:16]
+
+
+def _find_numbers(value: Any, depth: int = 0) -> Iterator[bytes | memoryview]:
+    """All tensors and numbers. Not strings: they may be paths, which differ from start to start."""
+    if depth > 8:
+        return
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        yield f"{value.dtype}{value.shape}".encode() + value.tobytes()
+    elif isinstance(value, torch.Tensor):
+        dense = value.to_dense() if value.layout is not torch.strided else value
+        yield f"{dense.dtype}{tuple(dense.shape)}".encode()
+        yield view_bytes(dense)
+    elif isinstance(value, bool | int | float | complex | np.number):
+        yield repr(value).encode()
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _find_numbers(item, depth + 1)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _find_numbers(item, depth + 1)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from _find_numbers(getattr(value, field.name), depth + 1)

@@ -1,0 +1,101 @@
+"""A start whose data are not those of the run is noticed; one whose data only look so is not."""
+
+import itertools
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+import samestep
+from samestep.data.source import Source
+from samestep.train.samples import check_samples, read_samples
+
+
+def train(run_dir: Path, num_epochs: int, seed: int | None, prepare: dict[str, Any], num_workers: int = 0) -> int:
+    """The order of the tutorials: the data first, of whatever the generators give."""
+    if seed is None:
+        torch.seed()
+    else:
+        torch.manual_seed(seed)
+    data = TensorDataset(torch.rand(16, 2))
+    run = samestep.Run(run_dir, batch_size=8, micro_batch_size=4)
+    model = nn.Linear(2, 1)
+    run.prepare(model=model, **prepare)
+    loop = run.epochs(data, num_epochs, num_workers=num_workers)
+    drawn = torch.rand(4).tolist()
+    assert run._group.gather(drawn) == [drawn] * run.world_size, "what was read on one rank has moved no generator"
+    for epoch in loop:
+        for step in epoch:
+            for (x,) in step:
+                step.backward(model(x).square().mean())
+    return run.steps_done
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_random_data_from_before_the_run(tmp_path: Path, capfd: pytest.CaptureFixture[str], num_workers: int) -> None:
+    arguments = ({}, num_workers)
+    samestep.spawn(train, 1, (tmp_path, 1, None, *arguments))
+    before = (tmp_path / "run.json").read_bytes()
+    with pytest.raises(samestep.Error, match=r"data set is not the one .* \(sample 0 differs\): build it after "):
+        samestep.spawn(train, 2, (tmp_path, 2, None, *arguments))
+    assert (tmp_path / "run.json").read_bytes() == before
+    assert samestep.spawn(train, 2, (tmp_path, 2, 7, {"override": True}, num_workers)) == 4
+    assert "changed since the run began: the data (" in capfd.readouterr().out
+    assert samestep.spawn(train, 1, (tmp_path, 3, 7, *arguments)) == 6, "these are the run's data by now"
+
+
+class Samples(Dataset[Any]):
+    """Data sets of which some are the same in every start, and others cannot be compared."""
+
+    def __init__(self, kind: str, start: int) -> None:
+        self.kind, self.start, self.count, self.reads = kind, start, itertools.count(), list[int]()
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads.append(index)
+        x = torch.full((2,), float(index))
+        values = {
+            "other numbers": x + self.start,
+            "other numbers in an array": np.ones(3) * self.start,
+            "another middle": x + (self.start if index == 2 else 0),
+            "augmented": x + torch.randn(2) + float(np.random.rand()),
+            "a path": {"x": x, "path": f"/tmp/job-{self.start}/{index}"},
+            "a count": x + next(self.count) + 100 * self.start,
+            "the time": (x, time.time()),
+            "bfloat16": (x + self.start).bfloat16(),
+            "an object": object(),
+        }
+        if self.kind == "unreadable":
+            raise KeyError(index)
+        return values[self.kind]
+
+
+CHANGED = {"other numbers": 0, "other numbers in an array": 0, "another middle": 2, "bfloat16": 0}
+SAME = ["augmented", "a path", "a count", "the time", "an object", "unreadable"]
+
+
+@pytest.mark.parametrize("kind", [*CHANGED, *SAME])
+def test_what_counts_as_other_data(kind: str) -> None:
+    machine = {"torch": "1"}
+    first = Source(Samples(kind, 0), collate_fn=lambda samples: samples)
+    record = {"machine": machine, "samples": check_samples(first, 3, {}, machine, overrides=False)}
+    assert first.dataset.reads == [0, 2, 4]
+    assert check_samples(first, 3, {"samples": [""]}, machine, overrides=False) is not None
+    again = Source(Samples(kind, 0), collate_fn=lambda samples: samples)
+    other = Source(Samples(kind, 1), collate_fn=lambda samples: samples)
+    if kind in CHANGED:
+        assert check_samples(again, 3, record, machine, overrides=False) == record["samples"]
+        with pytest.raises(samestep.Error, match=rf"\(sample {CHANGED[kind]} differs\)"):
+            check_samples(other, 3, record, machine, overrides=False)
+        for accepted in ({"overrides": True}, {"overrides": False, "machine": {"torch": "2"}}):
+            arguments = {"machine": machine, **accepted}
+            assert check_samples(other, 3, record, **arguments) == read_samples(other, 3) != record["samples"]
+    else:
+        assert check_samples(other, 3, record, machine, overrides=False) == record["samples"]
