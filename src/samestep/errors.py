@@ -24,12 +24,21 @@ class PeerFailed(RuntimeError):
     """This rank is well, but another one failed: that one's error is what a person needs to see."""
 
 
+WORKER_ADVICE = "look for a lack of memory (take fewer num_workers) and for crashes of C code in the data set"
+
+
 class Stuck(RuntimeError):
     """Nothing in the run has moved for too long: the whole sentence of who keeps it from moving."""
 
 
-def recognize(error: BaseException) -> Error | None:
-    """The Error that says more than an exception of Python's own; None for any other exception."""
+class WorkerDied(RuntimeError):
+    """A DataLoader worker was killed: one sentence says all of it. No Error, since another start may go well."""
+
+
+def recognize(error: BaseException) -> Error | WorkerDied | None:
+    """The exception that says more than one of Python's or torch's own; None for any other exception."""
+    if type(error) is RuntimeError and str(error).startswith("DataLoader worker (pid"):  # from a signal, anywhere
+        return WorkerDied(f"{str(error).split('. ')[0]} while the script ran: {WORKER_ADVICE}")
     if isinstance(error, AttributeError) and error.name == "no_sync":
         return Error("no_sync() belongs to DDP: leave it out, since a step exchanges its gradients once")
     return None

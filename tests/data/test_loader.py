@@ -6,6 +6,7 @@ import itertools
 import multiprocessing
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -24,9 +25,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, default_collate
 
+from samestep.data.failure import write_traceback
 from samestep.data.loader import Loaded, Loader, Task, seed_all, to_device
 from samestep.data.source import understand
-from samestep.errors import Error
+from samestep.errors import Error, WorkerDied, recognize
 from samestep.plan.ledger import fingerprint
 
 CPU = torch.device("cpu")
@@ -236,6 +238,42 @@ def test_a_failure_names_the_sample(num_workers: int, odd: Callable[[], Any], sa
         assert cause is not None
         if num_workers:
             assert "Traceback" in cause.__notes__[0]
+
+
+class Deadly(Noisy):
+    """The worker that reads sample 17 is killed."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 17:
+            os.kill(os.getpid(), self.number)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_worker_that_is_killed_is_named_with_its_samples(number: signal.Signals) -> None:
+    said = rf"^DataLoader worker 0 .pid \d+. was killed by {number.name} with the samples .*16, 17, .* in flight: look"
+    loader = Loader(understand(Deadly(number), num_workers=2), iter(plan_tasks(5)), device=CPU)
+    with loader, pytest.raises(RuntimeError) as caught:
+        list(loader)
+    if isinstance(caught.value, WorkerDied):
+        assert re.match(said, str(caught.value))
+        assert caught.value.__suppress_context__
+    else:  # torch's signal handler came between two calls of ours
+        assert isinstance(recognize(caught.value), WorkerDied)
+
+
+def test_a_failure_keeps_its_traceback_in_the_log_of_the_rank(tmp_path: Path) -> None:
+    with pytest.raises(Error) as caught:
+        load(Odd(fail_with_key_error), plan_tasks(6))
+    where = write_traceback(caught.value, tmp_path / "logs", 3)
+    assert where == f" (traceback: {tmp_path / 'logs' / '3.log'})"
+    kept = (tmp_path / "logs" / "3.log").read_text()
+    assert "failed at sample 17" in kept
+    assert "in fail_with_key_error" in kept
+    assert not write_traceback(caught.value, None, 3)
 
 
 def test_a_failure_names_the_first_sample_of_a_micro_batch() -> None:

@@ -37,6 +37,21 @@ def unpack(failure: Failure) -> Error:
     return error
 
 
+def write_traceback(error: Error, logs: Path | None, rank: int) -> str:
+    """Adds what the data set or collate_fn raised to a rank's log. Returns what to say of it; "" without logs."""
+    if logs is None or error.__cause__ is None:
+        return ""
+    log = logs / f"{rank}.log"
+    text = "".join(traceback.format_exception(error.__cause__))
+    try:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(log, "a") as file:
+            file.write(f"{error}\n{text}")
+    except OSError:
+        return ""
+    return f" (traceback: {log})"
+
+
 def explain(
     error: Exception,
     indices: Sequence[int],
@@ -58,7 +73,7 @@ def explain(
         odd = len(samples)
     else:
         odd = next((k for k, index in enumerate(indices) if _fails(read_many, [index])), None)
-    where = f"one of the samples {_abbreviate(indices)}" if odd is None else f"sample {indices[odd]}"
+    where = f"one of the samples {abbreviate(indices)}" if odd is None else f"sample {indices[odd]}"
     info = get_worker_info()
     worker = f", in DataLoader worker {info.id}" if info is not None else ""
     return f"{what} failed at {where} ({_describe_error(error)}{worker})."
@@ -83,7 +98,7 @@ def _fails(function: ManySamples, argument: list[Any]) -> bool:
     return False
 
 
-def _abbreviate(indices: Sequence[int]) -> str:
+def abbreviate(indices: Sequence[int]) -> str:
     if len(indices) <= 8:
         return ", ".join(map(str, indices))
     return f"{', '.join(map(str, indices[:6]))}, ... {indices[-1]}"

@@ -13,7 +13,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 from weakref import WeakSet
@@ -25,9 +25,9 @@ from torch import Tensor
 from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, default_collate, get_worker_info
 
-from samestep.data.failure import Failure, explain, pack, unpack
+from samestep.data.failure import Failure, abbreviate, explain, pack, unpack
 from samestep.data.source import Source
-from samestep.errors import Error
+from samestep.errors import WORKER_ADVICE, Error, WorkerDied
 from samestep.plan.ledger import fingerprint
 
 STOP_S = 5.0  # for a worker to give back a lock
@@ -125,7 +125,8 @@ class Loader:
             starts its own.
 
     Raises:
-        Error: (from next) the data set or collate_fn failed: sample, exception and place. RuntimeError: a worker died.
+        Error: (from next) the data set or collate_fn failed: sample, exception and place.
+        WorkerDied: (from next) a worker was killed.
     """
 
     def __init__(
@@ -161,15 +162,13 @@ class Loader:
 
     def _next_of_workers(self, workers: "Workers") -> Loaded:
         try:
-            result: Loaded | Failure = next(workers.iterator)
+            result = workers.load()
         except StopIteration:
             if self._keeps_workers:
                 self._closed = True
             else:
                 self.close()
             raise
-        except (EOFError, ConnectionError) as error:  # in the midst of what it sent; at other times torch says it
-            raise RuntimeError("a DataLoader worker has died (out of memory?)") from error
         if isinstance(result, Failure):
             raise unpack(result)
         return result
@@ -250,6 +249,35 @@ class Workers:
         atexit.register(self.stop)
         _started.add(self)
 
+    def load(self) -> Loaded | Failure:
+        """The next micro-batch, of the series that was begun. Raises StopIteration at its end.
+
+        Raises:
+            WorkerDied: one of them was killed.
+        """
+        try:
+            loaded: Loaded | Failure = next(self.iterator)
+        except (EOFError, OSError, RuntimeError):  # torch says it in one way or another
+            if (sentence := self._describe_death()) is None:
+                raise
+            raise WorkerDied(sentence) from None
+        self._series.forget(self.iterator._rcvd_idx)
+        return loaded
+
+    def _describe_death(self) -> str | None:
+        """The sentence on a worker that is dead, with the samples that it was to load; None where all are alive."""
+        for number, process in enumerate(self.iterator._workers):
+            process.join(0.1)  # a pipe may break before the process is seen to have ended
+            if process.is_alive():
+                continue
+            code = process.exitcode or 0
+            end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            tasks = [k for k, info in self.iterator._task_info.items() if info == (number,)]
+            samples = [index for k in tasks for index in self._series.given[k]]
+            what = f" with the samples {abbreviate(samples)} in flight" if samples else ""
+            return f"DataLoader worker {number} (pid {process.pid}) {end}{what}: {WORKER_ADVICE}"
+        return None
+
     def stop(self) -> None:
         """Ends them; waits up to 5 s for one that is in the middle of a sample. May be called twice."""
         atexit.unregister(self.stop)
@@ -301,12 +329,25 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 class _Series:
-    """What torch's DataLoader takes for a sampler: the tasks of the present series."""
+    """What torch's DataLoader takes for a sampler: the tasks of the present series.
 
-    tasks: Iterator[Task] = iter(())
+    Attributes:
+        given: the samples of those that are being loaded, by their numbers in the series.
+    """
+
+    def __init__(self) -> None:
+        self.tasks: Iterator[Task] = iter(())
+        self.given: dict[int, Sequence[int]] = {}
 
     def __iter__(self) -> Iterator[Task]:
-        return self.tasks
+        self.given.clear()
+        for number, task in enumerate(self.tasks):
+            self.given[number] = task.indices  # type: ignore[assignment]
+            yield task
+
+    def forget(self, end: int) -> None:
+        """Of what comes before a number, nothing is asked any more."""
+        self.given.pop(end - 1, None)
 
 
 @dataclass(frozen=True)

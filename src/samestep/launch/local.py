@@ -52,7 +52,8 @@ class Failure:
     Attributes:
         code: its exit code, or minus the signal that killed it.
         secondary: it is well and has only lost another rank.
-        kind: "error" (an Error), "exception", "exit" (sys.exit), "stuck" or "died" (nothing was left to say why).
+        kind: "error" (an Error), "exception", "exit" (sys.exit), "stuck" (or a loader worker was killed: the message
+            is a sentence) or "died" (nothing was left to say why).
         message: the error as one line.
         traceback: its traceback, where there was an exception.
         log: the end of its output, where that was not shown.

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TypeVar
 
 import cloudpickle
 
-from samestep.errors import Error, PeerFailed, Stuck, recognize
+from samestep.errors import Error, PeerFailed, Stuck, WorkerDied, recognize
 from samestep.world.private import make_private, read_private
 
 LEAVE_S = 30  # for what is registered with atexit, in a rank that has failed
@@ -218,8 +218,8 @@ def write_error(rank: int, directory: str, error: BaseException, code: int) -> N
         kind, message, text = "exit", f"code {code}", ""
         if not isinstance(error.code, int):
             print(error.code, file=sys.stderr)  # as Python does with sys.exit("some text")
-    elif isinstance(error, Stuck):
-        kind, message, text = "stuck", str(error), ""
+    elif isinstance(error, (Stuck, WorkerDied)):
+        kind, message, text = "stuck", f"{error}" if isinstance(error, Stuck) else f"rank {rank}'s {error}", ""
     elif isinstance(error, Error):
         kind, message, text = "error", str(error), _format(error)
     else:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from samestep.data.failure import write_traceback
 from samestep.data.loader import Loader, Task, seed_all, to_device
 from samestep.data.source import Source, understand
 from samestep.errors import Error
@@ -72,7 +73,8 @@ def run_evaluate(run: "Run", score: Callable[[Any], Mapping[str, Any]], source: 
                 run._pulse.enter("validating", run.steps_done)
         settled = [_settle(row) for row in rows]
     except Error as error:
-        message = f"{str(error).rstrip('.')}, on rank {run.rank} in run.evaluate"
+        where = write_traceback(error, run._keeper.logs, run.rank)
+        message = f"{str(error).rstrip('.')}, on rank {run.rank} in run.evaluate{where}"
         raise Error(message, rank=run.rank) from error.__cause__
     finally:
         _set_modes(modes)

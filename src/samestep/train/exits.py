@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakSet
 
 from samestep.console import escape
-from samestep.errors import Error, PeerFailed, recognize
+from samestep.errors import Error, PeerFailed, WorkerDied, recognize
 from samestep.launch.rank import is_secondary, write_error
 from samestep.watch.records import read_rows
 from samestep.world.environment import FINISHED, LEAVE, START_AGAIN, ready_standard_files, stop_code
@@ -129,6 +129,9 @@ def report_errors(rank: int) -> None:
         if isinstance(error, Error):
             _say_once(error, rank)
             raise SystemExit(Error.exit_code)
+        if isinstance(error, WorkerDied):
+            print(f"samestep: rank {rank}'s {escape(str(error))}", file=sys.__stderr__, flush=True)
+            raise SystemExit(1)
         if isinstance(error, PeerFailed) or is_secondary(error):
             reason = " ".join(str(error).split("\n")[0].split())
             print(f"samestep: rank {rank} has lost another rank ({escape(reason)})", file=sys.__stderr__, flush=True)

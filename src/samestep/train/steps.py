@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
+from samestep.data.failure import write_traceback
 from samestep.data.loader import Loaded, Loader, seed_all, to_device
 from samestep.engine.buffers import refuse_lone_sample
 from samestep.engine.control import NOT_CALLED, Control
@@ -293,7 +294,8 @@ class Step:
             return next(self._loader)
         except Error as error:
             rank, cause = self._run.rank, error.__cause__
-            raise Error(f"{str(error).rstrip('.')}, on rank {rank} in step {self.number}", rank=rank) from cause
+            where = write_traceback(error, self._run._keeper.logs, rank)
+            raise Error(f"{str(error).rstrip('.')}, on rank {rank} in step {self.number}{where}", rank=rank) from cause
 
     def _finish(self) -> None:
         """All of this rank's micro-batches are done: exchanges, averages, and leaves the gradient in `.grad`."""
