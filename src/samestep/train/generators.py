@@ -77,6 +77,17 @@ def find_generators(roots: Mapping[str, Any]) -> dict[str, Any]:
 
     Not the global ones, which are seeded.
     """
+    return find_things(roots, lambda thing: isinstance(thing, KINDS))
+
+
+def find_things(
+    roots: Mapping[str, Any], is_wanted: Callable[[Any], bool], max_looks: int = MAX_LOOKS
+) -> dict[str, Any]:
+    """What is wanted, by the path at which it is found: from `roots`, and from the script's variables.
+
+    Those are the variables of its modules, and of the functions that are running and their closures. The global
+    generators are left out.
+    """
     things: list[tuple[str, Any, int]] = [(name, root, 0) for name, root in roots.items()]
     frame: Any = sys._getframe(1)
     while frame is not None:
@@ -93,15 +104,15 @@ def find_generators(roots: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     seen = {id(random._inst), id(np.random.mtrand._rand), id(torch.default_generator)}
     for path, thing, depth in things:  # grows on the way
-        if len(seen) > MAX_LOOKS:
+        if len(seen) > max_looks:
             break
         if id(thing) in seen:
             continue
         seen.add(id(thing))
-        if isinstance(thing, KINDS):
+        if is_wanted(thing):
             found[path] = thing
         elif depth < MAX_DEPTH and (not isinstance(thing, type) or thing.__module__ in homes):
-            things += [(f"{path}{step}", value, depth + 1) for step, value in _look_into(thing)]
+            things += [(f"{path}{step}", value, depth + 1) for step, value in look_into(thing)]
     return found
 
 
@@ -125,7 +136,8 @@ def find_own_modules(place: Path, num_modules: int) -> list[ModuleType]:
     return found
 
 
-def _look_into(thing: Any) -> list[tuple[str, Any]]:
+def look_into(thing: Any) -> list[tuple[str, Any]]:
+    """What an object holds, with what to add to its path: attributes, items, a function's closure and defaults."""
     if type(thing).__module__.partition(".")[0] == "samestep" or isinstance(thing, ModuleType | torch.Tensor):
         return []
     if isinstance(thing, type):

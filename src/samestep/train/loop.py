@@ -17,6 +17,7 @@ from samestep.train.exits import MOST_IDLE_STOPS, count_idle_stops, describe_sto
 from samestep.train.feed import Feed
 from samestep.train.loops import Place
 from samestep.train.steps import Epoch, Step
+from samestep.train.unprepared import Unprepared
 from samestep.watch.records import RESTARTS
 from samestep.world.environment import BEGUN, FINISHED, ROOM, START_AGAIN, STOPPED, advise, stop_code
 from samestep.world.private import make_private
@@ -61,6 +62,10 @@ class Loop:
         self._began_s = time.perf_counter()
         tasks = feed.tasks(self.steps_done, self.last_step, rank=run.rank, world_size=run.world_size)
         source = replace(feed.source, num_workers=0) if place.is_past else feed.source
+        # One rank looks, in a run that can be resumed.
+        looks = run.rank == 0 and run.dir is not None and run._trace is None and not place.is_further
+        roots = {"the data set": source.dataset, "collate_fn": source.collate_fn}
+        self._unprepared = Unprepared(run._objects if looks else None, roots, run._say)
         self._loader, self._attributes = Loader(source, tasks, device=run.device), Attributes(feed.source)
 
     def run_epochs(self, num_epochs: int) -> Generator[Epoch, None, None]:
@@ -89,6 +94,7 @@ class Loop:
                     "early, call run.stop() and let the loop end by itself"
                 )
             self._vote_alone()
+            self._unprepared.look(self.steps_done - self.began_step, ends_epoch=True)
             whole = self.steps_done == end
             self._run._pulse.enter("script", self.steps_done)
             if not whole:  # the body of an epoch that was cut short will run again: what it asks for is not final
@@ -131,6 +137,7 @@ class Loop:
         self.steps_done += 1
         run._pulse.enter("script", self.steps_done)
         self._account(step)
+        self._unprepared.look(self.steps_done - self.began_step)
         self._warn_of_grace(time.monotonic() - began_s)
         self._vote_alone()
         self.ending |= self.steps_done >= self.last_step

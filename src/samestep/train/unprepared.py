@@ -1,0 +1,135 @@
+"""Notices state of the script that changes from step to step and that no snapshot holds."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from samestep.snapshot.encoding import view_bytes
+from samestep.snapshot.staging import locate
+from samestep.train.generators import KINDS, find_things, look_into, read_generator
+
+LOOK_AT = (1, 2, 4, 8, 16)  # steps of this start; the first look finds the objects, the others compare
+LOOK_AT_EPOCHS = 3  # and the ends of this many epochs
+MAX_THINGS = 2_000  # of the script, that are looked at in search of such objects: some milliseconds
+MAX_TENSORS = 4_000
+MAX_ELEMENTS = 512  # of a tensor, evenly spaced
+
+
+class Unprepared:
+    """Watches the objects that the script's modules and functions hold, over the first steps of a start.
+
+    Looks at a sample of each state, so that a look takes milliseconds. On one rank.
+
+    Args:
+        objects: what was passed to `run.prepare`; None: it never looks.
+        roots: where to look beside the script's variables, such as the data set, by what to call them.
+        say: takes a sentence.
+    """
+
+    def __init__(self, objects: Mapping[str, Any] | None, roots: Mapping[str, Any], say: Callable[[str], None]) -> None:
+        self._is_on, self._roots, self._say = objects is not None, roots, say
+        objects = self._objects = objects or {}
+        self._marks: dict[str, tuple[Any, str, int]] | None = None
+        self._num_epochs = 0
+        # Parts of what is prepared, such as a scheduler's optimizer.
+        parts = [part for each in objects.values() for _, part in look_into(each)]
+        parts += [part for each in objects.values() if isinstance(each, nn.Module) for part in each.modules()]
+        self._own = {id(each) for each in objects.values()}
+        self._parts = self._own | {id(part) for part in parts}
+
+    def look(self, num_steps: int, *, ends_epoch: bool = False) -> None:
+        """To be called after each step of this start, and after each epoch's body; `num_steps`: those done by now."""
+        self._num_epochs += ends_epoch
+        if not self._is_on or not (self._num_epochs <= LOOK_AT_EPOCHS if ends_epoch else num_steps in LOOK_AT):
+            return
+        known = self._find_known()
+        if self._marks is None:
+            found = find_things(self._roots, self._is_wanted, max_looks=MAX_THINGS)
+            self._marks = {path: (thing, _mark(thing, known), _read_seed(thing)) for path, thing in found.items()}
+            return
+        changed = {
+            path: thing
+            for path, (thing, mark, seed) in self._marks.items()
+            # A generator that the steps seed is as good as a new one.
+            if mark != _mark(thing, known) and seed == _read_seed(thing)
+        }
+        for path in changed:
+            del self._marks[path]
+        if changed:
+            self._tell(changed)
+
+    def _tell(self, changed: Mapping[str, Any]) -> None:
+        scalers = {path: thing for path, thing in changed.items() if isinstance(thing, torch.amp.GradScaler)}
+        generators = {path: thing for path, thing in changed.items() if isinstance(thing, KINDS)}
+        others = {path: thing for path, thing in changed.items() if path not in scalers and path not in generators}
+        for things, cure in (
+            (others, "pass it to run.prepare, or keep what changes in run.state"),
+            (scalers, "leave it out, samestep.Run(precision='fp16') scales the loss itself"),
+            (generators, "draw from torch, numpy.random or random themselves, which samestep seeds for each step"),
+        ):
+            if things:
+                names = ", ".join(f"{path} ({type(thing).__name__})" for path, thing in things.items())
+                self._say(f"not in any snapshot, but changed by the steps: {names}; a resumed run may differ: {cure}")
+
+    def _find_known(self) -> set[int]:
+        """Where the tensors of prepared models live, which other objects may hold as well."""
+        modules = [thing for thing in self._objects.values() if isinstance(thing, nn.Module)]
+        return {locate(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
+
+    def _is_wanted(self, thing: Any) -> bool:
+        if isinstance(thing, KINDS):
+            return True
+        if isinstance(thing, type | DataLoader) or id(thing) in self._parts:
+            return False
+        if not all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict")):
+            return False
+        # Of a model around a prepared one, the known tensors are left out; of a schedule, nothing is its optimizer's. A
+        # class of the script's that holds what is prepared may save it, too.
+        return isinstance(thing, nn.Module | LRScheduler) or not any(
+            id(part) in self._own for _, part in look_into(thing)
+        )
+
+
+def _mark(thing: Any, known: set[int]) -> str:
+    """A hash of a sample of an object's state, less the tensors at `known`; "" if there is no way to tell."""
+    if isinstance(thing, KINDS):
+        return read_generator(thing)
+    digest = hashlib.blake2b(digest_size=16)
+    try:
+        for number, value in enumerate(_flatten(thing.state_dict())):
+            if number > MAX_TENSORS:
+                break
+            if isinstance(value, Tensor):
+                if locate(value) not in known:
+                    flat = value.detach().reshape(-1)
+                    digest.update(view_bytes(flat[:: max(1, flat.numel() // MAX_ELEMENTS)].cpu().contiguous()))
+            else:
+                digest.update(repr(value).encode())
+    except Exception:
+        return ""
+    return digest.hexdigest()
+
+
+def _read_seed(thing: Any) -> int:
+    return thing.initial_seed() if isinstance(thing, torch.Generator) else 0
+
+
+def _flatten(state: Any) -> Iterator[Any]:
+    """The values in a state, and the keys."""
+    if isinstance(state, Mapping):
+        for key, value in state.items():
+            yield str(key)
+            yield from _flatten(value)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            yield from _flatten(value)
+    elif isinstance(state, Tensor | bool | int | float | str | np.number):
+        yield state
+    elif isinstance(state, np.ndarray) and state.dtype.kind in "biufc":
+        yield torch.from_numpy(state)
