@@ -111,7 +111,7 @@ def find_things(
         seen.add(id(thing))
         if is_wanted(thing):
             found[path] = thing
-        elif depth < MAX_DEPTH and (not isinstance(thing, type) or thing.__module__ in homes):
+        if depth < MAX_DEPTH and (not isinstance(thing, type) or thing.__module__ in homes):
             things += [(f"{path}{step}", value, depth + 1) for step, value in look_into(thing)]
     return found
 

@@ -61,7 +61,8 @@ class Unprepared:
         }
         for path in changed:
             del self._marks[path]
-        if changed:
+        wholes = tuple(f"{path}{mark}" for path in changed for mark in (".", "["))
+        if changed := {path: thing for path, thing in changed.items() if not path.startswith(wholes)}:
             self._tell(changed)
 
     def _tell(self, changed: Mapping[str, Any]) -> None:
