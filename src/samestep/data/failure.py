@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import get_worker_info
 
 from samestep.errors import Error
+from samestep.files import open_regular
 
 ManySamples = Callable[[list[Any]], Any]
 
@@ -45,7 +46,7 @@ def write_traceback(error: Error, logs: Path | None, rank: int) -> str:
     text = "".join(traceback.format_exception(error.__cause__))
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
-        with open(log, "a") as file:
+        with open(log, "a", opener=open_regular) as file:
             file.write(f"{error}\n{text}")
     except OSError:
         return ""
