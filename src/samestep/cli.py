@@ -71,8 +71,9 @@ save its end, or was stopped three times in a row with nothing new to save. Unde
 """
 
 VERIFY_HELP = """\
-usage: samestep verify [options] SCRIPT|RECIPE [arguments of it]
+usage: samestep verify [options] SCRIPT [arguments of the script]
        samestep verify [options] -m MODULE [arguments of the module]
+       samestep verify RECIPE [options, and those of the recipe, in any order]
 
 Trains for a few steps on several numbers of ranks, and once more killed at random moments, in the middle of a save
 too, and resumed on another number of ranks each time. Compares the state after every step, the losses and the samples
@@ -256,10 +257,9 @@ def _start_on_hosts(target: "Target", values: dict[str, Any]) -> int:
             raise Error(f"--hosts says how many nodes there are: leave out --{name.replace('_', '-')}")
     check_target(target)
     flags = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in values.items()]
-    program = [*{"module": ["-m"], "script": ["--"]}.get(target.kind, []), target.name, *target.arguments]
-    if target.kind == "recipe":
-        return run_hosts(hosts, "train", [target.name.rpartition(".")[2], *flags], ["--", *target.arguments], endpoint)
-    return run_hosts(hosts, "launch", flags, program, endpoint)
+    command, program = target.to_command()
+    first = [program.pop(0)] if command == "train" else []
+    return run_hosts(hosts, command, [*first, *flags], program if program[:1] == ["-m"] else ["--", *program], endpoint)
 
 
 def _start(target: "Target", values: dict[str, Any]) -> int:
@@ -304,15 +304,51 @@ def _take_target(command: str, left: list[str], flags: Mapping[str, Flag] = FLAG
     return Target(kind, left[0], left[1:])
 
 
+def _take_flags_and_target(
+    command: str, arguments: list[str], flags: Mapping[str, Flag]
+) -> tuple[dict[str, Any], "Target | None"]:
+    """The options, and what to start: a script, -m MODULE, or a recipe, after whose name options may stand, too.
+
+    The target is None where help is asked for. Raises Error where it is none of these.
+    """
+    values, left = take_flags(arguments, stop_at_first=True, flags=flags)
+    is_recipe = bool(left) and left[0] in find_recipes() and not Path(left[0]).is_file()
+    if is_recipe:
+        values, left = take_flags(arguments, stop_at_first=False, flags=flags)
+    if any(word in ("-h", "--help") for word in (left if is_recipe else left[:1])):
+        return values, None
+    if is_recipe:
+        return values, _build_recipe_target(command, left[0], left[1:], values, flags)
+    return values, _take_target(command, left, flags)
+
+
+def _build_recipe_target(
+    command: str, recipe: str, arguments: list[str], values: Mapping[str, Any], flags: Mapping[str, Flag]
+) -> "Target":
+    """Raises Error for an option that neither the command nor the recipe has."""
+    if recipe not in find_recipes():
+        raise Error(f"there is no recipe {recipe}{_suggest(recipe, find_recipes())}")
+    if "batch_size" in values:
+        arguments = [*arguments, f"--batch-size={values['batch_size']}"]  # the recipe's, too: others follow from it
+    known = {_option(option) for option in read_options(find_recipes()[recipe])}
+    for token in arguments:
+        if token.startswith("--") and _option(token) not in known:
+            message = f"{command} {recipe} has no option {token.partition('=')[0]}"
+            raise Error(message + _suggest(_option(token), [*known, *_flag_names(flags)]))
+    from samestep.launch.local import Target
+
+    return Target("recipe", f"samestep.recipes.{recipe}", arguments)
+
+
 def _submit(arguments: list[str]) -> int:
     from samestep.launch import submit
 
     flags = {name: Flag(option.type, option.metavar, option.help) for name, option in submit.FLAGS.items()}
-    values, left = take_flags(arguments, stop_at_first=True, flags=flags)
-    if left and left[0] in ("-h", "--help"):
+    values, target = _take_flags_and_target("submit", arguments, flags)
+    if target is None:
         print(f"{submit.HELP}\n{_describe_flags(flags)}", end="")
         return 0
-    return submit.run_submit(_take_target("submit", left, flags), values)
+    return submit.run_submit(target, values)
 
 
 def _train(arguments: list[str]) -> int:
@@ -326,41 +362,27 @@ def _train(arguments: list[str]) -> int:
             show_recipe_help(recipe)
         print(("" if recipe else f"{TRAIN_HELP}\nRecipes:\n{describe_recipes()}\n") + _describe_flags(), end="")
         return 0
-    recipe = recipe or DEFAULT_RECIPE
-    if recipe not in find_recipes():
-        raise Error(f"there is no recipe {recipe}{_suggest(recipe, find_recipes())}")
-    if "batch_size" in values:
-        left.append(f"--batch-size={values['batch_size']}")  # the recipe's, too: others follow from it
-    _check_options(recipe, left)
-    from samestep.launch.local import Target
-
-    return _start(Target("recipe", f"samestep.recipes.{recipe}", left), values)
+    return _start(_build_recipe_target("train", recipe or DEFAULT_RECIPE, left, values, FLAGS), values)
 
 
 def _verify(arguments: list[str]) -> int:
-    values, left = take_flags(arguments, stop_at_first=True, flags=VERIFY_FLAGS)
-    if left and left[0] in ("-h", "--help"):
+    values, target = _take_flags_and_target("verify", arguments, VERIFY_FLAGS)
+    if target is None:
         print(f"{VERIFY_HELP}\n{_describe_flags(VERIFY_FLAGS)}", end="")
         return 0
-    if not left:
-        raise Error("verify needs a script or a recipe; see samestep verify --help")
-    target = _take_target("verify", left, VERIFY_FLAGS)
     from samestep.launch.command import check_target
     from samestep.tools.verify.command import Options, parse_world_sizes, run_verify
     from samestep.tools.verify.trials import Subject
 
-    is_recipe = target.kind == "script" and target.name in find_recipes() and not Path(target.name).is_file()
-    if is_recipe:
-        _check_options(target.name, target.arguments)
-    else:
-        check_target(target)
+    check_target(target)
     names = {"steps": "num_steps", "kills": "num_kills"}
     options = {names.get(name, name): values.pop(name) for name in list(values) if name not in OVERRIDES}
     if "world_sizes" in options:
         options["world_sizes"] = parse_world_sizes(options["world_sizes"])
     if "keep_runs" in options:
         options["keep_runs"] = Path(options["keep_runs"])
-    subject = Subject("train" if is_recipe else "launch", tuple(left), Overrides(**values))
+    command, words = target.to_command()
+    subject = Subject(command, tuple(words), Overrides(**values))
     return run_verify(subject, Options(**options))
 
 
@@ -397,16 +419,6 @@ def _take_recipe(left: list[str]) -> tuple[str | None, list[str]]:
         return None, left
     first = 0 if left[0] in find_recipes() else names[0]
     return left[first], left[:first] + left[first + 1 :]
-
-
-def _check_options(recipe: str, left: list[str]) -> None:
-    """Raises Error for an option that neither `launch` nor the recipe has."""
-    own = read_options(find_recipes()[recipe])
-    known = {_option(option) for option in own}
-    for token in left:
-        if token.startswith("--") and _option(token) not in known:
-            message = f"train {recipe} has no option {token.partition('=')[0]}"
-            raise Error(message + _suggest(_option(token), [*known, *_flag_names()]))
 
 
 def _describe_flags(flags: Mapping[str, Flag] = FLAGS) -> str:

@@ -88,6 +88,8 @@ def test_version() -> None:
         (["launch", "--fresh=1", __file__], "--fresh takes no value"),
         (["train", "digitz"], "there is no recipe digitz; did you mean digits?"),
         (["train", "mlp", "--total-epocs", "5"], "train mlp has no option --total-epocs; did you mean --total-epochs?"),
+        (["submit", "mlp", "--nproc_per_nod=2"], "submit mlp has no option --nproc_per_nod; did you mean --nproc-per-"),
+        (["verify", "digits", "--stepz", "2"], "verify digits has no option --stepz; did you mean --steps?"),
         (["train", "mlp", "--nproc_per_nod=2"], "no option --nproc_per_nod; did you mean --nproc-per-node?"),
     ],
 )
@@ -117,6 +119,15 @@ def test_flags_of_train_mix_with_the_recipes_own() -> None:
     assert left == ["mlp", "50", "--total_epochs", "5", "--seed", "2"]
     with pytest.raises(Error, match="--seed needs a value"):
         cli.take_flags(["mlp", "--seed"], stop_at_first=False)
+
+
+@pytest.mark.parametrize("words", [["--kills", "0", "digits", "--steps=3", "--epochs", "1"], ["digits", "--epochs", "1",
+                                   "--steps", "3", "--kills", "0"]])  # fmt: skip
+def test_flags_of_verify_stand_after_a_recipe_too(words: list[str]) -> None:
+    values, target = cli._take_flags_and_target("verify", words, cli.VERIFY_FLAGS)
+    assert values == {"kills": 0, "steps": 3}
+    assert target is not None
+    assert target.to_command() == ("train", ["digits", "--epochs", "1"])
 
 
 def test_every_override_is_a_flag_and_a_field() -> None:

@@ -87,6 +87,17 @@ def test_one_node(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert read_directives(text)["output"] == "slurm/%j.out"
 
 
+def test_a_recipe(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its own options and submit's stand in any order, as with train."""
+    text = render(capsys, "--nodes", "1", "mlp", "--total-epochs", "2", "--nproc-per-node", "3", "--run-dir", "runs/m")
+    words = read_srun(text)
+    assert words[words.index("samestep") + 1 :] == [
+        "train", "--nproc-per-node", "3", "--run-dir", "runs/m", "--grace-s", "120", "mlp", "--total-epochs", "2",
+    ]  # fmt: skip
+    assert read_directives(text)["job-name"] == "mlp"
+    assert "usage: samestep submit" in render(capsys, "mlp", "--help")
+
+
 def test_a_run_at_a_url(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is no directory here that could hold the output; and no claim has to."""
     text = render(capsys, "--run-dir", "s3://bucket/run", "train.py")

@@ -44,6 +44,12 @@ class Target:
     name: str
     arguments: list[str] = field(default_factory=list)
 
+    def to_command(self) -> tuple[str, list[str]]:
+        """The command of samestep that starts it, and the words after the command's options: none for a call."""
+        if self.kind == "recipe":
+            return "train", [self.name.rpartition(".")[2], *self.arguments]
+        return "launch", [*(["-m"] if self.kind == "module" else []), self.name, *self.arguments]
+
 
 @dataclass(frozen=True)
 class Failure:

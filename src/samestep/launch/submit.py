@@ -14,6 +14,7 @@ from samestep.world.environment import OVERRIDES, Override
 HELP = """\
 usage: samestep submit [options] SCRIPT [arguments of the script]
        samestep submit [options] -m MODULE [arguments of the module]
+       samestep submit RECIPE [options, and those of the recipe, in any order]
 
 Submits a run to Slurm and shows its output as it comes. Ctrl-C ends the showing, not the job: scancel does that.
 Before the time limit Slurm signals the run, which saves and has its job queued again; so has a job that lost a node.
@@ -87,12 +88,12 @@ class Job:
             endpoint: where the nodes meet.
             run_dir: the run's; "": the script's own.
         """
-        target = self.target
+        command, words = self.target.to_command()
         nodes = ["--nnodes", str(self.num_nodes), "--rdzv-endpoint", endpoint] if self.num_nodes > 1 else []
         return [
-            python, "-m", "samestep", "launch", *nodes, "--nproc-per-node", str(self.num_ranks),
+            python, "-m", "samestep", command, *nodes, "--nproc-per-node", str(self.num_ranks),
             *(["--run-dir", run_dir] if run_dir else []), "--grace-s", str(self.grace_s), *self.launch,
-            *(["-m"] if target.kind == "module" else []), target.name, *target.arguments,
+            *words,
         ]  # fmt: skip
 
 
@@ -148,7 +149,8 @@ def build_job(target: Target, values: Mapping[str, Any]) -> Job:
         if name in ("show_ranks", "max_restarts", *OVERRIDES) and name not in ("run_dir", "grace_s"):
             option = f"--{name.replace('_', '-')}"
             launch += [option] if value is True else [option, str(value)]
-    name = values.get("job_name") or (target.name if target.kind == "module" else Path(target.name).stem)
+    known_as = {"module": target.name, "recipe": target.name.rpartition(".")[2]}
+    name = values.get("job_name") or known_as.get(target.kind, Path(target.name).stem)
     return Job(
         target=target,
         name=name,
