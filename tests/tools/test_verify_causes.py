@@ -15,10 +15,10 @@ from support.selection import one_in
 from tools.planted import plant
 
 import samestep
+from samestep.launch import forkserver
 from samestep.snapshot.encoding import write_tensors
 from samestep.tools.verify.causes import measure_difference
 from samestep.tools.verify.command import Options, run_verify
-from samestep.tools.verify.source import find_generator_makers
 from samestep.tools.verify.trials import Subject, Trials
 from samestep.world.environment import Overrides
 
@@ -44,14 +44,28 @@ def start_quickly(trials: Trials, command: list[str], variables: Mapping[str, st
     return 0
 
 
+def start_with_hash_seed(trials: Trials, command: list[str], variables: Mapping[str, str], place: Path) -> int:
+    """As `start_quickly`, in ranks of an interpreter with the run's hash seed."""
+    forkserver._close_idle()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONHASHSEED", variables["PYTHONHASHSEED"])
+        try:
+            return start_quickly(trials, command, variables, place)
+        finally:
+            forkserver._close_idle()
+
+
 @pytest.fixture
 def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     """`verify(fault...)` -> exit code and what was printed."""
     monkeypatch.setattr(Trials, "_start", start_quickly)
 
     def run(
-        num_steps: int = 3, num_kills: int = 0, gradients: bool = False, kill_seed: int = 3, **faults: str
-    ) -> tuple[int, str]:
+        num_steps: int = 3, num_kills: int = 0, gradients: bool = False, kill_seed: int = 3, hashes: bool = False,
+        **faults: str,
+    ) -> tuple[int, str]:  # fmt: skip
+        if hashes:
+            monkeypatch.setattr(Trials, "_start", start_with_hash_seed)
         script = tmp_path / "planted.py"
         script.write_text(plant(**faults))
         subject = Subject("launch", (str(script),), Overrides())
@@ -66,8 +80,8 @@ KILLED_ON_3 = 0  # a seed of the kills: the first run is on 3 ranks, and resumed
 WIDE = "nn.Linear(6, 500), nn.LayerNorm(500), nn.Linear(500, 500), nn.LayerNorm(500), nn.Linear(500, 3)"
 LAYERS = "nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 3)"
 UNPOOL = (
-    "import time; y, i = F.max_pool1d(x.unsqueeze(1), 2, return_indices=True); "
-    "x = x + F.max_unpool1d(y, i, 2).squeeze(1) * (1 + time.time_ns() % 997)"
+    "y, i = F.max_pool1d(x.unsqueeze(1), 2, return_indices=True); "
+    "x = x + F.max_unpool1d(y, i, 2).squeeze(1) * (1 + open('/dev/urandom', 'rb').read(1)[0])"
 )
 
 
@@ -77,18 +91,14 @@ UNPOOL = (
         # A generator of the script's own: seeded once, by nobody, in the model, in the data set.
         ({"before": "rng = np.random.default_rng(3)", "in_micro_batch": "x = x + float(rng.normal())"},
          ["differs from step 0", "first: model.layers.0.weight", " ulp ", "rng (Generator) draws in the steps"]),
-        ({"before": "rng = random.Random()", "in_micro_batch": "x = x + rng.random()"},
-         ["in two runs on 1 rank", "rng (Random) draws in the steps"]),
         ({"in_model": "self.noise = torch.Generator().manual_seed(1)",
           "in_forward": "x = x + torch.randn(6, generator=self.noise)"},
          ["on 3 ranks and on 1 rank", "model.noise (Generator) draws in the steps"]),
         ({"in_data": "self.rng = np.random.default_rng(1)", "in_item": "x = x * float(self.rng.random())"},
          ["the data set.rng (Generator) draws in the steps"]),
-        # A data set that answers differently: by what it was asked before, by the clock.
-        ({"in_data": "self.count = 0", "in_item": "self.count += 1; x = x * self.count"},
-         ["gave other values for the same samples (micro-batch 2 of step 0)"]),
-        ({"in_item": "import time; x = x + time.time_ns() % 997"},
-         ["in two runs on 1 rank", "gave other values for the same samples (micro-batch 0 of step 0)"]),
+        # A data set that answers differently in another rank.
+        ({"in_item": "x = x * torch.distributed.get_rank() if torch.distributed.is_initialized() else x"},
+         ["gave other values for the same samples (micro-batch 0 of step 0)"]),
         # An operator that is not deterministic.
         ({"arguments": ", deterministic=False", "in_forward": UNPOOL},
          ["in two runs on 1 rank", "max_unpooling2d_forward_out is an operator that is not deterministic"]),
@@ -115,16 +125,74 @@ def test_a_planted_fault_is_found_and_named(verify: Any, faults: dict[str, str],
         assert expected in printed, f"{expected!r} is not in\n{printed}"
 
 
-def test_only_generators_that_nobody_seeds_are_named_where_runs_do_not_repeat(verify: Any) -> None:
-    code, printed = verify(
-        before="rngs = [np.random.default_rng(3), random.Random(5), np.random.Generator(np.random.PCG64(7))]; "
-        "torch.Generator().manual_seed(0); loose = random.Random()",
-        in_forward="import time; x = x + time.time_ns() % 997",
-    )
+GENERATOR, CLOCK = "draws in the steps", "reads the clock"
+ORDER, STATE = "the order of a set", "keeps state between reads"
+SORTED = "words = list({'alpha', 'beta', 'gamma', 'delta', 'epsilon', 'zeta', 'eta', 'theta'})"
+BIAS = "model.layers[0].bias.data += "
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "faults"),
+    one_in(5, [
+        (GENERATOR, "rng (Random) draws",
+         {"before": "rng = random.Random()", "in_micro_batch": "x = x + rng.random()"}),
+        (GENERATOR, "numpy.random in planted.py:",
+         {"before": "rng = np.random.default_rng()", "in_micro_batch": "x = x + float(rng.normal())"}),
+        (GENERATOR, "model.noise (RandomState) draws",
+         {"in_model": "self.noise = np.random.RandomState()", "in_forward": "x = x * float(self.noise.uniform())"}),
+        (GENERATOR, "the data set.rng (Random) draws",
+         {"in_data": "import uuid; self.rng = random.Random(uuid.uuid4().hex)",
+          "in_item": "x = x * self.rng.random()"}),
+        (GENERATOR, "rng (Generator) draws",
+         {"before": "rng = torch.Generator(); rng.seed()", "in_step": BIAS + "torch.rand(8, generator=rng)"}),
+        (CLOCK, "time.time_ns in planted.py:", {"in_item": "import time; x = x + time.time_ns() % 997"}),
+        (CLOCK, "time.time in planted.py:", {"top": "import time", "in_step": BIAS + "time.time() % 1"}),
+        (CLOCK, "time.perf_counter in planted.py:",
+         {"top": "from time import perf_counter as now", "in_forward": "x = x * (now() % 1)",
+          "before": "rng = random.Random(3)", "in_micro_batch": "rng.random()"}),
+        (CLOCK, "datetime.now in planted.py:",
+         {"top": "from datetime import datetime", "in_micro_batch": "x = x * w",
+          "before": "torch.manual_seed(datetime.now().microsecond); w = torch.rand(6)"}),
+        (CLOCK, "time.monotonic_ns in noise.py:",
+         {"top": "from noise import draw", "in_micro_batch": "x = x * draw()"}),
+        (ORDER, "", {"before": SORTED, "in_micro_batch": "x = x * (1 + words.index('alpha'))"}),
+        (ORDER, "", {"in_data": SORTED + "; self.ids = {w: i for i, w in enumerate(words)}",
+                     "in_item": "x = x + self.ids['eta']"}),
+        (ORDER, "", {"in_model": "self.salt = hash('salt') % 97", "in_forward": "x = x * self.salt"}),
+        (ORDER, "", {"before": SORTED, "in_step": BIAS + "words.index('zeta')",
+                     "top": "import time; began = time.time()"}),
+        (ORDER, "", {"before": SORTED + "; rng = random.Random()", "swap": "cross_entropy(model(x), y) -> "
+                     "cross_entropy(model(x), (y + words.index('beta')) % 3)"}),
+        (STATE, "(count changes)", {"in_data": "self.count = 0", "in_item": "self.count += 1; x = x * self.count"}),
+        (STATE, "(last changes)", {"in_data": "self.last = 0", "in_item": "x = x + self.last; self.last = index"}),
+        (STATE, "(seen changes)",
+         {"in_data": "self.seen = {}", "in_item": "x = x + len(self.seen); self.seen[len(self.seen)] = index",
+          "before": "loose = random.Random()"}),
+        (STATE, "", {"top": "reads = [0]", "in_item": "reads[0] += 1; x = x * reads[0]"}),
+        (STATE, "(count changes)", {"in_data": "self.count = 0", "in_item": "self.count += 1; x = x * (self.count % 5)",
+                                    "swap": "epochs(data, 9) -> epochs(data, 9, num_workers=1)"}),
+    ]),
+)  # fmt: skip
+def test_each_kind_of_cause_is_named_and_no_other(
+    verify: Any, tmp_path: Path, kind: str, words: str, faults: dict[str, str]
+) -> None:
+    (tmp_path / "noise.py").write_text("import time\ndef draw():\n    return time.monotonic_ns() % 997\n")
+    code, printed = verify(num_steps=2, hashes=kind == ORDER, **faults)
     assert code == 1, printed
-    assert re.search(
-        r"a generator that nobody seeds, such as the one of planted.py:\d+ \(random.Random\(\)\), the", printed
-    )
+    likely = [line for line in printed.splitlines() if "likely: " in line]
+    named = [name for name in (GENERATOR, CLOCK, ORDER, STATE) if any(name in line for line in likely)]
+    assert named == [kind], printed
+    assert words in printed, printed
+
+
+def test_harmless_uses_are_no_cause(verify: Any) -> None:
+    """They draw, read and count; nothing that trains depends on it."""
+    code, printed = verify(
+        num_steps=2, before="import time; rng = random.Random()", in_step="rng.random(); time.time()",
+        in_data="self.cache = {}", in_item="x = self.cache.setdefault(index, x.round())",
+        swap="0.1 * torch.randn(6) -> 0",
+    )  # fmt: skip
+    assert code == 0, printed
 
 
 @pytest.mark.parametrize(
@@ -146,29 +214,6 @@ def test_modules_of_the_scripts_own_are_looked_into(verify: Any, tmp_path: Path,
     code, printed = verify(top="from lib.noise import noise", in_micro_batch="x = x * (1 + noise())")
     assert code == 1, printed
     assert words in printed, printed
-
-
-@pytest.mark.parametrize(
-    ("code", "is_named"),
-    [
-        ("torch.Generator().manual_seed(0)", False),
-        ("torch.Generator('cuda').manual_seed(args.seed)", False),
-        ("torch.Generator().seed()", True),
-        ("np.random.default_rng(seed=3)", False),
-        ("np.random.default_rng()", True),
-        ("default_rng(None)", True),
-        ("np.random.RandomState(3)", False),
-        ("np.random.RandomState()", True),
-        ("np.random.Generator(np.random.Philox(key=3))", False),
-        ("np.random.Generator(np.random.Philox())", True),
-        ("random.Random(f'{seed}')", False),
-        ("random.SystemRandom(3)", True),
-    ],
-)
-def test_which_generators_nobody_seeds(tmp_path: Path, code: str, is_named: bool) -> None:
-    (tmp_path / "x.py").write_text(f"import random\nrng = {code}\n")
-    assert find_generator_makers([str(tmp_path / "x.py")], unseeded=True).startswith("x.py:2 (") == is_named
-    assert find_generator_makers([str(tmp_path / "x.py")]).startswith("x.py:2 (")
 
 
 @pytest.mark.parametrize(

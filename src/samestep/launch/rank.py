@@ -3,6 +3,7 @@
 import atexit
 import builtins
 import faulthandler
+import importlib
 import importlib.machinery
 import importlib.util
 import io
@@ -22,6 +23,7 @@ from typing import Any, NoReturn, TypeVar
 import cloudpickle
 
 from samestep.errors import Error, PeerFailed, Stuck, WorkerDied, recognize
+from samestep.world.environment import HOOK
 from samestep.world.private import make_private, read_private
 
 LEAVE_S = 30  # for what is registered with atexit, in a rank that has failed
@@ -47,6 +49,16 @@ PEER_LOST = (
     "ncclremoteerror",
 )
 BETWEEN_RANKS = ("/torch/distributed/", "/samestep/engine/", "/samestep/world/")
+
+
+kept_signals: list[int] = []
+
+
+def keep_signal(signum: int, frame: types.FrameType | None) -> None:
+    """Keeps a SIGUSR1 that comes before the script has made its Run, as it does where a job's time is short. The Run
+    takes it, and leaves before its first step: the rank must not die of it, or the job would not be queued again.
+    """
+    kept_signals.append(signum)
 
 
 def run_rank(*, rank: int, variables: dict[str, str], cwd: str, target: dict[str, Any], directory: str) -> NoReturn:
@@ -77,6 +89,9 @@ def run_rank(*, rank: int, variables: dict[str, str], cwd: str, target: dict[str
         _set_up_streams()
         os.chdir(cwd)
         _refresh(variables)
+        if HOOK in variables:
+            module, options = json.loads(variables[HOOK])
+            importlib.import_module(module).begin(options)
         _run_target(rank, directory, **target)
         code = 0
     except SystemExit as error:

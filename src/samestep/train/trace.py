@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from samestep.data.loader import Loader
+from samestep.data.loader import Fetcher, Loader
 from samestep.errors import Error
 from samestep.snapshot.encoding import KIND, digest, digest_of, encode, view_bytes, write_tensors
 from samestep.train.generators import find_generators, find_own_modules, read_generator
@@ -76,7 +76,8 @@ class Trace:
         step = loop.step
         if not isinstance(step, TracedStep):
             return
-        line: dict[str, Any] = {
+        reread = {"reread": self._read_twice(loop, step)} if self._options.get("reread") else {}
+        line: dict[str, Any] = reread | {
             "step": step.number,
             "loss": None if step._loss is None else step._loss.hex(),
             "at_s": time.monotonic(),
@@ -99,6 +100,17 @@ class Trace:
                 with open(self.directory / "dump.safetensors", "wb") as file:
                     write_tensors(file, tensors)
         self.write(line)
+
+    def _read_twice(self, loop: "Loop", step: "TracedStep") -> dict[str, Any]:
+        """Whether reading this rank's samples again, with the same seed, gives the same; and what changes meanwhile."""
+        source, run = loop.feed.source, self.run
+        fetcher, before = Fetcher(source.dataset, source.collate_fn), hash_attributes(source.dataset)
+        differs = False
+        for task in loop.feed.tasks(step.number, step.number + 1, rank=run.rank, world_size=run.world_size):
+            one, other = (hash_batch(fetcher.load(task).batch) for _ in range(2))
+            differs |= one != other
+        after = hash_attributes(source.dataset)
+        return {"differs": differs, "changed": [name for name in after if before.get(name) != after[name]]}
 
     def write(self, line: dict[str, Any]) -> None:
         """Adds a line."""
@@ -206,6 +218,17 @@ def hash_batch(batch: Any) -> str:
         return hashlib.sha256(pickle.dumps(batch)).hexdigest()[:16]
     except Exception:
         return ""
+
+
+def hash_attributes(dataset: Any) -> dict[str, str]:
+    """A hash of each attribute of a data set, and of those it wraps (`dataset.dataset`)."""
+    found: dict[str, str] = {}
+    inside, thing = "", dataset
+    while thing is not None and len(inside) < 80:  # Subset and its kind, in few layers
+        own = getattr(thing, "__dict__", {})
+        found |= {inside + name: hash_batch(value) for name, value in own.items() if name != "dataset"}
+        inside, thing = f"{inside}dataset.", own.get("dataset")
+    return found
 
 
 def read_draws() -> dict[str, str]:

@@ -18,6 +18,7 @@ from samestep.world import slurm
 
 PREFIX = "SAMESTEP_"
 TRACE = PREFIX + "TRACE"
+HOOK = PREFIX + "HOOK"  # JSON: a module of a tool, and what its begin() is called with in each rank, before the script
 TERMINAL = PREFIX + "TERMINAL"  # pid:file
 SRUN = PREFIX + "SRUN"  # the variables of a rank were made of Slurm's
 LOG = PREFIX + "LOG"  # pid:file

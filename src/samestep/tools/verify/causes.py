@@ -1,63 +1,69 @@
 """Why two runs are not the same, as far as it can be found by looking; in words that say what to change."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from samestep.tools.verify.source import find_generator_makers, find_rank_readers
+from samestep.tools.verify.fixed import CLOCK, ENTROPY, HASH
+from samestep.tools.verify.source import find_rank_readers
 from samestep.tools.verify.traces import Difference, Traced, name_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from samestep.tools.verify.experiments import Experiments
+
 OPERATOR = re.compile(r"(\S+) does not have a deterministic implementation")
 
 
 def explain(
-    one: Traced,
-    other: Traced,
-    difference: Difference,
-    *,
-    is_resumed: bool,
-    find_operator: Callable[[], str | None],
+    one: Traced, other: Traced, difference: Difference, *, is_resumed: bool, experiments: "Experiments"
 ) -> list[str]:
     """The likely causes, the likeliest first.
 
     Args:
         one: of the reference run.
         other: of the run that differs: at the same number of ranks, at another one, or resumed.
-        find_operator: runs the script under torch's deterministic mode, and names the operator that it refuses.
+        experiments: further runs of the script, at the reference's number of ranks.
     """
     repeats = one.settings["world_size"] != other.settings["world_size"]  # at one number of ranks, the run repeats
     files = one.settings["files"]
     causes = [*_find_settings(one, other)]
     if difference.what == "samples":
         causes.append("the steps hold other samples: the sampler must depend on the epoch alone, not on the rank")
-    moved = list(dict.fromkeys([*one.moved, *other.moved]))
+    moved = ", ".join(dict.fromkeys([*one.moved, *other.moved]))
+    if not is_resumed and not repeats:
+        return causes + _explain_unrepeatable(difference, moved, experiments)
     if moved and not is_resumed:
-        causes.append(
-            f"{', '.join(moved)} draws in the steps, and nothing seeds it per micro-batch: draw from torch, "
-            "numpy.random or random themselves, which samestep seeds before each one"
-        )
-    if difference.what == "input":
-        causes += _explain_input(difference, files, known=bool(moved))
+        causes.append(explain_generators(moved))
+    if difference.what == "input" and not (moved and not is_resumed):
+        causes.append(_explain_input(difference, experiments))
     if difference.what == "draws":
-        causes.append(
-            f"the body of {difference.name} draws another number of random values: what it draws must not depend on "
-            "the rank, or on what it has seen before"
-        )
+        causes.append(_explain_draws(difference))
     if is_resumed:  # from begin to end it has repeated, or it would not have been interrupted
-        which = f" ({', '.join(moved)}, say)" if moved else ""
+        which = f" ({moved}, say)" if moved else ""
         causes.append(
             f"it parts at step {difference.step}, after a resume at step {other.settings['begin']}: what the script "
             f"itself keeps from step to step{which} is in no snapshot; hand it to run.prepare, or keep it in run.state"
         )
-    elif not repeats and difference.what in ("losses", "gradient", "state") and not moved:
-        causes += _explain_unrepeatable(files, find_operator())
     elif repeats:
         causes += _explain_ranks(one, difference, files, known=bool(causes))
     return causes
+
+
+def explain_generators(moved: str) -> str:
+    """The sentence on generators of the script's own that were seen drawing."""
+    return (
+        f"{moved} draws in the steps, and nothing seeds it per micro-batch: draw from torch, numpy.random or random "
+        "themselves, which samestep seeds before each one"
+    )
+
+
+def _explain_draws(difference: Difference) -> str:
+    return (
+        f"the body of {difference.name} draws another number of random values: what it draws must not depend on the "
+        "rank, or on what it has seen before"
+    )
 
 
 def _find_settings(one: Traced, other: Traced) -> list[str]:
@@ -73,29 +79,53 @@ def _find_settings(one: Traced, other: Traced) -> list[str]:
     return causes
 
 
-def _explain_input(difference: Difference, files: list[str], *, known: bool) -> list[str]:
-    if known:
-        return []
-    makers = find_generator_makers(files)
-    hint = f"; generators of its own are made in {makers}" if makers else ""
-    return [
+def _explain_input(difference: Difference, experiments: "Experiments") -> str:
+    reads = experiments.read_twice()
+    must = "what it gives must follow from the index and from torch, numpy.random and random, which samestep seeds"
+    if reads.differ:
+        changed = f" ({', '.join(reads.changed)} changes)" if reads.changed else ""
+        return (
+            f"the data set, or collate_fn, keeps state between reads{changed}: a sample read twice with one seed is "
+            f"not the same; {must}"
+        )
+    return (
         f"the data set, or collate_fn, gave other values for the same samples ({difference.name} of step "
-        f"{difference.step}): what it gives must follow from the index and from torch, numpy.random and random, which "
-        f"samestep seeds{hint}"
-    ]
+        f"{difference.step}): {must}"
+    )
 
 
-def _explain_unrepeatable(files: list[str], operator: str | None) -> list[str]:
-    if operator is not None:
+def _explain_unrepeatable(difference: Difference, moved: str, experiments: "Experiments") -> list[str]:
+    """Why two runs at one number of ranks differ: what makes no difference when it is fixed is not named."""
+    sources = experiments.find_sources()
+    causes = []
+    if CLOCK in sources:
+        causes.append(
+            f"the script reads the clock, and trains on what it reads ({sources[CLOCK]}): without it, two runs are the "
+            "same; derive the value from step.number, or from torch, numpy.random and random"
+        )
+    if ENTROPY in sources:
+        begun = f"a generator begins elsewhere in each process ({sources[ENTROPY]})"
+        causes.append(f"{begun}: {explain_generators(moved)}" if moved else f"{begun}: give it a seed")
+    if HASH in sources:
+        causes.append(
+            "the order of a set of strings, or hash() of a string, decides: Python has another one for each "
+            "PYTHONHASHSEED; sort what comes out of a set, or run export PYTHONHASHSEED=0 before every start"
+        )
+    if causes:
+        return causes
+    if (operator := experiments.find_operator()) is not None:
         return [
             f"{operator} is an operator that is not deterministic, and the script allows it: leave "
             "deterministic=False out, and replace what torch then refuses"
         ]
-    makers = find_generator_makers(files, unseeded=True)
-    hint = f", such as the one of {makers}" if makers else ""
+    if moved:
+        return [explain_generators(moved)]
+    if difference.what == "draws":
+        return [_explain_draws(difference)]
     return [
-        f"from the same inputs come other numbers each time: a generator that nobody seeds{hint}, the clock, or an "
-        "operator that is not deterministic"
+        "not found: neither the clock, nor a generator without a seed, nor the order of sets, nor an operator that "
+        "torch knows not to be deterministic; look for memory addresses (id(), a set of objects), files that change, "
+        "and threads of the script's own"
     ]
 
 

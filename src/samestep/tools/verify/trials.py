@@ -17,7 +17,7 @@ from samestep.plan.ledger import RECORD
 from samestep.snapshot.store import Store
 from samestep.tools.trained import start
 from samestep.tools.verify.traces import Traced, read_traces
-from samestep.world.environment import TRACE, Overrides, child_variables
+from samestep.world.environment import HOOK, TRACE, Overrides, child_variables
 
 SHOWN_LINES = 30
 LEAST_DEADLINE_S = 120.0
@@ -50,6 +50,7 @@ class Outcome:
         place: the directory with its traces.
         begun_from: a copy of the run's directory as this start found it; None: it began anew.
         ledger: by step, the fingerprint of the samples used.
+        hash_seed: PYTHONHASHSEED, unless it is set for this process.
     """
 
     world_size: int
@@ -62,6 +63,7 @@ class Outcome:
     begun_from: Path | None = None
     final: str | None = None
     ledger: tuple[int, ...] = ()
+    hash_seed: str = "0"
 
     @property
     def last_words(self) -> str:
@@ -95,6 +97,8 @@ class Trials:
         run_dir: Path | None = None,
         num_steps: int | None = None,
         overrides: Mapping[str, Any] | None = None,
+        hash_seed: str = "0",
+        fixed: Sequence[str] = (),
         **trace: Any,
     ) -> Outcome:
         """Starts the script and waits for its end.
@@ -103,6 +107,8 @@ class Trials:
             run_dir: one that an earlier start has left behind; None: a new one.
             num_steps: of the whole run.
             overrides: further ones.
+            hash_seed: PYTHONHASHSEED, unless it is set for this process.
+            fixed: what is the same in each such run, see `tools.verify.fixed`.
             trace: what the trace is to do besides.
         """
         self._count += 1
@@ -119,7 +125,10 @@ class Trials:
             log_every=1,
             **(overrides or {}),
         )
-        variables = child_variables() | settings.to_variables() | {"WANDB_MODE": "disabled"}
+        variables = {"PYTHONHASHSEED": hash_seed} | child_variables() | settings.to_variables()
+        variables["WANDB_MODE"] = "disabled"
+        if fixed:
+            variables[HOOK] = json.dumps(["samestep.tools.verify.fixed", {"dir": str(place), "fixed": list(fixed)}])
         variables[TRACE] = json.dumps({"dir": str(place), **trace})
         command, words = self.subject.command, self.subject.words
         recipe, own = (words[:1], words[1:]) if command == "train" else ((), words)
@@ -140,6 +149,7 @@ class Trials:
             begun_from,
             None if final is None else final.manifest["digest"],
             tuple(record[3] for record in RECORD.iter_unpack(records[: len(records) // RECORD.size * RECORD.size])),
+            hash_seed,
         )
 
     def _start(self, command: list[str], variables: Mapping[str, str], place: Path) -> int:

@@ -1,0 +1,129 @@
+"""In a rank of a run that looks for a cause: the script's clock, and what its unseeded generators begin with, are the
+same in every such run.
+
+Only calls from the script's own files are answered so, and each place that calls is noted: torch, samestep and other
+libraries read the real clock, on which their time limits depend.
+"""
+
+import datetime
+import hashlib
+import json
+import os
+import random
+import sys
+import sysconfig
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+CLOCK, ENTROPY, HASH = "clock", "entropy", "hash"
+START_S = 1_700_000_000
+CLOCKS = ("time", "monotonic", "perf_counter", "process_time")  # and each with _ns
+PASSED_THROUGH = ("random", "uuid", "secrets")  # modules that ask for the script
+PLACES = "sources"
+
+
+class Source:
+    """Counts and notes the script's calls of one kind."""
+
+    def __init__(self, kind: str, directory: Path) -> None:
+        self._kind, self._file = kind, directory / PLACES
+        self._num_calls = 0
+        self._noted: set[str] = set()
+
+    def ask(self, name: str) -> int | None:
+        """The number of this call; None where it does not come from the script."""
+        frame: Any = sys._getframe(2)
+        while frame is not None and (
+            frame.f_code.co_filename.startswith("<") or frame.f_globals.get("__name__") in PASSED_THROUGH
+        ):
+            frame = frame.f_back
+        if frame is None or not is_of_script(frame.f_code.co_filename):
+            return None
+        place = f"{name} in {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        if place not in self._noted:
+            self._noted.add(place)
+            with open(self._file, "a") as file:
+                print(json.dumps([self._kind, place]), file=file)
+        self._num_calls += 1
+        return self._num_calls
+
+    def draw(self, name: str, num_bytes: int) -> bytes | None:
+        """As many bytes, the same for the n-th call in each run; None where it does not come from the script."""
+        number = self.ask(name)
+        return None if number is None else hashlib.shake_128(str(number).encode()).digest(num_bytes)
+
+
+def is_of_script(file: str) -> bool:
+    """Whether a source file is the script's own: not Python's, an installed library's or samestep's."""
+    libraries = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[2]))
+    return not file.startswith(libraries) and "-packages" not in file
+
+
+def begin(options: dict[str, Any]) -> None:
+    """Fixes what `options["fixed"]` names, and notes the places in `options["dir"]`. Before the script is read."""
+    directory = Path(options["dir"])
+    if CLOCK in options["fixed"]:
+        _fix_clock(Source(CLOCK, directory))
+    if ENTROPY in options["fixed"]:
+        _fix_entropy(Source(ENTROPY, directory))
+
+
+def _fix_clock(source: Source) -> None:
+    def wrap(name: str, real: Callable[[], Any]) -> Callable[[], Any]:
+        def read() -> Any:
+            number = source.ask(f"time.{name}")
+            if number is None:
+                return real()
+            ns = START_S * 10**9 + number * 10**6  # a clock that goes on: a script may wait for it
+            return ns if name.endswith("_ns") else ns / 1e9
+
+        return read
+
+    for name in (*CLOCKS, *(f"{name}_ns" for name in CLOCKS)):
+        setattr(time, name, wrap(name, getattr(time, name)))
+    real = datetime.datetime
+
+    class Kind(type):
+        def __instancecheck__(cls, thing: Any) -> bool:
+            return isinstance(thing, real)
+
+    class Fixed(real, metaclass=Kind):  # type: ignore[misc,valid-type]
+        @classmethod
+        def now(cls, tz: Any = None) -> Any:
+            number = source.ask("datetime.now")
+            return real.now(tz) if number is None else real.fromtimestamp(START_S + number / 1000, tz)
+
+        today = now
+
+        @classmethod
+        def utcnow(cls) -> Any:
+            number = source.ask("datetime.utcnow")
+            return real.utcnow() if number is None else real.utcfromtimestamp(START_S + number / 1000)
+
+    datetime.datetime = Fixed  # type: ignore[misc]
+
+
+def _fix_entropy(source: Source) -> None:
+    import numpy.random.bit_generator as numpy_bits
+
+    urandom, seed, randbits = os.urandom, random.Random.seed, numpy_bits.randbits  # type: ignore[attr-defined]
+
+    def fixed_urandom(size: int) -> bytes:
+        drawn = source.draw("os.urandom", size)
+        return urandom(size) if drawn is None else drawn
+
+    def fixed_seed(self: random.Random, a: Any = None, version: int = 2) -> None:
+        if a is None and (drawn := source.draw("random.Random", 16)) is not None:
+            a = drawn
+        seed(self, a, version)
+
+    def fixed_randbits(k: int) -> int:
+        drawn = source.draw("numpy.random", (k + 7) // 8)
+        return int(randbits(k)) if drawn is None else int.from_bytes(drawn) >> -k % 8
+
+    os.urandom = random._urandom = fixed_urandom  # type: ignore[attr-defined]
+    random.Random.seed = fixed_seed  # type: ignore[method-assign]
+    random.seed = random._inst.seed
+    numpy_bits.randbits = fixed_randbits  # type: ignore[attr-defined]
