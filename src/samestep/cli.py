@@ -125,9 +125,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code; as the program itself (`arguments` None), leaves with it."""
     try:
         if arguments is None:
-            check_surroundings()
             if sys.argv[1:2] in (["launch"], ["train"]):
+                # Slurm may send it as soon as a job starts: it waits for the launcher's handlers.
+                signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
                 fix_hash_seed()
+            check_surroundings()
         code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
     except BrokenPipeError:  # of `| head`: who reads no more has what they wanted

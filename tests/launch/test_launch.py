@@ -365,6 +365,48 @@ def test_a_signal_before_there_are_ranks(command: Command) -> None:
     command.assert_nothing_left()
 
 
+def test_a_signal_before_there_are_handlers(command: Command) -> None:
+    """It waits for the launcher's, which ends by itself and starts no rank."""
+    command.write("plain.py", "open('begun', 'w').close()")
+    launch = command.start("launch", "plain.py")
+    status, bit = Path(f"/proc/{launch.pid}/status"), 1 << (signal.SIGUSR1 - 1)
+    wait_until(lambda: int(re.findall(r"SigBlk:\s*(\w+)", status.read_text())[0], 16) & bit, "it is blocked")
+    os.kill(launch.pid, signal.SIGUSR1)
+    done = command.finish(launch)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGUSR1, "")  # and not -SIGUSR1: killed
+    assert not (command.directory / "begun").exists()
+
+
+EARLY = """
+import os, pathlib, time
+open("ready", "w").close()
+while not os.path.exists("go"):
+    time.sleep(0.01)
+import samestep, torch
+run = samestep.Run("run", batch_size=2, device="cpu")
+model = torch.nn.Linear(1, 1)
+run.prepare(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+for step in run.steps([torch.ones(1)] * 4, 3):
+    raise SystemExit("a step has begun")
+"""
+
+
+def test_a_signal_before_there_is_a_run(command: Command) -> None:
+    """The run takes it, and leaves before its first step, as if it had come then."""
+    command.write("early.py", EARLY)
+    launch = command.start("launch", "--nproc-per-node", "1", "early.py")
+    command.wait_for("ready")
+    for process in command.processes():
+        if process.pid != launch.pid:
+            process.send_signal(signal.SIGUSR1)  # as Slurm does: every process of a step
+    os.kill(launch.pid, signal.SIGUSR1)
+    command.write("go", "")
+    done = command.finish(launch)
+    assert done.returncode == 75, done.stderr
+    assert "SIGUSR1: the run stops and saves within a step" in done.stdout
+    assert json.loads((command.directory / "run/status.json").read_text())["reason"] == "stopped by SIGUSR1"
+
+
 @pytest.mark.parametrize("victim", ["launcher", "server"])
 def test_nothing_outlives_a_killed_launcher(command: Command, victim: str) -> None:
     command.write("plain.py", PLAIN)

@@ -127,6 +127,26 @@ def test_shell_reads_it(script: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize(
+    ("code", "starts", "is_queued"), [(75, 99, True), (138, 9, True), (138, 10, False), (1, 0, False)]
+)
+def test_which_ends_are_queued_again(
+    script: Path, capsys: pytest.CaptureFixture[str], code: int, starts: int, is_queued: bool
+) -> None:
+    """138: the signal came before there were ranks. Not for ever."""
+    text = render(capsys, "train.py")
+    stubs = f"srun() {{ return {code}; }}; scontrol() {{ echo $*; }}; SLURM_JOB_ID=7; SLURM_RESTART_COUNT={starts}\n"
+    done = subprocess.run(["bash", "-c", stubs + text], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (code, "requeue 7\n" if is_queued else "")
+
+
+def test_a_limit_that_leaves_no_time_is_warned_about(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", "--dry-run", "--time", "1", "train.py"]) == 0
+    assert "--time 1 leaves 45 s before the signal to stop, which Slurm may send up to 60 s" in capsys.readouterr().err
+    assert main(["submit", "--dry-run", "--time", "5", "train.py"]) == 0
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
     ("text", "seconds"),
     [("90", 5400), ("2:30", 150), ("2:00:00", 7200), ("1-0", 86400), ("1-12:30", 131400), ("UNLIMITED", None)],
 )

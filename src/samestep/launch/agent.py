@@ -33,7 +33,7 @@ from samestep.console import say
 from samestep.launch.hub import FLUSH_S, Hub
 from samestep.launch.local import HOST, Failure, Place, Ranks, Target, build_variables, open_store
 from samestep.launch.nodes import Link, Nodes, build_hello, connect, find_addresses, is_here, open_listener
-from samestep.world.environment import BEGUN, ROOM, STOPPED, Overrides, Restart
+from samestep.world.environment import BEGUN, ROOM, STOPPED, Overrides, Restart, count_job_nodes
 
 MONITOR_INTERVAL_S = 1e-6  # `Ranks.poll` waits itself, and for no longer than it must.
 
@@ -280,7 +280,8 @@ class NodeAgent(RankAgent):
             f"{first}{f'-{first + size - 1}' if size > 1 else ''} on {name}"
             for first, size, name in zip(firsts, begun["sizes"], begun["names"], strict=True)
         ]
-        print(f"samestep: ranks {', '.join(there)}", file=sys.stderr, flush=True)
+        if not place.first_rank or count_job_nodes() == 1:  # the nodes of a Slurm job share one output
+            print(f"samestep: ranks {', '.join(there)}", file=sys.stderr, flush=True)
         return place
 
     def _say_restart(self, place: Place) -> None:

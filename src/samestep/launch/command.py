@@ -45,6 +45,7 @@ class Stopping:
             if before is not signal.SIG_IGN:  # as nohup and & of a shell have it
                 self._before[signum] = before
                 signal.signal(signum, self._receive)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # see cli.main
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from weakref import WeakSet
 
 from samestep.launch.logs import DRAIN_S, Recording
-from samestep.launch.rank import run_rank
+from samestep.launch.rank import keep_signal, run_rank
 from samestep.world.environment import child_variables
 
 # What ranks will need. The first optimizer imports torch._dynamo, which takes as long as torch itself.
@@ -303,8 +303,9 @@ class _Server:
             if os.getppid() != server_pid:
                 os._exit(1)
             signal.set_wakeup_fd(-1)
-            for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
                 signal.signal(signum, signal.SIG_DFL)
+            signal.signal(signal.SIGUSR1, keep_signal)
             signal.signal(signal.SIGINT, signal.default_int_handler)
             for end in (self.client, self.woken, self.waker):
                 end.close()

@@ -6,6 +6,7 @@ the job again when they say that the run was told to stop, and has saved.
 
 import re
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -35,7 +36,8 @@ SCRIPT = """\
 rc=$?
 
 # {start_again}: it was told to stop, and has saved. The same job waits for its next turn, and then goes on.
-if [ $rc -eq {start_again} ]; then
+# {killed}: SIGUSR1 came before there were ranks, so nothing was begun. The job is queued again, up to its 10th restart.
+if [ $rc -eq {start_again} ] || {{ [ $rc -eq {killed} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt 10 ]; }}; then
   scontrol requeue {job_id}
 fi
 exit $rc
@@ -86,6 +88,7 @@ def render(job: Job) -> str:
         directives="\n".join(lines),
         launch=(ENDPOINT if job.num_nodes > 1 else "") + f"{srun} \\\n  {' '.join(words)}",
         start_again=START_AGAIN,
+        killed=128 + signal.SIGUSR1,
         # By its own number, the last task of an array would have all of them queued again.
         job_id='"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if is_array else '"$SLURM_JOB_ID"',
     )

@@ -26,6 +26,7 @@ With --k8s, a JobSet for Kubernetes, which starts again what was evicted.
 """
 
 GRACE_S = 120
+LEAST_S = 120  # Slurm's clock for signals is a minute coarse, and on a busy file system ranks start in tens of seconds
 
 FLAGS: dict[str, Override] = {
     "nodes": Override(int, "N", "how many; default: 1"),
@@ -144,6 +145,11 @@ def build_job(target: Target, values: Mapping[str, Any]) -> Job:
     grace_s = values.get("grace_s", GRACE_S if limit_s is None else min(GRACE_S, max(limit_s // 4, 1)))
     if limit_s is not None and grace_s >= limit_s:
         raise Error(f"--grace-s {grace_s} is as long as --time {values['time']}: the run would stop as it starts")
+    if limit_s is not None and limit_s - grace_s < LEAST_S:
+        say(
+            f"--time {values['time']} leaves {limit_s - grace_s} s before the signal to stop, which Slurm may send up "
+            f"to 60 s early: give {LEAST_S} s and the time of some steps and a snapshot, or it may save nothing new"
+        )
     launch = []
     for name, value in values.items():
         if name in ("show_ranks", "max_restarts", *OVERRIDES) and name not in ("run_dir", "grace_s"):

@@ -19,7 +19,7 @@ from weakref import WeakSet
 
 from samestep.console import escape
 from samestep.errors import Error, PeerFailed, WorkerDied, recognize
-from samestep.launch.rank import is_secondary, write_error
+from samestep.launch.rank import is_secondary, kept_signals, write_error
 from samestep.watch.records import read_rows
 from samestep.world.environment import FINISHED, LEAVE, START_AGAIN, ready_standard_files, stop_code
 from samestep.world.group import close_group, is_first, is_left_by_rank_0
@@ -245,6 +245,8 @@ class StopSignals:
         """Listens, again after `restore`. Only the main thread can."""
         if not self._before and threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._hear) for number in STOP_SIGNALS}
+        for number in kept_signals[:1]:
+            self._hear(number, None)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()
