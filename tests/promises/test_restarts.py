@@ -65,6 +65,8 @@ def test_ranks_that_die_are_started_again(trial: Trial, undisturbed: Undisturbed
     assert trial.outcome() == undisturbed()
     status = json.loads((trial.dir / "status.json").read_text())
     assert (status["status"], status["reason"]) == ("done", "")
+    assert status["measured"]["samples_per_s"] > 0
+    assert sum(status["measured"]["time_share"].values()) == pytest.approx(1)
 
 
 def test_the_last_failure_is_told_as_ever(trial: Trial, undisturbed: Undisturbed) -> None:

@@ -103,7 +103,7 @@ def test_the_listing(run: Path, inspect: Inspect) -> None:
     assert re.search(r"^  3 .* tensors.safetensors is damaged \(somewhere in bytes \d+ to \d+\)$", out, re.M)
     assert re.search(r"^  6 +best +\d+ B +\d s +sound$", out, re.M)
     assert re.search(r"^  6 .* state.json has 3 bytes, not \d+$", out, re.M)
-    assert re.search(r"^  loss +0.25$", out, re.M)
+    assert re.search(r"^  loss +0.25 +6$", out, re.M)
     code, out = inspect("--step", "best", "--check")
     assert code == 0
     assert "state.json has" not in out
@@ -150,13 +150,74 @@ def test_the_listing_as_json(run: Path, inspect: Inspect) -> None:
     shown = json.loads(out)
     assert code == 0
     assert shown["run"]["numbers"] == NUMBERS
-    assert shown["metrics"] is None
+    assert (shown["metrics"], shown["state"], shown["status"]) == ({}, {}, {})
     (snapshot,) = shown["snapshots"]
     assert snapshot["step"] == 3
     assert snapshot["path"] == str(path)
     assert snapshot["problem"] is None
     assert snapshot["meta"] == {"epoch": 1}
     assert snapshot["digest"] == digest(STATE)
+
+
+def test_last_values_state_and_measures(run: Path, inspect: Inspect) -> None:
+    """A metric that is not in the last row has its last value, too."""
+    Store(run).write({**STATE, "state": {"best": {"loss": 0.5}}}, step=3, meta={})
+    Store(run).write({**STATE, "state": {"best": {"loss": 0.25}}}, step=6, meta={})
+    rows = [{"step": 2, "epoch": 0, "loss": 1.5}, {"step": 3, "accuracy": 0.5}, {"step": 4, "epoch": 1, "loss": 0.75}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    measured = {"samples_per_s": 120.5, "wall_s": 2.0, "time_share": {"compute": 0.75, "data": 0.25}}
+    (run / "status.json").write_text(json.dumps({"status": "done", "steps": 6, "measured": measured}))
+    out = inspect()[1]
+    for words in (r"best.loss +0.25", r"loss +0.75 +4", r"accuracy +0.5 +3", r"time_share.compute +0.75"):
+        assert re.search(rf"^  {words}$", out, re.M), words
+    shown = json.loads(inspect("--json")[1])
+    assert shown["metrics"] == {"loss": {"value": 0.75, "step": 4}, "accuracy": {"value": 0.5, "step": 3}}
+    assert shown["state"] == {"best": {"loss": 0.25}}
+    assert shown["status"]["measured"] == measured
+
+
+def write_runs(directory: Path) -> tuple[str, str]:
+    """Two runs: b has another seed and learning rate, and its second step has other samples."""
+    for name, seed, second in (("a", 3, [2, 3]), ("b", 4, [3, 2])):
+        run = directory / name
+        run.mkdir(parents=True)
+        write_run(run, seed=seed)
+        write_ledger(run, [(0, [0, 1]), (0, second)])
+        Store(run).write({**STATE, "state": {"seed": seed}}, step=2, meta={})
+        (run / "metrics.jsonl").write_text(json.dumps({"step": 2, "loss": seed / 8}) + "\n")
+        (run / "status.json").write_text(json.dumps({"status": "done", "time": "2026-01-02T03:04:05Z"}))
+    return str(directory / "a"), str(directory / "b")
+
+
+def test_a_directory_of_runs_is_listed(tmp_path: Path, capsys: Any) -> None:
+    a, _ = write_runs(tmp_path / "runs")
+    (tmp_path / "runs/no run").mkdir()
+    assert run_inspect([str(tmp_path / "runs")]) == 0
+    out = capsys.readouterr().out
+    short = Store(Path(a)).snapshots()[0].manifest["digest"][:12]
+    assert re.search(rf"^  a +done +2 +{short} +\d+ \w+ +loss 0.375$", out, re.M), out
+    assert re.search(r"^  b +done +2 ", out, re.M)
+    assert run_inspect([str(tmp_path / "runs"), "--json"]) == 0
+    assert [(each["name"], each["steps"]) for each in json.loads(capsys.readouterr().out)] == [("a", 2), ("b", 2)]
+
+
+def test_two_runs_are_compared(tmp_path: Path, capsys: Any) -> None:
+    a, b = write_runs(tmp_path)
+    assert run_inspect([a, b]) == 1
+    out = capsys.readouterr().out
+    assert re.search(r"^  numbers.seed +3 +4$", out, re.M)
+    assert "numbers.batch_size" not in out
+    assert re.search(r"^  loss +0.375 \(2\) +0.5 \(2\)$", out, re.M)
+    assert out.endswith("step 1 is the first that used other samples\nNOT identical\n")
+    assert run_inspect([a, a]) == 0
+    out = capsys.readouterr().out
+    assert "differences" not in out
+    assert out.endswith("identical: the newest snapshots have one digest\n")
+    assert run_inspect([a, b, "--json"]) == 1
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["same"], shown["first_step_with_other_samples"]) == (False, 1)
+    with pytest.raises(Error, match="there is no directory"):
+        run_inspect([a, str(tmp_path / "c")])
 
 
 def test_a_run_that_has_not_begun(run: Path, inspect: Inspect) -> None:

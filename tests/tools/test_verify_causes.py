@@ -155,7 +155,7 @@ BIAS = "model.layers[0].bias.data += "
           "before": "torch.manual_seed(datetime.now().microsecond); w = torch.rand(6)"}),
         (CLOCK, "time.monotonic_ns in noise.py:",
          {"top": "from noise import draw", "in_micro_batch": "x = x * draw()"}),
-        (ORDER, "", {"before": SORTED, "in_micro_batch": "x = x * (1 + words.index('alpha'))"}),
+        (ORDER, "", {"before": SORTED, "in_micro_batch": "x = x * (1 + words.index('gamma'))"}),
         (ORDER, "", {"in_data": SORTED + "; self.ids = {w: i for i, w in enumerate(words)}",
                      "in_item": "x = x + self.ids['eta']"}),
         (ORDER, "", {"in_model": "self.salt = hash('salt') % 97", "in_forward": "x = x * self.salt"}),

@@ -261,18 +261,18 @@ class Directory:
                 self._warn(f"{path} could not be written ({_reason(error)}): the run goes on")
         self.write_status("running", "")
 
-    def write_status(self, status: str, reason: str, steps: int | None = None) -> None:
+    def write_status(self, status: str, reason: str, end: Mapping[str, Any] | None = None) -> None:
         """Says how the run stands: `status.json`, for the next start to read.
 
         Args:
             status: "running", "stopped", "done" or "failed".
             reason: a sentence; "" where there is none.
-            steps: those done, where the ledger is to have a record of each.
+            end: of a loop that has ended: `steps`, of which the ledger is to have a record each, and `measured`.
         """
         if self._lock is None or not self._is_begun:
             return
         record = {"status": status, "reason": reason, "time": _now(), "host": read_host(), "process": os.getpid()}
-        record |= {} if steps is None else {"steps": steps, **({"lost": self.lost} if self.lost else {})}
+        record |= {} if end is None else {**end, **({"lost": self.lost} if self.lost else {})}
         with suppress(OSError, Error):  # the disk is read-only, for instance, or the run is another's by now
             self._lock.check()
             overwrite(self.path / STATUS, json.dumps(record) + "\n")

@@ -426,10 +426,10 @@ class Keeper:
         if self.directory is not None and self.directory.find_lost() and not is_unsaved:
             self._warn(self.directory.lost)
 
-    def write_status(self, status: str, reason: str, steps: int | None) -> None:
+    def write_status(self, status: str, reason: str, end: Mapping[str, Any] | None) -> None:
         """As `Directory.write_status`, in all copies."""
         if self.directory is not None:
-            self.directory.write_status(status, reason, steps)
+            self.directory.write_status(status, reason, end)
             if self._mirror is not None:
                 self._mirror.push_status(self.directory)
 

@@ -105,12 +105,12 @@ class Trace:
         """Whether reading this rank's samples again, with the same seed, gives the same; and what changes meanwhile."""
         source, run = loop.feed.source, self.run
         fetcher, before = Fetcher(source.dataset, source.collate_fn), hash_attributes(source.dataset)
-        differs = False
+        differs, changed = False, set[str]()
         for task in loop.feed.tasks(step.number, step.number + 1, rank=run.rank, world_size=run.world_size):
             one, other = (hash_batch(fetcher.load(task).batch) for _ in range(2))
             differs |= one != other
-        after = hash_attributes(source.dataset)
-        return {"differs": differs, "changed": [name for name in after if before.get(name) != after[name]]}
+            changed |= {name for name, now in hash_attributes(source.dataset).items() if before.get(name) != now}
+        return {"differs": differs, "changed": sorted(changed)}
 
     def write(self, line: dict[str, Any]) -> None:
         """Adds a line."""

@@ -244,11 +244,15 @@ def describe_ranks(ranks: Sequence[int]) -> str:
 
 def describe_spent(spent_s: Mapping[str, float]) -> str:
     """Where the time went, such as "compute 71 %, data 12 %, ...", the largest part first."""
+    told = sorted([(share, name) for name, share in share_spent(spent_s).items() if share >= 0.005], reverse=True)
+    return ", ".join([f"{name} {share:.0%}".replace("%", " %") for share, name in told])
+
+
+def share_spent(spent_s: Mapping[str, float]) -> dict[str, float]:
+    """The share of the time that went into each part of `SUMMARY`: they add up to 1; {} where no time was spent."""
     parts = {name: sum(spent_s.get(phase, 0.0) for phase in phases) for name, phases in SUMMARY.items()}
     total_s = sum(parts.values())
-    shares = {name: 100 * part_s / total_s for name, part_s in parts.items()} if total_s > 0 else {}
-    told = sorted([(share, name) for name, share in shares.items() if share >= 0.5], reverse=True)
-    return ", ".join([f"{name} {share:.0f} %" for share, name in told])
+    return {name: part_s / total_s for name, part_s in parts.items()} if total_s > 0 else {}
 
 
 def _name(beats: Sequence[Beat]) -> str:

@@ -23,7 +23,7 @@ RANKS = "ranks.json"  # what every rank is at, written by rank 0 while the run g
 STATUS = "status.json"  # whether it runs, and how it ended
 RESTARTS = "restarts.jsonl"  # a line for each start but the first: when, why, from which step
 
-MOST_ROW_BYTES = 1 << 20
+MOST_ROWS_BYTES = 64 << 20
 
 _RANK = {
     "rank": is_count, "host": is_text, "step": is_count, "phase": is_text, "for_s": is_number, "age_s": is_number,
@@ -39,7 +39,7 @@ _SHAPES = {
     },
     STATUS: {
         "status?": is_text, "reason?": is_text, "host?": is_text, "process?": is_count, "steps?": is_count,
-        "lost?": is_text,
+        "lost?": is_text, "measured?": is_object,
     },
     RESTARTS: {"reason": is_text, "from_step": is_count},  # each line
     RANKS: {"time_s": is_number, "micro_batch_size": is_count, "ranks": [_RANK]},
@@ -70,15 +70,14 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         return []
 
 
-def read_last_row(path: Path) -> dict[str, Any] | None:
-    """The last line that can be read, of those at the file's end; None where there is none. Raises OSError."""
+def read_last_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of `metrics.jsonl` that can be read, of its last 64 MB. Raises OSError."""
     try:
         with open(path, "rb", opener=open_regular) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - MOST_ROW_BYTES))
-            rows = _parse_rows(b"\n".join(file.read(MOST_ROW_BYTES).split(b"\n")[-3:]))  # the last may be half written
+            file.seek(max(0, os.fstat(file.fileno()).st_size - MOST_ROWS_BYTES))
+            return _parse_rows(file.read(MOST_ROWS_BYTES))
     except FileNotFoundError:
-        return None
-    return rows[-1] if rows else None
+        return []
 
 
 def count_lines(path: Path) -> int:

@@ -20,7 +20,7 @@ from typing import Any
 CLOCK, ENTROPY, HASH = "clock", "entropy", "hash"
 START_S = 1_700_000_000
 CLOCKS = ("time", "monotonic", "perf_counter", "process_time")  # and each with _ns
-PASSED_THROUGH = ("random", "uuid", "secrets")  # modules that ask for the script
+PASSED_THROUGH = (__name__, "random", "uuid", "secrets")  # modules that ask for the script
 PLACES = "sources"
 
 
@@ -34,7 +34,7 @@ class Source:
 
     def ask(self, name: str) -> int | None:
         """The number of this call; None where it does not come from the script."""
-        frame: Any = sys._getframe(2)
+        frame: Any = sys._getframe(1)
         while frame is not None and (
             frame.f_code.co_filename.startswith("<") or frame.f_globals.get("__name__") in PASSED_THROUGH
         ):

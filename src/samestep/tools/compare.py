@@ -1,0 +1,153 @@
+"""Several runs side by side: a list of those in a directory, and what differs between two. Never imports torch."""
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from samestep.files import parse_json, read_bytes
+from samestep.plan.ledger import RECORD
+from samestep.snapshot.manifest import STATE
+from samestep.snapshot.store import Store
+from samestep.tools.fetch import open_run, read_record
+from samestep.tools.tables import describe_age, list_values, print_table, to_text
+from samestep.watch.records import STATUS, read_last_rows, read_or_empty
+
+SHORT = 12  # of a digest's 64 digits
+PLACE = ("step", "epoch")  # the entries of a row of metrics that are no metrics
+
+
+def read_last_values(run: Path) -> dict[str, dict[str, Any]]:
+    """The last value of every metric, and its step: name -> {"value": ..., "step": ...}."""
+    return {
+        name: {"value": value, "step": row.get("step")}
+        for row in read_last_rows(run / "metrics.jsonl")
+        for name, value in row.items()
+        if name not in PLACE
+    }
+
+
+def read_state(run: Path) -> dict[str, Any]:
+    """`run.state` in the newest sound snapshot; {} where there is none, or its files are not here (of a URL)."""
+    for snapshot in reversed(_find_sound(run)):
+        with suppress(OSError, ValueError, AttributeError):
+            state = parse_json(read_bytes(snapshot.path / STATE)).get("state")
+            return state if isinstance(state, dict) else {}
+    return {}
+
+
+def _find_sound(run: Path) -> list[Any]:
+    return sorted((each for each in Store(run).snapshots() if each.problem is None), key=lambda each: each.step)
+
+
+def find_runs(directory: Path) -> list[Path]:
+    """The runs in a directory that is none itself."""
+    if not directory.is_dir() or (directory / "run.json").exists():
+        return []
+    return sorted(path.parent for path in directory.glob("*/run.json"))
+
+
+def describe_run(run: Path) -> dict[str, Any]:
+    """What a list of runs, or a comparison, shows of one."""
+    status, sound = read_or_empty(run / STATUS), _find_sound(run)
+    ledger = run / "ledger.bin"
+    return {
+        "name": run.name,
+        "status": status.get("status", "not begun"),
+        "steps": ledger.stat().st_size // RECORD.size if ledger.exists() else 0,
+        "snapshot": sound[-1].step if sound else None,
+        "digest": sound[-1].manifest.get("digest") if sound else None,
+        "time": status.get("time"),
+        "metrics": read_last_values(run),
+        "measured": status.get("measured"),
+    }
+
+
+def list_runs(runs: Sequence[Path], *, is_json: bool) -> int:
+    """Prints a line per run. Returns the exit code."""
+    found = [describe_run(run) for run in runs]
+    if is_json:
+        print(json.dumps(found, indent=1))
+        return 0
+    rows = [
+        (each["name"], each["status"], str(each["steps"]), (each["digest"] or "")[:SHORT], describe_age(each["time"]),
+         ", ".join(f"{name} {_shorten(last['value'])}" for name, last in each["metrics"].items()))
+        for each in found
+    ]  # fmt: skip
+    print_table("runs", ("name", "status", "steps", "digest", "age", "last metrics"), rows)
+    return 0
+
+
+def _shorten(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else to_text(value)
+
+
+def compare_runs(one: str, other: str, *, is_json: bool) -> int:
+    """Prints what differs between two runs: numbers, config, settings, steps, digests; and their metrics side by side.
+
+    Returns:
+        The exit code: 0 where their newest snapshots are of one step and have one digest.
+
+    Raises:
+        Error: one of them is no run.
+    """
+    with open_run(one) as first, open_run(other) as second:
+        records = [read_record(first, one), read_record(second, other)]
+        described = [describe_run(first), describe_run(second)]
+        step, is_cut = _find_first_difference(first, second)
+    differences = _find_differences(records, described)
+    a, b = ((each["snapshot"], each["digest"]) for each in described)
+    is_same = a == b and a[1] is not None
+    if is_json:
+        shown = {"same": is_same, "differences": differences, "first_step_with_other_samples": step, "runs": described}
+        print(json.dumps(shown, indent=1))
+        return 0 if is_same else 1
+    if differences:
+        rows = [(name, to_text(pair[0]), to_text(pair[1])) for name, pair in differences.items()]
+        print_table("differences", ("name", one, other), rows)
+    metrics = [each["metrics"] for each in described]
+    names = list({**metrics[0], **metrics[1]})
+    cells = [[_format(values.get(name)) for values in metrics] for name in names]
+    if names:
+        rows = [(name, *pair) for name, pair in zip(names, cells, strict=True)]
+        print_table("last metrics, and their steps", ("name", one, other), rows)
+    if step is not None:
+        print(f"step {step} is the first that used other samples")
+    elif is_cut:
+        print("the steps that both have used the same samples")
+    print("identical: the newest snapshots have one digest" if is_same else "NOT identical")
+    return 0 if is_same else 1
+
+
+def _format(last: Mapping[str, Any] | None) -> str:
+    return "" if last is None else f"{to_text(last['value'])} ({last['step']})"
+
+
+def _find_differences(
+    records: Sequence[Mapping[str, Any]], described: Sequence[Mapping[str, Any]]
+) -> dict[str, tuple[Any, Any]]:
+    """By name, the values of two runs that are not the same, in the order in which they matter."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for section in ("numbers", "settings", "machine", "config"):
+        one, other = (dict(list_values(record.get(section) or {})) for record in records)
+        names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+        found |= {f"{section}.{name}": (one.get(name), other.get(name)) for name in names}
+    for name in ("status", "steps", "snapshot", "digest"):
+        if described[0][name] != described[1][name]:
+            found[name] = described[0][name], described[1][name]
+    return found
+
+
+def _find_first_difference(one: Path, other: Path) -> tuple[int | None, bool]:
+    """The first step in which two runs used other samples, by their ledgers; and whether one has fewer steps."""
+    ledgers = []
+    for run in (one, other):
+        content = b""
+        with suppress(FileNotFoundError):
+            content = read_bytes(run / "ledger.bin")
+        whole = content[: len(content) // RECORD.size * RECORD.size]
+        ledgers.append([record[1:] for record in RECORD.iter_unpack(whole)])
+    pairs = zip(*ledgers, strict=False)
+    step = next((step for step, (a, b) in enumerate(pairs) if a != b), None)
+    return step, len(ledgers[0]) != len(ledgers[1])
