@@ -1,9 +1,11 @@
 """Trackers: the real TensorBoard and W&B packages write, and what they wrote is read back."""
 
+import json
 import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,8 +16,8 @@ from samestep.errors import Error
 from samestep.watch.trackers import TensorBoard, Tracker, TrackerInfo, Trackers, WandB
 
 
-def about(dir: Path | None, *, resumed_step: int = 0) -> TrackerInfo:
-    return TrackerInfo(name="digits", dir=dir, config={"lr": 1e-3, "path": Path("x")}, resumed_step=resumed_step)
+def about(dir: Path | None, *, resumed_step: int = 0, num_rewinds: int = 0) -> TrackerInfo:
+    return TrackerInfo("digits", dir, {"lr": 1e-3, "path": Path("x")}, resumed_step, num_rewinds)
 
 
 class Listed:
@@ -138,14 +140,55 @@ def test_a_missing_package_is_one_sentence(
     assert list(tmp_path.iterdir()) == []
 
 
+class Recorded:
+    """What `wandb.init` returns, as far as the tracker uses it."""
+
+    def __init__(self, arguments: dict[str, Any]) -> None:
+        self.arguments, self.axes, self.rows = arguments, dict[str, Any](), list[dict[str, Any]]()
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.axes[name] = step_metric
+
+    def log(self, data: dict[str, Any], step: int | None = None) -> None:
+        assert step is None, "W&B drops points whose step is lower than one before"
+        self.rows.append(data)
+
+    def finish(self, exit_code: int | None = None) -> None:
+        pass
+
+
+def test_wandb_after_a_crash_and_after_going_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a crash the id stays. A run that has gone back has a new one, whose curve is whole."""
+    runs: list[Recorded] = []
+
+    def init(**arguments: Any) -> Recorded:
+        runs.append(Recorded(arguments))
+        return runs[-1]
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    rows = [{"step": step, "loss": 1 / step} for step in (1, 2, 9)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for resumed_step, num_rewinds in ((0, 0), (4, 0), (2, 1), (6, 1)):
+        tracker = WandB("project")
+        tracker.start(about(tmp_path, resumed_step=resumed_step, num_rewinds=num_rewinds))
+        tracker.log({"loss": torch.tensor(0.125)}, resumed_step + 1)
+        tracker.finish("stopped")
+    ids = [run.arguments["id"] for run in runs]
+    assert ids[0] == ids[1] != ids[2] == ids[3]
+    assert [run.arguments["name"] for run in runs] == ["digits", "digits", "digits from step 2", "digits"]
+    assert all(run.axes == {"step": None, "*": "step"} for run in runs)
+    assert [[row["step"] for row in run.rows] for run in runs] == [[1], [5], [1, 2, 3], [7]]
+
+
 WANDB_RUNS = """
 import sys
 from pathlib import Path
 import torch
 from samestep.watch.trackers import TrackerInfo, WandB
-for resumed_step in (0, 2):
+Path(sys.argv[1], "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\\n')
+for resumed_step, num_rewinds in ((0, 0), (2, 0), (1, 1)):
     tracker = WandB("samestep-tests", mode="offline")
-    tracker.start(TrackerInfo("digits", Path(sys.argv[1]), {"lr": 0.001}, resumed_step))
+    tracker.start(TrackerInfo("digits", Path(sys.argv[1]), {"lr": 0.001}, resumed_step, num_rewinds))
     for step in range(resumed_step + 1, resumed_step + 4):
         tracker.log({"loss": torch.tensor(step / 2), "note": "x", "weights": torch.arange(9)}, step)
     tracker.finish("stopped")
@@ -158,7 +201,8 @@ def test_wandb_goes_on_under_its_id(tmp_path: Path) -> None:
     command = [sys.executable, "-c", WANDB_RUNS, str(tmp_path)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     assert done.returncode == 0, done.stdout
-    run_id = (tmp_path / "wandb.id").read_text().strip()
+    new_id = (tmp_path / "wandb.id").read_text().split()[0]
     written = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
-    assert {path.name for path in written} == {f"run-{run_id}.wandb"}
-    assert b"".join(path.read_bytes() for path in written).count(b"weights") >= 2
+    names = [path.name for path in written]
+    assert names[0] == names[1] != names[2] == f"run-{new_id}.wandb"
+    assert all(b"weights" in path.read_bytes() for path in written)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from samestep.errors import Error
 from samestep.files import read_bytes, replace_file
+from samestep.watch.records import read_last_rows
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,14 @@ class TrackerInfo:
         dir: the run's directory, None when nothing is on disk.
         config: what the script recorded about itself.
         resumed_step: the steps done before; 0 for a run that begins.
+        num_rewinds: how often the run has gone back to a snapshot although it had later ones (`--resume STEP`).
     """
 
     name: str
     dir: Path | None
     config: Mapping[str, Any]
     resumed_step: int
+    num_rewinds: int = 0
 
 
 class Tracker(Protocol):
@@ -86,7 +89,10 @@ class TensorBoard:
 
 
 class WandB:
-    """Logs to Weights & Biases; a resumed run goes on under its id, which is kept in the run's directory.
+    """Logs to Weights & Biases, with `step` as the axis of every chart.
+
+    A resumed run continues under its id, which is kept in the run's directory. W&B cannot remove points, so a run that
+    goes back (`--resume STEP`) continues under a new id, which first gets the rows up to that step.
 
     Args:
         project: as in `wandb.init`.
@@ -105,15 +111,22 @@ class WandB:
             import wandb
         except ImportError as error:
             raise Error(f"Weights & Biases is missing ({error}): pip install 'samestep[wandb]'") from error
-        ours = {"name": info.name, "config": dict(info.config), "id": _wandb_id(info.dir), "resume": "allow"}
+        run_id, is_rewound = _wandb_id(info.dir, info.num_rewinds)
+        name = f"{info.name} from step {info.resumed_step}" if is_rewound else info.name
+        ours = {"name": name, "config": dict(info.config), "id": run_id, "resume": "allow"}
         if info.dir is not None:
             ours["dir"] = str(info.dir)
         self._run = wandb.init(**{**ours, **self.init})
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        for row in read_last_rows(info.dir / "metrics.jsonl") if info.dir is not None and is_rewound else ():
+            if row.get("step", 0) <= info.resumed_step:
+                self._run.log(row)
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        # W&B refuses the steps that came before the run died, when they come again: the first ones stay, and
-        # unless the script was changed they are the same.
-        logged: dict[str, Any] = {}
+        # Not log(step=...): W&B drops what comes with a lower step than before, as after a crash, or where the script
+        # itself logs to W&B. A step that comes again after a crash has the same values, and so the same points.
+        logged: dict[str, Any] = {"step": step}
         for name, value in values.items():
             number = _number(value)
             if number is not None:
@@ -124,7 +137,7 @@ class WandB:
                 logged[name] = wandb.Histogram(value.detach().float().cpu().numpy())
             else:
                 logged[name] = value
-        self._run.log(logged, step=step)
+        self._run.log(logged)
 
     def finish(self, status: str) -> None:
         self._run.finish(exit_code=1 if status == "failed" else 0)
@@ -185,12 +198,14 @@ def _number(value: Any) -> float | int | None:
     return value if isinstance(value, (int, float)) else None
 
 
-def _wandb_id(directory: Path | None) -> str:
-    """The id under which W&B knows this run, from its first start on."""
+def _wandb_id(directory: Path | None, num_rewinds: int) -> tuple[str, bool]:
+    """The id under which W&B knows this run since it last went back; and whether it is new because of that."""
     path = None if directory is None else directory / "wandb.id"
-    if path is not None and path.exists() and (known := read_bytes(path).decode(errors="replace").strip()):
-        return known
+    known = read_bytes(path).decode(errors="replace").split() if path is not None and path.exists() else []
+    if known and (known[1:] or ["0"])[0] == str(num_rewinds):
+        return known[0], False
     new = uuid.uuid4().hex[:12]
     if path is not None:
-        replace_file(path, f"{new}\n".encode())
-    return new
+        replace_file(path, f"{new} {num_rewinds}
+".encode())
+    return new, bool(known)
