@@ -206,6 +206,5 @@ def _wandb_id(directory: Path | None, num_rewinds: int) -> tuple[str, bool]:
         return known[0], False
     new = uuid.uuid4().hex[:12]
     if path is not None:
-        replace_file(path, f"{new} {num_rewinds}
-".encode())
+        replace_file(path, f"{new} {num_rewinds}\n".encode())
     return new, bool(known)
