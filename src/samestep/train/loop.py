@@ -403,7 +403,7 @@ class Loop:
         shares = share_spent(run._pulse.spent_s())
         measured = {"samples_per_s": self._num_samples / seconds, "wall_s": seconds, "time_share": shares}
         end: dict[str, Any] = {"steps": self.steps_done}
-        if self.steps_done > self._began_step:
+        if self.steps_done > self.began_step:
             end["measured"] = measured
         keeper.write_status(status, reason, None if failure else end)
         rows: dict[str, Any] = {"steps": self.steps_done}
