@@ -16,8 +16,8 @@ from samestep.errors import Error
 from samestep.watch.trackers import TensorBoard, Tracker, TrackerInfo, Trackers, WandB
 
 
-def about(dir: Path | None, *, resumed_step: int = 0, num_rewinds: int = 0) -> TrackerInfo:
-    return TrackerInfo("digits", dir, {"lr": 1e-3, "path": Path("x")}, resumed_step, num_rewinds)
+def about(dir: Path | None, *, resumed_step: int = 0) -> TrackerInfo:
+    return TrackerInfo(name="digits", dir=dir, config={"lr": 1e-3, "path": Path("x")}, resumed_step=resumed_step)
 
 
 class Listed:
@@ -168,9 +168,10 @@ def test_wandb_after_a_crash_and_after_going_back(tmp_path: Path, monkeypatch: p
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
     rows = [{"step": step, "loss": 1 / step} for step in (1, 2, 9)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for resumed_step, num_rewinds in ((0, 0), (4, 0), (2, 1), (6, 1)):
+    for resumed_step, rewinds in ((0, []), (4, []), (2, [2]), (6, [2])):
+        (tmp_path / "run.json").write_text(json.dumps({"rewinds": rewinds}))
         tracker = WandB("project")
-        tracker.start(about(tmp_path, resumed_step=resumed_step, num_rewinds=num_rewinds))
+        tracker.start(about(tmp_path, resumed_step=resumed_step))
         tracker.log({"loss": torch.tensor(0.125)}, resumed_step + 1)
         tracker.finish("stopped")
     ids = [run.arguments["id"] for run in runs]
@@ -181,14 +182,16 @@ def test_wandb_after_a_crash_and_after_going_back(tmp_path: Path, monkeypatch: p
 
 
 WANDB_RUNS = """
+import json
 import sys
 from pathlib import Path
 import torch
 from samestep.watch.trackers import TrackerInfo, WandB
 Path(sys.argv[1], "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\\n')
-for resumed_step, num_rewinds in ((0, 0), (2, 0), (1, 1)):
+for resumed_step, rewinds in ((0, []), (2, []), (1, [1])):
+    Path(sys.argv[1], "run.json").write_text(json.dumps({"rewinds": rewinds}))
     tracker = WandB("samestep-tests", mode="offline")
-    tracker.start(TrackerInfo("digits", Path(sys.argv[1]), {"lr": 0.001}, resumed_step, num_rewinds))
+    tracker.start(TrackerInfo("digits", Path(sys.argv[1]), {"lr": 0.001}, resumed_step))
     for step in range(resumed_step + 1, resumed_step + 4):
         tracker.log({"loss": torch.tensor(step / 2), "note": "x", "weights": torch.arange(9)}, step)
     tracker.finish("stopped")

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from samestep.console import say
 from samestep.errors import Error
 from samestep.launch.command import check_target
 from samestep.launch.local import Target

@@ -366,8 +366,7 @@ class Run:
         self._guards.watch(loop)
         if self.rank == 0:
             name = "" if self.dir is None else self.dir.name
-            rewinds = [] if self._keeper.directory is None else self._keeper.directory.rewinds
-            self._trackers.start(TrackerInfo(name, self.dir, self._config, self.steps_done, len(rewinds)))
+            self._trackers.start(TrackerInfo(name, self.dir, self._config, resumed_step=self.steps_done))
         if not place.is_further:
             size = LEAST_SAMPLES if self._resumed else self.micro_batch_size  # a run that goes on keeps its own
             self._say(describe(self.batch_size // self.micro_batch_size, self.world_size, size) + self._resumed)

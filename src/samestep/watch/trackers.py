@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from samestep.errors import Error
 from samestep.files import read_bytes, replace_file
-from samestep.watch.records import read_last_rows
+from samestep.watch.records import RECORD, read_last_rows, read_or_empty
 
 
 @dataclass(frozen=True)
@@ -21,14 +21,12 @@ class TrackerInfo:
         dir: the run's directory, None when nothing is on disk.
         config: what the script recorded about itself.
         resumed_step: the steps done before; 0 for a run that begins.
-        num_rewinds: how often the run has gone back to a snapshot although it had later ones (`--resume STEP`).
     """
 
     name: str
     dir: Path | None
     config: Mapping[str, Any]
     resumed_step: int
-    num_rewinds: int = 0
 
 
 class Tracker(Protocol):
@@ -111,7 +109,7 @@ class WandB:
             import wandb
         except ImportError as error:
             raise Error(f"Weights & Biases is missing ({error}): pip install 'samestep[wandb]'") from error
-        run_id, is_rewound = _wandb_id(info.dir, info.num_rewinds)
+        run_id, is_rewound = _wandb_id(info.dir)
         name = f"{info.name} from step {info.resumed_step}" if is_rewound else info.name
         ours = {"name": name, "config": dict(info.config), "id": run_id, "resume": "allow"}
         if info.dir is not None:
@@ -198,9 +196,10 @@ def _number(value: Any) -> float | int | None:
     return value if isinstance(value, (int, float)) else None
 
 
-def _wandb_id(directory: Path | None, num_rewinds: int) -> tuple[str, bool]:
+def _wandb_id(directory: Path | None) -> tuple[str, bool]:
     """The id under which W&B knows this run since it last went back; and whether it is new because of that."""
     path = None if directory is None else directory / "wandb.id"
+    num_rewinds = 0 if directory is None else len(read_or_empty(directory / RECORD).get("rewinds", []))
     known = read_bytes(path).decode(errors="replace").split() if path is not None and path.exists() else []
     if known and (known[1:] or ["0"])[0] == str(num_rewinds):
         return known[0], False
