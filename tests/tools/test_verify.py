@@ -111,7 +111,7 @@ def test_a_recipe_and_its_own_arguments(tmp_path: Path) -> None:
         cwd=tmp_path,
     )  # fmt: skip
     check(done)
-    assert done.stdout.startswith("samestep verify mlp 2 1 --batch_size 8\n")
+    assert done.stdout.startswith("samestep verify mlp 2 1 --batch-size=8\n")
     assert not list(tmp_path.iterdir())
 
 
