@@ -18,7 +18,6 @@ from samestep.train.feed import Feed
 from samestep.train.loops import Place
 from samestep.train.steps import Epoch, Step
 from samestep.train.unprepared import Unprepared
-from samestep.watch.judge import share_spent
 from samestep.watch.records import RESTARTS
 from samestep.world.environment import BEGUN, FINISHED, ROOM, START_AGAIN, STOPPED, advise, stop_code
 from samestep.world.private import make_private
@@ -399,12 +398,7 @@ class Loop:
         if failure:
             self.failure, status, reason = Error(failure, rank=rank), "failed", failure
         seconds = time.perf_counter() - self._began_s
-        run._pulse.enter("script", self.steps_done)
-        shares = share_spent(run._pulse.spent_s())
-        measured = {"samples_per_s": self._num_samples / seconds, "wall_s": seconds, "time_share": shares}
-        end: dict[str, Any] = {"steps": self.steps_done}
-        if self.steps_done > self.began_step:
-            end["measured"] = measured
+        end = {"steps": self.steps_done, "measured": run._pulse.measure(self._num_samples, seconds)}
         keeper.write_status(status, reason, None if failure else end)
         rows: dict[str, Any] = {"steps": self.steps_done}
         time_row = self._run._pulse.close()

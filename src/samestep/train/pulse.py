@@ -16,7 +16,7 @@ from samestep.console import escape
 from samestep.errors import Error, PeerFailed, Stuck
 from samestep.launch.rank import write_error
 from samestep.watch.heartbeat import Facts, Heartbeat, Pulse
-from samestep.watch.judge import build_limits, describe_spent
+from samestep.watch.judge import build_limits, describe_spent, share_spent
 from samestep.world.environment import Environment, read_host, read_terminal
 
 if TYPE_CHECKING:
@@ -80,6 +80,12 @@ class RunPulse(Pulse):
         self.enter("left", step)
         if self._run.world_size == 1:
             self.close()
+
+    def measure(self, num_samples: int, wall_s: float) -> dict[str, Any]:
+        """The throughput of this start, and the shares of its time, for `status.json`; {} where it took no step."""
+        self.enter("script", self._run.steps_done)
+        shares = share_spent(self.spent_s())
+        return {"samples_per_s": num_samples / wall_s, "wall_s": wall_s, "time_share": shares} if num_samples else {}
 
     def close(self) -> dict[str, Any]:
         """The loop has ended. Returns a row for the table at the end: where the time went."""
