@@ -352,7 +352,7 @@ class Run:
         if self._loop is None:
             machine = describe_machine(self._settings, self.device)
             options = self._contents.options
-            options = add_samples(options, self._group, self._keeper, feed.source, self.seed, machine, self._overrides)
+            options = add_samples(options, self._group, self._keeper, feed, self.seed, machine, self._overrides)
             self._keeper.record(self._numbers | feed.numbers, machine, self._config, options)
             fix_compiler()
         place = place_loop(self._loops, self._keeper, feed, total_steps, self._settings.max_steps, self._say)
