@@ -314,7 +314,9 @@ def _take_flags_and_target(
     The target is None where help is asked for. Raises Error where it is none of these.
     """
     values, left = take_flags(arguments, stop_at_first=True, flags=flags)
-    is_recipe = bool(left) and left[0] in find_recipes() and not Path(left[0]).is_file()
+    if not left:
+        raise Error(f"{command} needs a script or a recipe; see samestep {command} --help")
+    is_recipe = left[0] in find_recipes() and not Path(left[0]).is_file()
     if is_recipe:
         values, left = take_flags(arguments, stop_at_first=False, flags=flags)
     if any(word in ("-h", "--help") for word in (left if is_recipe else left[:1])):
