@@ -219,11 +219,13 @@ def test_another_kind_of_optimizer(tmp_path: Path) -> None:
         run = samestep.Run(tmp_path / "x", batch_size=8, micro_batch_size=1)
         model = torch.nn.Linear(4, 1)
         kind = torch.optim.Adam if adam else torch.optim.SGD
-        run.prepare(model=model, optimizer=kind(model.parameters(), lr=0.1))
+        optimizer = kind(model.parameters(), lr=0.1)
+        run.prepare(model=model, optimizer=optimizer)
         for epoch in run.epochs(__import__("promises.wrong", fromlist=["x"]).Pairs(), 1):
             for step in epoch:
                 for x, y in step:
                     step.backward((model(x) - y).square().mean())
+                optimizer.step()
 
     samestep.spawn(train, 1, (True,))
     before = look(tmp_path)
