@@ -196,6 +196,7 @@ def test_a_job_goes_on(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> No
     assert "samestep: 4 micro-batches on 2 ranks: 2+2, 100 % busy\n" in started.out.read_text()
     assert "resumed at step 8" in started.out.read_text()
     assert f"samestep: job {number} is running on n[1-2], start 2\n" in said
+    assert said.count("samestep: ranks 0 on ") == 2, "once per start, though each node has a launcher"
     assert trial.num_ends == 1
     assert {path.name for path in (trial.dir / "slurm").iterdir()} == {f"{number}.sbatch", f"{number}.out"}
     assert trial.outcome() == undisturbed()
