@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import samestep
 from samestep.snapshot.staging import LARGE_BYTES
 from samestep.snapshot.store import Store, digest
+from samestep.watch import judge
 
 Undisturbed = Callable[..., Outcome]
 WIDTH = 512
@@ -220,3 +221,19 @@ def test_rank_0_s_clock_decides_for_all(tmp_path: Path) -> None:
     # Voted on within a step: after 30 s, in the fourth.
     assert ours == theirs == [None, None, None, None, 4, 4, 4, 4]
     assert [snapshot.step for snapshot in Store(tmp_path).snapshots()] == [4, 8]
+
+
+def test_a_slow_disk_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The disk takes 0.5 s for what the steps make in less than that."""
+    write = Store.write_encoded
+
+    def write_slowly(self: Store, *args: Any, **kwargs: Any) -> Path:
+        time.sleep(0.5)
+        return write(self, *args, **kwargs)
+
+    monkeypatch.setattr(Store, "write_encoded", write_slowly)
+    monkeypatch.setattr(judge, "SLOW_SAVING_S", 0.1)
+    train(tmp_path / "slow", "")
+    assert capsys.readouterr().out.count(f"to write to {tmp_path / 'slow'}; take fewer with --snapshot-every") == 1

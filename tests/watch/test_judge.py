@@ -18,6 +18,7 @@ from samestep.watch.judge import (
     build_limits,
     describe_ranks,
     describe_spent,
+    explain_slow_saving,
     find_slow,
     judge,
 )
@@ -213,3 +214,19 @@ def test_where_the_time_went() -> None:
 def test_many_ranks_are_counted() -> None:
     assert describe_ranks([5, 1, 2]) == "ranks 1, 2 and 5"
     assert describe_ranks(range(100)) == "100 ranks (0, 1, 2, 3, 4, 5 ...)"
+
+
+@pytest.mark.parametrize(
+    ("spent_s", "is_slow"),
+    [
+        ({"saving": 6.0, "forward": 10.0}, True),
+        ({"saving": 6.0, "forward": 30.0}, False),
+        ({"saving": 4.0, "forward": 1.0}, False),  # too little to speak of
+        ({"saving": 6.0, "forward": 10.0, "starting": 100.0}, True),
+        ({}, False),
+    ],
+)
+def test_who_waits_for_snapshots_is_told_where(spent_s: dict[str, float], is_slow: bool) -> None:
+    said = explain_slow_saving(spent_s, 2.5, "runs/x")
+    assert bool(said) == is_slow
+    assert not said or ("2.5 s to write to runs/x" in said and "--snapshot-every" in said)

@@ -339,6 +339,7 @@ class Loop:
             | ({"stopped": run._stop_reason} if run._stop_reason and self.steps_done < self.last_step else {}),
         )
         run._pulse.enter("script", self.steps_done)
+        run._pulse.warn_of_slow_saving()
 
     @property
     def _is_to_leave(self) -> bool:

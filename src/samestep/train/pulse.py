@@ -16,7 +16,7 @@ from samestep.console import escape
 from samestep.errors import Error, PeerFailed, Stuck
 from samestep.launch.rank import write_error
 from samestep.watch.heartbeat import Facts, Heartbeat, Pulse
-from samestep.watch.judge import build_limits, describe_spent, share_spent
+from samestep.watch.judge import build_limits, describe_spent, explain_slow_saving, share_spent
 from samestep.world.environment import Environment, read_host, read_terminal
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ class RunPulse(Pulse):
         self._run, self._environment = run, environment
         self._terminal = read_terminal()
         self._heartbeat: Heartbeat | None = None
+        self._has_told_of_saving = False
 
     def begin(self) -> None:
         """The loop begins: from here on, what takes too long is spoken of."""
@@ -74,6 +75,15 @@ class RunPulse(Pulse):
                 directory.check_still_ours()
                 return True
         return self._run.rank != 0
+
+    def warn_of_slow_saving(self) -> None:
+        """Says, once, that the run waits for its snapshots, and where they are written."""
+        keeper = self._run._keeper
+        if self._has_told_of_saving or keeper.directory is None:
+            return
+        if told := explain_slow_saving(self.spent_s(), keeper.directory.save_s, keeper.shown):
+            self._has_told_of_saving = True
+            self._run._say(told)
 
     def leave(self, step: int) -> None:
         """The script has left the loop. Other ranks may wait for this one; it alone has nobody who does."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 # What a rank can be at -> what is said of it.
+SLOW_SAVING_S, SLOW_SAVING_SHARE = 5.0, 0.25  # from which on snapshots are said to slow a run
 PHASES = {
     "starting": "been starting",
     "loading": "been loading data",
@@ -253,6 +254,24 @@ def share_spent(spent_s: Mapping[str, float]) -> dict[str, float]:
     parts = {name: sum(spent_s.get(phase, 0.0) for phase in phases) for name, phases in SUMMARY.items()}
     total_s = sum(parts.values())
     return {name: part_s / total_s for name, part_s in parts.items()} if total_s > 0 else {}
+
+
+def explain_slow_saving(spent_s: Mapping[str, float], save_s: float, where: str) -> str:
+    """What to say of a run that waits for its snapshots for a large part of its time; "" where it does not.
+
+    Args:
+        spent_s: phase -> seconds so far.
+        save_s: what the last snapshot took to write.
+        where: the directory or URL that takes them.
+    """
+    saving_s, total_s = spent_s.get("saving", 0.0), sum(spent_s.values()) - spent_s.get("starting", 0.0)
+    if saving_s < SLOW_SAVING_S or saving_s < SLOW_SAVING_SHARE * total_s:
+        return ""
+    return (
+        f"snapshots slow the run: {100 * saving_s / total_s:.0f} % of its time is waiting until they are copied and "
+        f"written, the last one took {save_s:.1f} s to write to {where}; take fewer with --snapshot-every, or name a "
+        "run directory on a faster disk"
+    )
 
 
 def _name(beats: Sequence[Beat]) -> str:
