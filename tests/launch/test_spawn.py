@@ -1,10 +1,12 @@
 """`samestep.spawn`: functions of any kind on ranks, what they return and raise, and that no process stays."""
 
+import multiprocessing.util
 import os
 import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -58,6 +60,9 @@ def test_closures_lambdas_and_keywords() -> None:
 
     assert torch.equal(samestep.spawn(scale, 1, (weight,), {"by": 2.0}), weight * 3)
     assert samestep.spawn(lambda: os.environ["COLOUR"], 2, env={"COLOUR": "green"}) == "green"
+    kept = Path(samestep.spawn(multiprocessing.util.get_temp_dir, 1))  # of a killed rank's workers nothing is left
+    assert kept.name.startswith("samestep-")
+    assert not kept.exists()
     assert samestep.spawn(lambda: os.environ["SAMESTEP_DEVICE"], device="cpu") == "cpu"
 
 

@@ -14,7 +14,7 @@ from support.runs import check, clean_variables, samestep_command
 from support.waiting import wait_until
 from tools.planted import plant
 
-from samestep.tools.verify.home import make_home
+from samestep.world.home import Home
 
 
 def write(directory: Path, **faults: str) -> Path:
@@ -71,8 +71,8 @@ def test_what_a_killed_one_leaves_is_removed_by_the_next(tmp_path: Path, monkeyp
 
     def find_homes() -> set[Path]:
         """What is there while another one is about to begin, but for its own."""
-        with make_home() as (home, _):
-            return set(tmp_path.glob("samestep-verify-*")) - {home}
+        with Home("verify-") as home:
+            return set(tmp_path.glob("samestep-verify-*")) - {home.path}
 
     verify = psutil.Popen(
         [sys.executable, "-m", "samestep", "verify", "--world-sizes", "1", "sleeper.py"],

@@ -3,11 +3,9 @@
 import json
 import math
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -21,6 +19,7 @@ import cloudpickle
 from samestep.errors import Error
 from samestep.launch.forkserver import ForkServer, give_back_server, take_server
 from samestep.world.environment import FINISHED, LEAVE, PREFIX, STOPPED, Overrides, Restart, child_variables
+from samestep.world.home import Home
 from samestep.world.private import make_private, read_private
 
 T = TypeVar("T")
@@ -130,7 +129,8 @@ class Ranks:
     """
 
     def __init__(self, server: ForkServer, shown: frozenset[int] = frozenset({0})) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="samestep-"))
+        self._home = Home()
+        self.directory = self._home.path
         self.shown = shown
         self.num_ranks = self.world_size = 0
         self.started = self.lost = False
@@ -250,7 +250,7 @@ class Ranks:
 
     def close(self) -> None:
         """Removes the directory."""
-        shutil.rmtree(self.directory, ignore_errors=True)
+        self._home.close()
 
     def find_log(self, rank: int) -> str:
         """Where all is that a rank has printed; "" where its run has not begun, or has no directory."""

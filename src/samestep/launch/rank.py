@@ -8,6 +8,7 @@ import importlib.machinery
 import importlib.util
 import io
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -89,6 +90,8 @@ def run_rank(*, rank: int, variables: dict[str, str], cwd: str, target: dict[str
         _set_up_streams()
         os.chdir(cwd)
         _refresh(variables)
+        # What multiprocessing keeps for its workers goes with the directory, also when this rank is killed.
+        multiprocessing.current_process()._config["tempdir"] = directory  # type: ignore[attr-defined]
         if HOOK in variables:
             module, options = json.loads(variables[HOOK])
             importlib.import_module(module).begin(options)

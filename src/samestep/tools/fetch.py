@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from samestep.console import say
@@ -12,6 +11,7 @@ from samestep.files import read_bytes
 from samestep.snapshot.remote import FILES, Remote, Unreachable, is_url
 from samestep.snapshot.store import Store
 from samestep.watch.records import RECORD, parse_record
+from samestep.world.home import Home
 
 
 @contextmanager
@@ -38,10 +38,10 @@ def open_run(run: str, *, which: int | str | None = None, is_whole: bool = False
             raise Error(f"{where}: mend that, or name another one") from None
         return
     remote = Remote(run)
-    with TemporaryDirectory(prefix="samestep-") as folder:
+    with Home() as home:
         with reaching(run):
-            _copy(remote, Path(folder), which, is_whole)
-        yield Path(folder)
+            _copy(remote, home.path, which, is_whole)
+        yield home.path
 
 
 @contextmanager

@@ -338,8 +338,7 @@ class Loop:
             notes={"tally": run._tally.state_dict()}
             | ({"stopped": run._stop_reason} if run._stop_reason and self.steps_done < self.last_step else {}),
         )
-        run._pulse.enter("script", self.steps_done)
-        run._pulse.warn_of_slow_saving()
+        run._pulse.leave_saving(self.steps_done)
 
     @property
     def _is_to_leave(self) -> bool:

@@ -76,8 +76,9 @@ class RunPulse(Pulse):
                 return True
         return self._run.rank != 0
 
-    def warn_of_slow_saving(self) -> None:
-        """Says, once, that the run waits for its snapshots, and where they are written."""
+    def leave_saving(self, step: int) -> None:
+        """The script goes on after a step. Says, once, that the run waits for its snapshots, and where they go."""
+        self.enter("script", step)
         keeper = self._run._keeper
         if self._has_told_of_saving or keeper.directory is None:
             return

@@ -3,11 +3,9 @@
 import json
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +17,7 @@ from samestep.tools.doctor.context import Context
 from samestep.tools.doctor.findings import FAIL, PASS, WARN, Facts, Finding
 from samestep.tools.trained import read_lines, start
 from samestep.world.environment import TRACE, Overrides, child_variables
+from samestep.world.home import Home
 
 WARM_UP = 3  # steps: it compiles, opens files, starts workers
 MEASURED_S, MOST_STEPS = 3.0, 1000
@@ -34,7 +33,8 @@ def look_at_feeding(context: Context) -> dict[str, Any] | None:
     """Of rank 0: the script on as many ranks as this node has, in a directory that is removed. Others have nothing."""
     if context.environment.rank != 0:
         return None
-    options, home = context.options, Path(tempfile.mkdtemp(prefix="samestep-doctor-"))
+    options, opened = context.options, Home("doctor-")
+    home = opened.path
     num_ranks = context.environment.local_world_size
     overrides = Overrides(
         run_dir=str(home / "run"),
@@ -58,7 +58,7 @@ def look_at_feeding(context: Context) -> dict[str, Any] | None:
         output = (home / "output").read_text(errors="replace").rstrip().splitlines()
     finally:
         signal.signal(signal.SIGTERM, before)
-        shutil.rmtree(home, ignore_errors=True)
+        opened.close()
     return {
         "script": " ".join(options.script),
         "code": code,

@@ -14,11 +14,11 @@ from samestep.plan.schedule import check_numbers
 from samestep.tools.verify.causes import explain, explain_drift, measure_difference
 from samestep.tools.verify.experiments import Experiments
 from samestep.tools.verify.gradients import check_gradients, check_schedules
-from samestep.tools.verify.home import make_home
 from samestep.tools.verify.table import Table
 from samestep.tools.verify.traces import Difference, Traced, find_difference, name_tensor
 from samestep.tools.verify.trials import LEAST_DEADLINE_S, Outcome, Subject, Trials
 from samestep.world.environment import spell_flag
+from samestep.world.home import Home
 
 KILLED = 128 + 9
 MAX_EVENTS = 12  # how far into the writing of a snapshot a rank is killed: about as many files are touched
@@ -70,8 +70,10 @@ def run_verify(subject: Subject, options: Options) -> int:
             raise Error(f"--keep-runs {kept} cannot be made ({error.strerror}): name another directory") from None
     before = signal.signal(signal.SIGTERM, _leave)
     try:
-        with make_home() if kept is None else nullcontext((kept, ())) as (home, locks):
-            return _Verification(subject, options, home.resolve(), locks).run()
+        with nullcontext() if kept is not None else Home("verify-") as home:
+            path, locks = (kept, ()) if home is None else (home.path, (home.lock.fileno(),))
+            assert path is not None
+            return _Verification(subject, options, path.resolve(), locks).run()
     finally:
         signal.signal(signal.SIGTERM, before)
 
