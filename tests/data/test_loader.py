@@ -23,7 +23,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from samestep.data.failure import write_traceback
 from samestep.data.loader import Loaded, Loader, Task, seed_all, to_device
@@ -441,3 +441,26 @@ def test_to_device_moves_every_structure() -> None:
     assert moved["packed"].data.device == meta
     assert moved["rest"] == ["text", 3, None, 2.5]
     assert batch["nested"][0].device == CPU  # the one given is as it was
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        (torch.randn(9, 4, 2), torch.arange(9)),
+        (torch.randn(4, 9).T, torch.rand(9) < 0.5, torch.randn(1, 3).expand(9, 3)),
+        (torch.randn(9, 2, dtype=torch.complex64), torch.randn(9, 0), torch.randn(9, 2).to(torch.bfloat16)),
+    ],
+    ids=["common", "strided", "other dtypes"],
+)
+def test_a_tensor_dataset_is_read_by_the_column(tensors: tuple[Tensor, ...]) -> None:
+    """With the bits, types and shapes of reading it sample by sample."""
+    tasks = [Task(np.array([3, 8, 0, 3]), 1), Task(np.array([5]), 2)]
+    source = understand(TensorDataset(*tensors), micro_batch_size=4)
+    samples = [TensorDataset(*tensors)[i] for i in (3, 8, 0, 3)]
+    first, second = [loaded.batch for loaded in Loader(source, tasks, device=CPU)]
+    assert type(first) is type(second) is list
+    assert [len(column) for column in second] == [1] * len(tensors)
+    for column, wanted in zip(first, default_collate(samples), strict=True):
+        assert column.is_contiguous()
+        assert torch.equal(column, wanted)
+        assert (column.dtype, column.shape) == (wanted.dtype, wanted.shape)

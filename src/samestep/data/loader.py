@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch._C import _remove_worker_pids
-from torch.utils.data import DataLoader, default_collate, get_worker_info
+from torch.utils.data import DataLoader, TensorDataset, default_collate, get_worker_info
 
 from samestep.data.failure import Failure, abbreviate, explain, pack, unpack
 from samestep.data.source import Source
@@ -383,6 +383,7 @@ class Fetcher:
         self._collate_fn = collate_fn
         self._many: Callable[[list[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
         self._stacks = collate_fn is default_collate
+        self._has_columns = self._stacks and type(dataset) is TensorDataset
 
     def __getitem__(self, task: Task) -> Loaded | Failure:
         """In a worker: the micro-batch, or why there is none."""
@@ -397,6 +398,8 @@ class Fetcher:
         Raises:
             Error: from what the data set or collate_fn raised.
         """
+        if self._has_columns and (columns := self._read_columns(task.indices)) is not None:
+            return Loaded(columns, len(task.indices), fingerprint(task.indices))
         seed_all(task.seed)
         indices: list[int] = task.indices.tolist()
         samples: list[Any] = []
@@ -416,12 +419,24 @@ class Fetcher:
             raise Error(explain(error, indices, samples, self._collate_fn, self._many)) from error
         return Loaded(batch, len(indices), fingerprint(task.indices))
 
+    def _read_columns(self, indices: NDArray[np.int64]) -> list[Tensor] | None:
+        """The samples of a TensorDataset, collated: an index per tensor instead of a Python object per sample.
+
+        Draws no random numbers, so the generators need no seed. None where tensors cannot be read this way, and in
+        loader workers, which collate into shared memory.
+        """
+        tensors = self._dataset.tensors
+        if get_worker_info() is not None or any(not _is_dense(t) for t in tensors):
+            return None
+        rows = torch.from_numpy(indices)
+        return [tensor.index_select(0, rows) for tensor in tensors]
+
     def _stack(self, samples: list[Any]) -> Any:
         """default_collate, in 2/3 of its time for the commonest samples: tuples of dense tensors."""
         first = samples[0]
         if type(first) is tuple and get_worker_info() is None:  # in workers it stacks into shared memory
             for item in first:
-                if type(item) is not Tensor or item.layout is not torch.strided or item.is_nested:
+                if not _is_dense(item):
                     break
             else:
                 try:
@@ -429,6 +444,10 @@ class Fetcher:
                 except (RuntimeError, TypeError, ValueError):
                     pass  # default_collate says what is wrong with them
         return default_collate(samples)
+
+
+def _is_dense(item: Any) -> bool:
+    return type(item) is Tensor and item.layout is torch.strided and not item.is_nested
 
 
 def _unchanged(value: Any) -> Any:
