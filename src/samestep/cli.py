@@ -13,7 +13,14 @@ from samestep import __version__
 from samestep.console import escape
 from samestep.errors import Error, explain
 from samestep.recipes import describe_recipes, find_recipes, read_options, show_recipe_help
-from samestep.world.environment import OVERRIDES, Overrides, check_surroundings, drop_output, fix_hash_seed
+from samestep.world.environment import (
+    OVERRIDES,
+    Overrides,
+    check_surroundings,
+    drop_output,
+    fix_hash_seed,
+    take_secret,
+)
 
 if TYPE_CHECKING:
     from samestep.launch.local import Target
@@ -56,8 +63,9 @@ Starts the script on ranks of this machine and waits for them. What follows the 
 The ranks find each other as under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, ...); the script may use samestep or not.
 What each prints is in logs/ below the run's directory, also when it is not shown.
 
-On several machines, give the same command on each: --nnodes 2 --rdzv-endpoint HOST:29400, HOST being one of them. With
---nnodes 1:4, machines may go and come while it runs; a signal to one (not HOST) takes out that one alone.
+On several machines, give the same command on each: --nnodes 2 --rdzv-endpoint HOST:29400, HOST being one of them. All
+need the same secret, which keeps others out: SAMESTEP_RDZV_SECRET=`openssl rand -hex 32`, or a file (--rdzv-secret).
+With --nnodes 1:4, machines may go and come while it runs; a signal to one (not HOST) takes out that one alone.
 Those that do not share the run's directory keep a copy each.
 --hosts a,b:4 does so from here, over ssh: the same directory and Python must be there. Of the environment, they are
 given PYTHONPATH, VIRTUAL_ENV, PYTHONHASHSEED, OMP_NUM_THREADS, MKL_NUM_THREADS, CUBLAS_WORKSPACE_CONFIG,
@@ -104,6 +112,11 @@ FLAGS: dict[str, Flag] = {
         str, "H:P", "where the nodes meet: one of them, by name or address ([v6]), and a free port there"
     ),
     "rdzv_id": Flag(str, "ID", "the same on all nodes; tells apart what meets at one place"),
+    "rdzv_secret": Flag(
+        str,
+        "FILE",
+        "holds a secret that all nodes know and no other user can read; default: SAMESTEP_RDZV_SECRET",
+    ),
     "rdzv_timeout": Flag(int, "S", "seconds to wait for the other nodes; default: 300"),
     "hosts": Flag(str, "A,B:4", "start it on these hosts over ssh, as on nodes; :N sets a host's --nproc-per-node"),
     **{name: Flag(override.type, override.metavar, override.help) for name, override in OVERRIDES.items()},
@@ -257,6 +270,8 @@ def _start_on_hosts(target: "Target", values: dict[str, Any]) -> int:
     for name in ("nnodes", "node_rank"):
         if name in values:
             raise Error(f"--hosts says how many nodes there are: leave out --{name.replace('_', '-')}")
+    if "rdzv_secret" in values:
+        raise Error("--hosts makes a secret for each launch: leave out --rdzv-secret")
     check_target(target)
     flags = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in values.items()]
     command, program = target.to_command()
@@ -268,6 +283,7 @@ def _start(target: "Target", values: dict[str, Any]) -> int:
     if "hosts" in values:
         return _start_on_hosts(target, values)
     from samestep.launch.command import run_launch
+    from samestep.launch.handshake import read_secret
     from samestep.launch.nodes import parse_nodes
 
     num_ranks, show_ranks = values.pop("nproc_per_node", "auto"), values.pop("show_ranks", "0")
@@ -275,6 +291,7 @@ def _start(target: "Target", values: dict[str, Any]) -> int:
     nodes = parse_nodes(
         values.pop("nnodes", "1"), values.pop("node_rank", None), values.pop("rdzv_endpoint", None),
         values.pop("rdzv_id", ""), values.pop("rdzv_timeout", 300),
+        read_secret(values.pop("rdzv_secret", None), take_secret()),
     )  # fmt: skip
     return run_launch(
         target,

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import subprocess
 from pathlib import Path
@@ -233,10 +234,28 @@ SCHEMA = close({**JOBSET, "properties": {**JOBSET["properties"], "metadata": {"t
 
 
 def render_manifest(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
-    """The manifest, which fits the schema."""
-    manifest = yaml.safe_load(render(capsys, "--k8s", "--image", "ghcr.io/me/train:1", *words))
+    """The manifest, which fits the schema, and is the last document."""
+    *_, manifest = yaml.safe_load_all(render(capsys, "--k8s", "--image", "ghcr.io/me/train:1", *words))
     jsonschema.Draft202012Validator(SCHEMA).validate(manifest)
     return manifest
+
+
+def test_nodes_share_a_secret(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A new one for each JobSet; of Slurm, for each start: in no command, and not in the batch script that is kept."""
+    words = ["--k8s", "--image", "x", "--nodes", "2", "--namespace", "ml", "train.py"]
+    found = [list(yaml.safe_load_all(render(capsys, *words))) for _ in range(2)]
+    secret, manifest = found[0]
+    assert (secret["kind"], secret["metadata"]) == ("Secret", {"name": "train-rdzv", "namespace": "ml"})
+    assert len({secret["stringData"]["secret"] for secret, _ in found} | {""}) == 3
+    (container,) = find_pods(manifest)["template"]["spec"]["containers"]
+    assert container["env"] == [
+        {"name": "SAMESTEP_RDZV_SECRET", "valueFrom": {"secretKeyRef": {"name": "train-rdzv", "key": "secret"}}}
+    ]
+    text = render(capsys, "--nodes", "2", "train.py")
+    [line] = [line for line in text.splitlines() if "SAMESTEP_RDZV_SECRET" in line]
+    made = [subprocess.run(["bash", "-c", f"{line}; env"], capture_output=True, text=True).stdout for _ in range(2)]
+    assert len({re.search(r"SAMESTEP_RDZV_SECRET=([0-9a-f]{64})\n", each)[1] for each in made}) == 2  # type: ignore[index]
+    assert "SAMESTEP_RDZV_SECRET" not in render(capsys, "train.py")
 
 
 def find_pods(manifest: Any) -> Any:

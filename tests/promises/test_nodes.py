@@ -23,13 +23,13 @@ from support.selection import one_in
 from support.waiting import wait_until
 
 from samestep.errors import Error
+from samestep.launch.links import Link, open_listener
 from samestep.launch.local import Place, Target, build_variables
 from samestep.launch.nodes import (
-    Link,
     build_hello,
     describe_target,
     find_other_arguments,
-    is_here,
+    find_own_address,
     parse_endpoint,
     parse_nodes,
 )
@@ -261,26 +261,6 @@ def _listens(port: int) -> bool:
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
-def test_nodes_that_do_not_fit_together(trial: Trial, tmp_path: Path, port: int) -> None:
-    """Found before anything runs: a rank that is there twice, another script; and whoever does not come at all."""
-    flags = ["--nnodes", "3", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-timeout", "10", "--node-rank"]
-    first = trial.start("launch", 1, "", *flags, "0")
-    wait_until(lambda: _listens(port), "it waits")
-    script = Path(__file__).with_name("faulty.py")
-    other = tmp_path / "elsewhere" / "faulty.py"
-    other.parent.mkdir()
-    other.write_text(script.read_text() + "\n# and more\n")
-    twice = trial.start("launch", 1, "", *flags, "0")
-    differs = trial.start("launch", 1, "", *flags, "2", script=other)
-    assert finish(twice, differs, first) == [2, 2, 2]
-    assert "were both started with --node-rank 0: give each node its own" in twice.err.read_text()
-    for node in (differs, first):
-        assert "has another faulty.py than node 0" in node.err.read_text()
-    assert "of 3 nodes, --node-rank 1, 2 did not come" in first.err.read_text()
-    assert "within 10 s; here: node 0 (" in first.err.read_text()
-    assert not trial.dir.exists()
-
-
 def test_the_port_is_in_use(trial: Trial) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(60)
@@ -327,10 +307,27 @@ def test_endpoints(text: str, host: str, port: int) -> None:
     assert parse_endpoint(text) == (host, port)
 
 
-@pytest.mark.parametrize(("host", "here"), [("127.0.1.1", True), ("::1", True), ("192.0.2.1", False)])
-def test_which_host_is_this_one(host: str, here: bool) -> None:
-    """Many systems have 127.0.1.1 for their own name, which no interface has."""
-    assert is_here(host) is here
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("127.0.0.1", "127.0.0.1"),
+        ("127.0.1.1", "127.0.1.1"),
+        ("::1", "::1"),
+        ("localhost", "127.0.0.1"),
+        ("this-machine", ""),  # other machines have another address for it
+        ("192.0.2.1", None),
+    ],
+)
+def test_where_the_nodes_meet(monkeypatch: pytest.MonkeyPatch, host: str, address: str | None) -> None:
+    """A launcher listens at the endpoint's address alone. (Debian has 127.0.1.1 for the machine's own name.)"""
+    find, names = socket.getaddrinfo, {"this-machine": "127.0.1.1"}
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **more: find(names.get(host, host), *rest, **more))
+    assert find_own_address(host) == address
+    if address:
+        listener = open_listener(address, 0)
+        assert listener is not None
+        with listener:
+            assert listener.getsockname()[0] == address
 
 
 @pytest.mark.parametrize("text", ["", ":1", "a:", "a:b", "a:0", "a:65536", "fd77::1:29400", "fd77::1", "[]:1"])
@@ -348,6 +345,7 @@ def test_no_endpoints(text: str) -> None:
         ("2", 2, "localhost:1", "--node-rank 2 is none of 2 nodes: they are 0 to 1"),
         ("2", None, None, "--nnodes 2 needs --rdzv-endpoint HOST:PORT"),
         ("1:2", None, "no-such-host.invalid:1", "no address of no-such-host.invalid is known here"),
+        ("2", None, "192.0.2.1:1", "other machines can reach --rdzv-endpoint 192.0.2.1:1, and there is no secret"),
     ],
 )
 def test_options_that_make_no_sense(nnodes: str, node_rank: int | None, endpoint: str | None, said: str) -> None:

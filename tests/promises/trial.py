@@ -149,7 +149,11 @@ class Trial:
             "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)],
             "python": [],
         }
-        env = {"OMP_NUM_THREADS": "1", **({"GLOO_SOCKET_IFNAME": "lo"} if host is None else {})}
+        env = {
+            "OMP_NUM_THREADS": "1",
+            "SAMESTEP_RDZV_SECRET": "known-to-all-nodes",
+            **({"GLOO_SOCKET_IFNAME": "lo"} if host is None else {}),
+        }
         output = self.faults / f"output-{len(self._started)}"
         command = [sys.executable, *before[how], *words]
         started = Started(command if host is None else host.wrap(command), output, env, stdout)

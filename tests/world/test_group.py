@@ -70,7 +70,7 @@ def on_ranks(num_ranks: int, fn: Callable[[Group], Any]) -> list[Any]:
 
     def call() -> list[Any]:
         group = join()
-        return group.gather(fn(group))
+        return [group.unseal(each) for each in group.gather(group.seal(fn(group)))]
 
     return samestep.spawn(call, num_ranks)  # type: ignore[no-any-return]
 
@@ -135,7 +135,9 @@ def test_an_error_of_once_is_everyones() -> None:
         with pytest.raises(KeyError if group.rank == 0 else PeerFailed, match="a column"):
             group.once({}.__getitem__, "a column")
         with pytest.raises(samestep.Error, match="rank 0 cannot send a generator to the other ranks"):
-            group.once(lambda: (x for x in "ab"))
+            group.once(lambda: group.seal(x for x in "ab"))
+        with pytest.raises(TypeError if group.rank == 0 else PeerFailed, match="object"):
+            group.once(object)
         return group.once(lambda: "still there")
 
     assert on_ranks(3, fn) == ["still there"] * 3

@@ -30,9 +30,11 @@ from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from samestep.console import say
+from samestep.launch.handshake import derive_key
 from samestep.launch.hub import FLUSH_S, Hub
+from samestep.launch.links import Link, open_listener
 from samestep.launch.local import HOST, Failure, Place, Ranks, Target, build_variables, open_store
-from samestep.launch.nodes import Link, Nodes, build_hello, connect, find_addresses, is_here, open_listener
+from samestep.launch.nodes import Nodes, build_hello, connect, find_addresses, find_own_address
 from samestep.world.environment import BEGUN, ROOM, STOPPED, Overrides, Restart, count_job_nodes
 
 MONITOR_INTERVAL_S = 1e-6  # `Ranks.poll` waits itself, and for no longer than it must.
@@ -231,6 +233,7 @@ class NodeRendezvous(RendezvousHandler):
             world_size=sum(begun["sizes"]),
             num_restarts=begun["num_restarts"],
             restart=None if begun["restart"] is None else Restart(*begun["restart"]),
+            secret=derive_key(self._nodes.secret, "the ranks"),
         )
 
     def get_backend(self) -> str:
@@ -330,17 +333,19 @@ def run_node_agent(ranks: Ranks, launch: Launch, nodes: Nodes) -> dict[str, Any]
 
     Returns:
         What the hub said at the end: "message" where something other than a rank has failed; "failure", a sentence
-        on the rank that has, on whichever node; "code", the exit code. Empty where a signal came first.
+        on the rank that has, on whichever node; "code", the exit code; "is_whole", whether the run was at its end
+        where neither is the case. Empty where a signal came first.
 
     Raises:
         Error: the nodes do not come together.
     """
-    listener = open_listener(nodes.port) if is_here(nodes.host) else None
+    address = find_own_address(nodes.host)
+    listener = None if address is None else open_listener(address, nodes.port)
     hub = None
     if listener is not None:
         hub = Hub(nodes, listener, launch.max_restarts, launch.received)
         hub.start()
-    hello = build_hello(nodes, launch.target, launch.num_ranks, launch.max_restarts)
+    hello = build_hello(nodes, launch.target, launch.num_ranks, launch.max_restarts, launch.overrides)
     link = connect(nodes, hello, lambda: bool(launch.received))
     if link is None:
         return {}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from samestep.console import escape, say
 from samestep.errors import Error
 from samestep.launch.forkserver import ForkServer
-from samestep.launch.local import Failure, Ranks, Target, parse_shown
+from samestep.launch.local import MOST_LOCAL_RANKS, Failure, Ranks, Target, parse_shown
 from samestep.world.environment import (
     FINISHED,
     START_AGAIN,
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from samestep.launch.nodes import Nodes
 
 MOST_RANKS = 1 << 16  # where it is not known yet how many there are
-MOST_LOCAL_RANKS = 1 << 12  # beyond all machines, so a slip of the finger
 
 
 class Stopping:
@@ -217,6 +216,8 @@ def _conclude(ranks: Ranks, received: list[int]) -> int:
             return stop_code(received[0])
         return 128 + received[-1]
     if failure is None:  # a rank that was told by someone else has had all ranks stop and save
+        if any(ranks.codes.values()) or not ranks.done:  # they were stopped, and nobody has said why
+            return 1
         return START_AGAIN if (ranks.directory / STOPPED).exists() else 0
     _report(failure, ranks)
     return failure.exit_code
@@ -227,7 +228,9 @@ def _conclude_on_nodes(ranks: Ranks, received: list[int], end: dict[str, Any]) -
     failure = ranks.first_failure()
     said = end.get("message") or end.get("failure")
     if not said or received or (failure is not None and not failure.secondary):
-        return _conclude(ranks, received)
+        code = _conclude(ranks, received)
+        # A node that has just joined has no ranks that say how the run has ended.
+        return START_AGAIN if code == 0 and not received and not end.get("is_whole") else code
     if end["message"]:
         print(f"samestep: error: {escape(said)}", file=sys.stderr)
     else:

@@ -26,10 +26,11 @@ from typing import Any
 from samestep.console import escape, say
 from samestep.errors import Error
 from samestep.launch.command import Stopping
+from samestep.launch.handshake import make_secret
 from samestep.launch.logs import write_all
 from samestep.launch.nodes import parse_endpoint
 from samestep.launch.remote import BEAT_S, MARK
-from samestep.world.environment import read_passed
+from samestep.world.environment import SECRET, read_passed
 
 SSH = (
     "ssh", "-T", "-o", "BatchMode=yes", "-o", "ClearAllForwardings=yes", "-o", "ServerAliveInterval=5",
@@ -218,7 +219,8 @@ def run_hosts(
         parse_endpoint(endpoint)
     if shutil.which(SSH[0]) is None:
         raise Error("--hosts needs ssh, and there is none here: install the OpenSSH client")
-    with Stopping() as stopping, Agents(hosts, Path.cwd(), read_passed()) as agents:
+    variables = read_passed() | {SECRET: make_secret()}  # by ssh's stdin: no process list shows it
+    with Stopping() as stopping, Agents(hosts, Path.cwd(), variables) as agents:
         if not _wait_for_answers(agents, stopping.received):
             return 128 + stopping.received[0]
         endpoint = endpoint or _choose_endpoint(agents.all)

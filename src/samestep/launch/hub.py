@@ -1,7 +1,10 @@
-"""Where launchers of several nodes meet: it lets them in, has them start together, and says what follows from an end.
+"""Where launchers of several nodes meet: it admits them, starts their ranks together, and decides after each end.
 
 The hub is a thread in the launcher on the machine of `--rdzv-endpoint`. A *round* is one start of all ranks. It ends
 when every node that is still there has told how its ranks ended; then all start again, or all are through.
+
+Anybody may connect. Until a connection has proven that it knows the secret, the hub reads one short line from it, and
+sends it nothing but a random number; until it is admitted, nothing that it sends has an effect on the run.
 """
 
 import ipaddress
@@ -10,27 +13,48 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from samestep.console import say
 from samestep.errors import Error
+from samestep.launch.handshake import is_proven, make_nonce, prove
+from samestep.launch.links import MAX_LINE, Link, check_fields, open_listener
 from samestep.launch.local import Failure
-from samestep.launch.nodes import Hello, Link, Nodes, find_difference, find_other_arguments, open_listener
+from samestep.launch.nodes import Hello, Nodes, find_difference, find_other_arguments, parse_hello
 from samestep.world.environment import Restart
 
 TICK_S = 0.1
 LAST_CALL_S = 2.0  # for further nodes, before a run begins that could do with fewer
 FLUSH_S = 5.0  # for everyone to hear of the end
+STRANGER_S = 15.0  # for a connection to be admitted
+MAX_STRANGERS = 128  # connections that are not admitted; one more, and the oldest is closed
+MAX_WARNINGS = 8  # about connections without the secret
+_OUTCOME = {"kind": str, "round": int, "failure": dict | None, "signum": int, "is_well": bool, "done": bool}
+_FAILURE = {
+    "rank": int, "time_s": int | float, "code": int, "secondary": bool, "kind": str, "message": str, "traceback": str,
+    "log": str,
+}  # fmt: skip
 
 
 @dataclass
 class Member:
-    """A node: how to reach it, what it says of itself, how its ranks ended in the present round."""
+    """A connection, and, once it is admitted, a node: what it says of itself, and how its ranks ended in this round.
+
+    Attributes:
+        nonce: what it has to answer to.
+        since_s: when it connected, or was sent the end.
+        is_proven: it knows the secret.
+        is_through: it was refused, or was sent the end: nothing more is read from it.
+    """
 
     link: Link
+    nonce: str = field(default_factory=make_nonce)
+    since_s: float = field(default_factory=time.monotonic)
+    is_proven: bool = False
+    is_through: bool = False
     hello: Hello | None = None
     in_round: bool = False
     outcome: dict[str, Any] | None = field(default=None)
@@ -55,8 +79,9 @@ class Hub(threading.Thread):
         self._nodes, self._listener = nodes, listener
         self._max_restarts, self._received = max_restarts, received
         self._members: list[Member] = []
-        self._strangers: list[Member] = []  # connected, and not yet let in
+        self._strangers: list[Member] = []  # connected and not admitted, or no longer
         self._selector = selectors.DefaultSelector()
+        listener.setblocking(False)  # a connection may be gone before it is accepted
         self._selector.register(listener, selectors.EVENT_READ)
         self._round = 0
         self._in_round = self._is_over = False
@@ -85,12 +110,16 @@ class Hub(threading.Thread):
                     self._accept()
                 else:
                     self._hear(key.data)
+            for member in [each for each in self._strangers if time.monotonic() > each.since_s + STRANGER_S]:
+                self._drop(member)
             if self._in_round:
                 self._conclude_if_ended()
             else:
                 self._begin_if_complete()
         self._selector.unregister(self._listener)
         self._listener.close()
+        for member in [each for each in self._strangers if not each.is_through]:
+            self._drop(member)
         deadline_s = time.monotonic() + FLUSH_S
         while (self._members or self._strangers) and time.monotonic() < deadline_s:
             for key, _ in self._selector.select(TICK_S):
@@ -101,24 +130,60 @@ class Hub(threading.Thread):
     def _accept(self) -> None:
         with suppress(OSError):
             connection, _ = self._listener.accept()
+            connection.setblocking(True)
+            if len(self._strangers) >= MAX_STRANGERS:
+                self._drop(self._strangers[0])
             member = Member(Link(connection))
             self._strangers.append(member)
             self._selector.register(member.link, selectors.EVENT_READ, member)
+            member.link.send("challenge", nonce=member.nonce)
 
     def _hear(self, member: Member) -> None:
+        if member not in self._members and member not in self._strangers:
+            return  # dropped since the select
         try:
             for message in member.link.receive():
-                if message["kind"] == "hello":
-                    fields = {name: value for name, value in message.items() if name != "kind"}
-                    self._admit(member, Hello(**fields))
-                elif message["kind"] == "room":
-                    self._room = int(message["num_ranks"])
-                elif message["kind"] == "ended" and message["round"] == self._round:
-                    member.outcome = message
-                    if not message["is_well"]:  # else the others may still be saving
-                        self._stop_all("now")
+                if member.is_through:
+                    continue
+                if not member.is_proven:
+                    self._check_proof(member, message)
+                elif member.hello is None:
+                    if message.pop("kind") != "hello":
+                        raise ValueError("not a hello")
+                    self._admit(member, parse_hello(message))
+                else:
+                    self._take(member, message)
         except (OSError, ValueError, KeyError, TypeError):  # it has gone, or is no launcher of ours
             self._drop(member)
+
+    def _check_proof(self, member: Member, message: Mapping[str, Any]) -> None:
+        secret, nonce = self._nodes.secret, message.get("nonce")
+        if message["kind"] != "proof" or not is_proven(message, secret, "node", member.nonce, nonce):
+            member.link.send("denied")
+            address = member.link.addresses[1]
+            if len(self._warnings) < MAX_WARNINGS:
+                self._warn(f"a connection from {address} was refused: it does not have the secret of this run's nodes")
+            raise ValueError("no proof")
+        member.is_proven, member.link.max_line = True, MAX_LINE
+        member.link.send("proof", proof=prove(secret, "hub", member.nonce, str(nonce)))
+
+    def _take(self, member: Member, message: dict[str, Any]) -> None:
+        """What an admitted node says."""
+        if message["kind"] == "room":
+            self._room = int(message["num_ranks"])
+        elif message["kind"] == "ended" and message["round"] == self._round and member.in_round:
+            check_fields(message, _OUTCOME)
+            if message["failure"] is not None:
+                check_fields(message["failure"], _FAILURE)
+            member.outcome = message
+            if not message["is_well"]:  # else the others may still be saving
+                self._stop_all("now")
+
+    def _warn(self, sentence: str) -> None:
+        """Says a sentence once."""
+        if sentence not in self._warnings:
+            self._warnings.add(sentence)
+            say(sentence)
 
     def _drop(self, member: Member) -> None:
         self._selector.unregister(member.link)
@@ -143,13 +208,13 @@ class Hub(threading.Thread):
             full = f"the run at {self._nodes.endpoint} can take {self._room} ranks, one per micro-batch of a step"
             reason = f"{full}, and has {num_ranks}: start fewer here"
         if reason is not None:
+            member.is_through = True
             member.link.send("refused", reason=reason)
             say(f"{hello.name} was turned away: {reason}")
             return  # it closes the link itself
         warning = find_other_arguments(hello, there[0]) if there else None
-        if warning is not None and warning not in self._warnings:
-            self._warnings.add(warning)
-            say(warning)
+        if warning is not None:
+            self._warn(warning)
         member.hello = hello
         self._strangers.remove(member)
         self._members.append(member)
@@ -186,7 +251,8 @@ class Hub(threading.Thread):
         sizes = [member.hello.num_ranks for member in members if member.hello is not None]
         self._round += 1
         self._in_round, self._is_making_room, self._lost = True, False, []
-        self._store = open_public_store()
+        address = self._listener.getsockname()[0]
+        self._store = open_public_store("" if ipaddress.ip_address(address).is_unspecified else address)
         for number, member in enumerate(members):
             member.in_round, member.outcome = True, None
             member.link.send(
@@ -228,8 +294,10 @@ class Hub(threading.Thread):
         failures = [Failure(**outcome["failure"]) for outcome in outcomes if outcome["failure"] is not None]
         first = min(failures, key=lambda failure: (failure.secondary, failure.time_s), default=None)
         told = [member for member in members if member.outcome is not None and member.outcome["signum"]]
+        is_well = all(outcome["is_well"] for outcome in outcomes)
+        is_whole = is_well and all(outcome["done"] for outcome in outcomes)
         if told:
-            self._go_on_without_told(told, is_whole=all(outcome["is_well"] and outcome["done"] for outcome in outcomes))
+            self._go_on_without_told(told, is_whole=is_whole)
         elif first is not None and not (first.secondary and (self._lost or self._is_making_room)):
             name = next(member.name for member in members if _has_failed(member, first.rank))
             if first.kind == "error" or self._num_restarts >= self._max_restarts:
@@ -239,10 +307,12 @@ class Hub(threading.Thread):
                 self._restart = Restart(first.reason, first.rank)
         elif self._lost:
             self._go_on_without(self._lost)
-        elif self._is_making_room and not all(outcome["is_well"] and outcome["done"] for outcome in outcomes):
+        elif self._is_making_room and not is_whole:
             self._restart = Restart("a node has joined")
+        elif is_well:
+            self._end(is_whole=is_whole)
         else:
-            self._end()
+            self._end(message="the ranks were stopped, and no node says why", code=1)
 
     def _go_on_without_told(self, told: Sequence[Member], *, is_whole: bool) -> None:
         """Launchers were told to stop. It is the end of them all where the others are too few, or meet at one of them.
@@ -251,12 +321,13 @@ class Hub(threading.Thread):
             is_whole: the run was at its end.
         """
         if is_whole or self._received or len(self._members) - len(told) < self._nodes.least:
-            self._end()
+            self._end(is_whole=is_whole)
             return
         for member in told:
-            member.link.send("end", message="", failure=None, code=0)
+            member.link.send("end", message="", failure=None, code=0, is_whole=False)
             self._members.remove(member)
             self._strangers.append(member)  # until it has hung up
+            member.is_through, member.since_s = True, time.monotonic()
         names = " and ".join(member.name for member in told)
         self._restart = Restart(f"{names} {'was' if len(told) == 1 else 'were'} told to stop")
 
@@ -273,13 +344,26 @@ class Hub(threading.Thread):
             self._end(message=f"{reason}: the same commands go on from the newest snapshot", code=1)
 
     def _end(
-        self, *, failure: Failure | None = None, name: str = "", message: str = "", code: int = Error.exit_code
+        self,
+        *,
+        failure: Failure | None = None,
+        name: str = "",
+        message: str = "",
+        code: int = Error.exit_code,
+        is_whole: bool = False,
     ) -> None:
-        """All are through: because all is done or told to stop, because a rank has failed, or for another reason."""
+        """Ends all launchers.
+
+        Args:
+            failure, name: of a rank, and the node where it was; None, unless that is the reason.
+            message, code: another reason, and the exit code; "": every rank has ended well.
+            is_whole: the run was at its end.
+        """
         self._is_over = True
         said = None if failure is None else f"{failure.reason}, on {name}"
-        for member in [*self._members, *self._strangers]:
-            member.link.send("end", message=message, failure=said, code=code if failure is None else failure.exit_code)
+        code = code if failure is None else failure.exit_code
+        for member in self._members:
+            member.link.send("end", message=message, failure=said, code=code, is_whole=is_whole)
 
 
 def _rank_of(member: Member) -> int | None:
@@ -290,17 +374,17 @@ def _has_failed(member: Member, rank: int) -> bool:
     return member.outcome is not None and (failure := member.outcome["failure"]) is not None and failure["rank"] == rank
 
 
-def open_public_store() -> Any:  # TCPStore
-    """A store for the ranks of all nodes to meet in, on a port of the system's choice."""
+def open_public_store(address: str) -> Any:  # TCPStore
+    """A store for the ranks of all nodes to meet in, at an address of this machine ("": all)."""
     from datetime import timedelta
 
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    listener = open_listener(0)
+    listener = open_listener(address, 0)
     if listener is None:
         raise OSError("no port is free")
     port = listener.getsockname()[1]
     return TCPStore(
-        "localhost", port, None, True, timedelta(seconds=300), wait_for_workers=False,
+        address or "localhost", port, None, True, timedelta(seconds=300), wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )  # fmt: skip

@@ -8,9 +8,10 @@ from typing import Any
 
 from samestep.console import say
 from samestep.errors import Error
+from samestep.launch.handshake import make_secret
 from samestep.launch.nodes import DEFAULT_PORT
 from samestep.launch.submit import Job
-from samestep.world.environment import START_AGAIN
+from samestep.world.environment import SECRET, START_AGAIN
 
 GROUP = "node"  # the only group of pods
 MOST_NAME = 63 - len(f"-{GROUP}-0-0000")  # of what a pod's host name may hold
@@ -54,13 +55,14 @@ def build_manifest(job: Job) -> dict[str, Any]:
             )
         volumes.append({"name": "runs", "persistentVolumeClaim": {"claimName": claim}})
         mounts.append({"name": "runs", "mountPath": path})
+    key = {"name": SECRET, "valueFrom": {"secretKeyRef": {"name": f"{name}-rdzv", "key": "secret"}}}
     resources: dict[str, Any] = {"requests": {"cpu": job.num_cpus}}
     if job.num_gpus:
         resources["limits"] = {"nvidia.com/gpu": job.num_gpus}
     container = {
         "name": "launch",
         "image": options["image"],
-        **({"command": wait, "args": launch} if job.num_nodes > 1 else {"command": launch}),
+        **({"command": wait, "args": launch, "env": [key]} if job.num_nodes > 1 else {"command": launch}),
         "resources": resources,
         "volumeMounts": mounts,
     }
@@ -97,6 +99,17 @@ def build_manifest(job: Job) -> dict[str, Any]:
             "failurePolicy": {"maxRestarts": options.get("max_restarts", MAX_RESTARTS), "rules": [again]},
             "replicatedJobs": [{"name": GROUP, "replicas": 1, "template": {"spec": pods}}],
         },
+    }
+
+
+def build_secret(job: Job) -> dict[str, Any]:
+    """The Secret that the launchers of a JobSet share: a new one each time."""
+    namespace = {"namespace": job.options["namespace"]} if "namespace" in job.options else {}
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "metadata": {"name": f"{build_name(job.name)}-rdzv", **namespace},
+        "stringData": {"secret": make_secret()},
     }
 
 
@@ -141,12 +154,13 @@ def _format_scalar(value: Any) -> str:
 
 
 def submit_to_kubernetes(job: Job) -> int:
-    """Has kubectl apply the JobSet; with --dry-run prints it. Returns the exit code.
+    """Has kubectl apply the JobSet, and the Secret of its nodes; with --dry-run prints them. Returns the exit code.
 
     Raises:
         Error: there is no kubectl, or it refuses.
     """
-    text = format_yaml(build_manifest(job))
+    manifests = [build_manifest(job), *([build_secret(job)] if job.num_nodes > 1 else [])]
+    text = "---\n".join(map(format_yaml, reversed(manifests)))
     if job.options.get("dry_run"):
         print(text, end="")
         return 0
@@ -159,6 +173,7 @@ def submit_to_kubernetes(job: Job) -> int:
     if done.returncode:
         raise Error(f"kubectl has refused the JobSet: {' '.join(done.stderr.split())}")
     name = build_name(job.name)
-    say(f"{done.stdout.strip()}; its output: kubectl logs -f -l jobset.sigs.k8s.io/jobset-name={name}; to end it: "
-        f"kubectl delete jobset {name}")  # fmt: skip
+    secret = f" secret/{name}-rdzv" if job.num_nodes > 1 else ""
+    say(f"{'; '.join(done.stdout.splitlines())}; its output: kubectl logs -f -l "
+        f"jobset.sigs.k8s.io/jobset-name={name}; to end it: kubectl delete jobset/{name}{secret}")  # fmt: skip
     return 0

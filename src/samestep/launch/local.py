@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -18,13 +19,14 @@ import cloudpickle
 
 from samestep.errors import Error
 from samestep.launch.forkserver import ForkServer, give_back_server, take_server
-from samestep.world.environment import FINISHED, LEAVE, PREFIX, STOPPED, Overrides, Restart, child_variables
 from samestep.world.home import Home
+from samestep.world.environment import FINISHED, LEAVE, PREFIX, SECRET, STOPPED, Overrides, Restart, child_variables
 from samestep.world.private import make_private, read_private
 
 T = TypeVar("T")
 
 HOST = "127.0.0.1"
+MOST_LOCAL_RANKS = 1 << 12  # beyond all machines, so a slip of the finger
 POLL_S = 0.1
 FOLLOW_S = 0.5  # for the ranks to fail by themselves when one has: alike, or because they lost it
 LEAVE_S = 1.0  # for the others to leave when they are told to
@@ -314,6 +316,7 @@ class Place:
         host, port: of the store that they meet in.
         interface: by which they reach each other; "": not known.
         num_restarts, restart: how often they were started again, and why the last time.
+        secret: for all ranks, the same on all nodes.
     """
 
     port: int
@@ -325,6 +328,7 @@ class Place:
     world_size: int | None = None
     num_restarts: int = 0
     restart: Restart | None = None
+    secret: str = field(default_factory=secrets.token_hex)
 
 
 def build_variables(num_ranks: int, place: Place, overrides: Overrides) -> list[dict[str, str]]:
@@ -343,6 +347,7 @@ def build_variables(num_ranks: int, place: Place, overrides: Overrides) -> list[
         **child_variables(),
         **overrides.to_variables(),
         **(place.restart.to_variables() if place.restart is not None else {}),
+        SECRET: place.secret,
         "WORLD_SIZE": str(place.world_size or num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "GROUP_RANK": str(place.node),

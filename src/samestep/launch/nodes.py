@@ -5,35 +5,30 @@ One of them, on the machine that `--rdzv-endpoint` names, holds the `Hub`; all, 
 keep-alives: nothing here compares clocks, and nothing is polled for.
 """
 
-import errno
 import ipaddress
-import json
 import os
 import platform
-import select
 import shlex
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 from samestep import __version__
 from samestep.errors import Error
-from samestep.launch.local import Target
-from samestep.world.environment import read_host
+from samestep.launch.handshake import is_proven, make_nonce, prove
+from samestep.launch.links import MAX_LINE, Link, check_fields
+from samestep.launch.local import MOST_LOCAL_RANKS, Target
+from samestep.world.environment import SECRET, Overrides, read_host, read_overrides
 from samestep.world.software import hash_file
 
 DEFAULT_PORT = 29400  # torchrun's
 RETRY_S = 0.2
-GREETING_S = 5.0
-RECEIVE_BYTES = 1 << 16
-# A machine that vanishes is given up after 2 + 3 x 1 s.
-KEEP_ALIVE = (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 5000))
+GREETING_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -46,6 +41,7 @@ class Nodes:
         host, port: where they meet.
         run_id: tells runs apart that meet at one place.
         timeout_s: how long to wait for the others.
+        secret: what the launchers of all nodes know; "" only at a loopback address.
     """
 
     least: int
@@ -55,6 +51,7 @@ class Nodes:
     port: int
     run_id: str
     timeout_s: float
+    secret: str = field(default="", repr=False)
 
     @property
     def endpoint(self) -> str:
@@ -63,12 +60,13 @@ class Nodes:
 
 
 def parse_nodes(
-    nnodes: str, node_rank: int | None, endpoint: str | None, run_id: str, timeout_s: float
+    nnodes: str, node_rank: int | None, endpoint: str | None, run_id: str, timeout_s: float, secret: str = ""
 ) -> Nodes | None:
     """The options of `launch` that concern nodes; None where there is only this one.
 
     Raises:
-        Error: they make no sense, or the endpoint's host has no address.
+        Error: they make no sense, the endpoint's host has no address, or other machines can reach it and there is no
+            secret.
     """
     first, _, last = nnodes.partition(":")
     if not first.isdecimal() or not (last or first).isdecimal() or not 1 <= int(first) <= int(last or first):
@@ -90,7 +88,22 @@ def parse_nodes(
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise Error(f"--rdzv-endpoint {endpoint}: no address of {host} is known here ({error.strerror})") from None
-    return Nodes(least, most, node_rank, host, port, run_id, timeout_s)
+    if not secret and not _is_loopback(host):
+        raise Error(
+            f"other machines can reach --rdzv-endpoint {endpoint}, and there is no secret to tell them from this run's "
+            f"nodes: set {SECRET} to the same text on all nodes (`openssl rand -hex 32` prints one), or name a file "
+            "that holds it with --rdzv-secret"
+        )
+    return Nodes(least, most, node_rank, host, port, run_id, timeout_s, secret)
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a host that is written so: an address of the loopback, or localhost. (Other
+    names may have a loopback address here, and one that others reach there.)"""
+    try:
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
@@ -124,19 +137,23 @@ def find_addresses() -> dict[str, str]:
     }
 
 
-def is_here(host: str) -> bool:
-    """Whether a name or address is this machine's; to itself, its name may well be 127.0.1.1, an address of no one."""
+def find_own_address(host: str) -> str | None:
+    """The address of this machine to listen at, so that others reach it as `host`: no interface but that one.
+
+    Returns:
+        An address, IPv4 before IPv6; "" for all: a machine's own name may have a loopback address here (Debian:
+        127.0.1.1), and another one elsewhere. None where `host` is another machine.
+    """
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    addresses = [str(address[0]).partition("%")[0] for *_, address in found]
+    addresses = sorted((str(address[0]) for *_, address in found), key=lambda address: ":" in address)
+    loopback = [each for each in addresses if ipaddress.ip_address(each.partition("%")[0]).is_loopback]
     mine = find_addresses()
-    return any(address in mine or ipaddress.ip_address(address).is_loopback for address in addresses)
-
-
-def plain_address(address: str) -> str:
-    """An address without the dress that a socket for both families, or an interface, gives it."""
-    parsed = ipaddress.ip_address(address.partition("%")[0])
-    mapped = getattr(parsed, "ipv4_mapped", None)
-    return str(mapped or parsed)
+    own = [each for each in addresses if each.partition("%")[0] in mine and each not in loopback]
+    if own:
+        return own[0]
+    if loopback:
+        return loopback[0] if _is_loopback(host) else ""
+    return None
 
 
 def describe_target(target: Target) -> str:
@@ -176,6 +193,7 @@ class Hello:
     samestep: str
     torch: str
     python: str
+    overrides: dict[str, str]
 
     @property
     def name(self) -> str:
@@ -183,8 +201,30 @@ class Hello:
         return self.host if self.node_rank is None else f"node {self.node_rank} ({self.host})"
 
 
-def build_hello(nodes: Nodes, target: Target, num_ranks: int, max_restarts: int) -> Hello:
-    """This node's."""
+# Each node may have its own: the others need not agree.
+OWN_OVERRIDES = ("SAMESTEP_LOCAL_DIR", "SAMESTEP_GRACE_S")
+_KINDS: dict[str, Any] = {
+    "host": str, "node_rank": int | None, "num_ranks": int, "nnodes": list, "run_id": str, "max_restarts": int,
+    "script": str, "arguments": list, "program": str, "samestep": str, "torch": str, "python": str, "overrides": dict,
+}  # fmt: skip
+
+
+def parse_hello(fields: Mapping[str, Any]) -> Hello:
+    """What has come from a node, checked. Raises ValueError where no launcher of ours has sent it."""
+    check_fields(fields, _KINDS)
+    words = [*fields["arguments"], *fields["overrides"].values(), *fields["overrides"], *fields["nnodes"]]
+    if not all(isinstance(word, str | int) for word in words) or len(fields["nnodes"]) != 2:
+        raise ValueError("not a hello")
+    names = (fields[name] for name, kind in _KINDS.items() if kind is str)
+    if not 1 <= fields["num_ranks"] <= MOST_LOCAL_RANKS or not all(name.isprintable() for name in names):
+        raise ValueError("not a hello")
+    return Hello(**fields)
+
+
+def build_hello(
+    nodes: Nodes, target: Target, num_ranks: int, max_restarts: int, overrides: Overrides | None = None
+) -> Hello:
+    """This node's. `overrides` come before the SAMESTEP_* variables."""
     import torch
 
     return Hello(
@@ -200,6 +240,11 @@ def build_hello(nodes: Nodes, target: Target, num_ranks: int, max_restarts: int)
         samestep=__version__,
         torch=torch.__version__,
         python=platform.python_version(),
+        overrides={
+            name: value
+            for name, value in (read_overrides().to_variables() | (overrides or Overrides()).to_variables()).items()
+            if name not in OWN_OVERRIDES
+        },
     )
 
 
@@ -220,11 +265,16 @@ def find_difference(hello: Hello, others: Sequence[Hello]) -> str | None:
         "torch": "another torch",
         "python": "another Python",
     }
-    for field, what in kinds.items():
-        for other in others:
-            mine, theirs = _show(getattr(hello, field)), _show(getattr(other, field))
-            if mine != theirs:
-                return f"{hello.name} has {what} than {other.name} ({mine}, not {theirs}): make them the same"
+    for other in others:
+        compared = [(what, getattr(hello, name), getattr(other, name)) for name, what in kinds.items()]
+        for variable in sorted({*hello.overrides, *other.overrides}):
+            option = "--" + variable.removeprefix("SAMESTEP_").lower().replace("_", "-")
+            mine, theirs = (each.overrides.get(variable, "none") for each in (hello, other))
+            compared.append((f"another {option} (or {variable})", mine, theirs))
+        for what, mine, theirs in compared:
+            if _show(mine) != _show(theirs):
+                found = f"{_show(mine)}, not {_show(theirs)}"
+                return f"{hello.name} has {what} than {other.name} ({found}): make them the same"
     return None
 
 
@@ -255,77 +305,11 @@ def _show(value: Any) -> str:
     return ":".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-class Link:
-    """Messages, as JSON lines, between a launcher and the hub."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._socket = connection
-        self._received = b""
-        self._kept: list[dict[str, Any]] = []
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for name, value in KEEP_ALIVE:
-            if hasattr(socket, name):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-    def fileno(self) -> int:
-        """For select."""
-        return self._socket.fileno()
-
-    def send(self, kind: str, **fields: Any) -> None:
-        """Sends a message. Who cannot be reached is found out by receiving."""
-        with suppress(OSError):
-            self._socket.sendall((json.dumps({"kind": kind, **fields}) + "\n").encode())
-
-    def receive(self, timeout_s: float = 0.0) -> list[dict[str, Any]]:
-        """What has come, waiting for up to `timeout_s` for it. Raises OSError where the other side is gone."""
-        kept, self._kept = self._kept, []
-        if kept:
-            return kept
-        ready, _, _ = select.select([self._socket], [], [], timeout_s)
-        if not ready:
-            return []
-        data = self._socket.recv(RECEIVE_BYTES)
-        if not data:
-            raise ConnectionError("closed")
-        *lines, self._received = (self._received + data).split(b"\n")
-        return [json.loads(line) for line in lines]
-
-    def receive_one(self, timeout_s: float) -> dict[str, Any] | None:
-        """As `receive`; what comes with the first message is kept for later."""
-        messages = self.receive(timeout_s)
-        self._kept = messages[1:]
-        return messages[0] if messages else None
-
-    @property
-    def addresses(self) -> tuple[str, str]:
-        """This side's, and the other's."""
-        return plain_address(self._socket.getsockname()[0]), plain_address(self._socket.getpeername()[0])
-
-    def close(self) -> None:
-        """Lets the other side know."""
-        self._socket.close()
-
-
-def open_listener(port: int) -> socket.socket | None:
-    """A socket for all addresses of this machine; None where the port is in use. Raises Error where there is none."""
-    reason = ""
-    for family in (socket.AF_INET6, socket.AF_INET) if socket.has_dualstack_ipv6() else (socket.AF_INET,):
-        try:
-            both = family == socket.AF_INET6
-            return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=1024)
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                return None
-            reason = error.strerror or str(error)  # IPv6 may be turned off
-    raise Error(f"port {port} cannot be opened here ({reason}): choose one above 1023")
-
-
 def connect(nodes: Nodes, hello: Hello, is_told: Callable[[], bool]) -> Link | None:
-    """A link to the hub, when it has greeted; None when `is_told` says that nobody waits for it any more.
+    """A link to the hub, when it has admitted this node; None when `is_told` says that it is not wanted any more.
 
     Raises:
-        Error: there is nobody for too long, it is no hub, or it does not want this node.
+        Error: there is nobody for too long, it is no hub or one with another secret, or it does not admit this node.
     """
     deadline_s = time.monotonic() + nodes.timeout_s
     while not is_told():
@@ -333,6 +317,7 @@ def connect(nodes: Nodes, hello: Hello, is_told: Callable[[], bool]) -> Link | N
             connection = socket.create_connection((nodes.host, nodes.port), timeout=GREETING_S)
             connection.settimeout(None)
             link = Link(connection)
+            _greet(link, nodes)
             link.send("hello", **asdict(hello))
             answer = _wait_for_answer(link)
         except ValueError:
@@ -356,6 +341,30 @@ def connect(nodes: Nodes, hello: Hello, is_told: Callable[[], bool]) -> Link | N
             raise Error(answer["reason"])
         return link
     return None
+
+
+def _greet(link: Link, nodes: Nodes) -> None:
+    """The node's side of the handshake.
+
+    Raises:
+        Error: the secrets are not the same.
+        ValueError: there is no hub.
+        OSError: it is gone.
+    """
+    challenge, nonce = _wait_for_answer(link), make_nonce()
+    if challenge is None or challenge["kind"] != "challenge" or not isinstance(challenge.get("nonce"), str):
+        raise ValueError("no hub")
+    link.send("proof", nonce=nonce, proof=prove(nodes.secret, "node", challenge["nonce"], nonce))
+    answer = _wait_for_answer(link)
+    if answer is None or answer["kind"] not in ("proof", "denied"):
+        raise ValueError("no hub")
+    if answer["kind"] == "denied" or not is_proven(answer, nodes.secret, "hub", challenge["nonce"], nonce):
+        link.close()
+        raise Error(
+            f"the launcher at {nodes.endpoint} does not have this node's secret: give all nodes the same {SECRET}, or "
+            "the same file with --rdzv-secret"
+        )
+    link.max_line = MAX_LINE
 
 
 def _wait_for_answer(link: Link) -> dict[str, Any] | None:

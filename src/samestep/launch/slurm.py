@@ -19,7 +19,7 @@ from samestep.console import say
 from samestep.errors import Error
 from samestep.files import replace_file
 from samestep.launch.submit import Job
-from samestep.world.environment import START_AGAIN
+from samestep.world.environment import SECRET, START_AGAIN
 
 READ_S = 0.2  # between two looks at the output
 ASK_S, MOST_ASK_S = 0.5, 10.0  # between two questions to Slurm: rarer and rarer while nothing changes
@@ -44,7 +44,9 @@ exit $rc
 """
 
 # The address of the batch script's node, as Slurm itself reaches it, and a port of the job's own.
+# A secret for the launchers, new at each start: srun passes the environment on, and no process list shows it.
 ENDPOINT = f"""\
+export {SECRET}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
 head=$(scontrol show node --oneliner "$SLURMD_NODENAME" | grep -o ' NodeAddr=[^ ]*' | cut -d= -f2)
 port=$(({FIRST_PORT} + SLURM_JOB_ID % {NUM_PORTS}))
 """
@@ -82,7 +84,7 @@ def render(job: Job) -> str:
         of_shell[run_dir] = f"{shlex.quote(job.run_dir)}/$SLURM_ARRAY_TASK_ID"
     words = [of_shell.get(word, shlex.quote(word)) for word in command]
     # A launcher that ends before the others must not have them killed; of a lost node, Slurm is to be the judge.
-    srun = f"srun --cpus-per-task={job.num_cpus} --kill-on-bad-exit=0 --wait=0"
+    srun = f"srun --export=ALL --cpus-per-task={job.num_cpus} --kill-on-bad-exit=0 --wait=0"
     return SCRIPT.format(
         version=__version__,
         directives="\n".join(lines),

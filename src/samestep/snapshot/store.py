@@ -49,6 +49,15 @@ class Snapshot:
     manifest: Mapping[str, Any]
     problem: str | None
 
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "Snapshot":
+        """What `to_plain` took apart."""
+        return cls(**{**plain, "path": Path(plain["path"])})
+
+    def to_plain(self) -> dict[str, Any]:
+        """Its attributes as JSON has them, for another rank."""
+        return {**vars(self), "path": str(self.path)}
+
     @property
     def size_bytes(self) -> int:
         """What its files take; 0 where the manifest cannot be read."""

@@ -67,6 +67,20 @@ class _Held:
     sizes: dict[str, int]
     num_starts: int
 
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> "_Held":
+        found, named = plain["found"], plain["named"]
+        return cls(**{
+            **plain,
+            "found": None if found is None else Snapshot.from_plain(found),
+            "named": {name: Snapshot.from_plain(each) for name, each in named.items()},
+        })  # fmt: skip
+
+    def to_plain(self) -> dict[str, Any]:
+        """Its attributes as JSON has them, for other ranks."""
+        named = {name: each.to_plain() for name, each in self.named.items()}
+        return {**vars(self), "found": None if self.found is None else self.found.to_plain(), "named": named}
+
 
 class Copies:
     """All copies of one run. Its methods are for all ranks to call together.
@@ -112,13 +126,13 @@ class Copies:
                 name_node(check)
             return directory.rewinds
 
-        def look() -> _Held:
+        def look() -> dict[str, Any]:
             assert directory is not None
             with _blaming(directory):
-                return name_node(lambda: _look(directory, resume, rewinds))
+                return name_node(lambda: _look(directory, resume, rewinds)).to_plain()
 
         rewinds = max(self._group.each(begin, on=self.keepers), key=len)
-        held = self._group.each(look, on=self.keepers)
+        held = [_Held.from_plain(plain) for plain in self._group.each(look, on=self.keepers)]
         self._say_notes()
         if directory is not None:
             directory.num_recorded = max(each.sizes.get(LEDGER, 0) for each in held) // RECORD.size

@@ -81,12 +81,12 @@ def run_evaluate(run: "Run", score: Callable[[Any], Mapping[str, Any]], source: 
         _set_gradients(gradients)
     run._pulse.enter("reducing", run.steps_done)
     heard = run._signals.heard if run._signals is not None else 0
-    gathered = run._group.gather((settled, heard, run._keeper.is_copying))
+    gathered = run._group.gather((run._group.seal(settled), heard, run._keeper.is_copying))
     if run._loop is not None:  # validations can be long: what was heard meanwhile is not left to the next step
         run._loop.check_copying([told[2] for told in gathered])
         run._loop.take_votes([told[1] for told in gathered])
     run._pulse.enter("script", run.steps_done)
-    return _merge([row for told in gathered for row in told[0]])
+    return _merge([row for told in gathered for row in run._group.unseal(told[0])])
 
 
 def _check_all_are_here(run: "Run", mark: int) -> None:

@@ -42,10 +42,10 @@ def read_generator(generator: Any) -> str:
 
 def call_on_rank_0(group: Group, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """What `fn` returns on rank 0, on all ranks; the global generators then stand where rank 0's do."""
-    value = group.once(fn, *args, **kwargs)
+    value = group.unseal(group.once(lambda: group.seal(fn(*args, **kwargs))))
     if group.world_size > 1:
         _set_states(group.broadcast(_read_states()))
-    return value
+    return value  # type: ignore[no-any-return]
 
 
 @contextmanager

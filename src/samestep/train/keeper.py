@@ -78,20 +78,21 @@ class Keeper:
         """Where the run lives, as a person named it."""
         return self._url or str(self.named)
 
-    def _open_mirror(self, url: str) -> tuple[Path, str]:
+    def _open_mirror(self, url: str) -> tuple[str, str]:
         fresh, local_dir = self._settings.fresh, self._settings.local_dir
         self._mirror = Mirror(url, fresh=fresh, local_dir=local_dir, say=self._say)
         self._say(f"the working copy of {self._mirror.url} is {self._mirror.path}")
-        return self._mirror.path, self._mirror.url
+        return str(self._mirror.path), self._mirror.url
 
     def _open_all(self, run_dir: Path | str) -> Path:
         if isinstance(run_dir, str):
-            (path, self._url), fresh = self._group.once(self._open_mirror, run_dir), False
+            (copy, self._url), fresh = self._group.once(self._open_mirror, run_dir), False
+            path = Path(copy)
         else:
             path, fresh = run_dir, self._settings.fresh
         path, keepers = find_keepers(self._group, path)
         if len(keepers) == 1:
-            return self._group.once(self._open, path, fresh)
+            return Path(self._group.once(self._open, path, fresh))
         self._copies = copies = Copies(self._group, keepers, self._say)
         path = copies.choose(path) if fresh else path
         try:
@@ -109,7 +110,7 @@ class Keeper:
         if self._copies is not None:
             self._copies.notes.append(f"{read_host()}: {sentence}")
 
-    def _open(self, path: Path, fresh: bool) -> Path:
+    def _open(self, path: Path, fresh: bool) -> str:
         directory = Directory(path, fresh=fresh, warn=self._warn)
         try:
             directory.check_numbers(self._settings.numbers())
@@ -118,7 +119,7 @@ class Keeper:
             raise
         self.directory = directory
         directory.before_close = self._settle_at_close
-        return directory.named
+        return str(directory.named)
 
     def once(self, fn: Callable[[], T]) -> T:
         """Calls `fn` on each rank that has a directory; what it returned on rank 0. A full disk is an Error."""
@@ -145,7 +146,7 @@ class Keeper:
         if self._copies is not None:
             found = self._copies.find(self.directory, self._settings.resume, lambda: self._check(numbers))
         else:
-            found = self.once(lambda: self._find(numbers))
+            found = Snapshot.from_plain(plain) if (plain := self.once(lambda: self._find(numbers))) else None
         if found is None:
             return None
         self.read_again = partial(Store(self.path).read, found, OF_RUN)
@@ -158,10 +159,10 @@ class Keeper:
         if self._mirror is not None and self.directory is not None:
             self._mirror.bring(self.directory, which)
 
-    def _find(self, numbers: Mapping[str, Any]) -> Snapshot | None:
-        assert self.directory is not None
+    def _find(self, numbers: Mapping[str, Any]) -> dict[str, Any] | None:
         self._check(numbers)
-        return self.directory.find(self._settings.resume)
+        found = self.directory.find(self._settings.resume) if self.directory is not None else None
+        return None if found is None else found.to_plain()
 
     def _check(self, numbers: Mapping[str, Any]) -> None:
         assert self.directory is not None

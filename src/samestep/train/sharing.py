@@ -25,8 +25,8 @@ def find_keepers(group: Group, run_dir: Path) -> tuple[Path, list[int]]:
         Rank 0's `run_dir`, and for each directory that this is the lowest rank that has it: [0] where all nodes share
         one.
     """
-    told = group.gather((group.local_rank == 0, run_dir))
-    path = told[0][1]
+    told = group.gather((group.local_rank == 0, str(run_dir)))
+    path = Path(told[0][1])
     firsts = [rank for rank, (is_first, _) in enumerate(told) if is_first or rank == 0]
     if len(firsts) == 1:
         return path, [0]

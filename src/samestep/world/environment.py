@@ -22,6 +22,7 @@ HOOK = PREFIX + "HOOK"  # JSON: a module of a tool, and what its begin() is call
 TERMINAL = PREFIX + "TERMINAL"  # pid:file
 SRUN = PREFIX + "SRUN"  # the variables of a rank were made of Slurm's
 LOG = PREFIX + "LOG"  # pid:file
+SECRET = PREFIX + "RDZV_SECRET"  # of a launcher: what the launchers of all nodes know; of a rank: what all ranks know
 
 # Files in `error_dir`, by which ranks and their launcher tell each other what no exit code says.
 STOPPED = "stopped"  # a run ended early, saved, because of a signal
@@ -146,6 +147,7 @@ class Environment:
     several) or "python" (alone).
     `error_dir` is where a rank that fails leaves its error for samestep's launcher.
     `restart` tells after what that launcher has started it anew.
+    `secret` is known to all ranks, and to nobody else; "" where the launcher gave none.
     """
 
     rank: int
@@ -157,6 +159,7 @@ class Environment:
     restart: Restart | None
     overrides: Overrides
     trace: str | None = None
+    secret: str = ""
 
     def spell(self, name: str, value: int | str) -> str:
         """How to give one of `OVERRIDES` to ranks started as this one: `--keep 5`, or `SAMESTEP_KEEP=5`."""
@@ -292,6 +295,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         restart=Restart(**json.loads(variables[PREFIX + "RESTART"])) if PREFIX + "RESTART" in variables else None,
         overrides=read_overrides(variables),
         trace=variables.get(TRACE),
+        secret=variables.get(SECRET, ""),
     )
 
 
@@ -360,6 +364,11 @@ def _read_own_file(name: str) -> int | None:
 def child_variables() -> dict[str, str]:
     """A copy of this process's environment, for a launcher to add to and hand to the processes it starts."""
     return dict(os.environ)
+
+
+def take_secret() -> str:
+    """The secret of the launchers, which is removed from the environment: no process that this one starts gets it."""
+    return os.environ.pop(SECRET, "")
 
 
 def read_cache_dir() -> Path:

@@ -1,8 +1,7 @@
-"""The ranks as one group: its backend, and the few collectives on objects and whole tensors that are not gradients."""
+"""The ranks as one group: its backend, and the few collectives on values and whole tensors that are not gradients."""
 
 import hashlib
 import hmac
-import pickle
 import secrets
 import socket
 import sys
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import _broadcast_coalesced  # type: ignore[attr-defined]  # what DDP itself calls
 
 from samestep.errors import Error, PeerFailed
+from samestep.world import wire
 from samestep.world.environment import Environment, check_interface, has_agent_store, read_master
 from samestep.world.neighbors import Neighbors, connect
 from samestep.world.software import check_alike, describe_software, explain_hashing
@@ -77,7 +77,7 @@ class Group:
         self.local_rank = rank
         self.device = device
         self.neighbors: Neighbors | None = None
-        self._key = b""  # that the ranks have told each other, and not the store
+        self._key = b""  # of the launcher's secret, and of what the ranks have told each other, and not the store
         self.forget_stops()
 
     def open_mail(self) -> "Mail | None":
@@ -85,12 +85,35 @@ class Group:
         return Mail(self._key) if self.world_size > 1 else None
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value` (anything that pickles), in rank order, on every rank."""
+        """Every rank's `value` (what `wire.encode` takes, or `seal` gives), in rank order, on every rank."""
+        return [value] if self.world_size == 1 else self._gather(wire.encode(value))
+
+    def _gather(self, data: bytes) -> list[Any]:
+        sizes = [torch.empty((), dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor(len(data)))
+        row_bytes = int(max(sizes))
+        row = torch.frombuffer(bytearray(data.ljust(row_bytes, b"\0")), dtype=torch.uint8)
+        rows = [torch.empty(row_bytes, dtype=torch.uint8) for _ in range(self.world_size)]
+        dist.all_gather(rows, row)
+        return [wire.decode(memoryview(each.numpy())[: int(n)]) for each, n in zip(rows, sizes, strict=True)]  # type: ignore[arg-type]
+
+    def seal(self, value: Any) -> Any:
+        """A value of the script's, for `gather`, `broadcast` and `once`; for `unseal` at the other side.
+
+        Raises:
+            Error: it cannot be sent.
+        """
         if self.world_size == 1:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value)
-        return values
+            return value
+        try:
+            return wire.seal(value, self._key)
+        except Exception as error:
+            what = type(value).__name__
+            raise Error(f"rank {self.rank} cannot send a {what} to the other ranks: {error}") from None
+
+    def unseal(self, sealed: Any) -> Any:
+        """What a rank has sealed. Raises Error where that was not a rank of this launch."""
+        return sealed if self.world_size == 1 else wire.unseal(sealed, self._key)
 
     def gather_number(self, number: int) -> list[int]:
         """Every rank's `number` (below 2**63), in rank order, on every rank: one exchange, nothing is pickled."""
@@ -120,38 +143,29 @@ class Group:
                     )
 
     def broadcast(self, value: T, source: int = 0) -> T:
-        """The `value` of rank `source` on every rank."""
+        """The `value` of rank `source` (as for `gather`) on every rank."""
         if self.world_size == 1:
             return value
-        values = [value]
-        dist.broadcast_object_list(values, src=source)
-        return values[0]
+        return self._broadcast(wire.encode(value) if self.rank == source else b"", source)  # type: ignore[no-any-return]
+
+    def _broadcast(self, data: bytes, source: int) -> Any:
+        size = torch.tensor(len(data))
+        dist.broadcast(size, source)
+        buffer = torch.frombuffer(bytearray(data or int(size)), dtype=torch.uint8)
+        dist.broadcast(buffer, source)
+        return wire.decode(memoryview(buffer.numpy()))  # type: ignore[arg-type]
 
     def once(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Calls `fn` on rank 0 alone; every rank gets what it returned.
+        """Calls `fn` on rank 0 alone; every rank gets what it returned (as for `gather`).
 
         Raises:
-            Error: what `fn` raised, or it returned what does not pickle, on every rank.
+            Error: what `fn` raised, on every rank.
             PeerFailed: on the other ranks, when `fn` raised anything else.
         """
         if self.world_size == 1:
             return fn(*args, **kwargs)
-        failure: BaseException | None = None
-        message: tuple[str, Any] = ("value", None)
-        if self.rank == 0:
-            try:
-                message = ("value", fn(*args, **kwargs))
-            except Error as error:
-                message = ("error", str(error))
-            except BaseException as error:
-                failure, message = error, ("failure", f"{type(error).__name__}: {error}")
-        try:
-            kind, value = self.broadcast(message)
-        except (pickle.PicklingError, TypeError, AttributeError) as error:  # before anything was sent
-            if self.rank != 0:
-                raise
-            what = type(message[1]).__name__
-            kind, value = self.broadcast(("error", f"rank 0 cannot send a {what} to the other ranks: {error}"))
+        failure, data = _try(lambda: fn(*args, **kwargs)) if self.rank == 0 else (None, b"")
+        kind, value = self._broadcast(data, 0)
         if failure is not None:
             raise failure
         if kind == "error":
@@ -161,22 +175,16 @@ class Group:
         return value  # type: ignore[no-any-return]
 
     def each(self, fn: Callable[[], T], on: Sequence[int]) -> list[T]:
-        """Calls `fn` on the ranks `on`; every rank gets what it returned there (which must pickle), in their order.
+        """Calls `fn` on the ranks `on`; every rank gets what it returned there (as for `gather`), in their order.
 
         Raises:
             Error: what `fn` raised on the first of them where it did, on every rank.
             PeerFailed: on the other ranks, when `fn` raised anything else.
         """
-        failure: BaseException | None = None
-        message: tuple[str, Any] = ("value", None)
-        if self.rank in on:
-            try:
-                message = ("value", fn())
-            except Error as error:
-                message = ("error", str(error))
-            except BaseException as error:
-                failure, message = error, ("failure", f"{type(error).__name__}: {error}")
-        told = self.gather(message)
+        if self.world_size == 1:
+            return [fn()]
+        failure, data = _try(fn) if self.rank in on else (None, wire.encode(("value", None)))
+        told = self._gather(data)
         if failure is not None:
             raise failure
         for rank in on:
@@ -266,6 +274,16 @@ class Group:
             self.neighbors = None
 
 
+def _try(fn: Callable[[], Any]) -> tuple[BaseException | None, bytes]:
+    """Calls `fn`. What is to be sent of that, and what it raised that is no Error, or that its value cannot be sent."""
+    try:
+        return None, wire.encode(("value", fn()))
+    except Error as error:
+        return None, wire.encode(("error", str(error)))
+    except BaseException as error:
+        return error, wire.encode(("failure", f"{type(error).__name__}: {error}"))
+
+
 def open_group(
     environment: Environment, device: torch.device, *, timeout_s: float = 1800.0, compares: bool = True
 ) -> Group:
@@ -296,7 +314,7 @@ def open_group(
     group.local_rank = environment.local_rank
 
     def take(told: Sequence[tuple[Mapping[str, Any], bytes]]) -> None:
-        group._key = hashlib.sha256(b"".join(part for _, part in told)).digest()
+        group._key = hashlib.sha256(environment.secret.encode() + b"".join(part for _, part in told)).digest()
         if compares:
             check([software for software, _ in told])
 

@@ -11,7 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from samestep.launch.nodes import find_addresses, plain_address
+from samestep.launch.links import plain_address
+from samestep.launch.nodes import find_addresses
 from samestep.tools.doctor.context import Context, Members
 from samestep.tools.doctor.findings import FAIL, PASS, WARN, Facts, Finding, format_s
 from samestep.world.environment import choose_interface, read_host, read_interface, read_master

@@ -64,6 +64,7 @@ class Start:
     node_rank: int | None = None
     rdzv_endpoint: str | None = None
     rdzv_id: str | None = None
+    rdzv_secret: str | None = None
     rdzv_timeout: int | None = None
 
     @property
@@ -102,6 +103,7 @@ def parse(arguments: Sequence[str]) -> tuple[Options, Start]:
     add("--node-rank", type=int, metavar="R", help="this node's place among them, from 0")
     add("--rdzv-endpoint", metavar="H:P", help="where the nodes meet: one of them, and a free port there")
     add("--rdzv-id", metavar="ID", help="the same on all nodes")
+    add("--rdzv-secret", metavar="FILE", help="holds a secret that all nodes know; default: SAMESTEP_RDZV_SECRET")
     add("--rdzv-timeout", type=_positive, metavar="S", help="seconds to wait for the other nodes; default: 300")
     values = vars(parser.parse_args(list(arguments)))
     started = Start(**{name: values.pop(name) for name in Start.__dataclass_fields__})

@@ -1,0 +1,80 @@
+"""A shared secret between the launchers of one run: where it comes from, and how two of them prove that they know it.
+
+The hub sends a random number (a nonce). The node answers with its own and an HMAC of both; the hub checks it, and
+answers with an HMAC of its own, which the node checks. The secret itself is never sent, and before this exchange is
+over neither side reads anything else. Who may do what is in docs/security.md.
+"""
+
+import hmac
+import re
+import secrets
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from samestep.errors import Error
+from samestep.world.environment import SECRET
+
+SECRET_BYTES = 32
+MIN_SECRET = 16  # characters
+_NONCE = re.compile(r"[0-9a-f]{32}")
+
+
+def make_secret() -> str:
+    """A new secret, as hexadecimal digits."""
+    return secrets.token_hex(SECRET_BYTES)
+
+
+def read_secret(file: str | None, variable: str) -> str:
+    """The secret that `--rdzv-secret` or the variable gives; "" where neither does.
+
+    Args:
+        file: the option's value: the name of a file that holds the secret.
+        variable: the value of SAMESTEP_RDZV_SECRET; the file comes first.
+
+    Raises:
+        Error: the file cannot be read, other users can read it, or the secret is too short.
+    """
+    secret, source = variable.strip(), SECRET
+    if file is not None:
+        source = f"--rdzv-secret {file}"
+        try:
+            mode = Path(file).stat().st_mode
+            secret = Path(file).read_text().strip()
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or "it is not text"
+            raise Error(f"{source} cannot be read ({reason}): name a file that holds the secret") from None
+        if stat.S_IMODE(mode) & 0o077:
+            raise Error(f"{source} can be read by other users: chmod 600 {file}")
+    if (file is not None or secret) and len(secret) < MIN_SECRET:
+        raise Error(
+            f"{source} has {len(secret)} characters: use at least {MIN_SECRET} random ones, such as `openssl rand "
+            "-hex 32` prints"
+        )
+    return secret
+
+
+def make_nonce() -> str:
+    """A random number for one handshake."""
+    return secrets.token_hex(16)
+
+
+def prove(secret: str, role: str, hub_nonce: str, node_nonce: str) -> str:
+    """The HMAC by which a side proves that it knows the secret. `role` ("hub" or "node") keeps one side's proof from
+    being sent back as the other's."""
+    return hmac.new(secret.encode(), f"samestep {role} {hub_nonce} {node_nonce}".encode(), "sha256").hexdigest()
+
+
+def is_proven(message: Mapping[str, Any], secret: str, role: str, hub_nonce: str, node_nonce: object) -> bool:
+    """Whether the message holds the other side's proof for these nonces."""
+    proof = message.get("proof")
+    if not (isinstance(node_nonce, str) and _NONCE.fullmatch(node_nonce) and _NONCE.fullmatch(hub_nonce)):
+        return False
+    expected = prove(secret, role, hub_nonce, node_nonce)
+    return isinstance(proof, str) and hmac.compare_digest(proof.encode(errors="replace"), expected.encode())
+
+
+def derive_key(secret: str, purpose: str) -> str:
+    """A key for something else than the handshake, from which the secret cannot be found."""
+    return hmac.new(secret.encode(), f"samestep key for {purpose}".encode(), "sha256").hexdigest()

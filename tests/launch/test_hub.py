@@ -1,0 +1,308 @@
+"""Hostile peers of the place where nodes meet: whatever they send, the run's own nodes start, train and end as ever."""
+
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from samestep.errors import Error
+from samestep.launch.command import _conclude_on_nodes
+from samestep.launch.handshake import make_nonce, prove, read_secret
+from samestep.launch.hub import MAX_STRANGERS, Hub
+from samestep.launch.links import MAX_LINE, Link
+from samestep.launch.local import Ranks, Target
+from samestep.launch.nodes import GREETING_S, Hello, Nodes, build_hello, connect
+from samestep.world.environment import Overrides
+
+SECRET = "a secret of this run's nodes"
+ENDED = {"kind": "ended", "round": 1, "failure": None, "signum": 0, "is_well": True, "done": True}
+FAILED = ENDED | {"is_well": False}
+
+
+class Place:
+    """A hub that runs, for `nnodes` nodes, and what connects to it."""
+
+    def __init__(self, least: int = 2, most: int = 2) -> None:
+        listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self.nodes = Nodes(least, most, None, "127.0.0.1", listener.getsockname()[1], "an id", 60.0, SECRET)
+        self.hub = Hub(self.nodes, listener, 0, [])
+        self.hub.start()
+        self.opened: list[Link] = []
+
+    def hello(self, rank: int, **changes: Any) -> Hello:
+        nodes = replace(self.nodes, node_rank=rank)
+        return replace(build_hello(nodes, Target("script", __file__, []), 1, 0), **changes)
+
+    def join(self, rank: int) -> Link:
+        link = connect(self.nodes, self.hello(rank), lambda: False)
+        assert link is not None
+        self.opened.append(link)
+        return link
+
+    def connect(self, *, knows: bool = False) -> tuple[Link, str]:
+        """A stranger, and the nonce that it was sent. `knows`: it has the secret, and has proven that."""
+        link = Link(socket.create_connection((self.nodes.host, self.nodes.port)))
+        self.opened.append(link)
+        challenge = link.receive_one(GREETING_S)
+        assert challenge is not None
+        if knows:
+            nonce = make_nonce()
+            link.send("proof", nonce=nonce, proof=prove(SECRET, "node", challenge["nonce"], nonce))
+            answer = link.receive_one(GREETING_S)
+            assert answer is not None
+            assert answer["proof"] == prove(SECRET, "hub", challenge["nonce"], nonce)
+        return link, challenge["nonce"]
+
+
+@pytest.fixture
+def open_place() -> Iterator[Callable[..., Place]]:
+    places: list[Place] = []
+
+    def make(*arguments: int) -> Place:
+        places.append(Place(*arguments))
+        return places[-1]
+
+    yield make
+    for place in places:
+        for link in place.opened:
+            link.close()
+        place.hub._is_over = True
+        place.hub.join(30)
+        assert not place.hub.is_alive()
+
+
+def say(*messages: dict[str, Any] | bytes, knows: bool = False) -> Callable[[Place], None]:
+    """A peer that sends these, and waits for the hub to hang up or to answer."""
+
+    def attack(place: Place) -> None:
+        link, _ = place.connect(knows=knows)
+        for message in messages:
+            data = message if isinstance(message, bytes) else json.dumps(message).encode() + b"\n"
+            try:
+                link._socket.sendall(data)
+            except OSError:  # it has hung up already
+                break
+        check_answers(link)
+
+    return attack
+
+
+def check_answers(link: Link) -> None:
+    """To whom has not proven anything, the hub says nothing of the run, and hangs up."""
+    told = b""
+    link._socket.settimeout(GREETING_S)
+    try:
+        while data := link._socket.recv(1 << 16):
+            told += data
+            if b'"refused"' in told:
+                return
+    except ConnectionError:
+        pass
+    assert told in (b"", b'{"kind": "denied"}\n'), told
+
+
+def hello(**changes: Any) -> Callable[[Place], None]:
+    """A peer that has the secret, and sends a hello which no launcher sends."""
+    return lambda place: say({"kind": "hello", **asdict(place.hello(1)), **changes}, FAILED, knows=True)(place)
+
+
+def replay(place: Place) -> None:
+    """What another connection has proven is no proof here."""
+    link, _ = place.connect()
+    _, nonce = place.connect()
+    own = make_nonce()
+    link.send("proof", nonce=own, proof=prove(SECRET, "node", nonce, own))
+    link.send(**FAILED)
+    check_answers(link)
+
+
+def stay(place: Place) -> None:
+    """Hundreds of connections that say nothing: the oldest are closed, so that there is room for the run's nodes."""
+    links = [place.connect()[0] for _ in range(2 * MAX_STRANGERS)]
+    assert all(link._socket.recv(1) == b"" for link in links[:MAX_STRANGERS])
+
+
+WITHOUT = {
+    "ended": say(FAILED),
+    "room": say({"kind": "room", "num_ranks": 0}),
+    "hello": say({"kind": "hello", "host": "x"}),
+    "a wrong proof": say({"kind": "proof", "nonce": "0" * 32, "proof": "0" * 64}, FAILED),
+    "a proof that is no text": say({"kind": "proof", "nonce": ["0" * 32], "proof": {}}, FAILED),
+    "a proof of another secret": say({"kind": "proof", "nonce": "0" * 32, "proof": "\ud800"}, FAILED),
+    "a proof of another connection": replay,
+    "brackets": say(b"[" * 200_000 + b"\n"),
+    "a line without an end": say(b"x" * 200_000),
+    "no JSON": say(b"GET / HTTP/1.1\r\n\r\n"),
+    "no message": say(b"[1]\n"),
+    "bytes": say(bytes(range(256))),
+    "silence": stay,
+}
+WITH = {
+    "ended": say(FAILED, knows=True),
+    "room": say({"kind": "room", "num_ranks": 0}, knows=True),
+    "brackets": say(b"[" * 200_000 + b"\n", knows=True),
+    "a line without an end": say(b"x" * (MAX_LINE + 1), knows=True),
+    "no ranks": hello(num_ranks=0),
+    "too many ranks": hello(num_ranks=1 << 30),
+    "no number of ranks": hello(num_ranks="1"),
+    "an escape": hello(host="\x1b[2J"),
+    "a list in its place": hello(nnodes=[[[]], 2]),
+    "one field more": hello(more=1),
+    "another id": hello(run_id="x"),
+    "another directory": hello(overrides={"SAMESTEP_RUN_DIR": "x"}),
+}
+ATTACKS = [
+    *(pytest.param(attack, id=f"without the secret: {name}") for name, attack in WITHOUT.items()),
+    *(pytest.param(attack, id=f"with the secret: {name}") for name, attack in WITH.items()),
+]
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_hostile_peers(open_place: Callable[..., Place], attack: Callable[[Place], None]) -> None:
+    place = open_place()
+    links = [place.join(0)]
+    attack(place)
+    links.append(place.join(1))
+    for link in links:
+        begun = link.receive_one(GREETING_S)
+        assert begun is not None
+        assert (begun["kind"], begun["round"], begun["sizes"]) == ("begin", 1, [1, 1])
+    attack(place)
+    for link in links:
+        assert link.receive() == [], "the run goes on"
+        link.send(**ENDED)
+    for link in links:
+        end = link.receive_one(GREETING_S)
+        assert end is not None
+        assert (end["kind"], end["message"], end["failure"], end["is_whole"]) == ("end", "", None, True)
+        link.close()
+
+
+def test_nodes_of_another_run(open_place: Callable[..., Place]) -> None:
+    """What a node that has the secret does otherwise is told in a sentence: the directory comes from its command."""
+    place = open_place()
+    place.join(0)
+    nodes, target = replace(place.nodes, node_rank=1), Target("script", __file__, [])
+    other = build_hello(nodes, target, 1, 0, Overrides(run_dir="b", local_dir="its own", grace_s=3))
+    with pytest.raises(Error, match=r"has another --run-dir \(or SAMESTEP_RUN_DIR\) than .* \(b, not none\)"):
+        connect(nodes, other, lambda: False)
+    nodes = replace(nodes, secret="a secret of other nodes")
+    with pytest.raises(Error, match="does not have this node's secret: give all nodes the same SAMESTEP_RDZV_SECRET"):
+        connect(nodes, other, lambda: False)
+
+
+def test_nodes_that_do_not_fit_together(open_place: Callable[..., Place], capfd: pytest.CaptureFixture[str]) -> None:
+    """A rank that is there twice, another script, and nodes that do not come at all."""
+    place = open_place(3, 3)
+    link = place.join(0)
+    for other, said in (
+        (place.hello(0), "were both started with --node-rank 0: give each node its own"),
+        (
+            place.hello(2, program="x"),
+            r"node 2 \(.*\) has another test_hub.py than node 0 \(.*\) \(x, not \w+\): make them",
+        ),
+    ):
+        with pytest.raises(Error, match=said):
+            connect(place.nodes, other, lambda: False)
+    place.hub._wait_s = 0.0
+    end = link.receive_one(GREETING_S)
+    assert end is not None
+    assert end["message"].startswith("of 3 nodes, --node-rank 1, 2 did not come to 127.0.0.1:")
+    assert "; here: node 0 (" in end["message"]
+    assert end["code"] == 2
+    assert capfd.readouterr().err.count(" was turned away: ") == 2
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        ([b'{"kind": "welcome"}\n'], "is no samestep launcher"),
+        ([b"[" * 200_000 + b"\n"], "is no samestep launcher"),
+        ([b'{"kind": "challenge", "nonce": 1}\n'], "is no samestep launcher"),
+        ([b'{"kind": "challenge", "nonce": "%s"}\n' % (b"0" * 32), b'{"kind": "welcome"}\n'], "no samestep launcher"),
+        (
+            [b'{"kind": "challenge", "nonce": "%s"}\n' % (b"0" * 32), b'{"kind": "proof"}\n'],
+            "does not have this node's",
+        ),
+        ([b'{"kind": "challenge", "nonce": "x y"}\n', b'{"kind": "denied"}\n'], "does not have this node's secret"),
+    ],
+)
+def test_who_only_looks_like_a_hub(answers: list[bytes], said: str) -> None:
+    """A node obeys nobody who has not the secret."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        nodes = Nodes(2, 2, 0, "127.0.0.1", listener.getsockname()[1], "", 60.0, SECRET)
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                for each in answers:
+                    connection.sendall(each)
+                with suppress(ConnectionError):
+                    while connection.recv(1 << 16):
+                        pass
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(Error, match=said):
+            connect(nodes, build_hello(nodes, Target("script", __file__, []), 1, 0), lambda: False)
+        thread.join(30)
+
+
+def test_ranks_that_were_stopped_for_no_reason(open_place: Callable[..., Place]) -> None:
+    """No node says that it is at the end: that is no end with exit code 0."""
+    place = open_place(1, 1)
+    link = place.join(0)
+    link.receive_one(GREETING_S)
+    link.send(**FAILED)
+    end = link.receive_one(GREETING_S)
+    assert end is not None
+    assert (end["kind"], end["code"]) == ("end", 1)
+
+
+@pytest.mark.parametrize(
+    ("codes", "is_whole", "code"), [({}, True, 0), ({}, False, 75), ({0: 0}, True, 0), ({0: -15}, True, 1)]
+)
+def test_exit_codes(codes: dict[int, int], is_whole: bool, code: int) -> None:
+    """0 is for a run that has come to its end, also of a node whose ranks were never started."""
+    ranks = Ranks(None)  # type: ignore[arg-type]
+    try:
+        ranks.codes, ranks.num_ranks = codes, len(codes)
+        assert _conclude_on_nodes(ranks, [], {"message": "", "failure": None, "code": 2, "is_whole": is_whole}) == code
+    finally:
+        ranks.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "said"),
+    [
+        (SECRET, 0o600, None),
+        (SECRET, 0o640, "can be read by other users: chmod 600"),
+        ("short", 0o600, "has 5 characters: use at least 16"),
+        ("", 0o600, "has 0 characters"),
+        (None, 0, r"cannot be read \(No such file"),
+    ],
+)
+def test_files_with_a_secret(tmp_path: Path, text: str | None, mode: int, said: str | None) -> None:
+    file = tmp_path / "secret"
+    if text is not None:
+        file.write_text(f"{text}\n")
+        os.chmod(file, mode)
+    if said is None:
+        assert read_secret(str(file), "") == SECRET
+    else:
+        with pytest.raises(Error, match=f"--rdzv-secret .*{said}"):
+            read_secret(str(file), "another secret, which counts less")
+
+
+def test_a_secret_of_the_environment() -> None:
+    assert read_secret(None, "") == ""
+    assert read_secret(None, f" {SECRET}\n") == SECRET
+    with pytest.raises(Error, match="SAMESTEP_RDZV_SECRET has 3 characters"):
+        read_secret(None, "abc")
