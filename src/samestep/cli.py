@@ -19,7 +19,6 @@ from samestep.world.environment import (
     check_surroundings,
     drop_output,
     fix_hash_seed,
-    take_secret,
 )
 
 if TYPE_CHECKING:
@@ -283,7 +282,7 @@ def _start(target: "Target", values: dict[str, Any]) -> int:
     if "hosts" in values:
         return _start_on_hosts(target, values)
     from samestep.launch.command import run_launch
-    from samestep.launch.handshake import read_secret
+    from samestep.launch.handshake import find_secret
     from samestep.launch.nodes import parse_nodes
 
     num_ranks, show_ranks = values.pop("nproc_per_node", "auto"), values.pop("show_ranks", "0")
@@ -291,7 +290,7 @@ def _start(target: "Target", values: dict[str, Any]) -> int:
     nodes = parse_nodes(
         values.pop("nnodes", "1"), values.pop("node_rank", None), values.pop("rdzv_endpoint", None),
         values.pop("rdzv_id", ""), values.pop("rdzv_timeout", 300),
-        read_secret(values.pop("rdzv_secret", None), take_secret()),
+        find_secret(values.pop("rdzv_secret", None)),
     )  # fmt: skip
     return run_launch(
         target,

@@ -24,7 +24,7 @@ from support.waiting import wait_until
 
 from samestep.errors import Error
 from samestep.launch.links import Link, open_listener
-from samestep.launch.local import Place, Target, build_variables
+from samestep.launch.local import Target
 from samestep.launch.nodes import (
     build_hello,
     describe_target,
@@ -33,6 +33,7 @@ from samestep.launch.nodes import (
     parse_endpoint,
     parse_nodes,
 )
+from samestep.launch.places import Place, build_variables
 from samestep.world.environment import Overrides
 
 Undisturbed = Callable[..., Outcome]

@@ -17,17 +17,8 @@ import samestep
 from samestep.errors import Error, PeerFailed
 from samestep.world import group as group_module
 from samestep.world.environment import Environment, Overrides, read_environment
-from samestep.world.group import (
-    Group,
-    Mail,
-    choose_device,
-    close_group,
-    is_first,
-    is_left_by_rank_0,
-    leave_note,
-    open_group,
-    read_note,
-)
+from samestep.world.group import Group, choose_device, close_group, open_group
+from samestep.world.notes import Mail, is_first, is_left_by_rank_0, leave_note, read_note
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import Error
-from samestep.world.environment import SECRET
+from samestep.world.environment import SECRET, take_secret
 
 SECRET_BYTES = 32
 MIN_SECRET = 16  # characters
@@ -53,6 +53,11 @@ def read_secret(file: str | None, variable: str) -> str:
             "-hex 32` prints"
         )
     return secret
+
+
+def find_secret(file: str | None) -> str:
+    """As `read_secret`, with the variable of this process, which is removed: no process that it starts inherits it."""
+    return read_secret(file, take_secret())
 
 
 def make_nonce() -> str:

@@ -22,7 +22,8 @@ from samestep.errors import Error, PeerFailed, WorkerDied, recognize
 from samestep.launch.rank import is_secondary, kept_signals, write_error
 from samestep.watch.records import read_rows
 from samestep.world.environment import FINISHED, LEAVE, START_AGAIN, ready_standard_files, stop_code
-from samestep.world.group import close_group, is_first, is_left_by_rank_0
+from samestep.world.group import close_group
+from samestep.world.notes import is_first, is_left_by_rank_0
 
 if TYPE_CHECKING:
     from samestep.train.run import Run

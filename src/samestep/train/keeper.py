@@ -85,12 +85,10 @@ class Keeper:
         return str(self._mirror.path), self._mirror.url
 
     def _open_all(self, run_dir: Path | str) -> Path:
+        fresh = self._settings.fresh and not isinstance(run_dir, str)
         if isinstance(run_dir, str):
-            (copy, self._url), fresh = self._group.once(self._open_mirror, run_dir), False
-            path = Path(copy)
-        else:
-            path, fresh = run_dir, self._settings.fresh
-        path, keepers = find_keepers(self._group, path)
+            run_dir, self._url = self._group.once(self._open_mirror, run_dir)
+        path, keepers = find_keepers(self._group, Path(run_dir))
         if len(keepers) == 1:
             return Path(self._group.once(self._open, path, fresh))
         self._copies = copies = Copies(self._group, keepers, self._say)

@@ -40,7 +40,7 @@ COMPUTE = ("loading", "forward", "backward", "updating")
 
 
 class Mail(Protocol):
-    """Where ranks leave texts for each other: `world.group.Mail`."""
+    """Where ranks leave texts for each other: `world.notes.Mail`."""
 
     def put(self, name: str, text: str) -> None: ...
 

@@ -1,13 +1,11 @@
 """The ranks as one group: its backend, and the few collectives on values and whole tensors that are not gradients."""
 
 import hashlib
-import hmac
 import secrets
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
 from threading import Timer
@@ -21,11 +19,11 @@ from samestep.errors import Error, PeerFailed
 from samestep.world import wire
 from samestep.world.environment import Environment, check_interface, has_agent_store, read_master
 from samestep.world.neighbors import Neighbors, connect
+from samestep.world.notes import MAC_BYTES, Mail, leave_note, read_note
 from samestep.world.software import check_alike, describe_software, explain_hashing
 
 T = TypeVar("T")
 
-MAC_BYTES = 32
 BROADCAST_CHUNK_BYTES = 64 << 20
 # By the bytes of an element: what carries its bits, since gloo knows few dtypes, no int16 and no float8 among them.
 CARRIERS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
@@ -377,89 +375,6 @@ def _open_store(environment: Environment) -> Any:  # TCPStore
         who = f"not all {world_size} tasks of this Slurm step" if rank == 0 else "not the first task of this Slurm step"
         raise Error(f"{who} came to {host}:{port} within {MEET_S:.0f} s: let srun start this script in every one of "
                     "its tasks, and look whether a firewall closes the port between the nodes") from None  # fmt: skip
-
-
-def _find_store() -> Any:
-    """The store that the ranks have met in, where a launcher holds it, so that it outlives each of them."""
-    if not (dist.is_available() and dist.is_initialized() and has_agent_store()):
-        return None
-    return dist.distributed_c10d._get_default_store()
-
-
-def is_left_by_rank_0(within_s: float) -> bool:
-    """Whether rank 0, where it holds the store itself, is gone within that time. (Of a store that is gone, torch
-    would say so in pages on stderr.)"""
-    deadline_s = time.monotonic() + within_s
-    while time.monotonic() < deadline_s:
-        try:
-            socket.create_connection(read_master(), timeout=within_s).close()
-        except OSError:
-            return True
-        time.sleep(0.05)
-    return False
-
-
-def is_first(name: str) -> bool | None:
-    """Whether this rank is the first of all to ask for `name`; None where there is no way to know."""
-    with suppress(RuntimeError):
-        return None if (store := _find_store()) is None else bool(store.add(f"samestep/{name}", 1) == 1)
-    return None
-
-
-def leave_note(name: str, text: str) -> None:
-    """Leaves a text that other ranks can read without this one's help. It is there when this returns."""
-    with suppress(RuntimeError):
-        if (store := _find_store()) is not None:
-            store.set(f"samestep/{name}", text)
-            store.check([f"samestep/{name}"])  # waits for an answer, which `set` does not
-
-
-def read_note(name: str) -> str | None:
-    """What a rank left as `name`; None where there is nothing."""
-    with suppress(RuntimeError):
-        if (store := _find_store()) is not None and store.check([f"samestep/{name}"]):
-            return bytes(store.get(f"samestep/{name}")).decode()
-    return None
-
-
-class Mail:
-    """Texts that ranks leave for each other in the store that they have met in, over a connection of its own: for a
-    thread beside the main one, whose calls would else wait for each other's.
-
-    Whoever reaches the store's port can write into it, so that each text is signed.
-
-    Args:
-        key: known to the ranks alone.
-    """
-
-    def __init__(self, key: bytes) -> None:
-        store: Any = dist.distributed_c10d._get_default_store()
-        self._store, self._key = store.clone(), key
-
-    def put(self, name: str, text: str) -> None:
-        """Leaves `text` as `name`, over what is there. Raises RuntimeError where the store is gone."""
-        self._store.set(f"samestep/{name}", self._sign(name, text.encode()) + text.encode())
-
-    def read(self, names: Sequence[str]) -> list[str] | None:
-        """What ranks left as `names`, less what no rank has signed; None where one of them is not there yet.
-
-        Raises:
-            RuntimeError: the store is gone.
-        """
-        keys = [f"samestep/{name}" for name in names]
-        if not keys:
-            return []
-        if not self._store.check(keys):
-            return None
-        values = [bytes(value) for value in self._store.multi_get(keys)]
-        return [
-            value[MAC_BYTES:].decode()
-            for name, value in zip(names, values, strict=True)
-            if hmac.compare_digest(value[:MAC_BYTES], self._sign(name, value[MAC_BYTES:]))
-        ]
-
-    def _sign(self, name: str, text: bytes) -> bytes:
-        return hmac.digest(self._key, name.encode() + b"\0" + text, "sha256")
 
 
 def close_group() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from samestep.errors import Error
 from samestep.tools.doctor.options import Options, Start, parse
-from samestep.world.environment import Environment, Overrides, count_job_nodes, read_environment, take_secret
+from samestep.world.environment import Environment, Overrides, count_job_nodes, read_environment
 
 
 def run_doctor(arguments: Sequence[str]) -> int:
@@ -50,13 +50,13 @@ def _check_script(options: Options) -> None:
 
 def _launch(options: Options, start: Start) -> int:
     from samestep.launch.command import run_launch
-    from samestep.launch.handshake import read_secret
+    from samestep.launch.handshake import find_secret
     from samestep.launch.local import Target
     from samestep.launch.nodes import parse_nodes
 
     nodes = parse_nodes(
         start.nnodes or "1", start.node_rank, start.rdzv_endpoint, start.rdzv_id or "", start.rdzv_timeout or 300,
-        read_secret(start.rdzv_secret, take_secret()),
+        find_secret(start.rdzv_secret),
     )  # fmt: skip
     return run_launch(
         Target("module", "samestep", ["doctor", *options.to_arguments()]),
