@@ -3,15 +3,14 @@
 import difflib
 import signal
 import sys
-import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samestep import __version__
 from samestep.console import escape
 from samestep.errors import Error, explain
+from samestep.launch.flags import FLAGS, Flag, describe_flags, name_flags, name_option, take_flags
 from samestep.recipes import describe_recipes, find_recipes, read_options, show_recipe_help
 from samestep.world.environment import (
     OVERRIDES,
@@ -92,35 +91,6 @@ DEFAULT_RECIPE = "digits"
 MAX_NAMED = 8  # in one sentence
 
 
-@dataclass(frozen=True)
-class Flag:
-    """An option of `launch`. `type` bool: it takes no value; list: it may be given several times."""
-
-    type: type
-    metavar: str
-    help: str
-
-
-FLAGS: dict[str, Flag] = {
-    "nproc_per_node": Flag(str, "N", "ranks: a number, gpu (one per GPU), cpu (one per core) or auto (gpu, else 1)"),
-    "show_ranks": Flag(str, "R", "whose output to show: all, or ranks such as 0,2; default: 0"),
-    "max_restarts": Flag(int, "N", "start all ranks again, from the newest snapshot, when one has failed; default: 0"),
-    "nnodes": Flag(str, "N", "nodes that run it together: a number, or MIN:MAX where they may come and go; default: 1"),
-    "node_rank": Flag(int, "R", "this node's place among them, from 0; without, they are numbered as they come"),
-    "rdzv_endpoint": Flag(
-        str, "H:P", "where the nodes meet: one of them, by name or address ([v6]), and a free port there"
-    ),
-    "rdzv_id": Flag(str, "ID", "the same on all nodes; tells apart what meets at one place"),
-    "rdzv_secret": Flag(
-        str,
-        "FILE",
-        "holds a secret that all nodes know and no other user can read; default: SAMESTEP_RDZV_SECRET",
-    ),
-    "rdzv_timeout": Flag(int, "S", "seconds to wait for the other nodes; default: 300"),
-    "hosts": Flag(str, "A,B:4", "start it on these hosts over ssh, as on nodes; :N sets a host's --nproc-per-node"),
-    **{name: Flag(override.type, override.metavar, override.help) for name, override in OVERRIDES.items()},
-}
-
 VERIFIED = ("batch_size", "micro_batch_size", "seed", "threads", "precision", "reduction", "device")
 VERIFY_FLAGS: dict[str, Flag] = {
     "steps": Flag(int, "N", "steps of each run; default: 20"),
@@ -195,71 +165,6 @@ def _suggest(word: str, known: Iterable[str]) -> str:
     return f"; there are {', '.join(known)}" if len(known) <= MAX_NAMED else "; see --help"
 
 
-def _option(token: str) -> str:
-    """The name of an option as a person would write it: --nproc_per_node=2 -> --nproc-per-node."""
-    return token.partition("=")[0].replace("_", "-")
-
-
-def _flag_names(flags: Mapping[str, Flag] = FLAGS) -> list[str]:
-    return ["--" + name.replace("_", "-") for name in flags]
-
-
-def take_flags(
-    arguments: Sequence[str], *, stop_at_first: bool, flags: Mapping[str, Flag] = FLAGS
-) -> tuple[dict[str, Any], list[str]]:
-    """Takes `flags` out of `arguments`.
-
-    Args:
-        arguments: of the command.
-        stop_at_first: leave everything from the first one on that is not such a flag.
-        flags: those of `launch`, or of another command.
-
-    Returns:
-        The values by name, and the arguments that are left, in order; all that follows `--` is left.
-
-    Raises:
-        Error: a value is missing or is not a number.
-    """
-    values: dict[str, Any] = {}
-    left: list[str] = []
-    tokens = list(arguments)
-    while tokens:
-        token = tokens.pop(0)
-        option = _option(token)
-        name = option[2:].replace("-", "_")
-        if token == "--":
-            return values, left + tokens
-        if not token.startswith("--") or name not in flags:
-            if stop_at_first:
-                return values, [token, *tokens]
-            left.append(token)
-            continue
-        flag, (_, equals, text) = flags[name], token.partition("=")
-        if flag.type is bool:
-            if equals:
-                raise Error(f"{option} takes no value, but {text!r} was given")
-            values[name] = True
-            continue
-        if not equals:
-            if not tokens:
-                raise Error(f"{option} needs a value: {flag.help}")
-            text = tokens.pop(0)
-        if flag.type is list:
-            values.setdefault(name, []).append(text)
-        else:
-            values[name] = _convert(option, flag, text)
-    return values, left
-
-
-def _convert(option: str, flag: Flag, text: str) -> int | str:
-    if flag.type is not int:
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise Error(f"{option} takes a whole number, not {text!r}") from None
-
-
 def _start_on_hosts(target: "Target", values: dict[str, Any]) -> int:
     """As `_start`, by the same command on each host."""
     from samestep.launch.command import check_target
@@ -305,7 +210,7 @@ def _start(target: "Target", values: dict[str, Any]) -> int:
 def _launch(arguments: list[str]) -> int:
     values, left = take_flags(arguments, stop_at_first=True)
     if left and left[0] in ("-h", "--help"):
-        print(f"{LAUNCH_HELP}\n{_describe_flags()}", end="")
+        print(f"{LAUNCH_HELP}\n{describe_flags()}", end="")
         return 0
     return _start(_take_target("launch", left), values)
 
@@ -314,7 +219,7 @@ def _take_target(command: str, left: list[str], flags: Mapping[str, Flag] = FLAG
     """What to start: a script or -m MODULE, and its arguments. Raises Error where it is neither."""
     kind, left = ("module", left[1:]) if left[:1] == ["-m"] else ("script", left)
     if left and left[0].startswith("-"):
-        raise Error(f"{command} has no option {left[0]}{_suggest(_option(left[0]), [*_flag_names(flags), '-m'])}")
+        raise Error(f"{command} has no option {left[0]}{_suggest(name_option(left[0]), [*name_flags(flags), '-m'])}")
     if not left:
         raise Error(f"{command} needs a {kind} to start; see samestep {command} --help")
     from samestep.launch.local import Target
@@ -350,11 +255,11 @@ def _build_recipe_target(
         raise Error(f"there is no recipe {recipe}{_suggest(recipe, find_recipes())}")
     if "batch_size" in values:
         arguments = [*arguments, f"--batch-size={values['batch_size']}"]  # the recipe's, too: others follow from it
-    known = {_option(option) for option in read_options(find_recipes()[recipe])}
+    known = {name_option(option) for option in read_options(find_recipes()[recipe])}
     for token in arguments:
-        if token.startswith("--") and _option(token) not in known:
+        if token.startswith("--") and name_option(token) not in known:
             message = f"{command} {recipe} has no option {token.partition('=')[0]}"
-            raise Error(message + _suggest(_option(token), [*known, *_flag_names(flags)]))
+            raise Error(message + _suggest(name_option(token), [*known, *name_flags(flags)]))
     from samestep.launch.local import Target
 
     return Target("recipe", f"samestep.recipes.{recipe}", arguments)
@@ -366,7 +271,7 @@ def _submit(arguments: list[str]) -> int:
     flags = {name: Flag(option.type, option.metavar, option.help) for name, option in submit.FLAGS.items()}
     values, target = _take_flags_and_target("submit", arguments, flags)
     if target is None:
-        print(f"{submit.HELP}\n{_describe_flags(flags)}", end="")
+        print(f"{submit.HELP}\n{describe_flags(flags)}", end="")
         return 0
     return submit.run_submit(target, values)
 
@@ -380,7 +285,7 @@ def _train(arguments: list[str]) -> int:
     if "-h" in left or "--help" in left:
         if recipe is not None:
             show_recipe_help(recipe)
-        print(("" if recipe else f"{TRAIN_HELP}\nRecipes:\n{describe_recipes()}\n") + _describe_flags(), end="")
+        print(("" if recipe else f"{TRAIN_HELP}\nRecipes:\n{describe_recipes()}\n") + describe_flags(), end="")
         return 0
     return _start(_build_recipe_target("train", recipe or DEFAULT_RECIPE, left, values, FLAGS), values)
 
@@ -388,7 +293,7 @@ def _train(arguments: list[str]) -> int:
 def _verify(arguments: list[str]) -> int:
     values, target = _take_flags_and_target("verify", arguments, VERIFY_FLAGS)
     if target is None:
-        print(f"{VERIFY_HELP}\n{_describe_flags(VERIFY_FLAGS)}", end="")
+        print(f"{VERIFY_HELP}\n{describe_flags(VERIFY_FLAGS)}", end="")
         return 0
     from samestep.launch.command import check_target
     from samestep.tools.verify.command import Options, parse_world_sizes, run_verify
@@ -439,15 +344,3 @@ def _take_recipe(left: list[str]) -> tuple[str | None, list[str]]:
         return None, left
     first = 0 if left[0] in find_recipes() else names[0]
     return left[first], left[:first] + left[first + 1 :]
-
-
-def _describe_flags(flags: Mapping[str, Flag] = FLAGS) -> str:
-    lines = ["Options of launch:" if flags is FLAGS else "Options:"]
-    first = next(name for name in flags if name in OVERRIDES)
-    for name, flag in flags.items():
-        if name == first:
-            lines += ["", "Instead of what the script gives to samestep.Run:"]
-        option = f"  --{name.replace('_', '-')} {flag.metavar}".rstrip()
-        wrapped = textwrap.wrap(flag.help, width=82)
-        lines += [f"{option:<26}{wrapped[0]}", *(" " * 26 + line for line in wrapped[1:])]
-    return "\n".join(lines) + "\n"

@@ -1,0 +1,116 @@
+"""The options of `launch`, and taking options out of a command's arguments. Imports nothing slow."""
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from samestep.errors import Error
+from samestep.world.environment import OVERRIDES
+
+
+@dataclass(frozen=True)
+class Flag:
+    """An option of `launch`. `type` bool: it takes no value; list: it may be given several times."""
+
+    type: type
+    metavar: str
+    help: str
+
+
+FLAGS: dict[str, Flag] = {
+    "nproc_per_node": Flag(str, "N", "ranks: a number, gpu (one per GPU), cpu (one per core) or auto (gpu, else 1)"),
+    "show_ranks": Flag(str, "R", "whose output to show: all, or ranks such as 0,2; default: 0"),
+    "max_restarts": Flag(int, "N", "start all ranks again, from the newest snapshot, when one has failed; default: 0"),
+    "nnodes": Flag(str, "N", "nodes that run it together: a number, or MIN:MAX where they may come and go; default: 1"),
+    "node_rank": Flag(int, "R", "this node's place among them, from 0; without, they are numbered as they come"),
+    "rdzv_endpoint": Flag(
+        str, "H:P", "where the nodes meet: one of them, by name or address ([v6]), and a free port there"
+    ),
+    "rdzv_id": Flag(str, "ID", "the same on all nodes; tells apart what meets at one place"),
+    "rdzv_secret": Flag(
+        str,
+        "FILE",
+        "holds a secret that all nodes know and no other user can read; default: SAMESTEP_RDZV_SECRET",
+    ),
+    "rdzv_timeout": Flag(int, "S", "seconds to wait for the other nodes; default: 300"),
+    "hosts": Flag(str, "A,B:4", "start it on these hosts over ssh, as on nodes; :N sets a host's --nproc-per-node"),
+    **{name: Flag(override.type, override.metavar, override.help) for name, override in OVERRIDES.items()},
+}
+
+
+def name_option(token: str) -> str:
+    """The name of an option as a person would write it: --nproc_per_node=2 -> --nproc-per-node."""
+    return token.partition("=")[0].replace("_", "-")
+
+
+def name_flags(flags: Mapping[str, Flag] = FLAGS) -> list[str]:
+    return ["--" + name.replace("_", "-") for name in flags]
+
+
+def take_flags(
+    arguments: Sequence[str], *, stop_at_first: bool, flags: Mapping[str, Flag] = FLAGS
+) -> tuple[dict[str, Any], list[str]]:
+    """Takes `flags` out of `arguments`.
+
+    Args:
+        arguments: of the command.
+        stop_at_first: leave everything from the first one on that is not such a flag.
+        flags: those of `launch`, or of another command.
+
+    Returns:
+        The values by name, and the arguments that are left, in order; all that follows `--` is left.
+
+    Raises:
+        Error: a value is missing or is not a number.
+    """
+    values: dict[str, Any] = {}
+    left: list[str] = []
+    tokens = list(arguments)
+    while tokens:
+        token = tokens.pop(0)
+        option = name_option(token)
+        name = option[2:].replace("-", "_")
+        if token == "--":
+            return values, left + tokens
+        if not token.startswith("--") or name not in flags:
+            if stop_at_first:
+                return values, [token, *tokens]
+            left.append(token)
+            continue
+        flag, (_, equals, text) = flags[name], token.partition("=")
+        if flag.type is bool:
+            if equals:
+                raise Error(f"{option} takes no value, but {text!r} was given")
+            values[name] = True
+            continue
+        if not equals:
+            if not tokens:
+                raise Error(f"{option} needs a value: {flag.help}")
+            text = tokens.pop(0)
+        if flag.type is list:
+            values.setdefault(name, []).append(text)
+        else:
+            values[name] = _convert(option, flag, text)
+    return values, left
+
+
+def _convert(option: str, flag: Flag, text: str) -> int | str:
+    if flag.type is not int:
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise Error(f"{option} takes a whole number, not {text!r}") from None
+
+
+def describe_flags(flags: Mapping[str, Flag] = FLAGS) -> str:
+    lines = ["Options of launch:" if flags is FLAGS else "Options:"]
+    first = next(name for name in flags if name in OVERRIDES)
+    for name, flag in flags.items():
+        if name == first:
+            lines += ["", "Instead of what the script gives to samestep.Run:"]
+        option = f"  --{name.replace('_', '-')} {flag.metavar}".rstrip()
+        wrapped = textwrap.wrap(flag.help, width=82)
+        lines += [f"{option:<26}{wrapped[0]}", *(" " * 26 + line for line in wrapped[1:])]
+    return "\n".join(lines) + "\n"
