@@ -199,7 +199,7 @@ def test_nobody_says_anything_any_more(command: Command) -> None:
     )
     assert watcher.stdin is not None
     arguments = ["launch", "--nproc-per-node=1", "stoppable.py"]
-    for line in ({"directory": str(command.directory), "variables": {}}, {"arguments": arguments}):
+    for line in ({"directory": str(command.directory), "variables": {}, "nonce": "1"}, {"arguments": arguments}):
         watcher.stdin.write(json.dumps(line).encode() + b"\n")
     watcher.stdin.flush()
 

@@ -321,7 +321,7 @@ def use(run: Path) -> None:
         meta = directory.mark(epoch=0, world_size=1, notes={})
         directory.save({}, {}, step=4, name=None, meta=meta, confirm=lambda: None)
         directory.prune(1)
-        directory.write_status("done", "", 1)
+        directory.write_status("done", "", {"steps": 1})
     finally:
         directory.close()
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from samestep.console import escape, say
 from samestep.errors import Error
-from samestep.snapshot.store import OF_RUN, Store
+from samestep.files import is_object
+from samestep.snapshot.store import Store
 from samestep.tools.fetch import open_run, read_record
 from samestep.tools.inspect import parse_which
 
@@ -38,7 +39,7 @@ def run_export(args: list[str]) -> int:
         snapshot = store.find(options.snapshot, warn=say)
         if snapshot is None:
             raise Error(f"{options.run} has no snapshot yet")
-        objects = store.read(snapshot, OF_RUN)["objects"]
+        objects = store.read(snapshot, {"objects": is_object})["objects"]
     name = options.object or _choose(objects)
     if name not in objects:
         raise Error(f"the snapshot holds no {name}: it holds {', '.join(objects)}; name one of them by --object")
