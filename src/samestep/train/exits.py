@@ -19,10 +19,10 @@ from weakref import WeakSet
 
 from samestep.console import escape
 from samestep.errors import Error, PeerFailed, WorkerDied, recognize
-from samestep.launch.rank import is_secondary, kept_signals, write_error
+from samestep.launch.rank import is_secondary, kept_signals, leave, write_error
 from samestep.watch.records import read_rows
 from samestep.world.environment import FINISHED, LEAVE, START_AGAIN, ready_standard_files, stop_code
-from samestep.world.group import close_group
+from samestep.world.group import close_group, has_group
 from samestep.world.notes import is_first, is_left_by_rank_0
 
 if TYPE_CHECKING:
@@ -129,18 +129,30 @@ def report_errors(rank: int) -> None:
         error = recognize(error) or error
         if isinstance(error, Error):
             _say_once(error, rank)
-            raise SystemExit(Error.exit_code)
+            _leave(Error.exit_code)
         if isinstance(error, WorkerDied):
             print(f"samestep: rank {rank}'s {escape(str(error))}", file=sys.__stderr__, flush=True)
-            raise SystemExit(1)
+            _leave(1)
         if isinstance(error, PeerFailed) or is_secondary(error):
             reason = " ".join(str(error).split("\n")[0].split())
             print(f"samestep: rank {rank} has lost another rank ({escape(reason)})", file=sys.__stderr__, flush=True)
-            raise SystemExit(1)
+            _leave(1)
         others(kind, error, trace)
+        if issubclass(kind, Exception) and has_group():
+            _leave(1)
 
     report.is_samestep = True  # type: ignore[attr-defined]
     sys.excepthook = report
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends the process with this code, without the destructors of torch's threads: they may abort it instead.
+
+    From a prompt, or with `python -i`, only what was typed ends.
+    """
+    if sys.flags.interactive or hasattr(sys, "ps1"):
+        raise SystemExit(code)
+    leave(code)
 
 
 def _say_once(error: Error, rank: int) -> None:

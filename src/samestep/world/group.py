@@ -377,7 +377,12 @@ def _open_store(environment: Environment) -> Any:  # TCPStore
                     "its tasks, and look whether a firewall closes the port between the nodes") from None  # fmt: skip
 
 
+def has_group() -> bool:
+    """Whether this process is in a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def close_group() -> None:
     """Leaves the process group, if there is one."""
-    if dist.is_available() and dist.is_initialized():
+    if has_group():
         dist.destroy_process_group()
