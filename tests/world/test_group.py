@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import samestep
 from samestep.errors import Error, PeerFailed
+from samestep.launch.local import open_store
 from samestep.world import group as group_module
 from samestep.world.environment import Environment, Overrides, read_environment
 from samestep.world.group import Group, choose_device, close_group, open_group
@@ -221,6 +222,25 @@ def test_notes() -> None:
     assert on_ranks(2, fn) == [("of rank 1", None)] * 2
     leave_note("x", "to nobody")
     assert read_note("x") is None
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2])
+def test_torchrun_starts_ranks_again(capfd: pytest.CaptureFixture[str], num_nodes: int) -> None:
+    """It keeps its store, in which gloo finds the ranks before; of several torchruns, that is said."""
+    store = open_store()
+
+    def call() -> list[int]:
+        del os.environ["SAMESTEP_LAUNCHER"]
+        os.environ["LOCAL_WORLD_SIZE"] = str(3 // num_nodes)
+        group = join()
+        return group.gather(group.rank)
+
+    variables = {"MASTER_PORT": str(store.port), "TORCHELASTIC_MAX_RESTARTS": "2"}
+    for count in range(2 if num_nodes == 1 else 1):
+        env = variables | {"TORCHELASTIC_RESTART_COUNT": str(count)}
+        assert samestep.spawn(call, 3, env=env) == [0, 1, 2]
+    said = capfd.readouterr().err
+    assert ("run export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun" in said) is (num_nodes == 2)
 
 
 def test_ranks_that_are_missing_are_told(tmp_path: Path, free_port: int) -> None:

@@ -321,6 +321,13 @@ def drop_output(file: int = 1) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), file)
 
 
+def read_restarts() -> tuple[int, int]:
+    """How often torchrun has started the ranks again, and how often it may."""
+    texts = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    count, most = (int(text) if text.isdecimal() else 0 for text in texts)
+    return count, most
+
+
 def check_surroundings() -> None:
     """As `ready_standard_files`. Raises Error where the working directory has been removed."""
     ready_standard_files()

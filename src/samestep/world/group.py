@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import _broadcast_coalesced  # type: ignore[attr-defined]  # what DDP itself calls
 
+from samestep.console import say
 from samestep.errors import Error, PeerFailed
 from samestep.world import wire
-from samestep.world.environment import Environment, check_interface, has_agent_store, read_master
+from samestep.world.environment import Environment, check_interface, has_agent_store, read_master, read_restarts
 from samestep.world.neighbors import Neighbors, connect
 from samestep.world.notes import MAC_BYTES, Mail, leave_note, read_note
 from samestep.world.software import check_alike, describe_software, explain_hashing
@@ -307,7 +308,7 @@ def open_group(
                 store = _open_store(environment)
                 dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
             else:
-                _meet(backend, timeout)
+                _meet(backend, timeout, environment)
     group = Group(environment.rank, environment.world_size, device)
     group.local_rank = environment.local_rank
 
@@ -345,10 +346,30 @@ def _saying_who_is_missing(environment: Environment) -> Iterator[None]:
         timer.join()
 
 
-def _meet(backend: str, timeout: timedelta) -> None:
-    """The ranks of a launcher, or those started by hand. Raises Error where rank 0 cannot open its port."""
+def _meet(backend: str, timeout: timedelta, environment: Environment) -> None:
+    """The ranks of a launcher, or those started by hand. Raises Error where rank 0 cannot open its port.
+
+    torchrun keeps its store when it starts the ranks again, with the addresses of the ranks before, and gloo tries to
+    connect to those. Where all ranks are torchrun's of one machine, each start has keys of its own. (Several torchruns
+    count their restarts separately.)
+    """
+    rank, world_size = environment.rank, environment.world_size
+    shares_store = environment.launcher == "torchrun" and has_agent_store()
+    num_restarts, most = read_restarts() if shares_store else (0, 0)
+    store: Any = None
+    if shares_store and environment.local_world_size == world_size:
+        store = dist.TCPStore(*read_master(), world_size, False, timeout)  # type: ignore[attr-defined]
+        store = dist.PrefixStore(f"samestep/restart-{num_restarts}", store)  # type: ignore[attr-defined]
+    elif most and rank == 0:
+        say(
+            "torchrun restarts ranks of several nodes in the store of the start before, in which gloo finds ranks that "
+            "are gone: run export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, or use samestep launch"
+        )
     try:
-        dist.init_process_group(backend, timeout=timeout)
+        if store is None:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
             raise
