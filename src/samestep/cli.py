@@ -4,13 +4,25 @@ import difflib
 import signal
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samestep import __version__
-from samestep.console import escape
+from samestep.console import escape, say
 from samestep.errors import Error, explain
-from samestep.launch.flags import FLAGS, Flag, describe_flags, name_flags, name_option, take_flags
+from samestep.launch.flags import (
+    FLAGS,
+    INSTEAD,
+    TORCHRUN,
+    Flag,
+    describe_flags,
+    find_misplaced,
+    name_flags,
+    name_option,
+    take_flags,
+    translate_torchrun,
+)
 from samestep.recipes import describe_recipes, find_recipes, read_options, show_recipe_help
 from samestep.world.environment import (
     OVERRIDES,
@@ -57,7 +69,9 @@ LAUNCH_HELP = """\
 usage: samestep launch [options] SCRIPT [arguments of the script]
        samestep launch [options] -m MODULE [arguments of the module]
 
-Starts the script on ranks of this machine and waits for them. What follows the script is the script's own.
+Starts the script on ranks of this machine and waits for them. What follows the script is the script's own; options of
+launch there that the script does not mention are warned about, unless -- stands before the script. torchrun's
+--standalone, --rdzv-backend c10d, --master-addr and --master-port are understood.
 The ranks find each other as under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, ...); the script may use samestep or not.
 What each prints is in logs/ below the run's directory, also when it is not shown.
 
@@ -180,7 +194,7 @@ def _start_on_hosts(target: "Target", values: dict[str, Any]) -> int:
     flags = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in values.items()]
     command, program = target.to_command()
     first = [program.pop(0)] if command == "train" else []
-    return run_hosts(hosts, command, [*first, *flags], program if program[:1] == ["-m"] else ["--", *program], endpoint)
+    return run_hosts(hosts, command, [*first, *flags], ["--", *program], endpoint)
 
 
 def _start(target: "Target", values: dict[str, Any]) -> int:
@@ -208,17 +222,38 @@ def _start(target: "Target", values: dict[str, Any]) -> int:
 
 
 def _launch(arguments: list[str]) -> int:
-    values, left = take_flags(arguments, stop_at_first=True)
+    values, left = take_flags(arguments, stop_at_first=True, flags=FLAGS | TORCHRUN)
     if left and left[0] in ("-h", "--help"):
         print(f"{LAUNCH_HELP}\n{describe_flags()}", end="")
         return 0
-    return _start(_take_target("launch", left), values)
+    translate_torchrun(values)
+    target = _take_target("launch", left)
+    if arguments[-len(left) - 1 : -len(left)] != ["--"]:
+        _warn_of_misplaced(target)
+    return _start(target, values)
+
+
+def _warn_of_misplaced(target: "Target") -> None:
+    """Says which options stand behind the script that only `launch` knows."""
+    text = ""
+    with suppress(OSError):
+        text = Path(target.name).read_text(errors="replace") if target.kind == "script" else ""
+    misplaced = find_misplaced(target.arguments, text)
+    if target.kind == "module":  # it may take its own options anywhere
+        misplaced = [each for each in misplaced if name_option(each)[2:].replace("-", "_") not in OVERRIDES]
+    if misplaced:
+        say(
+            f"{' and '.join(misplaced)} after {target.name} goes to the script and not to launch: put options of "
+            "launch before the script, or put -- before the script if this is meant"
+        )
 
 
 def _take_target(command: str, left: list[str], flags: Mapping[str, Flag] = FLAGS) -> "Target":
     """What to start: a script or -m MODULE, and its arguments. Raises Error where it is neither."""
     kind, left = ("module", left[1:]) if left[:1] == ["-m"] else ("script", left)
     if left and left[0].startswith("-"):
+        if instead := INSTEAD.get(name_option(left[0]).strip("-").replace("-", "_")):
+            raise Error(f"{command} has no {left[0].partition('=')[0]}: {instead}")
         raise Error(f"{command} has no option {left[0]}{_suggest(name_option(left[0]), [*name_flags(flags), '-m'])}")
     if not left:
         raise Error(f"{command} needs a {kind} to start; see samestep {command} --help")

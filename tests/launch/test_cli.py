@@ -5,11 +5,13 @@ import os
 import subprocess
 import sys
 from contextlib import redirect_stdout
+from pathlib import Path
 
 import pytest
 
 from samestep import cli
 from samestep.errors import Error
+from samestep.launch.flags import FLAGS, TORCHRUN, find_misplaced, take_flags, translate_torchrun
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -86,6 +88,11 @@ def test_version() -> None:
         (["launch", "--hosts", "a,b", "nothing.py"], "there is no script nothing.py"),
         (["launch", "--batch-size", "many", __file__], "--batch-size takes a whole number, not 'many'"),
         (["launch", "--fresh=1", __file__], "--fresh takes no value"),
+        (["launch", "--standalone", "--nnodes", "2", __file__], "--standalone is for one node, and --nnodes is 2"),
+        (["launch", "--rdzv_backend=etcd", __file__], "launch has no --rdzv-backend etcd"),
+        (["launch", "--nnodes=2", "--master_port=1", __file__], "or --master-addr and --master-port: give one"),
+        (["launch", "--tee", "3", __file__], "launch has no --tee: all that ranks print is in logs/"),
+        (["launch", "--rdzv_conf=timeout=3", __file__], "launch has no --rdzv_conf: use --rdzv-timeout"),
         (["train", "digitz"], "there is no recipe digitz; did you mean digits?"),
         (["train", "mlp", "--total-epocs", "5"], "train mlp has no option --total-epocs; did you mean --total-epochs?"),
         (["submit", "mlp", "--nproc_per_nod=2"], "submit mlp has no option --nproc_per_nod; did you mean --nproc-per-"),
@@ -108,6 +115,47 @@ def test_flags_of_launch_stand_anywhere_before_the_script() -> None:
     )
     assert values == {"nproc_per_node": "2", "batch_size": 8, "fresh": True}
     assert left == ["a.py", "--seed", "1", "--", "--x"]
+
+
+@pytest.mark.parametrize(
+    ("words", "values"),
+    [
+        ("--standalone --nproc_per_node=2 --rdzv-endpoint localhost:0", {"nproc_per_node": "2"}),
+        ("--nnodes=1 --rdzv-backend=c10d --master_addr a --master_port 1", {"nnodes": "1"}),
+        ("--nnodes=2 --master_addr a --master_port=5", {"nnodes": "2", "rdzv_endpoint": "a:5"}),
+        ("--nnodes=2 --master-addr fd00::1", {"nnodes": "2", "rdzv_endpoint": "[fd00::1]"}),
+        ("--nnodes=2 --rdzv-backend c10d --rdzv_endpoint=a:5", {"nnodes": "2", "rdzv_endpoint": "a:5"}),
+    ],
+)
+def test_words_of_torchrun(words: str, values: dict[str, str]) -> None:
+    found, _ = take_flags(words.split(), stop_at_first=True, flags=FLAGS | TORCHRUN)
+    translate_torchrun(found)
+    assert found == values
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text", "misplaced"),
+    [
+        ("--nproc-per-node 2", "", ["--nproc-per-node"]),
+        ("--nproc_per_node=2 --lr 1 --standalone", "import x", ["--nproc_per_node", "--standalone"]),
+        ("--seed 1 --max-steps 5 --keep", "add('--seed')\nargs.max_steps", ["--keep"]),
+        ("--keep", "keeper and upkeep", ["--keep"]),
+        ("x --lr=1 -- y", "", []),
+    ],
+)
+def test_options_behind_the_script(arguments: str, text: str, misplaced: list[str]) -> None:
+    assert find_misplaced(arguments.split(), text) == misplaced
+
+
+@pytest.mark.parametrize("before", [[], ["--"]])
+def test_options_behind_the_script_are_warned_about(tmp_path: Path, before: list[str]) -> None:
+    """Unless -- says that they are the script's own."""
+    script = tmp_path / "x.py"
+    script.touch()
+    done = run("launch", "--threads=0", *before, str(script), "--nproc-per-node", "2")
+    said = f"samestep: --nproc-per-node after {script} goes to the script and not to launch: put options of"
+    assert done.returncode == 2, "before anything is started"
+    assert done.stderr.startswith("samestep: error: threads must be" if before else said)
 
 
 def test_flags_of_train_mix_with_the_recipes_own() -> None:

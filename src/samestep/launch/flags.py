@@ -1,5 +1,6 @@
 """The options of `launch`, and taking options out of a command's arguments. Imports nothing slow."""
 
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +38,63 @@ FLAGS: dict[str, Flag] = {
     "hosts": Flag(str, "A,B:4", "start it on these hosts over ssh, as on nodes; :N sets a host's --nproc-per-node"),
     **{name: Flag(override.type, override.metavar, override.help) for name, override in OVERRIDES.items()},
 }
+
+# Options of torchrun that `launch` takes as well, and what stands in the place of others.
+TORCHRUN: dict[str, Flag] = {
+    "standalone": Flag(bool, "", "one node"),
+    "rdzv_backend": Flag(str, "B", "c10d or static"),
+    "master_addr": Flag(str, "HOST", "the host of --rdzv-endpoint"),
+    "master_port": Flag(int, "PORT", "the port of --rdzv-endpoint"),
+}
+_LOGS = "all that ranks print is in logs/ below the run's directory, and --show-ranks says whose is shown"
+INSTEAD = {
+    "module": "write -m MODULE",
+    "rdzv_conf": "use --rdzv-timeout",
+    "redirects": _LOGS,
+    "tee": _LOGS,
+    "log_dir": _LOGS,
+    "local_ranks_filter": "use --show-ranks",
+    "local_addr": "nodes are reached by the address from which they connect to --rdzv-endpoint",
+    "no_python": "it starts Python scripts and modules",
+    **dict.fromkeys(("monitor_interval", "role", "run_path", "start_method"), "leave it out"),
+}
+
+
+def translate_torchrun(values: dict[str, Any]) -> None:
+    """Puts options of `launch` in the place of those of TORCHRUN. Raises Error where they have no meaning here."""
+    backend = values.pop("rdzv_backend", "c10d")
+    if backend not in ("c10d", "static"):
+        raise Error(f"launch has no --rdzv-backend {backend}: nodes meet at one of them, as with c10d; leave it out")
+    host, port = values.pop("master_addr", None), values.pop("master_port", None)
+    nnodes = values.get("nnodes", "1")
+    if values.pop("standalone", False):
+        if nnodes not in ("1", "1:1"):
+            raise Error(f"--standalone is for one node, and --nnodes is {nnodes}: leave one of them out")
+        values.pop("rdzv_endpoint", None)
+    elif nnodes not in ("1", "1:1") and (host or port):
+        if host is None or "rdzv_endpoint" in values:
+            raise Error(
+                "where the nodes meet is --rdzv-endpoint HOST:PORT, or --master-addr and --master-port: give one"
+            )
+        host = f"[{host}]" if ":" in host else host
+        values["rdzv_endpoint"] = host if port is None else f"{host}:{port}"
+
+
+def find_misplaced(arguments: Sequence[str], text: str) -> list[str]:
+    """Options of `launch` among the arguments of a script that does not mention them: it cannot take them itself.
+
+    Args:
+        text: of the script.
+    """
+    names = {
+        name_option(token)[2:].replace("-", "_"): token.partition("=")[0] for token in arguments if token[:2] == "--"
+    }
+    known = {**FLAGS, **TORCHRUN}
+    return [each for name, each in names.items() if name in known and not {name, name.replace("_", "-")} & _words(text)]
+
+
+def _words(text: str) -> set[str]:
+    return set(re.findall(r"[A-Za-z0-9_-]*[A-Za-z0-9]", text.replace("--", " ")))
 
 
 def name_option(token: str) -> str:
