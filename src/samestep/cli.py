@@ -234,13 +234,12 @@ def _launch(arguments: list[str]) -> int:
 
 
 def _warn_of_misplaced(target: "Target") -> None:
-    """Says which options stand behind the script that only `launch` knows."""
-    text = ""
-    with suppress(OSError):
-        text = Path(target.name).read_text(errors="replace") if target.kind == "script" else ""
+    """Says which options after the script go to the script, though only `launch` knows them."""
+    text = "arguments"  # of a module: it may read some
+    if target.kind == "script":
+        with suppress(OSError):
+            text = Path(target.name).read_text(errors="replace")
     misplaced = find_misplaced(target.arguments, text)
-    if target.kind == "module":  # it may take its own options anywhere
-        misplaced = [each for each in misplaced if name_option(each)[2:].replace("-", "_") not in OVERRIDES]
     if misplaced:
         say(
             f"{' and '.join(misplaced)} after {target.name} goes to the script and not to launch: put options of "

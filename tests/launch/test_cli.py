@@ -138,7 +138,8 @@ def test_words_of_torchrun(words: str, values: dict[str, str]) -> None:
     [
         ("--nproc-per-node 2", "", ["--nproc-per-node"]),
         ("--nproc_per_node=2 --lr 1 --standalone", "import x", ["--nproc_per_node", "--standalone"]),
-        ("--seed 1 --max-steps 5 --keep", "add('--seed')\nargs.max_steps", ["--keep"]),
+        ("--seed 1 --nnodes 5 --hosts a", "add('--seed')\nargs.nnodes", ["--hosts"]),
+        ("--seed 1 --nnodes=2", "import sys\nsys.argv", ["--nnodes"]),
         ("--keep", "keeper and upkeep", ["--keep"]),
         ("x --lr=1 -- y", "", []),
     ],

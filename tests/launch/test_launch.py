@@ -153,7 +153,7 @@ def test_overrides_and_defaults_reach_the_ranks(command: Command) -> None:
         "SAMESTEP_RUN_DIR": "runs/x",
         "SAMESTEP_FRESH": "1",
         "SAMESTEP_DEVICE": "cpu",
-        "SAMESTEP_LAUNCHER": "1",
+        "SAMESTEP_LAUNCHER": "script",
         "OMP_NUM_THREADS": "1",
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "MASTER_ADDR": "127.0.0.1",

@@ -81,20 +81,22 @@ def translate_torchrun(values: dict[str, Any]) -> None:
 
 
 def find_misplaced(arguments: Sequence[str], text: str) -> list[str]:
-    """Options of `launch` among the arguments of a script that does not mention them: it cannot take them itself.
+    """Options of `launch` among the arguments of a script that does not seem to know them.
+
+    Options for `Run`, such as --seed, are common names: a script that reads any arguments may have them from elsewhere.
 
     Args:
         text: of the script.
     """
-    names = {
-        name_option(token)[2:].replace("-", "_"): token.partition("=")[0] for token in arguments if token[:2] == "--"
-    }
-    known = {**FLAGS, **TORCHRUN}
-    return [each for name, each in names.items() if name in known and not {name, name.replace("_", "-")} & _words(text)]
-
-
-def _words(text: str) -> set[str]:
-    return set(re.findall(r"[A-Za-z0-9_-]*[A-Za-z0-9]", text.replace("--", " ")))
+    words = set(re.findall(r"\w+", text.replace("-", "_"))) | set(re.findall(r"--([\w-]+)", text))
+    reads = re.search(r"arg|\b(click|fire|hydra|typer)\b", text) is not None
+    given = [token.partition("=")[0] for token in arguments if token.startswith("--")]
+    names = {each: each[2:].replace("-", "_") for each in given}
+    return [
+        each
+        for each, name in names.items()
+        if name in FLAGS | TORCHRUN and not (reads and name in OVERRIDES) and not {name, name.replace("_", "-")} & words
+    ]
 
 
 def name_option(token: str) -> str:
