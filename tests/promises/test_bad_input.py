@@ -111,7 +111,7 @@ def test_numbers(tmp_path: Path, flags: list[str], said: list[str]) -> None:
         (["launch", "--nproc-per-node", "0", "x.py"], "--nproc-per-node must be at least 1, not 0"),
         (["launch", "missing.py"], "there is no script missing.py"),
         (["inspect", "nowhere"], "nowhere"),
-        (["inspect", "x" * 300], "xxx cannot be read (File name too long): mend that, or name another one"),
+        (["inspect", "x" * 300], "xxx cannot be used (File name too long): name another"),
         (["launch", "x" * 300], "xxx cannot be used (File name too long): name another"),
     ],
 )
