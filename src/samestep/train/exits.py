@@ -2,12 +2,14 @@
 
 import atexit
 import gc
+import io
 import json
 import math
 import os
 import pickle
 import signal
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable
@@ -139,6 +141,9 @@ def report_errors(rank: int) -> None:
             _leave(1)
         others(kind, error, trace)
         if issubclass(kind, Exception) and has_group():
+            if isinstance(sys.stderr, io.StringIO):  # torch.distributed's hook would print it after this one
+                text = textwrap.indent(sys.stderr.getvalue(), f"[rank{rank}]: ")
+                print(text, end="", file=sys.__stderr__, flush=True)
             _leave(1)
 
     report.is_samestep = True  # type: ignore[attr-defined]
