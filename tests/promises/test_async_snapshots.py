@@ -58,6 +58,7 @@ def train(run_dir: Path, changes: str) -> dict[int, str]:
             with torch.no_grad():
                 for param in model.parameters():
                     param.data -= 0.1 * param.grad
+            optimizer.zero_grad()  # else the next step takes the gradients for unused
         else:
             optimizer.step()
         if changes == "after the update":
