@@ -40,14 +40,17 @@ def test_a_text_that_no_rank_has_signed_is_left_out() -> None:
         names = ["beat/0", "beat/1"]
         for name, mail in zip(names, ranks, strict=True):
             mail.put(name, f"of {name}")
+            assert mail.read([name]) == [f"of {name}"]  # an answer by the same connection: the store has it
         assert ranks[0].read(names) == ["of beat/0", "of beat/1"]
         (key,) = (key for key in stranger.list_keys() if key.endswith("beat/1"))
         signed = bytes(stranger.get(key))
         other = bytes(stranger.get(key.replace("beat/1", "beat/0")))
         for forged in (b"of beat/1", b"", b"\xff" * 50, signed[:-1] + b"2", other):
             stranger.set(key, forged)
+            assert stranger.check([key])
             assert ranks[0].read(names) == ["of beat/0"], forged
         stranger.set(key, signed)
+        assert stranger.check([key])
         assert ranks[0].read(names) == ["of beat/0", "of beat/1"]
     finally:
         close_group()
