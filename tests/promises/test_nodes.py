@@ -8,6 +8,7 @@ import re
 import shlex
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -63,12 +64,21 @@ def finish(*nodes: Started) -> list[int]:
     return [node.wait() for node in nodes]
 
 
+def count_refused(host: Host) -> int:
+    """How many connections that this host has opened were refused so far."""
+    told = subprocess.run(
+        [str(word) for word in host.wrap(["cat", "/proc/self/net/snmp"])], capture_output=True, text=True, check=True
+    )
+    names, numbers = (line.split() for line in told.stdout.splitlines() if line.startswith("Tcp:"))
+    return int(numbers[names.index("AttemptFails")])
+
+
 def start_both(trial: Trial, meets: Host, other: Host, *flags: str, faults: Sequence[str]) -> tuple[Started, Started]:
     """The other one first: where they meet, an elastic run waits for further machines for two seconds only."""
     arguments = flags_of(*faults)
+    num_refused = count_refused(other)
     comes = trial.start("launch", 1, "", *flags, arguments=arguments, host=other)
-    maps = Path(f"/proc/{comes.process.pid}/maps")
-    wait_until(lambda: "libtorch_cpu" in maps.read_text(), "it is about to call")
+    wait_until(lambda: count_refused(other) > num_refused, "it has called the endpoint")
     return trial.start("launch", 1, "", *flags, arguments=arguments, host=meets), comes
 
 

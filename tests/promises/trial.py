@@ -151,6 +151,7 @@ class Trial:
         }
         env = {
             "OMP_NUM_THREADS": "1",
+            "PYTHONHASHSEED": "0",  # as our launcher sets it: other ranks would warn that they hash strings differently
             "SAMESTEP_RDZV_SECRET": "known-to-all-nodes",
             **({"GLOO_SOCKET_IFNAME": "lo"} if host is None else {}),
         }
