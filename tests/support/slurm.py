@@ -48,6 +48,7 @@ SelectTypeParameters=CR_Core
 SlurmdTimeout=10
 KillWait=10
 ReturnToService=2
+FirstJobId={first_job}
 JobRequeue=1
 SlurmdParameters=config_overrides
 """
@@ -87,8 +88,10 @@ class Cluster:
             for name, port in zip(self.nodes, ports[1:], strict=True)
         ]
         lines.append("PartitionName=main Nodes=ALL Default=YES MaxTime=1-0 DefaultTime=10 State=UP\n")
+        # Jobs of clusters beside each other have other numbers, from which the ports of their runs follow.
+        first_job = 1 + os.getpid() * 20 % 16000
         (self.root / "slurm.conf").write_text(
-            CONFIGURATION.format(host=host, port=ports[0], root=self.root) + "".join(lines)
+            CONFIGURATION.format(host=host, port=ports[0], root=self.root, first_job=first_job) + "".join(lines)
         )
         munge = self.root / "munge"
         munge.mkdir(mode=0o711)
