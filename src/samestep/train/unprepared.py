@@ -88,7 +88,8 @@ class Unprepared:
             return True
         if isinstance(thing, type | DataLoader) or id(thing) in self._parts:
             return False
-        if not all(callable(getattr(thing, name, None)) for name in ("state_dict", "load_state_dict")):
+        # Of its class: an object may answer to any name.
+        if not all(callable(getattr(type(thing), name, None)) for name in ("state_dict", "load_state_dict")):
             return False
         # Of a model around a prepared one, the known tensors are left out; of a schedule, nothing is its optimizer's. A
         # class of the script's that holds what is prepared may save it, too.
