@@ -153,12 +153,14 @@ def look_into(thing: Any) -> list[tuple[str, Any]]:
         looks.append(("", thing.__self__))
     if isinstance(thing, FunctionType):
         looks += [("", thing.__defaults__), ("", thing.__kwdefaults__)]
-    if callable(thing) and getattr(thing, "__closure__", None):
+    if isinstance(getattr(thing, "__closure__", None), tuple):  # an object may answer to any name
         names = thing.__code__.co_freevars
         for name, cell in zip(names, thing.__closure__, strict=True):
             try:
                 looks.append((f".{name}", cell.cell_contents))
             except ValueError:
                 continue
-    looks += [(f".{name}", value) for name, value in list(getattr(thing, "__dict__", {}).items())[:1000]]
+    attributes = getattr(thing, "__dict__", None)
+    if isinstance(attributes, Mapping):
+        looks += [(f".{name}", value) for name, value in list(attributes.items())[:1000]]
     return looks
