@@ -1,9 +1,9 @@
 """Why two runs are not the same, as far as it can be found by looking; in words that say what to change."""
 
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from samestep.tools.verify.experiments import Experiments
 from samestep.tools.verify.fixed import CLOCK, ENTROPY, HASH
 from samestep.tools.verify.source import find_rank_readers
 from samestep.tools.verify.traces import Difference, Traced, name_tensor
@@ -11,13 +11,9 @@ from samestep.tools.verify.traces import Difference, Traced, name_tensor
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from samestep.tools.verify.experiments import Experiments
-
-OPERATOR = re.compile(r"(\S+) does not have a deterministic implementation")
-
 
 def explain(
-    one: Traced, other: Traced, difference: Difference, *, is_resumed: bool, experiments: "Experiments"
+    one: Traced, other: Traced, difference: Difference, *, is_resumed: bool, experiments: Experiments
 ) -> list[str]:
     """The likely causes, the likeliest first.
 
@@ -79,7 +75,7 @@ def _find_settings(one: Traced, other: Traced) -> list[str]:
     return causes
 
 
-def _explain_input(difference: Difference, experiments: "Experiments") -> str:
+def _explain_input(difference: Difference, experiments: Experiments) -> str:
     reads = experiments.read_twice()
     must = "what it gives must follow from the index and from torch, numpy.random and random, which samestep seeds"
     if reads.differ:
@@ -94,7 +90,7 @@ def _explain_input(difference: Difference, experiments: "Experiments") -> str:
     )
 
 
-def _explain_unrepeatable(difference: Difference, moved: str, experiments: "Experiments") -> list[str]:
+def _explain_unrepeatable(difference: Difference, moved: str, experiments: Experiments) -> list[str]:
     """Why two runs at one number of ranks differ: what makes no difference when it is fixed is not named."""
     sources = experiments.find_sources()
     causes = []
@@ -161,12 +157,6 @@ def explain_drift(one: Traced, output: str) -> list[str]:
     if readers:
         return [f"  likely: the script reads its rank in {readers}: nothing that trains may"]
     return ["  likely: what each rank computes for itself changes the model: updates must follow from the gradient"]
-
-
-def find_operator(output: str) -> str | None:
-    """The operator that torch's deterministic mode has refused, from what a run has printed."""
-    found = OPERATOR.search(output)
-    return None if found is None else found[1]
 
 
 def measure_difference(one: Path, other: Path, name: str) -> str:

@@ -1,15 +1,16 @@
 """Further runs that find a cause: what changes nothing when it is fixed is not blamed."""
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from samestep.tools.verify.causes import find_operator
 from samestep.tools.verify.fixed import CLOCK, ENTROPY, HASH, PLACES
 from samestep.tools.verify.traces import find_difference
 from samestep.tools.verify.trials import Outcome, Trials
 
 MAX_NAMED = 4
+OPERATOR = re.compile(r"(\S+) does not have a deterministic implementation")
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,12 @@ class Experiments:
         rereads = [] if trace is None else [line["reread"] for line in trace.steps.values() if "reread" in line]
         changed = dict.fromkeys(name for reread in rereads for name in reread["changed"])
         return Reads(any(reread["differs"] for reread in rereads), tuple(changed))
+
+
+def find_operator(output: str) -> str | None:
+    """The operator that torch's deterministic mode has refused, from what a run has printed."""
+    found = OPERATOR.search(output)
+    return None if found is None else found[1]
 
 
 def _are_same(one: Outcome, other: Outcome) -> bool:
