@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from samestep.version import __version__
 
 # Public name -> the module that holds it. Loaded on first use, so that `import samestep` does not import torch.
 _EXPORTS = {

@@ -8,7 +8,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from samestep import __version__
 from samestep.console import escape, say
 from samestep.errors import Error, explain
 from samestep.launch.flags import (
@@ -24,6 +23,7 @@ from samestep.launch.flags import (
     translate_torchrun,
 )
 from samestep.recipes import describe_recipes, find_recipes, read_options, show_recipe_help
+from samestep.version import __version__
 from samestep.world.environment import (
     OVERRIDES,
     Overrides,

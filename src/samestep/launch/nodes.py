@@ -18,11 +18,11 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from samestep import __version__
 from samestep.errors import Error
 from samestep.launch.handshake import is_proven, make_nonce, prove
 from samestep.launch.links import MAX_LINE, Link, check_fields
 from samestep.launch.local import MOST_LOCAL_RANKS, Target
+from samestep.version import __version__
 from samestep.world.environment import SECRET, Overrides, read_host, read_overrides
 from samestep.world.software import hash_file
 

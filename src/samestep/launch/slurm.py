@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from samestep import __version__
 from samestep.console import say
 from samestep.errors import Error
 from samestep.files import replace_file
 from samestep.launch.submit import Job
+from samestep.version import __version__
 from samestep.world.environment import SECRET, START_AGAIN
 
 READ_S = 0.2  # between two looks at the output

@@ -13,8 +13,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from samestep import __version__
 from samestep.files import fits, is_count, is_object, is_text, is_time, open_regular, parse_json, read_bytes
+from samestep.version import __version__
 
 FORMAT = 1
 MANIFEST, STATE = "manifest.json", "state.json"

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from samestep import __version__
 from samestep.errors import Error
 from samestep.files import fits, is_count, is_object, read_bytes, replace_file
 from samestep.snapshot.store import Snapshot, Store
@@ -17,6 +16,7 @@ from samestep.train.ledger import Ledger
 from samestep.train.lock import Lock, part_from_old_writers, refuse_links
 from samestep.train.options import OVERRIDE, Options, describe_changes, find_different
 from samestep.train.settings import build_never_error
+from samestep.version import __version__
 from samestep.watch.metrics import Metrics
 from samestep.watch.records import RESTARTS, STATUS, add_line, count_lines, overwrite, parse_record, read_or_empty
 from samestep.world.environment import Restart, advise, read_host

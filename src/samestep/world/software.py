@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from samestep import __version__
 from samestep.errors import Error
+from samestep.version import __version__
 from samestep.world.environment import read_host
 
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from samestep import __version__
 from samestep.tools.doctor.context import Context
 from samestep.tools.doctor.findings import FAIL, PASS, WARN, Facts, Finding, format_bytes
+from samestep.version import __version__
 
 MUST_AGREE = ("python", "torch", "CUDA", "NCCL", "samestep")  # a driver serves several CUDA versions
 LEAST_SHM_BYTES = 512 << 20
