@@ -73,18 +73,18 @@ class Loop:
         self.written = 0.0
         self._end_of_dcp: Any = None
         self._loop = self._run_steps(torch.randn(2 * size, WIDTH))
-        self._watch_keeper()
+        self._watch_snapshotter()
 
-    def _watch_keeper(self) -> None:
-        keeper: Any = self._run._keeper
-        join, directory = keeper.join_copy, keeper.directory
+    def _watch_snapshotter(self) -> None:
+        snapshotter: Any = self._run._snapshotter
+        join, directory = snapshotter.join_copy, snapshotter.directory
 
         def join_copy() -> None:
             began = time.perf_counter()
             join()
             self.steps[max(self.steps)].waited += time.perf_counter() - began
 
-        keeper.join_copy = join_copy
+        snapshotter.join_copy = join_copy
         if directory is not None:
             save = directory.save
 
@@ -109,7 +109,7 @@ class Loop:
         state = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         began = time.perf_counter()
         if way == OURS:
-            self._run._keeper.is_wanted = True
+            self._run._snapshotter.is_wanted = True
         elif way == DCP:
             future = dcp.async_save(state, checkpoint_id=self._directory / "dcp")
 
@@ -130,7 +130,7 @@ class Loop:
         self.save(way)
         for _ in range(num_steps):
             next(self._loop)
-        self._run._keeper.settle()
+        self._run._snapshotter.settle()
         if self._end_of_dcp is not None:
             self._end_of_dcp.result()
             self._end_of_dcp = None

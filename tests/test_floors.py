@@ -27,15 +27,15 @@ FLOORS = {
     "data": 2,
     "world": 2,
     "engine": 3,
-    "snapshot": 3,
     "watch": 3,
     "launch": 3,
-    "train": 4,
-    "tools": 4,
-    "recipes": 5,
-    "adapters": 5,
-    "cli": 6,
-    "__main__": 7,
+    "snapshot": 4,
+    "train": 5,
+    "tools": 5,
+    "recipes": 6,
+    "adapters": 6,
+    "cli": 7,
+    "__main__": 8,
 }
 
 ENVIRONMENT = "world/environment.py"

@@ -388,7 +388,7 @@ def train(
         nonlocal num_begun
         num_begun = 0
         if settled:
-            run._keeper.settle()
+            run._snapshotter.settle()
             run._group.barrier()
         for images, kinds in step:
             num_begun += 1

@@ -149,16 +149,18 @@ def train_slowly(run_dir: Path, what: str) -> None:
 
 def write_slowly(run: samestep.Run) -> None:
     """Has each snapshot take 5 s, in which its bytes grow."""
-    write: Any = run._keeper._write
+    write: Any = run._snapshotter._write
 
     def slow(*arguments: Any) -> None:
-        with open(run._keeper.directory.path / "slow.tmp" if run._keeper.directory else os.devnull, "wb", 0) as file:
+        with open(
+            run._snapshotter.directory.path / "slow.tmp" if run._snapshotter.directory else os.devnull, "wb", 0
+        ) as file:
             for _ in range(50):
                 time.sleep(0.1)
                 file.write(bytes(1 << 18))
         write(*arguments)
 
-    run._keeper._write = slow  # type: ignore[method-assign]
+    run._snapshotter._write = slow  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from support.runs import run_command
 from torch import Tensor, nn
 
 import samestep
-from samestep.snapshot.staging import LARGE_BYTES
+from samestep.snapshot.async_copy import LARGE_BYTES
 from samestep.snapshot.store import Store, digest
 from samestep.watch import judge
 
@@ -175,7 +175,7 @@ def train_with(run_dir: Path, patch: Callable[[Any], None], **arguments: Any) ->
     patch(run)
     saved = []
     for step in run.steps(torch.randn(16, 3), NUM_STEPS):
-        saved.append(run._keeper.saved_step)
+        saved.append(run._snapshotter.saved_step)
         for x in step:
             step.backward(model(x).mean())
         optimizer.step()
@@ -184,7 +184,7 @@ def train_with(run_dir: Path, patch: Callable[[Any], None], **arguments: Any) ->
 
 def test_a_failure_is_told_and_the_run_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def patch(run: Any) -> None:
-        store = run._keeper.directory.store
+        store = run._snapshotter.directory.store
         write = store.write_encoded
 
         def write_or_fail(*args: Any, step: int, **kwargs: Any) -> Path:
@@ -205,10 +205,10 @@ def test_a_failure_is_told_and_the_run_goes_on(tmp_path: Path, capfd: pytest.Cap
 
 def test_rank_0_s_clock_decides_for_all(tmp_path: Path) -> None:
     def patch(run: Any) -> None:
-        from samestep.train import keeper
+        from samestep.train import snapshotter
 
         # A step takes 10 s on rank 0; on rank 1 the time stands still.
-        keeper.time = SimpleNamespace(monotonic=lambda: 10.0 * run.steps_done * (run.rank == 0))  # type: ignore[attr-defined]
+        snapshotter.time = SimpleNamespace(monotonic=lambda: 10.0 * run.steps_done * (run.rank == 0))  # type: ignore[attr-defined]
 
     def train_and_tell(run_dir: Path) -> list[list[int | None]]:
         import torch.distributed as dist

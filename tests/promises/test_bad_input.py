@@ -435,7 +435,7 @@ def test_full_disk_at_the_end(disk: Disk, tmp_path: Path, num_ranks: int, how: s
         def then(step: Any) -> None:
             optimizer.step()
             if step.number == 2:
-                run._keeper.settle()
+                run._snapshotter.settle()
                 if run.rank == 0:
                     with open(disk.path / "filler", "wb", buffering=0) as file, suppress(OSError):
                         while True:

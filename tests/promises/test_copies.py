@@ -433,7 +433,7 @@ def train_while_it_is_full(disks: Sequence[Path], node: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     run.prepare(model=model, optimizer=optimizer)
     for step in run.steps(torch.ones(8, 2), 8):
-        run._keeper.settle()
+        run._snapshotter.settle()
         if rank == node and step.number == 2:
             with suppress(OSError), open("filling", "wb", buffering=0) as file:
                 while True:

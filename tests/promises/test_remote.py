@@ -25,7 +25,7 @@ from support.waiting import wait_until
 import samestep
 from samestep.cli import main
 from samestep.errors import Error
-from samestep.snapshot.remote import Remote, Unreachable
+from samestep.snapshot.object_store import Remote, Unreachable
 from samestep.snapshot.store import Store
 
 Undisturbed = Callable[..., Outcome]

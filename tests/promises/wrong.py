@@ -1109,7 +1109,7 @@ def wait_in_step_3(run_dir: RunDir) -> None:
     def then(step: Any) -> None:
         optimizer.step()
         if step.number == 3:
-            run._keeper.settle()  # the snapshot of step 2 may be on its way, and is not to land while others look
+            run._snapshotter.settle()  # the snapshot of step 2 may be on its way, and is not to land while others look
             (beside / "held").touch()
             deadline_s = time.monotonic() + 60
             while not (beside / "go").exists() and time.monotonic() < deadline_s:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import samestep
-from samestep.snapshot.encoding import digest
+from samestep.snapshot.serialization import digest
 
 x = torch.randn(90, 6, generator=torch.Generator().manual_seed(0))
 digits, held_out = (torch.utils.data.TensorDataset(part, (part[:, 0] > 0).long()) for part in x.split(70))

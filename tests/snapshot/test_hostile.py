@@ -17,7 +17,7 @@ from states import assert_same
 from samestep.errors import Error
 from samestep.plan.ledger import RECORD
 from samestep.snapshot.manifest import parse_manifest, seal
-from samestep.snapshot.remote import Remote, Unreachable
+from samestep.snapshot.object_store import Remote, Unreachable
 from samestep.snapshot.store import OF_RUN, Store
 from samestep.tools.inspect import run_inspect
 from samestep.tools.watch import run_watch

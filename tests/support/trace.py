@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import samestep
-from samestep.snapshot.encoding import digest
+from samestep.snapshot.serialization import digest
 
 
 class Trace:

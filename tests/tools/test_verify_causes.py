@@ -16,7 +16,7 @@ from tools.planted import plant
 
 import samestep
 from samestep.launch import forkserver
-from samestep.snapshot.encoding import write_tensors
+from samestep.snapshot.serialization import write_tensors
 from samestep.tools.verify.causes import measure_difference
 from samestep.tools.verify.command import Options, run_verify
 from samestep.tools.verify.trials import Subject, Trials

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from samestep.errors import Error
 from samestep.files import fits, is_count, is_object, open_regular
-from samestep.snapshot.encoding import decode, digest, digest_of, encode, read_tensors, write_tensors
 from samestep.snapshot.manifest import MANIFEST, NAME, STATE, Pieces, build_manifest, find_damage, read_manifest, seal
+from samestep.snapshot.serialization import decode, digest, digest_of, encode, read_tensors, write_tensors
 from samestep.world.environment import advise
 from samestep.world.forking import at_rest
 

@@ -8,7 +8,7 @@ from typing import Any
 from samestep.console import say
 from samestep.errors import Error, explain
 from samestep.files import read_bytes
-from samestep.snapshot.remote import FILES, Remote, Unreachable, is_url
+from samestep.snapshot.object_store import FILES, Remote, Unreachable, is_url
 from samestep.snapshot.store import Store
 from samestep.watch.records import RECORD, parse_record
 from samestep.world.home import Home

@@ -11,7 +11,7 @@ from typing import Any
 
 from samestep.console import escape
 from samestep.errors import Error
-from samestep.snapshot.remote import Remote, find_copy, is_url
+from samestep.snapshot.object_store import Remote, find_copy, is_url
 from samestep.tools.fetch import reaching, read_record
 from samestep.watch.judge import describe_seconds
 from samestep.watch.records import RANKS, STATUS, read_or_empty

@@ -22,8 +22,8 @@ from torch import Tensor
 from samestep.errors import Error
 from samestep.files import open_regular
 from samestep.plan.ledger import RECORD
+from samestep.snapshot.async_copy import locate
 from samestep.snapshot.manifest import find_damage
-from samestep.snapshot.staging import locate
 from samestep.snapshot.store import Snapshot
 from samestep.train.directory import Directory
 from samestep.train.sharing import name_node

@@ -359,7 +359,7 @@ class Directory:
         self, structure: Any, tensors: Mapping[str, Any], *, step: int, name: str | None, meta: Mapping[str, Any],
         confirm: Callable[[], None],
     ) -> None:  # fmt: skip
-        """Writes a snapshot of what `snapshot.encoding.encode` and `mark` gave. Any thread may, one at a time.
+        """Writes a snapshot of what `snapshot.serialization.encode` and `mark` gave. Any thread may, one at a time.
 
         Raises:
             Error: another process has taken the run over.

@@ -73,7 +73,7 @@ def run_evaluate(run: "Run", score: Callable[[Any], Mapping[str, Any]], source: 
                 run._pulse.enter("validating", run.steps_done)
         settled = [_settle(row) for row in rows]
     except Error as error:
-        where = write_traceback(error, run._keeper.logs, run.rank)
+        where = write_traceback(error, run._snapshotter.logs, run.rank)
         message = f"{str(error).rstrip('.')}, on rank {run.rank} in run.evaluate{where}"
         raise Error(message, rank=run.rank) from error.__cause__
     finally:
@@ -81,7 +81,7 @@ def run_evaluate(run: "Run", score: Callable[[Any], Mapping[str, Any]], source: 
         _set_gradients(gradients)
     run._pulse.enter("reducing", run.steps_done)
     heard = run._signals.heard if run._signals is not None else 0
-    gathered = run._group.gather((run._group.seal(settled), heard, run._keeper.is_copying))
+    gathered = run._group.gather((run._group.seal(settled), heard, run._snapshotter.is_copying))
     if run._loop is not None:  # validations can be long: what was heard meanwhile is not left to the next step
         run._loop.check_copying([told[2] for told in gathered])
         run._loop.take_votes([told[1] for told in gathered])

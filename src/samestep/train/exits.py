@@ -80,9 +80,9 @@ def close_run(run: "Run", failure: str = "") -> Error | None:
     run._is_open = False
     run._progress.close()
     run._pools.close()
-    if failure and run._keeper.directory is not None:
-        run._keeper.directory.write_status("failed", failure)
-    was_open = run._keeper.close()
+    if failure and run._snapshotter.directory is not None:
+        run._snapshotter.directory.write_status("failed", failure)
+    was_open = run._snapshotter.close()
     run._group.close()
     if failure or not was_open or run._loop is None:
         return None

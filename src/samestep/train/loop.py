@@ -98,7 +98,7 @@ class Loop:
             whole = self.steps_done == end
             self._run._pulse.enter("script", self.steps_done)
             if not whole:  # the body of an epoch that was cut short will run again: what it asks for is not final
-                self._run._keeper.drop_names()
+                self._run._snapshotter.drop_names()
             self._save_what_is_due(epochs_done=number + 1 if whole else None, numbered=whole)
             self._leave_if_told()
         self._finish()
@@ -120,7 +120,7 @@ class Loop:
         self.repeats_head = False
         self._begin_body("step", number)
         if number == self.began_step:
-            run._keeper.watch(run._objects)
+            run._snapshotter.watch(run._objects)
         build = Step if run._trace is None else run._trace.build_step
         self.step = step = build(run, self, number, self._loader)
         try:
@@ -193,13 +193,13 @@ class Loop:
             return
         run._pulse.begin()
         if self.place.is_further:
-            run._keeper.write_status("running", "", None)
-        elif run._keeper.directory is not None:
-            run._keeper.directory.write_start(run._restart, from_step=self.steps_done, world_size=run.world_size)
+            run._snapshotter.write_status("running", "", None)
+        elif run._snapshotter.directory is not None:
+            run._snapshotter.directory.write_start(run._restart, from_step=self.steps_done, world_size=run.world_size)
         if run.local_rank == 0:
             self._tell_launcher(ROOM, str(run.batch_size // run.micro_batch_size))
             if run.dir is not None:
-                self._tell_launcher(BEGUN, run._keeper.shown)
+                self._tell_launcher(BEGUN, run._snapshotter.shown)
         if run._signals is not None:
             self.take_votes(run._group.gather_number(run._signals.heard))
             self._leave_if_told()
@@ -224,14 +224,14 @@ class Loop:
 
         The last thing before the script may update: what is being copied for a snapshot is copied by now.
         """
-        keeper, pulse = self._run._keeper, self._run._pulse
-        before, is_copying = pulse.now[0], keeper.is_copying
+        snapshotter, pulse = self._run._snapshotter, self._run._pulse
+        before, is_copying = pulse.now[0], snapshotter.is_copying
         if is_copying:
             pulse.enter("saving", self.steps_done)
-        keeper.join_copy()
+        snapshotter.join_copy()
         if is_copying:
             pulse.enter(before, self.steps_done)
-        keeper.is_wanted |= wants_snapshot
+        snapshotter.is_wanted |= wants_snapshot
         if not self.is_ended:
             self._signal = max(votes)
             self.ending |= bool(self._signal)
@@ -283,7 +283,7 @@ class Loop:
         """Writes down a finished step."""
         run, epoch = self._run, self.feed.epoch_of(step.number)
         self._num_samples += step.num_samples
-        directory = run._keeper.directory
+        directory = run._snapshotter.directory
         if directory is not None:
             directory.enter(step.number, epoch, step.num_samples, step.fingerprint)
         run._progress.step(self.steps_done, step.num_samples, epoch)
@@ -302,7 +302,7 @@ class Loop:
 
     def _warn_of_grace(self, step_s: float) -> None:
         """Says, once, that the kill which follows a signal to stop comes before a step and a snapshot are through."""
-        run, directory = self._run, self._run._keeper.directory
+        run, directory = self._run, self._run._snapshotter.directory
         if run._grace_s is None or directory is None or not directory.save_s:
             return
         if step_s + directory.save_s > run._grace_s:
@@ -327,7 +327,7 @@ class Loop:
             return run._build_state({"step": self.steps_done, "epoch": epoch})
 
         run._pulse.enter("saving", self.steps_done)
-        run._keeper.save_what_is_due(
+        run._snapshotter.save_what_is_due(
             build_state,
             run._objects,
             run._replicas,
@@ -348,11 +348,11 @@ class Loop:
     def _leave_if_told(self) -> None:
         if not self._is_to_leave:
             return
-        keeper = self._run._keeper
-        saved = keeper.saved_step == self.steps_done
+        snapshotter = self._run._snapshotter
+        saved = snapshotter.saved_step == self.steps_done
         self._run._say(
             f"stopped by a signal after step {self.steps_done}"
-            + (f", saved in {keeper.named}: the same command goes on from there" if saved else "")
+            + (f", saved in {snapshotter.named}: the same command goes on from there" if saved else "")
         )
         if self._run._signals is not None:
             self._run._signals.leave()
@@ -387,10 +387,10 @@ class Loop:
     def _end(self, status: str, reason: str) -> None:
         self.is_ended = True
         self._loader.close()
-        run, keeper = self._run, self._run._keeper
+        run, snapshotter = self._run, self._run._snapshotter
         run._pools.close()
         run._pulse.enter("saving", self.steps_done)
-        keeper.end(self.steps_done)
+        snapshotter.end(self.steps_done)
         # All are told: where the launcher of one node ended with START_AGAIN, srun would for all of them.
         ends = [(run.rank, self._explain_failure())]
         ends = run._group.gather(ends[0]) if self._signal else ends
@@ -399,7 +399,7 @@ class Loop:
             self.failure, status, reason = Error(failure, rank=rank), "failed", failure
         seconds = time.perf_counter() - self._began_s
         end = {"steps": self.steps_done, "measured": run._pulse.measure(self._num_samples, seconds)}
-        keeper.write_status(status, reason, None if failure else end)
+        snapshotter.write_status(status, reason, None if failure else end)
         rows: dict[str, Any] = {"steps": self.steps_done}
         time_row = self._run._pulse.close()
         if self.steps_done > self.began_step:
@@ -412,14 +412,14 @@ class Loop:
 
     def _explain_failure(self) -> str:
         """What is to be said of the run's end, on ranks that write it down; "" where it is as it should be."""
-        run, keeper = self._run, self._run._keeper
-        if keeper.unsaved is not None and keeper.unsaved[0] == self.steps_done:
-            return f"{keeper.unsaved[1]}; mend that, and start the same command again"
-        if not self._is_to_leave or stop_code(self._signal) != START_AGAIN or run.rank != 0 or keeper.path is None:
+        run, snapshotter = self._run, self._run._snapshotter
+        if snapshotter.unsaved is not None and snapshotter.unsaved[0] == self.steps_done:
+            return f"{snapshotter.unsaved[1]}; mend that, and start the same command again"
+        if not self._is_to_leave or stop_code(self._signal) != START_AGAIN or run.rank != 0 or snapshotter.path is None:
             return ""
-        if (keeper.saved_step or 0) > run._steps_done:
+        if (snapshotter.saved_step or 0) > run._steps_done:
             return ""
-        count = count_idle_stops(keeper.path / RESTARTS) + 1
+        count = count_idle_stops(snapshotter.path / RESTARTS) + 1
         if count < MOST_IDLE_STOPS:
             return ""
         cure = "give each more time (of submit: a longer --time)"
@@ -440,7 +440,7 @@ class Loop:
             raise Error(f"sampler({epoch}) gave other indices on other ranks: seed it from the epoch, not the rank")
         if run.dir is not None:
             directory = run.dir / "orders"
-            run._keeper.once(lambda: self._keep_order(epoch, directory))
+            run._snapshotter.once(lambda: self._keep_order(epoch, directory))
 
     def _keep_order(self, epoch: int, directory: Path) -> None:
         try:

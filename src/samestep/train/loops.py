@@ -7,8 +7,8 @@ from typing import Any
 from samestep.errors import Error
 from samestep.train.directory import Directory
 from samestep.train.feed import Feed
-from samestep.train.keeper import Keeper
 from samestep.train.options import find_different
+from samestep.train.snapshotter import Snapshotter
 
 ENDLESS = 2**63
 
@@ -91,11 +91,16 @@ class Loops:
 
 
 def place_loop(
-    loops: Loops, keeper: Keeper, feed: Feed, num_steps: int, max_steps: int | None, say: Callable[[str], None]
+    loops: Loops,
+    snapshotter: Snapshotter,
+    feed: Feed,
+    num_steps: int,
+    max_steps: int | None,
+    say: Callable[[str], None],
 ) -> Place:
     """Places the script's next loop, and records it. On all ranks. Errors as for `record_loop`."""
     place = loops.begin(feed.first_step, num_steps, max_steps)
-    keeper.once(lambda: record_loop(keeper.directory, place, feed))
+    snapshotter.once(lambda: record_loop(snapshotter.directory, place, feed))
     if place.warning:
         say(place.warning)
     return place

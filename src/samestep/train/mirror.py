@@ -8,7 +8,7 @@ from itertools import count
 
 from samestep.errors import Error
 from samestep.files import open_regular, replace_file
-from samestep.snapshot.remote import FILES, RECORD, Remote, Unreachable, find_copy, place_of
+from samestep.snapshot.object_store import FILES, RECORD, Remote, Unreachable, find_copy, place_of
 from samestep.train.directory import Directory
 from samestep.train.settings import build_never_error
 from samestep.watch.records import parse_record

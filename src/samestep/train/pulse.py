@@ -58,7 +58,7 @@ class RunPulse(Pulse):
             end=self._end,
             condemn=self._condemn,
             run_dir=run.dir,
-            logs=run._keeper.logs,
+            logs=run._snapshotter.logs,
             may_write=self._may_write,
             micro_batch_size=run.micro_batch_size,
             began_step=run.steps_done,
@@ -69,7 +69,7 @@ class RunPulse(Pulse):
 
     def _may_write(self) -> bool:
         """Whether the directory is this run's still: the ranks of one that was cut off are not to be shown."""
-        directory = self._run._keeper.directory
+        directory = self._run._snapshotter.directory
         if self._run.rank == 0 and directory is not None:
             with suppress(Error):
                 directory.check_still_ours()
@@ -79,10 +79,10 @@ class RunPulse(Pulse):
     def leave_saving(self, step: int) -> None:
         """The script goes on after a step. Says, once, that the run waits for its snapshots, and where they go."""
         self.enter("script", step)
-        keeper = self._run._keeper
-        if self._has_told_of_saving or keeper.directory is None:
+        snapshotter = self._run._snapshotter
+        if self._has_told_of_saving or snapshotter.directory is None:
             return
-        if told := explain_slow_saving(self.spent_s(), keeper.directory.save_s, keeper.shown):
+        if told := explain_slow_saving(self.spent_s(), snapshotter.directory.save_s, snapshotter.shown):
             self._has_told_of_saving = True
             self._run._say(told)
 
@@ -113,7 +113,7 @@ class RunPulse(Pulse):
         """Ends this process, whose main thread cannot: our launcher tells the sentence of whoever is the first."""
         error = Stuck(sentence) if is_first else PeerFailed(sentence)
         self._leave_error(self._run.rank, error)
-        directory = self._run._keeper.directory
+        directory = self._run._snapshotter.directory
         if directory is not None:
             with suppress(Exception):
                 directory.write_status("failed", sentence)

@@ -7,14 +7,14 @@ from torch import Tensor, nn
 
 from samestep.errors import Error
 from samestep.snapshot.store import Store
-from samestep.train.keeper import Keeper
 from samestep.train.loop import Loop
 from samestep.train.restoring import load
+from samestep.train.snapshotter import Snapshotter
 from samestep.world.group import Group
 
 
 def recall(
-    keeper: Keeper, known: Mapping[str, nn.Module], names: Sequence[str], which: int | str, group: Group,
+    snapshotter: Snapshotter, known: Mapping[str, nn.Module], names: Sequence[str], which: int | str, group: Group,
     loop: Loop | None,
 ) -> bool:  # fmt: skip
     """Gives models the parameters and buffers of a snapshot, in place. On all ranks.
@@ -35,20 +35,20 @@ def recall(
     """
     if loop is not None and not loop.is_ended:
         raise Error("run.restore in the loop would change what is trained: call it after the loop")
-    if keeper.path is None:
+    if snapshotter.path is None:
         raise Error("run.restore needs snapshots, and this run has no directory: name one in samestep.Run(...)")
     for name in names:
         if name not in known:
             raise Error(f"run.restore got {name!r}, and the models of run.prepare are {', '.join(known)}: name those")
     modules = {name: known[name] for name in names or known}
-    keeper.settle()
-    store = Store(keeper.path, keeper.named)
+    snapshotter.settle()
+    store = Store(snapshotter.path, snapshotter.named)
 
     def read_and_load() -> dict[str, dict[str, Any]]:
-        keeper.bring(which)
+        snapshotter.bring(which)
         found = store.find(which)
         if found is None:
-            raise Error(f"there is no snapshot in {keeper.shown} yet")
+            raise Error(f"there is no snapshot in {snapshotter.shown} yet")
         saved = store.read(found)["objects"]
         load(modules, saved)
         return {name: {k: v for k, v in saved[name].items() if not isinstance(v, Tensor)} for name in modules}

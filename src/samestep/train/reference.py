@@ -16,8 +16,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from samestep.data.loader import Loader, seed_all, to_device
 from samestep.plan.seeds import derive
-from samestep.snapshot.encoding import write_tensors
-from samestep.train.objects import find_slot
+from samestep.snapshot.serialization import write_tensors
+from samestep.train.stateful import find_slot
 from samestep.train.steps import Losses, Step
 from samestep.train.trace import Trace, TracedStep, read_draws
 

@@ -8,8 +8,8 @@ from torch import nn
 
 from samestep.engine.precision import Precision
 from samestep.errors import Error
-from samestep.train.objects import Freezing, Objects, states, unwrap
 from samestep.train.options import OVERRIDE, Options, Override, describe_changes, find_changed, read_settings
+from samestep.train.stateful import Freezing, Objects, states, unwrap
 from samestep.world.environment import advise
 
 Groups = Mapping[str, list[list[str]]]  # of optimizers, by name: the names of each group's parameters

@@ -15,14 +15,13 @@ from samestep.engine.reducer import Reducer
 from samestep.errors import Error
 from samestep.plan.schedule import LEAST_SAMPLES, describe
 from samestep.plan.seeds import derive
-from samestep.snapshot.encoding import encode
-from samestep.train import objects as prepared
+from samestep.snapshot.serialization import encode
+from samestep.train import stateful as prepared
 from samestep.train.evaluate import open_source, run_evaluate
 from samestep.train.exits import StopSignals, close_run, open_run, report_errors, take_back
 from samestep.train.feed import Feed, Sampler, build_feed
 from samestep.train.generators import call_on_rank_0
 from samestep.train.guards import Guards
-from samestep.train.keeper import Keeper
 from samestep.train.loop import Loop
 from samestep.train.loops import Loops, place_loop
 from samestep.train.machine import describe_machine, fix_compiler, fix_kernels
@@ -32,6 +31,7 @@ from samestep.train.replicas import Replicas
 from samestep.train.restoring import Contents
 from samestep.train.samples import add_samples
 from samestep.train.settings import build_settings, check_count, check_extras
+from samestep.train.snapshotter import Snapshotter
 from samestep.train.steps import Epoch, Step
 from samestep.train.tally import Tally
 from samestep.train.trace import open_trace
@@ -135,8 +135,8 @@ class Run:
         self._loop: Loop | None = None
         self._loops, self._steps_done, self._num_evaluations = Loops(), 0, 0
         self._resumed, self._stop_reason, self._is_recalled = "", "", False
-        self._keeper = Keeper(settings, self._group, self._say)
-        self.dir = self._keeper.path
+        self._snapshotter = Snapshotter(settings, self._group, self._say)
+        self.dir = self._snapshotter.path
         self._signals = None if self.dir is None else StopSignals(self._say, environment.launcher, self._error_dir)
         open_run(self)
         self._pulse = RunPulse(self, environment)
@@ -299,7 +299,7 @@ class Run:
     def snapshot(self, name: str) -> None:
         """Keeps the run's state under `name`, for good, once the loop's body is done. On all ranks."""
         self._check_left()
-        self._keeper.ask_for(name, is_taken=self._loop is not None and self._loop.place.is_past)
+        self._snapshotter.ask_for(name, is_taken=self._loop is not None and self._loop.place.is_past)
 
     def restore(self, which: int | str, *names: str) -> None:
         """Gives models the weights and buffers of a snapshot, in place; all else stays. After the loop, on all ranks.
@@ -312,7 +312,7 @@ class Run:
         """
         self._check_call("run.restore", "call it after the loop")
         self._check_prepared("run.restore")
-        self._is_recalled = recall(self._keeper, self._modules, names, which, self._group, self._loop)
+        self._is_recalled = recall(self._snapshotter, self._modules, names, which, self._group, self._loop)
 
     def stop(self, reason: str = "") -> None:
         """Ends the loop after the present step (or epoch's body). Call it on every rank: decide on what all know.
@@ -352,14 +352,14 @@ class Run:
         if self._loop is None:
             machine = describe_machine(self._settings, self.device)
             options = self._contents.options
-            options = add_samples(options, self._group, self._keeper, feed, self.seed, machine, self._overrides)
-            self._keeper.record(self._numbers | feed.numbers, machine, self._config, options)
+            options = add_samples(options, self._group, self._snapshotter, feed, self.seed, machine, self._overrides)
+            self._snapshotter.record(self._numbers | feed.numbers, machine, self._config, options)
             fix_compiler()
-        place = place_loop(self._loops, self._keeper, feed, total_steps, self._settings.max_steps, self._say)
+        place = place_loop(self._loops, self._snapshotter, feed, total_steps, self._settings.max_steps, self._say)
         if place.is_further:
             take_back(self)
         if place.is_replayed:
-            self.state = self._contents.restore_again(self._keeper.read_again())
+            self.state = self._contents.restore_again(self._snapshotter.read_again())
         self._loop = loop = Loop(self, feed, place)
         if place.is_past:
             return loop
@@ -377,7 +377,7 @@ class Run:
         return loop
 
     def _restore(self) -> None:
-        if (restored := self._keeper.read(self._numbers)) is None:
+        if (restored := self._snapshotter.read(self._numbers)) is None:
             return
         state, meta = restored
         self._contents.restore(state, meta.get("settings", {}), overrides=self._overrides)
@@ -398,15 +398,15 @@ class Run:
     def _write_row(self, values: dict[str, Any], step: int, **place: int) -> None:
         if self.rank != 0:
             return
-        if self._keeper.directory is not None:
-            self._keeper.directory.write_row({"step": step, **place, **values})
+        if self._snapshotter.directory is not None:
+            self._snapshotter.directory.write_row({"step": step, **place, **values})
         self._progress.log(values)
         self._trackers.log(values, step)
 
     def _show_end(self, rows: dict[str, Any], status: str) -> None:
         """The loop is over: the table, the trackers' end, the signals given back."""
         if self.dir is not None:
-            rows["written to"] = self._keeper.shown
+            rows["written to"] = self._snapshotter.shown
         self._progress.end(self.summary | rows)
         if self.rank == 0:
             self._trackers.finish(status)

@@ -13,27 +13,27 @@ from samestep.data.loader import Loader, Task
 from samestep.data.source import Source
 from samestep.errors import Error
 from samestep.plan.seeds import derive
-from samestep.snapshot.encoding import view_bytes
+from samestep.snapshot.serialization import view_bytes
 from samestep.train.feed import Feed
 from samestep.train.generators import keeping_generators
-from samestep.train.keeper import Keeper
 from samestep.train.options import Options, describe_changes
+from samestep.train.snapshotter import Snapshotter
 from samestep.world.environment import advise
 from samestep.world.group import Group
 
 
 def add_samples(
-    options: Options, group: Group, keeper: Keeper, feed: Feed, seed: int, machine: Mapping[str, Any],
+    options: Options, group: Group, snapshotter: Snapshotter, feed: Feed, seed: int, machine: Mapping[str, Any],
     overrides: bool,
 ) -> Options:  # fmt: skip
     """The options with what `check_samples` gives on rank 0. Nothing is read for a run without a directory."""
 
     def check() -> tuple[list[str], str]:
-        if keeper.directory is None:
+        if snapshotter.directory is None:
             return [], ""
-        keeper.directory.check_numbers(feed.numbers)  # says more than a sample does
-        before = keeper.directory.record.get("samples", [])
-        now = check_samples(feed.source, seed, keeper.directory.record, machine, overrides=overrides)
+        snapshotter.directory.check_numbers(feed.numbers)  # says more than a sample does
+        before = snapshotter.directory.record.get("samples", [])
+        now = check_samples(feed.source, seed, snapshotter.directory.record, machine, overrides=overrides)
         return now, describe_changes({"samples": before or now}, {"samples": now})
 
     samples, changed = group.once(check)

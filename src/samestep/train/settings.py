@@ -10,8 +10,8 @@ from typing import Any
 
 from samestep.errors import Error
 from samestep.plan.schedule import check_numbers, default_micro_batch_size
+from samestep.snapshot.object_store import is_url
 from samestep.snapshot.policy import Every, parse_every
-from samestep.snapshot.remote import is_url
 from samestep.world.environment import Environment, advise, check_threads
 
 _URL_AS_PATH = re.compile(r"[a-z][a-z0-9+.-]+:/")

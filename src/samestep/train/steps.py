@@ -19,7 +19,7 @@ from samestep.plan.seeds import derive
 from samestep.plan.tree import build_layout
 from samestep.train import logs
 from samestep.train.logs import describe
-from samestep.train.objects import find_slot, learning_rates, list_params
+from samestep.train.stateful import find_slot, learning_rates, list_params
 from samestep.train.tally import Tally, Value
 from samestep.train.unpacking import refuse_unpacking
 
@@ -294,7 +294,7 @@ class Step:
             return next(self._loader)
         except Error as error:
             rank, cause = self._run.rank, error.__cause__
-            where = write_traceback(error, self._run._keeper.logs, rank)
+            where = write_traceback(error, self._run._snapshotter.logs, rank)
             raise Error(f"{str(error).rstrip('.')}, on rank {rank} in step {self.number}{where}", rank=rank) from cause
 
     def _finish(self) -> None:
@@ -306,8 +306,8 @@ class Step:
             stop=run._signals.heard if run._signals else 0,
             buffers_changed=run._buffers.changed,
             has_new_names=any(name not in names for values in means_logged for name in values),
-            snapshot=run._keeper.is_time(),
-            copying=run._keeper.is_copying,
+            snapshot=run._snapshotter.is_time(),
+            copying=run._snapshotter.is_copying,
             losses=losses,
             weights=weights,
             fingerprints=[loaded.fingerprint for loaded in self._cache],

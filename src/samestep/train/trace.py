@@ -26,7 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.data.loader import Fetcher, Loader
 from samestep.errors import Error
-from samestep.snapshot.encoding import KIND, digest, digest_of, encode, view_bytes, write_tensors
+from samestep.snapshot.serialization import KIND, digest, digest_of, encode, view_bytes, write_tensors
 from samestep.train.generators import find_generators, find_own_modules, read_generator
 from samestep.train.steps import Losses, Step
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from samestep.snapshot.encoding import view_bytes
-from samestep.snapshot.staging import locate
+from samestep.snapshot.async_copy import locate
+from samestep.snapshot.serialization import view_bytes
 from samestep.train.generators import KINDS, find_things, look_into, read_generator
 
 LOOK_AT = (1, 2, 4, 8, 16)  # steps of this start; the first look finds the objects, the others compare

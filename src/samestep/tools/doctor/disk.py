@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from samestep.errors import Error
-from samestep.snapshot.remote import Remote, Unreachable, find_copies, is_url
+from samestep.snapshot.object_store import Remote, Unreachable, find_copies, is_url
 from samestep.tools.doctor.context import Context
 from samestep.tools.doctor.findings import FAIL, PASS, WARN, Facts, Finding, format_bytes, format_rate, format_s
 

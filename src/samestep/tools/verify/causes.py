@@ -163,7 +163,7 @@ def measure_difference(one: Path, other: Path, name: str) -> str:
     """The largest difference between two dumps of a tensor, in units in the last place."""
     import torch
 
-    from samestep.snapshot.encoding import read_tensors
+    from samestep.snapshot.serialization import read_tensors
 
     pair = [read_tensors(place / "dump.safetensors").get(name) for place in (one, other)]
     a, b = pair

@@ -70,7 +70,7 @@ def _read_extra(path: Path) -> list[dict[str, Any]]:
 
 
 def _compare_gradients(double: Outcome, single: Outcome, lines: list[dict[str, Any]]) -> Findings:
-    from samestep.snapshot.encoding import read_tensors
+    from samestep.snapshot.serialization import read_tensors
 
     expected = read_tensors(double.place / "gradients.safetensors")
     found = read_tensors(single.place / "gradients.safetensors")

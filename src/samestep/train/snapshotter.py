@@ -12,11 +12,11 @@ from torch import Tensor
 
 from samestep.errors import Error
 from samestep.launch.logs import start_log
-from samestep.snapshot.encoding import encode
-from samestep.snapshot.saving import Refused, Saving
-from samestep.snapshot.staging import Copy, Staging, Watch, is_watchable, locate
+from samestep.snapshot.async_copy import Copy, Staging, Watch, is_watchable, locate
+from samestep.snapshot.serialization import encode
 from samestep.snapshot.store import OF_RUN, Snapshot, Store
-from samestep.train import objects as prepared
+from samestep.snapshot.writer import Refused, Saving
+from samestep.train import stateful as prepared
 from samestep.train.copies import Copies, Order
 from samestep.train.directory import LOGS, Directory
 from samestep.train.inspection import Inspection
@@ -40,7 +40,7 @@ class _Pending:
     saving: Saving
 
 
-class Keeper:
+class Snapshotter:
     """What a run leaves on disk. With `run_dir` None every call does nothing.
 
     Attributes:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from states import assert_same
 
 from samestep.errors import Error
-from samestep.snapshot.encoding import decode, digest, digest_of, encode, read_tensors, view_bytes, write_tensors
+from samestep.snapshot.serialization import decode, digest, digest_of, encode, read_tensors, view_bytes, write_tensors
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32,

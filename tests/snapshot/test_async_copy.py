@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from samestep.snapshot.saving import Refused, Saving
-from samestep.snapshot.staging import LARGE_BYTES, Copy, Staging, Watch, is_finite, is_watchable, locate
+from samestep.snapshot.async_copy import LARGE_BYTES, Copy, Staging, Watch, is_finite, is_watchable, locate
+from samestep.snapshot.writer import Refused, Saving
 
 NUM_LARGE = LARGE_BYTES // 4
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from samestep.snapshot.staging import Copy
+from samestep.snapshot.async_copy import Copy
 from samestep.world.forking import at_rest, at_work
 
 _NICER = 10
