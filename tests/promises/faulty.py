@@ -165,10 +165,10 @@ class Faults:
 
     def watch_copying(self) -> None:
         """From now on this rank reaches the moment at which a part of a snapshot is copied, beside the next step."""
-        from samestep.snapshot import staging
+        from samestep.snapshot import async_copy
         from samestep.train.inspection import Inspection
 
-        staging.LARGE_BYTES = 1  # what is small would be copied at once
+        async_copy.LARGE_BYTES = 1  # what is small would be copied at once
         look = Inspection.look
 
         def look_and_reach(inspection: Inspection, place: int, tensor: Tensor) -> None:
@@ -180,16 +180,16 @@ class Faults:
 
     def _watch_hashing(self, path: Path) -> None:
         """The next tensor to be hashed is of the snapshot that is written there."""
-        from samestep.snapshot import encoding
+        from samestep.snapshot import serialization
 
-        hash_it = encoding._hash
+        hash_it = serialization._hash
 
         def reach_and_hash(data: bytes | memoryview) -> str:
-            encoding._hash = hash_it
+            serialization._hash = hash_it
             self.reach("hashing", read_step(path))
             return hash_it(data)
 
-        encoding._hash = reach_and_hash
+        serialization._hash = reach_and_hash
 
     def watch_saving(self) -> None:
         """From now on rank 0 reaches the moments within a snapshot's saving, which no line of a script sees.
