@@ -33,7 +33,7 @@ from samestep.world.environment import (
 )
 
 if TYPE_CHECKING:
-    from samestep.launch.local import Target
+    from samestep.launch.local_ranks import Target
 
 HELP = """\
 samestep trains a PyTorch model on one CPU, one GPU or many, and gives the same run on each:
@@ -141,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         code = 130
     if arguments is None and "torch" in sys.modules:
-        from samestep.launch.rank import leave
+        from samestep.launch.rank_process import leave
 
         leave(code)
     return code
@@ -181,8 +181,8 @@ def _suggest(word: str, known: Iterable[str]) -> str:
 
 def _start_on_hosts(target: "Target", values: dict[str, Any]) -> int:
     """As `_start`, by the same command on each host."""
-    from samestep.launch.command import check_target
-    from samestep.launch.hosts import parse_hosts, run_hosts
+    from samestep.launch.launcher import check_target
+    from samestep.launch.ssh_launcher import parse_hosts, run_hosts
 
     hosts, endpoint = parse_hosts(values.pop("hosts")), values.pop("rdzv_endpoint", None)
     for name in ("nnodes", "node_rank"):
@@ -200,9 +200,9 @@ def _start_on_hosts(target: "Target", values: dict[str, Any]) -> int:
 def _start(target: "Target", values: dict[str, Any]) -> int:
     if "hosts" in values:
         return _start_on_hosts(target, values)
-    from samestep.launch.command import run_launch
     from samestep.launch.handshake import find_secret
-    from samestep.launch.nodes import parse_nodes
+    from samestep.launch.launcher import run_launch
+    from samestep.launch.rendezvous_client import parse_nodes
 
     num_ranks, show_ranks = values.pop("nproc_per_node", "auto"), values.pop("show_ranks", "0")
     max_restarts = values.pop("max_restarts", 0)
@@ -256,7 +256,7 @@ def _take_target(command: str, left: list[str], flags: Mapping[str, Flag] = FLAG
         raise Error(f"{command} has no option {left[0]}{_suggest(name_option(left[0]), [*name_flags(flags), '-m'])}")
     if not left:
         raise Error(f"{command} needs a {kind} to start; see samestep {command} --help")
-    from samestep.launch.local import Target
+    from samestep.launch.local_ranks import Target
 
     return Target(kind, left[0], left[1:])
 
@@ -294,7 +294,7 @@ def _build_recipe_target(
         if token.startswith("--") and name_option(token) not in known:
             message = f"{command} {recipe} has no option {token.partition('=')[0]}"
             raise Error(message + _suggest(name_option(token), [*known, *name_flags(flags)]))
-    from samestep.launch.local import Target
+    from samestep.launch.local_ranks import Target
 
     return Target("recipe", f"samestep.recipes.{recipe}", arguments)
 
@@ -329,7 +329,7 @@ def _verify(arguments: list[str]) -> int:
     if target is None:
         print(f"{VERIFY_HELP}\n{describe_flags(VERIFY_FLAGS)}", end="")
         return 0
-    from samestep.launch.command import check_target
+    from samestep.launch.launcher import check_target
     from samestep.tools.verify.command import Options, parse_world_sizes, run_verify
     from samestep.tools.verify.trials import Subject
 
@@ -358,7 +358,7 @@ def _watch(arguments: list[str]) -> int:
 
 
 def _doctor(arguments: list[str]) -> int:
-    from samestep.tools.doctor.command import run_doctor
+    from samestep.tools.doctor.run_doctor import run_doctor
 
     return run_doctor(arguments)
 

@@ -17,7 +17,7 @@ from processes import Command, open_command
 from support.selection import one_in
 from support.waiting import wait_until
 
-from samestep.launch.command import say_when_slow
+from samestep.launch.launcher import say_when_slow
 
 SUM = """
 import sys, torch, torch.distributed as dist

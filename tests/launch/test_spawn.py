@@ -17,7 +17,7 @@ from processes import Command
 from support.waiting import wait_until
 
 import samestep
-from samestep.launch.local import Ranks
+from samestep.launch.local_ranks import Ranks
 
 
 class NotPicklable(Exception):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import samestep
 from samestep.snapshot.async_copy import LARGE_BYTES
 from samestep.snapshot.store import Store, digest
-from samestep.watch import judge
+from samestep.watch import stall_diagnosis
 
 Undisturbed = Callable[..., Outcome]
 WIDTH = 512
@@ -235,7 +235,7 @@ def test_a_slow_disk_is_named_once(
         return write(self, *args, **kwargs)
 
     monkeypatch.setattr(Store, "write_encoded", write_slowly)
-    monkeypatch.setattr(judge, "SLOW_SAVING_S", 0.1)
-    monkeypatch.setattr(judge, "SLOW_SAVING_SHARE", 0.05)  # of a total that grows with the load of the machine
+    monkeypatch.setattr(stall_diagnosis, "SLOW_SAVING_S", 0.1)
+    monkeypatch.setattr(stall_diagnosis, "SLOW_SAVING_SHARE", 0.05)  # the total grows with the load of the machine
     train(tmp_path / "slow", "")
     assert capsys.readouterr().out.count(f"to write to {tmp_path / 'slow'}; take fewer with --snapshot-every") == 1

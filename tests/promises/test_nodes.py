@@ -25,8 +25,9 @@ from support.waiting import wait_until
 
 from samestep.errors import Error
 from samestep.launch.links import Link, open_listener
-from samestep.launch.local import Target
-from samestep.launch.nodes import (
+from samestep.launch.local_ranks import Target
+from samestep.launch.places import Place, build_variables
+from samestep.launch.rendezvous_client import (
     build_hello,
     describe_target,
     find_other_arguments,
@@ -34,7 +35,6 @@ from samestep.launch.nodes import (
     parse_endpoint,
     parse_nodes,
 )
-from samestep.launch.places import Place, build_variables
 from samestep.world.environment import Overrides
 
 Undisturbed = Callable[..., Outcome]
@@ -211,7 +211,8 @@ def test_a_node_is_told_to_leave(trial: Trial, undisturbed: Undisturbed, port: i
     """The run goes on without it, from the step at which it left."""
     fault = "hold rank 1 at step 7 in forward"
     flags = ["--nproc-per-node", "1", *flags_at(f"127.0.0.1:{port}", "1:2"), SCRIPT, trial.dir, "--fault", fault]
-    patient = "from samestep.launch import hub; hub.LAST_CALL_S = 60.0; from samestep.cli import main; main()"
+    server = "from samestep.launch import rendezvous_server; rendezvous_server.LAST_CALL_S = 60.0"
+    patient = f"{server}; from samestep.cli import main; main()"
     env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     stays = Started([sys.executable, "-c", patient, "launch", *flags], trial.faults / "stays", env)
     goes = None

@@ -19,7 +19,7 @@ from support.waiting import wait_until
 
 import samestep
 from samestep.errors import PeerFailed
-from samestep.launch.rank import is_secondary
+from samestep.launch.rank_process import is_secondary
 from samestep.train.lock import Lock
 
 Undisturbed = Callable[..., Outcome]

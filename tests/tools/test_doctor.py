@@ -14,10 +14,10 @@ from support.runs import check, run_command, samestep_command
 
 from samestep.errors import Error
 from samestep.tools.doctor.collectives import OPERATIONS, judge_collectives, judge_links, plan_rounds
-from samestep.tools.doctor.command import run_doctor
+from samestep.tools.doctor.data_loading import judge_feeding, measure_rank
 from samestep.tools.doctor.disk import find_existing, find_marks, judge_disk, measure_speed
+from samestep.tools.doctor.doctor_options import Options, parse
 from samestep.tools.doctor.examination import CHECKS, describe_error
-from samestep.tools.doctor.feeding import judge_feeding, measure_rank
 from samestep.tools.doctor.findings import (
     Check,
     Facts,
@@ -29,7 +29,7 @@ from samestep.tools.doctor.findings import (
     judge_answers,
 )
 from samestep.tools.doctor.gpus import judge_gpus, read_gpus
-from samestep.tools.doctor.machine import (
+from samestep.tools.doctor.host_resources import (
     judge_cores,
     judge_limits,
     judge_versions,
@@ -38,7 +38,7 @@ from samestep.tools.doctor.machine import (
     read_quota,
 )
 from samestep.tools.doctor.network import Echo, judge_network, ping
-from samestep.tools.doctor.options import Options, parse
+from samestep.tools.doctor.run_doctor import run_doctor
 
 DOCTORED = Path(__file__).with_name("doctored.py")
 ALONE = Members(("a",), (0,))
@@ -654,7 +654,7 @@ def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
 
 
 def test_help_teaches_without_torch() -> None:
-    script = "import sys; from samestep.tools.doctor.command import run_doctor\ntry: run_doctor(['--help'])\n"
+    script = "import sys; from samestep.tools.doctor.run_doctor import run_doctor\ntry: run_doctor(['--help'])\n"
     done = run_command(sys.executable, "-c", script + "finally: print('torch' in sys.modules)", cwd=Path.cwd())
     assert done.stdout.endswith("\nFalse\n"), done.stdout + done.stderr
     for words in ("--nnodes 2 --rdzv-endpoint", "torchrun", "srun", "--script train.py", "Exit code: 0; 1 where"):

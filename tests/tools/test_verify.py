@@ -14,7 +14,7 @@ from support.runs import check, clean_variables, samestep_command
 from support.waiting import wait_until
 from tools.planted import plant
 
-from samestep.world.home import Home
+from samestep.world.workdir import Home
 
 
 def write(directory: Path, **faults: str) -> Path:

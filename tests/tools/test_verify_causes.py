@@ -25,7 +25,7 @@ from samestep.world.environment import Overrides
 
 def run_script(path: str) -> None:
     """On a rank: what the launcher does with a script."""
-    from samestep.launch.rank import load_main
+    from samestep.launch.rank_process import load_main
 
     code, main = load_main("script", path, [])
     exec(code, main.__dict__)

@@ -22,8 +22,8 @@ from support.waiting import wait_until
 
 from samestep.tools.watch import HEADER, compute_rates, describe_end, format_rows, has_ended
 from samestep.watch.heartbeat import Facts, Heartbeat, Pulse
-from samestep.watch.judge import PHASES, WARM_UP, build_limits
-from samestep.watch.symptoms import find_fate, look
+from samestep.watch.stall_diagnosis import PHASES, WARM_UP, build_limits
+from samestep.watch.thread_state import find_fate, look
 
 DEADLINE_S = 60.0
 

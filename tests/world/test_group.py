@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import samestep
 from samestep.errors import Error, PeerFailed
-from samestep.launch.local import open_store
+from samestep.launch.local_ranks import open_store
 from samestep.world import group as group_module
 from samestep.world.environment import Environment, Overrides, read_environment
 from samestep.world.group import Group, choose_device, close_group, open_group

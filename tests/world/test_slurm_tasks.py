@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from samestep.errors import Error
-from samestep.world import slurm
+from samestep.world import slurm_tasks
 from samestep.world.environment import read_rank
 
 TASK = {
@@ -38,7 +38,7 @@ def without(*names: str) -> dict[str, str]:
     ],
 )
 def test_who_is_a_task(variables: dict[str, str], is_task: bool) -> None:
-    assert slurm.is_task(variables) is is_task
+    assert slurm_tasks.is_task(variables) is is_task
 
 
 def test_rank_for_errors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +52,7 @@ def test_rank_for_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     ("text", "sizes"), [("4", [4]), ("2,1", [2, 1]), ("2(x3),1", [2, 2, 2, 1]), ("1(x2),3(x2)", [1, 1, 3, 3])]
 )
 def test_sizes(text: str, sizes: list[int]) -> None:
-    assert slurm.expand_sizes(text) == sizes
+    assert slurm_tasks.expand_sizes(text) == sizes
 
 
 def test_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -65,9 +65,9 @@ def test_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    loopback = slurm.find_interface(["127.0.0.1"])
+    loopback = slurm_tasks.find_interface(["127.0.0.1"])
     assert loopback in dict(enumerate(name for _, name in socket.if_nameindex())).values()
-    assert slurm.build_variables(TASK) == {
+    assert slurm_tasks.build_variables(TASK) == {
         "RANK": "2",
         "WORLD_SIZE": "3",
         "LOCAL_RANK": "0",
@@ -83,14 +83,14 @@ def test_what_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a person says where rank 0 is, nobody is asked."""
     monkeypatch.setenv("PATH", "/nonexistent")
     given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth7"}
-    built = slurm.build_variables(TASK | given)
+    built = slurm_tasks.build_variables(TASK | given)
     assert (built["MASTER_ADDR"], built["MASTER_PORT"]) == ("127.0.0.1", "29500")
     assert "GLOO_SOCKET_IFNAME" not in built
 
 
 def test_one_node_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    built = slurm.build_variables(TASK | {"SLURM_STEP_TASKS_PER_NODE": "3", "SLURM_NODEID": "0"})
+    built = slurm_tasks.build_variables(TASK | {"SLURM_STEP_TASKS_PER_NODE": "3", "SLURM_NODEID": "0"})
     assert (built["MASTER_ADDR"], built["LOCAL_WORLD_SIZE"]) == ("127.0.0.1", "3")
 
 
@@ -107,4 +107,4 @@ def test_one_node_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_makes_no_task(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(Error, match=said):
-        slurm.build_variables(variables)
+        slurm_tasks.build_variables(variables)

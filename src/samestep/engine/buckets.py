@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from samestep.engine import routes
 from samestep.plan.tree import Layout
-from samestep.world.neighbors import Neighbors
+from samestep.world.local_sockets import Neighbors
 
 LEAST_BYTES, MOST_BYTES = 1 << 20, 25 << 20  # of a bucket
 NUM_BUCKETS = 16  # about, between hosts

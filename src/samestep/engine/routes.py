@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.plan.tree import Layout
-from samestep.world.neighbors import Neighbors
+from samestep.world.local_sockets import Neighbors
 
 
 class Work(Protocol):

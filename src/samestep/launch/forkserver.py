@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 from weakref import WeakSet
 
-from samestep.launch.logs import DRAIN_S, Recording
-from samestep.launch.rank import keep_signal, run_rank
+from samestep.launch.output_recorder import DRAIN_S, Recording
+from samestep.launch.rank_process import keep_signal, run_rank
 from samestep.world.environment import child_variables
 
 # What ranks will need. The first optimizer imports torch._dynamo, which takes as long as torch itself.

@@ -9,7 +9,7 @@ from typing import Any
 from samestep.console import say
 from samestep.errors import Error
 from samestep.launch.handshake import make_secret
-from samestep.launch.nodes import DEFAULT_PORT
+from samestep.launch.rendezvous_client import DEFAULT_PORT
 from samestep.launch.submit import Job
 from samestep.world.environment import SECRET, START_AGAIN
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from samestep.console import say
 from samestep.errors import Error
-from samestep.launch.command import check_target
-from samestep.launch.local import Target
+from samestep.launch.launcher import check_target
+from samestep.launch.local_ranks import Target
 from samestep.world.environment import OVERRIDES, Override
 
 HELP = """\
@@ -113,7 +113,7 @@ def run_submit(target: Target, values: Mapping[str, Any]) -> int:
         from samestep.launch.kubernetes import submit_to_kubernetes
 
         return submit_to_kubernetes(job)
-    from samestep.launch.slurm import submit_to_slurm
+    from samestep.launch.sbatch import submit_to_slurm
 
     return submit_to_slurm(job)
 

@@ -22,7 +22,7 @@ def read_options(file: Path) -> set[str]:
 
 def show_recipe_help(recipe: str) -> None:
     """Runs the recipe with --help in this process: its argparse prints, and exits."""
-    from samestep.launch.rank import load_main
+    from samestep.launch.rank_process import load_main
 
     code, main_module = load_main("recipe", f"samestep.recipes.{recipe}", ["--help"])
     try:

@@ -11,7 +11,7 @@ from samestep.files import read_bytes
 from samestep.snapshot.object_store import FILES, Remote, Unreachable, is_url
 from samestep.snapshot.store import Store
 from samestep.watch.records import RECORD, parse_record
-from samestep.world.home import Home
+from samestep.world.workdir import Home
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from samestep.console import escape
 from samestep.errors import Error
 from samestep.snapshot.object_store import Remote, find_copy, is_url
 from samestep.tools.fetch import reaching, read_record
-from samestep.watch.judge import describe_seconds
 from samestep.watch.records import RANKS, STATUS, read_or_empty
+from samestep.watch.stall_diagnosis import describe_seconds
 from samestep.world.environment import read_host, read_overrides
 
 POLL_S = 1.0

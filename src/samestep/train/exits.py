@@ -21,7 +21,7 @@ from weakref import WeakSet
 
 from samestep.console import escape
 from samestep.errors import Error, PeerFailed, WorkerDied, recognize
-from samestep.launch.rank import is_secondary, kept_signals, leave, write_error
+from samestep.launch.rank_process import is_secondary, kept_signals, leave, write_error
 from samestep.watch.records import read_rows
 from samestep.world.environment import FINISHED, LEAVE, START_AGAIN, ready_standard_files, stop_code
 from samestep.world.group import close_group, has_group

@@ -8,7 +8,7 @@ from samestep.errors import Error
 from samestep.snapshot.async_copy import is_finite, locate
 from samestep.train.replicas import Replicas, name_replicated
 from samestep.train.stateful import Objects, list_checked
-from samestep.watch.drift import checksum
+from samestep.watch.replica_checksums import checksum
 
 _MASK = 2**64 - 1  # sums of pieces are added up modulo 2**64, as those of elements are
 

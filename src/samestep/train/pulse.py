@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from samestep.console import escape
 from samestep.errors import Error, PeerFailed, Stuck
-from samestep.launch.rank import write_error
+from samestep.launch.rank_process import write_error
 from samestep.watch.heartbeat import Facts, Heartbeat, Pulse
-from samestep.watch.judge import build_limits, describe_spent, explain_slow_saving, share_spent
+from samestep.watch.stall_diagnosis import build_limits, describe_spent, explain_slow_saving, share_spent
 from samestep.world.environment import Environment, read_host, read_terminal
 
 if TYPE_CHECKING:

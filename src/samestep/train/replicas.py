@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from samestep.errors import Error
 from samestep.train.stateful import unwrap
-from samestep.watch.drift import checksum, combine, explain_drift, find_drift
+from samestep.watch.replica_checksums import checksum, combine, explain_drift, find_drift
 from samestep.world.environment import read_host
 from samestep.world.group import Group
 

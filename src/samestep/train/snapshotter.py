@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from samestep.errors import Error
-from samestep.launch.logs import start_log
+from samestep.launch.output_recorder import start_log
 from samestep.snapshot.async_copy import Copy, Staging, Watch, is_watchable, locate
 from samestep.snapshot.serialization import encode
 from samestep.snapshot.store import OF_RUN, Snapshot, Store

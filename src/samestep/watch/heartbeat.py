@@ -15,7 +15,8 @@ from types import FrameType
 from typing import Any, Protocol
 
 from samestep.files import replace_file
-from samestep.watch.judge import (
+from samestep.watch.records import RANKS
+from samestep.watch.stall_diagnosis import (
     PHASES,
     SLOW_AFTER_STEPS,
     WARM_UP,
@@ -27,8 +28,7 @@ from samestep.watch.judge import (
     find_slow,
     judge,
 )
-from samestep.watch.records import RANKS
-from samestep.watch.symptoms import OWN, Symptoms, count_written, find_fate, find_system, look
+from samestep.watch.thread_state import OWN, Symptoms, count_written, find_fate, find_system, look
 from samestep.world.forking import at_rest, at_work
 
 INTERVAL_S = 1.0

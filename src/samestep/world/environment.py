@@ -14,7 +14,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from samestep.errors import Error
-from samestep.world import slurm
+from samestep.world import slurm_tasks
 
 PREFIX = "SAMESTEP_"
 TRACE = PREFIX + "TRACE"
@@ -206,7 +206,7 @@ def advise(name: str, value: int | str = 1) -> str:
 
 def read_rank() -> int:
     """This process's rank, for errors in all the rest of the environment; 0 where nothing can be made of it."""
-    known = "RANK" in os.environ or not slurm.is_task(os.environ)
+    known = "RANK" in os.environ or not slurm_tasks.is_task(os.environ)
     rank = os.environ.get("RANK" if known else "SLURM_PROCID", "")
     return int(rank) if rank.isdecimal() and ("WORLD_SIZE" in os.environ or not known) else 0
 
@@ -254,8 +254,8 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         Error: a number is not one, or those that say where this rank stands are not complete.
     """
     if variables is None:
-        if "RANK" not in os.environ and slurm.is_task(os.environ):
-            os.environ.update(slurm.build_variables(os.environ) | {SRUN: "1"})
+        if "RANK" not in os.environ and slurm_tasks.is_task(os.environ):
+            os.environ.update(slurm_tasks.build_variables(os.environ) | {SRUN: "1"})
         variables = os.environ
 
     def number(name: str, default: int) -> int:

@@ -19,9 +19,9 @@ from samestep.console import say
 from samestep.errors import Error, PeerFailed
 from samestep.world import wire
 from samestep.world.environment import Environment, check_interface, has_agent_store, read_master, read_restarts
-from samestep.world.neighbors import Neighbors, connect
+from samestep.world.local_sockets import Neighbors, connect
 from samestep.world.notes import MAC_BYTES, Mail, leave_note, read_note
-from samestep.world.software import check_alike, describe_software, explain_hashing
+from samestep.world.version_check import check_alike, describe_software, explain_hashing
 
 T = TypeVar("T")
 

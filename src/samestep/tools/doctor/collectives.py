@@ -27,7 +27,7 @@ from samestep.tools.doctor.findings import (
     format_rate,
     format_s,
 )
-from samestep.tools.doctor.machine import read_memory_room
+from samestep.tools.doctor.host_resources import read_memory_room
 from samestep.world.group import Group, close_group, open_group
 
 TIMEOUT_S = 10.0

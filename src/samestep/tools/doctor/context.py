@@ -8,10 +8,10 @@ from functools import cached_property
 import torch
 
 from samestep.errors import Error
-from samestep.tools.doctor.options import Options
+from samestep.tools.doctor.doctor_options import Options
 from samestep.world.environment import Environment
 from samestep.world.group import choose_device
-from samestep.world.meeting import Meeting
+from samestep.world.store_exchange import Meeting
 
 MAX_NAMED = 6
 

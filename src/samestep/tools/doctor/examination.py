@@ -10,11 +10,12 @@ from typing import Any
 
 from samestep.tools.doctor.collectives import judge_collectives, look_at_collectives
 from samestep.tools.doctor.context import Context, Members
+from samestep.tools.doctor.data_loading import judge_feeding, look_at_feeding
 from samestep.tools.doctor.disk import judge_disk, look_at_disk
-from samestep.tools.doctor.feeding import judge_feeding, look_at_feeding
+from samestep.tools.doctor.doctor_options import Options
 from samestep.tools.doctor.findings import FAIL, Check, Finding, judge_answers
 from samestep.tools.doctor.gpus import judge_gpus, look_at_gpus
-from samestep.tools.doctor.machine import (
+from samestep.tools.doctor.host_resources import (
     judge_cores,
     judge_limits,
     judge_versions,
@@ -23,10 +24,9 @@ from samestep.tools.doctor.machine import (
     look_at_versions,
 )
 from samestep.tools.doctor.network import judge_network, look_at_network
-from samestep.tools.doctor.options import Options
 from samestep.tools.doctor.report import Report
 from samestep.world.environment import Environment, read_host
-from samestep.world.meeting import Meeting
+from samestep.world.store_exchange import Meeting
 
 MEET_S = 60.0  # for the other ranks to come
 GRACE_S = 5.0  # for other ranks to be through with a check after rank 0 is

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from samestep.launch.links import plain_address
-from samestep.launch.nodes import find_addresses
+from samestep.launch.rendezvous_client import find_addresses
 from samestep.tools.doctor.context import Context, Members
 from samestep.tools.doctor.findings import FAIL, PASS, WARN, Facts, Finding, format_s
 from samestep.world.environment import choose_interface, read_host, read_interface, read_master

@@ -18,7 +18,7 @@ from samestep.tools.verify.table import Table
 from samestep.tools.verify.traces import Difference, Traced, find_difference, name_tensor
 from samestep.tools.verify.trials import LEAST_DEADLINE_S, Outcome, Subject, Trials
 from samestep.world.environment import spell_flag
-from samestep.world.home import Home
+from samestep.world.workdir import Home
 
 KILLED = 128 + 9
 MAX_EVENTS = 12  # how far into the writing of a snapshot a rank is killed: about as many files are touched

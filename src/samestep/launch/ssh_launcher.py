@@ -25,11 +25,11 @@ from typing import Any
 
 from samestep.console import escape, say
 from samestep.errors import Error
-from samestep.launch.command import Stopping
 from samestep.launch.handshake import make_secret
-from samestep.launch.logs import write_all
-from samestep.launch.nodes import parse_endpoint
-from samestep.launch.remote import BEAT_S, MARK
+from samestep.launch.launcher import Stopping
+from samestep.launch.output_recorder import write_all
+from samestep.launch.rendezvous_client import parse_endpoint
+from samestep.launch.ssh_node import BEAT_S, MARK
 from samestep.world.environment import SECRET, read_passed
 
 SSH = (
@@ -120,7 +120,7 @@ class Agents:
         self._beats = threading.Thread(target=self._beat, name="samestep beats", daemon=True)
         python_path = {name: value for name, value in variables.items() if name == "PYTHONPATH"}
         words = [*(f"{name}={value}" for name, value in python_path.items()), sys.executable]
-        command = f"exec env {shlex.join([*words, '-P', '-m', 'samestep.launch.remote'])}"
+        command = f"exec env {shlex.join([*words, '-P', '-m', 'samestep.launch.ssh_node'])}"
         self.all: list[Agent] = []
         for host in hosts:
             pipe = subprocess.PIPE

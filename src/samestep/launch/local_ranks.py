@@ -20,8 +20,8 @@ from samestep.errors import Error
 from samestep.launch.forkserver import ForkServer, give_back_server, take_server
 from samestep.launch.places import HOST, Place, build_variables
 from samestep.world.environment import FINISHED, LEAVE, PREFIX, STOPPED, Overrides
-from samestep.world.home import Home
 from samestep.world.private import make_private, read_private
+from samestep.world.workdir import Home
 
 T = TypeVar("T")
 

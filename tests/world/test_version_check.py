@@ -9,9 +9,9 @@ import pytest
 from support.runs import check, run_command
 
 from samestep.errors import Error
-from samestep.world.software import check_alike, describe_software, explain_hashing
+from samestep.world.version_check import check_alike, describe_software, explain_hashing
 
-ASK = "import json; from samestep.world.software import describe_software; print(json.dumps(describe_software()))"
+ASK = "import json; from samestep.world.version_check import describe_software; print(json.dumps(describe_software()))"
 
 
 def build(**changes: Any) -> dict[str, Any]:

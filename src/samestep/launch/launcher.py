@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from samestep.console import escape, say
 from samestep.errors import Error
 from samestep.launch.forkserver import ForkServer
-from samestep.launch.local import MOST_LOCAL_RANKS, Failure, Ranks, Target, parse_shown
+from samestep.launch.local_ranks import MOST_LOCAL_RANKS, Failure, Ranks, Target, parse_shown
 from samestep.world.environment import (
     FINISHED,
     START_AGAIN,
@@ -26,7 +26,7 @@ from samestep.world.environment import (
 )
 
 if TYPE_CHECKING:
-    from samestep.launch.nodes import Nodes
+    from samestep.launch.rendezvous_client import Nodes
 
 MOST_RANKS = 1 << 16  # where it is not known yet how many there are
 
@@ -180,7 +180,7 @@ def run_launch(
     with Stopping() as stopping:
         server = _open_server(overrides, num_ranks)
         try:
-            from samestep.launch.agent import Launch, run_agent, run_node_agent
+            from samestep.launch.supervisor import Launch, run_agent, run_node_agent
 
             count = known or _count_ranks(num_ranks, overrides.device)
             ranks = Ranks(server, parse_shown(show_ranks, count if nodes is None else MOST_RANKS))

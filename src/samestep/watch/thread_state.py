@@ -19,7 +19,7 @@ def _find_package(name: str) -> str:
 
 OWN, TORCH = _find_package("samestep"), _find_package("torch")
 # Frames of these wait for other ranks, when they are the innermost that are not torch's or Python's.
-EXCHANGES = (f"{OWN}engine/routes.py", f"{OWN}world/group.py", f"{OWN}world/neighbors.py")
+EXCHANGES = (f"{OWN}engine/routes.py", f"{OWN}world/group.py", f"{OWN}world/local_sockets.py")
 DISTRIBUTED = f"{TORCH}distributed/"
 COMPILERS = (f"{TORCH}_dynamo/", f"{TORCH}_inductor/", f"{TORCH}_functorch/")
 STDLIB = sysconfig.get_path("stdlib")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.world.home import Home
+from samestep.world.workdir import Home
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.watch.drift import Drift, checksum, combine, explain_drift, find_drift
+from samestep.watch.replica_checksums import Drift, checksum, combine, explain_drift, find_drift
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64]
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.watch.judge import (
+from samestep.watch.stall_diagnosis import (
     LEARNT,
     PHASES,
     STOP_S,

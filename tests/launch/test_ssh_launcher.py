@@ -20,9 +20,9 @@ from support.ssh import SshHosts, open_ssh_hosts, why_not
 from support.waiting import wait_until
 
 from samestep.errors import Error
-from samestep.launch import hosts as of_hosts
-from samestep.launch.hosts import Agents, Host, parse_hosts
-from samestep.launch.remote import MARK as ANSWER
+from samestep.launch import ssh_launcher as of_hosts
+from samestep.launch.ssh_launcher import Agents, Host, parse_hosts
+from samestep.launch.ssh_node import MARK as ANSWER
 
 SEEN = """
 import json, os, sys, torch.distributed as dist
@@ -169,7 +169,7 @@ def test_a_host_that_cannot(command: Command, hosts: SshHosts, fault: str, tmp_p
     elif fault == "python":
         hosts.force("b", "exec /no/such/python3")
     elif fault == "samestep":
-        hosts.force("b", f"cd / && exec env -u PYTHONPATH {sys.executable} -S -P -m samestep.launch.remote")
+        hosts.force("b", f"cd / && exec env -u PYTHONPATH {sys.executable} -S -P -m samestep.launch.ssh_node")
     elif fault == "directory":
         if os.geteuid() != 0:
             pytest.skip("hides a directory by a mount, as root")
@@ -193,7 +193,7 @@ def test_a_host_that_cannot(command: Command, hosts: SshHosts, fault: str, tmp_p
 def test_nobody_says_anything_any_more(command: Command) -> None:
     """A connection that is lost without a word ends the launcher, too; the run can save."""
     command.write("stoppable.py", STOPPABLE)
-    code = "from samestep.launch import remote; remote.SILENT_S = 3.0; remote.main()"
+    code = "from samestep.launch import ssh_node; remote.SILENT_S = 3.0; remote.main()"
     watcher = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=command.variables
     )

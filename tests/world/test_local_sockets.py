@@ -14,10 +14,10 @@ import torch
 
 import samestep
 from samestep.errors import PeerFailed
-from samestep.world import neighbors as neighbors_module
+from samestep.world import local_sockets as neighbors_module
 from samestep.world.environment import read_environment
 from samestep.world.group import open_group
-from samestep.world.neighbors import Neighbors, connect
+from samestep.world.local_sockets import Neighbors, connect
 
 
 class Alone:

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from samestep.errors import Error
-from samestep.tools.doctor.options import Options, Start, parse
+from samestep.tools.doctor.doctor_options import Options, Start, parse
 from samestep.world.environment import Environment, Overrides, count_job_nodes, read_environment
 
 
@@ -38,8 +38,8 @@ def run_rank(environment: Environment, options: Options) -> int:
 
 
 def _check_script(options: Options) -> None:
-    from samestep.launch.command import check_target
-    from samestep.launch.local import Target
+    from samestep.launch.launcher import check_target
+    from samestep.launch.local_ranks import Target
 
     first, *rest = options.script
     if first == "-m":
@@ -49,10 +49,10 @@ def _check_script(options: Options) -> None:
 
 
 def _launch(options: Options, start: Start) -> int:
-    from samestep.launch.command import run_launch
     from samestep.launch.handshake import find_secret
-    from samestep.launch.local import Target
-    from samestep.launch.nodes import parse_nodes
+    from samestep.launch.launcher import run_launch
+    from samestep.launch.local_ranks import Target
+    from samestep.launch.rendezvous_client import parse_nodes
 
     nodes = parse_nodes(
         start.nnodes or "1", start.node_rank, start.rdzv_endpoint, start.rdzv_id or "", start.rdzv_timeout or 300,

@@ -17,7 +17,7 @@ from samestep.tools.doctor.context import Context
 from samestep.tools.doctor.findings import FAIL, PASS, WARN, Facts, Finding
 from samestep.tools.trained import read_lines, start
 from samestep.world.environment import TRACE, Overrides, child_variables
-from samestep.world.home import Home
+from samestep.world.workdir import Home
 
 WARM_UP = 3  # steps: it compiles, opens files, starts workers
 MEASURED_S, MOST_STEPS = 3.0, 1000

@@ -21,10 +21,10 @@ from typing import Any
 from samestep.errors import Error
 from samestep.launch.handshake import is_proven, make_nonce, prove
 from samestep.launch.links import MAX_LINE, Link, check_fields
-from samestep.launch.local import MOST_LOCAL_RANKS, Target
+from samestep.launch.local_ranks import MOST_LOCAL_RANKS, Target
 from samestep.version import __version__
 from samestep.world.environment import SECRET, Overrides, read_host, read_overrides
-from samestep.world.software import hash_file
+from samestep.world.version_check import hash_file
 
 DEFAULT_PORT = 29400  # torchrun's
 RETRY_S = 0.2

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from samestep.errors import Error
-from samestep.launch.command import _conclude_on_nodes
 from samestep.launch.handshake import make_nonce, prove, read_secret
-from samestep.launch.hub import MAX_STRANGERS, STRANGER_S, Hub
+from samestep.launch.launcher import _conclude_on_nodes
 from samestep.launch.links import MAX_LINE, Link
-from samestep.launch.local import Ranks, Target
-from samestep.launch.nodes import GREETING_S, Hello, Nodes, build_hello, connect
+from samestep.launch.local_ranks import Ranks, Target
+from samestep.launch.rendezvous_client import GREETING_S, Hello, Nodes, build_hello, connect
+from samestep.launch.rendezvous_server import MAX_STRANGERS, STRANGER_S, Hub
 from samestep.world.environment import Overrides
 
 SECRET = "a secret of this run's nodes"
@@ -208,7 +208,7 @@ def test_nodes_that_do_not_fit_together(open_place: Callable[..., Place], capfd:
         (place.hello(0), "were both started with --node-rank 0: give each node its own"),
         (
             place.hello(2, program="x"),
-            r"node 2 \(.*\) has another test_hub.py than node 0 \(.*\) \(x, not \w+\): make them",
+            r"node 2 \(.*\) has another test_rendezvous.py than node 0 \(.*\) \(x, not \w+\): make them",
         ),
     ):
         with pytest.raises(Error, match=said):

@@ -22,8 +22,8 @@ from samestep.console import say
 from samestep.errors import Error
 from samestep.launch.handshake import is_proven, make_nonce, prove
 from samestep.launch.links import MAX_LINE, Link, check_fields, open_listener
-from samestep.launch.local import Failure
-from samestep.launch.nodes import Hello, Nodes, find_difference, find_other_arguments, parse_hello
+from samestep.launch.local_ranks import Failure
+from samestep.launch.rendezvous_client import Hello, Nodes, find_difference, find_other_arguments, parse_hello
 from samestep.world.environment import Restart
 
 TICK_S = 0.1

@@ -31,11 +31,11 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from samestep.console import say
 from samestep.launch.handshake import derive_key
-from samestep.launch.hub import FLUSH_S, Hub
 from samestep.launch.links import Link, open_listener
-from samestep.launch.local import Failure, Ranks, Target, open_store
-from samestep.launch.nodes import Nodes, build_hello, connect, find_addresses, find_own_address
+from samestep.launch.local_ranks import Failure, Ranks, Target, open_store
 from samestep.launch.places import HOST, Place, build_variables
+from samestep.launch.rendezvous_client import Nodes, build_hello, connect, find_addresses, find_own_address
+from samestep.launch.rendezvous_server import FLUSH_S, Hub
 from samestep.world.environment import BEGUN, ROOM, STOPPED, Overrides, Restart, count_job_nodes
 
 MONITOR_INTERVAL_S = 1e-6  # `Ranks.poll` waits itself, and for no longer than it must.
