@@ -61,7 +61,7 @@ def run_rank(num_rounds: int, steps_per_block: int) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     run.prepare(model=model, optimizer=optimizer)
     data = [torch.ones(WIDTH)] * (4 * batch_size)
-    pulse = run._pulse
+    pulse = run._watchdog
     repeats = 1
 
     def train() -> Iterator[None]:
@@ -88,7 +88,7 @@ def run_rank(num_rounds: int, steps_per_block: int) -> dict[str, Any]:
 
     def run_block(is_on: bool, block: Any) -> Any:
         def timed(num_steps: int) -> None:
-            run._pulse = pulse if is_on else Silence()  # type: ignore[assignment]
+            run._watchdog = pulse if is_on else Silence()  # type: ignore[assignment]
             if is_on:
                 pulse.begin()
             block(num_steps)
@@ -101,7 +101,7 @@ def run_rank(num_rounds: int, steps_per_block: int) -> dict[str, Any]:
     contestants = [build_contestant(name, iter(())) for name in (ON, OFF)]
     contestants = [type(c)(c.name, run_block(c.name == ON, block), True) for c in contestants]
     times = measure(contestants, num_rounds=num_rounds, steps_per_block=steps_per_block)
-    run._pulse = pulse
+    run._watchdog = pulse
     return {"times": times, "parts": time_parts(run)}
 
 
@@ -112,16 +112,16 @@ def time_parts(run: samestep.Run) -> dict[str, float]:
     for _ in range(num):
         pulse.enter("forward", 1)
     enter_s = (time.perf_counter() - began_s) / num
-    run._pulse.begin()
+    run._watchdog.begin()
     time.sleep(10)
     cpu_s = 0.0
     for thread in threading.enumerate():
         if thread.name.startswith("samestep _"):
             fields = Path(f"/proc/self/task/{thread.native_id}/schedstat").read_text().split()
             cpu_s += int(fields[0]) / 1e9
-    heartbeat: Any = run._pulse._heartbeat
+    heartbeat: Any = run._watchdog._heartbeat
     size = len(json.dumps(asdict(heartbeat._build_beat())))
-    run._pulse.close()
+    run._watchdog.close()
     return {"enter_s": enter_s, "cpu_share": cpu_s / 10, "beat_bytes": size}
 
 

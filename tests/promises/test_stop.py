@@ -16,7 +16,7 @@ from support.selection import one_in
 from support.waiting import wait_until
 
 import samestep
-from samestep.train.exits import count_idle_stops
+from samestep.train.stop_signals import count_idle_stops
 
 Undisturbed = Callable[..., Outcome]
 

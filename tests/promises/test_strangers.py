@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 import samestep
-from samestep.train.pulse import kill_sibling
+from samestep.train.watchdog import kill_sibling
 
 
 def fork(run: Callable[[], object]) -> int:

@@ -59,7 +59,7 @@ def run_evaluate(run: "Run", score: Callable[[Any], Mapping[str, Any]], source: 
     evaluating, without = dict.fromkeys(modes, False), dict.fromkeys(gradients)
     run._buffers.begin()
     run._statistics.hold()
-    run._pulse.enter("validating", run.steps_done)
+    run._watchdog.enter("validating", run.steps_done)
     try:
         workers = run._pools.lend(source, run.device)
         with Loader(source, tasks, device=run.device, workers=workers) as loader, torch.no_grad():
@@ -70,7 +70,7 @@ def run_evaluate(run: "Run", score: Callable[[Any], Mapping[str, Any]], source: 
                 rows.append(_read(score(to_device(loaded.batch, run.device)), loaded.num_samples))
                 run._buffers.undo()
                 run._statistics.undo()
-                run._pulse.enter("validating", run.steps_done)
+                run._watchdog.enter("validating", run.steps_done)
         settled = [_settle(row) for row in rows]
     except Error as error:
         where = write_traceback(error, run._snapshotter.logs, run.rank)
@@ -79,21 +79,21 @@ def run_evaluate(run: "Run", score: Callable[[Any], Mapping[str, Any]], source: 
     finally:
         _set_modes(modes)
         _set_gradients(gradients)
-    run._pulse.enter("reducing", run.steps_done)
+    run._watchdog.enter("reducing", run.steps_done)
     heard = run._signals.heard if run._signals is not None else 0
     gathered = run._group.gather((run._group.seal(settled), heard, run._snapshotter.is_copying))
     if run._loop is not None:  # validations can be long: what was heard meanwhile is not left to the next step
         run._loop.check_copying([told[2] for told in gathered])
         run._loop.take_votes([told[1] for told in gathered])
-    run._pulse.enter("script", run.steps_done)
+    run._watchdog.enter("script", run.steps_done)
     return _merge([row for told in gathered for row in run._group.unseal(told[0])])
 
 
 def _check_all_are_here(run: "Run", mark: int) -> None:
     """Raises Error where some ranks alone evaluate, and others are at their epoch's end (or at another evaluation)."""
-    run._pulse.enter("reducing", run.steps_done)
+    run._watchdog.enter("reducing", run.steps_done)
     check_not_alone(run._group.gather_number(mark))
-    run._pulse.enter("script", run.steps_done)
+    run._watchdog.enter("script", run.steps_done)
 
 
 def check_not_alone(marks: list[int]) -> None:

@@ -12,11 +12,12 @@ from samestep.data.attributes import Attributes
 from samestep.data.loader import Loader, seed_all
 from samestep.errors import Error
 from samestep.plan.seeds import derive
+from samestep.train.batches import Batches
 from samestep.train.evaluate import check_not_alone
-from samestep.train.exits import MOST_IDLE_STOPS, count_idle_stops, describe_stop, let_go
-from samestep.train.feed import Feed
 from samestep.train.loops import Place
+from samestep.train.shutdown import let_go
 from samestep.train.steps import Epoch, Step
+from samestep.train.stop_signals import MOST_IDLE_STOPS, count_idle_stops, describe_stop
 from samestep.train.unprepared import Unprepared
 from samestep.watch.records import RESTARTS
 from samestep.world.environment import BEGUN, FINISHED, ROOM, START_AGAIN, STOPPED, advise, stop_code
@@ -46,8 +47,8 @@ class Loop:
             would be in vain.
     """
 
-    def __init__(self, run: "Run", feed: Feed, place: Place) -> None:
-        self._run, self.feed, self.place = run, feed, place
+    def __init__(self, run: "Run", batches: Batches, place: Place) -> None:
+        self._run, self.batches, self.place = run, batches, place
         self.steps_done = self.began_step = place.steps_done
         self.last_step, self._is_cut = place.last_step, place.last_step < place.planned_step
         self.step: Step | None = None
@@ -60,26 +61,26 @@ class Loop:
         self._agreed_epoch = -1
         self._num_samples = 0
         self._began_s = time.perf_counter()
-        tasks = feed.tasks(self.steps_done, self.last_step, rank=run.rank, world_size=run.world_size)
-        source = replace(feed.source, num_workers=0) if place.is_past else feed.source
+        tasks = batches.tasks(self.steps_done, self.last_step, rank=run.rank, world_size=run.world_size)
+        source = replace(batches.source, num_workers=0) if place.is_past else batches.source
         # One rank looks, in a run that can be resumed.
         looks = run.rank == 0 and run.dir is not None and run._trace is None and not place.is_further
         roots = {"the data set": source.dataset, "collate_fn": source.collate_fn}
         self._unprepared = Unprepared(run._objects if looks else None, roots, run._say)
-        self._loader, self._attributes = Loader(source, tasks, device=run.device), Attributes(feed.source)
+        self._loader, self._attributes = Loader(source, tasks, device=run.device), Attributes(batches.source)
 
     def run_epochs(self, num_epochs: int) -> Generator[Epoch, None, None]:
         """Yields the epochs from where the run stands."""
-        per_epoch = self.feed.steps_per_epoch
+        per_epoch = self.batches.steps_per_epoch
         assert per_epoch is not None
         self._begin()
-        for number in range(self.feed.epoch_of(self.steps_done), self.feed.first_epoch + num_epochs):
+        for number in range(self.batches.epoch_of(self.steps_done), self.batches.first_epoch + num_epochs):
             if self.ending:
                 break
-            if self.feed.has_sampler:
+            if self.batches.has_sampler:
                 self._agree_on_order(number)
             self._begin_body("epoch", number)
-            end = self.feed.end_of(number)
+            end = self.batches.end_of(number)
             self.repeats_head = self.steps_done > end - per_epoch
             epoch = Epoch(self, number, per_epoch, self._run._tally)
             try:
@@ -96,7 +97,7 @@ class Loop:
             self._vote_alone()
             self._unprepared.look(self.steps_done - self.began_step, ends_epoch=True)
             whole = self.steps_done == end
-            self._run._pulse.enter("script", self.steps_done)
+            self._run._watchdog.enter("script", self.steps_done)
             if not whole:  # the body of an epoch that was cut short will run again: what it asks for is not final
                 self._run._snapshotter.drop_names()
             self._save_what_is_due(epochs_done=number + 1 if whole else None, numbered=whole)
@@ -107,8 +108,8 @@ class Loop:
         """Yields the steps from where the run stands."""
         self._begin()
         while not self.ending:
-            if self.feed.has_sampler:
-                for epoch in self.feed.epochs_of(self.steps_done):
+            if self.batches.has_sampler:
+                for epoch in self.batches.epochs_of(self.steps_done):
                     self._agree_on_order(epoch)
             yield from self.next_step(last=False)
         self._finish()
@@ -135,7 +136,7 @@ class Loop:
                 "end early, call run.stop() and let the loop end by itself"
             )
         self.steps_done += 1
-        run._pulse.enter("script", self.steps_done)
+        run._watchdog.enter("script", self.steps_done)
         self._account(step)
         self._unprepared.look(self.steps_done - self.began_step)
         self._warn_of_grace(time.monotonic() - began_s)
@@ -154,7 +155,7 @@ class Loop:
         """Why no step is left to a start, and how to train longer."""
         if self.steps_done < self.last_step:
             return f"run.stop() has ended this run; go on from here with {advise('resume', self.steps_done)}"
-        more = "a larger max_steps" if self._is_cut else "more epochs" if self.feed.steps_per_epoch else "more steps"
+        more = "a larger max_steps" if self._is_cut else "more epochs" if self.batches.steps_per_epoch else "more steps"
         return f"{self.steps_done} of {self.last_step} steps are done; ask for {more}"
 
     def check_not_left(self) -> None:
@@ -170,7 +171,7 @@ class Loop:
                 "this run is inside another loop: call run.epochs() or run.steps() after that loop, not inside it "
                 "or before it has begun"
             )
-        return self.steps_done, self.feed.next_epoch(self.steps_done)
+        return self.steps_done, self.batches.next_epoch(self.steps_done)
 
     def left_error(self) -> Error | None:
         """What is to be said of a loop that was left before its end."""
@@ -182,7 +183,7 @@ class Loop:
         )
 
     def _leave(self, loop: str, where: str) -> None:
-        self._run._pulse.leave(self.steps_done)
+        self._run._watchdog.leave(self.steps_done)
         if not self.is_ended and not self._left:
             self._left = f"the loop over the {loop} was left by break (or return, or an error) in {where}"
 
@@ -191,7 +192,7 @@ class Loop:
         run = self._run
         if self.place.is_past:
             return
-        run._pulse.begin()
+        run._watchdog.begin()
         if self.place.is_further:
             run._snapshotter.write_status("running", "", None)
         elif run._snapshotter.directory is not None:
@@ -224,7 +225,7 @@ class Loop:
 
         The last thing before the script may update: what is being copied for a snapshot is copied by now.
         """
-        snapshotter, pulse = self._run._snapshotter, self._run._pulse
+        snapshotter, pulse = self._run._snapshotter, self._run._watchdog
         before, is_copying = pulse.now[0], snapshotter.is_copying
         if is_copying:
             pulse.enter("saving", self.steps_done)
@@ -281,7 +282,7 @@ class Loop:
 
     def _account(self, step: Step) -> None:
         """Writes down a finished step."""
-        run, epoch = self._run, self.feed.epoch_of(step.number)
+        run, epoch = self._run, self.batches.epoch_of(step.number)
         self._num_samples += step.num_samples
         directory = run._snapshotter.directory
         if directory is not None:
@@ -294,7 +295,7 @@ class Loop:
                     f"step {step.number} makes no update: no micro-batch of it had a step.backward with a weight above "
                     "0; such steps are counted as skipped_steps"
                 )
-        if self.feed.steps_per_epoch is not None:
+        if self.batches.steps_per_epoch is not None:
             run._tally.add(epoch, step.weighted_metrics())
         if run._logs_step(self.steps_done):
             skipped = {"train/skipped_steps": run._tally.num_skipped} if run._tally.num_skipped else {}
@@ -323,10 +324,10 @@ class Loop:
             return
 
         def build_state() -> dict[str, Any]:
-            epoch = self.feed.epoch_of(self.steps_done) if epochs_done is None else epochs_done
+            epoch = self.batches.epoch_of(self.steps_done) if epochs_done is None else epochs_done
             return run._build_state({"step": self.steps_done, "epoch": epoch})
 
-        run._pulse.enter("saving", self.steps_done)
+        run._watchdog.enter("saving", self.steps_done)
         run._snapshotter.save_what_is_due(
             build_state,
             run._objects,
@@ -338,7 +339,7 @@ class Loop:
             notes={"tally": run._tally.state_dict()}
             | ({"stopped": run._stop_reason} if run._stop_reason and self.steps_done < self.last_step else {}),
         )
-        run._pulse.leave_saving(self.steps_done)
+        run._watchdog.leave_saving(self.steps_done)
 
     @property
     def _is_to_leave(self) -> bool:
@@ -389,7 +390,7 @@ class Loop:
         self._loader.close()
         run, snapshotter = self._run, self._run._snapshotter
         run._pools.close()
-        run._pulse.enter("saving", self.steps_done)
+        run._watchdog.enter("saving", self.steps_done)
         snapshotter.end(self.steps_done)
         # All are told: where the launcher of one node ended with START_AGAIN, srun would for all of them.
         ends = [(run.rank, self._explain_failure())]
@@ -398,10 +399,10 @@ class Loop:
         if failure:
             self.failure, status, reason = Error(failure, rank=rank), "failed", failure
         seconds = time.perf_counter() - self._began_s
-        end = {"steps": self.steps_done, "measured": run._pulse.measure(self._num_samples, seconds)}
+        end = {"steps": self.steps_done, "measured": run._watchdog.measure(self._num_samples, seconds)}
         snapshotter.write_status(status, reason, None if failure else end)
         rows: dict[str, Any] = {"steps": self.steps_done}
-        time_row = self._run._pulse.close()
+        time_row = self._run._watchdog.close()
         if self.steps_done > self.began_step:
             if run._tally.num_skipped:
                 rows["steps without an update"] = f"{run._tally.num_skipped} of {self.steps_done}"
@@ -436,7 +437,7 @@ class Loop:
         if epoch <= self._agreed_epoch:
             return
         self._agreed_epoch = epoch
-        if len(set(run._group.gather(self.feed.order_fingerprint(epoch)))) > 1:
+        if len(set(run._group.gather(self.batches.order_fingerprint(epoch)))) > 1:
             raise Error(f"sampler({epoch}) gave other indices on other ranks: seed it from the epoch, not the rank")
         if run.dir is not None:
             directory = run.dir / "orders"
@@ -444,7 +445,7 @@ class Loop:
 
     def _keep_order(self, epoch: int, directory: Path) -> None:
         try:
-            if problem := self.feed.keep_order(epoch, directory, self.steps_done):
+            if problem := self.batches.keep_order(epoch, directory, self.steps_done):
                 self._run._say(problem)
         except OSError as error:
             self._run._say(f"the order of epoch {epoch} could not be written down ({error}): the run goes on")

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from samestep.errors import Error
+from samestep.train.batches import Batches
 from samestep.train.directory import Directory
-from samestep.train.feed import Feed
 from samestep.train.options import find_different
 from samestep.train.snapshotter import Snapshotter
 
@@ -93,20 +93,20 @@ class Loops:
 def place_loop(
     loops: Loops,
     snapshotter: Snapshotter,
-    feed: Feed,
+    batches: Batches,
     num_steps: int,
     max_steps: int | None,
     say: Callable[[str], None],
 ) -> Place:
     """Places the script's next loop, and records it. On all ranks. Errors as for `record_loop`."""
-    place = loops.begin(feed.first_step, num_steps, max_steps)
-    snapshotter.once(lambda: record_loop(snapshotter.directory, place, feed))
+    place = loops.begin(batches.first_step, num_steps, max_steps)
+    snapshotter.once(lambda: record_loop(snapshotter.directory, place, batches))
     if place.warning:
         say(place.warning)
     return place
 
 
-def record_loop(directory: Directory | None, place: Place, feed: Feed) -> None:
+def record_loop(directory: Directory | None, place: Place, batches: Batches) -> None:
     """Compares a loop with what the run's record says of it, or records it.
 
     The record's numbers are those of the first loop; the others are in a list. Entries of loops that the snapshot
@@ -119,12 +119,12 @@ def record_loop(directory: Directory | None, place: Place, feed: Feed) -> None:
         return
     recorded = directory.record.get("loops", [])
     loops = recorded if place.is_further else recorded[: place.num_past]
-    numbers = {"first_step": feed.first_step, "first_epoch": feed.first_epoch, **feed.numbers}
+    numbers = {"first_step": batches.first_step, "first_epoch": batches.first_epoch, **batches.numbers}
     if 0 < place.number <= len(loops):
         if different := find_different(loops[place.number - 1], numbers):
             raise Error(
                 f"loop {place.number + 1} of the run in {directory.named} was another one ({different}): use its "
-                f"numbers, or resume from step {feed.first_step} or before"
+                f"numbers, or resume from step {batches.first_step} or before"
             )
     elif place.number:
         loops = [*loops, numbers]

@@ -149,9 +149,9 @@ class ReferenceStep(TracedStep):
     # --- a few samples, together and one by one ---------------------------------------------------------------
 
     def _run_probes(self) -> Iterator[Any]:
-        run, feed = self._run, self._loop.feed
-        spans = feed.micro_batches(self.number)
-        indices = [int(i) for span in spans for i in feed.indices(self.number, span)][:NUM_PROBES]
+        run, batches = self._run, self._loop.batches
+        spans = batches.micro_batches(self.number)
+        indices = [int(i) for span in spans for i in batches.indices(self.number, span)][:NUM_PROBES]
         modules = {id(part): part for module in run._modules.values() for part in module.modules()}.values()
         norms = [part for part in modules if isinstance(part, _BatchNorm) and part.training]
         buffers = [buffer for part in modules for buffer in part._buffers.values() if buffer is not None]
@@ -179,7 +179,7 @@ class ReferenceStep(TracedStep):
 
     def _load_probes(self, indices: list[int]) -> Iterator[Any]:
         """The samples as one batch, then each as one."""
-        source, seed = self._loop.feed.source, derive(self._run.seed, "data", step=self.number)
+        source, seed = self._loop.batches.source, derive(self._run.seed, "data", step=self.number)
         seed_all(seed)
         many = getattr(source.dataset, "__getitems__", None)
         samples = [source.dataset[i] for i in indices] if many is None else many(indices)

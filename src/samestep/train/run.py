@@ -17,24 +17,25 @@ from samestep.plan.schedule import LEAST_SAMPLES, describe
 from samestep.plan.seeds import derive
 from samestep.snapshot.serialization import encode
 from samestep.train import stateful as prepared
+from samestep.train.batches import Batches, Sampler, build_batches
 from samestep.train.evaluate import open_source, run_evaluate
-from samestep.train.exits import StopSignals, close_run, open_run, report_errors, take_back
-from samestep.train.feed import Feed, Sampler, build_feed
 from samestep.train.generators import call_on_rank_0
-from samestep.train.guards import Guards
 from samestep.train.loop import Loop
 from samestep.train.loops import Loops, place_loop
 from samestep.train.machine import describe_machine, fix_compiler, fix_kernels
-from samestep.train.pulse import RunPulse
+from samestep.train.misuse import MisuseChecks
 from samestep.train.recall import recall
 from samestep.train.replicas import Replicas
 from samestep.train.restoring import Contents
 from samestep.train.samples import add_samples
 from samestep.train.settings import build_settings, check_count, check_extras
+from samestep.train.shutdown import close_run, open_run, report_errors, take_back
 from samestep.train.snapshotter import Snapshotter
 from samestep.train.steps import Epoch, Step
+from samestep.train.stop_signals import StopSignals
 from samestep.train.tally import Tally
 from samestep.train.trace import open_trace
+from samestep.train.watchdog import Watchdog
 from samestep.watch.progress import build_progress, say_above
 from samestep.watch.trackers import Tracker, TrackerInfo, Trackers
 from samestep.world.environment import advise, read_environment, read_rank
@@ -130,7 +131,7 @@ class Run:
         self.summary: dict[str, Any] = {}
         self._objects: dict[str, Any] = {}
         self._modules: dict[str, nn.Module] = {}
-        self._statistics, self._guards = BatchNormStatistics([]), Guards({}, {})
+        self._statistics, self._misuse = BatchNormStatistics([]), MisuseChecks({}, {})
         self._buffers = OtherBuffers({}, self._statistics)
         self._loop: Loop | None = None
         self._loops, self._steps_done, self._num_evaluations = Loops(), 0, 0
@@ -139,7 +140,7 @@ class Run:
         self.dir = self._snapshotter.path
         self._signals = None if self.dir is None else StopSignals(self._say, environment.launcher, self._error_dir)
         open_run(self)
-        self._pulse = RunPulse(self, environment)
+        self._watchdog = Watchdog(self, environment)
         self._old_params = prepared.find_params()
         self._trace = None if environment.trace is None else open_trace(self, environment.trace)
         seed_all(derive(self.seed, "init"))
@@ -181,7 +182,7 @@ class Run:
         tensors = [t for m in self._modules.values() for t in (*m.parameters(), *m.buffers())]
         self._group.broadcast_tensors(tensors)
         self._statistics = BatchNormStatistics(self._modules.values())
-        self._guards = Guards(objects, self._modules)
+        self._misuse = MisuseChecks(objects, self._modules)
         if self.dir is not None:
             encode(prepared.states(objects))  # what cannot be saved is said now, not after the first epoch
         self._restore()
@@ -215,12 +216,12 @@ class Run:
             Error: no data, or data that cannot be indexed; `run.json` tells of other data; a loop left by break.
         """
         check_count("epochs", num_epochs)
-        feed = self._open_feed(
+        batches = self._open_batches(
             data, endless=False, sampler=sampler, collate_fn=collate_fn, num_workers=num_workers, shuffle=shuffle,
             drop_last=drop_last, pin_memory=pin_memory,
         )  # fmt: skip
-        assert feed.steps_per_epoch is not None
-        return self._begin(feed, num_epochs * feed.steps_per_epoch, num_epochs).run_epochs(num_epochs)
+        assert batches.steps_per_epoch is not None
+        return self._begin(batches, num_epochs * batches.steps_per_epoch, num_epochs).run_epochs(num_epochs)
 
     def steps(
         self,
@@ -238,11 +239,11 @@ class Run:
         Args and errors as for `epochs`; `num_steps` counts those of this loop, before a restart too.
         """
         check_count("steps", num_steps)
-        feed = self._open_feed(
+        batches = self._open_batches(
             data, endless=True, sampler=sampler, collate_fn=collate_fn, num_workers=num_workers, shuffle=shuffle,
             pin_memory=pin_memory,
         )  # fmt: skip
-        return self._begin(feed, num_steps, None).run_steps()
+        return self._begin(batches, num_steps, None).run_steps()
 
     def evaluate(
         self,
@@ -334,36 +335,36 @@ class Run:
         Raises:
             Error: inside the micro-batch loop, where the gradient is not complete.
         """
-        self._guards.refuse_in_step("run.clip_grad_norm_", "the gradient is not complete there; dedent it")
+        self._misuse.refuse_in_step("run.clip_grad_norm_", "the gradient is not complete there; dedent it")
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
-    def _open_feed(self, data: Any, **arguments: Any) -> Feed:
+    def _open_batches(self, data: Any, **arguments: Any) -> Batches:
         self._check_left()
         start = (0, 0) if self._loop is None else self._loop.find_end()
         self._check_prepared("the loop")
         if self._is_recalled:
             raise Error("run.restore was called before the loop, which would train other weights: call it after it")
-        return build_feed(data, self.seed, self.batch_size, self.micro_batch_size, start, **arguments)
+        return build_batches(data, self.seed, self.batch_size, self.micro_batch_size, start, **arguments)
 
-    def _begin(self, feed: Feed, total_steps: int, num_epochs: int | None) -> Loop:
+    def _begin(self, batches: Batches, total_steps: int, num_epochs: int | None) -> Loop:
         """Everything between the arguments' check and the first step."""
-        lengths = {"the number of steps": total_steps, "the length of the data set": len(feed.source)}
-        self._group.agree(feed.numbers | lengths)
+        lengths = {"the number of steps": total_steps, "the length of the data set": len(batches.source)}
+        self._group.agree(batches.numbers | lengths)
         if self._loop is None:
             machine = describe_machine(self._settings, self.device)
             options = self._contents.options
-            options = add_samples(options, self._group, self._snapshotter, feed, self.seed, machine, self._overrides)
-            self._snapshotter.record(self._numbers | feed.numbers, machine, self._config, options)
+            options = add_samples(options, self._group, self._snapshotter, batches, self.seed, machine, self._overrides)
+            self._snapshotter.record(self._numbers | batches.numbers, machine, self._config, options)
             fix_compiler()
-        place = place_loop(self._loops, self._snapshotter, feed, total_steps, self._settings.max_steps, self._say)
+        place = place_loop(self._loops, self._snapshotter, batches, total_steps, self._settings.max_steps, self._say)
         if place.is_further:
             take_back(self)
         if place.is_replayed:
             self.state = self._contents.restore_again(self._snapshotter.read_again())
-        self._loop = loop = Loop(self, feed, place)
+        self._loop = loop = Loop(self, batches, place)
         if place.is_past:
             return loop
-        self._guards.watch(loop)
+        self._misuse.watch(loop)
         if self.rank == 0:
             name = "" if self.dir is None else self.dir.name
             self._trackers.start(TrackerInfo(name, self.dir, self._config, resumed_step=self.steps_done))
@@ -372,7 +373,7 @@ class Run:
             self._say(describe(self.batch_size // self.micro_batch_size, self.world_size, size) + self._resumed)
         if loop.ending and self._resumed and not place.is_further:
             self._say(f"nothing left to do: {loop.explain_end()}, or begin anew with {advise('fresh')}")
-        epochs = num_epochs and feed.first_epoch + num_epochs
+        epochs = num_epochs and batches.first_epoch + num_epochs
         self._progress.begin(total_steps=loop.last_step, done_steps=self.steps_done, epochs=epochs)
         return loop
 
@@ -410,7 +411,7 @@ class Run:
         self._progress.end(self.summary | rows)
         if self.rank == 0:
             self._trackers.finish(status)
-        self._guards.close()
+        self._misuse.close()
         if self._signals is not None:
             self._signals.restore()
 
@@ -432,7 +433,7 @@ class Run:
     def _check_call(self, what: str, instead: str) -> None:
         """Refuses a call in the wrong place."""
         self._check_left()
-        self._guards.refuse_in_step(what, instead)
+        self._misuse.refuse_in_step(what, instead)
 
     def _check_prepared(self, what: str) -> None:
         if not self._objects:

@@ -14,7 +14,7 @@ from samestep.data.source import Source
 from samestep.errors import Error
 from samestep.plan.seeds import derive
 from samestep.snapshot.serialization import view_bytes
-from samestep.train.feed import Feed
+from samestep.train.batches import Batches
 from samestep.train.generators import keeping_generators
 from samestep.train.options import Options, describe_changes
 from samestep.train.snapshotter import Snapshotter
@@ -23,7 +23,7 @@ from samestep.world.group import Group
 
 
 def add_samples(
-    options: Options, group: Group, snapshotter: Snapshotter, feed: Feed, seed: int, machine: Mapping[str, Any],
+    options: Options, group: Group, snapshotter: Snapshotter, batches: Batches, seed: int, machine: Mapping[str, Any],
     overrides: bool,
 ) -> Options:  # fmt: skip
     """The options with what `check_samples` gives on rank 0. Nothing is read for a run without a directory."""
@@ -31,9 +31,9 @@ def add_samples(
     def check() -> tuple[list[str], str]:
         if snapshotter.directory is None:
             return [], ""
-        snapshotter.directory.check_numbers(feed.numbers)  # says more than a sample does
+        snapshotter.directory.check_numbers(batches.numbers)  # says more than a sample does
         before = snapshotter.directory.record.get("samples", [])
-        now = check_samples(feed.source, seed, snapshotter.directory.record, machine, overrides=overrides)
+        now = check_samples(batches.source, seed, snapshotter.directory.record, machine, overrides=overrides)
         return now, describe_changes({"samples": before or now}, {"samples": now})
 
     samples, changed = group.once(check)

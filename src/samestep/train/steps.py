@@ -42,7 +42,7 @@ class Epoch:
 
     def __init__(self, loop: "Loop", number: int, num_steps: int, tally: Tally) -> None:
         self.number, self.num_steps = number, num_steps
-        self._loop, self._end, self._tally = loop, loop.feed.end_of(number), tally
+        self._loop, self._end, self._tally = loop, loop.batches.end_of(number), tally
         self._is_begun = False
         self.done = False
 
@@ -91,7 +91,7 @@ class Step:
     def __init__(self, run: "Run", loop: "Loop", number: int, loader: Loader) -> None:
         self.number = number
         self._run, self._loop, self._loader = run, loop, loader
-        spans = loop.feed.micro_batches(number)
+        spans = loop.batches.micro_batches(number)
         self._sizes = [stop - start for start, stop in spans]
         self._layout = build_layout(len(spans), run.world_size)
         self._cache: list[Loaded] = []
@@ -153,12 +153,12 @@ class Step:
         if self.open:
             raise Error(f"step {self.number} is iterated over inside its own loop: use one loop after the other")
         if self.num_passes == 0:
-            run._guards.check_used(run._reducer)
+            run._misuse.check_used(run._reducer)
         run._follow_optimizers()
         reducer = run._reducer
         self.open = True
         held = layout.ranges[run.rank]
-        schedules = run._guards.read_schedules()
+        schedules = run._misuse.read_schedules()
         self._losses: list[dict[int, list[tuple[Any, Any]]]] = [{} for _ in held]  # by slot
         # A power of two, which changes no bit. With it, the sum over a full step of as many micro-batches is the mean.
         self._scale = run._precision.scale / 2 ** (layout.num_micro_batches - 1).bit_length()
@@ -168,9 +168,9 @@ class Step:
         run._buffers.begin()
         for k, v in enumerate(held):
             if self.num_passes == 0:
-                run._pulse.enter("loading", self.number)
+                run._watchdog.enter("loading", self.number)
                 self._cache.append(self._load())
-            run._pulse.enter("forward", self.number)
+            run._watchdog.enter("forward", self.number)
             self._k, self._v = k, v
             batch = to_device(self._cache[k].batch, run.device, non_blocking=True)
             seed_all(derive(run.seed, "compute", step=self.number, pass_=self.num_passes, micro_batch=v))
@@ -180,16 +180,16 @@ class Step:
                 yield batch
             except GeneratorExit:
                 self._is_left = True
-                run._pulse.leave(self.number)
+                run._watchdog.leave(self.number)
                 raise
             reducer.close()
             for guard in guards:
                 guard.remove()
             run._statistics.fold(held.start, v)
             run._buffers.fold(v)
-        run._guards.check_schedules(schedules, self.number)
+        run._misuse.check_schedules(schedules, self.number)
         self._finish()
-        run._pulse.enter("updating", self.number)
+        run._watchdog.enter("updating", self.number)
         seed_all(derive(run.seed, "after", step=self.number, pass_=self.num_passes))
         self.num_passes += 1
         self.open = False
@@ -257,13 +257,13 @@ class Step:
             )
         if slot or k:
             run._reducer.check_graph(loss, (self.num_passes, slot, k))
-        run._pulse.enter("backward", self.number)
+        run._watchdog.enter("backward", self.number)
         if k:
             run._reducer.backward_further(k, loss, factor, inputs)
         else:
             run._reducer.backward(loss, factor, inputs)
-            run._pulse.move("backward", "reducing", run._reducer.waited_s)
-        run._pulse.enter("forward", self.number)
+            run._watchdog.move("backward", "reducing", run._reducer.waited_s)
+        run._watchdog.enter("forward", self.number)
 
     def log(self, **values: float | Tensor) -> None:
         """Adds to the metrics of this step, averaged over the batch with the weights of step.backward; no sync.
@@ -317,7 +317,7 @@ class Step:
             values=[[values.get(name, (0.0, 0))[0] for name in names] for values in means_logged],
             counts=[[values.get(name, (0.0, 0))[1] for name in names] for values in means_logged],
         )
-        run._pulse.enter("reducing", self.number)
+        run._watchdog.enter("reducing", self.number)
         try:
             controls = reducer.finish(control)
         except RuntimeError as error:
@@ -347,7 +347,7 @@ class Step:
             for param in reducer.params:
                 param.grad = None
         if self.has_gradients and self.num_passes == 0:
-            run._guards.unused_step = self.number
+            run._misuse.unused_step = self.number
         run._statistics.finish([told.parts for told in controls])
         for rank, told in enumerate(controls):
             if told.buffers_changed:

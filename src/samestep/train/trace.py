@@ -43,9 +43,9 @@ def open_trace(run: "Run", options: str) -> "Trace":
 
         return Reference(run, parsed)
     if parsed.get("paces"):
-        from samestep.train.paces import Paces
+        from samestep.train.phase_timing import PhaseTiming
 
-        return Paces(run, parsed)
+        return PhaseTiming(run, parsed)
     return Trace(run, parsed)
 
 
@@ -95,7 +95,7 @@ class Trace:
             structure, tensors = encode(self.run._build_state({"step": loop.steps_done}))
             hashes = {name: hashlib.sha256(view_bytes(tensor)).hexdigest() for name, tensor in tensors.items()}
             line |= {"digest": digest_of(structure, hashes), "tensors": {n: h[:16] for n, h in hashes.items()}}
-            line |= {"values": dict(flatten(structure)), "schedules": self.run._guards.read_schedules()}
+            line |= {"values": dict(flatten(structure)), "schedules": self.run._misuse.read_schedules()}
             if self._options.get("dump") == step.number:
                 with open(self.directory / "dump.safetensors", "wb") as file:
                     write_tensors(file, tensors)
@@ -103,10 +103,10 @@ class Trace:
 
     def _read_twice(self, loop: "Loop", step: "TracedStep") -> dict[str, Any]:
         """Whether reading this rank's samples again, with the same seed, gives the same; and what changes meanwhile."""
-        source, run = loop.feed.source, self.run
+        source, run = loop.batches.source, self.run
         fetcher, before = Fetcher(source.dataset, source.collate_fn), hash_attributes(source.dataset)
         differs, changed = False, set[str]()
-        for task in loop.feed.tasks(step.number, step.number + 1, rank=run.rank, world_size=run.world_size):
+        for task in loop.batches.tasks(step.number, step.number + 1, rank=run.rank, world_size=run.world_size):
             one, other = (hash_batch(fetcher.load(task).batch) for _ in range(2))
             differs |= one != other
             changed |= {name for name, now in hash_attributes(source.dataset).items() if before.get(name) != now}
@@ -140,7 +140,7 @@ class Trace:
         )
 
     def _find_generators(self, loop: "Loop") -> dict[str, Any]:
-        source = loop.feed.source
+        source = loop.batches.source
         return find_generators({"the data set": source.dataset, "collate_fn": source.collate_fn} | self.run._modules)
 
     def _arm(self, kill: dict[str, Any]) -> None:

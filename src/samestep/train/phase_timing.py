@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from samestep.train.run import Run
 
 
-class Paces(Trace):
+class PhaseTiming(Trace):
     """Writes a line per step and rank, and changes nothing in the step."""
 
     def build_step(self, run: "Run", loop: "Loop", number: int, loader: Loader) -> Step:
@@ -24,11 +24,11 @@ class Paces(Trace):
         step, run = loop.step, self.run
         if step is None:
             return
-        source, held = loop.feed.source, step._layout.ranges[run.rank]
+        source, held = loop.batches.source, step._layout.ranges[run.rank]
         line = {
             "step": step.number,
             "at_s": time.monotonic(),
-            "spent_s": run._pulse.spent_s(),
+            "spent_s": run._watchdog.spent_s(),
             "num_samples": sum(step._sizes[v] for v in held),
             "num_workers": source.num_workers,
         }

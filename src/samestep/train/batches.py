@@ -22,13 +22,13 @@ from samestep.plan.tree import build_layout
 Sampler = Callable[[int], Iterable[int]]
 
 
-class Feed:
+class Batches:
     """The samples of one loop's steps. Steps and epochs are numbered over all loops of the run.
 
     Attributes:
         first_step, first_epoch: where the loop begins.
         length: samples of one epoch.
-        steps_per_epoch: None for an endless feed (`run.steps`).
+        steps_per_epoch: None for endless batches (`run.steps`).
         has_sampler: the order of an epoch is the script's.
         order: `order(epoch)` -> which sample stands at which position.
         micro_batches: `micro_batches(step)` -> the micro-batches of a step of the run, as spans of positions.
@@ -91,7 +91,7 @@ class Feed:
         return self.first_epoch + step // self.steps_per_epoch
 
     def end_of(self, epoch: int) -> int:
-        """The steps of the run that are done when an epoch ends. (Not of an endless feed.)"""
+        """The steps of the run that are done when an epoch ends. (Not of endless batches.)"""
         assert self.steps_per_epoch is not None
         return self.first_step + (epoch - self.first_epoch + 1) * self.steps_per_epoch
 
@@ -171,7 +171,7 @@ def _read_order(path: Path) -> tuple[Any, str]:
         return None, f"{path} is damaged ({error})"
 
 
-def build_feed(
+def build_batches(
     data: Any,
     seed: int,
     batch_size: int,
@@ -181,8 +181,8 @@ def build_feed(
     endless: bool,
     sampler: Any,
     **source: Any,
-) -> Feed:
-    """The feed of what a script passed to `run.epochs` or `run.steps`; `start`: the step and epoch where it begins.
+) -> Batches:
+    """Build the batches of what a script passed to `run.epochs` or `run.steps`; `start`: the step and epoch where it begins.
 
     Raises:
         Error: that is no data, or its arguments contradict each other.
@@ -195,7 +195,7 @@ def build_feed(
         raise Error(f"sampler must be a function, sampler(epoch) -> sample indices, alike on all ranks, not a {kind}")
     if sampler is not None and source.get("shuffle"):
         raise Error("sampler and shuffle=True were both given: the sampler decides the order, leave shuffle out")
-    return Feed(
+    return Batches(
         understand(data, micro_batch_size=micro_batch_size, **source),
         seed=seed,
         batch_size=batch_size,

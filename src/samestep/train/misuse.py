@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Signature = list[tuple[str, int, Any]]
 
 
-class Guards:
+class MisuseChecks:
     """Watches over one run's loop, what it prepared, and all optimizers of the process.
 
     Attributes:

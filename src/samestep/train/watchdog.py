@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 EXIT_CODE = 1
 
-_open: list["RunPulse"] = []  # of this process: at most one
+_open: list["Watchdog"] = []  # of this process: at most one
 
 
-class RunPulse(Pulse):
+class Watchdog(Pulse):
     """The pulse of one run on this rank. From `begin` to `close`, others hear of it."""
 
     def __init__(self, run: "Run", environment: Environment) -> None:
