@@ -182,7 +182,10 @@ def build_batches(
     sampler: Any,
     **source: Any,
 ) -> Batches:
-    """Build the batches of what a script passed to `run.epochs` or `run.steps`; `start`: the step and epoch where it begins.
+    """Build the batches of one loop from the data that a script passed to `run.epochs` or `run.steps`.
+
+    Args:
+        start: the step and epoch where the loop begins.
 
     Raises:
         Error: that is no data, or its arguments contradict each other.
