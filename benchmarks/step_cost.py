@@ -217,13 +217,14 @@ def run_floor(*, loads: bool) -> Iterator[None]:
 
 def run_exchange(route: str) -> Iterator[None]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    neighbors = open_group(read_environment(), torch.device("cpu")).neighbors if route == "sockets" else None
+    local_sockets = open_group(read_environment(), torch.device("cpu")).local_sockets if route == "sockets" else None
     gradients = torch.zeros(world_size, sum(param.numel() for param in build_model().parameters()))
     while True:
         if route == "direct":
             routes.land([routes.Flight(routes.run_direct(gradients, rank, tag=0))])
         elif route == "sockets":
-            routes.land([routes.Flight(routes.run_direct(gradients.view(torch.uint8), rank, 0, neighbors=neighbors))])
+            direct = routes.run_direct(gradients.view(torch.uint8), rank, 0, local_sockets=local_sockets)
+            routes.land([routes.Flight(direct)])
         else:
             dist.all_reduce(gradients[rank])
         yield

@@ -14,7 +14,7 @@ from support.runs import check, clean_variables, samestep_command
 from support.waiting import wait_until
 from tools.planted import plant
 
-from samestep.world.workdir import Home
+from samestep.world.workdir import WorkDir
 
 
 def write(directory: Path, **faults: str) -> Path:
@@ -71,7 +71,7 @@ def test_what_a_killed_one_leaves_is_removed_by_the_next(tmp_path: Path, monkeyp
 
     def find_homes() -> set[Path]:
         """What is there while another one is about to begin, but for its own."""
-        with Home("verify-") as home:
+        with WorkDir("verify-") as home:
             return set(tmp_path.glob("samestep-verify-*")) - {home.path}
 
     verify = psutil.Popen(

@@ -265,7 +265,7 @@ def test_ranks_that_are_missing_are_told(tmp_path: Path, free_port: int) -> None
 
     samestep.spawn(fn, 2)
     assert re.fullmatch(
-        rf"samestep: rank 1 has waited 0 s for all 2 ranks to meet at \S+:{free_port}: see [^\n]+\n", said.read_text()
+        rf"samestep: rank 1 has waited 0 s for all 2 ranks to join at \S+:{free_port}: check [^\n]+\n", said.read_text()
     )
 
 
@@ -325,7 +325,7 @@ def build_environment(local_rank: int = 0, launcher: str = "torchrun") -> Enviro
         (2, 1, None, "cuda:1"),
         (2, 1, "cuda", "cuda:1"),
         (0, 0, "cuda", "torch sees no GPU"),
-        (2, 2, None, "4 ranks on a machine with 2 GPUs: start at most 2 ranks here, or say --device cpu"),
+        (2, 2, None, "4 ranks on a machine with 2 GPUs: start at most 2 ranks here, or give --device cpu"),
         (2, 0, "mps", "device must be cpu or cuda, not 'mps'"),
     ],
 )
@@ -356,10 +356,10 @@ def test_who_goes_on(monkeypatch: pytest.MonkeyPatch, has_sockets: bool) -> None
 
     def call(group: Group) -> tuple[int | None, tuple[int, str] | None]:
         later = join()
-        sockets = later.neighbors
+        sockets = later.local_sockets
         assert sockets is not None
         if not has_sockets:
-            group.neighbors = later.neighbors = None
+            group.local_sockets = later.local_sockets = None
         assert group.find_going_on(7) is None
         group.barrier()
         monkeypatch.setattr("samestep.world.group.STOP_S", 2.0)

@@ -14,10 +14,10 @@ import torch
 
 import samestep
 from samestep.errors import PeerFailed
-from samestep.world import local_sockets as neighbors_module
+from samestep.world import local_sockets as sockets_module
 from samestep.world.environment import read_environment
 from samestep.world.group import open_group
-from samestep.world.local_sockets import Neighbors, connect
+from samestep.world.local_sockets import LocalSockets, connect
 
 
 class Alone:
@@ -29,15 +29,15 @@ class Alone:
         return [value, (("another boot", 1), b"", b"")]
 
 
-def build_mesh(num_ranks: int, timeout_s: float = 60.0) -> list[Neighbors]:
+def build_mesh(num_ranks: int, timeout_s: float = 60.0) -> list[LocalSockets]:
     sockets: list[dict[int, socket.socket]] = [{} for _ in range(num_ranks)]
     for high in range(num_ranks):
         for low in range(high):
             sockets[high][low], sockets[low][high] = socket.socketpair()
-    return [Neighbors(rank, sockets[rank], timeout_s) for rank in range(num_ranks)]
+    return [LocalSockets(rank, sockets[rank], timeout_s) for rank in range(num_ranks)]
 
 
-def exchange(num_ranks: int, num_bytes: int, mesh: Sequence[Neighbors], rank: int) -> None:
+def exchange(num_ranks: int, num_bytes: int, mesh: Sequence[LocalSockets], rank: int) -> None:
     for turn in range(3):
         rows = [bytearray(num_bytes) for _ in range(num_ranks)]
         rows[rank][:] = bytes([rank + turn]) * num_bytes
@@ -51,8 +51,8 @@ def test_every_rank_gets_every_row(num_ranks: int, num_bytes: int) -> None:
     mesh = build_mesh(num_ranks)
     with ThreadPoolExecutor(num_ranks) as threads:
         list(threads.map(partial(exchange, num_ranks, num_bytes, mesh), range(num_ranks)))
-    for neighbors in mesh:
-        neighbors.close()
+    for local_sockets in mesh:
+        local_sockets.close()
 
 
 def test_a_rank_that_is_gone_is_named() -> None:
@@ -128,7 +128,7 @@ def knock(name: bytes, token: bytes) -> None:
 def test_a_stranger_takes_no_seat(attack: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
     if attack is call_as_another_user and os.geteuid() != 0:
         pytest.skip("needs root, to be two users")
-    monkeypatch.setattr(neighbors_module, "HELLO_S", 0.2)
+    monkeypatch.setattr(sockets_module, "HELLO_S", 0.2)
     barrier, told = threading.Barrier(2, timeout=60), [None, None]
     with ThreadPoolExecutor(2) as threads:
         ranks = [Meeting(rank, barrier, told, attack) for rank in range(2)]
@@ -143,10 +143,10 @@ def test_a_stranger_takes_no_seat(attack: Callable[[Any], None], monkeypatch: py
 def exchange_in_a_group() -> list[int]:
     environment = read_environment()
     group = open_group(environment, torch.device("cpu"))
-    assert group.neighbors is not None
+    assert group.local_sockets is not None
     rows = [bytearray(8) for _ in range(group.world_size)]
     rows[group.rank][:] = os.getpid().to_bytes(8)
-    group.neighbors.exchange([memoryview(row) for row in rows])
+    group.local_sockets.exchange([memoryview(row) for row in rows])
     found = [int.from_bytes(row) for row in rows]
     assert found == group.gather(os.getpid())
     return found

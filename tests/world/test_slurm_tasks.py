@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from samestep.errors import Error
-from samestep.world import slurm_tasks
+from samestep.world import host, slurm_tasks
 from samestep.world.environment import read_rank
 
 TASK = {
@@ -65,7 +65,7 @@ def test_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    loopback = slurm_tasks.find_interface(["127.0.0.1"])
+    loopback = host.find_interface(["127.0.0.1"])
     assert loopback in dict(enumerate(name for _, name in socket.if_nameindex())).values()
     assert slurm_tasks.build_variables(TASK) == {
         "RANK": "2",
@@ -101,7 +101,7 @@ def test_one_node_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
         (TASK | {"SLURM_PROCID": "x"}, "SLURM_PROCID is 'x'"),
         (TASK | {"SLURM_NODEID": "2"}, "SLURM_NODEID is 2 and SLURM_STEP_TASKS_PER_NODE 2 nodes"),
         (without("SLURM_STEP_TASKS_PER_NODE"), "SLURM_STEP_TASKS_PER_NODE is '', not such as"),
-        (TASK, r"scontrol show hostnames n\[1-2\] does not tell where rank 0 is \(No such file .*set MASTER_ADDR"),
+        (TASK, r"scontrol show hostnames n\[1-2\] does not give the address of rank 0 \(No such .*set MASTER_ADDR"),
     ],
 )
 def test_what_makes_no_task(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str) -> None:

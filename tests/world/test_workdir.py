@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.world.workdir import Home
+from samestep.world.workdir import WorkDir
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def leave_one(place: Path) -> Path:
     """That of a process that was killed."""
     if (pid := os.fork()) == 0:
-        _kept = Home()
+        _kept = WorkDir()
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
     (left,) = place.glob("samestep-*")
@@ -30,9 +30,9 @@ def leave_one(place: Path) -> Path:
 def test_what_a_killed_process_leaves_is_removed_by_the_next(place: Path) -> None:
     left = leave_one(place)
     (left / "pymp").mkdir()
-    with Home("doctor-") as home:
+    with WorkDir("doctor-") as home:
         assert [*place.iterdir()] == [home.path]
-        with Home() as other:  # an owner that lives
+        with WorkDir() as other:  # an owner that lives
             assert {*place.iterdir()} == {home.path, other.path}
     assert [*place.iterdir()] == []
 
@@ -47,7 +47,7 @@ def test_what_is_no_directory_of_ours_stays(place: Path) -> None:
     lock.symlink_to(place / "elsewhere" / lock.name)
     os.mkdir(place / "samestep-unlocked")
     before = {*place.rglob("*")}
-    Home().close()
+    WorkDir().close()
     assert {*place.rglob("*")} == before
 
 
@@ -55,5 +55,5 @@ def test_what_is_no_directory_of_ours_stays(place: Path) -> None:
 def test_that_of_another_user_stays(place: Path) -> None:
     left = leave_one(place)
     os.chown(left, 12345, 12345)
-    Home().close()
+    WorkDir().close()
     assert left.exists()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from samestep.engine import routes
 from samestep.plan.tree import Layout
-from samestep.world.local_sockets import Neighbors
+from samestep.world.local_sockets import LocalSockets
 
 LEAST_BYTES, MOST_BYTES = 1 << 20, 25 << 20  # of a bucket
 NUM_BUCKETS = 16  # about, between hosts
@@ -53,7 +53,7 @@ class Transit:
 
     Args:
         control_bytes: of the control block that rides with the last bucket, 0 in the others.
-        neighbors: the sockets that the last bucket may take.
+        local_sockets: the sockets that the last bucket may take.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Transit:
         *,
         exact: bool,
         control_bytes: int,
-        neighbors: Neighbors | None,
+        local_sockets: LocalSockets | None,
     ) -> None:
         self.layout, self.rank = layout, rank
         world_size, n = layout.world_size, bucket.num_elements
@@ -73,13 +73,13 @@ class Transit:
         new = {"dtype": bucket.dtype, "device": bucket.device}
         self.route = routes.choose_route(layout, part_bytes) if exact and world_size > 1 else "all-reduce"
         self.blocks: list[memoryview] = []  # of the ranks' controls, where they ride here
-        self._neighbors: Neighbors | None = None
+        self._neighbors: LocalSockets | None = None
         self._receives: Sequence[routes.Work] | None = None
         if self.route == "direct":
             row_bytes = num_parts * part_bytes + control_bytes
             self.rows = torch.zeros(world_size, row_bytes, dtype=torch.uint8, device=bucket.device)
             if control_bytes and row_bytes <= routes.NEIGHBORS_MAX_BYTES:
-                self._neighbors = neighbors
+                self._neighbors = local_sockets
             slots = [
                 row[k * part_bytes : (k + 1) * part_bytes].view(bucket.dtype)
                 for row in self.rows
@@ -122,7 +122,7 @@ class Transit:
         """Sends this rank's parts on their way."""
         if self.route == "direct":
             receives, self._receives = self._receives, None
-            direct = routes.run_direct(self.rows, self.rank, tag, receives=receives, neighbors=self._neighbors)
+            direct = routes.run_direct(self.rows, self.rank, tag, receives=receives, local_sockets=self._neighbors)
             return routes.Flight(direct)
         if self.route == "butterfly":
             return routes.Flight(routes.run_butterfly(self.root, self.spare, self.rank, self.layout.world_size, tag))

@@ -64,7 +64,7 @@ class Reducer:
         self._places_of_params = self._find_params()
         self._strides = [dense_strides(param) for param in self.params]
         if bucket_cap_bytes is None:
-            one_host = group.world_size == 1 or group.neighbors is not None
+            one_host = group.world_size == 1 or group.local_sockets is not None
             bucket_cap_bytes = choose_cap_bytes(self.params, one_host=one_host)
         self._buckets = build_buckets(self.params, bucket_cap_bytes)
         self._bucket_of = {i: bucket for bucket in self._buckets for i in bucket.indices}
@@ -214,7 +214,8 @@ class Reducer:
         for _ in range(len(self._flights), len(self._buckets)):
             self._launch()
         if rows is not None:
-            direct = routes.run_direct(rows, self._group.rank, len(self._buckets), neighbors=self._group.neighbors)
+            sockets = self._group.local_sockets
+            direct = routes.run_direct(rows, self._group.rank, len(self._buckets), local_sockets=sockets)
             self._flights.append(routes.Flight(direct))
         routes.land(self._flights)
         for transit in self._transits[self.layout]:
@@ -432,7 +433,7 @@ class Reducer:
                 self._group.rank,
                 exact=self._exact,
                 control_bytes=form.size_bytes if bucket is self._buckets[-1] and bucket.device.type == "cpu" else 0,
-                neighbors=self._group.neighbors,
+                local_sockets=self._group.local_sockets,
             )
             for bucket in self._buckets
         ]

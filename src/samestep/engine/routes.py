@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from samestep.plan.tree import Layout
-from samestep.world.local_sockets import Neighbors
+from samestep.world.local_sockets import LocalSockets
 
 
 class Work(Protocol):
@@ -63,16 +63,16 @@ def run_direct(
     tag: int,
     *,
     receives: Sequence[Work] | None = None,
-    neighbors: Neighbors | None = None,
+    local_sockets: LocalSockets | None = None,
 ) -> Route:
     """Each rank sends its row of `rows` [W, n] to every other. Latency 1, W - 1 rows received.
 
     Args:
         receives: of `post_receives`, for the same rows and tag; None: posts them now.
-        neighbors: takes their sockets, and waits at once.
+        local_sockets: takes their sockets, and waits at once.
     """
-    if neighbors is not None:
-        neighbors.exchange([memoryview(row.numpy()) for row in rows])
+    if local_sockets is not None:
+        local_sockets.exchange([memoryview(row.numpy()) for row in rows])
         return
     if rows.is_cuda:
         dist.all_gather_into_tensor(rows.view(-1), rows[rank])

@@ -21,7 +21,7 @@ from samestep.launch.forkserver import ForkServer, give_back_server, take_server
 from samestep.launch.places import HOST, Place, build_variables
 from samestep.world.environment import FINISHED, LEAVE, PREFIX, STOPPED, Overrides
 from samestep.world.private import make_private, read_private
-from samestep.world.workdir import Home
+from samestep.world.workdir import WorkDir
 
 T = TypeVar("T")
 
@@ -130,7 +130,7 @@ class Ranks:
     """
 
     def __init__(self, server: ForkServer, shown: frozenset[int] = frozenset({0})) -> None:
-        self._home = Home()
+        self._home = WorkDir()
         self.directory = self._home.path
         self.shown = shown
         self.num_ranks = self.world_size = 0

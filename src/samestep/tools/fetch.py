@@ -11,7 +11,7 @@ from samestep.files import read_bytes
 from samestep.snapshot.object_store import FILES, Remote, Unreachable, is_url
 from samestep.snapshot.store import Store
 from samestep.watch.records import RECORD, parse_record
-from samestep.world.workdir import Home
+from samestep.world.workdir import WorkDir
 
 
 @contextmanager
@@ -38,7 +38,7 @@ def open_run(run: str, *, which: int | str | None = None, is_whole: bool = False
             raise Error(f"{where}: mend that, or name another one") from None
         return
     remote = Remote(run)
-    with Home() as home:
+    with WorkDir() as home:
         with reaching(run):
             _copy(remote, home.path, which, is_whole)
         yield home.path

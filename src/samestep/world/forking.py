@@ -1,9 +1,9 @@
-"""A fork waits until this process's own background threads are between two pieces of work.
+"""Delays `os.fork` until no background thread of this process holds a lock.
 
 The child of `os.fork` has one thread. A lock that another thread of the parent held at the moment of the fork, in C++
-or in Python, stays locked in the child for ever, and a child that needs it never returns (docs/decisions/forking.md).
-So a background thread works inside `at_work()`, and every `os.fork` of this process, by a DataLoader or by the script,
-waits until no thread is there.
+or in Python, stays locked in the child forever, and a child that needs it never returns (docs/decisions/forking.md).
+So background threads work inside `at_work()`, and every `os.fork` of this process, by a DataLoader or by the script,
+waits until no thread is inside.
 """
 
 import os
@@ -11,8 +11,8 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-# Neither side waits longer for the other: a watchdog must run although a fork hangs, and a script must go on although
-# the store that a thread asks does not answer.
+# Limit of both waits: the watchdog must run although a fork hangs, and the script must continue although the store that
+# a thread asks does not answer.
 LIMIT_S = 10.0
 
 
@@ -28,7 +28,7 @@ class _Gate:
             self._at_work.add(threading.get_ident())
 
     def leave(self) -> bool:
-        """Returns whether this thread was at work."""
+        """Return whether this thread was inside."""
         with self._changed:
             was_at_work = threading.get_ident() in self._at_work
             self._at_work.discard(threading.get_ident())
@@ -56,7 +56,7 @@ os.register_at_fork(
 
 @contextmanager
 def at_work() -> Iterator[None]:
-    """For the code of a background thread: no fork happens inside."""
+    """Mark the work of a background thread: no fork happens inside this block."""
     _gate.enter()
     try:
         yield
@@ -66,9 +66,9 @@ def at_work() -> Iterator[None]:
 
 @contextmanager
 def at_rest() -> Iterator[None]:
-    """Inside `at_work`, for a wait or a slow system call: forks may happen, since no lock is held that a child needs.
+    """Allow forks during a wait or a slow system call inside `at_work`. The block must hold no lock.
 
-    Does nothing in a thread that is not at work.
+    Does nothing in a thread that is not inside `at_work`.
     """
     was_at_work = _gate.leave()
     try:

@@ -1,8 +1,7 @@
-"""The ranks as one group: its backend, and the few collectives on values and whole tensors that are not gradients."""
+"""The group of all ranks: backend, and the collectives on values and whole tensors other than gradients."""
 
 import hashlib
 import secrets
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,29 +18,29 @@ from samestep.console import say
 from samestep.errors import Error, PeerFailed
 from samestep.world import wire
 from samestep.world.environment import Environment, check_interface, has_agent_store, read_master, read_restarts
-from samestep.world.local_sockets import Neighbors, connect
+from samestep.world.local_sockets import LocalSockets, connect
 from samestep.world.notes import MAC_BYTES, Mail, leave_note, read_note
 from samestep.world.version_check import check_alike, describe_software, explain_hashing
 
 T = TypeVar("T")
 
 BROADCAST_CHUNK_BYTES = 64 << 20
-# By the bytes of an element: what carries its bits, since gloo knows few dtypes, no int16 and no float8 among them.
+# Bytes of an element -> the dtype that carries its bits: gloo lacks many dtypes, such as int16 and float8.
 CARRIERS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
-STOPPED = b"samestep stopped"  # shorter than any step's exchange: who waits for one cannot take it for one
-STOP_S = 300.0  # without sockets: for the other ranks to stop as well
+STOPPED = b"samestep stopped"  # shorter than the exchange of any step, so that it cannot be mistaken for one
+STOP_S = 300.0  # without local sockets: limit for the other ranks to stop as well
 POLL_S = 0.05
-PATIENCE_S = 30.0  # after which it is said whom a rank waits for
-MEET_S = 300.0  # for the tasks of a Slurm step to come together, as for launchers of ours
+PATIENCE_S = 30.0  # a rank that waits longer for the others prints where it waits
+MEET_S = 300.0  # limit for the tasks of a Slurm step to join, as in `samestep launch`
 
 _numbers = count()
 
 
 def choose_device(environment: Environment, wanted: str | None) -> torch.device:
-    """This rank's device: `wanted` ("cpu" or "cuda"), else CUDA when there is one.
+    """Return this rank's device: `wanted` ("cpu" or "cuda"), else CUDA if available.
 
     Raises:
-        Error: unknown device, no GPU where one is wanted, or more local ranks than GPUs.
+        Error: unknown device, CUDA without a GPU, or more local ranks than GPUs.
     """
     if wanted not in (None, "cpu", "cuda"):
         raise Error(f"device must be cpu or cuda, not {wanted!r}")
@@ -49,13 +48,13 @@ def choose_device(environment: Environment, wanted: str | None) -> torch.device:
     if wanted == "cpu" or (wanted is None and num_gpus == 0):
         return torch.device("cpu")
     if num_gpus == 0:
-        raise Error("device cuda was asked for, but torch sees no GPU: leave --device out, or say cpu")
+        raise Error("device is cuda, but torch sees no GPU: leave --device out, or give --device cpu")
     if environment.launcher == "srun" and num_gpus == 1:
-        return torch.device("cuda", 0)  # Slurm may show each task a GPU of its own alone
+        return torch.device("cuda", 0)  # Slurm can restrict each task to its own GPU
     if environment.local_rank >= num_gpus:
         raise Error(
             f"{environment.local_world_size} ranks on a machine with {num_gpus} GPUs: "
-            f"start at most {num_gpus} ranks here, or say --device cpu"
+            f"start at most {num_gpus} ranks here, or give --device cpu"
         )
     return torch.device("cuda", environment.local_rank)
 
@@ -65,9 +64,9 @@ class Group:
 
     Attributes:
         rank, world_size: as in torch.distributed.
-        local_rank: among the ranks of this node.
+        local_rank: index among the ranks of this node.
         device: where this rank computes.
-        neighbors: the other ranks, where all are on one host.
+        local_sockets: sockets to the other ranks if all run on one host, else None.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
@@ -75,16 +74,16 @@ class Group:
         self.world_size = world_size
         self.local_rank = rank
         self.device = device
-        self.neighbors: Neighbors | None = None
-        self._key = b""  # of the launcher's secret, and of what the ranks have told each other, and not the store
+        self.local_sockets: LocalSockets | None = None
+        self._key = b""  # from the launcher's secret and random parts of all ranks, which the store never holds
         self.forget_stops()
 
     def open_mail(self) -> "Mail | None":
-        """What the ranks leave texts for each other in; None with one rank."""
+        """Open a connection for signed notes; None with one rank."""
         return Mail(self._key) if self.world_size > 1 else None
 
     def gather(self, value: Any) -> list[Any]:
-        """Every rank's `value` (what `wire.encode` takes, or `seal` gives), in rank order, on every rank."""
+        """Return every rank's `value` (as for `wire.encode`, or from `seal`), in rank order, on every rank."""
         return [value] if self.world_size == 1 else self._gather(wire.encode(value))
 
     def _gather(self, data: bytes) -> list[Any]:
@@ -97,10 +96,10 @@ class Group:
         return [wire.decode(memoryview(each.numpy())[: int(n)]) for each, n in zip(rows, sizes, strict=True)]  # type: ignore[arg-type]
 
     def seal(self, value: Any) -> Any:
-        """A value of the script's, for `gather`, `broadcast` and `once`; for `unseal` at the other side.
+        """Prepare a value of any type for `gather`, `broadcast` and `once`. Receivers call `unseal`.
 
         Raises:
-            Error: it cannot be sent.
+            Error: it cannot be pickled.
         """
         if self.world_size == 1:
             return value
@@ -111,26 +110,26 @@ class Group:
             raise Error(f"rank {self.rank} cannot send a {what} to the other ranks: {error}") from None
 
     def unseal(self, sealed: Any) -> Any:
-        """What a rank has sealed. Raises Error where that was not a rank of this launch."""
+        """Return the value that a rank has sealed. Raises Error if it was not a rank of this launch."""
         return sealed if self.world_size == 1 else wire.unseal(sealed, self._key)
 
     def gather_number(self, number: int) -> list[int]:
-        """Every rank's `number` (below 2**63), in rank order, on every rank: one exchange, nothing is pickled."""
+        """Return every rank's `number` (from 0 to 2**63 - 1), in rank order, on every rank. One exchange."""
         if self.world_size == 1:
             return [number]
-        if self.neighbors is not None:  # quicker, and who waits there hears of signals
+        if self.local_sockets is not None:  # faster, and Python handles signals during the wait
             rows = [bytearray(number.to_bytes(8)) for _ in range(self.world_size)]
-            self.neighbors.exchange([memoryview(row) for row in rows])
+            self.local_sockets.exchange([memoryview(row) for row in rows])
             return [int.from_bytes(row) for row in rows]
         numbers = [torch.empty((), dtype=torch.int64) for _ in range(self.world_size)]
         dist.all_gather(numbers, torch.tensor(number))
         return [int(each) for each in numbers]
 
     def agree(self, values: Mapping[str, Any]) -> None:
-        """Compares `values` over the ranks.
+        """Compare `values` over the ranks.
 
         Raises:
-            Error: one of them is not the same on all.
+            Error: one of them differs.
         """
         first, *others = self.gather(dict(values))
         for rank, theirs in enumerate(others, start=1):
@@ -142,7 +141,7 @@ class Group:
                     )
 
     def broadcast(self, value: T, source: int = 0) -> T:
-        """The `value` of rank `source` (as for `gather`) on every rank."""
+        """Return the `value` of rank `source` (as for `gather`) on every rank."""
         if self.world_size == 1:
             return value
         return self._broadcast(wire.encode(value) if self.rank == source else b"", source)  # type: ignore[no-any-return]
@@ -155,11 +154,11 @@ class Group:
         return wire.decode(memoryview(buffer.numpy()))  # type: ignore[arg-type]
 
     def once(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Calls `fn` on rank 0 alone; every rank gets what it returned (as for `gather`).
+        """Call `fn` on rank 0, and return its result (as for `gather`) on every rank.
 
         Raises:
-            Error: what `fn` raised, on every rank.
-            PeerFailed: on the other ranks, when `fn` raised anything else.
+            Error: raised by `fn`; on every rank.
+            PeerFailed: on the other ranks, if `fn` raised another exception.
         """
         if self.world_size == 1:
             return fn(*args, **kwargs)
@@ -206,7 +205,7 @@ class Group:
             dist.send(tensor, ranks[place + 1])
 
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
-        """Overwrites `tensors` on every rank with those of rank `source`, in a few large messages."""
+        """Overwrite `tensors` on every rank with those of rank `source`, in a few large messages."""
         if self.world_size == 1:
             return
         by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
@@ -220,31 +219,30 @@ class Group:
                 _broadcast_coalesced(process_group, same_kind, BROADCAST_CHUNK_BYTES, source)
 
     def barrier(self) -> None:
-        """Returns when every rank has called it."""
+        """Return when every rank has called it."""
         if self.world_size > 1:
             dist.barrier()
 
     def find_going_on(self, step: int) -> int | None:
-        """To be called in place of a further step, by each rank that ends its steps by itself, before anything that
-        all ranks do together: another rank may be in that further step, and would never come.
+        """Call before stopping instead of starting another step; detects ranks that did not stop and would deadlock.
 
         Args:
-            step: the steps done.
+            step: the number of completed steps.
 
         Returns:
-            The first rank that goes on; None when all have called this.
+            The first rank that has started another step; None when all ranks have called this.
 
         Raises:
-            PeerFailed: another rank is gone.
+            PeerFailed: another rank has ended.
         """
         if self.world_size == 1:
             return None
         leave_note(self._name_stop(self.rank), str(step))
-        if self.neighbors is not None:
+        if self.local_sockets is not None:
             rows = [bytearray(STOPPED if rank == self.rank else len(STOPPED)) for rank in range(self.world_size)]
-            self.neighbors.exchange([memoryview(row) for row in rows])
+            self.local_sockets.exchange([memoryview(row) for row in rows])
             return next((rank for rank, row in enumerate(rows) if row != STOPPED), None)
-        # Who is in a further step waits for this rank, and says nothing.
+        # A rank in another step waits for this one, and leaves no note.
         deadline_s = time.monotonic() + STOP_S
         while has_agent_store() and None in (steps := self._read_stops()):
             if time.monotonic() > deadline_s:
@@ -253,11 +251,11 @@ class Group:
         return None
 
     def forget_stops(self) -> None:
-        """A loop begins: those that have called `find_going_on` did so in an earlier one. On all ranks."""
-        self._number = next(_numbers)  # the same on all ranks, which begin their loops in the same order
+        """Start a new loop, in which no rank has called `find_going_on` yet. Call on all ranks."""
+        self._number = next(_numbers)  # the same on all ranks, which start their loops in the same order
 
     def find_stopped(self) -> tuple[int, str] | None:
-        """The first rank that has called `find_going_on`, and its steps; None where none has, as far as is known."""
+        """Return the first rank known to have called `find_going_on`, and its steps; None if there is none."""
         return next(((rank, step) for rank, step in enumerate(self._read_stops()) if step is not None), None)
 
     def _read_stops(self) -> list[str | None]:
@@ -267,14 +265,14 @@ class Group:
         return f"stopped/{self._number}/{rank}"
 
     def close(self) -> None:
-        """Hangs up on the neighbors; the process group stays."""
-        if self.neighbors is not None:
-            self.neighbors.close()
-            self.neighbors = None
+        """Close the local sockets. The process group stays."""
+        if self.local_sockets is not None:
+            self.local_sockets.close()
+            self.local_sockets = None
 
 
 def _try(fn: Callable[[], Any]) -> tuple[BaseException | None, bytes]:
-    """Calls `fn`. What is to be sent of that, and what it raised that is no Error, or that its value cannot be sent."""
+    """Call `fn`. Return its exception, unless that is an Error or there is none, and the encoded outcome."""
     try:
         return None, wire.encode(("value", fn()))
     except Error as error:
@@ -286,15 +284,16 @@ def _try(fn: Callable[[], Any]) -> tuple[BaseException | None, bytes]:
 def open_group(
     environment: Environment, device: torch.device, *, timeout_s: float = 1800.0, compares: bool = True
 ) -> Group:
-    """Joins the ranks: gloo on CPU, NCCL (with gloo for what lives on the host) on CUDA.
+    """Join the ranks, with gloo on CPU and NCCL (gloo for host tensors) on CUDA.
 
-    A process group that the script has already made is used as it is.
+    A process group that the script has created is used as it is.
 
     Args:
-        compares: whether all ranks must run the same script with the same versions.
+        timeout_s: limit for one collective.
+        compares: require the same script and versions on all ranks.
 
     Raises:
-        Error: they do not, or do not come together.
+        Error: they differ, or not all ranks join.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -302,41 +301,40 @@ def open_group(
         check_interface()
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         timeout = timedelta(seconds=timeout_s)
-        with _saying_who_is_missing(environment):
+        with _report_missing_ranks(environment):
             if environment.launcher == "srun":
                 rank, world_size = environment.rank, environment.world_size
                 store = _open_store(environment)
                 dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
             else:
-                _meet(backend, timeout, environment)
+                _join(backend, timeout, environment)
     group = Group(environment.rank, environment.world_size, device)
     group.local_rank = environment.local_rank
 
-    def take(told: Sequence[tuple[Mapping[str, Any], bytes]]) -> None:
-        group._key = hashlib.sha256(environment.secret.encode() + b"".join(part for _, part in told)).digest()
-        if compares:
-            check([software for software, _ in told])
-
-    def check(told: Sequence[Mapping[str, Any]]) -> None:
-        check_alike(told)
-        if group.rank == 0 and (sentence := explain_hashing(told)):
-            print(f"samestep: {sentence}", file=sys.stderr, flush=True)
+    def check(values: Sequence[tuple[Mapping[str, Any], bytes]]) -> None:
+        group._key = hashlib.sha256(environment.secret.encode() + b"".join(part for _, part in values)).digest()
+        if not compares:
+            return
+        software = [theirs for theirs, _ in values]
+        check_alike(software)
+        if group.rank == 0 and (sentence := explain_hashing(software)):
+            say(sentence)
 
     if group.world_size > 1:
-        group.neighbors = connect(group, timeout_s, (describe_software(), secrets.token_bytes(MAC_BYTES)), take)
+        group.local_sockets = connect(group, timeout_s, (describe_software(), secrets.token_bytes(MAC_BYTES)), check)
     return group
 
 
 @contextmanager
-def _saying_who_is_missing(environment: Environment) -> Iterator[None]:
-    """Says where this rank waits for the others, once, when that takes long."""
+def _report_missing_ranks(environment: Environment) -> Iterator[None]:
+    """Print where this rank waits for the others if the block takes long."""
     host, port = read_master()
     rank, world_size = environment.rank, environment.world_size
     sentence = (
-        f"samestep: rank {rank} has waited {PATIENCE_S:.0f} s for all {world_size} ranks to meet at {host}:{port}: see "
-        "that each is started, and that this is where rank 0 listens"
+        f"rank {rank} has waited {PATIENCE_S:.0f} s for all {world_size} ranks to join at {host}:{port}: check that "
+        "each is started, and that rank 0 listens there"
     )
-    timer = Timer(PATIENCE_S, print, (sentence,), {"file": sys.stderr, "flush": True})
+    timer = Timer(PATIENCE_S, say, (sentence,))
     timer.daemon = True
     timer.start()
     try:
@@ -346,12 +344,12 @@ def _saying_who_is_missing(environment: Environment) -> Iterator[None]:
         timer.join()
 
 
-def _meet(backend: str, timeout: timedelta, environment: Environment) -> None:
-    """The ranks of a launcher, or those started by hand. Raises Error where rank 0 cannot open its port.
+def _join(backend: str, timeout: timedelta, environment: Environment) -> None:
+    """Join through the launcher's store, or through rank 0's. Raises Error if rank 0 cannot open its port.
 
-    torchrun keeps its store when it starts the ranks again, with the addresses of the ranks before, and gloo tries to
-    connect to those. Where all ranks are torchrun's of one machine, each start has keys of its own. (Several torchruns
-    count their restarts separately.)
+    After a restart torchrun keeps its store, with the addresses of the earlier ranks, and gloo tries to connect to
+    those. With one torchrun, the restart count makes the keys of each start distinct. Several torchruns count their
+    restarts separately, so there this is not possible.
     """
     rank, world_size = environment.rank, environment.world_size
     shares_store = environment.launcher == "torchrun" and has_agent_store()
@@ -362,8 +360,9 @@ def _meet(backend: str, timeout: timedelta, environment: Environment) -> None:
         store = dist.PrefixStore(f"samestep/restart-{num_restarts}", store)  # type: ignore[attr-defined]
     elif most and rank == 0:
         say(
-            "torchrun restarts ranks of several nodes in the store of the start before, in which gloo finds ranks that "
-            "are gone: run export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, or use samestep launch"
+            "torchrun restarts the ranks of several nodes with the store of the previous start, in which gloo finds "
+            "ranks that have ended: run export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, or use samestep "
+            "launch"
         )
     try:
         if store is None:
@@ -378,32 +377,32 @@ def _meet(backend: str, timeout: timedelta, environment: Environment) -> None:
 
 
 def _open_store(environment: Environment) -> Any:  # TCPStore
-    """The store of rank 0, in which the tasks of a Slurm step meet.
+    """Open the store in rank 0 through which the tasks of a Slurm step join.
 
     Raises:
-        Error: they do not come together.
+        Error: not all tasks join.
     """
     from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
     (host, port), rank, world_size = read_master(), environment.rank, environment.world_size
     try:
-        # One that this process holds already (a `Meeting`) serves this, too, as in torch's own env://.
+        # multi_tenant: shares a store that this process has already opened (`StoreExchange`), as torch's env:// does.
         return TCPStore(host, port, world_size, rank == 0, timedelta(seconds=MEET_S), multi_tenant=True)
     except DistError as error:
         if "EADDRINUSE" in str(error):
-            raise Error(f"port {port}, where the ranks of this Slurm step were to meet, is in use on its first node: "
-                        "set MASTER_PORT to a free one, the same for all tasks") from None  # fmt: skip
+            raise Error(f"port {port}, the rendezvous of this Slurm step, is in use on its first node: set MASTER_PORT "
+                        "to a free one, the same for all tasks") from None  # fmt: skip
         who = f"not all {world_size} tasks of this Slurm step" if rank == 0 else "not the first task of this Slurm step"
-        raise Error(f"{who} came to {host}:{port} within {MEET_S:.0f} s: let srun start this script in every one of "
-                    "its tasks, and look whether a firewall closes the port between the nodes") from None  # fmt: skip
+        raise Error(f"{who} came to {host}:{port} within {MEET_S:.0f} s: start this script in every task of the step, "
+                    "and check that no firewall closes the port between the nodes") from None  # fmt: skip
 
 
 def has_group() -> bool:
-    """Whether this process is in a process group."""
+    """Return whether this process is in a process group."""
     return dist.is_available() and dist.is_initialized()
 
 
 def close_group() -> None:
-    """Leaves the process group, if there is one."""
+    """Leave the process group, if there is one."""
     if has_group():
         dist.destroy_process_group()

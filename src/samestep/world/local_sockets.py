@@ -1,7 +1,7 @@
-"""Stream sockets between the ranks of one host, for the small messages that every step waits for.
+"""Unix sockets between the ranks of one host, for the small messages that every step waits for.
 
-A gloo message shakes hands first and arrives in a thread that must be scheduled before the waiting one is: 0.4 ms and
-more for a few kB, against 0.05 ms here (docs/decisions/routes.md).
+A gloo message starts with a handshake and arrives in another thread, which must be scheduled before the waiting one:
+0.4 ms and more for a few kB, against 0.05 ms here (docs/decisions/routes.md).
 """
 
 import hmac
@@ -12,21 +12,20 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
 from samestep.errors import PeerFailed
+from samestep.world.host import read_host_id
 
-# A peer that works on a like share is at most this late as a rule. A rank that slept meanwhile would lose as much
-# again on waking up.
+# Ranks with equal shares of work usually arrive within this time. Sleeping and waking up would take as long again.
 SPIN_S = 200e-6
-CONNECT_S = 60.0  # for all ranks of the host to connect
-HELLO_S = 10.0  # for one that has connected to say which rank it is
+CONNECT_S = 60.0  # limit for all ranks of the host to connect
+HELLO_S = 10.0  # limit for a new connection to send its rank
 TOKEN_BYTES = 16
 
 
 class Gatherer(Protocol):
-    """What connecting needs of a `Group`."""
+    """The part of `Group` that `connect` uses."""
 
     rank: int
     world_size: int
@@ -34,12 +33,12 @@ class Gatherer(Protocol):
     def gather(self, value: Any) -> list[Any]: ...
 
 
-class Neighbors:
-    """The other ranks of this host, each over a socket of its own.
+class LocalSockets:
+    """One socket to each other rank of this host.
 
     Args:
-        sockets: by rank; closed by `close`.
-        timeout_s: for how long `exchange` waits for a sign of life.
+        sockets: rank -> socket. `close` closes them.
+        timeout_s: `exchange` fails if nothing arrives for this long.
     """
 
     def __init__(self, rank: int, sockets: Mapping[int, socket.socket], timeout_s: float) -> None:
@@ -48,10 +47,10 @@ class Neighbors:
             connection.setblocking(False)
 
     def exchange(self, rows: Sequence[memoryview]) -> None:
-        """Sends this rank's row of bytes to every other rank, and receives theirs into their rows.
+        """Send this rank's row of bytes to every other rank, and receive theirs into the other rows.
 
         Raises:
-            PeerFailed: another rank is gone, or has sent nothing for `timeout_s`.
+            PeerFailed: another rank has closed its socket, or nothing arrived for `timeout_s`.
         """
         mine = rows[self._rank]
         leaving = [(peer, mine) for peer in self._sockets]
@@ -101,29 +100,30 @@ class Neighbors:
             raise PeerFailed(f"nothing came from rank {', '.join(map(str, of))} for {self._timeout_s:g} s")
 
     def close(self) -> None:
-        """Hangs up on all of them."""
+        """Close all sockets."""
         for connection in self._sockets.values():
             connection.close()
 
 
 def connect(
-    group: Gatherer, timeout_s: float, said: Any = None, check: Callable[[Sequence[Any]], None] | None = None
-) -> Neighbors | None:
-    """Connects all ranks of `group`; None, on every rank, unless they all run on this one host.
+    group: Gatherer, timeout_s: float, value: Any = None, check: Callable[[Sequence[Any]], None] | None = None
+) -> LocalSockets | None:
+    """Connect all ranks of `group`. Collective. Returns None on every rank unless all run on this host.
 
     Args:
-        said, check: each rank's value that goes along in the exchange, and what is called with those of all. May raise.
+        value: sent to all ranks in the same exchange as the addresses.
+        check: called with the `value` of every rank; may raise.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        where, token = _find_host(), secrets.token_bytes(TOKEN_BYTES)
-        name = b"\0samestep-" + secrets.token_hex(TOKEN_BYTES).encode()  # abstract: no file; everybody can read it
-        if where is not None:
+        host, token = read_host_id("net"), secrets.token_bytes(TOKEN_BYTES)
+        name = b"\0samestep-" + secrets.token_hex(TOKEN_BYTES).encode()  # abstract: no file; every user can read it
+        if host:
             listener.bind(name)
             listener.listen(group.world_size)
-        told = group.gather((where, name, token, said))
+        ranks = group.gather((host, name, token, value))
         if check is not None:
-            check([each[3] for each in told])
-        if where is None or any(theirs != where for theirs, *_ in told):
+            check([theirs for *_, theirs in ranks])
+        if not host or any(other != host for other, *_ in ranks):
             return None
         sockets: dict[int, socket.socket] = {}
         failure, deadline_s = "", time.monotonic() + CONNECT_S
@@ -131,29 +131,29 @@ def connect(
             for peer in range(group.rank):
                 sockets[peer] = connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
                 connection.settimeout(CONNECT_S)
-                connection.connect(told[peer][1])
+                connection.connect(ranks[peer][1])
                 if not _is_of_this_user(connection):
                     raise OSError(f"another user listens in place of rank {peer}")
-                connection.sendall(told[peer][2] + group.rank.to_bytes(4))
+                connection.sendall(ranks[peer][2] + group.rank.to_bytes(4))
             while len(sockets) < group.world_size - 1:
                 listener.settimeout(max(0.0, deadline_s - time.monotonic()))
                 connection, _ = listener.accept()
-                said_rank = _read_hello(connection, token)
-                if said_rank is None or said_rank in sockets or not group.rank < said_rank < group.world_size:
-                    connection.close()  # a stranger
+                sender = _read_hello(connection, token)
+                if sender is None or sender in sockets or not group.rank < sender < group.world_size:
+                    connection.close()  # not a rank of this group
                     continue
-                sockets[said_rank] = connection
+                sockets[sender] = connection
         except OSError as error:
             failure = str(error)
-        neighbors = Neighbors(group.rank, sockets, timeout_s)
+        local_sockets = LocalSockets(group.rank, sockets, timeout_s)
         if any(group.gather(failure)):
-            neighbors.close()
+            local_sockets.close()
             return None
-        return neighbors
+        return local_sockets
 
 
 def _read_hello(connection: socket.socket, token: bytes) -> int | None:
-    """The rank that has connected; None for a process of another user, or one that does not know the token."""
+    """Return the rank that has connected; None for another user's process or one without the token."""
     if not _is_of_this_user(connection):
         return None
     connection.settimeout(HELLO_S)
@@ -165,15 +165,7 @@ def _read_hello(connection: socket.socket, token: bytes) -> int | None:
 
 
 def _is_of_this_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end runs as this user, as the kernel says."""
+    """Ask the kernel whether the process at the other end runs as this user."""
     size = struct.calcsize("3i")
     _, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return bool(uid == os.geteuid())
-
-
-def _find_host() -> tuple[str, int] | None:
-    """What tells hosts apart: the kernel's boot and its network namespace, in which the sockets' names live."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(), os.stat("/proc/self/ns/net").st_ino
-    except OSError:
-        return None

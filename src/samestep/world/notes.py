@@ -1,4 +1,4 @@
-"""Texts that ranks leave for each other in the store that they have met in."""
+"""Notes in the rendezvous store, which a rank can read without the writer's help."""
 
 import hmac
 import socket
@@ -15,15 +15,17 @@ MAC_BYTES = 32
 
 
 def _find_store() -> Any:
-    """The store that the ranks have met in, where a launcher holds it, so that it outlives each of them."""
+    """Return the rendezvous store if a launcher holds it, so that it outlives each rank; else None."""
     if not (dist.is_available() and dist.is_initialized() and has_agent_store()):
         return None
     return dist.distributed_c10d._get_default_store()
 
 
 def is_left_by_rank_0(within_s: float) -> bool:
-    """Whether rank 0, where it holds the store itself, is gone within that time. (Of a store that is gone, torch
-    would say so in pages on stderr.)"""
+    """Return whether the store in rank 0's process closes within that time.
+
+    Connects with a plain socket, because torch prints pages to stderr when a store has gone.
+    """
     deadline_s = time.monotonic() + within_s
     while time.monotonic() < deadline_s:
         try:
@@ -35,14 +37,14 @@ def is_left_by_rank_0(within_s: float) -> bool:
 
 
 def is_first(name: str) -> bool | None:
-    """Whether this rank is the first of all to ask for `name`; None where there is no way to know."""
+    """Return whether this rank is the first of all to ask for `name`; None if that cannot be known."""
     with suppress(RuntimeError):
         return None if (store := _find_store()) is None else bool(store.add(f"samestep/{name}", 1) == 1)
     return None
 
 
 def leave_note(name: str, text: str) -> None:
-    """Leaves a text that other ranks can read without this one's help. It is there when this returns."""
+    """Write a note. It is in the store when this returns."""
     with suppress(RuntimeError):
         if (store := _find_store()) is not None:
             store.set(f"samestep/{name}", text)
@@ -50,7 +52,7 @@ def leave_note(name: str, text: str) -> None:
 
 
 def read_note(name: str) -> str | None:
-    """What a rank left as `name`; None where there is nothing."""
+    """Return the note `name`; None if there is none."""
     with suppress(RuntimeError):
         if (store := _find_store()) is not None and store.check([f"samestep/{name}"]):
             return bytes(store.get(f"samestep/{name}")).decode()
@@ -58,13 +60,12 @@ def read_note(name: str) -> str | None:
 
 
 class Mail:
-    """Texts that ranks leave for each other in the store that they have met in, over a connection of its own: for a
-    thread beside the main one, whose calls would else wait for each other's.
+    """Signed notes over a separate connection to the store, for a background thread.
 
-    Whoever reaches the store's port can write into it, so that each text is signed.
+    The calls of one connection wait for each other, and everything that reaches the store's port can write to it.
 
     Args:
-        key: known to the ranks alone.
+        key: for the signatures; only the ranks know it.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -72,14 +73,14 @@ class Mail:
         self._store, self._key = store.clone(), key
 
     def put(self, name: str, text: str) -> None:
-        """Leaves `text` as `name`, over what is there. Raises RuntimeError where the store is gone."""
+        """Write the note `name`, replacing an earlier one. Raises RuntimeError if the store has gone."""
         self._store.set(f"samestep/{name}", self._sign(name, text.encode()) + text.encode())
 
     def read(self, names: Sequence[str]) -> list[str] | None:
-        """What ranks left as `names`, less what no rank has signed; None where one of them is not there yet.
+        """Read the notes `names`, without those whose signature is wrong; None if one does not exist yet.
 
         Raises:
-            RuntimeError: the store is gone.
+            RuntimeError: the store has gone.
         """
         keys = [f"samestep/{name}" for name in names]
         if not keys:

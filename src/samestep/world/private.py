@@ -1,4 +1,4 @@
-"""Directories of this user alone, in places such as /tmp where everybody may make one of any name."""
+"""Directories that only this user can enter, in places such as /tmp where every user can create names."""
 
 import os
 import stat
@@ -6,11 +6,11 @@ from pathlib import Path
 
 
 def make_private(directory: Path) -> None:
-    """Makes a directory, or takes the one that is there, since /tmp may be tidied up while a run takes weeks.
+    """Create a directory with mode 0700, or check the existing one. (/tmp can be cleaned while a run goes on.)
 
     Raises:
-        PermissionError: the one that is there is not this user's alone.
-        OSError: it cannot be made.
+        PermissionError: the existing one is not this user's, or others can enter it.
+        OSError: it cannot be created.
     """
     try:
         directory.mkdir(0o700)
@@ -19,10 +19,10 @@ def make_private(directory: Path) -> None:
 
 
 def read_private(path: Path) -> bytes:
-    """The bytes of a file in a directory of this user alone: nobody else can have put it there.
+    """Read a file of a directory that only this user can enter, so that no other user can have written it.
 
     Raises:
-        PermissionError: the directory is not this user's alone.
+        PermissionError: the directory is not this user's, or others can enter it.
         OSError: the file cannot be read.
     """
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -38,6 +38,6 @@ def _check(directory: Path, status: os.stat_result) -> None:
     is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
     if not is_own or stat.S_IMODE(status.st_mode) & 0o077:
         raise PermissionError(
-            f"{directory} is not a directory that this user alone can enter, so nothing in it is used: remove it, or "
+            f"{directory} is not a directory that only this user can enter, so its files are not read: remove it, or "
             "set TMPDIR to a directory of your own"
         )

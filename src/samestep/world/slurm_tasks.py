@@ -1,21 +1,22 @@
-"""The tasks that Slurm's srun starts as ranks: what Slurm tells each of them, in torchrun's variables."""
+"""Translates the variables that Slurm sets for a task of srun into those of torchrun."""
 
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from samestep.errors import Error
+from samestep.world.host import find_interface
 
-FIRST_PORT, NUM_PORTS = 15000, 17000  # below those that Linux hands out by itself
-STEPS_APART = 64  # ports from one job to the next: those of a node may run at once
+FIRST_PORT, NUM_PORTS = 15000, 17000  # below the ephemeral ports of Linux
+STEPS_APART = 64  # ports between two jobs: jobs on one node can run at the same time
 HOST = "127.0.0.1"
 
 
 def is_task(variables: Mapping[str, str]) -> bool:
-    """Whether this process is one of several tasks of a step.
+    """Return whether this process is one of several tasks of a Slurm step.
 
-    What a batch script or the shell of `salloc` starts without srun is not: they know how many tasks their job may
-    have (SLURM_NTASKS), but are in no step, or in one of a single task, and nobody has started the other ranks.
+    A process that a batch script or the shell of `salloc` starts without srun is not one. It has SLURM_NTASKS, but it
+    belongs to no step or to a step with one task, and no other ranks exist.
     """
     if "SLURM_PROCID" not in variables or "SLURM_STEP_ID" not in variables:
         return False
@@ -23,13 +24,13 @@ def is_task(variables: Mapping[str, str]) -> bool:
 
 
 def build_variables(step: Mapping[str, str]) -> dict[str, str]:
-    """The variables by which torch's ranks find each other. MASTER_ADDR and MASTER_PORT stay where they are set.
+    """Build the variables that torch reads. MASTER_ADDR and MASTER_PORT keep their values if they are set.
 
     Args:
-        step: the variables that srun gives to a task.
+        step: the variables that srun sets for a task.
 
     Raises:
-        Error: they are not complete, or the first node cannot be found.
+        Error: a variable is missing or invalid, or the first node cannot be found.
     """
 
     def number(name: str) -> int:
@@ -67,7 +68,7 @@ def build_variables(step: Mapping[str, str]) -> dict[str, str]:
 
 
 def expand_sizes(text: str) -> list[int]:
-    """Slurm's tasks per node, "2(x3),1", as [2, 2, 2, 1]. Raises Error where it is none."""
+    """Expand Slurm's tasks per node: "2(x3),1" gives [2, 2, 2, 1]. Raises Error if `text` has another form."""
     sizes: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
@@ -78,24 +79,23 @@ def expand_sizes(text: str) -> list[int]:
 
 
 def list_hosts(text: str) -> list[str]:
-    """Slurm's list of nodes, "n[1-3,7]", as their names. Raises Error where scontrol is not there."""
-    return text.split() if text.isalnum() else _ask("show", "hostnames", text).split()
+    """Expand Slurm's node list, such as "n[1-3,7]". Raises Error if scontrol is not available."""
+    return text.split() if text.isalnum() else _run_scontrol("show", "hostnames", text).split()
 
 
 def find_address(name: str) -> str:
-    """A node's name where the system knows it as a host's, else the address that Slurm has for it."""
+    """Return a node's name if it resolves, else the address that Slurm has for the node."""
     try:
         socket.getaddrinfo(name, None)
     except OSError:
-        found = re.search(r"\bNodeAddr=(\S+)", _ask("show", "node", name))
+        found = re.search(r"\bNodeAddr=(\S+)", _run_scontrol("show", "node", name))
         return found[1] if found else name
     return name
 
 
-def _ask(*words: str) -> str:
-    import subprocess  # most processes that read this module never need it
+def _run_scontrol(*words: str) -> str:
+    import subprocess  # most processes that import this module do not need it
 
-    asked = f"scontrol {' '.join(words)}"
     try:
         done = subprocess.run(["scontrol", *words], capture_output=True, text=True, check=False)
     except OSError as error:
@@ -104,28 +104,5 @@ def _ask(*words: str) -> str:
         if done.returncode == 0:
             return done.stdout
         reason = " ".join(done.stderr.split())
-    raise Error(f"{asked} does not tell where rank 0 is ({reason}): set MASTER_ADDR to the first node's name")
-
-
-def find_interface(hosts: Sequence[str]) -> str:
-    """The interface by which this node reaches `hosts`, one of which may be itself; "" where there is none."""
-    import psutil
-
-    mine = [address for host in hosts if (address := _find_own_address(host))]
-    # A host's own name may well be 127.0.1.1 to itself: then the other one counts.
-    wanted = next((address for address in mine if not address.startswith("127.")), mine[0] if mine else "")
-    for name, entries in psutil.net_if_addrs().items():
-        if wanted in [entry.address.partition("%")[0] for entry in entries]:
-            return str(name)
-    return ""
-
-
-def _find_own_address(host: str) -> str:
-    """From which this machine would send to `host`; nothing is sent."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(address)
-            return str(probe.getsockname()[0])
-    except OSError:
-        return ""
+    command = f"scontrol {' '.join(words)}"
+    raise Error(f"{command} does not give the address of rank 0 ({reason}): set MASTER_ADDR to the first node's name")

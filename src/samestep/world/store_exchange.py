@@ -1,4 +1,4 @@
-"""Texts that ranks leave for one another in the store they meet in: for what must work where no group can be made."""
+"""Values that ranks exchange through the rendezvous store, for code that must work where no process group can."""
 
 import json
 import time
@@ -13,21 +13,21 @@ from samestep.world.environment import Environment, has_agent_store, read_master
 POLL_S = 0.002
 
 
-class Meeting:
-    """All ranks, by what each of them says. With one rank nothing leaves the process.
+class StoreExchange:
+    """Exchanges JSON values between all ranks. With one rank the values stay in this process.
 
     Args:
-        environment: this rank's place.
-        timeout_s: for how long to look for the store.
+        environment: this rank's environment.
+        timeout_s: limit for the connection to the store.
 
     Raises:
-        OSError: nothing says where the store is.
-        RuntimeError: it cannot be reached.
+        OSError: MASTER_ADDR or MASTER_PORT is not set.
+        RuntimeError: the store cannot be reached.
     """
 
     def __init__(self, environment: Environment, timeout_s: float) -> None:
         self.rank, self.world_size = environment.rank, environment.world_size
-        self._said: dict[str, str] = {}
+        self._own: dict[str, str] = {}
         self._store: Any = None
         if self.world_size > 1:
             host, port = read_master()
@@ -36,16 +36,16 @@ class Meeting:
                 host, port, self.world_size, is_host, timedelta(seconds=timeout_s), False, multi_tenant=True
             )
 
-    def say(self, name: str, value: Any) -> None:
-        """Leaves a value of plain JSON."""
+    def post(self, name: str, value: Any) -> None:
+        """Publish this rank's value under `name`."""
         key, text = self._key(name, self.rank), json.dumps(value)
         if self._store is None:
-            self._said[key] = text
+            self._own[key] = text
         else:
             self._store.set(key, text)
 
-    def hear(self, name: str, timeout_s: float, ranks: Iterable[int] | None = None) -> dict[int, Any]:
-        """What `ranks` (None: all) have said under this name; those that say nothing within the time are left out."""
+    def collect(self, name: str, timeout_s: float, ranks: Iterable[int] | None = None) -> dict[int, Any]:
+        """Return the values of `ranks` (None: all) under `name`. Ranks that post nothing in time are left out."""
         keys = {rank: self._key(name, rank) for rank in (range(self.world_size) if ranks is None else ranks)}
         deadline_s = time.monotonic() + timeout_s
         while not self._has(*keys.values()) and time.monotonic() < deadline_s:
@@ -53,17 +53,17 @@ class Meeting:
         return {rank: json.loads(self._read(key)) for rank, key in keys.items() if self._has(key)}
 
     def exchange(self, name: str, value: Any, timeout_s: float, ranks: Iterable[int] | None = None) -> dict[int, Any]:
-        """`say`, and then `hear`."""
-        self.say(name, value)
-        return self.hear(name, timeout_s, ranks)
+        """`post`, then `collect`."""
+        self.post(name, value)
+        return self.collect(name, timeout_s, ranks)
 
     def _key(self, name: str, rank: int) -> str:
-        return f"samestep/meeting/{name}/{rank}"
+        return f"samestep/exchange/{name}/{rank}"
 
     def _has(self, *keys: str) -> bool:
         if self._store is None:
-            return all(key in self._said for key in keys)
+            return all(key in self._own for key in keys)
         return not keys or bool(self._store.check(list(keys)))
 
     def _read(self, key: str) -> str:
-        return self._said[key] if self._store is None else bytes(self._store.get(key)).decode()
+        return self._own[key] if self._store is None else bytes(self._store.get(key)).decode()

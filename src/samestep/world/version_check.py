@@ -1,4 +1,4 @@
-"""What the ranks run: the same script, with the same versions of what decides its bits."""
+"""Checks that all ranks run the same script with the same versions of Python, torch and samestep."""
 
 import hashlib
 import platform
@@ -13,12 +13,12 @@ from samestep.world.environment import read_host
 
 
 def hash_file(path: str | Path) -> str:
-    """Enough of the sha256 of a script to tell it from another. Raises OSError."""
+    """Return the first 12 hexadecimal digits of a file's SHA-256. Raises OSError."""
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
 
 
 def describe_software() -> dict[str, Any]:
-    """This rank's. `script` is a hash, None for what is in no file: a notebook, `python -c`, standard input."""
+    """Describe this rank's software. `script` is a hash; None for code in no file (notebook, `python -c`, stdin)."""
     import torch
 
     path = getattr(sys.modules.get("__main__"), "__file__", None)
@@ -33,15 +33,15 @@ def describe_software() -> dict[str, Any]:
         "torch": str(torch.__version__),
         "Python": platform.python_version(),
         "script": script,
-        "hashing": hash("samestep"),  # of str: another number for each PYTHONHASHSEED
+        "hashing": hash("samestep"),  # differs between values of PYTHONHASHSEED
     }
 
 
 def check_alike(told: Sequence[Mapping[str, Any]]) -> None:
-    """Compares what `describe_software` gave on each rank.
+    """Compare the results of `describe_software` of all ranks.
 
     Raises:
-        Error: versions or scripts are not the same on all.
+        Error: versions or scripts differ.
     """
     for name in ("samestep", "torch", "Python", "script"):
         known = {rank: mine for rank, mine in enumerate(told) if mine[name] is not None}
@@ -59,7 +59,7 @@ def check_alike(told: Sequence[Mapping[str, Any]]) -> None:
 
 
 def explain_hashing(told: Sequence[Mapping[str, Any]]) -> str:
-    """A sentence where ranks hash strings differently, so that their sets have other orders; "" where none do."""
+    """Return a warning if ranks hash strings differently, so that their sets differ in order; else ""."""
     first, *others = told
     for rank, mine in enumerate(others, start=1):
         if mine["hashing"] != first["hashing"]:

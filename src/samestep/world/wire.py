@@ -1,7 +1,7 @@
-"""What ranks send each other, as bytes: JSON, with bytes, tensors and arrays behind it. No pickle, but for `seal`.
+"""Encodes the values that ranks exchange: JSON, followed by the bytes of tensors and arrays. Only `seal` uses pickle.
 
-A message is 8 bytes of length, the JSON, and the raw bytes that the JSON refers to. What JSON lacks is an object with
-the key "$", which names its kind.
+A message is 8 bytes of length, the JSON, and the raw bytes that the JSON refers to. A type that JSON lacks is an object
+whose key "$" names the type.
 """
 
 import hmac
@@ -23,13 +23,13 @@ PLAIN = (int, float, str, list, tuple, dict)
 
 
 def encode(value: Any, *, exact: bool = False) -> bytes:
-    """A value as bytes: None, bool, int, float (every bit), str, bytes, lists, tuples, dicts, host tensors, arrays.
+    """Encode None, bool, int, float (bit for bit), str, bytes, lists, tuples, dicts, host tensors and arrays.
 
     Args:
-        exact: refuse NumPy's numbers and subclasses of these types, instead of sending them as Python's.
+        exact: refuse NumPy numbers and subclasses of these types instead of converting them to Python's.
 
     Raises:
-        TypeError: there is something else in it.
+        TypeError: the value contains another type.
     """
     blobs: list[bytes] = []
     try:
@@ -40,7 +40,7 @@ def encode(value: Any, *, exact: bool = False) -> bytes:
 
 
 def decode(data: bytes | memoryview) -> Any:
-    """The value that `encode` made these bytes of. Raises Error where it has not."""
+    """Decode the bytes that `encode` returned. Raises Error for other bytes."""
     try:
         size = int.from_bytes(data[:HEADER_BYTES])
         text, blobs = bytes(data[HEADER_BYTES : HEADER_BYTES + size]), memoryview(data)[HEADER_BYTES + size :]
@@ -49,7 +49,7 @@ def decode(data: bytes | memoryview) -> Any:
         return _read(json.loads(text), blobs, [0])
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError, RuntimeError, struct.error):
         raise Error(
-            "a rank has sent what is no message of samestep: look for another program on the ranks' ports"
+            "a rank has received bytes that are no message of samestep: look for another program on the ranks' ports"
         ) from None
 
 
@@ -118,10 +118,10 @@ def _read(value: Any, blobs: memoryview, at: list[int]) -> Any:
 
 
 def seal(value: Any, key: bytes) -> Any:
-    """What a script wants sent, as something that `encode` takes: itself, or its pickle with an HMAC under `key`.
+    """Convert a script's value for `encode`: the value itself, or its pickle with an HMAC under `key`.
 
     Raises:
-        Exception: what pickle raises.
+        Exception: as raised by pickle.
     """
     try:
         encode(value, exact=True)
@@ -132,12 +132,12 @@ def seal(value: Any, key: bytes) -> Any:
 
 
 def unseal(sealed: Any, key: bytes) -> Any:
-    """What was sealed. Raises Error where that was not done with this key: nothing is unpickled then."""
+    """Return the sealed value. Raises Error, and unpickles nothing, if it was sealed with another key."""
     if not isinstance(sealed, bytes):
         return sealed[0]
     mac, data = sealed[:MAC_BYTES], sealed[MAC_BYTES:]
     if not hmac.compare_digest(mac, _sign(data, key)):
-        raise Error("an object has come from a rank that does not have the key of this launch: it is not unpickled")
+        raise Error("an object came from a rank that does not have the key of this launch: it is not unpickled")
     return pickle.loads(data)
 
 

@@ -1,4 +1,4 @@
-"""Temporary directories of samestep's processes. What a killed process leaves is removed by the next one's start."""
+"""Temporary directories of samestep's processes. Each start removes those that killed processes have left."""
 
 import fcntl
 import os
@@ -14,17 +14,17 @@ from samestep.world.environment import read_host
 PREFIX = "samestep-"
 
 
-class Home:
-    """A temporary directory, made after those whose owners are gone were removed. A `with` block removes it.
+class WorkDir:
+    """A temporary directory. Use as a context manager, or call `close`, to remove it.
 
     Attributes:
         path: the directory.
-        lock: an open file. The owners are the processes that hold it, so children may be given it, too. The kernel
-            frees it when the last of them ends, however it ends: no process number can be mistaken for another's.
+        lock: an open, locked file. The directory belongs to the processes that hold it, so a child can inherit it. The
+            kernel releases the lock when the last of them ends, and process ids, which are reused, play no part.
     """
 
     def __init__(self, name: str = "") -> None:
-        lock_name = f"lock-{read_host()}"  # other machines may share the directory, and do not see who holds a lock
+        lock_name = f"lock-{read_host()}"  # other machines can share the directory, and do not see this one's locks
         for lock in Path(tempfile.gettempdir()).glob(f"{PREFIX}*/{lock_name}"):
             with suppress(OSError):
                 _remove_if_left(lock)
@@ -32,22 +32,23 @@ class Home:
         self.lock = open(self.path / "unlocked", "wb", opener=open_regular)  # noqa: SIM115
         with suppress(OSError):  # the file system has no locks
             fcntl.flock(self.lock, fcntl.LOCK_EX)
-            os.rename(self.path / "unlocked", self.path / lock_name)  # only now, or it could be found before it is held
+            # Renamed only now: another process that found it before the lock is held would remove the directory.
+            os.rename(self.path / "unlocked", self.path / lock_name)
 
-    def __enter__(self) -> "Home":
+    def __enter__(self) -> "WorkDir":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Removes the directory. A second call does nothing."""
+        """Remove the directory. A second call does nothing."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.lock.close()
 
 
 def _remove_if_left(lock: Path) -> None:
-    """Removes the directory of a lock that nobody holds, where it is this user's own. Follows no link."""
+    """Remove the directory of a lock that no process holds, if it belongs to this user. Follows no link."""
     status = os.lstat(lock.parent)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         return

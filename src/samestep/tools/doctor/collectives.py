@@ -98,7 +98,7 @@ def look_at_collectives(context: Context) -> dict[str, Any] | None:
     if context.environment.world_size == 1:
         return None
     context.doing = "joining the ranks"
-    kinds = context.meeting.exchange("collectives/device", context.device.type, TIMEOUT_S)
+    kinds = context.exchange.exchange("collectives/device", context.device.type, TIMEOUT_S)
     device = context.device if set(kinds.values()) == {"cuda"} else torch.device("cpu")
     began_s = time.monotonic()
     group = open_group(context.environment, device, timeout_s=TIMEOUT_S, compares=False)

@@ -11,7 +11,7 @@ from samestep.errors import Error
 from samestep.tools.doctor.doctor_options import Options
 from samestep.world.environment import Environment
 from samestep.world.group import choose_device
-from samestep.world.store_exchange import Meeting
+from samestep.world.store_exchange import StoreExchange
 
 MAX_NAMED = 6
 
@@ -86,7 +86,7 @@ class Context:
 
     environment: Environment
     options: Options
-    meeting: Meeting
+    exchange: StoreExchange
     members: Members
     clock: Callable[[], float] = time.time
     doing: str = ""

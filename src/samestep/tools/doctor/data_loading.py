@@ -17,7 +17,7 @@ from samestep.tools.doctor.context import Context
 from samestep.tools.doctor.findings import FAIL, PASS, WARN, Facts, Finding
 from samestep.tools.trained import read_lines, start
 from samestep.world.environment import TRACE, Overrides, child_variables
-from samestep.world.workdir import Home
+from samestep.world.workdir import WorkDir
 
 WARM_UP = 3  # steps: it compiles, opens files, starts workers
 MEASURED_S, MOST_STEPS = 3.0, 1000
@@ -33,7 +33,7 @@ def look_at_feeding(context: Context) -> dict[str, Any] | None:
     """Of rank 0: the script on as many ranks as this node has, in a directory that is removed. Others have nothing."""
     if context.environment.rank != 0:
         return None
-    options, opened = context.options, Home("doctor-")
+    options, opened = context.options, WorkDir("doctor-")
     home = opened.path
     num_ranks = context.environment.local_world_size
     overrides = Overrides(

@@ -41,10 +41,10 @@ def look_at_disk(context: Context) -> dict[str, Any] | None:
         return _look_at_store(context, str(context.options.run_dir)) if context.environment.rank == 0 else None
     wanted = Path(context.options.run_dir or DEFAULT)
     if context.environment.rank == 0:
-        context.meeting.say("disk/token", uuid.uuid4().hex)
+        context.exchange.post("disk/token", uuid.uuid4().hex)
     if not context.is_leader:
         return None
-    token: str = context.meeting.hear("disk/token", EXCHANGE_S, [0])[0]
+    token: str = context.exchange.collect("disk/token", EXCHANGE_S, [0])[0]
     place = find_existing(wanted)
     node = context.members.nodes[context.environment.rank]
     mark = place / f"{MARK}{token}-{node}"
@@ -54,10 +54,10 @@ def look_at_disk(context: Context) -> dict[str, Any] | None:
     except OSError as error:
         facts["problem"] = error.strerror or str(error)
     try:
-        made = context.meeting.exchange("disk/made", not facts["problem"], EXCHANGE_S, leaders)
+        made = context.exchange.exchange("disk/made", not facts["problem"], EXCHANGE_S, leaders)
         nodes = [node for node, leader in enumerate(leaders) if made.get(leader)]
         facts["sees"] = find_marks(place, token, nodes)
-        context.meeting.exchange("disk/seen", True, EXCHANGE_S, leaders)
+        context.exchange.exchange("disk/seen", True, EXCHANGE_S, leaders)
         if not facts["problem"]:
             facts["free_bytes"] = _measure_room(place)
             if node == 0:  # rank 0 writes the snapshots; all nodes at once would share one disk

@@ -26,7 +26,7 @@ from samestep.tools.doctor.host_resources import (
 from samestep.tools.doctor.network import judge_network, look_at_network
 from samestep.tools.doctor.report import Report
 from samestep.world.environment import Environment, read_host
-from samestep.world.store_exchange import Meeting
+from samestep.world.store_exchange import StoreExchange
 
 MEET_S = 60.0  # for the other ranks to come
 GRACE_S = 5.0  # for other ranks to be through with a check after rank 0 is
@@ -69,12 +69,12 @@ def examine(
     if checks is None:
         checks = (*CHECKS, FEEDING) if options.script else CHECKS
     report = Report(as_json=options.json) if environment.rank == 0 else None
-    meeting = None
+    exchange = None
     try:
-        meeting = Meeting(environment, MEET_S)
-        return _examine(environment, options, checks, clock, meeting, report)
+        exchange = StoreExchange(environment, MEET_S)
+        return _examine(environment, options, checks, clock, exchange, report)
     except (OSError, RuntimeError) as error:  # of the store: a check's own do not come this far
-        what = "does not reach" if meeting is None else "has lost"
+        what = "does not reach" if exchange is None else "has lost"
         why = f": {describe_error(error)}"
         return _end_alone(report, f"rank {environment.rank} {what} the place where the ranks meet{why}")
 
@@ -84,23 +84,23 @@ def _examine(
     options: Options,
     checks: Sequence[Check],
     clock: Callable[[], float],
-    meeting: Meeting,
+    exchange: StoreExchange,
     report: Report | None,
 ) -> int:
-    told = meeting.exchange("hello", [read_host(), find_node()], MEET_S)
+    told = exchange.exchange("hello", [read_host(), find_node()], MEET_S)
     missing = sorted(set(range(environment.world_size)) - set(told))
     if missing:
         names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         return _end_alone(report, f"{names} did not come within {MEET_S:g} s")
     nodes = list(dict.fromkeys(told[rank][1] for rank in sorted(told)))
     members = Members([told[rank][0] for rank in sorted(told)], [nodes.index(told[rank][1]) for rank in sorted(told)])
-    context = Context(environment, options, meeting, members, clock)
+    context = Context(environment, options, exchange, members, clock)
     if report is not None:
         report.open(members)
     for number, check in enumerate(checks):
         _check_one(context, check, f"check/{number}", report)
     code = 0 if report is None else report.close()
-    _part(meeting)
+    _part(exchange)
     return code
 
 
@@ -127,10 +127,10 @@ def _check_one(context: Context, check: Check, name: str, report: Report | None)
         watchdog.start()
         answer = look(context, check)
         watchdog.cancel()
-    context.meeting.say(name, answer)
+    context.exchange.post(name, answer)
     if report is not None:
         left_s = began_s + check.limit_s - time.monotonic() if "facts" in answer else GRACE_S
-        answers = context.meeting.hear(name, left_s + GRACE_S)
+        answers = context.exchange.collect(name, left_s + GRACE_S)
         report.add(*judge_answers(check, context.members, answers))
 
 
@@ -164,13 +164,13 @@ def describe_error(error: BaseException) -> str:
 def _give_up(context: Context, check: Check, name: str, report: Report | None) -> None:
     """The main thread hangs in what cannot be left behind: this process ends, after rank 0's report."""
     with suppress(RuntimeError):
-        context.meeting.say(f"{name}/hanging", context.doing or "it")
+        context.exchange.post(f"{name}/hanging", context.doing or "it")
         if report is None:
-            context.meeting.hear("end", GRACE_S, [0])
+            context.exchange.collect("end", GRACE_S, [0])
     if report is not None:
         told: dict[int, str] = {}
         with suppress(RuntimeError):
-            told = context.meeting.hear(f"{name}/hanging", PARTING_S)
+            told = context.exchange.collect(f"{name}/hanging", PARTING_S)
         places = {place: [rank for rank, other in told.items() if other == place] for place in told.values()}
         silent = set(range(context.environment.world_size)) - set(told)
         parts = [f"{context.members.name_ranks(ranks)} in {place}" for place, ranks in places.items()]
@@ -179,7 +179,7 @@ def _give_up(context: Context, check: Check, name: str, report: Report | None) -
         report.add(Finding(check.name, FAIL, found, check.advice))
         report.close()
         with suppress(RuntimeError):
-            context.meeting.say("end", True)
+            context.exchange.post("end", True)
     with suppress(OSError):
         sys.stdout.flush()
     os._exit(1)
@@ -195,12 +195,12 @@ def find_node() -> str:
     return "/".join(parts)
 
 
-def _part(meeting: Meeting) -> None:
+def _part(exchange: StoreExchange) -> None:
     """Rank 0 may hold the store: it leaves last."""
     with suppress(RuntimeError):
-        if meeting.rank == 0:
-            meeting.say("end", True)
-            meeting.hear("bye", PARTING_S, range(1, meeting.world_size))
+        if exchange.rank == 0:
+            exchange.post("end", True)
+            exchange.collect("bye", PARTING_S, range(1, exchange.world_size))
         else:
-            meeting.hear("end", END_S, [0])
-            meeting.say("bye", True)
+            exchange.collect("end", END_S, [0])
+            exchange.post("bye", True)

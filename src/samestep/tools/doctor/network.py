@@ -154,7 +154,7 @@ def describe_interface(name: str) -> dict[str, Any]:
 
 def look_at_network(context: Context) -> dict[str, Any] | None:
     """Of a node's first rank: its interface, and every other node as it is seen from here. None with one node."""
-    leaders, meeting = context.members.leaders, context.meeting
+    leaders, exchange = context.members.leaders, context.exchange
     if len(leaders) == 1:
         return None
     interface = find_interface(*read_master())
@@ -165,7 +165,7 @@ def look_at_network(context: Context) -> dict[str, Any] | None:
     mine = {**describe_interface(interface.name), "own_name": interface.own_name, "is_lost": interface.is_lost}
     echo = Echo(context.clock)
     try:
-        told = meeting.exchange(
+        told = exchange.exchange(
             "network/echo", {**mine, "port": echo.port, "token": echo.token.hex()}, EXCHANGE_S, leaders
         )
         wanted = [
@@ -180,7 +180,7 @@ def look_at_network(context: Context) -> dict[str, Any] | None:
             seen: dict[str, dict[str, Any]] = {}
             for (node, family, _), found in zip(wanted, pings, strict=True):
                 seen.setdefault(str(node), {})[family] = found
-        meeting.exchange("network/done", True, EXCHANGE_S, leaders)
+        exchange.exchange("network/done", True, EXCHANGE_S, leaders)
     finally:
         echo.close()
     return {**mine, "seen": seen}

@@ -18,7 +18,7 @@ from samestep.tools.verify.table import Table
 from samestep.tools.verify.traces import Difference, Traced, find_difference, name_tensor
 from samestep.tools.verify.trials import LEAST_DEADLINE_S, Outcome, Subject, Trials
 from samestep.world.environment import spell_flag
-from samestep.world.workdir import Home
+from samestep.world.workdir import WorkDir
 
 KILLED = 128 + 9
 MAX_EVENTS = 12  # how far into the writing of a snapshot a rank is killed: about as many files are touched
@@ -70,7 +70,7 @@ def run_verify(subject: Subject, options: Options) -> int:
             raise Error(f"--keep-runs {kept} cannot be made ({error.strerror}): name another directory") from None
     before = signal.signal(signal.SIGTERM, _leave)
     try:
-        with nullcontext() if kept is not None else Home("verify-") as home:
+        with nullcontext() if kept is not None else WorkDir("verify-") as home:
             path, locks = (kept, ()) if home is None else (home.path, (home.lock.fileno(),))
             assert path is not None
             return _Verification(subject, options, path.resolve(), locks).run()

@@ -1,0 +1,80 @@
+"""This machine: its identity, its network interfaces, and the parent-death signal of Linux."""
+
+import ipaddress
+import os
+import signal
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+
+
+def read_host_id(namespace: str) -> str:
+    """Identify the running kernel and one of its namespaces; "" where /proc does not tell.
+
+    Equal values mean the same boot of the same machine, and the same namespace. Host names do not tell this: machines
+    made from one image, and containers, can share a name.
+
+    Args:
+        namespace: "net" (ports and abstract socket names) or "pid" (process ids).
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}-{os.stat(f'/proc/self/ns/{namespace}').st_ino}"
+    except OSError:
+        return ""
+
+
+def die_with_parent() -> None:
+    """Make the kernel kill this process when its parent ends. Does nothing outside Linux."""
+    import ctypes
+
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def plain_address(address: str) -> str:
+    """Remove the scope ("%eth0") and the IPv4-in-IPv6 mapping from an address."""
+    parsed = ipaddress.ip_address(address.partition("%")[0])
+    return str(getattr(parsed, "ipv4_mapped", None) or parsed)
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an IP address is a loopback address."""
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def list_addresses() -> dict[str, str]:
+    """Map each IP address of this machine to its interface."""
+    import psutil  # slow to import
+
+    families = (socket.AF_INET, socket.AF_INET6)
+    return {
+        entry.address.partition("%")[0]: name
+        for name, entries in psutil.net_if_addrs().items()
+        for entry in entries
+        if entry.family in families
+    }
+
+
+def find_interface(hosts: Sequence[str]) -> str:
+    """Return the interface through which this machine reaches `hosts`, one of which can be itself; "" if there is none.
+
+    A machine's own name often resolves to 127.0.1.1, so an address outside 127.0.0.0/8 is preferred.
+    """
+    sources = [address for host in hosts if (address := _find_source(host))]
+    wanted = next((address for address in sources if not address.startswith("127.")), sources[0] if sources else "")
+    return list_addresses().get(plain_address(wanted), "") if wanted else ""
+
+
+def _find_source(host: str) -> str:
+    """Return the address from which this machine would send to `host`; "" if there is no route. Sends nothing."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    except OSError:
+        return ""
