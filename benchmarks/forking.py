@@ -90,7 +90,7 @@ def fork_under_load(num_forks: int, run_dir: str, is_gated: bool) -> dict[str, A
         at_work += bool(forking._gate._at_work)
 
     os.register_at_fork(before=lambda: None, after_in_parent=look)
-    run, model, optimizer = build(run_dir, 1024, snapshot_every=1, keep=1)
+    run, model, optimizer = build(run_dir, 1024, snapshot_every=1, keep_last=1)
     for step in run.steps(Samples(), 10**9, num_workers=1):
         for x in step:
             step.backward(model(x).mean())

@@ -64,7 +64,12 @@ class Loop:
     def __init__(self, directory: Path, num_mb: int, num_samples: int) -> None:
         size = num_samples * dist.get_world_size()
         self._run = run = samestep.Run(
-            directory / "run", batch_size=size, micro_batch_size=num_samples, snapshot_every=10**9, keep=1, device="cpu"
+            directory / "run",
+            batch_size=size,
+            micro_batch_size=num_samples,
+            snapshot_every=10**9,
+            keep_last=1,
+            device="cpu",
         )
         self._directory = directory
         self.model, self.optimizer = build_state(num_mb)

@@ -23,6 +23,7 @@ FLOORS = {
     "errors": 0,
     "files": 0,
     "console": 0,
+    "config": 1,
     "plan": 1,
     "data": 2,
     "world": 2,

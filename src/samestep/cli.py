@@ -8,13 +8,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from samestep.config import OPTIONS, Option, name_flag
 from samestep.console import escape, say
 from samestep.errors import Error, explain
 from samestep.launch.flags import (
     FLAGS,
     INSTEAD,
     TORCHRUN,
-    Flag,
     describe_flags,
     find_misplaced,
     name_flags,
@@ -25,8 +25,6 @@ from samestep.launch.flags import (
 from samestep.recipes import describe_recipes, find_recipes, read_options, show_recipe_help
 from samestep.version import __version__
 from samestep.world.environment import (
-    OVERRIDES,
-    Overrides,
     check_surroundings,
     drop_output,
     fix_hash_seed,
@@ -105,14 +103,14 @@ DEFAULT_RECIPE = "digits"
 MAX_NAMED = 8  # in one sentence
 
 
-VERIFIED = ("batch_size", "micro_batch_size", "seed", "threads", "precision", "reduction", "device")
-VERIFY_FLAGS: dict[str, Flag] = {
-    "steps": Flag(int, "N", "steps of each run; default: 20"),
-    "world_sizes": Flag(str, "N,N", "numbers of ranks; all are compared with the first; default: 1,2,3,4"),
-    "kills": Flag(int, "K", "how often a rank of the interrupted run is killed; default: 2"),
-    "kill_seed": Flag(int, "N", "of the moments at which; default: others each time"),
-    "gradients": Flag(bool, "", "first check the averages, against float64 and single samples"),
-    "keep_runs": Flag(str, "DIR", "keep the runs' directories and traces here"),
+VERIFIED = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "reduction", "device")
+VERIFY_FLAGS: dict[str, Option] = {
+    "steps": Option(int, "N", "steps of each run; default: 20"),
+    "world_sizes": Option(str, "N,N", "numbers of ranks; all are compared with the first; default: 1,2,3,4"),
+    "kills": Option(int, "K", "how often a rank of the interrupted run is killed; default: 2"),
+    "kill_seed": Option(int, "N", "of the moments at which; default: others each time"),
+    "gradients": Option(bool, "", "first check the averages, against float64 and single samples"),
+    "keep_runs": Option(str, "DIR", "keep the runs' directories and traces here"),
     **{name: FLAGS[name] for name in VERIFIED},
 }
 
@@ -191,7 +189,7 @@ def _start_on_hosts(target: "Target", values: dict[str, Any]) -> int:
     if "rdzv_secret" in values:
         raise Error("--hosts makes a secret for each launch: leave out --rdzv-secret")
     check_target(target)
-    flags = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in values.items()]
+    flags = [name_flag(name) + ("" if value is True else f"={value}") for name, value in values.items()]
     command, program = target.to_command()
     first = [program.pop(0)] if command == "train" else []
     return run_hosts(hosts, command, [*first, *flags], ["--", *program], endpoint)
@@ -217,7 +215,7 @@ def _start(target: "Target", values: dict[str, Any]) -> int:
         show_ranks=show_ranks,
         max_restarts=max_restarts,
         nodes=nodes,
-        overrides=Overrides(**values),
+        overrides=values,
     )
 
 
@@ -247,7 +245,7 @@ def _warn_of_misplaced(target: "Target") -> None:
         )
 
 
-def _take_target(command: str, left: list[str], flags: Mapping[str, Flag] = FLAGS) -> "Target":
+def _take_target(command: str, left: list[str], flags: Mapping[str, Option] = FLAGS) -> "Target":
     """What to start: a script or -m MODULE, and its arguments. Raises Error where it is neither."""
     kind, left = ("module", left[1:]) if left[:1] == ["-m"] else ("script", left)
     if left and left[0].startswith("-"):
@@ -262,7 +260,7 @@ def _take_target(command: str, left: list[str], flags: Mapping[str, Flag] = FLAG
 
 
 def _take_flags_and_target(
-    command: str, arguments: list[str], flags: Mapping[str, Flag]
+    command: str, arguments: list[str], flags: Mapping[str, Option]
 ) -> tuple[dict[str, Any], "Target | None"]:
     """The options, and what to start: a script, -m MODULE, or a recipe, after whose name options may stand, too.
 
@@ -282,7 +280,7 @@ def _take_flags_and_target(
 
 
 def _build_recipe_target(
-    command: str, recipe: str, arguments: list[str], values: Mapping[str, Any], flags: Mapping[str, Flag]
+    command: str, recipe: str, arguments: list[str], values: Mapping[str, Any], flags: Mapping[str, Option]
 ) -> "Target":
     """Raises Error for an option that neither the command nor the recipe has."""
     if recipe not in find_recipes():
@@ -302,10 +300,9 @@ def _build_recipe_target(
 def _submit(arguments: list[str]) -> int:
     from samestep.launch import submit
 
-    flags = {name: Flag(option.type, option.metavar, option.help) for name, option in submit.FLAGS.items()}
-    values, target = _take_flags_and_target("submit", arguments, flags)
+    values, target = _take_flags_and_target("submit", arguments, submit.FLAGS)
     if target is None:
-        print(f"{submit.HELP}\n{describe_flags(flags)}", end="")
+        print(f"{submit.HELP}\n{describe_flags(submit.FLAGS)}", end="")
         return 0
     return submit.run_submit(target, values)
 
@@ -335,13 +332,13 @@ def _verify(arguments: list[str]) -> int:
 
     check_target(target)
     names = {"steps": "num_steps", "kills": "num_kills"}
-    options = {names.get(name, name): values.pop(name) for name in list(values) if name not in OVERRIDES}
+    options = {names.get(name, name): values.pop(name) for name in list(values) if name not in OPTIONS}
     if "world_sizes" in options:
         options["world_sizes"] = parse_world_sizes(options["world_sizes"])
     if "keep_runs" in options:
         options["keep_runs"] = Path(options["keep_runs"])
     command, words = target.to_command()
-    subject = Subject(command, tuple(words), Overrides(**values))
+    subject = Subject(command, tuple(words), values)
     return run_verify(subject, Options(**options))
 
 

@@ -19,7 +19,6 @@ from samestep.launch.links import MAX_LINE, Link
 from samestep.launch.local_ranks import Ranks, Target
 from samestep.launch.rendezvous_client import GREETING_S, Hello, Nodes, build_hello, connect
 from samestep.launch.rendezvous_server import MAX_STRANGERS, STRANGER_S, Hub
-from samestep.world.environment import Overrides
 
 SECRET = "a secret of this run's nodes"
 ENDED = {"kind": "ended", "round": 1, "failure": None, "signum": 0, "is_well": True, "done": True}
@@ -192,7 +191,7 @@ def test_nodes_of_another_run(open_place: Callable[..., Place]) -> None:
     place = open_place()
     place.join(0)
     nodes, target = replace(place.nodes, node_rank=1), Target("script", __file__, [])
-    other = build_hello(nodes, target, 1, 0, Overrides(run_dir="b", local_dir="its own", grace_s=3))
+    other = build_hello(nodes, target, 1, 0, {"run_dir": "b", "local_dir": "its own", "grace_s": 3})
     with pytest.raises(Error, match=r"has another --run-dir \(or SAMESTEP_RUN_DIR\) than .* \(b, not none\)"):
         connect(nodes, other, lambda: False)
     nodes = replace(nodes, secret="a secret of other nodes")

@@ -93,7 +93,7 @@ def many_parts_on_long_routes() -> Result:
 
 @case
 def two_threads() -> Result:
-    return train_transformer(build_run(threads=2), num_epochs=1)
+    return train_transformer(build_run(num_threads=2), num_epochs=1)
 
 
 @case

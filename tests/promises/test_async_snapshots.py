@@ -42,7 +42,7 @@ class Model(nn.Module):
 
 def train(run_dir: Path, changes: str) -> dict[int, str]:
     """Saves after every step. Returns the state's digests by the steps done, as the script has it then."""
-    run = samestep.Run(run_dir, batch_size=4, micro_batch_size=2, snapshot_every=1, keep=99, device="cpu")
+    run = samestep.Run(run_dir, batch_size=4, micro_batch_size=2, snapshot_every=1, keep_last=99, device="cpu")
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     run.prepare(model=model, optimizer=optimizer)
@@ -117,7 +117,8 @@ def test_steps_go_on_while_it_is_written(
 
 def test_one_at_a_time(trial: Trial, undisturbed: Undisturbed) -> None:
     """The next one waits for the one that is on its way; none is left out."""
-    launch = trial.start("launch", 2, "hold rank 0 at step 3 in before rename", "--snapshot-every", "3", "--keep", "9")
+    options = ("--snapshot-every", "3", "--keep-last", "9")
+    launch = trial.start("launch", 2, "hold rank 0 at step 3 in before rename", *options)
     trial.wait_held()
     assert trial.snapshots == []
     trial.go_on()
@@ -213,7 +214,7 @@ def test_rank_0_s_clock_decides_for_all(tmp_path: Path) -> None:
     def train_and_tell(run_dir: Path) -> list[list[int | None]]:
         import torch.distributed as dist
 
-        saved = train_with(run_dir, patch, snapshot_every="25s", keep=9)
+        saved = train_with(run_dir, patch, snapshot_every="25s", keep_last=9)
         told: list[list[int | None]] = [[], []]
         dist.all_gather_object(told, saved)
         return told

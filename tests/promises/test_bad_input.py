@@ -400,7 +400,7 @@ def test_full_disk(disk: Disk) -> None:
     """The older snapshot stands, the run says so and goes on to its end; with room, the same command saves again."""
     run_dir = disk.path / "x"
     disk.remount("size=120k")
-    words = ["train", "mlp", "--snapshot-every", "5", "--keep", "50", "--log-every", "1", "--run-dir", run_dir]
+    words = ["train", "mlp", "--snapshot-every", "5", "--keep-last", "50", "--log-every", "1", "--run-dir", run_dir]
     done = samestep_command(*words, "--max-steps", "60", cwd=disk.path)
     failed = re.findall(r"the snapshot of step (\d+) could not be written \((.*)\): (.*), the run goes on", done.stdout)
     sound = [snapshot.step for snapshot in Store(run_dir).snapshots() if snapshot.problem is None]

@@ -293,7 +293,7 @@ def test_a_node_dies_while_it_saves(cluster: Cluster, undisturbed: Undisturbed, 
 
 def test_a_node_comes_back_from_a_branch_that_was_left(cluster: Cluster, undisturbed: Undisturbed) -> None:
     """The run went back to step 3 without it: what it has of later steps is older than what comes after those."""
-    cluster.spawn([0, 1], 1, "stop all ranks at step 9 in update", snapshot_every=3, keep=9)
+    cluster.spawn([0, 1], 1, "stop all ranks at step 9 in update", snapshot_every=3, keep_last=9)
     cluster.spawn_to_fail([0], 2, "kill all ranks at step 4 in forward", resume=3, snapshot_every=2, settled=True)
     assert cluster.snapshots(0)[-1] == "step-00000004"
     assert cluster.snapshots(1)[-1] == "step-00000010"
@@ -306,7 +306,7 @@ def test_a_node_comes_back_from_a_branch_that_was_left(cluster: Cluster, undistu
 
 @pytest.mark.parametrize("resume", one_in(2, ["best", 3]))
 def test_an_older_one_that_only_one_node_has(cluster: Cluster, undisturbed: Undisturbed, resume: str | int) -> None:
-    cluster.spawn([0, 1], 1, "stop all ranks at step 7 in update", snapshot_every=3, keep=9)
+    cluster.spawn([0, 1], 1, "stop all ranks at step 7 in update", snapshot_every=3, keep_last=9)
     shutil.rmtree(cluster.run_dir(0) / "snapshots" / (resume if isinstance(resume, str) else "step-00000003"))
     cluster.spawn([0, 1], 1, resume=resume, snapshot_every=3)
     assert_ended_as(cluster, [0, 1], undisturbed())
@@ -363,7 +363,7 @@ def count_exchanges(disks: Sequence[Path]) -> int:
         fn = getattr(Group, name)
         setattr(Group, name, lambda *words, fn=fn, **more: (calls.append(0), fn(*words, **more))[1])
     run = samestep.Run(
-        "run", batch_size=4, micro_batch_size=1, snapshot_every=None, log_every=1, compare_every=0, device="cpu"
+        "run", batch_size=4, micro_batch_size=1, snapshot_every=None, log_every=1, compare_every=None, device="cpu"
     )
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -428,7 +428,9 @@ def train_while_it_is_full(disks: Sequence[Path], node: int) -> None:
     rank = int(os.environ["RANK"])
     os.chdir(disks[rank])
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    run = samestep.Run("run", batch_size=4, micro_batch_size=1, snapshot_every=1, keep=9, log_every=1, device="cpu")
+    run = samestep.Run(
+        "run", batch_size=4, micro_batch_size=1, snapshot_every=1, keep_last=9, log_every=1, device="cpu"
+    )
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     run.prepare(model=model, optimizer=optimizer)

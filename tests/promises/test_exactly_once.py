@@ -58,7 +58,7 @@ def use_samples(
 ) -> None:
     """Trains for some epochs (or `num_steps`) in directory/run; each rank notes what it used in `rank-R.jsonl`."""
     run = samestep.Run(
-        directory / "run", batch_size=batch_size, micro_batch_size=micro_batch_size, max_steps=max_steps, keep=99
+        directory / "run", batch_size=batch_size, micro_batch_size=micro_batch_size, max_steps=max_steps, keep_last=99
     )
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

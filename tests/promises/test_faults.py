@@ -74,7 +74,7 @@ def build_faults() -> list[str]:
 
 @pytest.mark.parametrize("fault", one_in(5, build_faults()))
 def test_at_every_moment(trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], fault: str) -> None:
-    """keep=1, so that there is something to prune."""
+    """keep_last=1, so that there is something to prune."""
     num_ranks_then = 1 + len(fault) % 4
     parsed = Fault.parse(fault)
     step, moment, action = parsed.step, parsed.moment, parsed.action
@@ -95,7 +95,7 @@ def test_at_every_moment(trial: Trial, undisturbed: Undisturbed, capfd: pytest.C
     saved = trial.snapshots
     if parsed.rank is None and action in ("raise", "exit", "exhaust"):
         fault = ""  # all have met it, those that had no time to as well
-    assert trial.spawn(num_ranks_then, fault or (), keep=1) == trial.dir
+    assert trial.spawn(num_ranks_then, fault or (), keep_last=1) == trial.dir
     assert trial.outcome() == undisturbed()
     assert not [*trial.dir.glob("snapshots/.*"), *trial.dir.glob(".*")], "what the dead writer had begun is gone"
     if step < NUM_STEPS:  # else there may have been nothing left to do
@@ -220,7 +220,7 @@ def test_the_directory_is_removed_under_way(
 def test_the_clock_is_set_back(trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str]) -> None:
     """By a day, within a run, and between a crash and the resume: what is newest is a matter of steps."""
     faults = ["backdate rank 0 at step 7 in update", "kill rank 1 at step 13 in forward"]
-    trial.spawn_to_fail(2, faults, snapshot_every=3, keep=3, settled=True)
+    trial.spawn_to_fail(2, faults, snapshot_every=3, keep_last=3, settled=True)
     for fault in faults:
         trial.note_strike(fault, "backdate" if "backdate" in fault else None)
 
@@ -232,7 +232,7 @@ def test_the_clock_is_set_back(trial: Trial, undisturbed: Undisturbed, capfd: py
     assert read_time("step-00000012") < read_time("step-00000006")
     assert "step 12" in ask("inspect", trial.dir) or "12" in ask("inspect", trial.dir)
     capfd.readouterr()
-    trial.spawn(3, "backdate rank 0 at step 12 in start", snapshot_every=3, keep=2)
+    trial.spawn(3, "backdate rank 0 at step 12 in start", snapshot_every=3, keep_last=2)
     assert resume_is_from(capfd.readouterr().out) == 12
     assert trial.snapshots == ["step-00000012", "best", "step-00000015"]
     trial.spawn(2, "backdate all ranks at step 12 in start", snapshot_every=3, resume=12)

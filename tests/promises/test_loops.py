@@ -61,7 +61,7 @@ def train(
     def draw(epoch: int) -> list[int]:
         return torch.randperm(length, generator=torch.Generator().manual_seed(epoch)).tolist()  # type: ignore[no-any-return]
 
-    run = samestep.Run(run_dir, batch_size=8, micro_batch_size=2, snapshot_every=2, keep=99, log_every=1)
+    run = samestep.Run(run_dir, batch_size=8, micro_batch_size=2, snapshot_every=2, keep_last=99, log_every=1)
     model = torch.nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 1))
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     run.prepare(model=model, optimizer=optimizer)

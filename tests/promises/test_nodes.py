@@ -35,7 +35,6 @@ from samestep.launch.rendezvous_client import (
     parse_endpoint,
     parse_nodes,
 )
-from samestep.world.environment import Overrides
 
 Undisturbed = Callable[..., Outcome]
 HELD = "hold rank 0 at step 7 in forward"
@@ -371,7 +370,7 @@ def test_the_interface_is_set_unless_it_is(monkeypatch: pytest.MonkeyPatch, own:
         monkeypatch.delenv(name, raising=False)
         if own:
             monkeypatch.setenv(name, own)
-    [variables] = build_variables(1, Place(29500, interface="eth7", num_nodes=2, world_size=2), Overrides())
+    [variables] = build_variables(1, Place(29500, interface="eth7", num_nodes=2, world_size=2), {})
     assert variables["GLOO_SOCKET_IFNAME"] == variables["NCCL_SOCKET_IFNAME"] == (own or "eth7")
 
 

@@ -222,7 +222,7 @@ def test_a_store_that_is_removed_under_way(cluster: Cluster, undisturbed: Undist
 def test_a_store_that_fails_in_between(
     cluster: Cluster, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
-    cluster.spawn(0, 1, ("full", "step-00000006/", 0), settled=True, keep=9)
+    cluster.spawn(0, 1, ("full", "step-00000006/", 0), settled=True, keep_last=9)
     said = capfd.readouterr().out
     assert re.findall(r"the snapshot of step (\d+) is in .* alone", said) == ["6"]
     assert "the run goes on" in said
@@ -241,7 +241,7 @@ def test_a_later_writer_ends_the_earlier_one(cluster: Cluster) -> None:
 
 def test_going_back(cluster: Cluster, undisturbed: Undisturbed, tmp_path: Path) -> None:
     """Machine 1 goes back to step 3. What is left behind stays, aside; machine 0 does not go on from its own copy."""
-    cluster.spawn(0, 1, fault="stop all ranks at step 9 in update", keep=9)
+    cluster.spawn(0, 1, fault="stop all ranks at step 9 in update", keep_last=9)
     assert cluster.snapshots()[-1] == "step-00000010"
     cluster.spawn_to_fail(1, 1, fault="kill all ranks at step 5 in forward", resume=3, snapshot_every=2, settled=True)
     assert cluster.snapshots()[-1] == "step-00000004"

@@ -74,7 +74,7 @@ def build_ends_of_launchers() -> list[tuple[str, str]]:
 def test_the_launcher_itself_is_killed(trial: Trial, undisturbed: Undisturbed, victim: str, held_at: str) -> None:
     """Its ranks, and their DataLoader workers, do not outlive it to write into the run of those that follow."""
     arguments = ["--num-workers", "1", "--settled"]
-    launch = trial.start("launch", 2, f"hold rank 0 at {held_at}", "--keep", "1", arguments=arguments)
+    launch = trial.start("launch", 2, f"hold rank 0 at {held_at}", "--keep-last", "1", arguments=arguments)
     trial.wait_held()
     (server,) = [process for process in launch.processes() if process.ppid() == launch.process.pid]
     assert len(launch.processes()) >= 2 + 2 + (2 if "backward" in held_at else 0)
@@ -173,14 +173,14 @@ def test_what_is_saved_and_kept(
     resumed: int,
     at_end: list[str],
 ) -> None:
-    trial.spawn_to_fail(2, fault, snapshot_every=every, keep=keep, settled=True)
+    trial.spawn_to_fail(2, fault, snapshot_every=every, keep_last=keep, settled=True)
     trial.note_strike(fault)
     numbered = [f"step-{int(name):08d}" for name in saved if name.isdecimal()][-keep:]
     there = trial.snapshots
     assert [name for name in there if name != "best"] == numbered
     assert ("best" in there) == any("best" in name for name in saved)
     capfd.readouterr()
-    trial.spawn(2, fault, snapshot_every=every, keep=keep)
+    trial.spawn(2, fault, snapshot_every=every, keep_last=keep)
     assert resume_is_from(capfd.readouterr().out) == resumed
     assert [name for name in trial.snapshots if name != "best"] == [f"step-{int(name):08d}" for name in at_end]
     if every != "never":
@@ -290,7 +290,7 @@ def test_resume_from_an_older_snapshot(
 
 
 def test_resume_by_the_launcher_flag(trial: Trial, undisturbed: Undisturbed) -> None:
-    trial.spawn(2, snapshot_every=4, keep=9)
+    trial.spawn(2, snapshot_every=4, keep_last=9)
     went_back = trial.run("launch", 2, "", "--resume", "8", "--snapshot-every", "4")
     assert resume_is_from(went_back.output) == 8
     moved = {path.name.rpartition("-")[0] for path in trial.dir.glob("abandoned/*")}
@@ -300,7 +300,7 @@ def test_resume_by_the_launcher_flag(trial: Trial, undisturbed: Undisturbed) -> 
 
 def test_killed_while_going_back(trial: Trial, undisturbed: Undisturbed) -> None:
     """A crash among the snapshots that are moved out of the way leaves a directory that can be resumed from."""
-    trial.spawn(2, snapshot_every=3, keep=9)
+    trial.spawn(2, snapshot_every=3, keep_last=9)
     fault = "kill rank 0 at step 0 in rewinding"
     trial.spawn_to_fail(2, fault, snapshot_every=3, resume=3)
     trial.note_strike(fault)
@@ -637,7 +637,7 @@ DAMAGES = [flip_a_byte_of_the_state, flip_any_byte, lose_the_manifest, forge_the
 def test_a_torn_snapshot_is_passed_over(
     trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], damage: Callable[[Path], str]
 ) -> None:
-    trial.spawn(2, max_steps=12, snapshot_every=4, keep=9)
+    trial.spawn(2, max_steps=12, snapshot_every=4, keep_last=9)
     file = damage(trial.dir / "snapshots" / "step-00000012")
     capfd.readouterr()
     trial.spawn(3, snapshot_every=4)

@@ -100,5 +100,5 @@ def test_mlp(mlp: Recipe, world_size: int) -> None:
 
 def test_other_numbers_give_other_bits(mlp: Recipe) -> None:
     """The digest does tell runs apart."""
-    digests = {mlp.train(1, *flags)[0] for flags in [(), ("--seed", "1"), ("--resume", "latest", "--threads", "1")]}
+    digests = {mlp.train(1, *flags)[0] for flags in [(), ("--seed", "1"), ("--resume", "latest", "--num-threads", "1")]}
     assert len(digests) == 2

@@ -171,7 +171,7 @@ class Trial:
     def spawn(self, num_ranks: int = 1, fault: str | Sequence[str] = (), **arguments: Any) -> Path:
         """As a call of `samestep.spawn`, which raises what a rank raises. Returns the run's directory.
 
-        Arguments in capitals are variables, SAMESTEP_KEEP for instance.
+        Arguments in capitals are variables, SAMESTEP_KEEP_LAST for instance.
         """
         env = {name: str(arguments.pop(name)) for name in list(arguments) if name.isupper()}
         return samestep.spawn(train, num_ranks, (self.dir, fault), arguments, env=env)

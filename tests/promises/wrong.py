@@ -964,7 +964,7 @@ def _(run_dir: RunDir) -> None:
     build(run_dir, seed=find_rank())
 
 
-@on_ranks("rows", r"log_every is 1 on rank 0 and 2 on rank 1: make it the same on all ranks", at="start")
+@on_ranks("rows", r"log_every is '1' on rank 0 and '2' on rank 1: make it the same on all ranks", at="start")
 def _(run_dir: RunDir) -> None:
     build(run_dir, log_every=1 + find_rank())
 

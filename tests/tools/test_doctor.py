@@ -662,8 +662,8 @@ def test_help_teaches_without_torch() -> None:
 
 
 def test_options_travel() -> None:
-    options, start = parse(["--run-dir", "x", "--threads", "2", "--nnodes", "2", "--script", "train.py", "--json"])
-    assert options == Options(run_dir="x", threads=2, script=("train.py", "--json"))
+    options, start = parse(["--run-dir", "x", "--num-threads", "2", "--nnodes", "2", "--script", "train.py", "--json"])
+    assert options == Options(run_dir="x", num_threads=2, script=("train.py", "--json"))
     assert start.given == ["--nnodes"]
     assert parse(options.to_arguments())[0] == options
 
@@ -673,7 +673,7 @@ def test_options_travel() -> None:
     [
         (["--jsn"], "unrecognized arguments: --jsn"),
         (["here"], "unrecognized arguments: here"),
-        (["--threads", "0"], "--threads"),
+        (["--num-threads", "0"], "--num-threads"),
         (["--device", "tpu"], "--device"),
         (["--script"], "--script needs a script"),
         (["--script", "-m"], "--script needs a script"),

@@ -24,7 +24,7 @@ from samestep.snapshot.store import Store, digest
 from samestep.tools.inspect import run_inspect
 
 NUMBERS = {
-    "seed": 3, "batch_size": 8, "micro_batch_size": 2, "threads": 1, "models": {"net": "1 parameter"},
+    "seed": 3, "batch_size": 8, "micro_batch_size": 2, "num_threads": 1, "models": {"net": "1 parameter"},
     "data_length": 21, "mode": "epochs", "shuffle": True, "drop_last": False, "sampler": "default",
 }  # fmt: skip
 STATE = {"objects": {"net": {"w": torch.arange(10.0)}}, "position": {"step": 3, "epoch": 1}, "state": {}}

@@ -20,7 +20,6 @@ from samestep.snapshot.serialization import write_tensors
 from samestep.tools.verify.causes import measure_difference
 from samestep.tools.verify.command import Options, run_verify
 from samestep.tools.verify.trials import Subject, Trials
-from samestep.world.environment import Overrides
 
 
 def run_script(path: str) -> None:
@@ -68,7 +67,7 @@ def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
             monkeypatch.setattr(Trials, "_start", start_with_hash_seed)
         script = tmp_path / "planted.py"
         script.write_text(plant(**faults))
-        subject = Subject("launch", (str(script),), Overrides())
+        subject = Subject("launch", (str(script),), {})
         options = Options(num_steps, (1, 3), num_kills, kill_seed, gradients, keep_runs=tmp_path / "runs")
         code = run_verify(subject, options)
         return code, capsys.readouterr().out

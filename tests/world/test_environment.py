@@ -1,15 +1,12 @@
 """Who this process is, read from variables."""
 
 import sys
-from dataclasses import fields
 from types import ModuleType
 
 import pytest
 
 import samestep
 from samestep.world.environment import (
-    OVERRIDES,
-    Overrides,
     Restart,
     advise,
     read_environment,
@@ -36,7 +33,7 @@ def test_alone() -> None:
         1,
         1,
     )
-    assert (environment.launcher, environment.error_dir, environment.overrides) == ("python", None, Overrides())
+    assert (environment.launcher, environment.error_dir, environment.overrides) == ("python", None, {})
 
 
 def test_under_torchrun() -> None:
@@ -48,13 +45,11 @@ def test_under_torchrun() -> None:
         2,
     )
     assert environment.launcher == "torchrun"
-    assert environment.spell("micro_batch_size", 8) == "SAMESTEP_MICRO_BATCH_SIZE=8"
 
 
 def test_under_our_launcher() -> None:
     environment = read_environment({**TORCHRUN, "SAMESTEP_LAUNCHER": "1", "SAMESTEP_ERROR_DIR": "/tmp/x"})
     assert (environment.launcher, environment.error_dir, environment.restart) == ("samestep", "/tmp/x", None)
-    assert environment.spell("micro_batch_size", 8) == "--micro-batch-size 8"
 
 
 @pytest.mark.parametrize("restart", [Restart("rank 3 was killed by SIGKILL", 3), Restart('a node "b" was lost')])
@@ -81,7 +76,7 @@ def test_less_than_torchrun_says() -> None:
         ({**TORCHRUN, "RANK": "4"}, "RANK is 4 and WORLD_SIZE 4: ranks are 0 to WORLD_SIZE - 1"),
         ({**TORCHRUN, "RANK": "-1"}, "RANK is -1"),
         ({**TORCHRUN, "MASTER_PORT": ""}, "WORLD_SIZE is 4 and MASTER_PORT is not set"),
-        ({**TORCHRUN, "SAMESTEP_KEEP": "all"}, "SAMESTEP_KEEP must be a whole number, not 'all'"),
+        ({**TORCHRUN, "SAMESTEP_KEEP_LAST": "all"}, "SAMESTEP_KEEP_LAST must be a whole number, not 'all'"),
     ],
 )
 def test_what_makes_no_world(variables: dict[str, str], said: str) -> None:
@@ -89,20 +84,9 @@ def test_what_makes_no_world(variables: dict[str, str], said: str) -> None:
         read_environment(variables)
 
 
-def test_overrides_travel_as_variables() -> None:
-    assert {field.name for field in fields(Overrides)} == set(OVERRIDES)
-    everything = {name: {str: "x", int: 7, bool: True}[override.type] for name, override in OVERRIDES.items()}
-    given = Overrides(**everything)  # type: ignore[arg-type]
-    variables = given.to_variables()
-    assert set(variables) == {f"SAMESTEP_{name.upper()}" for name in OVERRIDES}
-    assert read_overrides(variables) == given
-    assert Overrides().to_variables() == {}
-    assert read_overrides({}) == Overrides()
-
-
 @pytest.mark.parametrize(("text", "value"), [("1", True), ("true", True), ("0", False), ("no", False), ("", False)])
 def test_switches(text: str, value: bool) -> None:
-    assert read_overrides({"SAMESTEP_FRESH": text}).fresh is value
+    assert read_overrides({"SAMESTEP_FRESH": text})["fresh"] is value
 
 
 @pytest.mark.parametrize(
@@ -158,8 +142,8 @@ def test_advice_that_can_be_followed(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(sys, "argv", argv[:1])
     monkeypatch.setattr(sys, "orig_argv", argv)
-    assert advise("fresh") == said[0]
-    assert advise("resume", 8).startswith(said[1])
+    assert advise(fresh=True) == said[0]
+    assert advise(resume=8).startswith(said[1])
     if not variables and argv[0] == "python":
         monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
-        assert advise("fresh") == "SAMESTEP_FRESH=1 in the environment"
+        assert advise(fresh=True) == "SAMESTEP_FRESH=1 in the environment"

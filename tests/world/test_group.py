@@ -17,7 +17,7 @@ import samestep
 from samestep.errors import Error, PeerFailed
 from samestep.launch.local_ranks import open_store
 from samestep.world import group as group_module
-from samestep.world.environment import Environment, Overrides, read_environment
+from samestep.world.environment import Environment, read_environment
 from samestep.world.group import Group, choose_device, close_group, open_group
 from samestep.world.notes import Mail, is_first, is_left_by_rank_0, leave_note, read_note
 
@@ -312,8 +312,8 @@ def test_a_group_that_is_there_is_used() -> None:
 # --- devices ----------------------------------------------------------------------------------------------------------
 
 
-def build_environment(local_rank: int = 0, launcher: str = "torchrun") -> Environment:
-    return Environment(local_rank, local_rank, 4, 4, launcher, None, None, Overrides())
+def build_environment(local_rank: int = 0, launcher: str = "torchrun", world_size: int = 4) -> Environment:
+    return Environment(local_rank, local_rank, world_size, world_size, launcher, None, None, {})
 
 
 @pytest.mark.parametrize(
@@ -324,9 +324,9 @@ def build_environment(local_rank: int = 0, launcher: str = "torchrun") -> Enviro
         (2, 0, "cpu", "cpu"),
         (2, 1, None, "cuda:1"),
         (2, 1, "cuda", "cuda:1"),
-        (0, 0, "cuda", "torch sees no GPU"),
+        (0, 0, "cuda", "device cuda was asked for, but torch finds no GPU"),
         (2, 2, None, "4 ranks on a machine with 2 GPUs: start at most 2 ranks here, or give --device cpu"),
-        (2, 0, "mps", "device must be cpu or cuda, not 'mps'"),
+        (2, 0, "cuda:1", "device cuda:1 is one GPU, and 4 ranks run on this host: give cuda"),
     ],
 )
 def test_devices(
@@ -340,6 +340,14 @@ def test_devices(
             choose_device(build_environment(local_rank), wanted)
     else:
         assert choose_device(build_environment(local_rank), wanted) == torch.device(found)
+
+
+def test_one_gpu_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device(build_environment(world_size=1), "cuda:1") == torch.device("cuda:1")
+    with pytest.raises(samestep.Error, match="device cuda:2 does not exist: torch finds 2 GPUs, cuda:0 to cuda:1"):
+        choose_device(build_environment(world_size=1), "cuda:2")
 
 
 @pytest.mark.parametrize(("num_gpus", "found"), [(1, "cuda:0"), (4, "cuda:3")])

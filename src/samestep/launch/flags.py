@@ -3,48 +3,37 @@
 import re
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from samestep.config import OPTIONS, Option, name_flag
 from samestep.errors import Error
-from samestep.world.environment import OVERRIDES
 
-
-@dataclass(frozen=True)
-class Flag:
-    """An option of `launch`. `type` bool: it takes no value; list: it may be given several times."""
-
-    type: type
-    metavar: str
-    help: str
-
-
-FLAGS: dict[str, Flag] = {
-    "nproc_per_node": Flag(str, "N", "ranks: a number, gpu (one per GPU), cpu (one per core) or auto (gpu, else 1)"),
-    "show_ranks": Flag(str, "R", "whose output to show: all, or ranks such as 0,2; default: 0"),
-    "max_restarts": Flag(int, "N", "start all ranks again, from the newest snapshot, when one has failed; default: 0"),
-    "nnodes": Flag(str, "N", "nodes that run it together: a number, or MIN:MAX where they may come and go; default: 1"),
-    "node_rank": Flag(int, "R", "this node's place among them, from 0; without, they are numbered as they come"),
-    "rdzv_endpoint": Flag(
-        str, "H:P", "where the nodes meet: one of them, by name or address ([v6]), and a free port there"
+FLAGS: dict[str, Option] = {
+    "nproc_per_node": Option(
+        str, "N", "ranks per node: a number, gpu (one per GPU), cpu (one per core) or auto (gpu, else 1)"
     ),
-    "rdzv_id": Flag(str, "ID", "the same on all nodes; tells apart what meets at one place"),
-    "rdzv_secret": Flag(
-        str,
-        "FILE",
-        "holds a secret that all nodes know and no other user can read; default: SAMESTEP_RDZV_SECRET",
+    "show_ranks": Option(str, "R", "ranks whose output is shown: all, or a list such as 0,2; default: 0"),
+    "max_restarts": Option(
+        int, "N", "how often to restart all ranks from the newest snapshot after one has failed; default: 0"
     ),
-    "rdzv_timeout": Flag(int, "S", "seconds to wait for the other nodes; default: 300"),
-    "hosts": Flag(str, "A,B:4", "start it on these hosts over ssh, as on nodes; :N sets a host's --nproc-per-node"),
-    **{name: Flag(override.type, override.metavar, override.help) for name, override in OVERRIDES.items()},
+    "nnodes": Option(str, "N", "number of nodes, or MIN:MAX if nodes may join and leave; default: 1"),
+    "node_rank": Option(int, "R", "rank of this node, from 0; default: in the order in which nodes connect"),
+    "rdzv_endpoint": Option(str, "H:P", "where the nodes meet: the address of one node ([v6]) and a free port there"),
+    "rdzv_id": Option(str, "ID", "name of the launch, the same on all nodes; separates launches at one endpoint"),
+    "rdzv_secret": Option(
+        str, "FILE", "file with a secret that all nodes share and only you can read; default: SAMESTEP_RDZV_SECRET"
+    ),
+    "rdzv_timeout": Option(int, "S", "seconds to wait for the other nodes; default: 300"),
+    "hosts": Option(str, "A,B:4", "run on these hosts over ssh, one node each; :N sets a host's --nproc-per-node"),
+    **OPTIONS,
 }
 
 # Options of torchrun that `launch` takes as well, and what stands in the place of others.
-TORCHRUN: dict[str, Flag] = {
-    "standalone": Flag(bool, "", "one node"),
-    "rdzv_backend": Flag(str, "B", "c10d or static"),
-    "master_addr": Flag(str, "HOST", "the host of --rdzv-endpoint"),
-    "master_port": Flag(int, "PORT", "the port of --rdzv-endpoint"),
+TORCHRUN: dict[str, Option] = {
+    "standalone": Option(bool, "", "one node"),
+    "rdzv_backend": Option(str, "B", "c10d or static"),
+    "master_addr": Option(str, "HOST", "the host of --rdzv-endpoint"),
+    "master_port": Option(int, "PORT", "the port of --rdzv-endpoint"),
 }
 _LOGS = "all that ranks print is in logs/ below the run's directory, and --show-ranks says whose is shown"
 INSTEAD = {
@@ -95,7 +84,7 @@ def find_misplaced(arguments: Sequence[str], text: str) -> list[str]:
     return [
         each
         for each, name in names.items()
-        if name in FLAGS | TORCHRUN and not (reads and name in OVERRIDES) and not {name, name.replace("_", "-")} & words
+        if name in FLAGS | TORCHRUN and not (reads and name in OPTIONS) and not {name, name.replace("_", "-")} & words
     ]
 
 
@@ -104,12 +93,12 @@ def name_option(token: str) -> str:
     return token.partition("=")[0].replace("_", "-")
 
 
-def name_flags(flags: Mapping[str, Flag] = FLAGS) -> list[str]:
-    return ["--" + name.replace("_", "-") for name in flags]
+def name_flags(flags: Mapping[str, Option] = FLAGS) -> list[str]:
+    return [name_flag(name) for name in flags]
 
 
 def take_flags(
-    arguments: Sequence[str], *, stop_at_first: bool, flags: Mapping[str, Flag] = FLAGS
+    arguments: Sequence[str], *, stop_at_first: bool, flags: Mapping[str, Option] = FLAGS
 ) -> tuple[dict[str, Any], list[str]]:
     """Takes `flags` out of `arguments`.
 
@@ -151,26 +140,18 @@ def take_flags(
         if flag.type is list:
             values.setdefault(name, []).append(text)
         else:
-            values[name] = _convert(option, flag, text)
+            values[name] = flag.parse(option, text)
+            flag.check(option, values[name])
     return values, left
 
 
-def _convert(option: str, flag: Flag, text: str) -> int | str:
-    if flag.type is not int:
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise Error(f"{option} takes a whole number, not {text!r}") from None
-
-
-def describe_flags(flags: Mapping[str, Flag] = FLAGS) -> str:
+def describe_flags(flags: Mapping[str, Option] = FLAGS) -> str:
     lines = ["Options of launch:" if flags is FLAGS else "Options:"]
-    first = next(name for name in flags if name in OVERRIDES)
+    first = next(name for name in flags if name in OPTIONS)
     for name, flag in flags.items():
         if name == first:
             lines += ["", "Instead of what the script gives to samestep.Run:"]
-        option = f"  --{name.replace('_', '-')} {flag.metavar}".rstrip()
+        option = f"  {name_flag(name)} {flag.metavar}".rstrip()
         wrapped = textwrap.wrap(flag.help, width=82)
         lines += [f"{option:<26}{wrapped[0]}", *(" " * 26 + line for line in wrapped[1:])]
     return "\n".join(lines) + "\n"

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from samestep.config import Overrides
 from samestep.console import escape, say
 from samestep.errors import Error
 from samestep.launch.forkserver import ForkServer
@@ -19,8 +20,6 @@ from samestep.world.environment import (
     FINISHED,
     START_AGAIN,
     STOPPED,
-    Overrides,
-    check_threads,
     child_variables,
     stop_code,
 )
@@ -121,7 +120,7 @@ def _open_server(overrides: Overrides, num_ranks: str) -> ForkServer:
         return ForkServer()  # This is not the program `samestep`: no forks from what it has done so far.
     gc.disable()  # Imports are a quarter faster without.
     # Before numpy is imported and starts threads, which do not survive a fork.
-    os.environ.update({"OMP_NUM_THREADS": str(overrides.threads or 1), **child_variables()})
+    os.environ.update({"OMP_NUM_THREADS": str(overrides.get("num_threads", 1)), **child_variables()})
     ranks = "1 rank" if num_ranks == "1" else f"{num_ranks} ranks" if num_ranks.isdecimal() else "ranks"
     with say_when_slow(f"starting {ranks}"):
         import torch  # noqa: F401
@@ -156,7 +155,7 @@ def run_launch(
         target: what each rank runs.
         num_ranks: a number, "gpu", "cpu" (one per core), or "auto": one per GPU, else 1.
         show_ranks: whose output goes to the terminal: "all", or ranks such as "0,2".
-        overrides: arguments of `Run` to replace.
+        overrides: options of `Run` that replace those of the script.
         max_restarts: how often all ranks are started again when one has failed, other than by an Error.
         nodes: the others; None: there are none.
 
@@ -169,9 +168,6 @@ def run_launch(
         Error: no such script, no such ranks, or nodes that do not come together.
     """
     check_target(target)
-    check_threads(overrides.threads)  # before a library of the ranks does so, in its own words
-    if overrides.grace_s is not None and overrides.grace_s < 0:
-        raise Error(f"--grace-s must be at least 0, not {overrides.grace_s}")
     if max_restarts < 0:
         raise Error(f"--max-restarts must be at least 0, not {max_restarts}")
     known = parse_num_ranks(num_ranks)
@@ -182,7 +178,7 @@ def run_launch(
         try:
             from samestep.launch.supervisor import Launch, run_agent, run_node_agent
 
-            count = known or _count_ranks(num_ranks, overrides.device)
+            count = known or _count_ranks(num_ranks, overrides.get("device"))
             ranks = Ranks(server, parse_shown(show_ranks, count if nodes is None else MOST_RANKS))
 
             def report(failure: Failure, then: str) -> None:

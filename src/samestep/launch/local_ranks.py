@@ -16,10 +16,11 @@ from typing import Any, TypeVar
 
 import cloudpickle
 
+from samestep.config import PREFIX
 from samestep.errors import Error
 from samestep.launch.forkserver import ForkServer, give_back_server, take_server
 from samestep.launch.places import HOST, Place, build_variables
-from samestep.world.environment import FINISHED, LEAVE, PREFIX, STOPPED, Overrides
+from samestep.world.environment import FINISHED, LEAVE, STOPPED
 from samestep.world.private import make_private, read_private
 from samestep.world.workdir import WorkDir
 
@@ -347,7 +348,7 @@ def spawn(
         (ranks.directory / "call.pickle").write_bytes(call)
         (ranks.directory / "path.json").write_text(json.dumps([str(entry) for entry in sys.path]))
         store = open_store()
-        variables = build_variables(nprocs, Place(store.port), Overrides(device=device))
+        variables = build_variables(nprocs, Place(store.port), {"device": device})
         ranks.start(Target("call", str(ranks.directory / "call.pickle")), [{**v, **(env or {})} for v in variables])
         _wait(ranks)
         failure = ranks.first_failure()

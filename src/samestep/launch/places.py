@@ -4,7 +4,8 @@ import secrets
 import sys
 from dataclasses import dataclass, field
 
-from samestep.world.environment import SECRET, Overrides, Restart, child_variables
+from samestep.config import Overrides, to_variables
+from samestep.world.environment import SECRET, Restart, child_variables
 
 HOST = "127.0.0.1"
 
@@ -35,7 +36,7 @@ class Place:
 def build_variables(num_ranks: int, place: Place, overrides: Overrides) -> list[dict[str, str]]:
     """The environment of each of the `num_ranks` ranks on this machine."""
     defaults = {
-        "OMP_NUM_THREADS": str(overrides.threads or 1),
+        "OMP_NUM_THREADS": str(overrides.get("num_threads", 1)),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # must be there before CUDA starts, for determinism
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
@@ -46,7 +47,7 @@ def build_variables(num_ranks: int, place: Place, overrides: Overrides) -> list[
     common = {
         **defaults,
         **child_variables(),
-        **overrides.to_variables(),
+        **to_variables(overrides),
         **(place.restart.to_variables() if place.restart is not None else {}),
         SECRET: place.secret,
         "WORLD_SIZE": str(place.world_size or num_ranks),

@@ -18,12 +18,13 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from samestep.config import Overrides, to_variables
 from samestep.errors import Error
 from samestep.launch.handshake import is_proven, make_nonce, prove
 from samestep.launch.links import MAX_LINE, Link, check_fields
 from samestep.launch.local_ranks import MOST_LOCAL_RANKS, Target
 from samestep.version import __version__
-from samestep.world.environment import SECRET, Overrides, read_host, read_overrides
+from samestep.world.environment import SECRET, read_host, read_overrides
 from samestep.world.version_check import hash_file
 
 DEFAULT_PORT = 29400  # torchrun's
@@ -201,8 +202,8 @@ class Hello:
         return self.host if self.node_rank is None else f"node {self.node_rank} ({self.host})"
 
 
-# Each node may have its own: the others need not agree.
-OWN_OVERRIDES = ("SAMESTEP_LOCAL_DIR", "SAMESTEP_GRACE_S")
+# Options that may differ between nodes.
+PER_NODE = ("local_dir", "grace_s")
 _KINDS: dict[str, Any] = {
     "host": str, "node_rank": int | None, "num_ranks": int, "nnodes": list, "run_id": str, "max_restarts": int,
     "script": str, "arguments": list, "program": str, "samestep": str, "torch": str, "python": str, "overrides": dict,
@@ -227,6 +228,7 @@ def build_hello(
     """This node's. `overrides` come before the SAMESTEP_* variables."""
     import torch
 
+    options = {**read_overrides(), **(overrides or {})}
     return Hello(
         host=read_host(),
         node_rank=nodes.node_rank,
@@ -240,11 +242,7 @@ def build_hello(
         samestep=__version__,
         torch=torch.__version__,
         python=platform.python_version(),
-        overrides={
-            name: value
-            for name, value in (read_overrides().to_variables() | (overrides or Overrides()).to_variables()).items()
-            if name not in OWN_OVERRIDES
-        },
+        overrides=to_variables({name: value for name, value in options.items() if name not in PER_NODE}),
     )
 
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from samestep.config import OPTIONS, Option, name_flag
 from samestep.console import say
 from samestep.errors import Error
 from samestep.launch.launcher import check_target
 from samestep.launch.local_ranks import Target
-from samestep.world.environment import OVERRIDES, Override
 
 HELP = """\
 usage: samestep submit [options] SCRIPT [arguments of the script]
@@ -29,28 +29,28 @@ With --k8s, a JobSet for Kubernetes, which starts again what was evicted.
 GRACE_S = 120
 LEAST_S = 120  # Slurm's clock for signals is a minute coarse, and on a busy file system ranks start in tens of seconds
 
-FLAGS: dict[str, Override] = {
-    "nodes": Override(int, "N", "how many; default: 1"),
-    "gpus_per_node": Override(int, "G", "each with a rank; default: none"),
-    "nproc_per_node": Override(int, "N", "ranks of each node; default: one per GPU, else 1"),
-    "cpus_per_rank": Override(int, "N", "for the rank and its data loader; default: 4 with a GPU, else 1"),
-    "time": Override(str, "T", "limit of one start, such as 2:00:00, 90 (minutes) or 1-12; default: the partition's"),
-    "partition": Override(str, "P", "where to run"),
-    "account": Override(str, "A", "who pays"),
-    "array": Override(str, "LIST", "a run for each, as in 0-3,7%2, in RUN_DIR/<number>; it reads SLURM_ARRAY_TASK_ID"),
-    "sbatch": Override(list, "OPTION", "one more for sbatch, such as --sbatch=--mem=64G; may be given several times"),
-    "job_name": Override(str, "NAME", "default: the script's"),
-    "dry_run": Override(bool, "", "print what would be submitted, and submit nothing"),
-    "test_only": Override(bool, "", "print when Slurm expects to start it, and submit nothing"),
-    "detach": Override(bool, "", "do not show the output"),
-    "k8s": Override(bool, "", "for Kubernetes, by kubectl, instead of Slurm"),
-    "image": Override(str, "IMAGE", "Kubernetes: a container image with torch, samestep and the script"),
-    "claim": Override(str, "C:PATH", "Kubernetes: the PersistentVolumeClaim for the runs, and where to mount it"),
-    "namespace": Override(str, "NAME", "Kubernetes: default: kubectl's"),
-    "show_ranks": Override(str, "R", "whose output to show: all, or ranks such as 0,2; default: 0"),
-    "max_restarts": Override(int, "N", "start all ranks again, from the newest snapshot, when one has failed"),
-    **OVERRIDES,
-    "grace_s": Override(
+FLAGS: dict[str, Option] = {
+    "nodes": Option(int, "N", "how many; default: 1"),
+    "gpus_per_node": Option(int, "G", "each with a rank; default: none"),
+    "nproc_per_node": Option(int, "N", "ranks of each node; default: one per GPU, else 1"),
+    "cpus_per_rank": Option(int, "N", "for the rank and its data loader; default: 4 with a GPU, else 1"),
+    "time": Option(str, "T", "limit of one start, such as 2:00:00, 90 (minutes) or 1-12; default: the partition's"),
+    "partition": Option(str, "P", "where to run"),
+    "account": Option(str, "A", "who pays"),
+    "array": Option(str, "LIST", "a run for each, as in 0-3,7%2, in RUN_DIR/<number>; it reads SLURM_ARRAY_TASK_ID"),
+    "sbatch": Option(list, "OPTION", "one more for sbatch, such as --sbatch=--mem=64G; may be given several times"),
+    "job_name": Option(str, "NAME", "default: the script's"),
+    "dry_run": Option(bool, "", "print what would be submitted, and submit nothing"),
+    "test_only": Option(bool, "", "print when Slurm expects to start it, and submit nothing"),
+    "detach": Option(bool, "", "do not show the output"),
+    "k8s": Option(bool, "", "for Kubernetes, by kubectl, instead of Slurm"),
+    "image": Option(str, "IMAGE", "Kubernetes: a container image with torch, samestep and the script"),
+    "claim": Option(str, "C:PATH", "Kubernetes: the PersistentVolumeClaim for the runs, and where to mount it"),
+    "namespace": Option(str, "NAME", "Kubernetes: default: kubectl's"),
+    "show_ranks": Option(str, "R", "whose output to show: all, or ranks such as 0,2; default: 0"),
+    "max_restarts": Option(int, "N", "start all ranks again, from the newest snapshot, when one has failed"),
+    **OPTIONS,
+    "grace_s": Option(
         int, "S", f"seconds from the signal to the limit; default: {GRACE_S}, at most a quarter of --time"
     ),
 }  # fmt: skip
@@ -104,8 +104,7 @@ def run_submit(target: Target, values: Mapping[str, Any]) -> int:
     is_kubernetes = bool(values.get("k8s"))
     for name in ONLY_SLURM if is_kubernetes else ONLY_KUBERNETES:
         if name in values:
-            option = f"--{name.replace('_', '-')}"
-            raise Error(f"{option} is for {'Slurm' if is_kubernetes else 'Kubernetes'} alone: " + (
+            raise Error(f"{name_flag(name)} is for {'Slurm' if is_kubernetes else 'Kubernetes'} alone: " + (
                 "leave it or --k8s out" if is_kubernetes else "leave it out, or add --k8s"
             ))  # fmt: skip
     job = build_job(target, values)
@@ -130,12 +129,12 @@ def build_job(target: Target, values: Mapping[str, Any]) -> Job:
             )
     for name in ("nodes", "nproc_per_node", "cpus_per_rank", "gpus_per_node", "grace_s"):
         if values.get(name, 1) < 1:
-            raise Error(f"--{name.replace('_', '-')} must be at least 1, not {values[name]}")
+            raise Error(f"{name_flag(name)} must be at least 1, not {values[name]}")
     for name in ("job_name", "partition", "account", "sbatch"):
         given = values.get(name, ())
         for text in [given] if isinstance(given, str) else given:
             if not text.isprintable():
-                raise Error(f"--{name.replace('_', '-')} takes one line of text, not {text!r}")
+                raise Error(f"{name_flag(name)} takes one line of text, not {text!r}")
     if not re.fullmatch(r"(\d+(-\d+(:[1-9]\d*)?)?,?)+(%[1-9]\d*)?", values.get("array", "0")):
         raise Error(f"--array takes numbers and ranges, such as 0-3,7%2, not {values['array']!r}")
     if "array" in values and "run_dir" not in values:
@@ -153,9 +152,8 @@ def build_job(target: Target, values: Mapping[str, Any]) -> Job:
         )
     launch = []
     for name, value in values.items():
-        if name in ("show_ranks", "max_restarts", *OVERRIDES) and name not in ("run_dir", "grace_s"):
-            option = f"--{name.replace('_', '-')}"
-            launch += [option] if value is True else [option, str(value)]
+        if name in ("show_ranks", "max_restarts", *OPTIONS) and name not in ("run_dir", "grace_s"):
+            launch += [name_flag(name)] if value is True else [name_flag(name), str(value)]
     known_as = {"module": target.name, "recipe": target.name.rpartition(".")[2]}
     name = values.get("job_name") or known_as.get(target.kind, Path(target.name).stem)
     return Job(

@@ -29,6 +29,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from samestep.config import Overrides
 from samestep.console import say
 from samestep.launch.handshake import derive_key
 from samestep.launch.links import Link, open_listener
@@ -36,7 +37,7 @@ from samestep.launch.local_ranks import Failure, Ranks, Target, open_store
 from samestep.launch.places import HOST, Place, build_variables
 from samestep.launch.rendezvous_client import Nodes, build_hello, connect, find_addresses, find_own_address
 from samestep.launch.rendezvous_server import FLUSH_S, Hub
-from samestep.world.environment import BEGUN, ROOM, STOPPED, Overrides, Restart, count_job_nodes
+from samestep.world.environment import BEGUN, ROOM, STOPPED, Restart, count_job_nodes
 
 MONITOR_INTERVAL_S = 1e-6  # `Ranks.poll` waits itself, and for no longer than it must.
 
@@ -63,7 +64,7 @@ class Launch:
     Attributes:
         target: what each rank runs.
         num_ranks: on this machine.
-        overrides: arguments of `Run` to replace.
+        overrides: options of `Run` that replace those of the script.
         received: grows by each signal that the launcher is sent.
         max_restarts: how often all ranks are started again when one has failed.
         report: is told of each failure here after which they are started again, and of what follows.
@@ -98,8 +99,8 @@ class RankAgent(SimpleElasticAgent):
     def _start(self, place: Place) -> None:
         overrides, begun = self.launch.overrides, self.ranks.directory / BEGUN
         if place.restart is not None and begun.exists():  # to go on with that run, however the first start found it
-            run_dir = os.fsdecode(begun.read_bytes()) if overrides.fresh else overrides.run_dir
-            overrides = replace(overrides, resume="latest", fresh=False if overrides.fresh else None, run_dir=run_dir)
+            run_dir = os.fsdecode(begun.read_bytes()) if overrides.get("fresh") else overrides.get("run_dir")
+            overrides = {**overrides, "resume": "latest", "fresh": False, "run_dir": run_dir}
         variables = build_variables(self.launch.num_ranks, place, overrides)
         self.ranks.start(self.launch.target, variables, first_rank=place.first_rank, world_size=place.world_size)
 

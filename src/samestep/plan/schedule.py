@@ -100,11 +100,12 @@ class EndlessSchedule:
 
 
 def check_numbers(
-    batch_size: int, micro_batch_size: int, world_size: int, spell: Callable[[str, int], str] | None = None
+    batch_size: int, micro_batch_size: int, world_size: int, advise: Callable[..., str] | None = None
 ) -> None:
     """Checks that the numbers make a step that `world_size` ranks can share.
 
-    `spell` writes an argument of Run as the launcher in use takes it, such as `--batch-size 8`, for the message.
+    Args:
+        advise: formats options as the user would write them, for the message: batch_size=8 -> "--batch-size 8".
 
     Raises:
         Error: not so; the sentence names the nearest legal numbers.
@@ -141,8 +142,8 @@ def check_numbers(
         else:
             given = {"batch_size": world_size * micro_batch_size, "micro_batch_size": micro_batch_size}
         remedy = ", ".join(f"{name}={size}" for name, size in given.items())
-        if spell is not None:
-            remedy = f"{' '.join(spell(name, size) for name, size in given.items())} (in the script, {remedy})"
+        if advise is not None:
+            remedy = f"{advise(**given)} (in the script, {remedy})"
         raise Error(
             f"{world_size} ranks cannot share a step of {micro_batches} (batch_size {batch_size}, micro_batch_size "
             f"{micro_batch_size}): start {ranks}, or give {remedy}"

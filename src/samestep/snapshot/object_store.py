@@ -22,18 +22,12 @@ from samestep.world.environment import advise, read_cache_dir, read_host
 
 LOCK, RECORD = "lock", "run.json"
 FILES = (RECORD, "restarts.jsonl", "status.json", "ledger.bin", "metrics.jsonl")
-_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)")
 _PLACE = re.compile(rf"(?:({NAME.pattern})\.)?step-(\d{{8,18}})")
 _ORDER = re.compile(r"epoch-\d{8,}\.npy")
 
 
 class Unreachable(Exception):
     """The store did not do what was asked of it: why, in its own words."""
-
-
-def is_url(run_dir: object) -> bool:
-    """Whether it is a URL, and no path."""
-    return isinstance(run_dir, str) and _URL.match(run_dir) is not None
 
 
 def find_copies(local_dir: str | None) -> Path:
@@ -68,7 +62,7 @@ class Remote:
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self._token = ""
-        if not url[_URL.match(url).end() :].strip("/"):  # type: ignore[union-attr]
+        if not re.split("::|://", url, maxsplit=1)[1].strip("/"):
             raise Error(f"the run directory {url} names no place: give a path after it")
         try:
             from fsspec.core import url_to_fs
@@ -264,7 +258,7 @@ class Remote:
         if problem and which == "latest":
             raise Error(
                 f"no snapshot in {self.url} is sound ({problem}): bring one back from a backup, or start with "
-                f"{advise('fresh')}"
+                f"{advise(fresh=True)}"
             )
         if which != "latest":
             what = f"of step {which}" if isinstance(which, int) else f"named {which}"

@@ -177,7 +177,7 @@ class Store:
         if which == "latest":
             raise Error(
                 f"no snapshot in {self._named} is sound ({problem}): bring one back from a backup, or start with "
-                f"{advise('fresh')}"
+                f"{advise(fresh=True)}"
             )
         sound = [s.name or f"step {s.step}" for s in found if s.problem is None and s.path not in self._damaged]
         there = f"there is {', '.join(sound)}" if sound else "there is no other"

@@ -5,10 +5,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from samestep.config import is_url
 from samestep.console import say
 from samestep.errors import Error, explain
 from samestep.files import read_bytes
-from samestep.snapshot.object_store import FILES, Remote, Unreachable, is_url
+from samestep.snapshot.object_store import FILES, Remote, Unreachable
 from samestep.snapshot.store import Store
 from samestep.watch.records import RECORD, parse_record
 from samestep.world.workdir import WorkDir

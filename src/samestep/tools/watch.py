@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from samestep.config import is_url
 from samestep.console import escape
 from samestep.errors import Error
-from samestep.snapshot.object_store import Remote, find_copy, is_url
+from samestep.snapshot.object_store import Remote, find_copy
 from samestep.tools.fetch import reaching, read_record
 from samestep.watch.records import RANKS, STATUS, read_or_empty
 from samestep.watch.stall_diagnosis import describe_seconds
@@ -62,7 +63,7 @@ def run_watch(args: list[str]) -> int:
     parser.add_argument("run", metavar="RUN", help="the run's directory; or its URL, on the machine of rank 0")
     parser.add_argument("--local-dir", metavar="DIR", help="of a run at a URL: as the run was given it")
     options = parser.parse_args(args)
-    run_dir = find_directory(options.run, options.local_dir or read_overrides().local_dir)
+    run_dir = find_directory(options.run, options.local_dir or read_overrides().get("local_dir"))
     read_record(run_dir, str(run_dir))
     if sys.stdout.isatty():
         return _follow(run_dir)

@@ -95,6 +95,12 @@ class Batches:
         assert self.steps_per_epoch is not None
         return self.first_step + (epoch - self.first_epoch + 1) * self.steps_per_epoch
 
+    def epochs_done(self, steps_done: int) -> int | None:
+        """The epochs that are done after `steps_done` steps of the run where that is the end of one, else None."""
+        if self.steps_per_epoch is None or (steps_done - self.first_step) % self.steps_per_epoch:
+            return None
+        return self.epoch_of(steps_done)
+
     def epochs_of(self, step: int) -> range:
         """The epochs that have a sample in step `step` of the run."""
         if self.steps_per_epoch is not None:

@@ -12,10 +12,10 @@ from weakref import WeakValueDictionary
 from samestep.errors import Error
 from samestep.files import fits, is_count, is_object, read_bytes, replace_file
 from samestep.snapshot.store import Snapshot, Store
+from samestep.train.arguments import build_never_error
 from samestep.train.ledger import Ledger
 from samestep.train.lock import Lock, part_from_old_writers, refuse_links
 from samestep.train.options import OVERRIDE, Options, describe_changes, find_different
-from samestep.train.settings import build_never_error
 from samestep.version import __version__
 from samestep.watch.metrics import Metrics
 from samestep.watch.records import RESTARTS, STATUS, add_line, count_lines, overwrite, parse_record, read_or_empty
@@ -101,7 +101,7 @@ class Directory:
             record = parse_record(path.name, read_bytes(path))
         except ValueError as error:
             what = f"{path} cannot be read as JSON ({error})"
-            raise Error(f"{what}: repair it, or start with {advise('fresh')}") from None
+            raise Error(f"{what}: repair it, or start with {advise(fresh=True)}") from None
         if record.get("format") != FORMAT:
             raise Error(f"{path} has format {record.get('format')}, this samestep reads {FORMAT}: update samestep")
         return record
@@ -119,7 +119,7 @@ class Directory:
         if different := find_different(self.record.get("numbers", {}), numbers):
             raise Error(
                 f"{self.named} holds another run ({different}): use its numbers, another run directory, "
-                f"or start beside it with {advise('fresh')}"
+                f"or start beside it with {advise(fresh=True)}"
             )
 
     def write_record(

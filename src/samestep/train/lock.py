@@ -64,7 +64,7 @@ class Lock:
                     os.close(self._descriptor)
                     raise Error(
                         f"the run in {self._named} is alive, in {holder}: wait for it or stop it, or start with "
-                        f"{advise('fresh')}"
+                        f"{advise(fresh=True)}"
                     ) from None
             if self._is_there():
                 break

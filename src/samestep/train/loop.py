@@ -154,7 +154,7 @@ class Loop:
     def explain_end(self) -> str:
         """Why no step is left to a start, and how to train longer."""
         if self.steps_done < self.last_step:
-            return f"run.stop() has ended this run; go on from here with {advise('resume', self.steps_done)}"
+            return f"run.stop() has ended this run; go on from here with {advise(resume=self.steps_done)}"
         more = "a larger max_steps" if self._is_cut else "more epochs" if self.batches.steps_per_epoch else "more steps"
         return f"{self.steps_done} of {self.last_step} steps are done; ask for {more}"
 
@@ -317,7 +317,7 @@ class Loop:
         run = self._run
         if run._trace is not None:
             run._trace.end_step(self)
-        run._replicas.compare_if_due(self.steps_done)
+        run._replicas.compare_if_due(self.steps_done, epochs_done)
         # At an epoch's end what follows is not always the next step's exchange.
         self._agree_on_stop(is_everyone_here=epochs_done is not None)
         if run.dir is None:

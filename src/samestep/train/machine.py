@@ -5,26 +5,26 @@ from typing import Any
 
 import torch
 
-from samestep.train.settings import Settings
+from samestep.config import RunConfig
 
 
-def fix_kernels(threads: int, deterministic: bool) -> None:
+def fix_kernels(num_threads: int, deterministic: bool) -> None:
     """Makes one rank compute the same bits every time."""
-    torch.set_num_threads(threads)
+    torch.set_num_threads(num_threads)
     if deterministic:
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         torch.backends.cudnn.benchmark = False
 
 
-def describe_machine(settings: Settings, device: torch.device) -> dict[str, Any]:
+def describe_machine(config: RunConfig, device: torch.device) -> dict[str, Any]:
     """What the bits depend on beside the run's numbers."""
     kernels = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     return {
         "torch": torch.__version__,
         "device": f"{device.type} {kernels}",
-        "reduction": settings.reduction,
-        "deterministic": settings.deterministic,
+        "reduction": config.reduction,
+        "deterministic": config.deterministic,
     }
 
 

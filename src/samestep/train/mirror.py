@@ -9,8 +9,8 @@ from itertools import count
 from samestep.errors import Error
 from samestep.files import open_regular, replace_file
 from samestep.snapshot.object_store import FILES, RECORD, Remote, Unreachable, find_copy, place_of
+from samestep.train.arguments import build_never_error
 from samestep.train.directory import Directory
-from samestep.train.settings import build_never_error
 from samestep.watch.records import parse_record
 from samestep.world.environment import advise, read_host
 from samestep.world.forking import at_rest
@@ -68,7 +68,7 @@ class Mirror:
                 directory.rewinds = max(directory.rewinds, parse_record(RECORD, record).get("rewinds", []), key=len)
             except ValueError:
                 what = f"{self.url}/run.json cannot be read as JSON"
-                raise Error(f"{what}: repair it, or start with {advise('fresh')}") from None
+                raise Error(f"{what}: repair it, or start with {advise(fresh=True)}") from None
             if resume is None and there:
                 raise build_never_error(self.url)
             directory.store.clean()

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samestep.config import Interval
 from samestep.errors import Error
 from samestep.train.stateful import unwrap
 from samestep.watch.replica_checksums import checksum, combine, explain_drift, find_drift
@@ -37,17 +38,17 @@ class Replicas:
     """What `objects` hold on this rank, and whether all other ranks hold the same.
 
     Args:
-        every: steps between two comparisons; 0: never.
+        every: the interval of comparisons; None: never.
     """
 
-    def __init__(self, objects: Mapping[str, Any], group: Group, every: int) -> None:
+    def __init__(self, objects: Mapping[str, Any], group: Group, every: Interval | None) -> None:
         self._objects, self._group = objects, group
-        self._every = every if group.world_size > 1 else 0
+        self._every = every if group.world_size > 1 else None
         self._alike_at: int | None = None
 
-    def compare_if_due(self, step: int) -> None:
-        """`compare`, every so many steps."""
-        if self._every and step % self._every == 0:
+    def compare_if_due(self, step: int, epochs_done: int | None) -> None:
+        """`compare`, where the interval says so after `step` steps; `epochs_done` at the end of an epoch, else None."""
+        if self._every is not None and self._every.is_due(step, epochs_done):
             self.compare(step)
 
     def compare(self, step: int) -> None:
@@ -61,7 +62,7 @@ class Replicas:
 
     def are_to_compare(self, step: int) -> bool:
         """Whether `compare` would do anything after `step` steps."""
-        return bool(self._every) and self._alike_at != step
+        return self._every is not None and self._alike_at != step
 
     def conclude(self, step: int, checksums: Mapping[str, int]) -> None:
         """The second half of `compare`, from the checksums that this rank's tensors had after `step` steps."""

@@ -125,7 +125,7 @@ class Contents:
         elif changed:
             self._say(
                 f"the run goes on with its own settings, not with those that the script has now "
-                f"({how}): for the script's, pass override=True to run.prepare, or start with {advise('override')}"
+                f"({how}): for the script's, pass override=True to run.prepare, or start with {advise(override=True)}"
             )
             begun = {name: before for name, (before, _) in changed.items()}
             self.options = Options({**asked, **begun}, {name: asked[name] for name in changed})
@@ -173,7 +173,7 @@ def load(objects: Objects, saved: Mapping[str, Any], *, leave: Collection[str] =
             if missing:
                 raise Error(
                     f"{name} is a {type(thing).__name__}, but its state in the snapshot has no {missing[0]}: keep the "
-                    f"kind of optimizer, or start with {advise('fresh')}"
+                    f"kind of optimizer, or start with {advise(fresh=True)}"
                 )
 
 

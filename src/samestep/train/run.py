@@ -5,8 +5,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
+from samestep.config import Precision, Reduction
 from samestep.data.loader import seed_all
 from samestep.data.pools import Pools
 from samestep.engine.buffers import BatchNormStatistics, OtherBuffers
@@ -17,6 +19,7 @@ from samestep.plan.schedule import LEAST_SAMPLES, describe
 from samestep.plan.seeds import derive
 from samestep.snapshot.serialization import encode
 from samestep.train import stateful as prepared
+from samestep.train.arguments import build_config, check_count, check_extras
 from samestep.train.batches import Batches, Sampler, build_batches
 from samestep.train.evaluate import open_source, run_evaluate
 from samestep.train.generators import call_on_rank_0
@@ -28,7 +31,6 @@ from samestep.train.recall import recall
 from samestep.train.replicas import Replicas
 from samestep.train.restoring import Contents
 from samestep.train.samples import add_samples
-from samestep.train.settings import build_settings, check_count, check_extras
 from samestep.train.shutdown import close_run, open_run, report_errors, take_back
 from samestep.train.snapshotter import Snapshotter
 from samestep.train.steps import Epoch, Step
@@ -55,19 +57,19 @@ class Run:
         seed: of everything random.
         precision: "fp32", "bf16" or "fp16": what `autocast` opens.
         reduction: "exact" (the same bits at any number of ranks) or "fast" (the backend's all-reduce).
-        threads: CPU threads per rank. Bits depend on it, so it never follows from the machine.
+        num_threads: CPU threads per rank. Bits depend on it, so it never follows from the machine.
         snapshot_every: 10 (steps), "2epochs", "30min" (or s, h) or None; those of a run's end and stop come besides.
-        keep: how many numbered snapshots stay; named ones always do.
+        keep_last: number of numbered snapshots to keep; named snapshots are always kept.
         resume: "latest", a step, a snapshot's name such as "best", or False.
         max_steps: ends the run after this many steps in all.
-        log_every: steps between two rows of `metrics.jsonl`.
-        compare_every: steps between two checks, made before a snapshot too, that all ranks hold the same; 0: none.
+        log_every: interval of the rows in `metrics.jsonl`: 10 (steps) or "1epochs".
+        compare_every: interval of the checks that all ranks hold the same state: 100 (steps), "1epochs" or None. The
+            state is compared before each snapshot, too, unless this is None.
         trackers: see `samestep.TensorBoard`, `samestep.WandB`.
         config: recorded; a change at a restart is warned about.
-        device: "cpu" or "cuda"; None: CUDA when there is one.
+        device: "cpu", "cuda" or one GPU such as "cuda:1"; None: CUDA if there is one.
         deterministic: lets torch choose deterministic kernels only; without, a GPU may give other bits each time.
         bucket_cap_mb: MiB of gradients that travel together; default: 25 on one host, else a 16th of all, 1 to 25.
-        shard: for models that do not fit one device; not built yet.
 
     A launcher's options (`samestep launch --batch-size ...`, SAMESTEP_BATCH_SIZE) go before these.
 
@@ -89,42 +91,39 @@ class Run:
         batch_size: int,
         micro_batch_size: int | None = None,
         seed: int = 0,
-        precision: str = "fp32",
-        reduction: str = "exact",
-        threads: int = 1,
+        precision: Precision = "fp32",
+        reduction: Reduction = "exact",
+        num_threads: int = 1,
         snapshot_every: int | str | None = "1epochs",
-        keep: int = 3,
+        keep_last: int = 3,
         resume: str | int | bool | None = "latest",
         max_steps: int | None = None,
-        log_every: int = 10,
-        compare_every: int = 100,
+        log_every: int | str = 10,
+        compare_every: int | str | None = 100,
         trackers: Sequence[Tracker] = (),
         config: Mapping[str, Any] | None = None,
-        device: str | None = None,
+        device: str | torch.device | None = None,
         deterministic: bool = True,
         bucket_cap_mb: float | None = None,
-        shard: None = None,
     ) -> None:
         report_errors(read_rank())
         environment = read_environment()
         check_extras(trackers, config)
-        if shard is not None:
-            raise Error("shard is not built yet: leave it out; every rank holds the whole model")
-        self._settings = settings = build_settings(
+        self._settings = settings = build_config(
             environment, run_dir=run_dir, batch_size=batch_size, micro_batch_size=micro_batch_size, seed=seed,
-            precision=precision, reduction=reduction, threads=threads, snapshot_every=snapshot_every, keep=keep,
-            resume=resume, max_steps=max_steps, log_every=log_every, compare_every=compare_every,
-            deterministic=deterministic, bucket_cap_mb=bucket_cap_mb, fresh=False, override=False, local_dir=None,
+            precision=precision, reduction=reduction, num_threads=num_threads, snapshot_every=snapshot_every,
+            keep_last=keep_last, resume=resume, max_steps=max_steps, log_every=log_every, device=device,
+            compare_every=compare_every, deterministic=deterministic, bucket_cap_mb=bucket_cap_mb,
         )  # fmt: skip
         self.batch_size, self.micro_batch_size = settings.batch_size, settings.micro_batch_size
         self.seed = settings.seed
-        self.device = choose_device(environment, environment.overrides.device or device)
-        fix_kernels(settings.threads, settings.deterministic)
+        self.device = choose_device(environment, settings.device)
+        fix_kernels(settings.num_threads, settings.deterministic)
         self._precision = build_precision(settings.precision, self.device)
         self._group = open_group(environment, self.device)
         self.rank, self.world_size = environment.rank, environment.world_size
         self.local_rank, self._restart = environment.local_rank, environment.restart
-        self._error_dir, self._grace_s = environment.error_dir, environment.overrides.grace_s
+        self._error_dir, self._grace_s = environment.error_dir, settings.grace_s
         self._progress, self._config = build_progress(rank=self.rank), dict(config or {})
         self._trackers, self._tally, self._pools = Trackers(trackers, self._say), Tally(), Pools()
         self.state: dict[str, Any] = {}
@@ -170,11 +169,11 @@ class Run:
             raise Error("run.prepare was called twice: pass all objects in one call")
         self._modules = prepared.check(objects, self._old_params)
         self._objects, self._old_params = objects, {}
-        self._numbers = self._settings.numbers() | {"models": prepared.describe(self._modules)}
+        self._numbers = self._settings.identity() | {"models": prepared.describe(self._modules)}
         self._overrides = override or self._settings.override
         self._contents = Contents(objects, self._modules, self._precision, self._say)
         outline = prepared.outline(objects, self._modules) | {**self._contents.options.in_force}
-        self._group.agree(self._settings.alike() | {"override": self._overrides} | outline)
+        self._group.agree(self._settings.shared() | {"override": self._overrides} | outline)
         for module in self._modules.values():
             module.to(self.device)
         if self._trace is not None:
@@ -372,7 +371,7 @@ class Run:
             size = LEAST_SAMPLES if self._resumed else self.micro_batch_size  # a run that goes on keeps its own
             self._say(describe(self.batch_size // self.micro_batch_size, self.world_size, size) + self._resumed)
         if loop.ending and self._resumed and not place.is_further:
-            self._say(f"nothing left to do: {loop.explain_end()}, or begin anew with {advise('fresh')}")
+            self._say(f"nothing left to do: {loop.explain_end()}, or begin anew with {advise(fresh=True)}")
         epochs = num_epochs and batches.first_epoch + num_epochs
         self._progress.begin(total_steps=loop.last_step, done_steps=self.steps_done, epochs=epochs)
         return loop
@@ -394,7 +393,8 @@ class Run:
         return self._contents.build(position | self._loops.state_dict(), self.state)
 
     def _logs_step(self, steps_done: int) -> bool:
-        return steps_done % self._settings.log_every == 0
+        epochs_done = None if self._loop is None else self._loop.batches.epochs_done(steps_done)
+        return self._settings.log_every.is_due(steps_done, epochs_done)
 
     def _write_row(self, values: dict[str, Any], step: int, **place: int) -> None:
         if self.rank != 0:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from samestep.config import RunConfig
 from samestep.errors import Error
 from samestep.launch.output_recorder import start_log
 from samestep.snapshot.async_copy import Copy, Staging, Watch, is_watchable, locate
@@ -17,13 +18,13 @@ from samestep.snapshot.serialization import encode
 from samestep.snapshot.store import OF_RUN, Snapshot, Store
 from samestep.snapshot.writer import Refused, Saving
 from samestep.train import stateful as prepared
+from samestep.train.arguments import check_name
 from samestep.train.copies import Copies, Order
 from samestep.train.directory import LOGS, Directory
 from samestep.train.inspection import Inspection
 from samestep.train.mirror import Mirror, Unpushed
 from samestep.train.options import Options
 from samestep.train.replicas import Replicas, name_replicated
-from samestep.train.settings import Settings, check_name
 from samestep.train.sharing import find_keepers, name_node, say_here
 from samestep.world.environment import read_host
 from samestep.world.group import Group
@@ -53,8 +54,8 @@ class Snapshotter:
         unsaved: on rank 0, the step of the last snapshot that was due, and why it is not there; None where it is.
     """
 
-    def __init__(self, settings: Settings, group: Group, say: Callable[[str], None]) -> None:
-        self._settings, self._group, self._say = settings, group, say
+    def __init__(self, config: RunConfig, group: Group, say: Callable[[str], None]) -> None:
+        self._config, self._group, self._say = config, group, say
         self.directory: Directory | None = None
         self.logs: Path | None = None
         self.saved_step: int | None = None
@@ -70,7 +71,7 @@ class Snapshotter:
         self._copies: Copies | None = None
         self._mirror: Mirror | None = None
         self.read_again: Callable[[], dict[str, Any]] = dict
-        self.named: Path | None = None if settings.run_dir is None else self._open_all(settings.run_dir)
+        self.named: Path | None = None if config.run_dir is None else self._open_all(config.run_dir)
         self.path = None if self.named is None else self.named.absolute()
 
     @property
@@ -79,13 +80,13 @@ class Snapshotter:
         return self._url or str(self.named)
 
     def _open_mirror(self, url: str) -> tuple[str, str]:
-        fresh, local_dir = self._settings.fresh, self._settings.local_dir
+        fresh, local_dir = self._config.fresh, self._config.local_dir
         self._mirror = Mirror(url, fresh=fresh, local_dir=local_dir, say=self._say)
         self._say(f"the working copy of {self._mirror.url} is {self._mirror.path}")
         return str(self._mirror.path), self._mirror.url
 
     def _open_all(self, run_dir: Path | str) -> Path:
-        fresh = self._settings.fresh and not isinstance(run_dir, str)
+        fresh = self._config.fresh and not isinstance(run_dir, str)
         if isinstance(run_dir, str):
             run_dir, self._url = self._group.once(self._open_mirror, run_dir)
         path, keepers = find_keepers(self._group, Path(run_dir))
@@ -111,7 +112,7 @@ class Snapshotter:
     def _open(self, path: Path, fresh: bool) -> str:
         directory = Directory(path, fresh=fresh, warn=self._warn)
         try:
-            directory.check_numbers(self._settings.numbers())
+            directory.check_numbers(self._config.identity())
         except Error:
             directory.close()
             raise
@@ -142,7 +143,7 @@ class Snapshotter:
         if self.path is None:
             return None
         if self._copies is not None:
-            found = self._copies.find(self.directory, self._settings.resume, lambda: self._check(numbers))
+            found = self._copies.find(self.directory, self._config.resume, lambda: self._check(numbers))
         else:
             found = Snapshot.from_plain(plain) if (plain := self.once(lambda: self._find(numbers))) else None
         if found is None:
@@ -159,13 +160,13 @@ class Snapshotter:
 
     def _find(self, numbers: Mapping[str, Any]) -> dict[str, Any] | None:
         self._check(numbers)
-        found = self.directory.find(self._settings.resume) if self.directory is not None else None
+        found = self.directory.find(self._config.resume) if self.directory is not None else None
         return None if found is None else found.to_plain()
 
     def _check(self, numbers: Mapping[str, Any]) -> None:
         assert self.directory is not None
         if self._mirror is not None:
-            self._mirror.pull(self.directory, self._settings.resume)
+            self._mirror.pull(self.directory, self._config.resume)
         self.directory.check_numbers(numbers)
 
     def record(
@@ -206,7 +207,7 @@ class Snapshotter:
 
     def is_time(self) -> bool:
         """Whether a snapshot is due by this rank's clock. Rank 0's counts, and the others hear of it."""
-        every = self._settings.snapshot_every
+        every = self._config.snapshot_every
         if self.directory is None or every is None or every.seconds is None:
             return False
         return time.monotonic() - self._saved_s >= every.seconds
@@ -236,7 +237,7 @@ class Snapshotter:
             Error: the state is poisoned, or not the same on all ranks, or the run has another writer by now.
         """
         self._collect()
-        every = self._settings.snapshot_every
+        every = self._config.snapshot_every
         due = numbered and every is not None and self.saved_step != step
         due = due and every is not None and (ending or self.is_wanted or every.is_due(step, epochs_done))
         names: list[str | None] = [*self._names_due]
@@ -363,14 +364,14 @@ class Snapshotter:
         for name in order.names:
             self.directory.save(order.structure, tensors, step=order.step, name=name, meta=order.meta, confirm=confirm)
         try:
-            self.directory.prune(self._settings.keep)
+            self.directory.prune(self._config.keep_last)
         except Error:
             raise
         except Exception as error:
             self._notes.append(f"old snapshots could not be removed ({error}): the run goes on")
         if self._mirror is not None:
             began_s = time.monotonic()
-            self._mirror.push(self.directory, self._settings.keep)
+            self._mirror.push(self.directory, self._config.keep_last)
             self.directory.save_s += time.monotonic() - began_s
 
     def _take_again(self, order: Order) -> None:
@@ -411,7 +412,7 @@ class Snapshotter:
         self.settle()
         if self._mirror is not None and self.directory is not None:
             try:
-                self._mirror.push(self.directory, self._settings.keep)
+                self._mirror.push(self.directory, self._config.keep_last)
                 if self._is_unpushed:
                     self.unsaved = None
             except Unpushed as error:

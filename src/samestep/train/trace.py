@@ -130,7 +130,7 @@ class Trace:
                 "last": loop.last_step,
                 "num_micro_batches": settings.batch_size // settings.micro_batch_size,
                 "micro_batch_size": settings.micro_batch_size,
-                "threads": settings.threads,
+                "num_threads": settings.num_threads,
                 "deterministic": settings.deterministic,
                 "reduction": settings.reduction,
                 "schedules": [name for name, thing in run._objects.items() if isinstance(thing, LRScheduler)],

@@ -39,7 +39,7 @@ class Watchdog(Pulse):
 
     def begin(self) -> None:
         """The loop begins: from here on, what takes too long is spoken of."""
-        run, stuck_after_s = self._run, self._environment.overrides.stuck_after_s
+        run, stuck_after_s = self._run, self._environment.overrides.get("stuck_after_s")
         for earlier in list(_open):  # whose loop was left: as when a notebook's cell is run again
             earlier.close()
         self.enter("script", run.steps_done)

@@ -9,14 +9,15 @@ import socket
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
+from samestep.config import OPTIONS, PREFIX, Overrides, format_flags, to_variables
 from samestep.errors import Error
 from samestep.world import slurm_tasks
 
-PREFIX = "SAMESTEP_"
 TRACE = PREFIX + "TRACE"
 HOOK = PREFIX + "HOOK"  # JSON: a module of a tool, and what its begin() is called with in each rank, before the script
 TERMINAL = PREFIX + "TERMINAL"  # pid:file
@@ -31,100 +32,12 @@ BEGUN = "begun"  # holds the directory of the run whose loop has begun
 ROOM = "room"  # holds how many ranks that run can take
 LEAVE = "leave"  # a rank that is sent SIGTERM is to end at once: another one has failed
 
-YES, NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
-MOST_THREADS = 1 << 12
 START_AGAIN = 75  # an exit code, EX_TEMPFAIL: stopped because it was told to, and saved; the same command goes on
-
-
-def check_threads(threads: int | None) -> None:
-    """Raises Error for a number of threads that no library takes."""
-    if threads is not None and not 1 <= threads <= MOST_THREADS:
-        raise Error(f"threads must be a whole number from 1 to {MOST_THREADS}, not {threads}")
 
 
 def stop_code(signum: int) -> int:
     """The exit code of a run that was told to stop by a signal, and has saved: Ctrl-C's is every program's."""
     return 128 + signal.SIGINT if signum == signal.SIGINT else START_AGAIN
-
-
-@dataclass(frozen=True)
-class Override:
-    """One of Run's arguments that a launcher can set from outside, as `--flag` or as a SAMESTEP_* variable."""
-
-    type: type
-    metavar: str
-    help: str
-
-
-# Name (as in Overrides) -> what it is. Launchers make their flags from this table.
-OVERRIDES: dict[str, Override] = {
-    "run_dir": Override(
-        str, "DIR", "where the run lives: snapshots, metrics, ledger; a URL such as s3://bucket/run, too"
-    ),
-    "local_dir": Override(str, "DIR", "holds the working copies of runs at URLs; default: ~/.cache/samestep/runs"),
-    "batch_size": Override(int, "N", "samples of one optimizer step, over all ranks (not per device)"),
-    "micro_batch_size": Override(int, "N", "samples of one forward and backward; must divide the batch size"),
-    "seed": Override(int, "N", "seed of the run"),
-    "threads": Override(int, "N", "CPU threads per rank; part of the run's identity, because it changes bits"),
-    "precision": Override(str, "P", "fp32, bf16 or fp16: what run.autocast() uses"),
-    "reduction": Override(str, "R", "exact: the same bits at any world size; fast: the backend's all-reduce"),
-    "device": Override(str, "D", "cpu or cuda; default: cuda when there is one"),
-    "snapshot_every": Override(str, "E", "10 (steps), 2epochs, 30min, or never"),
-    "deterministic": Override(bool, "", "have torch choose deterministic kernels, whatever the script says"),
-    "keep": Override(int, "N", "how many numbered snapshots to keep"),
-    "resume": Override(str, "R", "latest, a step, a snapshot's name such as best, or never"),
-    "fresh": Override(bool, "", "start anew in a new directory beside the run's, never over it"),
-    "override": Override(bool, "", "resume with the script's settings of optimizers and schedules, and its data"),
-    "max_steps": Override(int, "N", "stop after this many steps in all"),
-    "log_every": Override(int, "N", "steps between two rows of metrics"),
-    "compare_every": Override(int, "N", "steps between two comparisons of the ranks' models; 0: never"),
-    "grace_s": Override(
-        int, "S", "seconds from a signal to stop to the kill that follows: it says when they are too few"
-    ),
-    "stuck_after_s": Override(
-        int, "S", "stop a run in which nothing has moved for so long; 0: never; default: learnt, at least 300"
-    ),
-}
-
-
-@dataclass(frozen=True)
-class Overrides:
-    """Values from outside that go before Run's own arguments; None where nothing was said."""
-
-    run_dir: str | None = None
-    local_dir: str | None = None
-    batch_size: int | None = None
-    micro_batch_size: int | None = None
-    seed: int | None = None
-    threads: int | None = None
-    precision: str | None = None
-    reduction: str | None = None
-    device: str | None = None
-    snapshot_every: str | None = None
-    deterministic: bool | None = None
-    keep: int | None = None
-    resume: str | None = None
-    fresh: bool | None = None
-    override: bool | None = None
-    max_steps: int | None = None
-    log_every: int | None = None
-    compare_every: int | None = None
-    grace_s: int | None = None
-    stuck_after_s: int | None = None
-
-    def to_variables(self) -> dict[str, str]:
-        """The SAMESTEP_* variables that hand these values to the ranks."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {
-            PREFIX + name.upper(): str(int(value) if isinstance(value, bool) else value)
-            for name, value in values.items()
-            if value is not None
-        }
-
-
-def spell_flag(name: str, value: int | str) -> str:
-    """One of `OVERRIDES` as an option of samestep's commands: `--keep 5`."""
-    return f"--{name.replace('_', '-')} {value}"
 
 
 @dataclass(frozen=True)
@@ -161,47 +74,33 @@ class Environment:
     trace: str | None = None
     secret: str = ""
 
-    def spell(self, name: str, value: int | str) -> str:
-        """How to give one of `OVERRIDES` to ranks started as this one: `--keep 5`, or `SAMESTEP_KEEP=5`."""
-        return spell_flag(name, value) if self.launcher == "samestep" else f"{PREFIX}{name.upper()}={value}"
-
-
-def _parse(name: str, text: str) -> int | str | bool:
-    kind = OVERRIDES[name].type
-    if kind is bool:
-        if text.lower() not in (*YES, *NO):
-            raise Error(f"{PREFIX}{name.upper()} must be 1 or 0, not {text!r}")
-        return text.lower() in YES
-    if kind is int:
-        try:
-            return int(text)
-        except ValueError:
-            raise Error(f"{PREFIX}{name.upper()} must be a whole number, not {text!r}") from None
-    return text
-
 
 def read_overrides(variables: Mapping[str, str] | None = None) -> Overrides:
-    """The SAMESTEP_* variables as values. Raises Error where a number is not one, or a name is slightly wrong."""
+    """The options that are set as SAMESTEP_* variables.
+
+    Raises:
+        Error: a value is not of its option's type, or a variable's name is close to that of an option.
+    """
     variables = os.environ if variables is None else variables
-    known = [PREFIX + name.upper() for name in OVERRIDES]
+    known = {PREFIX + name.upper(): name for name in OPTIONS}
     for name in variables:
         if name.startswith(PREFIX) and name not in known and (near := get_close_matches(name, known, 1, 0.9)):
             raise Error(f"there is no variable {name}; did you mean {near[0]}?")
-    found = {name: variables.get(PREFIX + name.upper()) for name in OVERRIDES}
-    return Overrides(**{name: _parse(name, text) for name, text in found.items() if text is not None})  # type: ignore[arg-type]
+    return {name: OPTIONS[name].parse(each, variables[each]) for each, name in known.items() if each in variables}
 
 
-def advise(name: str, value: int | str = 1) -> str:
-    """How to give one of `OVERRIDES` to the command that has started this process, for a message: "start with ..."."""
-    flag, variable = f"--{name.replace('_', '-')}", f"{PREFIX}{name.upper()}"
-    kind = os.environ.get(PREFIX + "LAUNCHER")  # of the target; "call" is a function that `spawn` was given
-    if kind == "call":
-        return f'env={{"{variable}": "{value}"}} for samestep.spawn'
-    if kind is not None or Path(sys.argv[0]).name == "samestep":
-        return flag if OVERRIDES[name].type is bool else f"{flag} {value}"
+def advise(**options: Any) -> str:
+    """How to set options for the command that started this process, to follow "start with" in a message."""
+    settings = [f"{name}={value}" for name, value in to_variables(options).items()]
+    launcher = os.environ.get(PREFIX + "LAUNCHER")  # "call": samestep.spawn started this rank.
+    if launcher == "call":
+        pairs = ", ".join(f'"{name}": "{value}"' for name, value in to_variables(options).items())
+        return f"env={{{pairs}}} for samestep.spawn"
+    if launcher is not None or Path(sys.argv[0]).name == "samestep":
+        return format_flags(**options)
     if "RANK" in os.environ or "ipykernel" in sys.modules:
-        return f"{variable}={value} in the environment"
-    return f"{variable}={value} {shlex.join(sys.orig_argv)}"
+        return f"{' '.join(settings)} in the environment"
+    return f"{' '.join(settings)} {shlex.join(sys.orig_argv)}"
 
 
 def read_rank() -> int:
@@ -383,7 +282,7 @@ def read_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "samestep"
 
 
-# What a launcher on another host is given of this process's environment, besides the variables of `Overrides`: what
+# What a launcher on another host is given of this process's environment, besides the SAMESTEP_* variables: what
 # decides how torch computes and where code is found. Keys and tokens must be there already.
 PASSED = (
     "CUBLAS_WORKSPACE_CONFIG", "GLOO_SOCKET_IFNAME", "MKL_NUM_THREADS", "NCCL_DEBUG", "NCCL_IB_HCA",
@@ -394,7 +293,7 @@ PASSED = (
 def read_passed() -> dict[str, str]:
     """The variables for launchers on other hosts. Raises Error where a SAMESTEP_* number is not one."""
     kept = {name: value for name, value in os.environ.items() if name in PASSED}
-    return kept | read_overrides().to_variables()
+    return kept | to_variables(read_overrides())
 
 
 def read_ssh_address() -> str:

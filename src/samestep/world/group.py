@@ -37,20 +37,26 @@ _numbers = count()
 
 
 def choose_device(environment: Environment, wanted: str | None) -> torch.device:
-    """Return this rank's device: `wanted` ("cpu" or "cuda"), else CUDA if available.
+    """The device of this rank.
+
+    Args:
+        wanted: "cpu", "cuda" (a GPU per local rank) or one GPU such as "cuda:1"; None: "cuda" if there is a GPU.
 
     Raises:
-        Error: unknown device, CUDA without a GPU, or more local ranks than GPUs.
+        Error: there is no such GPU, or there are more local ranks than GPUs.
     """
-    if wanted not in (None, "cpu", "cuda"):
-        raise Error(f"device must be cpu or cuda, not {wanted!r}")
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted == "cpu" or (wanted is None and num_gpus == 0):
+    kind, _, index = (wanted or ("cuda" if num_gpus else "cpu")).partition(":")
+    if kind == "cpu":
         return torch.device("cpu")
     if num_gpus == 0:
-        raise Error("device is cuda, but torch sees no GPU: leave --device out, or give --device cpu")
-    if environment.launcher == "srun" and num_gpus == 1:
-        return torch.device("cuda", 0)  # Slurm can restrict each task to its own GPU
+        raise Error(f"device {wanted} was asked for, but torch finds no GPU: leave the option out, or give cpu")
+    if index and environment.local_world_size > 1:
+        raise Error(f"device {wanted} is one GPU, and {environment.local_world_size} ranks run on this host: give cuda")
+    if index and int(index) >= num_gpus:
+        raise Error(f"device {wanted} does not exist: torch finds {num_gpus} GPUs, cuda:0 to cuda:{num_gpus - 1}")
+    if index or (environment.launcher == "srun" and num_gpus == 1):  # Slurm may show each task only its own GPU.
+        return torch.device("cuda", int(index or 0))
     if environment.local_rank >= num_gpus:
         raise Error(
             f"{environment.local_world_size} ranks on a machine with {num_gpus} GPUs: "

@@ -13,10 +13,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from samestep.config import to_variables
 from samestep.tools.doctor.context import Context
 from samestep.tools.doctor.findings import FAIL, PASS, WARN, Facts, Finding
 from samestep.tools.trained import read_lines, start
-from samestep.world.environment import TRACE, Overrides, child_variables
+from samestep.world.environment import TRACE, child_variables
 from samestep.world.workdir import WorkDir
 
 WARM_UP = 3  # steps: it compiles, opens files, starts workers
@@ -36,18 +37,18 @@ def look_at_feeding(context: Context) -> dict[str, Any] | None:
     options, opened = context.options, WorkDir("doctor-")
     home = opened.path
     num_ranks = context.environment.local_world_size
-    overrides = Overrides(
-        run_dir=str(home / "run"),
-        max_steps=MOST_STEPS,
-        snapshot_every="never",
-        resume="never",
-        compare_every=0,
-        device=options.device,
-        threads=options.threads,
-        batch_size=options.batch_size,
-        micro_batch_size=options.micro_batch_size,
-    )
-    variables = child_variables() | overrides.to_variables() | {"WANDB_MODE": "disabled"}
+    overrides = {
+        "run_dir": str(home / "run"),
+        "max_steps": MOST_STEPS,
+        "snapshot_every": "never",
+        "resume": "never",
+        "compare_every": "never",
+        "device": options.device,
+        "num_threads": options.num_threads,
+        "batch_size": options.batch_size,
+        "micro_batch_size": options.micro_batch_size,
+    }
+    variables = child_variables() | to_variables(overrides) | {"WANDB_MODE": "disabled"}
     variables[TRACE] = json.dumps({"dir": str(home), "paces": True})
     command = [sys.executable, "-m", "samestep", "launch", "--nproc-per-node", str(num_ranks), *options.script]
     context.doing = f"training {' '.join(options.script)}"

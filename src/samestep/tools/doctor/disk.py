@@ -10,8 +10,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from samestep.config import is_url
 from samestep.errors import Error
-from samestep.snapshot.object_store import Remote, Unreachable, find_copies, is_url
+from samestep.snapshot.object_store import Remote, Unreachable, find_copies
 from samestep.tools.doctor.context import Context
 from samestep.tools.doctor.findings import FAIL, PASS, WARN, Facts, Finding, format_bytes, format_rate, format_s
 
@@ -76,7 +77,7 @@ def _look_at_store(context: Context, url: str) -> dict[str, Any]:
         Remote(url).is_empty()
     except (Error, Unreachable) as error:
         return {"wanted": url, "place": url, "problem": str(error)}
-    place = find_existing(find_copies(context.environment.overrides.local_dir))
+    place = find_existing(find_copies(context.environment.overrides.get("local_dir")))
     facts = {"wanted": f"the working copy of {url}, in {place}", "place": str(place), "problem": "", "sees": [0]}
     try:
         free_bytes = _measure_room(place)
@@ -153,7 +154,7 @@ def judge_disk(facts: Facts) -> list[Finding]:
         free, name = fact["free_bytes"], members.name_node(node)
         if free < FEW_BYTES:
             found = f"{format_bytes(free)} are left at {fact['place']} on {name}"
-            advice = "make room: a snapshot holds the model and the optimizer's state, and keep=3 of them stay"
+            advice = "make room: a snapshot holds the model and the optimizer's state, and keep_last=3 of them stay"
             findings.append(Finding("run_dir", FAIL if free < LEAST_BYTES else WARN, found, advice))
     speed, fsync_s = (well.get(0, {}).get(name) for name in ("write_bytes_per_s", "fsync_s"))
     where = f"{by_node[0]['place']} on {members.name_node(0)}" if 0 in by_node else ""

@@ -32,7 +32,7 @@ class Options:
         json: one JSON object instead of the table.
         run_dir: where runs are to live; None: `runs` in the current directory.
         device: "cpu" or "cuda"; None: cuda where there is one.
-        threads: per rank; None: as torch has it.
+        num_threads: per rank; None: as torch has it.
         batch_size, micro_batch_size: of the script, in place of its own.
         script: what is trained for a moment, and its arguments: a script, or -m and a module.
     """
@@ -40,7 +40,7 @@ class Options:
     json: bool = False
     run_dir: str | None = None
     device: str | None = None
-    threads: int | None = None
+    num_threads: int | None = None
     batch_size: int | None = None
     micro_batch_size: int | None = None
     script: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ class Options:
     def to_arguments(self) -> list[str]:
         """The words that `parse` makes these options of."""
         words = ["--json"] if self.json else []
-        for name in ("run_dir", "device", "threads", "batch_size", "micro_batch_size"):
+        for name in ("run_dir", "device", "num_threads", "batch_size", "micro_batch_size"):
             value = getattr(self, name)
             if value is not None:
                 words += [f"--{name.replace('_', '-')}", str(value)]
@@ -91,7 +91,7 @@ def parse(arguments: Sequence[str]) -> tuple[Options, Start]:
     add("--json", action="store_true", help="one JSON object on stdout instead of the table")
     add("--run-dir", metavar="DIR", help="where runs are to live; default: runs, in the current directory")
     add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    add("--threads", type=_positive, metavar="N", help="CPU threads per rank, as you give them to samestep.Run")
+    add("--num-threads", type=_positive, metavar="N", help="CPU threads per rank, as you give them to samestep.Run")
     add("--batch-size", type=_positive, metavar="N", help="of the script, in place of its own")
     add("--micro-batch-size", type=_positive, metavar="N", help="likewise")
     script_help = "a script (or -m MODULE), and all that follows is its own: trained for a moment, on one node"

@@ -84,7 +84,7 @@ def look_at_cores(context: Context) -> dict[str, Any]:
     return {
         "allowed": sorted(allowed),
         "quota": read_quota(),
-        "threads": context.options.threads or torch.get_num_threads(),
+        "threads": context.options.num_threads or torch.get_num_threads(),
         "num_numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1,
         "load": os.getloadavg()[0],
     }
@@ -139,7 +139,7 @@ def judge_cores(facts: Facts) -> list[Finding]:
     counts = {fact["threads"] for fact in facts.by_rank.values()}
     if len(counts) > 1:
         found = f"ranks compute with {' and '.join(map(str, sorted(counts)))} threads"
-        advice = "set the same OMP_NUM_THREADS for all, or give --threads: results depend on it"
+        advice = "set the same OMP_NUM_THREADS for all, or give --num-threads: results depend on it"
         findings.append(Finding("cores", FAIL, found, advice))
     most_threads = max(counts)
     for node in range(len(members.leaders)):
@@ -163,7 +163,7 @@ def judge_cores(facts: Facts) -> list[Finding]:
     for text, nodes in crowded.items():
         num_cores = measured[members.name_node(nodes[0])]["cores"]
         advice = f"start at most {_count(max(1, int(num_cores // most_threads)), 'rank')} there"
-        advice += ", or give each fewer threads (--threads, samestep.Run)" if most_threads > 1 else ""
+        advice += ", or give each fewer threads (--num-threads, samestep.Run)" if most_threads > 1 else ""
         findings.append(Finding("cores", WARN, f"{text}: {members.name_nodes(nodes)}", advice))
     if loads:
         found = f"other programs compute on {members.name_nodes(loads)}: up to {max(loads.values()):.1f} at a time"

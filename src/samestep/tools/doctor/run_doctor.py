@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from samestep.errors import Error
 from samestep.tools.doctor.doctor_options import Options, Start, parse
-from samestep.world.environment import Environment, Overrides, count_job_nodes, read_environment
+from samestep.world.environment import Environment, count_job_nodes, read_environment
 
 
 def run_doctor(arguments: Sequence[str]) -> int:
@@ -62,6 +62,6 @@ def _launch(options: Options, start: Start) -> int:
         Target("module", "samestep", ["doctor", *options.to_arguments()]),
         num_ranks=start.nproc_per_node or "auto",
         show_ranks="0",
-        overrides=Overrides(device=options.device, threads=options.threads),
+        overrides={"device": options.device, "num_threads": options.num_threads},
         nodes=nodes,
     )

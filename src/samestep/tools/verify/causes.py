@@ -65,10 +65,11 @@ def _explain_draws(difference: Difference) -> str:
 def _find_settings(one: Traced, other: Traced) -> list[str]:
     causes = []
     threads = sorted(one.threads | other.threads)
-    if threads != [one.settings["threads"]]:
+    if threads != [one.settings["num_threads"]]:
         causes.append(
             f"the thread count moved: torch computed with {' and with '.join(map(str, threads))} threads, the run's "
-            f"number is {one.settings['threads']}: leave torch.set_num_threads out and say samestep.Run(threads=...)"
+            f"number is {one.settings['num_threads']}: leave torch.set_num_threads "
+            "out and give samestep.Run(num_threads=...)"
         )
     if one.settings["reduction"] == "fast" and one.settings["world_size"] != other.settings["world_size"]:
         causes.append("reduction='fast' adds up in another order at each number of ranks: leave it out")

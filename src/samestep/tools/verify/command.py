@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from samestep.config import format_flags
 from samestep.errors import Error
 from samestep.plan.schedule import check_numbers
 from samestep.tools.verify.causes import explain, explain_drift, measure_difference
@@ -17,7 +18,6 @@ from samestep.tools.verify.gradients import check_gradients, check_schedules
 from samestep.tools.verify.table import Table
 from samestep.tools.verify.traces import Difference, Traced, find_difference, name_tensor
 from samestep.tools.verify.trials import LEAST_DEADLINE_S, Outcome, Subject, Trials
-from samestep.world.environment import spell_flag
 from samestep.world.workdir import WorkDir
 
 KILLED = 128 + 9
@@ -125,7 +125,7 @@ class _Verification:
         allowed = [size for size in (first, *others) if size <= most]
         if others and len(allowed) == 1:
             size = reference.trace.settings["micro_batch_size"]
-            check_numbers(most * size, size, min(max(others), most * size), spell_flag)
+            check_numbers(most * size, size, min(max(others), most * size), format_flags)
         if self._options.gradients:
             self._table.begin("averages", _count(max(allowed)))
             found = check_gradients(self._trials, max(allowed))

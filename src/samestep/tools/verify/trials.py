@@ -9,15 +9,16 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from samestep.config import Overrides, to_variables
 from samestep.plan.ledger import RECORD
 from samestep.snapshot.store import Store
 from samestep.tools.trained import start
 from samestep.tools.verify.traces import Traced, read_traces
-from samestep.world.environment import HOOK, TRACE, Overrides, child_variables
+from samestep.world.environment import HOOK, TRACE, child_variables
 
 SHOWN_LINES = 30
 LEAST_DEADLINE_S = 120.0
@@ -116,16 +117,16 @@ class Trials:
         place.mkdir(parents=True)
         begun_from = None if run_dir is None else _copy_run(run_dir, place / "begun-from")
         run_dir = run_dir or place / "run"
-        settings = replace(
-            self.subject.overrides,
-            run_dir=str(run_dir),
-            max_steps=num_steps or self.num_steps,
-            snapshot_every=str(self.snapshot_every),
-            compare_every=1,
-            log_every=1,
+        options = {
+            **self.subject.overrides,
+            "run_dir": run_dir,
+            "max_steps": num_steps or self.num_steps,
+            "snapshot_every": self.snapshot_every,
+            "compare_every": 1,
+            "log_every": 1,
             **(overrides or {}),
-        )
-        variables = {"PYTHONHASHSEED": hash_seed} | child_variables() | settings.to_variables()
+        }
+        variables = {"PYTHONHASHSEED": hash_seed} | child_variables() | to_variables(options)
         variables["WANDB_MODE"] = "disabled"
         if fixed:
             variables[HOOK] = json.dumps(["samestep.tools.verify.fixed", {"dir": str(place), "fixed": list(fixed)}])

@@ -1,0 +1,354 @@
+"""Every option of a run, declared once.
+
+The fields of `RunConfig` give each option its type, default, check and help text. The checks of `samestep.Run`, the
+`SAMESTEP_*` variables, the command-line options, the identity of a run in `run.json` and the table in
+`docs/options.md` follow from this declaration. Imports nothing slow.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+from samestep.errors import Error
+
+Precision = Literal["fp32", "bf16", "fp16"]
+Reduction = Literal["exact", "fast"]
+
+PREFIX = "SAMESTEP_"
+MAX_THREADS = 1 << 12
+
+Overrides = Mapping[str, Any]  # Options that were set outside the script, by name.
+
+_INTERVAL = re.compile(r"(\d+)\s*(steps?|epochs?|s|min|h)?")
+_SECONDS = {"s": 1, "min": 60, "h": 3600}
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(::|://)")
+_URL_AS_PATH = re.compile(r"[a-z][a-z0-9+.-]+:/")
+_TRUE, _FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+
+
+@dataclass(frozen=True)
+class Option:
+    """A command-line option.
+
+    Attributes:
+        type: of its value: str, int, float, bool (the option takes no value) or list (it may be repeated).
+        metavar: the name of the value in `--help`.
+        help: what it sets.
+        check: maps the option's name and a value to the value to use. Raises Error.
+        is_identity: a run directory belongs to one value of it: another value is another run.
+        is_shared: it has to be the same on all ranks.
+        is_argument: `samestep.Run` takes it as an argument; otherwise it is set on the command line only.
+    """
+
+    type: type
+    metavar: str
+    help: str
+    check: Callable[[str, Any], Any] = lambda name, value: value
+    is_identity: bool = False
+    is_shared: bool = True
+    is_argument: bool = True
+
+    def parse(self, name: str, text: str) -> Any:
+        """The value of command-line text or of an environment variable.
+
+        Args:
+            name: as the user wrote it, such as "--seed" or "SAMESTEP_SEED", for the message.
+
+        Raises:
+            Error: the text is not of this type.
+        """
+        if self.type is bool:
+            if text.lower() not in (*_TRUE, *_FALSE):
+                raise Error(f"{name} must be 1 or 0, not {text!r}")
+            return text.lower() in _TRUE
+        if self.type in (int, float):
+            try:
+                return self.type(text)
+            except ValueError:
+                kind = "whole number" if self.type is int else "number"
+                raise Error(f"{name} must be a {kind}, not {text!r}") from None
+        return text
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Every so many steps, epochs or seconds. Two of the three are None."""
+
+    steps: int | None = None
+    epochs: int | None = None
+    seconds: int | None = None
+
+    def __str__(self) -> str:
+        """As it is written: "10", "2epochs" or "30s"."""
+        return f"{self.steps}" if self.steps else f"{self.epochs}epochs" if self.epochs else f"{self.seconds}s"
+
+    def is_due(self, step: int, epochs_done: int | None = None) -> bool:
+        """Whether something is due by position. Intervals in seconds never are: ranks have to agree on the time.
+
+        Args:
+            step: the number of steps done.
+            epochs_done: the number of epochs done; None except at the end of an epoch.
+        """
+        if self.steps is not None:
+            return step > 0 and step % self.steps == 0
+        return bool(self.epochs and epochs_done and epochs_done % self.epochs == 0)
+
+
+def parse_interval(name: str, value: Any) -> Interval | None:
+    """10, "10" and "10steps" are steps, "2epochs" is epochs, "30min" (s, min, h) is a time; None and "never" are None.
+
+    Raises:
+        Error: the value is none of these.
+    """
+    if value is None or value == "never":
+        return None
+    match = None if isinstance(value, bool) else _INTERVAL.fullmatch(str(value).strip())
+    if match is None or int(match[1]) == 0:
+        raise Error(
+            f"{name} is {value!r}: give a number of steps such as 10, of epochs such as 2epochs, a time such as 30min, "
+            "or never"
+        )
+    count, unit = int(match[1]), match[2] or ""
+    if unit in _SECONDS:
+        return Interval(seconds=count * _SECONDS[unit])
+    return Interval(epochs=count) if unit.startswith("epoch") else Interval(steps=count)
+
+
+def _check_compare_every(name: str, value: Any) -> Interval | None:
+    interval = parse_interval(name, value)
+    if interval is not None and interval.seconds is not None:
+        raise Error(f"{name} is {value!r}: give a number of steps such as 100, of epochs such as 1epochs, or never")
+    return interval
+
+
+def _check_log_every(name: str, value: Any) -> Interval:
+    interval = parse_interval(name, value)
+    if interval is None or interval.seconds is not None:
+        raise Error(f"{name} is {value!r}: give a number of steps such as 10, or of epochs such as 1epochs")
+    return interval
+
+
+def is_url(run_dir: object) -> bool:
+    """Whether a run's directory is given as a URL for fsspec."""
+    return isinstance(run_dir, str) and _URL.match(run_dir) is not None
+
+
+def _whole(least: int, most: float = math.inf, *, optional: bool = False) -> Callable[[str, Any], Any]:
+    def check(name: str, value: Any) -> Any:
+        if value is None and optional:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            span = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+            raise Error(f"{name} must be a whole number {span}, not {value!r}")
+        return value
+
+    return check
+
+
+def _choice(literal: Any) -> Callable[[str, Any], Any]:
+    *others, last = choices = get_args(literal)
+
+    def check(name: str, value: Any) -> Any:
+        if value not in choices:
+            raise Error(f"{name} must be {', '.join(others)} or {last}, not {value!r}")
+        return value
+
+    return check
+
+
+def _check_bool(name: str, value: Any) -> Any:
+    if not isinstance(value, bool):
+        raise Error(f"{name} must be True or False, not {value!r}")
+    return value
+
+
+def _check_device(name: str, value: Any) -> Any:
+    if value is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", str(value)):
+        raise Error(f"{name} must be cpu, cuda or one GPU such as cuda:1, not {str(value)!r}")
+    return None if value is None else str(value)
+
+
+def _check_bucket_cap(name: str, value: Any) -> Any:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (is_number and 0 < value < math.inf):
+        raise Error(f"{name} must be a number above 0, not {value!r}")
+    return value
+
+
+def _check_run_dir(name: str, value: Any) -> Any:
+    if value is None or is_url(value):
+        return value
+    if isinstance(value, PathLike) and _URL_AS_PATH.match(str(value)):
+        raise Error(f"{name} is a path made of a URL, {value}, which has lost a slash: give the URL as a string")
+    if not isinstance(value, str | PathLike) or not str(value) or "\0" in str(value):
+        raise Error(f"{name} must be the path of a directory, or None for a run that leaves no files, not {value!r}")
+    return Path(value).expanduser()
+
+
+def _check_resume(name: str, value: Any) -> Any:
+    if value is None or value is False or value == "never":
+        return None
+    if value is True:
+        return "latest"
+    if isinstance(value, str) and value.isdecimal():
+        return int(value)
+    if not isinstance(value, str | int) or value == "" or (isinstance(value, int) and value < 0):
+        raise Error(f"{name} must be latest, a step, a snapshot's name such as best, or never, not {value!r}")
+    return value
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """The options of one run, checked. Built by `samestep.train.arguments.build_config`."""
+
+    run_dir: Annotated[
+        Path | str | None,
+        Option(
+            str, "DIR", "directory of the run (snapshots, metrics, ledger), or a URL such as s3://bucket/run",
+            _check_run_dir, is_shared=False,
+        ),
+    ]  # fmt: skip
+    local_dir: Annotated[
+        str | None,
+        Option(
+            str, "DIR", "directory for the working copies of runs at URLs; default: ~/.cache/samestep/runs",
+            is_shared=False, is_argument=False,
+        ),
+    ] = None  # fmt: skip
+    batch_size: Annotated[
+        int, Option(int, "N", "samples per optimizer step, over all ranks (not per device)", is_identity=True)
+    ]
+    micro_batch_size: Annotated[
+        int, Option(int, "N", "samples per forward and backward pass; must divide the batch size", is_identity=True)
+    ]
+    seed: Annotated[int, Option(int, "N", "seed of the run", _whole(0), is_identity=True)] = 0
+    num_threads: Annotated[
+        int,
+        Option(
+            int, "N", "CPU threads per rank; part of the run's identity, because it changes bits",
+            _whole(1, MAX_THREADS), is_identity=True,
+        ),
+    ] = 1  # fmt: skip
+    precision: Annotated[
+        Precision,
+        Option(
+            str, "P", "fp32, bf16 or fp16: the type that run.autocast() uses", _choice(Precision), is_identity=True
+        ),
+    ] = "fp32"  # fmt: skip
+    reduction: Annotated[
+        Reduction,
+        Option(
+            str, "R", "exact: the same bits at any world size; fast: the backend's all-reduce", _choice(Reduction)
+        ),
+    ] = "exact"  # fmt: skip
+    device: Annotated[
+        str | None,
+        Option(
+            str, "D", "cpu, cuda or one GPU such as cuda:1; default: cuda if there is one", _check_device,
+            is_shared=False,
+        ),
+    ] = None  # fmt: skip
+    deterministic: Annotated[
+        bool, Option(bool, "", "use deterministic kernels only, whatever the script sets", _check_bool)
+    ] = True
+    bucket_cap_mb: Annotated[
+        float | None,
+        Option(
+            float, "MB", "MiB of gradients per message; default: 25 on one host, else a 16th of all, from 1 to 25",
+            _check_bucket_cap,
+        ),
+    ] = None  # fmt: skip
+    snapshot_every: Annotated[
+        Interval | None,
+        Option(str, "E", "interval of snapshots: 10 (steps), 2epochs, 30min, or never", parse_interval),
+    ]
+    keep_last: Annotated[int, Option(int, "N", "number of numbered snapshots to keep", _whole(1))] = 3
+    resume: Annotated[
+        str | int | None,
+        Option(
+            str, "R", "where to resume: latest, a step, a snapshot's name such as best, or never", _check_resume,
+            is_shared=False,
+        ),
+    ] = "latest"  # fmt: skip
+    fresh: Annotated[
+        bool,
+        Option(
+            bool, "", "start anew in a new directory beside the run's, never over it", _check_bool,
+            is_shared=False, is_argument=False,
+        ),
+    ] = False  # fmt: skip
+    override: Annotated[
+        bool,
+        Option(
+            bool, "", "resume with the script's optimizer and scheduler settings and its data", _check_bool,
+            is_argument=False,
+        ),
+    ] = False  # fmt: skip
+    max_steps: Annotated[
+        int | None, Option(int, "N", "stop after this many steps in total", _whole(1, optional=True))
+    ] = None
+    log_every: Annotated[
+        Interval, Option(str, "E", "interval of the rows in metrics.jsonl: 10 (steps) or 1epochs", _check_log_every)
+    ]
+    compare_every: Annotated[
+        Interval | None,
+        Option(str, "E", "interval of the comparisons of the ranks' models: 100 (steps), 1epochs or never",
+               _check_compare_every),
+    ]  # fmt: skip
+    grace_s: Annotated[
+        int | None,
+        Option(
+            int, "S", "seconds from a stop signal to the kill that follows; a warning says if they are too few",
+            _whole(0, optional=True), is_shared=False, is_argument=False,
+        ),
+    ] = None  # fmt: skip
+    stuck_after_s: Annotated[
+        int | None,
+        Option(
+            int, "S", "stop a run that has made no progress for this long; 0: never; default: learned, at least 300",
+            _whole(0, optional=True), is_shared=False, is_argument=False,
+        ),
+    ] = None  # fmt: skip
+
+    def identity(self) -> dict[str, Any]:
+        """The options that identify the run: other values are another run."""
+        return {name: getattr(self, name) for name, option in OPTIONS.items() if option.is_identity}
+
+    def shared(self) -> dict[str, Any]:
+        """The options that have to be the same on all ranks. (Of the directories, rank 0's count.)"""
+        values = {name: getattr(self, name) for name, option in OPTIONS.items() if option.is_shared}
+        return {name: str(value) if isinstance(value, Interval) else value for name, value in values.items()}
+
+    @property
+    def bucket_cap_bytes(self) -> int | None:
+        """`bucket_cap_mb` in bytes."""
+        return None if self.bucket_cap_mb is None else int(self.bucket_cap_mb * 2**20)
+
+
+# The options of RunConfig by name. Launchers make their command-line options from this table.
+OPTIONS: dict[str, Option] = {
+    name: get_args(hint)[1] for name, hint in get_type_hints(RunConfig, include_extras=True).items()
+}
+
+
+def name_flag(name: str) -> str:
+    """An option as it is written on the command line: keep_last -> --keep-last."""
+    return f"--{name.replace('_', '-')}"
+
+
+def format_flags(**options: Any) -> str:
+    """Options as they are written on the command line: keep_last=5, fresh=True -> "--keep-last 5 --fresh"."""
+    return " ".join(name_flag(name) + ("" if value is True else f" {value}") for name, value in options.items())
+
+
+def to_variables(overrides: Overrides) -> dict[str, str]:
+    """The environment variables that pass options to the ranks: keep_last=5 -> SAMESTEP_KEEP_LAST: "5"."""
+    return {
+        PREFIX + name.upper(): str(int(value) if isinstance(value, bool) else value)
+        for name, value in overrides.items()
+        if value is not None
+    }

@@ -1,0 +1,70 @@
+"""The arguments of `samestep.Run`, checked, with the options that were set outside the script in their place."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from samestep.config import OPTIONS, RunConfig
+from samestep.errors import Error
+from samestep.plan.schedule import check_numbers, default_micro_batch_size
+from samestep.world.environment import Environment, advise
+
+_replaced: dict[str, str] = {}  # a launcher's --run-dir -> the directory in the script that it replaced
+
+
+def build_config(environment: Environment, **arguments: Any) -> RunConfig:
+    """The options of a run: the script's arguments, replaced by the options that were set outside the script.
+
+    Raises:
+        Error: a value is not one of its option's, the numbers do not make a step that the ranks can share, or one
+            directory was set for several runs of a script.
+    """
+    overrides = environment.overrides
+    if overrides.get("run_dir") is not None and environment.trace is None:  # Only the first run is traced.
+        _check_one_directory(overrides["run_dir"], arguments["run_dir"])
+    arguments |= overrides
+    if arguments["micro_batch_size"] is None:
+        arguments["micro_batch_size"] = default_micro_batch_size(arguments["batch_size"])
+    check_numbers(arguments["batch_size"], arguments["micro_batch_size"], environment.world_size, advise)
+    return RunConfig(**{name: OPTIONS[name].check(name, value) for name, value in arguments.items()})
+
+
+def check_extras(trackers: Any, config: Any) -> None:
+    """Raises Error where what goes beside a run's settings is of the wrong kind."""
+    needed = ("start", "log", "finish")
+    if isinstance(trackers, str) or not isinstance(trackers, Sequence):
+        raise Error(f"trackers must be a list such as [samestep.TensorBoard()], not {trackers!r}")
+    for tracker in trackers:
+        if isinstance(tracker, type) or not all(callable(getattr(tracker, name, None)) for name in needed):
+            raise Error(f"trackers holds {tracker!r}, which is no tracker: give objects such as samestep.TensorBoard()")
+    if config is not None and not isinstance(config, Mapping):
+        raise Error(f"config must be a dict such as vars(args), not a {type(config).__name__}")
+
+
+def check_count(what: str, count: Any) -> None:
+    """Raises Error where `run.epochs` or `run.steps` was not given a number of them."""
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise Error(f"run.{what} needs a number of {what} of at least 1, not {count!r}")
+
+
+def check_name(name: Any) -> str:
+    """The name of a snapshot to be taken. Raises Error for what cannot be one."""
+    usable = isinstance(name, str) and name.isascii() and name.isidentifier() and len(name) <= 64
+    if not usable or name in ("latest", "never"):
+        raise Error(f"a snapshot's name is letters, digits and underscores, such as best, not {name!r}")
+    return str(name)
+
+
+def build_never_error(place: object) -> Error:
+    """That of a run with `resume` never, where there are snapshots."""
+    ways = f"{advise(resume='latest')}, or {advise(fresh=True)}"
+    return Error(f"{place} already has snapshots and resume is never: start with {ways}")
+
+
+def _check_one_directory(said: str, given: Any) -> None:
+    """Refuses a script's further runs (the folds of a cross-validation): they would find the first one at its end."""
+    before = _replaced.setdefault(said, str(given))
+    if before != str(given):
+        raise Error(
+            f"this script makes several runs, one in {before} and one in {given}, and a launcher's --run-dir (or "
+            f"SAMESTEP_RUN_DIR) has them share {said}: leave it out, and the runs live where the script says"
+        )

@@ -1,0 +1,72 @@
+"""The declaration of the options, and intervals."""
+
+import inspect
+from typing import Any, get_type_hints
+
+import pytest
+
+from samestep import Run
+from samestep.config import OPTIONS, Interval, RunConfig, parse_interval, to_variables
+from samestep.errors import Error
+from samestep.world.environment import read_overrides
+
+
+@pytest.mark.parametrize(
+    ("text", "every"),
+    [
+        (10, Interval(steps=10)), ("10", Interval(steps=10)), ("10steps", Interval(steps=10)),
+        ("1 step", Interval(steps=1)),
+        ("2epochs", Interval(epochs=2)), ("1epoch", Interval(epochs=1)), (" 3 epochs ", Interval(epochs=3)),
+        ("30min", Interval(seconds=1800)), ("90 s", Interval(seconds=90)), ("2h", Interval(seconds=7200)),
+        (None, None), ("never", None),
+    ],
+)  # fmt: skip
+def test_what_a_person_may_write(text: int | str | None, every: Interval | None) -> None:
+    assert parse_interval("snapshot_every", text) == every
+
+
+@pytest.mark.parametrize("text", [0, -1, "0", "", "10minutes", "epochs", "1.5epochs", 2.0, True, "1e3", "٣ x"])
+def test_what_a_person_may_not_write(text: object) -> None:
+    with pytest.raises(Error, match=r"such as 10, of epochs such as 2epochs, a time such as 30min, or never$"):
+        parse_interval("snapshot_every", text)
+
+
+def test_steps_are_due_anywhere() -> None:
+    every = Interval(steps=3)
+    assert [step for step in range(10) if every.is_due(step)] == [3, 6, 9]
+    assert every.is_due(6, 2)
+    assert not every.is_due(7, 2)
+
+
+def test_epochs_are_due_at_their_ends() -> None:
+    every = Interval(epochs=2)
+    assert not any(every.is_due(step) for step in range(10))
+    assert [epochs for epochs in range(7) if every.is_due(5 * epochs, epochs)] == [2, 4, 6]
+
+
+def test_a_time_is_not_due_by_what_was_done() -> None:
+    assert not any(Interval(seconds=1).is_due(step, epochs) for step in range(10) for epochs in (None, 1, 2))
+
+
+@pytest.mark.parametrize("text", ["10", "2epochs", "30s"])
+def test_an_interval_is_shown_as_it_is_written(text: str) -> None:
+    assert str(parse_interval("log_every", text)) == text
+
+
+def test_run_takes_every_option_of_a_script_with_its_default() -> None:
+    taken = inspect.signature(Run.__init__).parameters
+    arguments = {name for name, option in OPTIONS.items() if option.is_argument}
+    assert arguments | {"self", "trackers", "config"} == set(taken)
+    for name in arguments - {"run_dir", "batch_size", "micro_batch_size"}:
+        default = OPTIONS[name].check(name, taken[name].default)
+        assert default == getattr(RunConfig, name, default), name
+
+
+def test_options_travel_as_variables() -> None:
+    samples: dict[type, Any] = {str: "x", int: 7, bool: True, float: 0.5}
+    given = {name: samples[option.type] for name, option in OPTIONS.items()}
+    variables = to_variables(given)
+    assert set(variables) == {f"SAMESTEP_{name.upper()}" for name in OPTIONS}
+    assert read_overrides(variables) == given
+    assert to_variables({"seed": None}) == read_overrides({}) == {}
+    assert set(get_type_hints(RunConfig)) == set(OPTIONS)
