@@ -1,6 +1,6 @@
-"""Files in a directory that others may have written to: opened safely, parsed strictly, replaced whole.
+"""Files in a directory that other programs may have written to: opened safely, parsed strictly, replaced atomically.
 
-Nothing here follows a symbolic link in the last part of a path, and nothing waits for a FIFO or a device.
+No function follows a symbolic link in the last part of a path, or blocks on a FIFO or a device.
 """
 
 import errno
@@ -8,7 +8,8 @@ import json
 import math
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,10 @@ MOST_DEPTH = 100  # of nested JSON: far below Python's limit of recursion
 
 
 def open_regular(path: "os.PathLike[str] | str", flags: int) -> int:
-    """As `os.open`, for regular files alone; `open(path, "rb", opener=open_regular)`.
+    """`os.open` for regular files only. Use as `open(path, "rb", opener=open_regular)`.
 
     Raises:
-        OSError: also where it is a symbolic link, a directory, a FIFO, a socket or a device.
+        OSError: as `os.open`, and if the path is a symbolic link, a directory, a FIFO, a socket or a device.
     """
     try:
         file = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
@@ -39,7 +40,7 @@ def open_regular(path: "os.PathLike[str] | str", flags: int) -> int:
 
 
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
-    """What a regular file of at most `most` bytes holds. Raises OSError."""
+    """The content of a regular file of at most `most` bytes. Raises OSError."""
     with open(path, "rb", opener=open_regular) as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -48,37 +49,65 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
 
 
 def replace_file(path: Path, content: bytes | memoryview, *, sync: bool = False) -> None:
-    """Puts a file with this content in the place of whatever has that name, whole or not at all.
+    """Replaces a file atomically, or creates it.
 
     Args:
-        sync: waits until the content is on the disk.
+        sync: whether to wait until the content is on the disk.
 
     Raises:
-        OSError: that cannot be done; what was there stands.
+        OSError: it could not be written; the old file is unchanged.
+    """
+    with replacing(path, sync=sync) as partial, open(partial, "xb", opener=open_regular) as file:
+        file.write(content)
+
+
+@contextmanager
+def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
+    """A temporary path beside `path`. The file that the block writes there replaces `path` atomically at its end.
+
+    If the block raises, the temporary file is removed and `path` is unchanged. `sync` as in `replace_file`.
     """
     partial = path.with_name(f".{path.name}")
     try:
         partial.unlink(missing_ok=True)
-        with open(partial, "xb", opener=open_regular) as file:
-            file.write(content)
-            if sync:
-                file.flush()
+        yield partial
+        if sync:
+            with open(partial, "rb", opener=open_regular) as file:
                 os.fsync(file.fileno())
         os.replace(partial, path)
-    except OSError:
+    except BaseException:
         with suppress(OSError):  # the file system may be read-only by now
             partial.unlink(missing_ok=True)
         raise
+
+
+def overwrite(path: Path, content: bytes) -> None:
+    """`replace_file`; on a full disk, writes into the existing file instead. Raises OSError."""
+    try:
+        replace_file(path, content)
+    except OSError:
+        with open(path, "r+b", buffering=0, opener=open_regular) as file:
+            file.write(content)
+            file.truncate()
+
+
+def sync_directory(directory: Path) -> None:
+    """Waits until the names in a directory are on the disk. Raises OSError."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 # --- JSON -------------------------------------------------------------------------------------------------------------
 
 
 def parse_json(text: bytes | str) -> Any:
-    """The value of a JSON text: numbers are finite, and nesting is at most `MOST_DEPTH` deep.
+    """Parses JSON strictly: numbers are finite, and nesting is at most `MOST_DEPTH` deep.
 
     Raises:
-        ValueError: it is no such text.
+        ValueError: the text is something else.
     """
     try:
         value = json.loads(text, parse_constant=_refuse, parse_float=_parse_float)
@@ -111,9 +140,10 @@ def fits(value: Any, shape: Any) -> bool:
     """Whether a JSON value has a shape.
 
     A shape is a predicate; `[shape]` for a list of any length; or a dict of shapes by key, where a key that ends with
-    "?" may be missing. Other keys are not looked at.
+    "?" may be missing. Other keys are ignored.
 
-    Example:
+    Example::
+
         >>> fits({"step": 3}, {"step": is_count, "name?": is_text})
         True
     """
@@ -131,7 +161,7 @@ def fits(value: Any, shape: Any) -> bool:
 
 
 def is_count(value: Any) -> bool:
-    """A whole number from 0 that 63 bits hold."""
+    """An int from 0 to 2**63 - 1."""
     return type(value) is int and 0 <= value < 1 << 63
 
 
@@ -152,7 +182,7 @@ def is_object(value: Any) -> bool:
 
 
 def is_time(value: Any) -> bool:
-    """A time in ISO 8601 with its offset from UTC."""
+    """A time in ISO 8601 with an offset from UTC."""
     try:
         return datetime.fromisoformat(value).tzinfo is not None
     except (TypeError, ValueError):

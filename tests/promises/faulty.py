@@ -166,7 +166,7 @@ class Faults:
     def watch_copying(self) -> None:
         """From now on this rank reaches the moment at which a part of a snapshot is copied, beside the next step."""
         from samestep.snapshot import async_copy
-        from samestep.train.inspection import Inspection
+        from samestep.snapshot.inspection import Inspection
 
         async_copy.LARGE_BYTES = 1  # what is small would be copied at once
         look = Inspection.look

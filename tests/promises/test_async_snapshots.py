@@ -197,7 +197,7 @@ def test_a_failure_is_told_and_the_run_goes_on(tmp_path: Path, capfd: pytest.Cap
 
     samestep.spawn(train_with, 1, (tmp_path, patch), {"snapshot_every": 2, "keep": 9})
     out = capfd.readouterr().out
-    assert "the snapshot of step 4 could not be written (RuntimeError: boom): the one of step 2 stands" in out
+    assert "the snapshot of step 4 could not be written (RuntimeError: boom): the newest is that of step 2" in out
     assert [snapshot.step for snapshot in Store(tmp_path).snapshots()] == [2, 6, 8]
 
 
@@ -206,7 +206,7 @@ def test_a_failure_is_told_and_the_run_goes_on(tmp_path: Path, capfd: pytest.Cap
 
 def test_rank_0_s_clock_decides_for_all(tmp_path: Path) -> None:
     def patch(run: Any) -> None:
-        from samestep.train import snapshotter
+        from samestep.snapshot import snapshotter
 
         # A step takes 10 s on rank 0; on rank 1 the time stands still.
         snapshotter.time = SimpleNamespace(monotonic=lambda: 10.0 * run.steps_done * (run.rank == 0))  # type: ignore[attr-defined]

@@ -402,13 +402,15 @@ def test_full_disk(disk: Disk) -> None:
     disk.remount("size=120k")
     words = ["train", "mlp", "--snapshot-every", "5", "--keep-last", "50", "--log-every", "1", "--run-dir", run_dir]
     done = samestep_command(*words, "--max-steps", "60", cwd=disk.path)
-    failed = re.findall(r"the snapshot of step (\d+) could not be written \((.*)\): (.*), the run goes on", done.stdout)
+    failed = re.findall(
+        r"the snapshot of step (\d+) could not be written \((.*)\): (.*), and the run continues", done.stdout
+    )
     sound = [snapshot.step for snapshot in Store(run_dir).snapshots() if snapshot.problem is None]
     assert sound[:2] == [5, 10]
     assert {int(step) for step, _, _ in failed} == set(range(5, 60, 5)) - set(sound)
     assert_refused(done, r"the snapshot of step 60 could not be written \(.*No space left on device.*; mend that, and ")
     assert all("No space left on device" in reason for _, reason, _ in failed)
-    assert failed[-1][2] == f"the one of step {max(sound)} stands"
+    assert failed[-1][2] == f"the newest is that of step {max(sound)}"
     assert "steps       60" in done.stdout
     assert not list(run_dir.rglob(".tmp-*")), "what was begun is removed"
     for step in sound:
@@ -446,7 +448,7 @@ def test_full_disk_at_the_end(disk: Disk, tmp_path: Path, num_ranks: int, how: s
         loop(run, model, optimizer, then=then)
         (tmp_path / f"after-{run.rank}").touch()
 
-    said = r"the snapshot of step \d could not be written \(.*No space left.*\): the one of step 2 stands; mend th"
+    said = r"the snapshot of step \d could not be written \(.*No space left.*\): the newest is that of step 2; mend th"
     with pytest.raises(samestep.Error, match=said):
         samestep.spawn(train, num_ranks)
     assert len(list(tmp_path.glob("after-*"))) == (num_ranks if how == "at its end" else 0)
@@ -463,9 +465,9 @@ def test_full_disk_without_snapshots(
     run_dir, filler = disk.path / "x", disk.path / "filler"
 
     def train() -> None:
-        from samestep.train import ledger
+        from samestep.snapshot import run_directory
 
-        ledger.FLUSH_S = 0
+        run_directory.LEDGER_FLUSH_S = 0.0
         run, model, optimizer = build(run_dir, snapshot_every=None, log_every=2)
 
         def then(step: Any) -> None:
@@ -481,7 +483,9 @@ def test_full_disk_without_snapshots(
 
     samestep.spawn(train, num_ranks)
     printed = capfd.readouterr().out
-    assert printed.count("cannot be written (No space left on device): the rows and records of steps are kept") == 1
+    for name in ("metrics.jsonl", "ledger.bin"):
+        said = f"{run_dir / name} cannot be written (No space left on device): its new entries are kept in memory"
+        assert printed.count(said) == 1
     status = json.loads((run_dir / "status.json").read_text())
     assert (status["status"], status["steps"]) == ("done", 8)
     done = samestep_command("inspect", run_dir, "--samples", cwd=disk.path)
@@ -592,7 +596,7 @@ def test_second_process(waiting: Waiting, tmp_path: Path) -> None:
     waiting.wait_held()
     before = look(waiting.run_dir)
     pid, host = waiting.process.pid, socket.gethostname()
-    alive = rf"the run in {waiting.run_dir} is alive, in process {pid} on {host} since .*: wait for it or stop it, or "
+    alive = rf"the run in {waiting.run_dir} is locked by process {pid} on {host} since .*: stop it, or start beside "
     assert_refused(launch("nothing", waiting.run_dir, 2), alive)
     with pytest.raises(samestep.Error, match=alive):
         samestep.spawn(train, 1, ("nothing", waiting.run_dir))
@@ -628,7 +632,7 @@ def test_the_process_itself_reads_its_lock(tmp_path: Path) -> None:
         second = [sys.executable, SCRIPT, str(tmp_path / "x"), "nothing"]
         done = subprocess.run(second, env=clean_variables(ON_LO), capture_output=True, text=True)
         assert done.returncode == 2
-        assert "is alive" in done.stderr
+        assert "is locked by process" in done.stderr
         assert run.dir is not None
 
     samestep.spawn(train)
@@ -643,7 +647,7 @@ def test_at_the_same_moment(tmp_path: Path) -> None:
             losers = [waiting for waiting in started if waiting.process.poll() is not None]
             time.sleep(0.01)
         for loser in losers:
-            assert_refused(loser.end(), "is alive, in process")
+            assert_refused(loser.end(), "is locked by process")
         [winner] = set(started) - set(losers)
         winner.wait_held()
         winner.go_on()

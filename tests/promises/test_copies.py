@@ -25,8 +25,8 @@ from support.selection import one_in
 
 import samestep
 from samestep.errors import Error
+from samestep.snapshot import node_replication
 from samestep.snapshot.store import Store
-from samestep.train import copies
 from samestep.world.group import Group
 
 Undisturbed = Callable[..., Outcome]
@@ -39,13 +39,13 @@ def train_on(disks: Sequence[Path], num_ranks: int, fault: Sequence[str], argume
     node, local_rank = divmod(int(os.environ["RANK"]), num_ranks)
     os.chdir(disks[node])
     os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(num_ranks))
-    copies.PIECE_BYTES = 1000  # or one piece would hold a whole snapshot
+    node_replication.PIECE_BYTES = 1000  # or one piece would hold a whole snapshot
     if arguments.pop("full_node", None) == node:
 
         def fail(*_: Any) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        copies._append = fail
+        node_replication._append_piece = fail
     train("run", fault, **arguments)
 
 
@@ -359,7 +359,7 @@ def count_exchanges(disks: Sequence[Path]) -> int:
     os.chdir(disks[rank])
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
     calls = []
-    for name in ("gather", "gather_number", "broadcast", "broadcast_tensors", "barrier", "relay"):
+    for name in ("gather", "gather_number", "broadcast", "broadcast_tensors", "barrier", "each"):
         fn = getattr(Group, name)
         setattr(Group, name, lambda *words, fn=fn, **more: (calls.append(0), fn(*words, **more))[1])
     run = samestep.Run(
@@ -486,6 +486,6 @@ def test_two_launchers(cluster: Cluster, undisturbed: Undisturbed) -> None:
     with reserve_port() as port:
         nodes = cluster.launch([1, 0], port)
         assert [node.wait() for node in nodes] == [0, 0], "\n".join(node.output for node in nodes)
-    assert "run is not one directory for all nodes: 2 of them keep a copy of the run each" in nodes[0].output
+    assert "run is not shared by all nodes: 2 of them keep a copy of the run each" in nodes[0].output
     assert "; resumed at step 5" in nodes[0].output
     assert_ended_as(cluster, [0, 1], undisturbed())

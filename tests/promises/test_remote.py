@@ -25,7 +25,7 @@ from support.waiting import wait_until
 import samestep
 from samestep.cli import main
 from samestep.errors import Error
-from samestep.snapshot.object_store import Remote, Unreachable
+from samestep.snapshot.object_store import ObjectStore, Unreachable
 from samestep.snapshot.store import Store
 
 Undisturbed = Callable[..., Outcome]
@@ -63,7 +63,7 @@ class Planted(LocalFileSystem):
                 raise OSError(5, "Input/output error")
             if how == "taken":
                 del self.plan[place]
-                Remote(f"planted://{path.partition('/snapshots/')[0]}").take("another")
+                ObjectStore(f"planted://{path.partition('/snapshots/')[0]}").take("another")
             else:
                 raise OSError(28, "No space left on device")
 
@@ -186,7 +186,7 @@ def test_a_flipped_bit(
     capfd.readouterr()
     cluster.spawn(1)
     said = capfd.readouterr().out
-    assert f"passed over: {cluster.url}/snapshots/step-00000006: {file} is damaged" in said
+    assert f"not sound: {cluster.url}/snapshots/step-00000006: {file} is damaged" in said
     assert cluster.outcome() == undisturbed()
     assert cluster.starts()[0][0] == 5, "that of the best one"
     for name in cluster.snapshots():
@@ -203,7 +203,7 @@ def test_a_store_that_is_full_for_a_while(
     error = cluster.spawn_to_fail(0, 1, ("full", "step-00000015/state.json", 0), settled=True)
     assert isinstance(error, Error)
     why = "(OSError: [Errno 28] No space left on device)"
-    said = f"the snapshot of step 15 is in {cluster.copy(0)} alone: it could not be brought to {cluster.url} {why}"
+    said = f"the snapshot of step 15 is in {cluster.copy(0)} only: it could not be uploaded to {cluster.url} {why}"
     assert f"{said}; mend that, and start the same command again" in str(error)
     assert "step-00000015" not in cluster.snapshots()
     assert "step-00000012" in cluster.snapshots()
@@ -224,8 +224,8 @@ def test_a_store_that_fails_in_between(
 ) -> None:  # fmt: skip
     cluster.spawn(0, 1, ("full", "step-00000006/", 0), settled=True, keep_last=9)
     said = capfd.readouterr().out
-    assert re.findall(r"the snapshot of step (\d+) is in .* alone", said) == ["6"]
-    assert "the run goes on" in said
+    assert re.findall(r"the snapshot of step (\d+) is in .* only", said) == ["6"]
+    assert "and the run continues" in said
     numbered = [int(name[-2:]) for name in cluster.snapshots() if name.startswith("step-")]
     assert numbered == [3, 9, 12, 15]
     assert cluster.outcome() == undisturbed()
@@ -310,7 +310,7 @@ def url() -> Iterator[str]:
 def make_remote(url: str, tmp_path: Path, steps: Sequence[int]) -> None:
     store = Store(tmp_path / "made")
     store.path.parent.mkdir()
-    remote = Remote(url)
+    remote = ObjectStore(url)
     remote.take("a")
     remote.write("run.json", json.dumps({"format": 1, "numbers": {"seed": 3}}).encode())
     for step in steps:
@@ -388,7 +388,7 @@ def test_what_is_no_url(run_dir: Any, sentence: str) -> None:
 def test_no_bucket_is_made() -> None:
     """Where a directory is asked for, some stores make what its path begins with as well."""
     with pytest.raises(Unreachable, match="FileNotFoundError"):
-        Remote("file:///samestep-has-no-such-bucket/run").take("a run")
+        ObjectStore("file:///samestep-has-no-such-bucket/run").take("a run")
     assert not Path("/samestep-has-no-such-bucket").exists()
 
 

@@ -20,7 +20,7 @@ from support.waiting import wait_until
 import samestep
 from samestep.errors import PeerFailed
 from samestep.launch.rank_process import is_secondary
-from samestep.train.lock import Lock
+from samestep.snapshot.lock import Lock
 
 Undisturbed = Callable[..., Outcome]
 
@@ -207,9 +207,9 @@ def test_where_there_is_no_flock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    first = Lock(tmp_path / "lock")
+    first = Lock(tmp_path / "lock", tmp_path)
     first.check()
-    second = Lock(tmp_path / "lock")
+    second = Lock(tmp_path / "lock", tmp_path)
     second.check()
     with pytest.raises(samestep.Error, match=f"was taken over by process {os.getpid()} on "):
         first.check()

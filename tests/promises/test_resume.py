@@ -261,7 +261,7 @@ def test_a_backup_of_another_run(tmp_path: Path, capfd: pytest.CaptureFixture[st
     capfd.readouterr()
     assert samestep.spawn(learn_well, 1, (tmp_path / "run",)) == 8
     printed = capfd.readouterr().out
-    assert "passed over: snapshots/step-00000008: it is of another run (seed 1 there, 0 here)" in printed
+    assert "not sound: snapshots/step-00000008: it is of another run (seed 1 there, 0 here)" in printed
     assert resume_is_from(printed) == 6
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from samestep.snapshot.async_copy import LARGE_BYTES, Copy, Staging, Watch, is_finite, is_watchable, locate
-from samestep.snapshot.writer import Refused, Saving
+from samestep.snapshot.writer import Refused, Writer
 
 NUM_LARGE = LARGE_BYTES // 4
 
@@ -139,7 +139,7 @@ def test_nothing_is_written_before_it_is_decided(accept: bool) -> None:
         confirm()  # type: ignore[operator]
         events.append("written")
 
-    saving = Saving(copy, write)
+    saving = Writer(copy, write)
     assert is_waiting.wait(30)
     assert not saving.has_ended
     assert not saving.is_decided
@@ -156,7 +156,7 @@ def test_settling_refuses_what_is_torn() -> None:
     tensors = {"large": torch.randn(NUM_LARGE)}
     copy, _ = begin(tensors)
     tensors["large"].add_(1)
-    saving = Saving(copy, lambda confirm: confirm())
+    saving = Writer(copy, lambda confirm: confirm())
     saving.settle()
     assert isinstance(saving.failure, Refused)
 
@@ -167,7 +167,7 @@ def test_what_goes_wrong_is_kept() -> None:
 
     tensors = {"large": torch.randn(NUM_LARGE)}
     copy = Copy(tensors, {}, calm={locate(tensors["large"])}, look=look)
-    saving = Saving(copy, lambda confirm: confirm())
+    saving = Writer(copy, lambda confirm: confirm())
     saving.settle()
     assert copy.has_failed
     assert str(saving.failure) == "a look"

@@ -17,12 +17,13 @@ from states import assert_same
 from samestep.errors import Error
 from samestep.plan.ledger import RECORD
 from samestep.snapshot.manifest import parse_manifest, seal
-from samestep.snapshot.object_store import Remote, Unreachable
+from samestep.snapshot.object_store import ObjectStore, Unreachable
+from samestep.snapshot.run_directory import RunDirectory
+from samestep.snapshot.run_record import Options
 from samestep.snapshot.store import OF_RUN, Store
 from samestep.tools.inspect import run_inspect
 from samestep.tools.watch import run_watch
-from samestep.train.directory import Directory
-from samestep.train.options import Options
+from samestep.watch.records import SHARED
 
 STATE = {"objects": {"net": {"w": torch.arange(10.0)}}, "position": {"step": 3, "epoch": 1}, "state": {}}
 META = {"epoch": 1, "metrics_bytes": 0, "world_size": 1, "numbers": {}, "rewinds": 0}
@@ -110,7 +111,7 @@ def read_here(place: Path) -> Any:
 
 def read_from_bucket(place: Path) -> Any:
     store = Store(place / "copy")
-    Remote(f"file://{place / 'run'}").pull(store, "latest", warn=lambda sentence: None)
+    ObjectStore(f"file://{place / 'run'}").pull(store, "latest", warn=lambda sentence: None)
     return read_here_at(store)
 
 
@@ -139,12 +140,12 @@ def test_a_bucket_names_no_other_file(place: Path, name: str, size: int | None) 
 
 def test_a_bucket_names_no_other_directory(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Object stores allow any text as a name."""
-    remote, names = Remote(f"file://{place / 'run'}"), ("..", "a b", "\x1b[2J", "step-1")
+    remote, names = ObjectStore(f"file://{place / 'run'}"), ("..", "a b", "\x1b[2J", "step-1")
     found = {f"{place}/run/snapshots/{name}/manifest.json": {"size": 2} for name in names}
     found |= {f"{place}/run/orders/{name}": {"size": 2} for name in ("..", "epoch-00000001.npy", "x.npy")}
     monkeypatch.setattr(remote, "_find", lambda name: {path: i for path, i in found.items() if f"/{name}/" in path})
     assert remote.snapshots() == {}
-    assert remote.list_orders() == ["orders/epoch-00000001.npy"]
+    assert remote.list_files()[len(SHARED) :] == ["orders/epoch-00000001.npy"]
 
 
 # --- tensors and structures -------------------------------------------------------------------------------------------
@@ -310,9 +311,9 @@ def test_nothing_is_written_through_a_link(tmp_path: Path, name: str, target: st
 
 def use(run: Path) -> None:
     """Everything that a run writes in its directory."""
-    directory = Directory(run, fresh=False, warn=lambda sentence: None)
+    directory = RunDirectory(run, warn=lambda sentence: None)
     try:
-        directory.go_on_from(directory.find("latest"))
+        directory.find("latest")
         directory.write_record({}, {}, {}, Options({}))
         directory.write_start(None, from_step=0, world_size=1)
         directory.write_row({"loss": 1.0})
@@ -330,4 +331,4 @@ def test_the_same_without_links_writes_it_all(tmp_path: Path) -> None:
     use(tmp_path / "run")
     assert {path.name for path in (tmp_path / "run").iterdir()} >= {"run.json", "ledger.bin", "status.json", "lock"}
     with pytest.raises(Unreachable):
-        Remote(f"file://{tmp_path / 'run'}").read("snapshots")
+        ObjectStore(f"file://{tmp_path / 'run'}").read("snapshots")

@@ -306,7 +306,7 @@ def test_what_cannot_be_read(run: Path, inspect: Inspect) -> None:
     (run / "snapshots").write_text("")
     (run / "ledger.bin").mkdir()
     for args in ([], ["--digest"], ["--samples"]):
-        with pytest.raises(Error, match=r"(snapshots|ledger.bin) cannot be read \((Not|Is) a directory\): mend that"):
+        with pytest.raises(Error, match=r"(snapshots|ledger.bin) cannot be read \((Not|Is) a directory\): fix that"):
             inspect(*args)
 
 

@@ -1,4 +1,4 @@
-"""The snapshots of a run: written whole or not at all, found by reading them."""
+"""The snapshots of a run on disk: written atomically, and checked before they are read."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from samestep.errors import Error
-from samestep.files import fits, is_count, is_object, open_regular
+from samestep.files import fits, is_count, is_object, open_regular, sync_directory
 from samestep.snapshot.manifest import MANIFEST, NAME, STATE, Pieces, build_manifest, find_damage, read_manifest, seal
 from samestep.snapshot.serialization import decode, digest, digest_of, encode, read_tensors, write_tensors
 from samestep.world.environment import advise
@@ -23,24 +23,26 @@ from samestep.world.forking import at_rest
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Snapshot", "Store", "digest"]
+__all__ = ["ABANDONED", "OF_RUN", "SNAPSHOTS", "Snapshot", "Store", "digest"]
 
+SNAPSHOTS, ABANDONED = "snapshots", "abandoned"  # directories of a run
 TENSORS = "tensors.safetensors"
 OF_RUN = {"objects": is_object, "position": {"step": is_count, "epoch": is_count}}  # the shape of a run's state
 _NUMBERED = re.compile(r"step-(\d{8,})")
-_WRITING = ".tmp-"  # begun, or about to be removed
-_ASIDE = ".old-"  # stands for a snapshot that is just being replaced
+_WRITING = ".tmp-"  # incomplete, or about to be removed
+_ASIDE = ".old-"  # the snapshot that is being replaced
 _BUFFER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A directory that is, or was to be, a snapshot.
+    """A snapshot's directory, sound or not.
 
     Attributes:
-        step: the number of steps done; -1 where a named one's manifest cannot be read.
+        step: the number of steps done; -1 for a named snapshot whose manifest cannot be read.
         name: None for a numbered one.
-        problem: why it is not sound, as far as the manifest and the files' sizes tell; None if it is.
+        manifest: {} if it cannot be read.
+        problem: why it is not sound, as far as the manifest and the files' sizes show; None if it is sound.
     """
 
     path: Path
@@ -51,26 +53,26 @@ class Snapshot:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "Snapshot":
-        """What `to_plain` took apart."""
+        """The inverse of `to_plain`."""
         return cls(**{**plain, "path": Path(plain["path"])})
 
     def to_plain(self) -> dict[str, Any]:
-        """Its attributes as JSON has them, for another rank."""
+        """The attributes as JSON, for other ranks."""
         return {**vars(self), "path": str(self.path)}
 
     @property
     def size_bytes(self) -> int:
-        """What its files take; 0 where the manifest cannot be read."""
+        """Total size of the files; 0 if the manifest cannot be read."""
         return sum(file["size"] for file in self.manifest.get("files", {}).values())
 
     def is_same(self, other: "Snapshot") -> bool:
-        """Whether another copy of the run has this by the same name, and what they hold is the same."""
+        """Whether a snapshot in another copy of the run has the same name and content."""
         if not self.manifest or not other.manifest or self.path.name != other.path.name:
             return False
         return all(self.manifest[key] == other.manifest[key] for key in ("digest", "step", "meta"))
 
     def was_left(self, rewinds: Sequence[int]) -> bool:
-        """Whether the run has gone back to a step before it since. `rewinds`: as in `run.json`."""
+        """Whether the run has since gone back to an earlier step. `rewinds`: as in `run.json`."""
         if not self.manifest:
             return False
         return self.step > min(rewinds[self.manifest["meta"].get("rewinds", 0) :], default=self.step)
@@ -80,90 +82,56 @@ class Store:
     """The snapshots under `run_dir/snapshots`. Any process may read; one at a time may write, prune and clean.
 
     Args:
-        run_dir: the run's directory; nothing is made in it before the first `write`.
-        named: as a person named it, for messages.
+        run_dir: the run's directory. Nothing is created in it before the first `write`.
+        named: the same as the user gave it, for messages.
     """
 
     def __init__(self, run_dir: Path, named: Path | None = None) -> None:
-        self.path, self._named = Path(run_dir) / "snapshots", Path(named or run_dir) / "snapshots"
-        self._damaged: set[Path] = set()  # what `find` saw: right sizes, wrong checksums
+        self.path, self._named = Path(run_dir) / SNAPSHOTS, Path(named or run_dir) / SNAPSHOTS
+        self._damaged: set[Path] = set()  # found by `find`: right sizes, wrong checksums
 
-    def write(self, state: Mapping[str, Any], *, step: int, name: str | None = None, meta: Mapping[str, Any]) -> Path:
-        """Writes a snapshot, in place of one of the same step or name. A crash leaves the old state or the new.
-
-        Args:
-            state: nested dicts, lists and tuples of tensors, numpy arrays and scalars, as state_dicts have.
-            step: the number of steps done.
-            name: for a named snapshot.
-            meta: JSON that the manifest is to carry.
-
-        Raises:
-            Error: the state holds something else, or the name will not do.
-            OSError: the disk is full, read-only or gone; what was begun is removed, older snapshots stand.
-        """
-        return self.write_encoded(*encode(state), step=step, name=name, meta=meta)
-
-    def write_encoded(
-        self, structure: Any, tensors: Mapping[str, "Tensor"], *, step: int, name: str | None,
-        meta: Mapping[str, Any], confirm: Callable[[], None] = lambda: None,
-    ) -> Path:  # fmt: skip
-        """As `write`, of what `encode` gave.
-
-        Args:
-            confirm: called when all is written but the manifest. If it raises, nothing is left of the snapshot.
-        """
-        import torch
-
-        if name is not None and not NAME.fullmatch(name):
-            raise Error(f"a snapshot cannot be named {name!r}: use letters, digits and underscores, such as best")
-        target = self.path / (name or f"step-{step:08d}")
-        with self._staging(target) as directory:
-            with open(directory / TENSORS, "xb", _BUFFER_BYTES, opener=open_regular) as file:
-                pieces, hashes = write_tensors(file, tensors)
-            files = {TENSORS: pieces, STATE: _write_json(directory / STATE, structure)}
-            confirm()
-            manifest = build_manifest(
-                step=step, name=name, digest=digest_of(structure, hashes), files=files,
-                versions={"torch": torch.__version__}, meta=meta,
-            )  # fmt: skip
-            _write_json(directory / MANIFEST, manifest)
-            _sync(directory)
-            self._put(directory, target)
-        self._damaged.discard(target)
-        return target
+    # --- read -------------------------------------------------------------------------------------------------
 
     def snapshots(self) -> list[Snapshot]:
-        """All of them, the oldest first; sound or not, by their manifests and their files' sizes."""
+        """All snapshots, the oldest first; sound or not, judged by manifests and file sizes."""
         try:
             present = {entry.name for entry in os.scandir(self.path) if entry.is_dir()}
         except FileNotFoundError:
             return []
         aside = {entry.removeprefix(_ASIDE) for entry in present if entry.startswith(_ASIDE)} - present
-        found = [self._look(entry, self.path / entry) for entry in present if not entry.startswith(".")]
-        found += [self._look(entry, self.path / (_ASIDE + entry)) for entry in aside]
+        found = [self._read(entry, self.path / entry) for entry in present if not entry.startswith(".")]
+        found += [self._read(entry, self.path / (_ASIDE + entry)) for entry in aside]
         return sorted(found, key=lambda snapshot: (snapshot.step, snapshot.name is None, snapshot.path.name))
+
+    def _read(self, name: str, path: Path) -> Snapshot:
+        manifest, problem = read_manifest(path)
+        numbered = _NUMBERED.fullmatch(name)
+        if numbered is None:
+            return Snapshot(path, manifest.get("step", -1), name, manifest, problem)
+        step = int(numbered[1])
+        if manifest.get("step", step) != step:
+            problem = f"{MANIFEST} is of step {manifest['step']}"
+        return Snapshot(path, step, None, manifest, problem)
 
     def find(
         self, which: int | str, *, warn: Callable[[str], None] = warnings.warn,
         judge: Callable[[Snapshot], str] = lambda _: "",
     ) -> Snapshot | None:  # fmt: skip
-        """The snapshot to read, after checking every byte of it. None if `which` is "latest" and there is none.
+        """Finds the snapshot to read, and checks every byte of it.
 
         Args:
             which: "latest", a number of steps done, or a name.
-            warn: called with a sentence for each unsound snapshot that is passed over.
-            judge: says what else is wrong with a snapshot whose manifest is sound; "" where nothing is.
+            warn: called with a sentence for each unsound snapshot that is skipped.
+            judge: returns a further problem of a snapshot whose manifest is sound; "" for none.
+
+        Returns:
+            The newest one that matches and is sound; None if `which` is "latest" and there are no snapshots.
 
         Raises:
-            Error: there is nothing sound of what was asked for.
+            Error: no snapshot that matches is sound.
         """
         found = self.snapshots()
-        if which == "latest":
-            wanted = found
-        elif isinstance(which, int):
-            wanted = [snapshot for snapshot in found if snapshot.step == which]
-        else:
-            wanted = [snapshot for snapshot in found if snapshot.name == which]
+        wanted = [each for each in found if which in ("latest", each.step if isinstance(which, int) else each.name)]
         problem = ""
         for snapshot in reversed(wanted):
             problem = snapshot.problem or judge(snapshot) or find_damage(snapshot.path, snapshot.manifest) or ""
@@ -171,28 +139,25 @@ class Store:
                 return snapshot
             self._damaged.add(snapshot.path)
             problem = f"{snapshot.path.relative_to(self.path.parent)}: {problem}"
-            warn(f"a snapshot is not sound and is passed over: {problem}")
-        if which == "latest" and not found:
-            return None
+            warn(f"skipping a snapshot that is not sound: {problem}")
         if which == "latest":
-            raise Error(
-                f"no snapshot in {self._named} is sound ({problem}): bring one back from a backup, or start with "
-                f"{advise(fresh=True)}"
-            )
+            if not found:
+                return None
+            raise explain_no_sound(self._named, problem)
         sound = [s.name or f"step {s.step}" for s in found if s.problem is None and s.path not in self._damaged]
         there = f"there is {', '.join(sound)}" if sound else "there is no other"
-        what = f"of step {which}" if isinstance(which, int) else f"named {which}"
+        what = describe_which(which)
         fault = f"the snapshot {what} is not sound ({problem})" if wanted else f"there is no snapshot {what}"
         raise Error(f"{fault} in {self._named}: {there}")
 
     def read(self, snapshot: Snapshot, shape: Any = is_object) -> dict[str, Any]:
-        """The state in a snapshot that `find` returned, here or on another node, its tensors in host memory.
+        """The state in a snapshot that `find` returned, here or on another node; its tensors are in host memory.
 
         Args:
-            shape: what it must fit (`files.fits`).
+            shape: what the state must fit (`files.fits`).
 
         Raises:
-            Error: it is not sound any more.
+            Error: the snapshot is not sound any more.
         """
         path = self.path / snapshot.path.name
         manifest, problem = read_manifest(path)
@@ -206,31 +171,76 @@ class Store:
             with open(path / STATE, "rb", opener=open_regular) as opened:
                 state: dict[str, Any] = decode(json.load(opened), tensors)
             if not fits(state, shape):
-                raise ValueError("it has not what a run's state has")
+                raise ValueError("it lacks parts of a run's state")
         except OSError:
             raise
-        except Exception as error:  # its checksums are right, and what they vouch for was not written by samestep
+        except Exception as error:  # the checksums are right, but samestep did not write this content
             why = f"{type(error).__name__}: {error}"
             raise Error(f"the snapshot {self._named / path.name} holds no state that can be read ({why})") from None
         return state
 
+    # --- write ------------------------------------------------------------------------------------------------
+
+    def write(self, state: Mapping[str, Any], *, step: int, name: str | None = None, meta: Mapping[str, Any]) -> Path:
+        """Writes a snapshot, replacing one of the same step or name. After a crash, the old or the new one is there.
+
+        Args:
+            state: nested dicts, lists and tuples of tensors, NumPy arrays and scalars, as state_dicts have.
+            step: the number of steps done.
+            name: of a named snapshot.
+            meta: JSON for the manifest.
+
+        Raises:
+            Error: the state holds something else, or the name is not valid.
+            OSError: the disk is full, read-only or gone. The incomplete snapshot is removed, older ones are unchanged.
+        """
+        return self.write_encoded(*encode(state), step=step, name=name, meta=meta)
+
+    def write_encoded(
+        self, structure: Any, tensors: Mapping[str, "Tensor"], *, step: int, name: str | None,
+        meta: Mapping[str, Any], confirm: Callable[[], None] = lambda: None,
+    ) -> Path:  # fmt: skip
+        """`write` for an encoded state.
+
+        Args:
+            structure, tensors: as `encode` returns them.
+            confirm: called when all but the manifest is written. If it raises, the snapshot is removed.
+        """
+        import torch
+
+        if name is not None and not NAME.fullmatch(name):
+            raise Error(f"a snapshot cannot be named {name!r}: use letters, digits and underscores, such as best")
+        target = self.path / (name or f"step-{step:08d}")
+        with self._making(target) as directory:
+            with open(directory / TENSORS, "xb", _BUFFER_BYTES, opener=open_regular) as file:
+                pieces, hashes = write_tensors(file, tensors)
+            files = {TENSORS: pieces, STATE: _write_json(directory / STATE, structure)}
+            confirm()
+            manifest = build_manifest(
+                step=step, name=name, digest=digest_of(structure, hashes), files=files,
+                versions={"torch": torch.__version__}, meta=meta,
+            )  # fmt: skip
+            _write_json(directory / MANIFEST, manifest)
+            self._put(directory, target)
+        return target
+
     @property
     def inbox(self) -> Path:
-        """Where files of another store may be put for `adopt`, after `make_inbox`. `clean` removes it."""
+        """The directory for a snapshot's files from another store, see `make_inbox` and `adopt`."""
         return self.path / f"{_WRITING}inbox"
 
     def make_inbox(self) -> None:
-        """Makes the inbox, empty, in place of whatever has its name. Raises OSError."""
+        """Creates the inbox, empty. Raises OSError."""
         self.path.mkdir(parents=True, exist_ok=True)
         if self.inbox.is_symlink() or self.inbox.exists():
             _delete(self.inbox)
         self.inbox.mkdir()
 
     def adopt(self, snapshot: Snapshot) -> str | None:
-        """Makes another store's snapshot of the files in `inbox`, in place of one of the same name.
+        """Makes the files in the inbox this snapshot of another store, replacing one of the same name.
 
         Returns:
-            What is wrong with them, where they are not what the manifest says; nothing is left of them then.
+            What is wrong with the files, after which they are removed; None if nothing is.
 
         Raises:
             OSError: the disk is full or gone.
@@ -239,9 +249,7 @@ class Store:
             shutil.rmtree(self.inbox)
             return problem
         _write_json(self.inbox / MANIFEST, seal(snapshot.manifest))
-        _sync(self.inbox)
         self._put(self.inbox, self.path / snapshot.path.name)
-        self._damaged.discard(self.path / snapshot.path.name)
         return None
 
     def prune(self, keep: int) -> None:
@@ -255,12 +263,12 @@ class Store:
     def abandon(self, snapshots: Sequence[Snapshot]) -> None:
         """Moves snapshots to `run_dir/abandoned`, the newest first. Raises OSError."""
         for snapshot in sorted(snapshots, key=lambda each: -each.step):
-            target = self.path.parent / "abandoned" / f"{snapshot.path.name}-{time.time_ns()}"
+            target = self.path.parent / ABANDONED / f"{snapshot.path.name}-{time.time_ns()}"
             target.parent.mkdir(exist_ok=True)
             os.rename(snapshot.path, target)
 
     def clean(self) -> None:
-        """Removes what dead writers left; a snapshot that one of them was about to replace is put back."""
+        """Removes what killed writers left, and restores a snapshot that one of them was about to replace."""
         for entry in sorted(self.path.glob(".*")):
             target = self.path / entry.name.removeprefix(_ASIDE)
             if entry.name.startswith(_ASIDE) and not target.exists():
@@ -268,19 +276,9 @@ class Store:
             elif entry.name.startswith((_ASIDE, _WRITING)):
                 _delete(entry)
 
-    def _look(self, name: str, path: Path) -> Snapshot:
-        manifest, problem = read_manifest(path)
-        numbered = _NUMBERED.fullmatch(name)
-        if numbered is None:
-            return Snapshot(path, manifest.get("step", -1), name, manifest, problem)
-        step = int(numbered[1])
-        if manifest.get("step", step) != step:
-            problem = f"{MANIFEST} is of step {manifest['step']}"
-        return Snapshot(path, step, None, manifest, problem)
-
     @contextmanager
-    def _staging(self, target: Path) -> Iterator[Path]:
-        """A directory to write in; nothing is left of it if that fails."""
+    def _making(self, target: Path) -> Iterator[Path]:
+        """A directory for the files of a snapshot, removed if the block raises."""
         if not self.path.exists():
             self.path.mkdir()
             _sync(self.path.parent)
@@ -294,7 +292,8 @@ class Store:
             raise
 
     def _put(self, directory: Path, target: Path) -> None:
-        """Gives a written snapshot its name. There is no moment at which neither it nor the old one is found."""
+        """Renames a complete snapshot to its name. At every moment, either it or the old one can be found."""
+        _sync(directory)
         aside = self.path / f"{_ASIDE}{target.name}"
         if target.exists():
             if aside.exists():
@@ -310,17 +309,30 @@ class Store:
         if aside.exists():
             with suppress(OSError):  # the next `clean` removes it
                 self._remove(aside)
+        self._damaged.discard(target)
 
     def _remove(self, path: Path) -> None:
-        # Renamed first: no one is to find a snapshot of which half is gone.
+        # Renamed first, so that no reader finds a snapshot of which half is gone.
         doomed = self.path / f"{_WRITING}doomed-{path.name}"
         shutil.rmtree(doomed, ignore_errors=True)
         os.rename(path, doomed)
         _delete(doomed)
 
 
+def describe_which(which: int | str) -> str:
+    """A snapshot that was asked for, in words."""
+    return f"of step {which}" if isinstance(which, int) else f"named {which}"
+
+
+def explain_no_sound(place: object, problem: str) -> Error:
+    """The error of a start that finds damaged snapshots only."""
+    return Error(
+        f"no snapshot in {place} is sound ({problem}): restore one from a backup, or start with {advise(fresh=True)}"
+    )
+
+
 def _delete(path: Path) -> None:
-    """Removes a directory; of one that someone has moved elsewhere, the link that stands for it."""
+    """Removes a directory, or the symbolic link that a user put in its place."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     else:
@@ -328,7 +340,7 @@ def _delete(path: Path) -> None:
 
 
 def _write_json(path: Path, value: Any) -> Pieces:
-    """Makes a new file, which is on the disk when this returns."""
+    """Creates a file and waits until it is on the disk."""
     text = json.dumps(value, allow_nan=False).encode()
     with open(path, "xb", opener=open_regular) as file:
         file.write(text)
@@ -339,10 +351,5 @@ def _write_json(path: Path, value: Any) -> Pieces:
 
 
 def _sync(directory: Path) -> None:
-    """Brings the names in a directory to the disk."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with at_rest():
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    with at_rest():
+        sync_directory(directory)

@@ -1,4 +1,4 @@
-"""One snapshot on its way, in a thread of its own: copied, written, hashed, renamed, without any collective."""
+"""The thread that completes the copy of a state and writes it. It calls no collectives."""
 
 import os
 import sys
@@ -13,21 +13,23 @@ _NICER = 10
 _POLL_S = 0.05
 
 
-class Saving:
-    """Begins at once. The thread that makes the updates joins `copy` before the next one, and decides.
+class Refused(Exception):
+    """The main thread decided against the snapshot."""
 
-    The thread is no daemon: a process whose main thread has ended, by itself or by an exception, ends when the
-    snapshot is written.
+
+class Writer:
+    """A thread that runs `copy` and `write`. The thread that makes the updates joins `copy` and calls `decide`.
+
+    It is no daemon thread: a process whose main thread has ended exits when the snapshot is written.
 
     Args:
-        copy: begun between two steps.
-        write: writes what was copied. It is to call its argument, which raises `Refused`, before what it has written
-            becomes a snapshot.
-        is_sound: asked of the joined copy where the updates' thread has ended, or ends, without a decision.
+        copy: created between two steps.
+        write: writes the copy. It calls its argument before the snapshot becomes visible; that raises `Refused`.
+        is_sound: checks the joined copy if the main thread ends without a decision.
 
     Attributes:
         copy: as given.
-        failure: why there is no snapshot; None while it is on its way, and when it is there.
+        failure: why there is no snapshot; None before the end, and if there is one.
     """
 
     def __init__(
@@ -48,16 +50,16 @@ class Saving:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the thread is through."""
+        """Whether the thread has ended."""
         return not self._thread.is_alive()
 
     def decide(self, accept: bool) -> None:
-        """Lets what was copied become a snapshot, or not. Once the copy is joined."""
+        """Lets the copy become a snapshot, or not. Call after joining the copy."""
         self._is_refused = not accept
         self._decided.set()
 
     def settle(self) -> None:
-        """Waits until the snapshot is there, or has failed."""
+        """Waits until the snapshot is complete or has failed."""
         if not self.is_decided:
             self._decide_alone()
         self._thread.join()
@@ -70,7 +72,7 @@ class Saving:
         try:
             with at_work():
                 self.copy.run()
-                _step_back()
+                _lower_priority()
                 self._write(self._confirm)
         except Exception as error:
             self.failure = error
@@ -84,12 +86,8 @@ class Saving:
             raise Refused
 
 
-def _step_back() -> None:
-    """From here on, this thread takes what the ranks of this machine leave: nobody waits for it."""
+def _lower_priority() -> None:
+    """Lowers this thread's priority (nice +10)."""
     if sys.platform == "linux":  # where each thread has a priority of its own
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICER)
-
-
-class Refused(Exception):
-    """What was copied is not to become a snapshot."""

@@ -9,8 +9,8 @@ from typing import Any
 from samestep.files import parse_json, read_bytes
 from samestep.plan.ledger import RECORD
 from samestep.snapshot.manifest import STATE
+from samestep.snapshot.object_store import open_run, read_run
 from samestep.snapshot.store import Store
-from samestep.tools.fetch import open_run, read_record
 from samestep.tools.tables import describe_age, list_values, print_table, to_text
 from samestep.watch.records import STATUS, read_last_rows, read_or_empty
 
@@ -93,7 +93,7 @@ def compare_runs(one: str, other: str, *, is_json: bool) -> int:
         Error: one of them is no run.
     """
     with open_run(one) as first, open_run(other) as second:
-        records = [read_record(first, one), read_record(second, other)]
+        records = [read_run(first, one), read_run(second, other)]
         described = [describe_run(first), describe_run(second)]
         step, is_cut = _find_first_difference(first, second)
     differences = _find_differences(records, described)

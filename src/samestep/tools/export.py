@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from samestep.console import escape, say
 from samestep.errors import Error
 from samestep.files import is_object
+from samestep.snapshot.object_store import open_run, read_run
 from samestep.snapshot.store import Store
-from samestep.tools.fetch import open_run, read_record
 from samestep.tools.inspect import parse_which
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def run_export(args: list[str]) -> int:
     if not options.force:
         _check_free(options.file)
     with open_run(options.run, which=options.snapshot) as run:
-        read_record(run, options.run)
+        read_run(run, options.run)
         store = Store(run)
         snapshot = store.find(options.snapshot, warn=say)
         if snapshot is None:

@@ -9,10 +9,10 @@ from typing import Any
 from samestep.console import escape, say
 from samestep.errors import Error
 from samestep.snapshot.manifest import find_damage
+from samestep.snapshot.object_store import open_run, read_run
 from samestep.snapshot.store import Snapshot, Store
 from samestep.tools.audit import show_samples
 from samestep.tools.compare import compare_runs, find_runs, list_runs, read_last_values, read_state
-from samestep.tools.fetch import open_run, read_record
 from samestep.tools.tables import describe_age, describe_size, list_values, print_table, to_text
 from samestep.watch.records import RESTARTS, STATUS, read_or_empty, read_rows
 
@@ -32,7 +32,7 @@ def run_inspect(args: list[str]) -> int:
         return list_runs(found, is_json=options.json)
     options.called = options.run
     with open_run(options.run, which=options.step if options.digest else None, is_whole=options.check) as options.run:
-        record = read_record(options.run, options.called)
+        record = read_run(options.run, options.called)
         if options.digest:
             return _show_digest(options)
         if options.samples:

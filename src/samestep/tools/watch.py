@@ -12,8 +12,7 @@ from typing import Any
 from samestep.config import is_url
 from samestep.console import escape
 from samestep.errors import Error
-from samestep.snapshot.object_store import Remote, find_copy
-from samestep.tools.fetch import reaching, read_record
+from samestep.snapshot.object_store import ObjectStore, find_copy, reaching, read_run
 from samestep.watch.records import RANKS, STATUS, read_or_empty
 from samestep.watch.stall_diagnosis import describe_seconds
 from samestep.world.environment import read_host, read_overrides
@@ -64,7 +63,7 @@ def run_watch(args: list[str]) -> int:
     parser.add_argument("--local-dir", metavar="DIR", help="of a run at a URL: as the run was given it")
     options = parser.parse_args(args)
     run_dir = find_directory(options.run, options.local_dir or read_overrides().get("local_dir"))
-    read_record(run_dir, str(run_dir))
+    read_run(run_dir, str(run_dir))
     if sys.stdout.isatty():
         return _follow(run_dir)
     record = read_or_empty(run_dir / RANKS)
@@ -85,7 +84,7 @@ def find_directory(run: str, local_dir: str | None) -> Path:
     """
     if not is_url(run):
         return Path(run)
-    remote = Remote(run)
+    remote = ObjectStore(run)
     with reaching(run):
         holder, number = remote.read_lock()
     if not number:

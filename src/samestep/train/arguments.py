@@ -46,20 +46,6 @@ def check_count(what: str, count: Any) -> None:
         raise Error(f"run.{what} needs a number of {what} of at least 1, not {count!r}")
 
 
-def check_name(name: Any) -> str:
-    """The name of a snapshot to be taken. Raises Error for what cannot be one."""
-    usable = isinstance(name, str) and name.isascii() and name.isidentifier() and len(name) <= 64
-    if not usable or name in ("latest", "never"):
-        raise Error(f"a snapshot's name is letters, digits and underscores, such as best, not {name!r}")
-    return str(name)
-
-
-def build_never_error(place: object) -> Error:
-    """That of a run with `resume` never, where there are snapshots."""
-    ways = f"{advise(resume='latest')}, or {advise(fresh=True)}"
-    return Error(f"{place} already has snapshots and resume is never: start with {ways}")
-
-
 def _check_one_directory(said: str, given: Any) -> None:
     """Refuses a script's further runs (the folds of a cross-validation): they would find the first one at its end."""
     before = _replaced.setdefault(said, str(given))

@@ -12,10 +12,12 @@ from samestep.data.attributes import Attributes
 from samestep.data.loader import Loader, seed_all
 from samestep.errors import Error
 from samestep.plan.seeds import derive
+from samestep.snapshot.inspection import TrainingState
 from samestep.train.batches import Batches
 from samestep.train.evaluate import check_not_alone
 from samestep.train.loops import Place
 from samestep.train.shutdown import let_go
+from samestep.train.stateful import list_calm
 from samestep.train.steps import Epoch, Step
 from samestep.train.stop_signals import MOST_IDLE_STOPS, count_idle_stops, describe_stop
 from samestep.train.unprepared import Unprepared
@@ -121,7 +123,7 @@ class Loop:
         self.repeats_head = False
         self._begin_body("step", number)
         if number == self.began_step:
-            run._snapshotter.watch(run._objects)
+            run._snapshotter.watch(list_calm(run._objects))
         build = Step if run._trace is None else run._trace.build_step
         self.step = step = build(run, self, number, self._loader)
         try:
@@ -327,11 +329,12 @@ class Loop:
             epoch = self.batches.epoch_of(self.steps_done) if epochs_done is None else epochs_done
             return run._build_state({"step": self.steps_done, "epoch": epoch})
 
+        def get_state() -> TrainingState:
+            return run._replicas.describe(build_state, self.steps_done)
+
         run._watchdog.enter("saving", self.steps_done)
         run._snapshotter.save_what_is_due(
-            build_state,
-            run._objects,
-            run._replicas,
+            get_state,
             step=self.steps_done,
             epochs_done=epochs_done,
             numbered=numbered,

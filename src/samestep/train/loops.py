@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from samestep.errors import Error
+from samestep.snapshot.run_directory import RunDirectory
+from samestep.snapshot.run_record import find_different
+from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.batches import Batches
-from samestep.train.directory import Directory
-from samestep.train.options import find_different
-from samestep.train.snapshotter import Snapshotter
 
 ENDLESS = 2**63
 
@@ -106,7 +106,7 @@ def place_loop(
     return place
 
 
-def record_loop(directory: Directory | None, place: Place, batches: Batches) -> None:
+def record_loop(directory: RunDirectory | None, place: Place, batches: Batches) -> None:
     """Compares a loop with what the run's record says of it, or records it.
 
     The record's numbers are those of the first loop; the others are in a list. Entries of loops that the snapshot

@@ -1,12 +1,10 @@
 """The settings of optimizers and schedules: those that a script gives, and those that its run was begun with."""
 
-import json
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,27 +16,6 @@ Objects = Mapping[str, Any]
 Settings = Mapping[str, Any]  # "optimizer.lr" -> 0.1; of groups that differ, a list
 # What a schedule's state holds beside its settings: its position, and copies of its optimizer's settings.
 _POSITION = {"last_epoch", "_step_count", "_last_lr", "base_lrs", "_get_lr_called_within_step", "_is_initial"}
-_SHOWN_CHARACTERS = 60
-OVERRIDE = "override: "
-
-
-@dataclass(frozen=True)
-class Options:
-    """The settings of one start.
-
-    Attributes:
-        in_force: with which the run was begun, as far as they were not overridden since.
-        asked: what the script gives instead, where that is not in force.
-        samples: hashes of a few samples of the data set.
-        changed_data: how these have changed, in words; "" where they have not.
-        overridden: `OVERRIDE` and what this start has overridden; "" for nothing.
-    """
-
-    in_force: Settings
-    asked: Settings = field(default_factory=dict)
-    overridden: str = ""
-    samples: Sequence[str] = ()
-    changed_data: str = ""
 
 
 def read_settings(objects: Objects) -> dict[str, Any]:
@@ -62,18 +39,6 @@ def read_settings(objects: Objects) -> dict[str, Any]:
 def find_changed(before: Settings, now: Settings) -> dict[str, tuple[Any, Any]]:
     """The settings that both have and that are not the same: name -> (before, now)."""
     return {name: (before[name], value) for name, value in now.items() if name in before and before[name] != value}
-
-
-def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Such as "optimizer.lr 0.1 -> 0.01"; "" where nothing has changed."""
-    names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
-    return ", ".join(f"{name} {_show(before.get(name))} -> {_show(now.get(name))}" for name in names)
-
-
-def find_different(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """How the numbers of two runs differ, as far as both are known."""
-    names = [name for name in here if name in there and there[name] != here[name]]
-    return "; ".join(f"{name} {there[name]} there, {here[name]} here" for name in names)
 
 
 class Override:
@@ -196,8 +161,3 @@ def _make_plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | str):
         return value
     raise TypeError(type(value).__name__)
-
-
-def _show(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 4]} ..."

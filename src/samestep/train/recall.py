@@ -6,10 +6,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from samestep.errors import Error
+from samestep.snapshot.snapshotter import Snapshotter
 from samestep.snapshot.store import Store
 from samestep.train.loop import Loop
 from samestep.train.restoring import load
-from samestep.train.snapshotter import Snapshotter
 from samestep.world.group import Group
 
 
@@ -45,7 +45,7 @@ def recall(
     store = Store(snapshotter.path, snapshotter.named)
 
     def read_and_load() -> dict[str, dict[str, Any]]:
-        snapshotter.bring(which)
+        snapshotter.download(which)
         found = store.find(which)
         if found is None:
             raise Error(f"there is no snapshot in {snapshotter.shown} yet")

@@ -1,6 +1,7 @@
 """The model and the optimizer's state on all ranks, compared from time to time."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,7 +9,8 @@ from torch import Tensor, nn
 
 from samestep.config import Interval
 from samestep.errors import Error
-from samestep.train.stateful import unwrap
+from samestep.snapshot.inspection import TrainingState
+from samestep.train.stateful import list_calm, list_checked, unwrap
 from samestep.watch.replica_checksums import checksum, combine, explain_drift, find_drift
 from samestep.world.environment import read_host
 from samestep.world.group import Group
@@ -72,6 +74,16 @@ class Replicas:
             assert drift is not None
             raise Error(explain_drift(drift, [host for host, _ in replies], step, self._alike_at))
         self._alike_at = step
+
+    def describe(self, build: Callable[[], dict[str, Any]], step: int) -> TrainingState:
+        """What a snapshot after `step` steps is made of. `build`: see `TrainingState`."""
+        return TrainingState(
+            build,
+            checked=list_checked(self._objects),
+            calm=list_calm(self._objects),
+            replicated=[*name_replicated(self._objects)],
+            compare=partial(self.conclude, step) if self.are_to_compare(step) else None,
+        )
 
     def _sum_up(self) -> dict[str, int]:
         """The checksums by name, brought to the host in one piece per device."""

@@ -8,7 +8,8 @@ from torch import nn
 
 from samestep.engine.precision import Precision
 from samestep.errors import Error
-from samestep.train.options import OVERRIDE, Options, Override, describe_changes, find_changed, read_settings
+from samestep.snapshot.run_record import OVERRIDE, Options, describe_changes
+from samestep.train.options import Override, find_changed, read_settings
 from samestep.train.stateful import Freezing, Objects, states, unwrap
 from samestep.world.environment import advise
 

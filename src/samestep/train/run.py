@@ -18,6 +18,7 @@ from samestep.errors import Error
 from samestep.plan.schedule import LEAST_SAMPLES, describe
 from samestep.plan.seeds import derive
 from samestep.snapshot.serialization import encode
+from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train import stateful as prepared
 from samestep.train.arguments import build_config, check_count, check_extras
 from samestep.train.batches import Batches, Sampler, build_batches
@@ -32,7 +33,6 @@ from samestep.train.replicas import Replicas
 from samestep.train.restoring import Contents
 from samestep.train.samples import add_samples
 from samestep.train.shutdown import close_run, open_run, report_errors, take_back
-from samestep.train.snapshotter import Snapshotter
 from samestep.train.steps import Epoch, Step
 from samestep.train.stop_signals import StopSignals
 from samestep.train.tally import Tally

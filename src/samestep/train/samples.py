@@ -13,11 +13,11 @@ from samestep.data.loader import Loader, Task
 from samestep.data.source import Source
 from samestep.errors import Error
 from samestep.plan.seeds import derive
+from samestep.snapshot.run_record import Options, describe_changes
 from samestep.snapshot.serialization import view_bytes
+from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.batches import Batches
 from samestep.train.generators import keeping_generators
-from samestep.train.options import Options, describe_changes
-from samestep.train.snapshotter import Snapshotter
 from samestep.world.environment import advise
 from samestep.world.group import Group
 

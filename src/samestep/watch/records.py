@@ -1,4 +1,4 @@
-"""The files in a run's directory that say how it stands, for people and tools beside it."""
+"""The files of a run's directory besides its snapshots: their names, and readers for those that tell its state."""
 
 import os
 from contextlib import suppress
@@ -15,13 +15,18 @@ from samestep.files import (
     open_regular,
     parse_json,
     read_bytes,
-    replace_file,
 )
 
-RECORD = "run.json"  # which run it is
-RANKS = "ranks.json"  # what every rank is at, written by rank 0 while the run goes on
-STATUS = "status.json"  # whether it runs, and how it ended
-RESTARTS = "restarts.jsonl"  # a line for each start but the first: when, why, from which step
+LOCK = "lock"  # the process that writes the run
+RECORD = "run.json"  # the run's identity, and how it changed
+RANKS = "ranks.json"  # the live state of every rank, written by rank 0
+STATUS = "status.json"  # whether the run is running, and how it ended
+RESTARTS = "restarts.jsonl"  # one line for each start but the first: time, reason, first step
+METRICS = "metrics.jsonl"  # one line for each logged row
+LEDGER = "ledger.bin"  # one record for each finished step: the samples it used
+ORDERS = "orders"  # a directory: the sample order of each epoch, if a sampler gives it
+LOGS = "logs"  # a directory: the output of each start's ranks
+SHARED = (RECORD, RESTARTS, STATUS, LEDGER, METRICS)  # what a copy of the run holds besides orders and snapshots
 
 MOST_ROWS_BYTES = 64 << 20
 
@@ -47,7 +52,7 @@ _SHAPES = {
 
 
 def parse_record(name: str, text: bytes) -> dict[str, Any]:
-    """What the file of this name says. Raises ValueError where it is not what samestep writes."""
+    """Parses `RECORD`, `STATUS` or `RANKS`. Raises ValueError if it is damaged."""
     record: dict[str, Any] = parse_json(text)
     if not fits(record, _SHAPES[name]):
         raise ValueError(f"{name} lacks something, or has a value of another kind")
@@ -55,7 +60,7 @@ def parse_record(name: str, text: bytes) -> dict[str, Any]:
 
 
 def read_or_empty(path: Path) -> dict[str, Any]:
-    """What one of them holds; empty where it is not there, as before the first step, or is damaged."""
+    """The content of one of these files; {} if it does not exist or is damaged."""
     try:
         return parse_record(path.name, read_bytes(path))
     except (OSError, ValueError):
@@ -63,7 +68,7 @@ def read_or_empty(path: Path) -> dict[str, Any]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The lines of `restarts.jsonl` that can be read; none where there is no file. Raises OSError."""
+    """The readable lines of `RESTARTS`; [] if the file does not exist. Raises OSError."""
     try:
         return [row for row in _parse_rows(read_bytes(path)) if fits(row, _SHAPES[RESTARTS])]
     except FileNotFoundError:
@@ -71,7 +76,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def read_last_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of `metrics.jsonl` that can be read, of its last 64 MB. Raises OSError."""
+    """The readable rows in the last 64 MB of `METRICS`. Raises OSError."""
     try:
         with open(path, "rb", opener=open_regular) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - MOST_ROWS_BYTES))
@@ -81,35 +86,35 @@ def read_last_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def count_lines(path: Path) -> int:
-    """How many lines a file has; 0 where there is none. Raises OSError."""
+    """The number of lines of a file; 0 if it does not exist. Raises OSError."""
     try:
         return read_bytes(path).count(b"\n")
     except FileNotFoundError:
         return 0
 
 
+def list_orders(run_dir: Path) -> list[str]:
+    """The paths of the order files, relative to the run's directory."""
+    return sorted(f"{ORDERS}/{path.name}" for path in (run_dir / ORDERS).glob("*.npy"))
+
+
+def order_file(epoch: int) -> str:
+    """The path of an epoch's order file, relative to the run's directory."""
+    return f"{ORDERS}/epoch-{epoch:08d}.npy"
+
+
 def _parse_rows(text: bytes) -> list[dict[str, Any]]:
     rows = []
     for line in text.splitlines():
-        with suppress(ValueError):  # of a writer that was killed as it wrote
+        with suppress(ValueError):  # the last line of a writer that was killed
             rows.append(parse_json(line))
     return [row for row in rows if isinstance(row, dict)]
 
 
 def add_line(path: Path, line: str) -> None:
-    """Adds a line to a file, after one that a full disk, or a kill, has cut short, too. Raises OSError."""
+    """Appends a line to a file, on a new line even if the last one was cut short. Raises OSError."""
     with open(path, "ab+", opener=open_regular) as file:
         if file.tell():
             file.seek(-1, os.SEEK_END)
             line = line if file.read() == b"\n" else f"\n{line}"
         file.write(f"{line}\n".encode())
-
-
-def overwrite(path: Path, text: str) -> None:
-    """As `replace_file`, but on a full disk in the room that the file has: better torn than as if nothing had been."""
-    try:
-        replace_file(path, text.encode())
-    except OSError:
-        with open(path, "r+b", buffering=0, opener=open_regular) as file:
-            file.write(text.encode())
-            file.truncate()

@@ -12,7 +12,7 @@ from typing import Any
 
 from samestep.config import is_url
 from samestep.errors import Error
-from samestep.snapshot.object_store import Remote, Unreachable, find_copies
+from samestep.snapshot.object_store import ObjectStore, Unreachable, find_copies
 from samestep.tools.doctor.context import Context
 from samestep.tools.doctor.findings import FAIL, PASS, WARN, Facts, Finding, format_bytes, format_rate, format_s
 
@@ -74,7 +74,7 @@ def look_at_disk(context: Context) -> dict[str, Any] | None:
 def _look_at_store(context: Context, url: str) -> dict[str, Any]:
     """Of rank 0, which alone talks to it: whether the URL can be reached, and the disk that takes the working copy."""
     try:
-        Remote(url).is_empty()
+        ObjectStore(url).is_empty()
     except (Error, Unreachable) as error:
         return {"wanted": url, "place": url, "problem": str(error)}
     place = find_existing(find_copies(context.environment.overrides.get("local_dir")))

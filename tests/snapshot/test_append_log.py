@@ -20,15 +20,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from samestep.watch.metrics import Metrics
+from samestep.snapshot.append_log import AppendLog, format_row
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 ROWS = st.dictionaries(st.text(), SCALARS, max_size=4)
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Metrics]:
-    metrics = Metrics(path)
+def opened(path: Path) -> Iterator[AppendLog]:
+    metrics = AppendLog(path, flush_s=1.0)
     try:
         yield metrics
     finally:
@@ -50,7 +50,7 @@ def test_rows_are_read_back_as_they_were(rows: list[dict[str, Any]]) -> None:
         path = Path(folder) / "metrics.jsonl"
         with opened(path) as metrics:
             for row in rows:
-                metrics.append(row)
+                metrics.append(format_row(row))
         back = read(path)
         assert [list(row) for row in back] == [list(row) for row in rows]
         # repr tells 0.0 from -0.0, 1 from True and 1.0
@@ -64,40 +64,40 @@ def test_a_cut_run_writes_the_same_bytes_as_one_that_was_never_cut(before: Any, 
         cut, whole = Path(folder) / "cut.jsonl", Path(folder) / "whole.jsonl"
         with opened(cut) as metrics:
             for row in before:
-                metrics.append(row)
-            offset = metrics.position()
+                metrics.append(format_row(row))
+            offset = metrics.flush()
             assert offset == cut.stat().st_size
             for row in lost:
-                metrics.append(row)
+                metrics.append(format_row(row))
         with opened(cut) as metrics:
             assert metrics.cut(offset)
             for row in after:
-                metrics.append(row)
+                metrics.append(format_row(row))
         with opened(whole) as metrics:
             for row in [*before, *after]:
-                metrics.append(row)
+                metrics.append(format_row(row))
         assert cut.read_bytes() == whole.read_bytes()
 
 
 def test_a_torn_last_line_goes_with_the_cut(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with opened(path) as metrics:
-        metrics.append({"step": 1})
-        offset = metrics.position()
+        metrics.append(format_row({"step": 1}))
+        offset = metrics.flush()
     with path.open("a") as file:
         file.write('{"step": 2, "lo')
     with opened(path) as metrics:
         assert metrics.cut(offset)
-        metrics.append({"step": 2})
+        metrics.append(format_row({"step": 2}))
     assert read(path) == [{"step": 1}, {"step": 2}]
 
 
 def test_a_file_that_is_shorter_than_the_offset_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     with opened(path) as metrics:
-        metrics.append({"step": 1})
+        metrics.append(format_row({"step": 1}))
         assert not metrics.cut(10_000)
-        assert metrics.cut(metrics.position())
+        assert metrics.cut(metrics.flush())
     assert read(path) == [{"step": 1}]
 
 
@@ -118,7 +118,7 @@ def test_tensors_and_numpy_become_numbers_and_the_rest_text(tmp_path: Path) -> N
         3: "key",
     }
     with opened(path) as metrics:
-        metrics.append(row)  # type: ignore[arg-type]
+        metrics.append(format_row(row))  # type: ignore[arg-type]
     assert read(path) == [
         {
             "tensor": float(np.float32(0.1)),
@@ -142,11 +142,11 @@ def test_what_was_before_a_position_survives_a_kill(tmp_path: Path) -> None:
     script = f"""
 import os, signal
 from pathlib import Path
-from samestep.watch.metrics import Metrics
-metrics = Metrics(Path({str(path)!r}))
-metrics.append({{"step": 1}})
-print(metrics.position(), flush=True)
-metrics.append({{"step": 2}})
+from samestep.snapshot.append_log import AppendLog, format_row
+metrics = AppendLog(Path({str(path)!r}), flush_s=1.0)
+metrics.append(format_row({{"step": 1}}))
+print(metrics.flush(), flush=True)
+metrics.append(format_row({{"step": 2}}))
 os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=False)
@@ -164,11 +164,11 @@ def test_a_full_disk_is_told_by_position_and_no_line_is_torn(tmp_path: Path) -> 
         with opened(path) as metrics:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
             for step in range(50):
-                metrics.append({"step": step})
+                metrics.append(format_row({"step": step}))
             with pytest.raises(OSError, match="File too large"):
-                metrics.position()
+                metrics.flush()
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-            assert metrics.position() == path.stat().st_size
+            assert metrics.flush() == path.stat().st_size
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
@@ -177,8 +177,8 @@ def test_a_full_disk_is_told_by_position_and_no_line_is_torn(tmp_path: Path) -> 
 
 def test_close_may_be_called_twice_and_leaves_no_file_open(tmp_path: Path) -> None:
     num_open = len(os.listdir("/proc/self/fd"))
-    metrics = Metrics(tmp_path / "metrics.jsonl")
-    metrics.append({"step": 1})
+    metrics = AppendLog(tmp_path / "metrics.jsonl", flush_s=1.0)
+    metrics.append(format_row({"step": 1}))
     metrics.close()
     metrics.close()
     assert len(os.listdir("/proc/self/fd")) == num_open

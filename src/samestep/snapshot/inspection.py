@@ -1,0 +1,84 @@
+"""Checks of a training state while a snapshot is made of it: finite, and the same on all ranks."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from samestep.errors import Error
+from samestep.snapshot.async_copy import is_finite, locate
+from samestep.watch.replica_checksums import checksum
+
+_MASK = 2**64 - 1  # checksums of pieces add up modulo 2**64, as those of elements do
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What a snapshot is made of. The tensors are those of the models and optimizers, not copies.
+
+    Attributes:
+        build: returns the whole state, as `Store.write` takes it.
+        checked: tensors that must be finite, with names for messages.
+        calm: tensors that change in an update only, so that they can be copied during the next step.
+        replicated: tensors that are the same on all ranks, by name.
+        compare: compares checksums of those by name over the ranks, and raises Error if they differ; None if that is
+            not due.
+    """
+
+    build: Callable[[], dict[str, Any]]
+    checked: Sequence[tuple[str, Tensor]]
+    calm: Sequence[Tensor]
+    replicated: Sequence[tuple[str, Tensor]]
+    compare: Callable[[Mapping[str, int]], None] | None
+
+
+class Inspection:
+    """Whether a state is finite and the same on all ranks. `look` may be called in another thread.
+
+    Attributes:
+        tensors: the tensors to look at, by their addresses (`locate`).
+    """
+
+    def __init__(self, state: TrainingState, step: int) -> None:
+        self._step, self._compare = step, state.compare
+        compared = state.replicated if state.compare is not None else ()
+        self._labels = {locate(tensor): label for label, tensor in reversed(state.checked)}
+        self._names = {locate(tensor): name for name, tensor in reversed(compared)}
+        self.tensors: Mapping[int, Tensor] = {locate(tensor): tensor for _, tensor in [*state.checked, *compared]}
+        self._not_finite: set[str] = set()
+        self._checksums: dict[str, int] = {}
+
+    def look(self, place: int, tensor: Tensor) -> None:
+        """Looks at a tensor or its copy, whole or in consecutive pieces. `place`: the address of the tensor itself."""
+        label, name = self._labels.get(place), self._names.get(place)
+        if label is not None and (tensor.is_floating_point() or tensor.is_complex()) and not is_finite(tensor):
+            self._not_finite.add(label)
+        if name is not None:
+            self._checksums[name] = self._checksums.get(name, 0) + int(checksum(tensor))
+
+    def look_again(self) -> None:
+        """Looks at all tensors again, after a copy that failed half-way: other ranks have looked at theirs."""
+        self._not_finite, self._checksums = set(), {}
+        for place, tensor in self.tensors.items():
+            self.look(place, tensor)
+
+    def is_sound(self) -> bool:
+        """Whether all tensors of this rank are finite. Call after all were looked at."""
+        return not self._not_finite
+
+    def conclude(self) -> None:
+        """Compares the ranks. All of them call this, after all tensors were looked at.
+
+        Raises:
+            Error: a tensor is not finite, or not the same on all ranks.
+        """
+        if not self.is_sound():
+            label = next(label for label in self._labels.values() if label in self._not_finite)
+            raise Error(
+                f"{label} is not finite after step {self._step}: no snapshot is made of it, and the last sound one "
+                "stays; look at the learning rate, clipping and precision"
+            )
+        if self._compare is not None and self._names:
+            names = [name for name in reversed(self._names.values()) if name in self._checksums]
+            self._compare({name: self._checksums[name] & _MASK for name in names})

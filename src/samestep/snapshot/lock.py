@@ -1,0 +1,144 @@
+"""One writer per run: a lock that ends with its process, and a token against a writer that lost the lock."""
+
+import errno
+import fcntl
+import os
+import shutil
+import time
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from samestep.errors import Error
+from samestep.files import open_regular, read_bytes, replacing
+from samestep.world.environment import advise, read_host
+
+# The errors of flock on file systems without locks (some mounts of Lustre and NFS). The token still works there.
+NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+TEXT_BYTES = 400
+
+_held: set[int] = set()  # descriptors
+
+
+def _close_held() -> None:
+    for descriptor in _held:
+        os.close(descriptor)
+    _held.clear()
+
+
+# Otherwise a DataLoader worker would hold the lock for as long as it lives.
+os.register_at_fork(after_in_child=_close_held)
+
+
+class Lock:
+    """The lock of a run's directory, held by this process until `release`. The file names the process.
+
+    flock excludes a second process on one machine, and on most network file systems. (A POSIX lock would be lost as
+    soon as anything in this process reads and closes the file.) Some file systems have no such locks, or drop those of
+    a machine that lost its connection. There the file's text is a token: each process writes its own, and `check` ends
+    a process that finds another one.
+
+    Args:
+        path: of the lock file.
+        named: the run's directory as the user gave it, for messages.
+
+    Attributes:
+        is_new: whether the file did not exist before.
+        was_elsewhere: whether the holder before was on another machine, and may still be running.
+
+    Raises:
+        Error: another process, or another run of this process, holds the lock.
+        OSError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path, named: Path) -> None:
+        self.path, self._named = path, named
+        while True:
+            self.is_new = not path.exists()
+            self._descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
+            try:
+                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno not in NO_FLOCK:
+                    holder = _name_holder(os.read(self._descriptor, TEXT_BYTES))
+                    os.close(self._descriptor)
+                    raise Error(
+                        f"the run in {self._named} is locked by {holder}: stop it, or start beside it with "
+                        f"{advise(fresh=True)}"
+                    ) from None
+            if self._is_current():
+                break
+            os.close(self._descriptor)  # the holder removed the file at this moment
+        _held.add(self._descriptor)
+        before = os.read(self._descriptor, TEXT_BYTES)
+        self.was_elsewhere = bool(before) and f" on {read_host()} since ".encode() not in before
+        text = build_token().encode()
+        self._text: bytes | None = None
+        with suppress(OSError):  # a full disk
+            os.pwrite(self._descriptor, text, 0)
+            os.ftruncate(self._descriptor, len(text))
+            self._text = text
+
+    def check(self) -> None:
+        """Call before replacing anything in the directory.
+
+        Raises:
+            Error: another process has taken the run over.
+        """
+        if text := self._read_successor():
+            raise Error(
+                f"the run in {self._named} was taken over by {_name_holder(text)}: this process ends, and leaves the "
+                "files as they are"
+            )
+
+    def _read_successor(self) -> bytes:
+        """The token of the process that has taken the run over; empty if none has."""
+        try:
+            text = read_bytes(self.path)  # opened anew, because network file systems cache what is open
+        except OSError:
+            return b""  # the directory was removed: there is nothing to protect
+        return text if self._text is not None and text != self._text else b""
+
+    def _is_current(self) -> bool:
+        try:
+            return os.fstat(self._descriptor).st_ino == self.path.stat().st_ino
+        except FileNotFoundError:
+            return False
+
+    def release(self, *, remove: bool = False) -> None:
+        """Releases the lock. `remove`: also removes the file, unless another process has taken the run over."""
+        if remove and not self._read_successor():
+            self.path.unlink(missing_ok=True)  # before another process can lock it
+        _held.discard(self._descriptor)
+        os.close(self._descriptor)
+
+
+def build_token() -> str:
+    """A text that names this process in its first line, and is unique."""
+    return f"process {os.getpid()} on {read_host()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n{uuid.uuid4().hex}\n"
+
+
+def refuse_links(run_dir: Path, names: Sequence[str]) -> None:
+    """Raises Error if one of these directories is a symbolic link: a run writes in its own directory only."""
+    for path in (run_dir / name for name in names):
+        if path.is_symlink():
+            raise Error(
+                f"{path} is a symbolic link, and nothing is written through it: make {run_dir} itself the link, or "
+                "name another run directory"
+            )
+
+
+def detach(path: Path) -> None:
+    """Replaces a file by a copy, so that a writer on another machine that still has it open appends to the old one."""
+    if path.exists():
+        with (
+            replacing(path, sync=True) as copy,
+            open(path, "rb", opener=open_regular) as old,
+            open(copy, "xb", opener=open_regular) as new,
+        ):
+            shutil.copyfileobj(old, new)
+
+
+def _name_holder(text: bytes) -> str:
+    return text.decode(errors="replace").partition("\n")[0].strip() or "another process"

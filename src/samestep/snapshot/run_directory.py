@@ -1,0 +1,452 @@
+"""One run on disk: its lock, its record, its logs and its snapshots. Only ranks that write the run have one."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+from samestep.errors import Error
+from samestep.files import fits, is_count, is_object, overwrite, replace_file
+from samestep.plan.ledger import RECORD as LEDGER_RECORD
+from samestep.snapshot.append_log import AppendLog, format_row
+from samestep.snapshot.lock import Lock, detach, refuse_links
+from samestep.snapshot.run_record import Options, build_record, find_different, read_record
+from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Snapshot, Store
+from samestep.watch.records import (
+    LEDGER,
+    LOCK,
+    LOGS,
+    METRICS,
+    ORDERS,
+    RECORD,
+    RESTARTS,
+    STATUS,
+    add_line,
+    count_lines,
+    read_or_empty,
+)
+from samestep.world.environment import Restart, advise, read_host
+
+METRICS_FLUSH_S, LEDGER_FLUSH_S = 1.0, 0.1  # a restart counts the steps that a crash lost by the ledger
+
+_open: WeakValueDictionary[Path, "RunDirectory"] = WeakValueDictionary()  # of this process
+
+
+class RunDirectory:
+    """One run on disk, locked by this process until it is closed or the process ends.
+
+    Only the lock is written before `begin`. A later run of the same process in the same directory closes this one, as
+    when a notebook's cell is run again.
+
+    Args:
+        named: the path as the user gave it.
+        warn: prints a sentence.
+
+    Attributes:
+        path: the absolute path.
+        store: the snapshots.
+        record: the content of `run.json`; {} if there is none.
+        before_close: called at the start of `close`.
+        save_s: duration of writing the last snapshot, in seconds; 0 before the first one.
+        num_recorded: the steps in the ledger of another copy of this run, if there are more.
+        is_rewound: whether another copy of this run has later snapshots.
+        rewinds: the steps to which the run went back although there were later snapshots.
+        lost: see `find_lost`.
+
+    Raises:
+        Error: it cannot be written, another process has locked it, or it holds something else.
+    """
+
+    def __init__(self, named: Path, *, warn: Callable[[str], None]) -> None:
+        self.named, self._warn = named, warn
+        self.before_close: Callable[[], None] = lambda: None
+        self.save_s, self.num_recorded, self.is_rewound, self.lost = 0.0, 0, False, ""
+        self._lock: Lock | None = None
+        self._metrics: AppendLog | None = None
+        self._ledger: AppendLog | None = None
+        self._early_rows: list[Mapping[str, Any]] = []
+        self._snapshot: Snapshot | None = None
+        self._is_begun, self._lost_steps = False, 0
+        self._warned: set[str] = set()  # logs that could not be written
+        self._made_directories: list[Path] = []
+        self._made_files: list[Path] = []
+        self.record: dict[str, Any] = {}
+        try:
+            self.path = named.absolute()  # the script may change the working directory
+            self._key = Path(os.path.realpath(self.path))  # resolve() raises RuntimeError for a circle of links
+            if before := _open.get(self._key):
+                before.close()
+            self.store = Store(self.path, named)
+            self._lock = self._take_lock()
+            refuse_links(named, (SNAPSHOTS, ABANDONED, ORDERS, LOGS))
+            if (self.path / RECORD).exists():
+                self.read_record()
+            elif self._is_used(self._lock):
+                raise Error(f"{named} holds files of a run but no {RECORD}: name another run directory")
+            self.rewinds: list[int] = self.record.get("rewinds", [])
+        except OSError as error:
+            self.close()
+            raise Error(f"the run directory {named} cannot be written ({_reason(error)}): name another one") from None
+        except Error:
+            self.close()
+            raise
+        _open[self._key] = self
+
+    # --- identity ---------------------------------------------------------------------------------------------
+
+    def _take_lock(self) -> Lock:
+        for parent in (self.path, *self.path.parents):
+            if parent.exists():
+                break
+            self._made_directories.append(parent)
+        while True:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with suppress(FileNotFoundError):  # a process whose run did not begin has just removed the directory
+                return Lock(self.path / LOCK, self.named)
+
+    def _is_used(self, lock: Lock) -> bool:
+        """Whether there are files of a run. With an older lock, a run that was killed before it began left the rows."""
+        rows = self.path / METRICS
+        return (lock.is_new and rows.exists() and rows.stat().st_size > 0) or bool(self.store.snapshots())
+
+    def read_record(self) -> None:
+        """Reads `run.json`. Raises Error."""
+        self.record = read_record(self.path, self.path)
+
+    def check_numbers(self, numbers: Mapping[str, Any]) -> None:
+        """Compares numbers with those of the run that is here, if both are known.
+
+        Raises:
+            Error: they differ, so this is another run.
+        """
+        if different := find_different(self.record.get("numbers", {}), numbers):
+            raise Error(
+                f"{self.named} holds another run ({different}): use its numbers, another run directory, "
+                f"or start beside it with {advise(fresh=True)}"
+            )
+
+    def write_record(
+        self, numbers: Mapping[str, Any], machine: Mapping[str, Any], config: Mapping[str, Any], options: Options
+    ) -> None:
+        """Begins the run, or continues it: writes `run.json`, and warns about changes. Arguments as `build_record`."""
+        step = 0 if self._snapshot is None else self._snapshot.step
+        record, warnings = build_record(
+            self.record, step=step, numbers=numbers, machine=machine, config=config, options=options, rewinds=()
+        )
+        for warning in warnings:
+            self._warn(warning)
+        self.begin()
+        self._replace_record({**record, "rewinds": self.rewinds})
+        self._is_begun = True
+
+    def write_loops(self, loops: Sequence[Mapping[str, Any]]) -> None:
+        """Records the run's loops after the first one, whose numbers are the run's."""
+        self._replace_record({**self.record, "loops": [*loops]})
+
+    def _replace_record(self, record: dict[str, Any]) -> None:
+        replace_file(self.path / RECORD, json.dumps(record, indent=2, allow_nan=False).encode(), sync=True)
+        self.record = record
+
+    def check_still_ours(self) -> None:
+        """Raises Error if another process, perhaps on another machine, has taken the run over."""
+        if self._lock is None:
+            raise self._explain_closed()
+        self._lock.check()
+
+    def _explain_closed(self) -> Error:
+        return Error(f"the run in {self.named} was ended by a later samestep.Run of this process in the same directory")
+
+    # --- start ------------------------------------------------------------------------------------------------
+
+    def find(self, resume: str | int | None) -> Snapshot | None:
+        """The snapshot to resume from; None to begin. Removes what killed writers left.
+
+        Raises:
+            Error: there is no sound snapshot, or there are snapshots and `resume` is None.
+        """
+        self.store.clean()
+        if resume is None:
+            if self.store.snapshots():
+                raise explain_never(self.named)
+            return None
+        self._snapshot = self.store.find(resume, warn=self._warn, judge=self._judge)
+        return self._snapshot
+
+    def _judge(self, snapshot: Snapshot) -> str:
+        """Finds a snapshot of another run, which a restored backup may contain."""
+        if not fits(meta := snapshot.manifest["meta"], {"metrics_bytes": is_count, "numbers": is_object}):
+            return "its manifest is not that of a run"
+        different = find_different(meta["numbers"], self.record.get("numbers", {}))
+        return f"it is of another run ({different})" if different else ""
+
+    def resume_from(self, snapshot: Snapshot) -> None:
+        """Makes this the snapshot that `begin` goes back to."""
+        self._snapshot = snapshot
+
+    def begin(self) -> None:
+        """Takes the directory back to the snapshot found, or to the beginning. A second call does nothing.
+
+        Cuts later rows and records. Moves snapshots of later steps, which exist after a resume from an older one, to
+        `abandoned/`.
+        """
+        if self._lock is None:
+            raise self._explain_closed()
+        if self._ledger is not None:
+            return
+        step = 0 if self._snapshot is None else self._snapshot.step
+        later = [other for other in self.store.snapshots() if self._snapshot is not None and other.step > step]
+        self.store.abandon(later)  # before rows are cut: after a crash in between, the newest one left is whole
+        if later or self.is_rewound:
+            self.rewinds = [*self.rewinds, step]
+        if later:
+            plural = "s" if len(later) > 1 else ""
+            self._warn(f"{len(later)} snapshot{plural} after step {step} went to {self.named / ABANDONED}")
+        rows, records = self.path / METRICS, self.path / LEDGER
+        self._made_files += [path for path in (rows, records) if not path.exists()]
+        if self._lock.was_elsewhere:
+            for path in (rows, records):
+                detach(path)
+        self._forget_end()
+        self._metrics = AppendLog(rows, flush_s=METRICS_FLUSH_S)
+        self._ledger = AppendLog(records, flush_s=LEDGER_FLUSH_S, record_bytes=LEDGER_RECORD.size)
+        num_recorded = max(self._ledger.flush() // LEDGER_RECORD.size, self.num_recorded)
+        self._lost_steps = max(num_recorded - step, 0)
+        metrics_bytes = 0 if self._snapshot is None else self._snapshot.manifest["meta"]["metrics_bytes"]
+        for path, log, size in (
+            (rows, self._metrics, metrics_bytes),
+            (records, self._ledger, step * LEDGER_RECORD.size),
+        ):
+            if not log.cut(size):
+                self._warn(f"{path} is shorter than when step {step} was saved: a part of it is missing")
+        for row in self._early_rows if self._snapshot is None else ():
+            self._metrics.append(format_row(row))
+
+    def _forget_end(self) -> None:
+        """Removes the number of steps from `status.json`, because the ledger is about to be cut."""
+        status = read_or_empty(self.path / STATUS)
+        if "steps" in status:
+            with suppress(OSError):
+                self._overwrite_status({**status, "steps": 0})
+
+    def find_restart(self) -> int:
+        """The number of this start: 0 for the run's first, then as in `restarts.jsonl`, skipping those with logs."""
+        num_starts = count_lines(self.path / RESTARTS) + bool(read_or_empty(self.path / STATUS))
+        taken = [int(path.name) for path in (self.path / LOGS).glob("*") if path.name.isdecimal()]
+        return max([num_starts, *(number + 1 for number in taken)])
+
+    def write_start(self, restart: Restart | None, *, from_step: int, world_size: int) -> None:
+        """Adds a line to `restarts.jsonl`, unless this is the run's first start.
+
+        Args:
+            restart: what the launcher knows about the end of the last start; None: `status.json` tells it.
+            from_step: the number of steps done.
+        """
+        path = self.path / RESTARTS
+        before = read_or_empty(self.path / STATUS)
+        if before or restart is not None:
+            row = {
+                "time": _now(),
+                "restart": count_lines(path) + 1,
+                "reason": restart.reason if restart is not None else _describe_end(before),
+                "rank": restart.rank if restart is not None else None,
+                "from_step": from_step,
+                "lost_steps": self._lost_steps,
+                "world_size": world_size,
+            }
+            try:
+                add_line(path, json.dumps(row))
+            except OSError as error:
+                self._warn(f"{path} could not be written ({_reason(error)}): the run continues")
+        self.write_status("running", "")
+
+    def write_status(self, status: str, reason: str, end: Mapping[str, Any] | None = None) -> None:
+        """Writes `status.json`, if possible.
+
+        Args:
+            status: "running", "stopped", "done" or "failed".
+            reason: a sentence, or "".
+            end: of a loop that has ended: `steps`, the number of records that the ledger should have, and `measured`.
+        """
+        if self._lock is None or not self._is_begun:
+            return
+        record = {"status": status, "reason": reason, "time": _now(), "host": read_host(), "process": os.getpid()}
+        record |= {} if end is None else {**end, **({"lost": self.lost} if self.lost else {})}
+        with suppress(OSError, Error):  # the disk may be read-only, or another process may have taken the run over
+            self._lock.check()
+            self._overwrite_status(record)
+
+    def _overwrite_status(self, record: Mapping[str, Any]) -> None:
+        overwrite(self.path / STATUS, json.dumps(record).encode() + b"\n")
+
+    # --- logs -------------------------------------------------------------------------------------------------
+
+    def write_row(self, row: Mapping[str, Any]) -> None:
+        """Adds a row to the metrics. Before `begin`, holds it back: the run's first start may have written it."""
+        if self._lock is None:
+            raise self._explain_closed()
+        if self._metrics is None:
+            self._early_rows.append(row)
+        else:
+            self._metrics.append(format_row(row))
+            self._warn_of_failure(METRICS, self._metrics)
+
+    def write_rows(self, rows: bytes = b"") -> None:
+        """Adds rows as they are in another copy of the file, and writes all that are pending.
+
+        Raises:
+            OSError: they could not be written; they stay pending.
+        """
+        if self._metrics is not None:
+            self._metrics.append(rows)
+            self._metrics.flush()
+
+    def enter(self, step: int, epoch: int, num_samples: int, fingerprint: int) -> None:
+        """Adds a finished step, counted from 0, to the ledger."""
+        if self._ledger is None:
+            raise self._explain_closed()
+        self._ledger.append(LEDGER_RECORD.pack(step, epoch, num_samples, fingerprint))
+        self._warn_of_failure(LEDGER, self._ledger)
+
+    def _warn_of_failure(self, name: str, log: AppendLog) -> None:
+        if log.problem and name not in self._warned:
+            self._warned.add(name)
+            self._warn(
+                f"{self.named / name} cannot be written ({log.problem}): its new entries are kept in memory until it "
+                "can be written, and the run continues"
+            )
+
+    def find_lost(self) -> str:
+        """A sentence about rows and records that cannot be written; "" if all are in their files."""
+        if self._metrics is None or self._ledger is None:
+            return ""
+        problem = self.lost = ""
+        for log in (self._metrics, self._ledger):
+            try:
+                log.flush()
+            except OSError as error:
+                problem = _reason(error)
+        if problem:
+            lacks = f"its last {self._metrics.num_pending} rows and {LEDGER} its last {self._ledger.num_pending} steps"
+            self.lost = f"{self.named} could not be written ({problem}): {METRICS} lacks {lacks}"
+        elif not (self.path / LEDGER).exists():
+            self.lost = f"{self.named} was removed during the run: nothing of what the run wrote there is left"
+        return self.lost
+
+    # --- snapshots --------------------------------------------------------------------------------------------
+
+    def mark(self, *, epoch: int, world_size: int, notes: Mapping[str, Any]) -> dict[str, Any]:
+        """The `meta` of a snapshot of this moment. Writes all pending rows and records.
+
+        Args:
+            notes: further keys: `stopped`, the reason of the run.stop() that ends the run here; `tally`, see `Tally`.
+
+        Raises:
+            Error: another process has taken the run over.
+            OSError: the disk is full or gone.
+        """
+        if self._ledger is None or self._metrics is None:
+            raise self._explain_closed()
+        self.check_still_ours()
+        self._ledger.flush()
+        return {
+            "epoch": epoch,
+            "metrics_bytes": self._metrics.flush(),
+            "world_size": world_size,
+            "numbers": self.record["numbers"],
+            "settings": self.record["settings"],
+            "rewinds": len(self.rewinds),
+            **notes,
+        }
+
+    def save(
+        self, structure: Any, tensors: Mapping[str, Any], *, step: int, name: str | None, meta: Mapping[str, Any],
+        confirm: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """Writes a snapshot of an encoded state. May be called in any thread, by one at a time.
+
+        Raises:
+            Error: another process has taken the run over.
+            OSError: the disk is full or gone; older snapshots are unchanged.
+        """
+        if self._ledger is None or self._metrics is None:
+            raise self._explain_closed()
+        began_s = time.monotonic()
+        self._ledger.sync()  # first: a power cut must not leave a snapshot of steps that the ledger lacks
+        self._metrics.sync()
+
+        def confirm_all() -> None:
+            nonlocal began_s
+            waits_s = time.monotonic()
+            confirm()
+            began_s += time.monotonic() - waits_s
+            self.check_still_ours()
+
+        self.store.write_encoded(structure, tensors, step=step, name=name, meta=meta, confirm=confirm_all)
+        self.save_s = time.monotonic() - began_s
+
+    def prune(self, keep: int) -> None:
+        """Removes the oldest numbered snapshots above `keep`. Errors as for `save`."""
+        self.check_still_ours()
+        self.store.prune(keep)
+
+    def explain_failure(self, step: int, error: Exception) -> str:
+        """A sentence about a snapshot that could not be written."""
+        try:
+            sound = [other.step for other in self.store.snapshots() if other.problem is None]
+            stands = f"the newest is that of step {max(sound)}" if sound else "there is none yet"
+        except OSError:
+            stands = "older ones cannot be read"
+        why = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        return f"the snapshot of step {step} could not be written ({why}): {stands}"
+
+    # --- end --------------------------------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it has not been closed, also not by a later run."""
+        return self._lock is not None
+
+    def close(self) -> None:
+        """Releases the directory. If no run began in it, restores it as it was. A second call does nothing."""
+        self.before_close()
+        if self._is_begun and not self.lost and self.find_lost():
+            self._warn(self.lost)
+        logs, self._metrics, self._ledger = (self._metrics, self._ledger), None, None
+        for log in logs:
+            with suppress(OSError):  # already warned about
+                if log is not None:
+                    log.close()
+        if not self._is_begun:
+            for path in self._made_files:
+                path.unlink(missing_ok=True)
+        if self._lock is not None:
+            self._lock.release(remove=self._lock.is_new and not self._is_begun)
+            self._lock = None
+            _open.pop(self._key, None)
+        if not self._is_begun:
+            for path in self._made_directories:
+                with suppress(OSError):  # another process uses it by now
+                    path.rmdir()
+
+
+def explain_never(place: object) -> Error:
+    """The error of a run with resume=False where there are snapshots."""
+    ways = f"{advise(resume='latest')}, or {advise(fresh=True)}"
+    return Error(f"{place} already has snapshots and resume is never: start with {ways}")
+
+
+def _describe_end(status: Mapping[str, Any]) -> str:
+    """How the last start ended. A start that was killed, or whose machine failed, could not write it."""
+    return status.get("reason") or ("the run was done" if status.get("status") == "done" else "unknown")
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)

@@ -1,0 +1,109 @@
+"""`run.json`: which run a directory holds, and how its starts have changed it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from samestep.errors import Error
+from samestep.files import read_bytes
+from samestep.version import __version__
+from samestep.watch.records import RECORD, parse_record
+from samestep.world.environment import advise
+
+FORMAT = 1
+OVERRIDE = "override: "
+_SHOWN_CHARACTERS = 60
+
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of optimizers and schedules, and data, of one start.
+
+    Attributes:
+        in_force: the settings that the run was begun with, or that replaced them since.
+        asked: the script's settings, where they differ from those and are not in force.
+        overridden: `OVERRIDE` and the settings that this start replaces; "" for none.
+        samples: hashes of a few samples of the data set.
+        changed_data: a description of how these changed; "" if they did not.
+    """
+
+    in_force: Mapping[str, Any]  # "optimizer.lr" -> 0.1; a list if parameter groups differ
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    overridden: str = ""
+    samples: Sequence[str] = ()
+    changed_data: str = ""
+
+
+def read_record(run_dir: Path, called: object) -> dict[str, Any]:
+    """Reads `run.json`.
+
+    Args:
+        called: the run's directory as the user gave it, for messages.
+
+    Raises:
+        FileNotFoundError: there is none.
+        Error: it cannot be read, or a newer samestep wrote it.
+    """
+    try:
+        record = parse_record(RECORD, read_bytes(run_dir / RECORD))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise Error(f"{called}/{RECORD} cannot be read ({error.strerror}): repair it") from None
+    except ValueError as error:
+        what = f"{called}/{RECORD} cannot be read as JSON ({error})"
+        raise Error(f"{what}: repair it, or start with {advise(fresh=True)}") from None
+    if record.get("format") != FORMAT:
+        raise Error(
+            f"{called}/{RECORD} has format {record.get('format')}, this samestep reads {FORMAT}: update samestep"
+        )
+    return record
+
+
+def build_record(
+    before: Mapping[str, Any], *, step: int, numbers: Mapping[str, Any], machine: Mapping[str, Any],
+    config: Mapping[str, Any], options: Options, rewinds: Sequence[int],
+) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
+    """The record of a start, and warnings about what changed since the run began.
+
+    Args:
+        before: the record of the start before; {} for the first.
+        step: the number of steps done.
+        numbers, machine: the run's identity, and what else its bits depend on.
+        config: the script's own.
+        rewinds: the steps to which the run went back although there were later snapshots.
+    """
+    config = json.loads(json.dumps(dict(config), default=str), parse_constant=str)  # JSON has no nan
+    found = {
+        "the machine, and the bits with it": describe_changes(before.get("machine", machine), machine),
+        "config": describe_changes(before.get("config", config), config),
+        "settings": options.overridden,
+        "the data": options.changed_data,
+    }
+    warnings = [f"changed since the run began: {what} ({changed})" for what, changed in found.items() if changed]
+    # An override at this very step belongs to a start that this one replaces.
+    rows = [row for row in before.get("changes", []) if row["after_step"] < step + (OVERRIDE not in row["changed"])]
+    rows += [{"after_step": step, "changed": changed} for changed in found.values() if changed and step]
+    record = {"format": FORMAT, "samestep": __version__, "numbers": dict(numbers), "machine": dict(machine)}
+    record |= {"settings": dict(options.in_force), "asked": dict(options.asked), "samples": options.samples}
+    record |= {"config": config, "rewinds": [*rewinds], "changes": rows, "loops": before.get("loops", [])}
+    return record, warnings
+
+
+def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """A text such as "optimizer.lr 0.1 -> 0.01"; "" if nothing changed."""
+    names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
+    return ", ".join(f"{name} {_shorten(before.get(name))} -> {_shorten(now.get(name))}" for name in names)
+
+
+def find_different(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """How the numbers of two runs differ, among those that both have; "" if they do not."""
+    names = [name for name in here if name in there and there[name] != here[name]]
+    return "; ".join(f"{name} {there[name]} there, {here[name]} here" for name in names)
+
+
+def _shorten(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[: _SHOWN_CHARACTERS - 4]} ..."
