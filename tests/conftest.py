@@ -16,6 +16,7 @@ from support.hosts import Host, open_hosts, why_not
 from support.strikes import Strike, format_tables, read_strikes
 
 LAUNCHERS = ("SAMESTEP_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
+SERVERS = ("samestep.launch.forkserver", "support.command_server", "multiprocessing.resource_tracker")
 GRACE_S = 20.0
 LONG = ("test_slurm.py", "test_docs.py")
 
@@ -27,12 +28,14 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started with & by a she
 
 
 def find_children() -> dict[int, psutil.Process]:
-    """The descendants of this process by pid, but for idle fork servers and multiprocessing's resource tracker."""
+    """The descendants of this process by pid, but for idle fork servers, its command server, and multiprocessing's
+    resource tracker.
+    """
     found: dict[int, psutil.Process] = {}
     for child in psutil.Process().children():
         try:
             words = " ".join(child.cmdline())
-            if "samestep.launch.forkserver" in words or "multiprocessing.resource_tracker" in words:
+            if any(name in words for name in SERVERS):
                 found.update((rank.pid, rank) for rank in child.children(recursive=True))
             elif child.status() != psutil.STATUS_ZOMBIE:
                 found.update((process.pid, process) for process in [child, *child.children(recursive=True)])

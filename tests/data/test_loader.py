@@ -21,6 +21,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from support.commands import Popen
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, TensorDataset, default_collate
@@ -359,7 +360,7 @@ exec(sys.argv[1])
 def run_script(tmp_path: Path, ending: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    process = subprocess.Popen(
+    process = Popen(
         [sys.executable, script, ending], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert process.stdout is not None

@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import IO
 
 import psutil
+from support.commands import Popen
 from support.hosts import Host
 from support.waiting import wait_until
 
@@ -47,8 +48,9 @@ class Command:
     ) -> subprocess.Popen[str]:
         """In a process group of its own, as a shell starts it. `host`: on another one than this."""
         words = self.words(*arguments, program=program)
-        process = subprocess.Popen(
-            words if host is None else host.wrap(words),
+        process = Popen(
+            words,
+            host=host,
             cwd=self.directory,
             env=self.variables,
             stdout=stdout,

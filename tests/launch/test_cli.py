@@ -8,6 +8,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+from support import commands
 
 from samestep import cli
 from samestep.errors import Error
@@ -15,7 +16,7 @@ from samestep.launch.flags import FLAGS, TORCHRUN, find_misplaced, take_flags, t
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "samestep", *arguments], capture_output=True, text=True, check=False)
+    return commands.run([sys.executable, "-m", "samestep", *arguments], capture_output=True, text=True)
 
 
 def test_help_teaches() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from processes import MARK, Command
+from support.commands import Popen
 from support.hosts import open_hosts
 from support.hosts import why_not as why_no_hosts
 from support.selection import one_in
@@ -193,8 +194,8 @@ def test_a_host_that_cannot(command: Command, hosts: SshHosts, fault: str, tmp_p
 def test_nobody_says_anything_any_more(command: Command) -> None:
     """A connection that is lost without a word ends the launcher, too; the run can save."""
     command.write("stoppable.py", STOPPABLE)
-    code = "from samestep.launch import ssh_node; remote.SILENT_S = 3.0; remote.main()"
-    watcher = subprocess.Popen(
+    code = "from samestep.launch import ssh_node; ssh_node.SILENT_S = 3.0; ssh_node.main()"
+    watcher = Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=command.variables
     )
     assert watcher.stdin is not None

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 from promises.wrong import MISTAKES, build, learn_well, loop, train
+from support.commands import Popen
 from support.disks import Disk
 from support.runs import check, clean_variables, run_command, samestep_command
 from support.selection import one_in
@@ -301,7 +302,7 @@ def start_by_hand(name: str, run_dir: Path, scripts: Sequence[Path] = (SCRIPT, S
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     ranks = [
-        subprocess.Popen(
+        Popen(
             [sys.executable, script, run_dir, name],
             env=clean_variables(
                 ON_LO
@@ -566,7 +567,7 @@ class Waiting:
         self.run_dir = run_dir
         command = [sys.executable, SCRIPT, run_dir, "waiting in step 3"]
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        self.process = subprocess.Popen(command, env=clean_variables(ON_LO), text=True, **pipes)  # type: ignore[call-overload]
+        self.process = Popen(command, env=clean_variables(ON_LO), text=True, **pipes)
 
     def wait_held(self) -> None:
         deadline_s = time.monotonic() + 60

@@ -85,10 +85,10 @@ class Cluster:
         for rank, node in enumerate(nodes):
             words = ["-m", "samestep", "launch", "--nproc-per-node", "1", "--nnodes", str(len(nodes))]
             words += ["--node-rank", str(rank), "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-timeout", "30"]
-            command = ["sh", "-c", f'cd {self.disk(node)} && exec "$@"', "sh", sys.executable, *words, str(SCRIPT)]
+            command = [sys.executable, *words, SCRIPT, "run", *flags]
             output = self._place / f"output-{len(self._started)}"
             env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-            started.append(Started([*command, "run", *flags], output, env))
+            started.append(Started(command, output, env, cwd=self.disk(node)))
             self._started.append(started[-1])
         return started
 

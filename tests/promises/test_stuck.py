@@ -82,7 +82,7 @@ def test_a_dropped_link(tmp_path: Path, note_stall: NoteStall) -> None:
         }
         command = [sys.executable, str(Path(__file__).with_name("stalls.py")), str(tmp_path / "run"), "link dropped"]
         ranks = [
-            Started(host.wrap(command), tmp_path / host.name, {**env, "RANK": str(rank), "LOCAL_RANK": "0"})
+            Started(command, tmp_path / host.name, {**env, "RANK": str(rank), "LOCAL_RANK": "0"}, host=host)
             for rank, host in enumerate(hosts)
         ]
         try:

@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 from promises.faulty import Fault, train
+from support.commands import Popen
 from support.hosts import Host
 from support.runs import ask, clean_variables
 from support.strikes import Strike
@@ -60,20 +61,27 @@ class Started:
     """A program that runs, with all that it has started, and its output."""
 
     def __init__(
-        self, command: Sequence[str | Path], output: Path, env: Mapping[str, str], stdout: int | None = None
+        self,
+        command: Sequence[str | Path],
+        output: Path,
+        env: Mapping[str, str],
+        stdout: int | None = None,
+        host: Host | None = None,
+        cwd: Path | None = None,
     ) -> None:
         self._mark = uuid.uuid4().hex
         self.out, self.err = output.with_suffix(".out"), output.with_suffix(".err")
         variables = clean_variables({**env, MARK: self._mark})
         variables.pop("PYTHONUNBUFFERED", None)  # most people have it not
         with open(self.out, "w") as out, open(self.err, "w") as err:
-            self.process = subprocess.Popen(
-                [str(word) for word in command],
+            self.process = Popen(
+                command,
+                host=host,
                 env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=out if stdout is None else stdout,
                 stderr=err,
-                cwd=output.parent,
+                cwd=cwd or output.parent,
                 process_group=0,
             )
 
@@ -157,7 +165,7 @@ class Trial:
         }
         output = self.faults / f"output-{len(self._started)}"
         command = [sys.executable, *before[how], *words]
-        started = Started(command if host is None else host.wrap(command), output, env, stdout)
+        started = Started(command, output, env, stdout, host)
         self._started.append(started)
         return started
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.commands import run
 
 from samestep.recipes import digits, mlp
 from samestep.snapshot.store import Store
@@ -17,7 +18,7 @@ from samestep.snapshot.store import Store
 def run_train(*arguments: str) -> str:
     """Runs `samestep train` and returns what it printed."""
     command = [sys.executable, "-m", "samestep", "train", *arguments]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=150)
+    done = run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=150)
     assert done.returncode == 0, done.stdout
     return done.stdout
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.commands import run
 
 from samestep.snapshot.append_log import AppendLog, format_row
 
@@ -149,7 +150,7 @@ print(metrics.flush(), flush=True)
 metrics.append(format_row({{"step": 2}}))
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=False)
+    done = run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=False)
     assert done.returncode == -signal.SIGKILL
     with opened(path) as metrics:
         assert metrics.cut(int(done.stdout))

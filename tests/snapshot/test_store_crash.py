@@ -1,12 +1,12 @@
 """SIGKILL of the writer at any call of the operating system leaves the older snapshot or the newer one, whole."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import dying_writer
 import pytest
 from states import assert_same, make_state
+from support.commands import run
 
 from samestep.snapshot.store import Store, digest
 
@@ -15,7 +15,7 @@ from samestep.snapshot.store import Store, digest
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("killed")
     command = [sys.executable, dying_writer.__file__, str(directory)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return directory
 

@@ -29,9 +29,15 @@ class Host:
     def address6(self) -> str:
         return f"fd77::{self.number}"
 
+    @property
+    def variables(self) -> dict[str, str]:
+        """What is set for commands there."""
+        return {"SAMESTEP_RDZV_SECRET": "known-to-all-hosts"}
+
     def wrap(self, command: Sequence[str | Path]) -> list[str | Path]:
         """The command that runs a command there, as the same process."""
-        named = f'hostname {self.name} && export SAMESTEP_RDZV_SECRET=known-to-all-hosts && exec "$@"'
+        exports = " ".join(f"{name}={value}" for name, value in self.variables.items())
+        named = f'hostname {self.name} && export {exports} && exec "$@"'
         return ["nsenter", f"--net=/var/run/netns/{self.namespace}", "unshare", "-u", "sh", "-c", named, "sh", *command]
 
     def pull_the_plug(self) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.cli import main
+from support.commands import Popen
 
 # What would make a run of this machine another one.
 FOREIGN = (
@@ -25,19 +26,21 @@ def clean_variables(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def run_command(
-    *command: str | Path, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 120
+    *command: str | Path, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 120, real: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """Runs a program to its end in `cwd`; stdout and stderr are kept, as text.
 
     Args:
         env: variables to add.
+        real: start a new interpreter, see `commands.Popen`.
         timeout: seconds; past it the program and all that it has started are killed.
 
     Raises:
         TimeoutExpired: it took longer.
     """
-    process = subprocess.Popen(
-        [str(word) for word in command],
+    process = Popen(
+        command,
+        real=real,
         cwd=cwd,
         env=clean_variables(env),
         stdin=subprocess.DEVNULL,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.commands import Popen
 from support.hosts import Host, run
 from support.runs import clean_variables, kill_tree
 
@@ -42,8 +43,9 @@ def run_on(
             if own is not None:
                 mount = f'mount -t tmpfs none {own} && exec "$@"'
                 command = ["unshare", "-m", "sh", "-c", mount, "sh", *command]
-            process = subprocess.Popen(
-                [str(word) for word in host.wrap(command)],
+            process = Popen(
+                command,
+                host=host,
                 cwd=cwd,
                 env=clean_variables(variables),
                 stdin=subprocess.DEVNULL,

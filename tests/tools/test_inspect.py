@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from support.commands import Popen
 
 from samestep.errors import Error
 from samestep.plan.ledger import RECORD, combine, fingerprint
@@ -243,7 +244,7 @@ def test_on_a_terminal_it_is_a_table(run: Path) -> None:
 def on_terminal(*args: str) -> str:
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "samestep", "inspect", *args]
-    with subprocess.Popen(command, stdout=theirs, stdin=theirs) as process:
+    with Popen(command, stdout=theirs, stdin=theirs) as process:
         os.close(theirs)
         shown = b""
         while chunk := read_terminal(ours):

@@ -11,6 +11,7 @@ import termios
 from collections.abc import Callable
 
 import pytest
+from support.commands import Popen, run
 
 from samestep.watch import progress
 from samestep.watch.progress import Lines, Pace, Silent, build_progress
@@ -58,7 +59,7 @@ def run_on_terminal(script: str, *, columns: int = 100, term: str = "xterm") -> 
         env = {**os.environ, "TERM": term}
         for name in ("COLUMNS", "NO_COLOR"):
             env.pop(name, None)
-        process = subprocess.Popen([sys.executable, "-c", script], stdin=theirs, stdout=theirs, stderr=theirs, env=env)
+        process = Popen([sys.executable, "-c", script], stdin=theirs, stdout=theirs, stderr=theirs, env=env)
         os.close(theirs)
         output = b""
         while True:
@@ -75,7 +76,7 @@ def run_on_terminal(script: str, *, columns: int = 100, term: str = "xterm") -> 
 
 
 def run_in_pipe(script: str) -> tuple[int, str]:
-    done = subprocess.run(
+    done = run(
         [sys.executable, "-c", script],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

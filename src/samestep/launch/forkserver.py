@@ -128,6 +128,7 @@ class ForkServer:
 
 
 _open_servers: WeakSet[ForkServer] = WeakSet()
+_preloaded = False
 _idle_servers: list[ForkServer] = []
 
 
@@ -202,6 +203,7 @@ def preload() -> None:
     """Imports what ranks need, without garbage collection: a quarter faster. What is imported is never swept, either,
     so that its pages stay shared after the fork.
     """
+    global _preloaded
     gc.disable()
     for name in PRELOAD:
         # A module that cannot be imported fails in the rank that wants it, with a traceback.
@@ -209,6 +211,12 @@ def preload() -> None:
             importlib.import_module(name)
     gc.freeze()
     gc.enable()
+    _preloaded = True
+
+
+def is_preloaded() -> bool:
+    """Return whether this process, or the one that it is a fork of, has called `preload`."""
+    return _preloaded
 
 
 class _Server:

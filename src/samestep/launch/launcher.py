@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from samestep.config import Overrides
 from samestep.console import escape, say
 from samestep.errors import Error
-from samestep.launch.forkserver import ForkServer
+from samestep.launch.forkserver import ForkServer, is_preloaded
 from samestep.launch.local_ranks import MOST_LOCAL_RANKS, Failure, Ranks, Target, parse_shown
 from samestep.world.environment import (
     FINISHED,
@@ -116,7 +116,8 @@ def say_when_slow(text: str, after_s: float = 2.0) -> Iterator[None]:
 
 def _open_server(overrides: Overrides, num_ranks: str) -> ForkServer:
     """Imports torch once, for this process and the ranks; what only ranks need is imported by the server meanwhile."""
-    if "torch" in sys.modules or threading.active_count() > 1:
+    is_program = "torch" not in sys.modules or is_preloaded()
+    if not is_program or threading.active_count() > 1:
         return ForkServer()  # This is not the program `samestep`: no forks from what it has done so far.
     gc.disable()  # Imports are a quarter faster without.
     # Before numpy is imported and starts threads, which do not survive a fork.

@@ -1,0 +1,319 @@
+"""A process that has imported torch and samestep once, and runs Python programs as forks of itself.
+
+A program costs some 0.05 s of CPU here where a new interpreter costs 4 s. In its process a program finds what
+`python ARGUMENTS` would give it: arguments, environment, current directory, files, signal handlers, search path,
+standard streams, `__main__`, and its end: exit code, traceback, atexit handlers. /proc shows its own arguments and
+environment, too. Three things differ: modules are imported already, str hashes are those of PYTHONHASHSEED=0, and the
+interpreter is not torn down at the end.
+"""
+
+import atexit
+import builtins
+import ctypes
+import fcntl
+import gc
+import importlib
+import importlib.machinery
+import io
+import json
+import os
+import runpy
+import selectors
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import types
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+HASH_SEED = "0"
+PRELOAD = (
+    "samestep.cli", "samestep.launch.command", "samestep.launch.local", "samestep.tools.inspect",
+    "samestep.tools.verify.command", "samestep.tools.doctor.command", "samestep.tools.watch",
+    "torch.distributed.run", "torch.distributed.elastic.multiprocessing.api", "psutil", "numpy",
+)  # fmt: skip
+LENGTH = struct.Struct("!I")
+CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
+ARGUMENTS_START = 47  # of /proc/self/stat's fields, followed by the arguments' end, the environment's start and end
+SPACE = "SPACE_FOR_ENVIRONMENT"  # a variable whose value makes room for what /proc is to show
+
+
+def start(life: socket.socket, listener: socket.socket) -> int:
+    """Starts a server that takes requests from `listener` until `life` is closed. Returns its pid."""
+    package = str(Path(__file__).parents[1])
+    code = (
+        f"import sys; base = sys.path[1:]; sys.path.insert(1, {package!r})\n"
+        f"from support.command_server import serve; serve({life.fileno()}, {listener.fileno()}, base)"
+    )
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    variables |= {"PYTHONHASHSEED": HASH_SEED, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    variables[SPACE] = " " * 100_000
+    # The long argument makes room for the arguments of programs.
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "support.command_server", " " * 20_000],
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        pass_fds=[life.fileno(), listener.fileno()],
+    )
+    process.returncode = 0  # It ends when this process does; there is nothing to warn about.
+    return process.pid
+
+
+def send(connection: socket.socket, message: Any, fds: Sequence[int] = ()) -> None:
+    data = json.dumps(message).encode()
+    socket.send_fds(connection, [LENGTH.pack(len(data))], list(fds))
+    connection.sendall(data)
+
+
+def receive(connection: socket.socket, max_fds: int = 0) -> tuple[Any, list[int]]:
+    """A message and its descriptors; None where the connection has been closed."""
+    head, fds, _, _ = socket.recv_fds(connection, LENGTH.size, max_fds)
+    if not head:
+        return None, []
+    data = b""
+    (length,) = LENGTH.unpack(head)
+    while len(data) < length:
+        data += connection.recv(length - len(data))
+    return json.loads(data), fds
+
+
+def serve(life_fd: int, listener_fd: int, base_path: list[str]) -> None:
+    """The server process."""
+    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+    from samestep.launch.forkserver import preload
+    from support import commands  # noqa: F401  which keeps the environment of now
+
+    gc.disable()
+    preload()
+    for name in PRELOAD:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    _Server(socket.socket(fileno=life_fd), socket.socket(fileno=listener_fd), base_path).run()
+
+
+class _Server:
+    def __init__(self, life: socket.socket, listener: socket.socket, base_path: list[str]) -> None:
+        self.life, self.listener, self.base_path = life, listener, base_path
+        self.programs: dict[int, socket.socket] = {}  # by pid
+        self.woken, self.waker = socket.socketpair()
+        for end in (self.woken, self.waker):
+            end.setblocking(False)
+        signal.set_wakeup_fd(self.waker.fileno())
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self.selector = selectors.DefaultSelector()
+        for file in (self.life, self.listener, self.woken):
+            self.selector.register(file, selectors.EVENT_READ)
+
+    def run(self) -> NoReturn:
+        while True:
+            ready = [key.fileobj for key, _ in self.selector.select()]
+            if self.woken in ready:
+                self.woken.recv(1 << 12)
+                self.reap()
+            if self.life in ready:
+                break
+            if self.listener in ready:
+                self.start(self.listener.accept()[0])
+        for pid in self.programs:
+            os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(os.path.dirname(self.listener.getsockname()), ignore_errors=True)
+        os._exit(0)
+
+    def start(self, client: socket.socket) -> None:
+        request, fds = receive(client, 64)
+        if request is None:
+            client.close()
+            return
+        if (pid := os.fork()) == 0:
+            code = 1
+            try:
+                code = self.become(client, request, fds)
+            finally:
+                os._exit(code)
+        for fd in fds:
+            os.close(fd)
+        self.programs[pid] = client
+
+    def reap(self) -> None:
+        while self.programs:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                break
+            if (client := self.programs.pop(pid, None)) is not None:
+                with suppress(OSError):  # Whoever started it has gone.
+                    send(client, {"pid": pid, "status": status})
+                client.close()
+
+    def become(self, client: socket.socket, request: dict[str, Any], fds: list[int]) -> int:
+        """In the child: runs the program and returns its exit code."""
+        from support import commands
+
+        address = self.listener.getsockname()
+        answer = _take_files([*fds, client.fileno()], request["fds"])
+        _reset_signals()
+        if request["session"]:
+            os.setsid()
+        if request["group"] >= 0:
+            os.setpgid(0, request["group"])
+        if request["umask"] >= 0:
+            os.umask(request["umask"])
+        os.environ.clear()
+        _show("environment", [f"{name}={value}" for name, value in request["variables"].items()])
+        _show("arguments", request["words"])
+        os.environ.update(request["variables"])
+        if request["host"]:
+            _enter_host(*request["host"])
+        os.chdir(request["cwd"])
+        with socket.socket(fileno=answer) as started:
+            send(started, {"pid": os.getpid(), "status": None})
+        _open_streams()
+        _refresh()
+        commands.use_server(address, request["host"])
+        sys.orig_argv[:] = request["words"]
+        sys.path[:] = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *self.base_path]
+        if request["words"][1:3] == ["-m", "samestep"]:
+            os.environ.setdefault("PYTHONHASHSEED", HASH_SEED)  # Else it starts itself again, to have what is so here.
+        return _run_main(_find_program(request["words"][1:]))
+
+
+def _take_files(fds: list[int], numbers: list[int]) -> int:
+    """Gives this process the descriptors `fds` as `numbers`, and no others but the last, which it returns."""
+    *high, last = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(128, *numbers) + 1) for fd in fds]
+    for fd, number in zip(high, numbers, strict=True):
+        os.dup2(fd, number)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in (*numbers, last):
+            with suppress(OSError):  # the one that listed them
+                os.close(int(name))
+    return last
+
+
+def _reset_signals() -> None:
+    signal.set_wakeup_fd(-1)
+    for signum in (signal.SIGCHLD, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])
+
+
+def _show(what: str, words: Sequence[str]) -> None:
+    """Has /proc show these arguments or this environment, by writing over those that this process was started with."""
+    first, last = (0, 1) if what == "arguments" else (2, 3)
+    addresses = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()[ARGUMENTS_START - 2 :]
+    begin, end = int(addresses[first]), int(addresses[last])
+    text = b"".join(os.fsencode(word) + b"\0" for word in words)[: end - begin - 1]
+    ctypes.memset(begin, 0, end - begin)
+    ctypes.memmove(begin, text, len(text))
+
+
+def _enter_host(namespace: str, name: str) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    file = os.open(f"/var/run/netns/{namespace}", os.O_RDONLY)
+    if libc.setns(file, CLONE_NEWNET) or libc.unshare(CLONE_NEWUTS):
+        raise OSError(ctypes.get_errno(), f"cannot enter {namespace}")
+    os.close(file)
+    socket.sethostname(name)
+
+
+def _open_streams() -> None:
+    """As Python does when it starts."""
+    assert sys.__stdout__ is not None
+    encoding, errors = sys.__stdout__.encoding, sys.__stdout__.errors
+    is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        raw = open(number, mode + "b", buffering=0 if is_unbuffered and mode == "w" else -1, closefd=False)  # noqa: SIM115
+        stream = io.TextIOWrapper(
+            raw,
+            encoding=encoding,
+            errors="backslashreplace" if name == "stderr" else errors,
+            line_buffering=name == "stderr" or os.isatty(number),
+            write_through=is_unbuffered,
+        )
+        raw_file = getattr(raw, "raw", raw)
+        raw_file.name = f"<{name}>"
+        stream.mode = mode  # type: ignore[misc]
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _refresh() -> None:
+    """What a new process has of its own, and what libraries have read from the environment when they were imported."""
+    import numpy as np
+    import torch
+
+    np.random.seed()
+    torch.default_generator.seed()
+    tempfile.tempdir = None
+    num_threads = os.environ.get("OMP_NUM_THREADS", "")
+    torch.set_num_threads(int(num_threads) if num_threads.isdecimal() else len(os.sched_getaffinity(0)))
+
+
+def _find_program(words: list[str]) -> Callable[[], object]:
+    """What `python WORDS` runs: a module, a command or a script. Sets sys.argv, and what stands first in sys.path."""
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__builtins__=builtins, __annotations__={})
+    sys.modules["__main__"] = main
+    if words[0] == "-m":
+        sys.argv = ["-m", *words[2:]]
+        sys.path.insert(0, os.getcwd())
+        return lambda: runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
+    if words[0] == "-c":
+        sys.argv = ["-c", *words[2:]]
+        sys.path.insert(0, "")
+        main.__dict__.update(__loader__=importlib.machinery.BuiltinImporter)
+        return lambda: exec(compile(words[1], "<string>", "exec", dont_inherit=True), main.__dict__)
+    path = os.path.abspath(words[0])
+    sys.argv = list(words)
+    sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    loader = importlib.machinery.SourceFileLoader("__main__", path)
+    main.__dict__.update(__file__=path, __loader__=loader, __cached__=None)
+
+    def run() -> None:
+        with io.open_code(path) as file:
+            code = compile(file.read(), path, "exec", dont_inherit=True)
+        exec(code, main.__dict__)
+
+    return run
+
+
+def _run_main(run: Callable[[], object]) -> int:
+    """Runs it, and ends as Python does: the last exception is shown, threads are waited for, atexit handlers run."""
+    code, is_interrupted = 0, False
+    try:
+        run()
+    except SystemExit as error:
+        if error.code is None or isinstance(error.code, int):
+            code = (error.code or 0) & 0xFF
+        else:
+            code = 1
+            print(error.code, file=sys.stderr)
+    except BaseException as error:
+        code, is_interrupted = 1, isinstance(error, KeyboardInterrupt)
+        frames = error.__traceback__
+        while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+            frames = frames.tb_next
+        sys.last_value = error
+        sys.excepthook(type(error), error.with_traceback(frames), frames)
+    with suppress(BaseException):
+        threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except (OSError, ValueError):
+            code = 120
+    if is_interrupted:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    return code

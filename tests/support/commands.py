@@ -1,0 +1,168 @@
+"""Programs that tests start. Python programs run as forks of a process that has imported torch already.
+
+`Popen` and `run` are those of `subprocess`, and so is what they give; see `command_server` for what differs.
+"""
+
+import atexit
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from support import command_server
+from support.hosts import Host
+
+# Variables that a program must have when it starts: with other values of them than the server has, it is not forked.
+READ_AT_START = ("PYTHON", "LC_", "LANG", "LD_", "MALLOC_", "MKL_", "KMP_", "OPENBLAS_", "GLIBC_")
+HANDLED = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
+
+
+class Popen(subprocess.Popen[Any]):
+    """A program. A Python program is a fork of this process's command server, where that can be.
+
+    Args:
+        real: start a new interpreter.
+        host: on another host than this.
+    """
+
+    def __init__(
+        self, args: Sequence[str | Path] | str, *more: Any, real: bool = False, host: Host | None = None, **options: Any
+    ) -> None:
+        self._real, self._host = real, host
+        self._connection: socket.socket | None = None
+        super().__init__(args if isinstance(args, str) else [str(word) for word in args], *more, **options)
+
+    def _execute_child(  # type: ignore[override]
+        self, args: Any, executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Sequence[int], cwd: Any, env: Any,
+        startupinfo: Any, creationflags: Any, shell: bool, p2cread: int, p2cwrite: int, c2pread: int, c2pwrite: int,
+        errread: int, errwrite: int, restore_signals: bool, gid: Any, gids: Any, uid: Any, umask: int,
+        start_new_session: bool, process_group: int,
+    ) -> None:  # fmt: skip
+        rest = (executable, preexec_fn, gid, gids, uid, shell or None)
+        place = os.path.abspath(cwd) if cwd is not None else os.getcwd()
+        variables = {os.fsdecode(n): os.fsdecode(v) for n, v in (os.environ if env is None else env).items()}
+        if self._real or rest != (None,) * 6 or not os.path.isdir(place) or not is_forkable(args, variables):
+            if self._host is not None:
+                args = [str(word) for word in self._host.wrap(args)]
+            super()._execute_child(  # type: ignore[misc]
+                args, executable, preexec_fn, close_fds, pass_fds, cwd, env, startupinfo, creationflags, shell,
+                p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite, restore_signals, gid, gids, uid, umask,
+                start_new_session, process_group,
+            )  # fmt: skip
+            return
+        host = _own_host
+        if self._host is not None:
+            host = (self._host.namespace, self._host.name)
+            variables |= self._host.variables
+        files = [0 if p2cread == -1 else p2cread, 1 if c2pwrite == -1 else c2pwrite, 2 if errwrite == -1 else errwrite]
+        request = {
+            "words": list(args), "cwd": place, "variables": variables, "fds": [0, 1, 2, *pass_fds], "host": host,
+            "session": start_new_session, "group": process_group, "umask": umask,
+        }  # fmt: skip
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(_find_server())
+        command_server.send(connection, request, [*files, *pass_fds])
+        started, _ = command_server.receive(connection)
+        self.pid, self._connection = started["pid"], connection
+        if started["status"] is not None:
+            raise RuntimeError(f"{args} could not be started on the command server")
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        if self._connection is None:
+            return super()._try_wait(wait_flags)  # type: ignore[misc,no-any-return]
+        if wait_flags & os.WNOHANG and not select.select([self._connection], [], [], 0)[0]:
+            return 0, 0
+        ended, _ = command_server.receive(self._connection)
+        self._connection.close()
+        return self.pid, signal.SIGKILL if ended is None else ended["status"]
+
+    def _internal_poll(self, _deadstate: int | None = None, *_: Any) -> int | None:
+        if self._connection is None:
+            return super()._internal_poll(_deadstate)  # type: ignore[misc,no-any-return]
+        if self.returncode is None and self._waitpid_lock.acquire(False):  # type: ignore[attr-defined]
+            try:
+                if self.returncode is None:
+                    pid, status = self._try_wait(os.WNOHANG)
+                    if pid:
+                        self._handle_exitstatus(status)  # type: ignore[attr-defined]
+            finally:
+                self._waitpid_lock.release()  # type: ignore[attr-defined]
+        return self.returncode
+
+
+def run(
+    args: Sequence[str | Path] | str,
+    *,
+    input: str | bytes | None = None,
+    capture_output: bool = False,
+    timeout: float | None = None,
+    check: bool = False,
+    **options: Any,
+) -> subprocess.CompletedProcess[Any]:
+    """As `subprocess.run`, and with the further arguments of `Popen`."""
+    if input is not None:
+        options["stdin"] = subprocess.PIPE
+    if capture_output:
+        options["stdout"] = options["stderr"] = subprocess.PIPE
+    with Popen(args, **options) as process:
+        try:
+            out, err = process.communicate(input, timeout)
+        except BaseException:
+            process.kill()
+            raise
+    done = subprocess.CompletedProcess(process.args, process.returncode, out, err)
+    if check:
+        done.check_returncode()
+    return done
+
+
+def is_forkable(words: Any, variables: Mapping[str, str]) -> bool:
+    """Whether a command is a Python program that a fork of the server can run as well."""
+    if not isinstance(words, list | tuple) or len(words) < 2 or str(words[0]) != sys.executable:
+        return False
+    if words[1] not in ("-m", "-c") and (str(words[1]).startswith("-") or not os.path.isfile(words[1])):
+        return False
+    if variables.get("PYTHONHASHSEED", command_server.HASH_SEED) != command_server.HASH_SEED:
+        return False
+    names = {name for name in (*variables, *_variables) if name.startswith(READ_AT_START) and name not in HANDLED}
+    return all(variables.get(name) == _variables.get(name) for name in names)
+
+
+_variables: Mapping[str, str] = dict(os.environ)  # of the server
+_address = ""  # of the server
+_own_host: tuple[str, str] | None = None  # of this process, where it is a program of the server's
+
+
+def _find_server() -> str:
+    """Where this process's server listens, which is started when it is first wanted."""
+    global _address, _variables
+    if not _address:
+        _address = os.path.join(tempfile.mkdtemp(prefix="commands-", dir="/tmp"), "socket")
+        life, theirs = socket.socketpair()
+        with theirs, socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(_address)
+            listener.listen(64)
+            _variables = dict(os.environ)
+            pid = command_server.start(theirs, listener)
+        atexit.register(_end_server, pid, life)
+    return _address
+
+
+def _end_server(pid: int, life: socket.socket) -> None:
+    life.close()
+    os.waitpid(pid, 0)
+
+
+def use_server(address: str, host: tuple[str, str] | None) -> None:
+    """In a program of the server's: Python programs that it starts are the server's, too."""
+    global _address, _own_host
+    _address, _own_host = address, host
+    subprocess.Popen = Popen  # type: ignore[misc]

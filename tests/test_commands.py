@@ -1,0 +1,182 @@
+"""A program on the command server is what it is in an interpreter of its own."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from support.commands import Popen, is_forkable, run
+from support.runs import check, clean_variables, digest, run_command
+from support.waiting import wait_until
+
+EVERYTHING = """
+import __main__, atexit, gc, os, random, signal, sys, tempfile, threading, torch, numpy
+from helper import NAME
+atexit.register(lambda: print("at exit", flush=True))
+signals = {s.name: str(signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGPIPE)}
+print(__name__, __main__.__dict__.get("__file__"), __main__.__spec__ and __main__.__spec__.name, NAME)
+print(sys.argv, sys.orig_argv, sys.path, sys.flags.safe_path, sys.executable, sys.gettrace(), gc.isenabled())
+print(signals, signal.pthread_sigmask(signal.SIG_BLOCK, []), signal.getitimer(signal.ITIMER_REAL))
+print({name: value for name, value in os.environ.items() if name not in ("_", "PWD", "OLDPWD", "SHLVL")})
+print(os.getcwd(), tempfile.gettempdir(), sorted(os.listdir("/proc/self/fd")), os.umask(0o22))
+for stream in (sys.stdin, sys.stdout, sys.stderr, sys.__stdout__):
+    print(stream.name, stream.mode, stream.encoding, stream.errors, stream.line_buffering, stream.write_through)
+torch.manual_seed(3)
+print(torch.get_num_threads(), torch.rand(3), torch.randn(64, 64).mm(torch.randn(64, 64)).sum())
+print(threading.current_thread().name, threading.active_count(), os.getpgid(0) == os.getpid(), os.getsid(0) == os.getpid())
+with open("/proc/self/cmdline") as shown:
+    print(shown.read().rstrip(chr(0)))
+"""
+TRAIN = """
+import samestep
+import torch
+from torch import nn
+
+run = samestep.Run("run", batch_size=16, micro_batch_size=4, snapshot_every=3)
+data = torch.utils.data.TensorDataset(torch.rand(96, 32), torch.rand(96, 1))
+model = nn.Sequential(nn.Linear(32, 64), nn.Dropout(0.1), nn.BatchNorm1d(64), nn.Linear(64, 1))
+optimizer = torch.optim.AdamW(model.parameters())
+run.prepare(model=model, optimizer=optimizer)
+for epoch in run.epochs(data, 2):
+    for step in epoch:
+        for x, y in step:
+            step.backward(nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+"""
+ENDS = {
+    "import sys; sys.exit(3)": 3,
+    "import sys; sys.exit('a sentence')": 1,
+    "import sys; print('out'); sys.exit(-1)": 255,
+    "def inner():\n    1 / 0\ninner()": 1,
+    "import os; os._exit(7)": 7,
+    "raise KeyboardInterrupt": -signal.SIGINT,
+    "import os, signal; os.kill(os.getpid(), signal.SIGTERM)": -signal.SIGTERM,
+    "import threading, time; threading.Thread(target=lambda: (time.sleep(0.1), print('last'))).start()": 0,
+    "print('unfinished', end=''); 1 +": 1,
+}
+
+
+def run_twice(*words: str | Path, cwd: Path, **more: object) -> list[subprocess.CompletedProcess[str]]:
+    """The program on the server, and in an interpreter of its own."""
+    return [
+        run([sys.executable, *words], cwd=cwd, real=real, capture_output=True, text=True, **more)
+        for real in (False, True)
+    ]
+
+
+@pytest.mark.parametrize("kind", ["script", "module", "code"])
+def test_a_program_finds_the_same(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "program.py").write_text(EVERYTHING)
+    (tmp_path / "helper.py").write_text("NAME = 'beside the script'")
+    (tmp_path / "more").mkdir()
+    words = {"script": ["program.py"], "module": ["-m", "program"], "code": ["-c", EVERYTHING]}[kind]
+    variables = clean_variables({"PYTHONPATH": str(tmp_path / "more"), "PYTHONHASHSEED": "0", "TMPDIR": str(tmp_path)})
+    forked, real = run_twice(*words, "a", "--b", cwd=tmp_path, env=variables, stdin=subprocess.DEVNULL)
+    assert forked.stdout.splitlines() == real.stdout.splitlines()
+    assert (forked.returncode, forked.stderr) == (real.returncode, real.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("code", ENDS)
+def test_a_program_ends_the_same(tmp_path: Path, code: str) -> None:
+    (tmp_path / "program.py").write_text(code)
+    forked, real = run_twice(tmp_path / "program.py", cwd=tmp_path, stdin=subprocess.DEVNULL)
+    assert (forked.returncode, forked.stdout, forked.stderr) == (real.returncode, real.stdout, real.stderr)
+    assert forked.returncode == ENDS[code]
+
+
+def test_a_module_that_fails(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text("1 / 0")
+    for module in ("program", "no_such_module"):
+        forked, real = run_twice("-m", module, cwd=tmp_path)
+        assert (forked.returncode, forked.stdout, forked.stderr) == (real.returncode, real.stdout, real.stderr)
+
+
+@pytest.mark.parametrize("start", [[], ["-m", "samestep", "launch", "--nproc-per-node", "2"]], ids=["python", "launch"])
+def test_bits_and_words_of_a_run(tmp_path: Path, start: list[str]) -> None:
+    """The same state, to the last bit, and the same output."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    done = []
+    for name, real in (("forked", False), ("real", True)):
+        (tmp_path / name).mkdir()
+        variables = {"PYTHONHASHSEED": "0"}
+        done.append(check(run_command(sys.executable, *start, "../train.py", cwd=tmp_path / name, env=variables, real=real)))
+    forked, real_run = tmp_path / "forked" / "run", tmp_path / "real" / "run"
+    assert digest(forked) == digest(real_run)
+    for name in ("ledger.bin", "metrics.jsonl"):
+        assert (forked / name).read_bytes() == (real_run / name).read_bytes()
+    assert done[0].stderr == done[1].stderr
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_signals_and_waiting(tmp_path: Path, signum: signal.Signals) -> None:
+    code = "import sys, time\nprint('ready', flush=True)\ntime.sleep(60)"
+    for real in (False, True):
+        program = Popen(
+            [sys.executable, "-c", code], real=real, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0
+        )
+        assert program.stdout.readline() == b"ready\n"
+        assert program.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            program.wait(0.01)
+        assert os.getpgid(program.pid) == program.pid
+        os.killpg(program.pid, signum)
+        assert program.wait(30) == -signum
+        assert (b"KeyboardInterrupt" in program.communicate()[1]) == (signum == signal.SIGINT)
+
+
+def test_a_terminal(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    code = "import sys; print(sys.stdout.isatty(), sys.stdout.line_buffering, input('? '))"
+    program = Popen([sys.executable, "-c", code], stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    os.write(ours, b"answer\n")
+    assert program.wait(30) == 0
+    assert b"True True answer" in os.read(ours, 1 << 12)
+    os.close(ours)
+
+
+def test_programs_of_a_program(tmp_path: Path) -> None:
+    """What it starts is on the server, too; an environment that Python reads when it starts is a new interpreter's."""
+    code = """
+import subprocess, sys
+def ask(**more):
+    words = [sys.executable, "-c", "import sys; print('torch' in sys.modules, sys.stdout.encoding)"]
+    print(subprocess.run(words, capture_output=True, text=True, **more).stdout.strip())
+ask()
+ask(env={"PYTHONIOENCODING": "latin-1"})
+"""
+    done = run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["True utf-8", "False iso8859-1"]
+
+
+def test_what_is_not_forked(tmp_path: Path) -> None:
+    variables = dict(os.environ)
+    assert is_forkable([sys.executable, "-m", "samestep"], variables)
+    assert not is_forkable(["python-of-another-environment", "-m", "samestep"], variables)
+    assert not is_forkable([sys.executable, "-u", "-m", "samestep"], variables)
+    assert not is_forkable([sys.executable, tmp_path / "missing.py"], variables)
+    assert not is_forkable([sys.executable, "-m", "samestep"], {**variables, "PYTHONHASHSEED": "7"})
+    assert not is_forkable([sys.executable, "-m", "samestep"], {**variables, "PYTHONWARNINGS": "error"})
+
+
+def test_no_program_outlives_its_tests(tmp_path: Path) -> None:
+    """The server ends with the process that has started it, also where that is killed, and ends its programs."""
+    code = f"""
+import sys, time
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from support.commands import Popen
+print(Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid, flush=True)
+time.sleep(60)
+"""
+    tests = Popen([sys.executable, "-c", code], real=True, stdout=subprocess.PIPE)
+    program = psutil.Process(int(tests.stdout.readline()))
+    server = program.parent()
+    assert server is not None
+    assert server.ppid() == tests.pid
+    tests.kill()
+    tests.communicate()
+    wait_until(lambda: not program.is_running() and not server.is_running(), "both have ended")
