@@ -27,7 +27,8 @@ for stream in (sys.stdin, sys.stdout, sys.stderr, sys.__stdout__):
     print(stream.name, stream.mode, stream.encoding, stream.errors, stream.line_buffering, stream.write_through)
 torch.manual_seed(3)
 print(torch.get_num_threads(), torch.rand(3), torch.randn(64, 64).mm(torch.randn(64, 64)).sum())
-print(threading.current_thread().name, threading.active_count(), os.getpgid(0) == os.getpid(), os.getsid(0) == os.getpid())
+print(threading.current_thread().name, threading.active_count())
+print(os.getpgid(0) == os.getpid(), os.getsid(0) == os.getpid())
 with open("/proc/self/cmdline") as shown:
     print(shown.read().rstrip(chr(0)))
 """
@@ -102,8 +103,8 @@ def test_bits_and_words_of_a_run(tmp_path: Path, start: list[str]) -> None:
     done = []
     for name, real in (("forked", False), ("real", True)):
         (tmp_path / name).mkdir()
-        variables = {"PYTHONHASHSEED": "0"}
-        done.append(check(run_command(sys.executable, *start, "../train.py", cwd=tmp_path / name, env=variables, real=real)))
+        words = [sys.executable, *start, "../train.py"]
+        done.append(check(run_command(*words, cwd=tmp_path / name, env={"PYTHONHASHSEED": "0"}, real=real)))
     forked, real_run = tmp_path / "forked" / "run", tmp_path / "real" / "run"
     assert digest(forked) == digest(real_run)
     for name in ("ledger.bin", "metrics.jsonl"):
@@ -131,7 +132,8 @@ def test_signals_and_waiting(tmp_path: Path, signum: signal.Signals) -> None:
 def test_a_terminal(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     code = "import sys; print(sys.stdout.isatty(), sys.stdout.line_buffering, input('? '))"
-    program = Popen([sys.executable, "-c", code], stdin=theirs, stdout=theirs, stderr=theirs)
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    program = Popen([sys.executable, "-c", code], env=variables, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     os.write(ours, b"answer\n")
     assert program.wait(30) == 0

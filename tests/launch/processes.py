@@ -45,12 +45,14 @@ class Command:
         program: str = "samestep",
         stdout: int | IO[str] = subprocess.PIPE,
         host: Host | None = None,
+        real: bool = False,
     ) -> subprocess.Popen[str]:
-        """In a process group of its own, as a shell starts it. `host`: on another one than this."""
+        """In a process group of its own, as a shell starts it. `host`: on another one than this. `real`: a new interpreter."""
         words = self.words(*arguments, program=program)
         process = Popen(
             words,
             host=host,
+            real=real,
             cwd=self.directory,
             env=self.variables,
             stdout=stdout,
@@ -62,8 +64,8 @@ class Command:
         self.started.append(process)
         return process
 
-    def run(self, *arguments: str, program: str = "samestep") -> subprocess.CompletedProcess[str]:
-        return self.finish(self.start(*arguments, program=program))
+    def run(self, *arguments: str, program: str = "samestep", real: bool = False) -> subprocess.CompletedProcess[str]:
+        return self.finish(self.start(*arguments, program=program, real=real))
 
     def finish(self, process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
         out, err = process.communicate(timeout=DEADLINE_S)

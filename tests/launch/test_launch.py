@@ -182,7 +182,7 @@ def failed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, subpr
     with open_command(tmp_path_factory.mktemp("failed")) as command:
         command.write("fail.py", FAIL)
         launches = {
-            what: command.start("launch", "--nproc-per-node", "3", "fail.py", what)
+            what: command.start("launch", "--nproc-per-node", "3", "fail.py", what, real=what == "segfault")
             for what in ("raise", "text", "_exit", "kill", "segfault", "error")
         }
         done = {what: command.finish(launch) for what, launch in launches.items()}
@@ -356,7 +356,7 @@ def test_a_script_that_does_not_heed_signals_dies_of_the_first(command: Command)
 
 def test_a_signal_before_there_are_ranks(command: Command) -> None:
     command.write("plain.py", PLAIN)
-    launch = command.start("launch", "--nproc-per-node", "2", "plain.py")
+    launch = command.start("launch", "--nproc-per-node", "2", "plain.py", real=True)
     has_torch = "libtorch_cpu"
     wait_until(lambda: has_torch in Path(f"/proc/{launch.pid}/maps").read_text(), "the launcher imports torch")
     terminate(launch.pid)
@@ -368,7 +368,7 @@ def test_a_signal_before_there_are_ranks(command: Command) -> None:
 def test_a_signal_before_there_are_handlers(command: Command) -> None:
     """It waits for the launcher's, which ends by itself and starts no rank."""
     command.write("plain.py", "open('begun', 'w').close()")
-    launch = command.start("launch", "plain.py")
+    launch = command.start("launch", "plain.py", real=True)
     status, bit = Path(f"/proc/{launch.pid}/status"), 1 << (signal.SIGUSR1 - 1)
     wait_until(lambda: int(re.findall(r"SigBlk:\s*(\w+)", status.read_text())[0], 16) & bit, "it is blocked")
     os.kill(launch.pid, signal.SIGUSR1)

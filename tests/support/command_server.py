@@ -177,7 +177,7 @@ class _Server:
         with socket.socket(fileno=answer) as started:
             send(started, {"pid": os.getpid(), "status": None})
         _open_streams()
-        _refresh()
+        _refresh(request["words"][1:3] == ["-m", "samestep"] and request["words"][3:4] in (["launch"], ["train"]))
         commands.use_server(address, request["host"])
         sys.orig_argv[:] = request["words"]
         sys.path[:] = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *self.base_path]
@@ -236,7 +236,7 @@ def _open_streams() -> None:
             raw,
             encoding=encoding,
             errors="backslashreplace" if name == "stderr" else errors,
-            line_buffering=name == "stderr" or os.isatty(number),
+            line_buffering=not is_unbuffered and (name == "stderr" or os.isatty(number)),
             write_through=is_unbuffered,
         )
         raw_file = getattr(raw, "raw", raw)
@@ -246,7 +246,7 @@ def _open_streams() -> None:
         setattr(sys, f"__{name}__", stream)
 
 
-def _refresh() -> None:
+def _refresh(is_launch: bool) -> None:
     """What a new process has of its own, and what libraries have read from the environment when they were imported."""
     import numpy as np
     import torch
@@ -254,8 +254,10 @@ def _refresh() -> None:
     np.random.seed()
     torch.default_generator.seed()
     tempfile.tempdir = None
-    num_threads = os.environ.get("OMP_NUM_THREADS", "")
-    torch.set_num_threads(int(num_threads) if num_threads.isdecimal() else len(os.sched_getaffinity(0)))
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    num_threads = int(given) if given.isdecimal() else len(os.sched_getaffinity(0))
+    if num_threads != torch.get_num_threads() and not is_launch:  # It starts threads.
+        torch.set_num_threads(num_threads)
 
 
 def _find_program(words: list[str]) -> Callable[[], object]:
