@@ -47,7 +47,10 @@ class Command:
         host: Host | None = None,
         real: bool = False,
     ) -> subprocess.Popen[str]:
-        """In a process group of its own, as a shell starts it. `host`: on another one than this. `real`: a new interpreter."""
+        """In a process group of its own, as a shell starts it.
+
+        `host`: on another one than this. `real`: in a new interpreter.
+        """
         words = self.words(*arguments, program=program)
         process = Popen(
             words,

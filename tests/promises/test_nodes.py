@@ -21,7 +21,7 @@ from promises.test_restarts import flags_of, read_restarts
 from promises.trial import SCRIPT, Outcome, Started, Trial
 from support.hosts import Host
 from support.selection import one_in
-from support.waiting import wait_until
+from support.waiting import catches, wait_until
 
 from samestep.errors import Error
 from samestep.launch.links import Link, open_listener
@@ -297,8 +297,7 @@ def test_a_signal_to_who_waits_for_the_others(
 ) -> None:
     """There, or at the place where they meet: nothing has been trained, and the same command is to be given again."""
     node = trial.start("launch", 1, "", *flags_at(f"{place or '127.0.0.1'}:{port}"))
-    maps = Path(f"/proc/{node.process.pid}/maps")
-    wait_until(lambda: "libtorch_cpu" in maps.read_text() if place else _listens(port), "it has begun")
+    wait_until(lambda: catches(node.process.pid, signum) if place else _listens(port), "it has begun")
     node.process.send_signal(signum)
     assert node.wait(20) == code, node.output
     assert "Traceback" not in node.output

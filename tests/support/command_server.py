@@ -95,6 +95,7 @@ def serve(life_fd: int, listener_fd: int, base_path: list[str]) -> None:
     preload()
     for name in PRELOAD:
         importlib.import_module(name)
+    del sys.modules["torch.distributed.run"]  # runpy warns of a program that has been imported
     gc.collect()
     gc.freeze()
     gc.enable()

@@ -1,7 +1,10 @@
 """Waiting for what has no event to wait for."""
 
+import re
+import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 
 def wait_until(condition: Callable[[], object], what: str, deadline_s: float = 120.0) -> None:
@@ -10,3 +13,9 @@ def wait_until(condition: Callable[[], object], what: str, deadline_s: float = 1
     while not condition():
         assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
         time.sleep(0.005)
+
+
+def catches(pid: int, signum: signal.Signals) -> bool:
+    """Whether a process has a handler for a signal."""
+    [caught] = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+    return bool(int(caught, 16) & 1 << (signum - 1))
