@@ -17,6 +17,7 @@ import importlib.machinery
 import io
 import json
 import os
+import pkgutil
 import runpy
 import selectors
 import shutil
@@ -34,11 +35,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 HASH_SEED = "0"
-PRELOAD = (
-    "samestep.cli", "samestep.launch.command", "samestep.launch.local", "samestep.tools.inspect",
-    "samestep.tools.verify.command", "samestep.tools.doctor.command", "samestep.tools.watch",
-    "torch.distributed.run", "torch.distributed.elastic.multiprocessing.api", "psutil", "numpy",
-)  # fmt: skip
+PRELOAD = ("torch.distributed.run", "torch.distributed.elastic.multiprocessing.api", "psutil", "numpy")
+PROGRAMS = ("samestep.__main__", "samestep.recipes.")
 LENGTH = struct.Struct("!I")
 CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
 ARGUMENTS_START = 47  # of /proc/self/stat's fields, followed by the arguments' end, the environment's start and end
@@ -88,14 +86,15 @@ def serve(life_fd: int, listener_fd: int, base_path: list[str]) -> None:
     """The server process."""
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
+    import samestep
     from samestep.launch.forkserver import preload
     from support import commands  # noqa: F401  which keeps the environment of now
 
     gc.disable()
     preload()
-    for name in PRELOAD:
+    own = (module.name for module in pkgutil.walk_packages(samestep.__path__, "samestep."))
+    for name in (*PRELOAD, *(name for name in own if not name.startswith(PROGRAMS))):
         importlib.import_module(name)
-    del sys.modules["torch.distributed.run"]  # runpy warns of a program that has been imported
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -267,6 +266,7 @@ def _find_program(words: list[str]) -> Callable[[], object]:
     main.__dict__.update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = main
     if words[0] == "-m":
+        sys.modules.pop(words[1], None)  # Else runpy warns that it has been imported.
         sys.argv = ["-m", *words[2:]]
         sys.path.insert(0, os.getcwd())
         return lambda: runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]

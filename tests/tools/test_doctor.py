@@ -655,7 +655,8 @@ def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
 
 def test_help_teaches_without_torch() -> None:
     script = "import sys; from samestep.tools.doctor.run_doctor import run_doctor\ntry: run_doctor(['--help'])\n"
-    done = run_command(sys.executable, "-c", script + "finally: print('torch' in sys.modules)", cwd=Path.cwd())
+    script += "finally: print('torch' in sys.modules)"
+    done = run_command(sys.executable, "-c", script, cwd=Path.cwd(), real=True)
     assert done.stdout.endswith("\nFalse\n"), done.stdout + done.stderr
     for words in ("--nnodes 2 --rdzv-endpoint", "torchrun", "srun", "--script train.py", "Exit code: 0; 1 where"):
         assert words in done.stdout
