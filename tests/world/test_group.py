@@ -159,16 +159,6 @@ def test_an_error_of_one_is_everyones() -> None:
     assert on_ranks(3, fn) == ["still there"] * 3
 
 
-def test_relay() -> None:
-    def fn(group: Group) -> list[int]:
-        tensor = torch.full((3,), group.rank, dtype=torch.uint8)
-        if group.rank != 1:
-            group.relay(tensor, [3, 0, 2])
-        return tensor.tolist()
-
-    assert on_ranks(4, fn) == [[3] * 3, [1] * 3, [3] * 3, [3] * 3]
-
-
 def test_agree() -> None:
     def fn(group: Group) -> str:
         group.agree({"a": 1, "b": [2, "x"]})

@@ -199,17 +199,6 @@ class Group:
                 raise PeerFailed(f"rank {rank} failed: {value}")
         return [told[rank][1] for rank in on]
 
-    def relay(self, tensor: torch.Tensor, ranks: Sequence[int]) -> None:
-        """Hands a tensor on the host from the first of `ranks` to the others, from each to the next. On these ranks.
-
-        With one piece after the other, all of them send and receive at the same time.
-        """
-        place = ranks.index(self.rank)
-        if place:
-            dist.recv(tensor, ranks[place - 1])
-        if place + 1 < len(ranks):
-            dist.send(tensor, ranks[place + 1])
-
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Overwrite `tensors` on every rank with those of rank `source`, in a few large messages."""
         if self.world_size == 1:
