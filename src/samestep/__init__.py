@@ -9,7 +9,7 @@ from samestep.version import __version__
 _EXPORTS = {
     "Run": "samestep.train.run",
     "Error": "samestep.errors",
-    "spawn": "samestep.launch.local_ranks",
+    "spawn": "samestep.launch.spawn",
     "TensorBoard": "samestep.watch.trackers",
     "WandB": "samestep.watch.trackers",
 }
@@ -18,7 +18,7 @@ __all__ = ["Error", "Run", "TensorBoard", "WandB", "__version__", "spawn"]
 
 if TYPE_CHECKING:
     from samestep.errors import Error
-    from samestep.launch.local_ranks import spawn
+    from samestep.launch.spawn import spawn
     from samestep.train.run import Run
     from samestep.watch.trackers import TensorBoard, WandB
 

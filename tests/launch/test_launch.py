@@ -328,7 +328,7 @@ def test_the_process_that_starts_ranks_is_killed(command: Command) -> None:
     psutil.Process(launch.pid).children()[0].kill()  # it has much to import yet
     done = command.finish(launch)
     assert done.returncode == 2
-    assert re.fullmatch(r"samestep: error: the process that was to start the ranks has died[^\n]*\n", done.stderr)
+    assert re.fullmatch(r"samestep: error: the process that starts the ranks has died[^\n]*\n", done.stderr)
     command.assert_nothing_left()
 
 

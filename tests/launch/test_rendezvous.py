@@ -15,10 +15,11 @@ import pytest
 from samestep.errors import Error
 from samestep.launch.handshake import make_nonce, prove, read_secret
 from samestep.launch.launcher import _conclude_on_nodes
-from samestep.launch.links import MAX_LINE, Link
+from samestep.launch.lines import MAX_LINE_BYTES
+from samestep.launch.links import Link
 from samestep.launch.local_ranks import Ranks, Target
 from samestep.launch.rendezvous_client import GREETING_S, Hello, Nodes, build_hello, connect
-from samestep.launch.rendezvous_server import MAX_STRANGERS, STRANGER_S, Hub
+from samestep.launch.rendezvous_server import MAX_STRANGERS, STRANGER_S, RendezvousServer
 
 SECRET = "a secret of this run's nodes"
 ENDED = {"kind": "ended", "round": 1, "failure": None, "signum": 0, "is_well": True, "done": True}
@@ -31,7 +32,7 @@ class Place:
     def __init__(self, least: int = 2, most: int = 2) -> None:
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.nodes = Nodes(least, most, None, "127.0.0.1", listener.getsockname()[1], "an id", 60.0, SECRET)
-        self.hub = Hub(self.nodes, listener, 0, [])
+        self.hub = RendezvousServer(self.nodes, listener, 0, [])
         self.hub.start()
         self.opened: list[Link] = []
 
@@ -149,7 +150,7 @@ WITH = {
     "ended": say(FAILED, knows=True),
     "room": say({"kind": "room", "num_ranks": 0}, knows=True),
     "brackets": say(b"[" * 200_000 + b"\n", knows=True),
-    "a line without an end": say(b"x" * (MAX_LINE + 1), knows=True),
+    "a line without an end": say(b"x" * (MAX_LINE_BYTES + 1), knows=True),
     "no ranks": hello(num_ranks=0),
     "too many ranks": hello(num_ranks=1 << 30),
     "no number of ranks": hello(num_ranks="1"),
@@ -216,9 +217,9 @@ def test_nodes_that_do_not_fit_together(open_place: Callable[..., Place], capfd:
     end = link.receive_one(GREETING_S)
     assert end is not None
     assert end["message"].startswith("of 3 nodes, --node-rank 1, 2 did not come to 127.0.0.1:")
-    assert "; here: node 0 (" in end["message"]
+    assert "; present: node 0 (" in end["message"]
     assert end["code"] == 2
-    assert capfd.readouterr().err.count(" was turned away: ") == 2
+    assert capfd.readouterr().err.count(" was refused: ") == 2
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from support.waiting import wait_until
 
 from samestep.errors import Error
 from samestep.launch import ssh_launcher as of_hosts
-from samestep.launch.ssh_launcher import Agents, Host, parse_hosts
+from samestep.launch.ssh_launcher import Host, Sessions, parse_hosts
 from samestep.launch.ssh_node import MARK as ANSWER
 
 SEEN = """
@@ -262,10 +262,10 @@ def test_what_ranks_print_is_no_answer(
     answer: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(of_hosts, "SSH", ("sh", "-c", f"printf '{ANSWER}{answer}\\n\\033[2Jhallo\\n'"))
-    with Agents([Host("a")], tmp_path, {}) as agents:
-        (agent,) = agents.all
-        agent.is_started = True
-        while not agent.has_ended:
-            agents.poll()
-    assert (agent.code, agent.place) == (None, None)
+    with Sessions([Host("a")], tmp_path, {}) as sessions:
+        (session,) = sessions.all
+        session.is_started = True
+        while not session.has_ended:
+            sessions.poll()
+    assert (session.code, session.place) == (None, None)
     assert capfd.readouterr().out == f"[a] \\x1esamestep {answer}\n[a] \\x1b[2Jhallo\n"

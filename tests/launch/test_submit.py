@@ -15,8 +15,8 @@ from processes import Command
 
 from samestep.cli import main
 from samestep.errors import Error
+from samestep.launch.job import parse_time
 from samestep.launch.kubernetes import build_name, format_yaml
-from samestep.launch.submit import parse_time
 
 JOBSET = json.loads(Path(__file__).with_name("jobset.json").read_text())["schema"]
 
@@ -142,7 +142,7 @@ def test_which_ends_are_queued_again(
 
 def test_a_limit_that_leaves_no_time_is_warned_about(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["submit", "--dry-run", "--time", "1", "train.py"]) == 0
-    assert "--time 1 leaves 45 s before the signal to stop, which Slurm may send up to 60 s" in capsys.readouterr().err
+    assert "--time 1 leaves 45 s before the signal to stop, which Slurm can send up to 60 s" in capsys.readouterr().err
     assert main(["submit", "--dry-run", "--time", "5", "train.py"]) == 0
     assert capsys.readouterr().err == ""
 
@@ -181,13 +181,13 @@ def test_grace(script: Path, capsys: pytest.CaptureFixture[str], words: tuple[st
         (("--time", "2h", "train.py"), "--time takes minutes, h:m:s or days-h:m:s"),
         (("--time", "5", "--grace-s", "300", "train.py"), "--grace-s 300 is as long as --time 5"),
         (("--array", "0-3", "train.py"), "--array needs --run-dir DIR"),
-        (("--fresh", "train.py"), "--fresh would hold for each start of the job"),
-        (("--resume", "best", "train.py"), "--resume would hold for each start of the job"),
+        (("--fresh", "train.py"), "--fresh would apply to each start of the job"),
+        (("--resume", "best", "train.py"), "--resume would apply to each start of the job"),
         (("--image", "x", "train.py"), "--image is for Kubernetes alone: leave it out, or add --k8s"),
         (("--k8s", "--time", "5", "train.py"), "--time is for Slurm alone: leave it or --k8s out"),
         (("--k8s", "train.py"), "--k8s needs --image IMAGE"),
         (("--k8s", "--image", "x", "--claim", "runs", "train.py"), "--claim takes CLAIM:/PATH, not 'runs'"),
-        (("--k8s", "--image", "x", "--job-name", "42", "train.py"), "'42' makes no name for Kubernetes"),
+        (("--k8s", "--image", "x", "--job-name", "42", "train.py"), "'42' contains no Kubernetes name"),
     ],
 )
 def test_bad_input(script: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str) -> None:
@@ -345,7 +345,7 @@ def test_kubectl(command: Command) -> None:
     command.write("code", "1")
     done = command.run("submit", "--k8s", "--image", "x", "train.py")
     assert done.returncode == 2
-    assert "samestep: error: kubectl has refused the JobSet" in done.stderr
+    assert "samestep: error: kubectl refused the JobSet" in done.stderr
 
 
 @pytest.mark.parametrize("name", ["a\nscancel 1\n.py", "a\n#SBATCH --wrap=x\n.py", "a\rb.py", "a\x1bb.py"])

@@ -25,8 +25,7 @@ from support.waiting import catches, wait_until
 
 from samestep.errors import Error
 from samestep.launch.links import Link, open_listener
-from samestep.launch.local_ranks import Target
-from samestep.launch.places import Place, build_variables
+from samestep.launch.local_ranks import Placement, Target, build_variables
 from samestep.launch.rendezvous_client import (
     build_hello,
     describe_target,
@@ -227,20 +226,20 @@ def test_a_node_is_told_to_leave(trial: Trial, undisturbed: Undisturbed, port: i
         for started in (stays, goes):
             if started is not None:
                 started.close()
-    assert re.search(r"samestep: \S+ was told to stop; all start again\n", stays.err.read_text())
+    assert re.search(r"samestep: \S+ received a signal to stop; all start again\n", stays.err.read_text())
     [row] = read_restarts(trial)
     assert (row["rank"], row["world_size"], row["from_step"], row["lost_steps"]) == (None, 1, 8, 0)
     assert trial.outcome() == undisturbed()
 
 
 def test_a_node_that_the_run_cannot_take(trial: Trial, undisturbed: Undisturbed, port: int) -> None:
-    """With its ranks, there would be more than micro-batches in a step: it is turned away, and the run goes on."""
+    """With its ranks, there would be more than micro-batches in a step: it is refused, and the run goes on."""
     flags = flags_at(f"127.0.0.1:{port}", "1:2")
     stays = trial.start("launch", 3, "", *flags, "--node-rank", "0", arguments=flags_of(HELD))
     trial.wait_held()
     comes = trial.start("launch", 2, "", *flags, "--node-rank", "1", arguments=flags_of(HELD))
     assert comes.wait() == 2
-    assert "can take 4 ranks, one per micro-batch of a step, and has 3: start fewer here" in comes.err.read_text()
+    assert "can use 4 ranks, one per micro-batch of a step, and has 3: start fewer here" in comes.err.read_text()
     trial.go_on()
     assert finish(stays) == [0], stays.output
     assert not (trial.dir / "restarts.jsonl").exists()
@@ -256,8 +255,8 @@ def test_the_place_where_they_meet_is_gone(trial: Trial, undisturbed: Undisturbe
     host.process.kill()
     assert finish(host, other) == [-signal.SIGKILL, 1]
     assert other.err.read_text().splitlines()[-1] == (
-        f"samestep: error: the launcher at {endpoint} is gone, and with it the place where the nodes meet: the same "
-        "commands go on from the newest snapshot"
+        f"samestep: error: the launcher at {endpoint}, the rendezvous of the nodes, has ended: the same commands "
+        "go on from the newest snapshot"
     )
     again = [trial.start("launch", 1, HELD, *flags_at(endpoint, "2", "--node-rank", rank)) for rank in ("0", "1")]
     assert finish(*again) == [0, 0]
@@ -280,7 +279,7 @@ def test_the_port_is_in_use(trial: Trial) -> None:
         with connection:
             connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
             assert node.wait() == 2
-    assert "is in use by something that is no samestep launcher: choose another one" in node.err.read_text()
+    assert "is in use by a program that is no samestep launcher: choose another one" in node.err.read_text()
 
 
 def test_nobody_answers(trial: Trial, port: int) -> None:
@@ -288,7 +287,7 @@ def test_nobody_answers(trial: Trial, port: int) -> None:
     flags = ["--nnodes", "2", "--rdzv-endpoint", f"198.51.100.1:{port}", "--rdzv-timeout", "1"]
     node = trial.start("launch", 1, "", *flags)
     assert node.wait() == 2
-    assert f"nobody answered at 198.51.100.1:{port} within 1 s" in node.err.read_text()
+    assert f"no answer from 198.51.100.1:{port} within 1 s" in node.err.read_text()
 
 
 @pytest.mark.parametrize(("place", "signum", "code"), [("198.51.100.1", signal.SIGTERM, 75), ("", signal.SIGINT, 130)])
@@ -369,7 +368,7 @@ def test_the_interface_is_set_unless_it_is(monkeypatch: pytest.MonkeyPatch, own:
         monkeypatch.delenv(name, raising=False)
         if own:
             monkeypatch.setenv(name, own)
-    [variables] = build_variables(1, Place(29500, interface="eth7", num_nodes=2, world_size=2), {})
+    [variables] = build_variables(1, Placement(29500, interface="eth7", num_nodes=2, world_size=2), {})
     assert variables["GLOO_SOCKET_IFNAME"] == variables["NCCL_SOCKET_IFNAME"] == (own or "eth7")
 
 

@@ -57,8 +57,8 @@ class Jobs:
         assert held.exists(), started.output
 
     def number(self, started: Started) -> str:
-        started.wait_for_words("is submitted")
-        return re.findall(r"job (\d+) is submitted", started.output)[0]
+        started.wait_for_words("submitted job")
+        return re.findall(r"submitted job (\d+)", started.output)[0]
 
     def close(self) -> None:
         for started in self._started:
@@ -343,7 +343,7 @@ def test_what_slurm_says(jobs: Jobs, trial: Trial) -> None:
         (["--sbatch=--nonsense"], "unrecognized option '--nonsense'; "),
     ]:
         said = finish(jobs.start(*submit, *flags, SCRIPT), 2)
-        assert said.startswith("samestep: error: sbatch has refused the job: ")
+        assert said.startswith("samestep: error: sbatch refused the job: ")
         assert reason in said
         assert said.count("\n") == 1
     assert not trial.dir.exists()

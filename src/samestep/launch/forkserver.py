@@ -1,18 +1,16 @@
-"""A process that imports torch once and forks every rank from there: 0.1 s for a set of ranks instead of two seconds.
+"""A process that imports torch once and forks every rank: a set of ranks starts in 0.1 s instead of two seconds.
 
-`ForkServer` is the side of the process that wants ranks. The server itself (`serve`) has one thread and speaks
-JSON lines over a Unix socket: it is sent `start` and `signal`, and tells when ranks have started and ended.
-It ends, and kills every rank and their children, when the socket closes: when whoever started it dies.
+`ForkServer` is the client side. The server process (`serve`) has one thread and exchanges JSON messages over a Unix
+socket: it receives `start` and `signal`, and sends an event when ranks have started and when one has ended. When the
+socket closes because the client has ended, the server kills every rank and their children, and ends.
 
-This is not `multiprocessing`'s forkserver because that one imports the caller's main script again in every rank,
-and because its ranks keep it alive when the caller is killed.
+multiprocessing's forkserver does not fit: it imports the caller's main script again in every rank, and its ranks keep
+it alive after the caller was killed.
 """
 
 import atexit
-import ctypes
 import gc
 import importlib
-import json
 import os
 import selectors
 import shutil
@@ -25,31 +23,32 @@ from pathlib import Path
 from typing import Any, NoReturn
 from weakref import WeakSet
 
+from samestep.launch.lines import READ_BYTES, LineSplitter, MessageReader, encode_message, parse_message, wait_readable
 from samestep.launch.output_recorder import DRAIN_S, Recording
 from samestep.launch.rank_process import keep_signal, run_rank
 from samestep.world.environment import child_variables
+from samestep.world.host import die_with_parent
 
-# What ranks will need. The first optimizer imports torch._dynamo, which takes as long as torch itself.
+# What ranks import. The first optimizer imports torch._dynamo, which takes as long as torch itself.
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "torch.utils.data", "samestep.train.run")
 
-PR_SET_PDEATHSIG = 1
-RECEIVE_BYTES = 1 << 16
 CLOSE_S = 5.0
+MAX_START_BYTES = 1 << 28  # of a start message, which holds the environment of every rank
 
 
 class ForkServer:
     """A running fork server, for one launch at a time.
 
-    It goes on importing while the caller does other things; what is asked of it meanwhile waits in the socket.
+    The constructor returns while the server still imports; requests wait in the socket.
 
     Args:
-        fork: fork this process instead of starting a new one, which saves importing again what is imported here.
-            Only for a process that has a single thread and does not come back from the launch.
+        fork: fork this process instead of starting a new one, which saves importing modules twice. Only for a process
+            with a single thread that exits after the launch.
     """
 
     def __init__(self, *, fork: bool = False) -> None:
         self._socket, theirs = socket.socketpair()
-        self._received = b""
+        self._reader = MessageReader(self._socket.fileno())
         self._ended = self._lost = False
         with theirs:
             self._pid = self._fork(theirs) if fork else _start_server(theirs.fileno())
@@ -61,47 +60,39 @@ class ForkServer:
             try:
                 self._socket.close()
                 os.setsid()
-                with open(os.devnull) as nothing:
-                    os.dup2(nothing.fileno(), 0)
+                with open(os.devnull) as null:
+                    os.dup2(null.fileno(), 0)
                 if sys.path[:1] == [_program_directory()]:
-                    del sys.path[0]  # Ranks have their own script's there.
+                    del sys.path[0]  # ranks insert the directory of their own script
                 serve(theirs.detach())
             finally:
                 os._exit(1)
         return pid
 
     def start(self, ranks: list[dict[str, Any]], **common: Any) -> None:
-        """Forks ranks (see `rank.run_rank` for the fields); their stdout and stderr are this process's."""
-        message = (json.dumps({"start": ranks, "common": common}) + "\n").encode()
-        with suppress(OSError):  # It is gone, as `receive` will find.
+        """Fork ranks (see `rank_process.run_rank` for the fields). They inherit this process's stdout and stderr."""
+        message = encode_message({"start": ranks, "common": common})
+        with suppress(OSError):  # `receive` reports that the server has ended
             sent = socket.send_fds(self._socket, [message], [1, 2])
             self._socket.sendall(message[sent:])
 
     def signal(self, signum: int) -> None:
-        """Sends a signal to every rank that still runs; SIGKILL goes to their children, too."""
-        with suppress(OSError):  # The server is gone, and so are its ranks.
-            self._socket.sendall((json.dumps({"signal": int(signum)}) + "\n").encode())
+        """Send a signal to every running rank; SIGKILL also goes to their children."""
+        with suppress(OSError):  # the server has ended, and its ranks with it
+            self._socket.sendall(encode_message({"signal": int(signum)}))
 
     def receive(self, timeout_s: float) -> list[dict[str, Any]] | None:
-        """What has happened, waiting for it for up to `timeout_s`; None when the server is gone."""
-        self._socket.settimeout(timeout_s)
+        """Return events, waiting up to `timeout_s` for the first; None if the server has ended."""
         try:
-            data = self._socket.recv(RECEIVE_BYTES)
-        except TimeoutError:
-            return []
-        except OSError:
-            data = b""
-        finally:
-            self._socket.settimeout(None)
-        if not data:
-            self._lost = True
-            return None
-        *lines, self._received = (self._received + data).split(b"\n")
-        return [json.loads(line) for line in lines]
+            events = self._reader.read() if wait_readable(self._socket.fileno(), timeout_s) else []
+        except ValueError:  # the socket is closed
+            events = None
+        self._lost = events is None
+        return events
 
     @property
     def usable(self) -> bool:
-        """Whether it can be asked for ranks."""
+        """Whether the server still runs."""
         return not self._lost and self._is_alive()
 
     def _is_alive(self) -> bool:
@@ -110,12 +101,12 @@ class ForkServer:
         return not self._ended
 
     def close(self) -> None:
-        """Ends the server, its ranks and their children, and waits for it."""
+        """End the server, its ranks and their children, and wait for it."""
         self._socket.close()
         if self._is_alive():
-            os.kill(self._pid, signal.SIGTERM)  # It heeds this only while it imports: nothing reads the socket then.
-        deadline = time.monotonic() + CLOSE_S
-        while self._is_alive() and time.monotonic() < deadline:
+            os.kill(self._pid, signal.SIGTERM)  # ends it while it imports and does not read the socket; ignored later
+        deadline_s = time.monotonic() + CLOSE_S
+        while self._is_alive() and time.monotonic() < deadline_s:
             time.sleep(0.002)
         if self._is_alive():
             os.kill(self._pid, signal.SIGKILL)
@@ -123,7 +114,7 @@ class ForkServer:
         _open_servers.discard(self)
 
     def forget(self) -> None:
-        """In a forked child: lets go of the socket, which would keep the server alive beyond its owner."""
+        """Close the socket in a forked child, where it would keep the server alive after the client's end."""
         self._socket.close()
 
 
@@ -133,28 +124,28 @@ _idle_servers: list[ForkServer] = []
 
 
 def _program_directory() -> str:
-    """What Python has put at the head of sys.path for this program."""
+    """Return the entry that Python has inserted into sys.path for this program."""
     if sys.modules["__main__"].__spec__ is not None:  # python -m
         return os.getcwd()
     return os.path.dirname(os.path.realpath(sys.argv[0]))
 
 
 def _start_server(fd: int) -> int:
-    """A server in a process of its own, which talks through `fd`. Returns its pid."""
+    """Start a server in a new process, connected through `fd`. Returns its pid."""
     package_parent = str(Path(__file__).parents[2])
-    # -P: a file of the current directory must not stand in for one that torch imports.
+    # -P: a file in the working directory must not shadow a module that torch imports.
     code = f"import sys; sys.path.append({package_parent!r}); from samestep.launch.forkserver import serve; serve(3)"
     return os.posix_spawn(
         sys.executable,
         [sys.executable, "-P", "-c", code],
         child_variables(),
         file_actions=[(os.POSIX_SPAWN_DUP2, fd, 3), (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)],
-        setsid=True,  # A Ctrl-C in the terminal is for the launcher alone.
+        setsid=True,  # only the launcher receives Ctrl-C from the terminal
     )
 
 
 def take_server() -> ForkServer:
-    """An idle server that has imported everything, or a new one."""
+    """Return an idle server, which has already imported everything, or a new one."""
     with suppress(IndexError):
         while True:
             server = _idle_servers.pop()
@@ -165,7 +156,7 @@ def take_server() -> ForkServer:
 
 
 def give_back_server(server: ForkServer) -> None:
-    """Keeps a server that has no ranks for the next launch of this process."""
+    """Keep a server without ranks for the next launch of this process."""
     _idle_servers.append(server)
 
 
@@ -186,12 +177,12 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 def serve(client_fd: int) -> NoReturn:
-    """The server process."""
+    """Run the server."""
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(signum, signal.SIG_IGN)  # It ends with its owner, not before.
+        signal.signal(signum, signal.SIG_IGN)  # the server ends with its client, not before
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    # What does not survive a fork: threads that numpy starts when imported, and CUDA, which
-    # torch.cuda.is_available() starts unless it is told not to.
+    # A fork does not copy the threads that numpy starts on import, nor CUDA, which torch.cuda.is_available() starts
+    # without the last of these variables.
     os.environ.update({"OMP_NUM_THREADS": "1", **child_variables(), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
     preload()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -200,13 +191,15 @@ def serve(client_fd: int) -> NoReturn:
 
 
 def preload() -> None:
-    """Imports what ranks need, without garbage collection: a quarter faster. What is imported is never swept, either,
-    so that its pages stay shared after the fork.
+    """Import what ranks need.
+
+    The garbage collector is off, which saves a quarter of the time. It never visits the imported objects later, so that
+    their pages stay shared after the fork.
     """
     global _preloaded
     gc.disable()
     for name in PRELOAD:
-        # A module that cannot be imported fails in the rank that wants it, with a traceback.
+        # A module that cannot be imported fails in the rank that imports it, with a traceback.
         with suppress(Exception):
             importlib.import_module(name)
     gc.freeze()
@@ -222,12 +215,12 @@ def is_preloaded() -> bool:
 class _Server:
     def __init__(self, client: socket.socket) -> None:
         self.client = client
-        self.received = b""
-        self.fds: list[int] = []  # stdout and stderr of the next ranks
+        self.lines = LineSplitter(MAX_START_BYTES)
+        self.fds: list[int] = []  # stdout and stderr for the next ranks
         self.ranks: dict[int, int] = {}  # pid -> rank
-        self.ended: dict[int, dict[str, Any]] = {}  # rank -> what is told when all that it printed is taken down
+        self.ended: dict[int, dict[str, Any]] = {}  # rank -> event, sent when its output is recorded
         self.recording: Recording | None = None
-        self.is_told = False  # to end, by a signal
+        self.is_stopping = False  # the ranks were sent a signal
         self.directory: str | None = None
         self.woken, self.waker = socket.socketpair()
         self.woken.setblocking(False)
@@ -239,50 +232,49 @@ class _Server:
         self.selector.register(self.woken, selectors.EVENT_READ)
 
     def run(self) -> None:
-        """Until the client is gone."""
+        """Serve until the client closes the connection."""
         while True:
-            # Whoever is told to end does so, though nobody may read the terminal that is to show its last words.
-            is_limited = self.is_told and bool(self.ended)
+            # After a signal, do not wait forever for a terminal that does not accept the last output.
+            is_limited = self.is_stopping and bool(self.ended)
             ready = [key.fileobj for key, _ in self.selector.select(DRAIN_S if is_limited else None)]
             if self.woken in ready:
-                self.woken.recv(RECEIVE_BYTES)
+                self.woken.recv(READ_BYTES)
                 self.reap()
             if self.recording is not None and self.recording in ready:
-                self.tell_ends(self.recording.receive())
+                self.send_ends(self.recording.receive())
             if is_limited and not ready:
-                self.tell_ends(None)
+                self.send_ends(None)
             if self.client in ready and not self.read():
                 break
         self.send_signal(signal.SIGKILL)
         for pid in self.ranks:
             os.waitpid(pid, 0)
         self.stop_recording()
-        if self.directory is not None:  # It is still there when the client was killed.
+        if self.directory is not None:  # the client was killed and has not removed it
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def read(self) -> bool:
         try:
-            data, fds, _, _ = socket.recv_fds(self.client, RECEIVE_BYTES, 2)
+            data, fds, _, _ = socket.recv_fds(self.client, READ_BYTES, 2)
         except ConnectionError:
             return False
         self.fds += fds
-        *lines, self.received = (self.received + data).split(b"\n")
-        for line in lines:
-            message = json.loads(line)
+        for line in self.lines.feed(data):
+            message = parse_message(line)
             if "signal" in message:
                 self.send_signal(message["signal"])
             else:
                 self.start(message["start"], message["common"])
         return bool(data)
 
-    def tell(self, event: dict[str, Any]) -> None:
-        with suppress(ConnectionError):  # The next read finds out.
-            self.client.sendall((json.dumps(event) + "\n").encode())
+    def send(self, event: dict[str, Any]) -> None:
+        with suppress(ConnectionError):  # `read` reports it
+            self.client.sendall(encode_message(event))
 
     def start(self, ranks: list[dict[str, Any]], common: dict[str, Any]) -> None:
         server_pid = os.getpid()
         self.directory = common["directory"]
-        self.is_told = False
+        self.is_stopping = False
         shown = {fields["rank"]: fields.pop("is_shown") for fields in ranks}
         out, err = self.fds
         self.recording = Recording(shown, out, err, self.directory, (self.client, self.woken, self.waker))
@@ -295,19 +287,17 @@ class _Server:
                 self.become_rank(server_pid, self.recording, gate, {**common, **fields})
             self.ranks[pid] = fields["rank"]
         self.recording.begin()
-        self.tell({"started": list(self.ranks)})
-        for fd in gate:  # which lets them go: not before it is told that they are there
+        self.send({"started": list(self.ranks)})
+        for fd in gate:  # closing it lets the ranks continue, after the event was sent
             os.close(fd)
 
     def become_rank(
         self, server_pid: int, recording: Recording, gate: tuple[int, int], fields: dict[str, Any]
     ) -> NoReturn:
-        """In the child: a process of its own, that does not outlive the server."""
+        """In the child: become the leader of a session that ends with the server, and run the rank."""
         try:
             os.setsid()
-            prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux alone has it.
-            if prctl is not None:
-                prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            die_with_parent()
             if os.getppid() != server_pid:
                 os._exit(1)
             signal.set_wakeup_fd(-1)
@@ -327,12 +317,12 @@ class _Server:
             os._exit(1)
 
     def reap(self) -> None:
-        """Notes which ranks have ended, and kills what they have left behind."""
+        """Collect the ranks that have ended, and kill the processes that they have left."""
         while self.ranks:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 break
-            if pid not in self.ranks:  # the recorder, as its socket tells
+            if pid not in self.ranks:  # the recorder, whose end its socket reports
                 continue
             rank = self.ranks.pop(pid)
             with suppress(OSError):
@@ -342,29 +332,27 @@ class _Server:
             if self.recording is not None:
                 self.recording.finish(rank)
             else:
-                self.tell_ends([rank])
+                self.send_ends([rank])
 
-    def tell_ends(self, ranks: list[int] | None) -> None:
-        """Tells how ranks have ended whose output is taken down. None: of all; no more of it will be."""
+    def send_ends(self, ranks: list[int] | None) -> None:
+        """Send the end of ranks whose output is recorded. None: of all ranks that have ended."""
         ends = [self.ended.pop(rank) for rank in (list(self.ended) if ranks is None else ranks)]
         if ranks is None or not (self.ranks or self.ended):
-            self.stop_recording()  # before it is told that all is over
+            self.stop_recording()  # before the last event
         for end in ends:
-            self.tell(end)
+            self.send(end)
 
     def stop_recording(self) -> None:
-        """Ends the recorder, which does what it has begun."""
+        """End the recorder after it has written what it holds."""
         if self.recording is not None:
             self.selector.unregister(self.recording)
             self.recording.close()
             self.recording = None
 
     def send_signal(self, signum: int) -> None:
-        self.is_told = True
+        self.is_stopping = True
         for pid in self.ranks:
-            with suppress(OSError):  # It has just ended, or is not yet the leader of its group.
+            with suppress(OSError):  # it has just ended, or does not lead its process group yet
+                os.kill(pid, signum)
                 if signum == signal.SIGKILL:
-                    os.kill(pid, signum)
                     os.killpg(pid, signum)
-                else:
-                    os.kill(pid, signum)

@@ -1,8 +1,8 @@
-"""A shared secret between the launchers of one run: where it comes from, and how two of them prove that they know it.
+"""The secret that the launchers of one run share, and the handshake by which two of them prove that they know it.
 
-The hub sends a random number (a nonce). The node answers with its own and an HMAC of both; the hub checks it, and
-answers with an HMAC of its own, which the node checks. The secret itself is never sent, and before this exchange is
-over neither side reads anything else. Who may do what is in docs/security.md.
+The server sends a random number (a nonce). The node answers with its own nonce and an HMAC of both. The server checks
+it and answers with an HMAC of its own, which the node checks. The secret itself is never sent, and neither side reads
+anything else before the handshake is complete. docs/security.md describes the threat model.
 """
 
 import hmac
@@ -22,16 +22,16 @@ _NONCE = re.compile(r"[0-9a-f]{32}")
 
 
 def make_secret() -> str:
-    """A new secret, as hexadecimal digits."""
+    """Return a new secret, as hexadecimal digits."""
     return secrets.token_hex(SECRET_BYTES)
 
 
 def read_secret(file: str | None, variable: str) -> str:
-    """The secret that `--rdzv-secret` or the variable gives; "" where neither does.
+    """Return the secret from `--rdzv-secret` or from the variable; "" if neither is set.
 
     Args:
-        file: the option's value: the name of a file that holds the secret.
-        variable: the value of SAMESTEP_RDZV_SECRET; the file comes first.
+        file: value of the option: a file that holds the secret. It takes precedence.
+        variable: value of SAMESTEP_RDZV_SECRET.
 
     Raises:
         Error: the file cannot be read, other users can read it, or the secret is too short.
@@ -56,23 +56,26 @@ def read_secret(file: str | None, variable: str) -> str:
 
 
 def find_secret(file: str | None) -> str:
-    """As `read_secret`, with the variable of this process, which is removed: no process that it starts inherits it."""
+    """`read_secret` with this process's variable, which is removed: child processes do not inherit it."""
     return read_secret(file, take_secret())
 
 
 def make_nonce() -> str:
-    """A random number for one handshake."""
+    """Return a random number for one handshake."""
     return secrets.token_hex(16)
 
 
 def prove(secret: str, role: str, hub_nonce: str, node_nonce: str) -> str:
-    """The HMAC by which a side proves that it knows the secret. `role` ("hub" or "node") keeps one side's proof from
-    being sent back as the other's."""
+    """Return the HMAC that proves knowledge of the secret.
+
+    Args:
+        role: "hub" (the server) or "node"; prevents a peer from sending a side's own proof back to it.
+    """
     return hmac.new(secret.encode(), f"samestep {role} {hub_nonce} {node_nonce}".encode(), "sha256").hexdigest()
 
 
 def is_proven(message: Mapping[str, Any], secret: str, role: str, hub_nonce: str, node_nonce: object) -> bool:
-    """Whether the message holds the other side's proof for these nonces."""
+    """Return whether the message holds the peer's proof for these nonces."""
     proof = message.get("proof")
     if not (isinstance(node_nonce, str) and _NONCE.fullmatch(node_nonce) and _NONCE.fullmatch(hub_nonce)):
         return False
@@ -81,5 +84,5 @@ def is_proven(message: Mapping[str, Any], secret: str, role: str, hub_nonce: str
 
 
 def derive_key(secret: str, purpose: str) -> str:
-    """A key for something else than the handshake, from which the secret cannot be found."""
+    """Derive a key for another purpose, from which the secret cannot be computed."""
     return hmac.new(secret.encode(), f"samestep key for {purpose}".encode(), "sha256").hexdigest()

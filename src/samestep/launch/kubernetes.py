@@ -1,4 +1,4 @@
-"""`samestep submit --k8s`: a JobSet, whose pods are the nodes."""
+"""`samestep submit --k8s`: submits a JobSet whose pods are the nodes."""
 
 import json
 import re
@@ -9,37 +9,36 @@ from typing import Any
 from samestep.console import say
 from samestep.errors import Error
 from samestep.launch.handshake import make_secret
+from samestep.launch.job import Job
 from samestep.launch.rendezvous_client import DEFAULT_PORT
-from samestep.launch.submit import Job
 from samestep.world.environment import SECRET, START_AGAIN
 
 GROUP = "node"  # the only group of pods
-MOST_NAME = 63 - len(f"-{GROUP}-0-0000")  # of what a pod's host name may hold
-SPARE_S = 30  # for the launcher, beyond what its ranks are given
-MAX_RESTARTS = 3  # unless given
-WAIT = 'until getent hosts {host}; do sleep 1; done; exec "$@"'  # its name is known a while after it has started
+MOST_NAME = 63 - len(f"-{GROUP}-0-0000")  # longest name that leaves room for a pod's host name
+SPARE_S = 30  # for the launcher, in addition to the grace time of its ranks
+MAX_RESTARTS = 3  # default
+WAIT = 'until getent hosts {host}; do sleep 1; done; exec "$@"'  # DNS knows the name a while after the start
 PLAIN = re.compile(r"[A-Za-z/][\w./-]*")
-WORDS = ("true", "false", "null", "yes", "no", "on", "off", "y", "n", "~")  # that YAML reads as something else
+WORDS = ("true", "false", "null", "yes", "no", "on", "off", "y", "n", "~")  # YAML reads these as other types
 
 
 def build_manifest(job: Job) -> dict[str, Any]:
-    """The JobSet.
+    """Build the JobSet.
 
-    A pod that ends with 75 has saved, one that was disrupted has lost its machine: its Job then fails for the reason
-    PodFailurePolicy, after which all pods start again, as often as it takes. After other failures they do so
-    --max-restarts times.
+    A pod with exit code 75 has saved; a disrupted pod has lost its machine. In both cases its Job fails with the reason
+    PodFailurePolicy and all pods restart, without a limit. After other failures they restart --max-restarts times.
 
     Raises:
-        Error: there is no image, or a name or claim that Kubernetes does not take.
+        Error: the image is missing, or a name or claim is invalid.
     """
     options = job.options
     if "image" not in options:
         raise Error("--k8s needs --image IMAGE: a container image with torch, samestep and the script")
     name = build_name(job.name)
-    first = f"{name}-{GROUP}-0-0.{name}"  # the first pod, by the headless service of the JobSet
+    first = f"{name}-{GROUP}-0-0.{name}"  # the first pod, in the headless service of the JobSet
     wait, launch = (
         ["sh", "-c", WAIT.format(host=first), "sh"],
-        # Kubernetes replaces $(NAME), and $$ by $.
+        # Kubernetes expands $(NAME), and replaces $$ by $.
         [word.replace("$", "$$") for word in job.build_command("python", f"{first}:{DEFAULT_PORT}", job.run_dir)],
     )
     volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
@@ -103,7 +102,7 @@ def build_manifest(job: Job) -> dict[str, Any]:
 
 
 def build_secret(job: Job) -> dict[str, Any]:
-    """The Secret that the launchers of a JobSet share: a new one each time."""
+    """Build the Secret that the launchers share, with a new value."""
     namespace = {"namespace": job.options["namespace"]} if "namespace" in job.options else {}
     return {
         "apiVersion": "v1",
@@ -114,15 +113,15 @@ def build_secret(job: Job) -> dict[str, Any]:
 
 
 def build_name(text: str) -> str:
-    """A name that Kubernetes takes: lower-case letters, digits and dashes, a letter first. Raises Error at none."""
+    """Convert to a Kubernetes name: lower-case letters, digits and dashes. Raises Error if nothing remains."""
     name = re.sub(r"[^a-z0-9]+", "-", text.lower()).lstrip("-0123456789")[:MOST_NAME].rstrip("-")
     if not name:
-        raise Error(f"{text!r} makes no name for Kubernetes: give one with --job-name")
+        raise Error(f"{text!r} contains no Kubernetes name: give one with --job-name")
     return name
 
 
 def format_yaml(value: Any) -> str:
-    """Mappings, lists and scalars as YAML."""
+    """Format mappings, lists and scalars as YAML."""
     return "\n".join(_format_lines(value)) + "\n"
 
 
@@ -148,16 +147,16 @@ def _marks() -> Iterator[str]:
 
 
 def _format_scalar(value: Any) -> str:
-    """As JSON, which is YAML, too; words without quotes where they cannot be taken for anything else."""
+    """Format as JSON, which is valid YAML; words without quotes if YAML reads them as strings."""
     is_plain = isinstance(value, str) and PLAIN.fullmatch(value) and value.lower() not in WORDS
     return value if is_plain else json.dumps(value)
 
 
 def submit_to_kubernetes(job: Job) -> int:
-    """Has kubectl apply the JobSet, and the Secret of its nodes; with --dry-run prints them. Returns the exit code.
+    """Apply the JobSet and the Secret with kubectl, or print them with --dry-run. Returns the exit code.
 
     Raises:
-        Error: there is no kubectl, or it refuses.
+        Error: kubectl is missing or fails.
     """
     manifests = [build_manifest(job), *([build_secret(job)] if job.num_nodes > 1 else [])]
     text = "---\n".join(map(format_yaml, reversed(manifests)))
@@ -168,10 +167,10 @@ def submit_to_kubernetes(job: Job) -> int:
         done = subprocess.run(["kubectl", "apply", "-f", "-"], input=text, capture_output=True, text=True, check=False)
     except OSError as error:
         raise Error(
-            f"kubectl cannot be started ({error.strerror}): install it, or have the manifest printed with --dry-run"
+            f"kubectl cannot be started ({error.strerror}): install it, or print the manifest with --dry-run"
         ) from None
     if done.returncode:
-        raise Error(f"kubectl has refused the JobSet: {' '.join(done.stderr.split())}")
+        raise Error(f"kubectl refused the JobSet: {' '.join(done.stderr.split())}")
     name = build_name(job.name)
     secret = f" secret/{name}-rdzv" if job.num_nodes > 1 else ""
     say(f"{'; '.join(done.stdout.splitlines())}; its output: kubectl logs -f -l "

@@ -1,4 +1,4 @@
-"""What `samestep launch` and `train` do: start ranks, pass signals on to them, say which failed and why."""
+"""`samestep launch` and `train`: starts ranks, forwards signals, and reports which rank failed and why."""
 
 import gc
 import os
@@ -27,20 +27,23 @@ from samestep.world.environment import (
 if TYPE_CHECKING:
     from samestep.launch.rendezvous_client import Nodes
 
-MOST_RANKS = 1 << 16  # where it is not known yet how many there are
+MOST_RANKS = 1 << 16  # on several nodes, whose number of ranks is not known yet
 
 
-class Stopping:
-    """The signals that this process is sent while it is entered. Ranks are told of the first, killed at the second."""
+class StopSignals:
+    """Records the signals to stop that this process receives inside the `with` block.
+
+    The first is forwarded to the ranks; the second kills them.
+    """
 
     def __init__(self) -> None:
         self.received: list[int] = []
         self._before: dict[int, object] = {}
 
-    def __enter__(self) -> "Stopping":
+    def __enter__(self) -> "StopSignals":
         for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             before = signal.getsignal(signum)
-            if before is not signal.SIG_IGN:  # as nohup and & of a shell have it
+            if before is not signal.SIG_IGN:  # nohup, and & in a shell, ignore some
                 self._before[signum] = before
                 signal.signal(signum, self._receive)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})  # see cli.main
@@ -55,7 +58,7 @@ class Stopping:
 
 
 def check_target(target: Target) -> None:
-    """Raises Error where there is no such script or module, before anything is started."""
+    """Raise Error, before anything is started, if there is no such script or module."""
     if target.kind == "script":
         path = Path(target.name)
         if path.is_dir():
@@ -74,7 +77,7 @@ def check_target(target: Target) -> None:
 
 
 def parse_num_ranks(text: str) -> int | None:
-    """A number of ranks as given; None for those that only torch can count ("gpu", "auto"). Raises Error otherwise."""
+    """Parse `--nproc-per-node`; None for "gpu" and "auto", which need torch. Raises Error if it is invalid."""
     if text in ("gpu", "auto"):
         return None
     if text == "cpu":
@@ -92,9 +95,9 @@ def parse_num_ranks(text: str) -> int | None:
 
 @contextmanager
 def say_when_slow(text: str, after_s: float = 2.0) -> Iterator[None]:
-    """Prints `text` on a terminal at stderr if the block takes longer than `after_s`.
+    """Print `text` if stderr is a terminal and the block takes longer than `after_s`.
 
-    It uses a signal, since no thread may run when the server is forked.
+    Uses a signal, because no thread may run when the server is forked.
     """
     if not os.isatty(2):
         yield
@@ -115,12 +118,12 @@ def say_when_slow(text: str, after_s: float = 2.0) -> Iterator[None]:
 
 
 def _open_server(overrides: Overrides, num_ranks: str) -> ForkServer:
-    """Imports torch once, for this process and the ranks; what only ranks need is imported by the server meanwhile."""
+    """Import torch once, for this process and the ranks. The server then imports what only the ranks need."""
     is_program = "torch" not in sys.modules or is_preloaded()
     if not is_program or threading.active_count() > 1:
-        return ForkServer()  # This is not the program `samestep`: no forks from what it has done so far.
-    gc.disable()  # Imports are a quarter faster without.
-    # Before numpy is imported and starts threads, which do not survive a fork.
+        return ForkServer()  # not the program `samestep`: do not fork its state
+    gc.disable()  # saves a quarter of the time of the imports
+    # Before numpy is imported and starts threads, which a fork does not copy.
     os.environ.update({"OMP_NUM_THREADS": str(overrides.get("num_threads", 1)), **child_variables()})
     ranks = "1 rank" if num_ranks == "1" else f"{num_ranks} ranks" if num_ranks.isdecimal() else "ranks"
     with say_when_slow(f"starting {ranks}"):
@@ -150,23 +153,23 @@ def run_launch(
     max_restarts: int = 0,
     nodes: "Nodes | None" = None,
 ) -> int:
-    """Runs ranks to their end and reports what failed.
+    """Run ranks to their end and report the failure, if any.
 
     Args:
-        target: what each rank runs.
-        num_ranks: a number, "gpu", "cpu" (one per core), or "auto": one per GPU, else 1.
-        show_ranks: whose output goes to the terminal: "all", or ranks such as "0,2".
+        target: the code that each rank runs.
+        num_ranks: a number, "gpu", "cpu" (one per core), or "auto" (one per GPU, else 1).
+        show_ranks: the ranks whose output is shown: "all", or numbers such as "0,2".
         overrides: options of `Run` that replace those of the script.
-        max_restarts: how often all ranks are started again when one has failed, other than by an Error.
-        nodes: the others; None: there are none.
+        max_restarts: how often all ranks are restarted after a failure other than an Error.
+        nodes: the nodes of the launch; None: only this machine.
 
     Returns:
-        0; the exit code of the rank that failed first (128 + signal where one killed it). After Ctrl-C 130. After
-        SIGTERM or SIGUSR1 75 when every rank ended well (the same command goes on), else 128 + signal; but 0 when
-        the run was at its end.
+        0, or the exit code of the rank that failed first (128 + signal if a signal killed it). After Ctrl-C 130. After
+        SIGTERM or SIGUSR1 75 if every rank has saved and ended (the same command continues the run), else 128 +
+        signal; but 0 if the run has reached its end.
 
     Raises:
-        Error: no such script, no such ranks, or nodes that do not come together.
+        Error: there is no such script, an argument is invalid, or the nodes do not join.
     """
     check_target(target)
     if max_restarts < 0:
@@ -174,10 +177,10 @@ def run_launch(
     known = parse_num_ranks(num_ranks)
     if known is not None and nodes is None:
         parse_shown(show_ranks, known)
-    with Stopping() as stopping:
+    with StopSignals() as signals:
         server = _open_server(overrides, num_ranks)
         try:
-            from samestep.launch.supervisor import Launch, run_agent, run_node_agent
+            from samestep.launch.supervisor import Launch, run_local, run_node
 
             count = known or _count_ranks(num_ranks, overrides.get("device"))
             ranks = Ranks(server, parse_shown(show_ranks, count if nodes is None else MOST_RANKS))
@@ -185,14 +188,14 @@ def run_launch(
             def report(failure: Failure, then: str) -> None:
                 _report(failure, ranks, then)
 
-            launch = Launch(target, count, overrides, stopping.received, max_restarts, report)
+            launch = Launch(target, count, overrides, signals.received, max_restarts, report)
             try:
                 if nodes is None:
-                    run_agent(ranks, launch)
-                    code = _conclude(ranks, stopping.received)
+                    run_local(ranks, launch)
+                    code = _conclude(ranks, signals.received)
                 else:
-                    end = run_node_agent(ranks, launch, nodes)
-                    code = _conclude_on_nodes(ranks, stopping.received, end)
+                    end = run_node(ranks, launch, nodes)
+                    code = _conclude_on_nodes(ranks, signals.received, end)
             finally:
                 ranks.close()
         finally:
@@ -201,59 +204,59 @@ def run_launch(
 
 
 def _conclude(ranks: Ranks, received: list[int]) -> int:
-    """Reports the failure, if any, and finds the exit code."""
+    """Report the failure, if any. Returns the exit code."""
     if any(code < 0 for code in ranks.codes.values()) and sys.stdout.isatty():
-        print("\x1b[?25h", end="", flush=True)  # A progress bar may have hidden the cursor.
+        print("\x1b[?25h", end="", flush=True)  # a progress bar may have hidden the cursor
     failure = ranks.first_failure()
-    was_told = ranks.told_to_stop or not ranks.num_ranks  # or there were none yet: the other nodes had not come
-    if received and was_told and (failure is None or failure.secondary or -failure.code in received):
+    was_stopped = ranks.is_stopping or not ranks.num_ranks  # the second: a signal came before the first round
+    if received and was_stopped and (failure is None or failure.secondary or -failure.code in received):
         if len(received) == 1 and ranks.done and not any(ranks.codes.values()):
             if (ranks.directory / FINISHED).exists() and not (ranks.directory / STOPPED).exists():
-                return 0  # it was at its end
+                return 0
             return stop_code(received[0])
         return 128 + received[-1]
-    if failure is None:  # a rank that was told by someone else has had all ranks stop and save
-        if any(ranks.codes.values()) or not ranks.done:  # they were stopped, and nobody has said why
+    if failure is None:
+        if any(ranks.codes.values()) or not ranks.done:  # the ranks were stopped, and none has reported a reason
             return 1
-        return START_AGAIN if (ranks.directory / STOPPED).exists() else 0
+        return START_AGAIN if (ranks.directory / STOPPED).exists() else 0  # a rank received a signal directly
     _report(failure, ranks)
     return failure.exit_code
 
 
 def _conclude_on_nodes(ranks: Ranks, received: list[int], end: dict[str, Any]) -> int:
-    """As `_conclude`; what went wrong elsewhere is told in a line."""
+    """`_conclude` on several nodes. A failure on another node is reported in one line."""
     failure = ranks.first_failure()
-    said = end.get("message") or end.get("failure")
-    if not said or received or (failure is not None and not failure.secondary):
+    sentence = end.get("message") or end.get("failure")
+    if not sentence or received or (failure is not None and not failure.secondary):
         code = _conclude(ranks, received)
-        # A node that has just joined has no ranks that say how the run has ended.
+        # A node that has just joined has no ranks that could report the end of the run.
         return START_AGAIN if code == 0 and not received and not end.get("is_whole") else code
     if end["message"]:
-        print(f"samestep: error: {escape(said)}", file=sys.stderr)
+        print(f"samestep: error: {escape(sentence)}", file=sys.stderr)
     else:
-        say(f"{said}; the others were stopped")
+        say(f"{sentence}; the others were stopped")
     return int(end["code"])
 
 
 def _report(failure: Failure, ranks: Ranks, then: str = "") -> None:
-    """Says what failed; last, and once, the reason.
+    """Print a failure; the reason comes last, and once.
 
     Args:
-        then: what follows from it, where that is not the end.
+        then: what follows, if the launch does not end.
     """
     lines: list[str] = []
     if failure.kind == "error":
         lines.append(f"samestep: error: {failure.message}")
-    elif failure.kind != "exit" or failure.rank not in ranks.shown:  # who exits, and is shown, has said why
+    elif failure.kind != "exit" or failure.rank not in ranks.shown:  # a shown rank that exits has printed its reason
         if failure.log and not failure.traceback:
             where = ranks.find_log(failure.rank)
             lines += [f"samestep: the end of rank {failure.rank}'s output{where and f' ({where})'}:", failure.log]
         own = [other for other in ranks.failures if other.rank != failure.rank and not other.secondary]
-        too = [other.rank for other in own if other.message == failure.message]
-        lines += [f"samestep: {other.reason}" for other in own if other.rank not in too]
+        same = [other.rank for other in own if other.message == failure.message]
+        lines += [f"samestep: {other.reason}" for other in own if other.rank not in same]
         others = ""
         if ranks.world_size > 1:
-            others = f"; so did {', '.join(map(str, sorted(too)))}" if too else "; the others were stopped"
+            others = f"; so did {', '.join(map(str, sorted(same)))}" if same else "; the others were stopped"
         if failure.traceback:
             lines += [f"samestep: rank {failure.rank} of {ranks.world_size} failed{others}"] if others else []
             lines.append(failure.traceback.rstrip("\n"))

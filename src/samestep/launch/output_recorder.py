@@ -1,13 +1,12 @@
-"""What ranks print, through C and child processes too: shown on the terminal, and taken down in a log of each rank.
+"""Captures the output of the ranks, also that of C code and child processes: shows it, and writes a log per rank.
 
-A rank's stdout and stderr are pipes (where they are shown on a terminal: one of its own, so that a bar is still drawn),
-read by the `Recorder`: a process beside the ranks, so that what a rank has printed is not lost when it is killed, and
-that neither a disk that is full nor a terminal that nobody reads can fail a rank. The log is a file of the launcher's
-until the rank's run says, by `start_log`, where it is to be.
+The stdout and stderr of a rank are pipes, or pseudo-terminals if they are shown on a terminal, so that progress bars
+work. The `Recorder`, a process beside the ranks, reads them. So a rank that is killed loses no output, and neither a
+full disk nor a blocked terminal can stop a rank. A log is a file of the launcher until the rank calls `start_log` with
+its path in the run's directory.
 """
 
 import fcntl
-import json
 import os
 import re
 import select
@@ -21,37 +20,37 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from samestep.console import escape
 from samestep.files import open_regular
+from samestep.launch.lines import READ_BYTES, MessageReader, encode_message
 from samestep.world.environment import LOG, TERMINAL, read_log_pipe
 
-READ_BYTES = 1 << 16
-EARLY_BYTES = 1 << 26  # kept of what is shown anyway, for a log that may come
-HELD_BYTES = 1 << 16  # of a line of a terminal
-LEFT_BYTES = 1 << 20  # read of a rank that has ended: what it has left behind may write on for ever
-DRAIN_S = 2.0  # for the terminal to take the last words of ranks that were killed
+EARLY_BYTES = 1 << 26  # kept of a shown rank's output before `start_log`
+HELD_BYTES = 1 << 16  # of an incomplete line of a terminal
+LEFT_BYTES = 1 << 20  # read after the end of a rank: a process that it has left can write forever
+DRAIN_S = 2.0  # limit for a terminal to accept the last output of killed ranks
 
-_DRESS = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")  # colours, and moves of the cursor
+_ESCAPES = re.compile(rb"\x1b\[[0-9;?]*[A-Za-z]")  # colours and cursor movements
 
 
 def start_log(rank: int, path: Path) -> None:
-    """Has what this rank prints, and has printed so far, written to `path`; without a launcher of ours, it is not."""
+    """Write the past and future output of this rank to `path`. Does nothing under another launcher."""
     pipe = read_log_pipe()
     if pipe is not None:
-        with suppress(OSError):  # the recorder is gone
-            os.write(pipe, (json.dumps({"rank": rank, "path": str(path.absolute())}) + "\n").encode())
+        with suppress(OSError):  # the recorder has ended
+            os.write(pipe, encode_message({"rank": rank, "path": str(path.absolute())}))
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Where a rank writes, by one or both of its files 1 and 2.
+    """A pipe or pseudo-terminal that replaces stdout, stderr or both in a rank.
 
     Attributes:
-        inner, outer: the rank's end, and the recorder's.
-        target: where it is shown; None: nowhere.
-        is_terminal: a bar may be drawn on it.
+        files: the file descriptors that it replaces.
+        inner, outer: the ends of the rank and of the recorder.
+        target: the file descriptor that shows the output; None: not shown.
     """
 
     rank: int
@@ -63,19 +62,19 @@ class Stream:
 
 
 def open_streams(rank: int, out: int | None, err: int | None) -> list[Stream]:
-    """The streams of a rank that is shown on the files `out` and `err`; None: it is not."""
+    """Open the streams of a rank that is shown on the file descriptors `out` and `err`; None: not shown."""
     targets: list[tuple[tuple[int, ...], int | None]] = [((1,), out), ((2,), err)]
     if out is None or err is None:
         targets = [((1, 2), None)]
-    elif os.path.sameopenfile(out, err):  # in one stream, they stay in order
+    elif os.path.sameopenfile(out, err):  # one stream keeps the order
         targets = [((1, 2), out)]
     streams = []
     for files, target in targets:
         if target is not None and os.isatty(target):
-            with suppress(OSError):  # there is no terminal to be had: a pipe then
+            with suppress(OSError):  # no pseudo-terminal is available: use a pipe
                 outer, inner = os.openpty()
                 settings = termios.tcgetattr(inner)
-                settings[1] &= ~termios.OPOST  # the true one does that
+                settings[1] &= ~termios.OPOST  # the real terminal does that
                 termios.tcsetattr(inner, termios.TCSANOW, settings)
                 _copy_size(target, outer)
                 streams.append(Stream(rank, files, inner, outer, target, is_terminal=True))
@@ -93,13 +92,13 @@ def _copy_size(source: int, target: int) -> None:
 
 
 class Recording:
-    """The recorder of one start of ranks, for the process that forks it and them.
+    """Starts the recorder for one set of ranks. Used by the process that forks both.
 
     Args:
         shown: rank -> whether it is shown.
-        out, err: the launcher's stdout and stderr; closed by `begin`.
-        directory: takes `rank<N>.log`: all that a rank has printed, or a link to the log of its run.
-        private: what the recorder is to close: files that only this process needs.
+        out, err: the launcher's stdout and stderr; `begin` closes them.
+        directory: receives `rank<N>.log`: the output of a rank, or a link to the log in the run's directory.
+        private: sockets that the recorder closes, because only this process uses them.
     """
 
     def __init__(
@@ -111,9 +110,9 @@ class Recording:
             for stream in open_streams(rank, *((out, err) if is_shown else (None, None)))
         ]
         self._files = [out, err]
-        self._read, self._tell = os.pipe()
+        paths, self._tell = os.pipe()
         self._socket, theirs = socket.socketpair()
-        self._received = b""
+        self._reader = MessageReader(self._socket.fileno())
         self._pid = os.fork()
         if self._pid == 0:
             try:
@@ -122,16 +121,16 @@ class Recording:
                     mine.close()
                 for file in [self._tell, *(stream.inner for stream in self._streams)]:
                     os.close(file)
-                Recorder(self._streams, self._read, theirs, err, directory, [r for r in shown if shown[r]]).run()
+                Recorder(self._streams, paths, theirs, err, directory, [r for r in shown if shown[r]]).run()
             finally:
                 os._exit(1)
         theirs.close()
-        os.close(self._read)
+        os.close(paths)
         for stream in self._streams:
             os.close(stream.outer)
 
     def enter(self, rank: int) -> dict[str, str]:
-        """In the process that is to be `rank`: puts its streams into place. Returns variables for it."""
+        """In the process of `rank`: install its streams. Returns environment variables for it."""
         self._socket.close()
         for stream in self._streams:
             for file in stream.files if stream.rank == rank else ():
@@ -143,32 +142,26 @@ class Recording:
         return {TERMINAL: f"{os.getpid()}:{err}", LOG: f"{os.getpid()}:{self._tell}"}
 
     def begin(self) -> None:
-        """All ranks are forked: what only they and the recorder need is closed here."""
+        """After the fork of all ranks: close the files that only they and the recorder use."""
         for file in [*self._files, self._tell, *(stream.inner for stream in self._streams)]:
             os.close(file)
 
     def finish(self, rank: int) -> None:
-        """A rank has ended: `receive` will say when what it has printed is shown and written."""
-        with suppress(OSError):  # as `receive` will find
-            self._socket.sendall((json.dumps({"ended": rank}) + "\n").encode())
+        """Report the end of a rank to the recorder. `receive` returns the rank when its output is written."""
+        with suppress(OSError):  # `receive` reports the end of the recorder
+            self._socket.sendall(encode_message({"ended": rank}))
 
     def fileno(self) -> int:
-        """For select."""
+        """The file descriptor, for select."""
         return self._socket.fileno()
 
     def receive(self) -> list[int] | None:
-        """The ranks of which all has been taken down; None when the recorder is gone."""
-        try:
-            data = self._socket.recv(READ_BYTES)
-        except OSError:
-            data = b""
-        if not data:
-            return None
-        *lines, self._received = (self._received + data).split(b"\n")
-        return [int(line) for line in lines]
+        """Return the ranks whose output is written; None if the recorder has ended."""
+        messages = self._reader.read()
+        return None if messages is None else [message["ended"] for message in messages]
 
     def close(self) -> None:
-        """Ends the recorder. It has `DRAIN_S` for what it still holds."""
+        """End the recorder. It has `DRAIN_S` to write what it holds."""
         self._socket.close()
         deadline_s = time.monotonic() + DRAIN_S
         with suppress(ChildProcessError):
@@ -181,11 +174,11 @@ class Recording:
 
 
 class Log:
-    """The file that takes what one rank prints.
+    """The log of one rank.
 
     Args:
-        early: a path of the launcher's: the file itself until there is another, then a link to that one.
-        is_shown: it is on the terminal as well, so that this file need not stand in for it.
+        early: path in the launcher's directory: the log itself until `move`, then a link to it.
+        is_shown: the output is also on the terminal, so that `early` need not keep it after an error.
     """
 
     def __init__(self, rank: int, early: str, is_shown: bool) -> None:
@@ -198,7 +191,7 @@ class Log:
             self._file = _open(early)
 
     def move(self, path: str) -> str:
-        """From now on `path` takes it, and what came before as well. Returns what is wrong with it, if anything."""
+        """Continue the log in `path`, with its content so far. Returns the problem, if any."""
         file = None
         try:
             os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -219,7 +212,7 @@ class Log:
         return ""
 
     def write(self, data: bytes) -> str:
-        """Adds to it. Returns what is wrong with it, if anything."""
+        """Append. Returns the problem, if any."""
         if self._file is None:
             return ""
         try:
@@ -228,7 +221,7 @@ class Log:
             failed, self._path = self._path, self._early
             os.close(self._file)
             self._file = None
-            if not self._is_shown and failed != self._early:  # its last words must be somewhere
+            if not self._is_shown and failed != self._early:  # the launcher shows the last lines of a failed rank
                 with suppress(OSError):
                     os.unlink(self._early)
                     self._file = _open(self._early)
@@ -245,30 +238,30 @@ class Log:
 
 
 class Recorder:
-    """Reads what ranks print, until the process that has forked them says that they have ended, or is gone.
+    """Reads the output of the ranks until the process that has forked them closes `control`.
 
     Args:
-        told: by which ranks tell where their logs are to be.
-        control: to the process that has forked the ranks.
-        terminal: takes warnings.
+        paths: pipe on which ranks send the paths of their logs.
+        control: connection to the process that has forked the ranks; reports their ends.
+        terminal: file descriptor for warnings.
     """
 
     def __init__(
-        self, streams: list[Stream], told: int, control: socket.socket, terminal: int, directory: str, shown: list[int]
+        self, streams: list[Stream], paths: int, control: socket.socket, terminal: int, directory: str, shown: list[int]
     ) -> None:
-        self._control, self._told, self._terminal = control, told, terminal
+        self._control, self._paths, self._terminal = control, paths, terminal
+        self._ends, self._moves = MessageReader(control.fileno()), MessageReader(paths)
         self._targets = {stream.outer: stream.target for stream in streams}
         self._held = dict.fromkeys(self._targets, b"")
         ranks = dict.fromkeys(stream.rank for stream in streams)
         self._logs = {rank: Log(rank, os.path.join(directory, f"rank{rank}.log"), rank in shown) for rank in ranks}
         self._open = list(streams)
-        self._received = {control.fileno(): b"", told: b""}
         self._cut: list[int] = []  # the ranks whose logs end early
         self._selector = selectors.DefaultSelector()
         for stream in streams:
             self._selector.register(stream.outer, selectors.EVENT_READ, stream)
         self._selector.register(control, selectors.EVENT_READ)
-        self._selector.register(told, selectors.EVENT_READ)
+        self._selector.register(paths, selectors.EVENT_READ)
 
     def run(self) -> NoReturn:
         is_needed = True
@@ -276,43 +269,34 @@ class Recorder:
             ready = {key.fd: key.data for key, _ in self._selector.select()}
             for stream in [stream for stream in self._open if stream.outer in ready]:
                 self._read(stream)
-            if self._told in ready:
-                self._take_paths()
+            if self._paths in ready:
+                self._move_logs()
             if self._control.fileno() in ready:
-                is_needed = self._take_ends()
+                is_needed = self._finish_ranks()
         for rank in self._logs:
             self._drain(rank)
         if len(self._cut) > 1:
             others = ", ".join(map(str, sorted(self._cut[1:])))
-            self._say(f"the logs of {len(self._cut) - 1} other ranks of this start end early as well: {others}")
+            self._print(f"the logs of {len(self._cut) - 1} other ranks of this start end early as well: {others}")
         os._exit(0)
 
-    def _take(self, file: int) -> list[dict[str, Any]] | None:
-        """The messages that have come; None when nobody is there any more."""
-        try:
-            data = os.read(file, READ_BYTES)
-        except OSError:
-            data = b""
-        *lines, self._received[file] = (self._received[file] + data).split(b"\n")
-        return [json.loads(line) for line in lines] if data else None
-
-    def _take_paths(self) -> None:
-        messages = self._take(self._told)
+    def _move_logs(self) -> None:
+        messages = self._moves.read()
         if messages is None:
-            self._selector.unregister(self._told)
+            self._selector.unregister(self._paths)
         for message in messages or []:
             self._warn(message["rank"], self._logs[message["rank"]].move(message["path"]))
 
-    def _take_ends(self) -> bool:
-        messages = self._take(self._control.fileno())
+    def _finish_ranks(self) -> bool:
+        messages = self._ends.read()
         for message in messages or []:
             self._drain(message["ended"])
             with suppress(OSError):
-                self._control.sendall(f"{message['ended']}\n".encode())
+                self._control.sendall(encode_message(message))
         return messages is not None
 
     def _read(self, stream: Stream) -> int:
-        """Passes on what there is. Returns how many bytes."""
+        """Read a stream once, show it and write it. Returns the number of bytes."""
         try:
             data = os.read(stream.outer, READ_BYTES)
         except BlockingIOError:
@@ -331,7 +315,7 @@ class Recorder:
                 _copy_size(target, stream.outer)
             try:
                 write_all(target, data)
-            except OSError:  # nobody reads any more: no reason to lose the run, or its log
+            except OSError:  # the terminal has closed: continue the run and its log
                 self._targets[stream.outer] = None
         self._write(stream, data)
         return len(data)
@@ -353,7 +337,7 @@ class Recorder:
             self._warn(stream.rank, self._logs[stream.rank].write(_settle(held)))
 
     def _drain(self, rank: int) -> None:
-        """All that a rank has printed that has ended; not what a process writes that it has left behind."""
+        """Read the remaining output of a rank that has ended, but not that of the processes that it has left."""
         for stream in [stream for stream in self._open if stream.rank == rank]:
             left = LEFT_BYTES
             os.set_blocking(stream.outer, False)
@@ -362,20 +346,20 @@ class Recorder:
             self._end_line(stream)
 
     def _warn(self, rank: int, problem: str) -> None:
-        """Of the first at once. Where one log cannot be written, most others cannot, either: those at the end."""
+        """Print the first problem at once. Most others have the same cause and are printed together at the end."""
         if problem and rank not in self._cut:
             self._cut.append(rank)
             if len(self._cut) == 1:
-                self._say(problem)
+                self._print(problem)
 
-    def _say(self, sentence: str) -> None:
+    def _print(self, sentence: str) -> None:
         with suppress(OSError):
             os.write(self._terminal, f"samestep: {escape(sentence)}\n".encode())
 
 
 def _settle(line: bytes) -> bytes:
-    """What a line of a terminal shows in the end, where it was drawn over and over."""
-    return _DRESS.sub(b"", line.rstrip(b"\r").rpartition(b"\r")[2])
+    """Return the final content of a terminal line that was drawn repeatedly."""
+    return _ESCAPES.sub(b"", line.rstrip(b"\r").rpartition(b"\r")[2])
 
 
 def _open(path: str) -> int:
@@ -383,10 +367,10 @@ def _open(path: str) -> int:
 
 
 def write_all(file: int, data: bytes) -> None:
-    """As os.write, until all is written. Raises OSError."""
+    """`os.write` until everything is written. Raises OSError."""
     view = memoryview(data)
     while view:
         try:
             view = view[os.write(file, view) :]
-        except BlockingIOError:  # whoever has it, too, wants it so
+        except BlockingIOError:  # another process has made the file non-blocking
             select.select([], [file], [])

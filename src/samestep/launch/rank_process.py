@@ -1,4 +1,4 @@
-"""What happens inside a rank: it runs a script as `python script.py` would, and says why it failed."""
+"""The process of one rank: runs the target as `python script.py` would, and reports how it failed."""
 
 import atexit
 import builtins
@@ -27,56 +27,38 @@ from samestep.errors import Error, PeerFailed, Stuck, WorkerDied, recognize
 from samestep.world.environment import HOOK
 from samestep.world.private import make_private, read_private
 
-LEAVE_S = 30  # for what is registered with atexit, in a rank that has failed
+LEAVE_S = 30  # limit for the atexit functions of a failed rank
+# A RuntimeError or ConnectionError that is raised in these packages means that another rank was lost.
+COMMUNICATION = ("torch.distributed", "samestep.engine", "samestep.world")
 
-# What torch.distributed says where another rank has gone. Its exception types are not always specific.
 T = TypeVar("T")
-
-PEER_LOST = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection was closed",
-    "connection refused",
-    "broken pipe",
-    "remote process exited",
-    "socketpoll",
-    "recv failed",
-    "send failed",
-    "recvvalue failed",
-    "sendbytes failed",
-    "recvbytes failed",
-    "timed out waiting for",
-    "nccl communicator was aborted",
-    "ncclremoteerror",
-)
-BETWEEN_RANKS = ("/torch/distributed/", "/samestep/engine/", "/samestep/world/")
-
 
 kept_signals: list[int] = []
 
 
 def keep_signal(signum: int, frame: types.FrameType | None) -> None:
-    """Keeps a SIGUSR1 that comes before the script has made its Run, as it does where a job's time is short. The Run
-    takes it, and leaves before its first step: the rank must not die of it, or the job would not be queued again.
+    """Record a SIGUSR1 that arrives before the script creates its Run, as with a short time limit of a job.
+
+    The Run handles it before its first step. The rank must survive it, or the job would not be requeued.
     """
     kept_signals.append(signum)
 
 
 def run_rank(*, rank: int, variables: dict[str, str], cwd: str, target: dict[str, Any], directory: str) -> NoReturn:
-    """Runs the target and ends the process.
+    """Run the target and end the process.
 
     Args:
         rank: this rank.
-        variables: its whole environment.
-        cwd: its current directory.
-        target: fields of a `Target`.
-        directory: takes `<rank>.json` when the rank fails, and what a called function returned or raised.
+        variables: the whole environment.
+        cwd: the working directory.
+        target: the fields of a `Target`.
+        directory: receives `<rank>.json` if the rank fails, and the result or exception of a function call.
     """
     pid = os.getpid()
 
-    def note(error: BaseException, code: int) -> None:
-        """Leaves the error for the launcher; in a process that the target has forked, shows it."""
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a DataLoader worker has died
+    def report(error: BaseException, code: int) -> None:
+        """Write the error for the launcher; print it in a process that the target has forked."""
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises after the death of a DataLoader worker
         if os.getpid() == pid:
             write_error(rank, directory, error, code)
         elif not isinstance(error, SystemExit):
@@ -89,8 +71,8 @@ def run_rank(*, rank: int, variables: dict[str, str], cwd: str, target: dict[str
     try:
         _set_up_streams()
         os.chdir(cwd)
-        _refresh(variables)
-        # What multiprocessing keeps for its workers goes with the directory, also when this rank is killed.
+        _separate_from_server(variables)
+        # The temporary files of multiprocessing are then removed with the directory, also after a SIGKILL.
         multiprocessing.current_process()._config["tempdir"] = directory  # type: ignore[attr-defined]
         if HOOK in variables:
             module, options = json.loads(variables[HOOK])
@@ -100,30 +82,30 @@ def run_rank(*, rank: int, variables: dict[str, str], cwd: str, target: dict[str
     except SystemExit as error:
         code = _exit_code(error)
         if code:
-            note(error, code)
+            report(error, code)
     except KeyboardInterrupt as error:
         if os.getpid() != pid:
-            note(error, 1)
+            report(error, 1)
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)  # as Python does; the launcher, which has sent it, says nothing of that
+        os.kill(os.getpid(), signal.SIGINT)  # as Python does; the launcher, which sent it, prints nothing about it
         code = 1
     except BaseException as error:
         code = error.exit_code if isinstance(error, Error) else 1
-        note(error, code)
+        report(error, code)
     leave(code)
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process as Python would, less the teardown of modules: that takes torch 0.3 s."""
+    """End this process as Python would, but without the teardown of modules, which takes torch 0.3 s."""
     if code:
-        # The other ranks wait for this one, and cannot know why: it must not stay for long.
+        # The other ranks wait for this one until it ends.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(LEAVE_S)
     with suppress(BaseException):
         if code == 0:
-            threading._shutdown()  # type: ignore[attr-defined]  # Waits for threads that are not daemons.
+            threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons
     with suppress(BaseException):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a late Ctrl-C has nothing to stop, and would print a traceback
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a late Ctrl-C would only print a traceback
         atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
@@ -132,12 +114,15 @@ def leave(code: int) -> NoReturn:
 
 
 def load_main(kind: str, name: str, arguments: list[str]) -> tuple[types.CodeType, types.ModuleType]:
-    """A script or module as the program: its code, and a fresh `__main__` for it. Sets sys.argv and sys.path[0].
+    """Load a script or module as the main program. Sets sys.argv, sys.path[0] and sys.modules["__main__"].
 
     Args:
-        kind: "script": `name` is a file; "module": `name` is a module, as in `python -m`; "recipe": one of samestep's.
+        kind: "script" (`name` is a file), "module" (as `python -m`) or "recipe" (a module of samestep).
         name: the script or module.
         arguments: sys.argv[1:].
+
+    Returns:
+        Its code, and the new `__main__` to execute it in.
 
     Raises:
         Error: there is no such module.
@@ -189,24 +174,24 @@ def _run(target: Callable[[], T]) -> T:
 
 
 def _call(rank: int, directory: Path, pickle: Path) -> None:
-    """Calls the pickled function; leaves rank 0's value in `value.pickle`, an exception in `<rank>.pickle`."""
+    """Call the pickled function. Write rank 0's result to `value.pickle`, an exception to `<rank>.pickle`."""
     sys.path[:] = json.loads(read_private(directory / "path.json"))
     try:
         fn, args, kwargs = cloudpickle.loads(read_private(pickle))
-        if getattr(fn, "__module__", None) == "__main__":  # where plain pickle will look for its classes
+        if getattr(fn, "__module__", None) == "__main__":  # where plain pickle looks up its classes
             sys.modules["__main__"].__dict__.update(getattr(fn, "__globals__", {}))
         value = _run(lambda: fn(*args, **kwargs))
         if rank == 0:
             (directory / "value.pickle").write_bytes(cloudpickle.dumps(value))
     except Exception as error:
-        with suppress(Exception):  # What cannot be pickled is told by its traceback.
+        with suppress(Exception):  # the traceback describes an exception that cannot be pickled
             (directory / f"{rank}.pickle").write_bytes(cloudpickle.dumps(error))
         raise
 
 
 def _set_up_streams() -> None:
-    # Lines appear, or are in the log, when they are printed, whatever becomes of the rank; and each in one
-    # piece (even where PYTHONUNBUFFERED is set), so that those of several ranks do not mix.
+    # Write each line at once and in one piece (also with PYTHONUNBUFFERED), so that a killed rank loses no line and
+    # the lines of several ranks do not mix.
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
@@ -214,8 +199,8 @@ def _set_up_streams() -> None:
         faulthandler.enable()
 
 
-def _refresh(variables: dict[str, str]) -> None:
-    """Gives a rank of its own what all ranks of a fork server would share."""
+def _separate_from_server(variables: dict[str, str]) -> None:
+    """Reset the state that all ranks of a fork server would share."""
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
         numpy_random.seed()
@@ -232,10 +217,11 @@ def _exit_code(error: SystemExit) -> int:
 
 
 def write_error(rank: int, directory: str, error: BaseException, code: int) -> None:
+    """Write this rank's report for the launcher: `<rank>.json`, as `local_ranks.Failure` reads it."""
     if isinstance(error, SystemExit):
         kind, message, text = "exit", f"code {code}", ""
         if not isinstance(error.code, int):
-            print(error.code, file=sys.stderr)  # as Python does with sys.exit("some text")
+            print(error.code, file=sys.stderr)  # as Python does for sys.exit("some text")
     elif isinstance(error, (Stuck, WorkerDied)):
         kind, message, text = "stuck", f"{error}" if isinstance(error, Stuck) else f"rank {rank}'s {error}", ""
     elif isinstance(error, Error):
@@ -262,7 +248,7 @@ def write_error(rank: int, directory: str, error: BaseException, code: int) -> N
 
 
 def _format(error: BaseException) -> str:
-    """The traceback as `python script.py` shows it: without the frames that led to the script."""
+    """Format the traceback as `python script.py` prints it, without the frames of this module."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
@@ -270,21 +256,23 @@ def _format(error: BaseException) -> str:
 
 
 def is_secondary(error: BaseException) -> bool:
-    """Whether the rank is well and has only lost another: what went wrong first was a message between ranks."""
+    """Return whether this rank has only lost another one.
+
+    That is so if the first exception of the chain is a PeerFailed, one of torch's errors of communication, or a plain
+    RuntimeError or a ConnectionError raised inside the packages that communicate with other ranks. Messages are not
+    examined. If all failures of a launch look like this, the launcher reports the earliest.
+    """
     root = error
     seen = {id(root)}
     while (before := root.__cause__ or root.__context__) is not None and id(before) not in seen:
         root = before
         seen.add(id(root))
-    if isinstance(root, PeerFailed):
-        return True
-    if isinstance(root, ConnectionError):
-        return _is_between_ranks(root)
-    from_torch = isinstance(root, RuntimeError) or type(root).__module__.startswith("torch.distributed")
-    return from_torch and any(sign in str(root).lower() for sign in PEER_LOST)
-
-
-def _is_between_ranks(error: BaseException) -> bool:
-    """Whether it comes from what ranks say to each other, not from a data loader's worker or the script's own wires."""
-    frames = traceback.walk_tb(error.__traceback__)
-    return any(place in frame.f_code.co_filename for frame, _ in frames for place in BETWEEN_RANKS)
+    if isinstance(root, PeerFailed) or type(root).__module__.startswith("torch.distributed"):
+        return True  # torch.distributed.DistError and its subclasses
+    if type(root) is not RuntimeError and not isinstance(root, ConnectionError):
+        return False
+    innermost = root.__traceback__
+    while innermost is not None and innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    module = "" if innermost is None else str(innermost.tb_frame.f_globals.get("__name__", ""))
+    return module.startswith(COMMUNICATION)

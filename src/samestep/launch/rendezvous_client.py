@@ -1,11 +1,10 @@
-"""Launchers of several nodes as one: who they are, and how they meet, start together and hear of each other's end.
+"""The options of a launch on several nodes, and a node's connection to the rendezvous server.
 
-One of them, on the machine that `--rdzv-endpoint` names, holds the `Hub`; all, that one too, are connected to it by a
-`Link`. A launcher that dies takes its connection with it, and a machine that vanishes is found out by the kernel's
-keep-alives: nothing here compares clocks, and nothing is polled for.
+The launcher on the machine that `--rdzv-endpoint` names runs the server. Every launcher, that one too, connects to it
+by a `Link`. The connection closes when a launcher dies, and the kernel's keep-alives detect a machine that vanishes:
+nothing here compares clocks or polls.
 """
 
-import ipaddress
 import os
 import platform
 import shlex
@@ -21,10 +20,11 @@ from typing import Any
 from samestep.config import Overrides, to_variables
 from samestep.errors import Error
 from samestep.launch.handshake import is_proven, make_nonce, prove
-from samestep.launch.links import MAX_LINE, Link, check_fields
+from samestep.launch.links import Link, check_fields
 from samestep.launch.local_ranks import MOST_LOCAL_RANKS, Target
 from samestep.version import __version__
 from samestep.world.environment import SECRET, read_host, read_overrides
+from samestep.world.host import is_loopback, list_addresses
 from samestep.world.version_check import hash_file
 
 DEFAULT_PORT = 29400  # torchrun's
@@ -34,15 +34,15 @@ GREETING_S = 10.0
 
 @dataclass(frozen=True)
 class Nodes:
-    """What `launch` was told of the nodes.
+    """The nodes of a launch.
 
     Attributes:
-        least, most: how many make a run; the same number where it cannot change.
-        node_rank: this one's place; None: as they come.
-        host, port: where they meet.
-        run_id: tells runs apart that meet at one place.
-        timeout_s: how long to wait for the others.
-        secret: what the launchers of all nodes know; "" only at a loopback address.
+        least, most: minimum and maximum number of nodes.
+        node_rank: index of this node; None: in the order of joining.
+        host, port: the rendezvous endpoint.
+        run_id: distinguishes runs with the same endpoint.
+        timeout_s: limit for the other nodes to join.
+        secret: shared by all launchers; "" only at a loopback address.
     """
 
     least: int
@@ -56,25 +56,25 @@ class Nodes:
 
     @property
     def endpoint(self) -> str:
-        """As it was written."""
+        """Host and port, as on the command line."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
 def parse_nodes(
     nnodes: str, node_rank: int | None, endpoint: str | None, run_id: str, timeout_s: float, secret: str = ""
 ) -> Nodes | None:
-    """The options of `launch` that concern nodes; None where there is only this one.
+    """Parse the options of `launch` for several nodes. Returns None for one node.
 
     Raises:
-        Error: they make no sense, the endpoint's host has no address, or other machines can reach it and there is no
-            secret.
+        Error: an option is invalid, the endpoint's host has no address, or other machines can reach the endpoint and
+            there is no secret.
     """
     first, _, last = nnodes.partition(":")
     if not first.isdecimal() or not (last or first).isdecimal() or not 1 <= int(first) <= int(last or first):
         raise Error(f"--nnodes takes a number, or MIN:MAX such as 1:4, not {nnodes!r}")
     least, most = int(first), int(last or first)
     if node_rank is not None and not 0 <= node_rank < most:
-        raise Error(f"--node-rank {node_rank} is none of {most} nodes: they are 0 to {most - 1}")
+        raise Error(f"--node-rank is {node_rank}, but the {most} nodes are 0 to {most - 1}")
     if most == 1:
         return None
     if endpoint is None:
@@ -89,7 +89,7 @@ def parse_nodes(
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise Error(f"--rdzv-endpoint {endpoint}: no address of {host} is known here ({error.strerror})") from None
-    if not secret and not _is_loopback(host):
+    if not secret and not _names_loopback(host):
         raise Error(
             f"other machines can reach --rdzv-endpoint {endpoint}, and there is no secret to tell them from this run's "
             f"nodes: set {SECRET} to the same text on all nodes (`openssl rand -hex 32` prints one), or name a file "
@@ -98,17 +98,16 @@ def parse_nodes(
     return Nodes(least, most, node_rank, host, port, run_id, timeout_s, secret)
 
 
-def _is_loopback(host: str) -> bool:
-    """Whether only this machine reaches a host that is written so: an address of the loopback, or localhost. (Other
-    names may have a loopback address here, and one that others reach there.)"""
+def _names_loopback(host: str) -> bool:
+    """Return whether `host` is localhost or a loopback address. Other names can resolve differently elsewhere."""
     try:
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+        return is_loopback(host)
     except ValueError:
         return host == "localhost"
 
 
 def parse_endpoint(text: str) -> tuple[str, int]:
-    """ "host:port", "address:port" or "[IPv6 address]:port", as host and port. Raises Error otherwise."""
+    """Parse "host:port", "address:port" or "[IPv6 address]:port"; the port is optional. Raises Error otherwise."""
     host, colon, port = text.rpartition(":")
     if text.startswith("[") and text.endswith("]"):
         host, colon, port = text, "", ""
@@ -118,53 +117,40 @@ def parse_endpoint(text: str) -> tuple[str, int]:
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
     elif ":" in host:
-        wrong = "; an IPv6 address stands in brackets, [fd00::1]:29400"
+        wrong = "; write an IPv6 address in brackets, [fd00::1]:29400"
     port = port if colon else str(DEFAULT_PORT)
     if wrong or not host or not port.isdecimal() or not 0 < int(port) < 65536:
         raise Error(f"--rdzv-endpoint takes HOST:PORT, with a port from 1 to 65535, not {text!r}{wrong}")
     return host, int(port)
 
 
-def find_addresses() -> dict[str, str]:
-    """This machine's addresses, each with its interface."""
-    import psutil  # takes longer than all else here; most launches do without
-
-    families = (socket.AF_INET, socket.AF_INET6)
-    return {
-        entry.address.partition("%")[0]: name
-        for name, entries in psutil.net_if_addrs().items()
-        for entry in entries
-        if entry.family in families
-    }
-
-
 def find_own_address(host: str) -> str | None:
-    """The address of this machine to listen at, so that others reach it as `host`: no interface but that one.
+    """Return the address of this machine to listen at, so that other machines reach it as `host`.
 
     Returns:
-        An address, IPv4 before IPv6; "" for all: a machine's own name may have a loopback address here (Debian:
-        127.0.1.1), and another one elsewhere. None where `host` is another machine.
+        An address, IPv4 before IPv6. "" for all addresses: on Debian a machine's own name resolves to 127.0.1.1 on the
+        machine itself. None if `host` is another machine.
     """
     found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     addresses = sorted((str(address[0]) for *_, address in found), key=lambda address: ":" in address)
-    loopback = [each for each in addresses if ipaddress.ip_address(each.partition("%")[0]).is_loopback]
-    mine = find_addresses()
-    own = [each for each in addresses if each.partition("%")[0] in mine and each not in loopback]
+    loopback = [each for each in addresses if is_loopback(each)]
+    local = list_addresses()
+    own = [each for each in addresses if each.partition("%")[0] in local and each not in loopback]
     if own:
         return own[0]
     if loopback:
-        return loopback[0] if _is_loopback(host) else ""
+        return loopback[0] if _names_loopback(host) else ""
     return None
 
 
 def describe_target(target: Target) -> str:
-    """A hash of what is to run, where that is a file: nodes with different ones must not start together."""
+    """Return a hash of the file to run, else its name. Nodes with different values must not start together."""
     file = _find_module(target.name) if target.kind == "module" else target.name if target.kind == "script" else None
     return target.name if file is None else hash_file(file)
 
 
 def _find_module(name: str) -> str | None:
-    """The file of a module that is to run; found without importing the packages that it is in."""
+    """Find the file of a module without importing the packages that contain it."""
     places: Sequence[str] | None = [os.getcwd(), *sys.path]
     found = None
     parts = name.split(".")
@@ -173,14 +159,14 @@ def _find_module(name: str) -> str | None:
         if found is None:
             return None
         places = found.submodule_search_locations
-    if places is not None:  # a package: as python -m, its __main__
+    if places is not None:  # a package: python -m runs its __main__
         found = PathFinder.find_spec(f"{name}.__main__", places)
     return found.origin if found is not None and found.has_location else None
 
 
 @dataclass(frozen=True)
 class Hello:
-    """What a node says of itself."""
+    """A node's description of itself, which it sends to the server."""
 
     host: str
     node_rank: int | None
@@ -198,11 +184,11 @@ class Hello:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The name in messages."""
         return self.host if self.node_rank is None else f"node {self.node_rank} ({self.host})"
 
 
-# Options that may differ between nodes.
+# Options that can differ between nodes.
 PER_NODE = ("local_dir", "grace_s")
 _KINDS: dict[str, Any] = {
     "host": str, "node_rank": int | None, "num_ranks": int, "nnodes": list, "run_id": str, "max_restarts": int,
@@ -211,7 +197,7 @@ _KINDS: dict[str, Any] = {
 
 
 def parse_hello(fields: Mapping[str, Any]) -> Hello:
-    """What has come from a node, checked. Raises ValueError where no launcher of ours has sent it."""
+    """Check and convert the fields that a node has sent. Raises ValueError if no launcher of samestep sends them."""
     check_fields(fields, _KINDS)
     words = [*fields["arguments"], *fields["overrides"].values(), *fields["overrides"], *fields["nnodes"]]
     if not all(isinstance(word, str | int) for word in words) or len(fields["nnodes"]) != 2:
@@ -225,7 +211,7 @@ def parse_hello(fields: Mapping[str, Any]) -> Hello:
 def build_hello(
     nodes: Nodes, target: Target, num_ranks: int, max_restarts: int, overrides: Overrides | None = None
 ) -> Hello:
-    """This node's. `overrides` come before the SAMESTEP_* variables."""
+    """Build this node's description. `overrides` take precedence over the SAMESTEP_* variables."""
     import torch
 
     options = {**read_overrides(), **(overrides or {})}
@@ -247,7 +233,7 @@ def build_hello(
 
 
 def find_difference(hello: Hello, others: Sequence[Hello]) -> str | None:
-    """Why a node cannot run together with the `others`; None where it can."""
+    """Return why a node cannot run together with the `others`; None if it can."""
     for other in others:
         if hello.node_rank is not None and hello.node_rank == other.node_rank:
             return (
@@ -277,7 +263,7 @@ def find_difference(hello: Hello, others: Sequence[Hello]) -> str | None:
 
 
 def find_other_arguments(hello: Hello, other: Hello) -> str | None:
-    """What is to be said where two nodes give their script other arguments: those may be paths, and right."""
+    """Return a warning if two nodes pass different arguments to the script. Paths can rightly differ."""
     mine, theirs = _group_arguments(hello.arguments), _group_arguments(other.arguments)
     only_mine = shlex.join(word for words in mine if words not in theirs for word in words)
     only_theirs = shlex.join(word for words in theirs if words not in mine for word in words)
@@ -285,12 +271,12 @@ def find_other_arguments(hello: Hello, other: Hello) -> str | None:
         return None
     return (
         f"{hello.name} gives {hello.script} other arguments than {other.name}, {only_mine or 'nothing'} instead of "
-        f"{only_theirs or 'nothing'}: if they are more than paths, the models may differ"
+        f"{only_theirs or 'nothing'}: if they are not only paths, the models can differ"
     )
 
 
 def _group_arguments(arguments: Sequence[str]) -> list[list[str]]:
-    """Each option with what follows it."""
+    """Group each option with its values."""
     groups: list[list[str]] = [[]]
     for word in arguments:
         if word.startswith("-") and not word[1:2].isdigit():
@@ -303,14 +289,15 @@ def _show(value: Any) -> str:
     return ":".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def connect(nodes: Nodes, hello: Hello, is_told: Callable[[], bool]) -> Link | None:
-    """A link to the hub, when it has admitted this node; None when `is_told` says that it is not wanted any more.
+def connect(nodes: Nodes, hello: Hello, is_cancelled: Callable[[], bool]) -> Link | None:
+    """Connect to the rendezvous server, which admits this node; None if `is_cancelled` returns True before.
 
     Raises:
-        Error: there is nobody for too long, it is no hub or one with another secret, or it does not admit this node.
+        Error: there is no answer within `nodes.timeout_s`, another program answers or a server with another secret, or
+            the server refuses this node.
     """
     deadline_s = time.monotonic() + nodes.timeout_s
-    while not is_told():
+    while not is_cancelled():
         try:
             connection = socket.create_connection((nodes.host, nodes.port), timeout=GREETING_S)
             connection.settimeout(None)
@@ -323,15 +310,15 @@ def connect(nodes: Nodes, hello: Hello, is_told: Callable[[], bool]) -> Link | N
         except OSError as error:
             if time.monotonic() > deadline_s:
                 raise Error(
-                    f"nobody answered at {nodes.endpoint} within {nodes.timeout_s:.0f} s ({error.strerror or error}): "
-                    "start the launcher on that machine, too, and look whether a firewall closes the port"
+                    f"no answer from {nodes.endpoint} within {nodes.timeout_s:.0f} s ({error.strerror or error}): "
+                    "start the launcher on that machine too, and check that no firewall closes the port"
                 ) from None
             time.sleep(RETRY_S)
             continue
         if answer is None or answer.get("kind") not in ("welcome", "refused"):
             link.close()
             raise Error(
-                f"the port of --rdzv-endpoint {nodes.endpoint} is in use by something that is no samestep launcher: "
+                f"the port of --rdzv-endpoint {nodes.endpoint} is in use by a program that is no samestep launcher: "
                 "choose another one, on all nodes"
             )
         if answer["kind"] == "refused":
@@ -342,27 +329,27 @@ def connect(nodes: Nodes, hello: Hello, is_told: Callable[[], bool]) -> Link | N
 
 
 def _greet(link: Link, nodes: Nodes) -> None:
-    """The node's side of the handshake.
+    """Perform the node's side of the handshake.
 
     Raises:
-        Error: the secrets are not the same.
-        ValueError: there is no hub.
-        OSError: it is gone.
+        Error: the secrets differ.
+        ValueError: the peer is no rendezvous server.
+        OSError: the connection was closed.
     """
     challenge, nonce = _wait_for_answer(link), make_nonce()
     if challenge is None or challenge["kind"] != "challenge" or not isinstance(challenge.get("nonce"), str):
-        raise ValueError("no hub")
+        raise ValueError("no rendezvous server")
     link.send("proof", nonce=nonce, proof=prove(nodes.secret, "node", challenge["nonce"], nonce))
     answer = _wait_for_answer(link)
     if answer is None or answer["kind"] not in ("proof", "denied"):
-        raise ValueError("no hub")
+        raise ValueError("no rendezvous server")
     if answer["kind"] == "denied" or not is_proven(answer, nodes.secret, "hub", challenge["nonce"], nonce):
         link.close()
         raise Error(
             f"the launcher at {nodes.endpoint} does not have this node's secret: give all nodes the same {SECRET}, or "
             "the same file with --rdzv-secret"
         )
-    link.max_line = MAX_LINE
+    link.trust()
 
 
 def _wait_for_answer(link: Link) -> dict[str, Any] | None:

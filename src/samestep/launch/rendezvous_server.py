@@ -1,10 +1,10 @@
-"""Where launchers of several nodes meet: it admits them, starts their ranks together, and decides after each end.
+"""The rendezvous server of several nodes: admits launchers, starts all ranks together, and decides what follows.
 
-The hub is a thread in the launcher on the machine of `--rdzv-endpoint`. A *round* is one start of all ranks. It ends
-when every node that is still there has told how its ranks ended; then all start again, or all are through.
+The server is a thread of the launcher on the machine of `--rdzv-endpoint`. A *round* is one start of all ranks. It ends
+when every connected node has reported how its ranks ended. Then all ranks start again, or the launch ends.
 
-Anybody may connect. Until a connection has proven that it knows the secret, the hub reads one short line from it, and
-sends it nothing but a random number; until it is admitted, nothing that it sends has an effect on the run.
+Any machine can connect. Before a connection has proven that it knows the secret, the server reads one short line from
+it and sends it only a random number. Before it is admitted, nothing that it sends affects the run.
 """
 
 import ipaddress
@@ -21,16 +21,17 @@ from typing import Any
 from samestep.console import say
 from samestep.errors import Error
 from samestep.launch.handshake import is_proven, make_nonce, prove
-from samestep.launch.links import MAX_LINE, Link, check_fields, open_listener
-from samestep.launch.local_ranks import Failure
+from samestep.launch.links import Link, check_fields, open_listener
+from samestep.launch.local_ranks import Failure, find_first, open_store
 from samestep.launch.rendezvous_client import Hello, Nodes, find_difference, find_other_arguments, parse_hello
 from samestep.world.environment import Restart
+from samestep.world.host import is_loopback
 
 TICK_S = 0.1
-LAST_CALL_S = 2.0  # for further nodes, before a run begins that could do with fewer
-FLUSH_S = 5.0  # for everyone to hear of the end
+LAST_CALL_S = 2.0  # for more nodes to join after the minimum is reached, before the first round
+FLUSH_S = 5.0  # for the nodes to receive the end
 STRANGER_S = 15.0  # for a connection to be admitted
-MAX_STRANGERS = 128  # connections that are not admitted; one more, and the oldest is closed
+MAX_STRANGERS = 128  # connections that are not admitted; beyond that, the oldest is closed
 MAX_WARNINGS = 8  # about connections without the secret
 _OUTCOME = {"kind": str, "round": int, "failure": dict | None, "signum": int, "is_well": bool, "done": bool}
 _FAILURE = {
@@ -41,13 +42,15 @@ _FAILURE = {
 
 @dataclass
 class Member:
-    """A connection, and, once it is admitted, a node: what it says of itself, and how its ranks ended in this round.
+    """A connection, and a node once it is admitted.
 
     Attributes:
-        nonce: what it has to answer to.
-        since_s: when it connected, or was sent the end.
-        is_proven: it knows the secret.
-        is_through: it was refused, or was sent the end: nothing more is read from it.
+        nonce: the challenge that it must answer.
+        since_s: when it connected, or when the end was sent to it.
+        is_proven: it has proven that it knows the secret.
+        is_through: it was refused, or the end was sent to it; its messages are ignored.
+        hello: its description, once admitted.
+        outcome: how its ranks ended in this round.
     """
 
     link: Link
@@ -61,35 +64,35 @@ class Member:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """The name in messages."""
         return "a node" if self.hello is None else self.hello.name
 
 
-class Hub(threading.Thread):
-    """Begins to listen when started. Its decisions go to all nodes alike, by their links.
+class RendezvousServer(threading.Thread):
+    """The server thread. It sends each decision to all nodes.
 
     Args:
-        listener: at the endpoint's port.
-        max_restarts: after how many failures the next one ends the run.
-        received: grows by each signal that the launcher on this machine is sent.
+        listener: listens at the endpoint.
+        max_restarts: how often all ranks are restarted after a failure.
+        received: the signals that the launcher on this machine has received so far.
     """
 
     def __init__(self, nodes: Nodes, listener: socket.socket, max_restarts: int, received: Sequence[int]) -> None:
-        super().__init__(name="samestep hub", daemon=True)
+        super().__init__(name="samestep rendezvous", daemon=True)
         self._nodes, self._listener = nodes, listener
         self._max_restarts, self._received = max_restarts, received
         self._members: list[Member] = []
-        self._strangers: list[Member] = []  # connected and not admitted, or no longer
+        self._strangers: list[Member] = []  # not admitted, or no longer a member
         self._selector = selectors.DefaultSelector()
-        listener.setblocking(False)  # a connection may be gone before it is accepted
+        listener.setblocking(False)  # a connection can be closed before it is accepted
         self._selector.register(listener, selectors.EVENT_READ)
         self._round = 0
         self._in_round = self._is_over = False
         self._num_restarts = 0
-        self._room = sys.maxsize  # how many ranks the run can take, once it is known
+        self._room = sys.maxsize  # how many ranks the run can use, once known
         self._restart: Restart | None = None
         self._lost: list[str] = []
-        self._warnings: set[str] = set()  # that were said
+        self._warnings: set[str] = set()  # printed so far
         self._is_making_room = False
         self._store: Any = None
         self._changed_s = time.monotonic()
@@ -98,7 +101,7 @@ class Hub(threading.Thread):
     def run(self) -> None:
         try:
             self._serve()
-        finally:  # whatever has happened, the nodes are to know that nobody is here any more
+        finally:  # closed connections tell the nodes that the server has ended
             self._listener.close()
             for member in [*self._members, *self._strangers]:
                 member.link.close()
@@ -109,7 +112,7 @@ class Hub(threading.Thread):
                 if key.fileobj is self._listener:
                     self._accept()
                 else:
-                    self._hear(key.data)
+                    self._receive(key.data)
             for member in [each for each in self._strangers if time.monotonic() > each.since_s + STRANGER_S]:
                 self._drop(member)
             if self._in_round:
@@ -123,9 +126,9 @@ class Hub(threading.Thread):
         deadline_s = time.monotonic() + FLUSH_S
         while (self._members or self._strangers) and time.monotonic() < deadline_s:
             for key, _ in self._selector.select(TICK_S):
-                self._hear(key.data)
+                self._receive(key.data)
 
-    # --- who is there -----------------------------------------------------------------------------------------
+    # --- members ----------------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
         with suppress(OSError):
@@ -138,7 +141,7 @@ class Hub(threading.Thread):
             self._selector.register(member.link, selectors.EVENT_READ, member)
             member.link.send("challenge", nonce=member.nonce)
 
-    def _hear(self, member: Member) -> None:
+    def _receive(self, member: Member) -> None:
         if member not in self._members and member not in self._strangers:
             return  # dropped since the select
         try:
@@ -152,8 +155,8 @@ class Hub(threading.Thread):
                         raise ValueError("not a hello")
                     self._admit(member, parse_hello(message))
                 else:
-                    self._take(member, message)
-        except (OSError, ValueError, KeyError, TypeError):  # it has gone, or is no launcher of ours
+                    self._process(member, message)
+        except (OSError, ValueError, KeyError, TypeError):  # closed, or not a launcher of samestep
             self._drop(member)
 
     def _check_proof(self, member: Member, message: Mapping[str, Any]) -> None:
@@ -164,11 +167,12 @@ class Hub(threading.Thread):
             if len(self._warnings) < MAX_WARNINGS:
                 self._warn(f"a connection from {address} was refused: it does not have the secret of this run's nodes")
             raise ValueError("no proof")
-        member.is_proven, member.link.max_line = True, MAX_LINE
+        member.is_proven = True
+        member.link.trust()
         member.link.send("proof", proof=prove(secret, "hub", member.nonce, str(nonce)))
 
-    def _take(self, member: Member, message: dict[str, Any]) -> None:
-        """What an admitted node says."""
+    def _process(self, member: Member, message: dict[str, Any]) -> None:
+        """Process a message of an admitted node."""
         if message["kind"] == "room":
             self._room = int(message["num_ranks"])
         elif message["kind"] == "ended" and message["round"] == self._round and member.in_round:
@@ -176,11 +180,11 @@ class Hub(threading.Thread):
             if message["failure"] is not None:
                 check_fields(message["failure"], _FAILURE)
             member.outcome = message
-            if not message["is_well"]:  # else the others may still be saving
+            if not message["is_well"]:  # otherwise the other nodes can still be saving
                 self._stop_all("now")
 
     def _warn(self, sentence: str) -> None:
-        """Says a sentence once."""
+        """Print a sentence once."""
         if sentence not in self._warnings:
             self._warnings.add(sentence)
             say(sentence)
@@ -205,13 +209,13 @@ class Hub(threading.Thread):
             reason = f"{full}: raise --nnodes, or use another port"
         num_ranks = sum(other.num_ranks for other in there)
         if reason is None and num_ranks + hello.num_ranks > self._room:
-            full = f"the run at {self._nodes.endpoint} can take {self._room} ranks, one per micro-batch of a step"
+            full = f"the run at {self._nodes.endpoint} can use {self._room} ranks, one per micro-batch of a step"
             reason = f"{full}, and has {num_ranks}: start fewer here"
         if reason is not None:
             member.is_through = True
             member.link.send("refused", reason=reason)
-            say(f"{hello.name} was turned away: {reason}")
-            return  # it closes the link itself
+            say(f"{hello.name} was refused: {reason}")
+            return  # the node closes the link
         warning = find_other_arguments(hello, there[0]) if there else None
         if warning is not None:
             self._warn(warning)
@@ -224,25 +228,25 @@ class Hub(threading.Thread):
             self._is_making_room = True
             self._stop_all("saved")
 
-    # --- what they do -----------------------------------------------------------------------------------------
+    # --- rounds -----------------------------------------------------------------------------------------------------
 
     def _begin_if_complete(self) -> None:
         now_s, there = time.monotonic(), len(self._members)
-        is_called = self._round > 0 or now_s > self._changed_s + LAST_CALL_S
-        if there == self._nodes.most or (there >= self._nodes.least and is_called):
+        is_due = self._round > 0 or now_s > self._changed_s + LAST_CALL_S
+        if there == self._nodes.most or (there >= self._nodes.least and is_due):
             self._begin()
         elif now_s > self._wait_s:
             self._end(message=self._describe_missing())
 
     def _describe_missing(self) -> str:
         hellos = [member.hello for member in self._members if member.hello is not None]
-        here = ", ".join(hello.name for hello in hellos)
+        present = ", ".join(hello.name for hello in hellos)
         ranks = {hello.node_rank for hello in hellos}
         missing = [] if None in ranks else [rank for rank in range(self._nodes.most) if rank not in ranks]
         who = f"--node-rank {', '.join(map(str, missing))}" if missing else f"{self._nodes.least - len(hellos)} more"
         return (
             f"of {self._nodes.least} nodes, {who} did not come to {self._nodes.endpoint} within "
-            f"{self._nodes.timeout_s:.0f} s; here: {here}: start the launcher there, too, or allow more time with "
+            f"{self._nodes.timeout_s:.0f} s; present: {present}: start the launcher there too, or allow more time with "
             "--rdzv-timeout"
         )
 
@@ -252,7 +256,11 @@ class Hub(threading.Thread):
         self._round += 1
         self._in_round, self._is_making_room, self._lost = True, False, []
         address = self._listener.getsockname()[0]
-        self._store = open_public_store("" if ipaddress.ip_address(address).is_unspecified else address)
+        address = "" if ipaddress.ip_address(address).is_unspecified else address
+        listener = open_listener(address, 0)
+        if listener is None:
+            raise OSError("no port is free")
+        self._store = open_store(listener, address or "localhost")
         for number, member in enumerate(members):
             member.in_round, member.outcome = True, None
             member.link.send(
@@ -268,11 +276,11 @@ class Hub(threading.Thread):
             )
 
     def _find_address(self, member: Member) -> str:
-        """By which the others reach a node. The hub's own is the one that they reach the hub by."""
+        """Return the address at which the other nodes reach a node. For the server's own node, that of the server."""
         address = member.link.addresses[1]
-        if ipaddress.ip_address(address).is_loopback:
+        if is_loopback(address):
             mine = (other.link.addresses[0] for other in self._members)
-            return next((seen for seen in mine if not ipaddress.ip_address(seen).is_loopback), address)
+            return next((seen for seen in mine if not is_loopback(seen)), address)
         return address
 
     def _stop_all(self, how: str) -> None:
@@ -281,7 +289,7 @@ class Hub(threading.Thread):
                 member.link.send("stop", round=self._round, how=how)
 
     def _conclude_if_ended(self) -> None:
-        """What follows, once all ranks have ended."""
+        """When all ranks have ended, decide what follows."""
         members = [member for member in self._members if member.in_round]
         outcomes = [member.outcome for member in members if member.outcome is not None]
         if len(outcomes) < len(members):
@@ -292,12 +300,12 @@ class Hub(threading.Thread):
         self._changed_s = time.monotonic()
         self._wait_s = self._changed_s + self._nodes.timeout_s
         failures = [Failure(**outcome["failure"]) for outcome in outcomes if outcome["failure"] is not None]
-        first = min(failures, key=lambda failure: (failure.secondary, failure.time_s), default=None)
-        told = [member for member in members if member.outcome is not None and member.outcome["signum"]]
+        first = find_first(failures)
+        leaving = [member for member in members if member.outcome is not None and member.outcome["signum"]]
         is_well = all(outcome["is_well"] for outcome in outcomes)
         is_whole = is_well and all(outcome["done"] for outcome in outcomes)
-        if told:
-            self._go_on_without_told(told, is_whole=is_whole)
+        if leaving:
+            self._release(leaving, is_whole=is_whole)
         elif first is not None and not (first.secondary and (self._lost or self._is_making_room)):
             name = next(member.name for member in members if _has_failed(member, first.rank))
             if first.kind == "error" or self._num_restarts >= self._max_restarts:
@@ -306,36 +314,37 @@ class Hub(threading.Thread):
                 self._num_restarts += 1
                 self._restart = Restart(first.reason, first.rank)
         elif self._lost:
-            self._go_on_without(self._lost)
+            self._continue_without(self._lost)
         elif self._is_making_room and not is_whole:
             self._restart = Restart("a node has joined")
         elif is_well:
             self._end(is_whole=is_whole)
         else:
-            self._end(message="the ranks were stopped, and no node says why", code=1)
+            self._end(message="the ranks were stopped, and no node has reported a reason", code=1)
 
-    def _go_on_without_told(self, told: Sequence[Member], *, is_whole: bool) -> None:
-        """Launchers were told to stop. It is the end of them all where the others are too few, or meet at one of them.
+    def _release(self, leaving: Sequence[Member], *, is_whole: bool) -> None:
+        """Continue without the nodes whose launchers have received a signal. If too few remain, or this launcher
+        leaves too, the launch ends.
 
         Args:
-            is_whole: the run was at its end.
+            is_whole: the run has reached its end.
         """
-        if is_whole or self._received or len(self._members) - len(told) < self._nodes.least:
+        if is_whole or self._received or len(self._members) - len(leaving) < self._nodes.least:
             self._end(is_whole=is_whole)
             return
-        for member in told:
+        for member in leaving:
             member.link.send("end", message="", failure=None, code=0, is_whole=False)
             self._members.remove(member)
-            self._strangers.append(member)  # until it has hung up
+            self._strangers.append(member)  # until it closes the connection
             member.is_through, member.since_s = True, time.monotonic()
-        names = " and ".join(member.name for member in told)
-        self._restart = Restart(f"{names} {'was' if len(told) == 1 else 'were'} told to stop")
+        names = " and ".join(member.name for member in leaving)
+        self._restart = Restart(f"{names} received a signal to stop")
 
-    def _go_on_without(self, lost: Sequence[str]) -> None:
+    def _continue_without(self, lost: Sequence[str]) -> None:
         reason = f"{' and '.join(lost)} {'was' if len(lost) == 1 else 'were'} lost"
         if len(self._members) >= self._nodes.least:
             self._restart = Restart(reason)
-        elif self._members and self._num_restarts < self._max_restarts:  # whoever starts it again there is let in
+        elif self._members and self._num_restarts < self._max_restarts:  # the node can join again
             self._num_restarts += 1
             self._restart = Restart(reason)
             waits = f"waiting for up to {self._nodes.timeout_s:.0f} s for it to be started again"
@@ -352,18 +361,18 @@ class Hub(threading.Thread):
         code: int = Error.exit_code,
         is_whole: bool = False,
     ) -> None:
-        """Ends all launchers.
+        """End all launchers.
 
         Args:
-            failure, name: of a rank, and the node where it was; None, unless that is the reason.
-            message, code: another reason, and the exit code; "": every rank has ended well.
-            is_whole: the run was at its end.
+            failure, name: the failure of a rank and the name of its node, if that is the reason.
+            message, code: another reason, and the exit code; "" if every rank has succeeded.
+            is_whole: the run has reached its end.
         """
         self._is_over = True
-        said = None if failure is None else f"{failure.reason}, on {name}"
+        sentence = None if failure is None else f"{failure.reason}, on {name}"
         code = code if failure is None else failure.exit_code
         for member in self._members:
-            member.link.send("end", message=message, failure=said, code=code, is_whole=is_whole)
+            member.link.send("end", message=message, failure=sentence, code=code, is_whole=is_whole)
 
 
 def _rank_of(member: Member) -> int | None:
@@ -373,18 +382,3 @@ def _rank_of(member: Member) -> int | None:
 def _has_failed(member: Member, rank: int) -> bool:
     return member.outcome is not None and (failure := member.outcome["failure"]) is not None and failure["rank"] == rank
 
-
-def open_public_store(address: str) -> Any:  # TCPStore
-    """A store for the ranks of all nodes to meet in, at an address of this machine ("": all)."""
-    from datetime import timedelta
-
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    listener = open_listener(address, 0)
-    if listener is None:
-        raise OSError("no port is free")
-    port = listener.getsockname()[1]
-    return TCPStore(
-        address or "localhost", port, None, True, timedelta(seconds=300), wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )  # fmt: skip

@@ -1,7 +1,7 @@
-"""`samestep submit` to Slurm: the batch script, submitting it, and following what it prints.
+"""`samestep submit` to Slurm: writes and submits the batch script, and follows the output of the job.
 
-The batch script starts one launcher per node, not one task per rank (docs/decisions/slurm.md), and asks Slurm to queue
-the job again when they say that the run was told to stop, and has saved.
+The batch script starts one launcher per node, not one task per rank (docs/decisions/slurm.md), and requeues the job if
+the launchers report that the run was stopped and has saved.
 """
 
 import re
@@ -17,34 +17,34 @@ from pathlib import Path
 from samestep.console import say
 from samestep.errors import Error
 from samestep.files import replace_file
-from samestep.launch.submit import Job
+from samestep.launch.job import Job
 from samestep.version import __version__
 from samestep.world.environment import SECRET, START_AGAIN
 
-READ_S = 0.2  # between two looks at the output
-ASK_S, MOST_ASK_S = 0.5, 10.0  # between two questions to Slurm: rarer and rarer while nothing changes
+READ_S = 0.2  # interval at which the output is read
+ASK_S, MOST_ASK_S = 0.5, 10.0  # interval of queries to Slurm; grows while nothing changes
 FIRST_PORT, NUM_PORTS = 15000, 17000
 
 ENDS = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
 
 SCRIPT = """\
 #!/bin/bash
-# Written by samestep {version}. To start the run again, from its newest snapshot: sbatch THIS-FILE
+# Written by samestep {version}. To resume the run from its newest snapshot: sbatch THIS-FILE
 {directives}
 
 {launch}
 rc=$?
 
-# {start_again}: it was told to stop, and has saved. The same job waits for its next turn, and then goes on.
-# {killed}: SIGUSR1 came before there were ranks, so nothing was begun. The job is queued again, up to its 10th restart.
+# {start_again}: the run was stopped and has saved. The job is requeued, and then resumes.
+# {killed}: SIGUSR1 came before the ranks existed. The job is requeued, up to its 10th restart.
 if [ $rc -eq {start_again} ] || {{ [ $rc -eq {killed} ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt 10 ]; }}; then
   scontrol requeue {job_id}
 fi
 exit $rc
 """
 
-# The address of the batch script's node, as Slurm itself reaches it, and a port of the job's own.
-# A secret for the launchers, new at each start: srun passes the environment on, and no process list shows it.
+# The address of the batch script's node, as Slurm itself reaches it, and a port that depends on the job.
+# The launchers' secret, new at each start: srun passes the environment on, and no process list shows it.
 ENDPOINT = f"""\
 export {SECRET}=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')
 head=$(scontrol show node --oneliner "$SLURMD_NODENAME" | grep -o ' NodeAddr=[^ ]*' | cut -d= -f2)
@@ -53,7 +53,7 @@ port=$(({FIRST_PORT} + SLURM_JOB_ID % {NUM_PORTS}))
 
 
 def render(job: Job) -> str:
-    """The batch script."""
+    """Return the batch script."""
     options, is_array = job.options, "array" in job.options
     directory = find_directory(job)
     given = {name: options[name] for name in ("time", "partition", "account", "array") if name in options}
@@ -83,7 +83,7 @@ def render(job: Job) -> str:
     if is_array:
         of_shell[run_dir] = f"{shlex.quote(job.run_dir)}/$SLURM_ARRAY_TASK_ID"
     words = [of_shell.get(word, shlex.quote(word)) for word in command]
-    # A launcher that ends before the others must not have them killed; of a lost node, Slurm is to be the judge.
+    # A launcher that ends before the others must not end the step. Slurm itself handles a lost node.
     srun = f"srun --export=ALL --cpus-per-task={job.num_cpus} --kill-on-bad-exit=0 --wait=0"
     return SCRIPT.format(
         version=__version__,
@@ -91,26 +91,26 @@ def render(job: Job) -> str:
         launch=(ENDPOINT if job.num_nodes > 1 else "") + f"{srun} \\\n  {' '.join(words)}",
         start_again=START_AGAIN,
         killed=128 + signal.SIGUSR1,
-        # By its own number, the last task of an array would have all of them queued again.
+        # The job id of the last task of an array is that of the array: it would requeue all tasks.
         job_id='"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if is_array else '"$SLURM_JOB_ID"',
     )
 
 
 def _quote(text: str) -> str:
-    """As sbatch reads a value: like a shell, but for variables."""
+    """Quote a value for sbatch, which reads it like a shell, without variables."""
     return text if re.fullmatch(r"[\w@%+=:,./-]+", text) else '"' + re.sub(r'(["\\])', r"\\\1", text) + '"'
 
 
 def find_directory(job: Job) -> Path:
-    """Where the batch script and the output are kept: of a run at a URL, here."""
+    """Return the directory of the batch script and the output; for a run at a URL, in the working directory."""
     return Path("slurm") if "://" in job.run_dir else Path(job.run_dir or ".", "slurm")
 
 
 def submit_to_slurm(job: Job) -> int:
-    """Submits `job`, follows it where that is wanted, and returns the exit code.
+    """Submit a job, follow it unless --detach is given, and return the exit code.
 
     Raises:
-        Error: there is no Slurm here, or it refuses.
+        Error: Slurm is not available here, or refuses the job.
     """
     script = render(job)
     if job.options.get("dry_run"):
@@ -132,7 +132,7 @@ def submit_to_slurm(job: Job) -> int:
         raise
     kept = directory / f"{number}.sbatch"
     replace_file(kept, script.encode())
-    say(f"job {number} is submitted ({kept}); to cancel it: scancel {number}")
+    say(f"submitted job {number} ({kept}); to cancel it: scancel {number}")
     files = directory / (f"{number}_*.out" if "array" in job.options else f"{number}.out")
     if job.options.get("detach"):
         say(f"its output: {files}")
@@ -150,22 +150,22 @@ def _sbatch(options: Sequence[str], script: str) -> subprocess.CompletedProcess[
         done = subprocess.run(["sbatch", *options], input=script, capture_output=True, text=True, check=False)
     except OSError as error:
         raise Error(
-            f"sbatch cannot be started ({error.strerror}): submit from a machine of the cluster, or have the batch "
-            "script printed with --dry-run"
+            f"sbatch cannot be started ({error.strerror}): submit from a machine of the cluster, or print the batch "
+            "script with --dry-run"
         ) from None
     if done.returncode:
         lines = [line.strip().removeprefix("sbatch: ") for line in done.stderr.splitlines() if line.strip()]
         words = "; ".join(line.removeprefix("error: ") for line in lines)
-        raise Error(f"sbatch has refused the job: {words or f'exit code {done.returncode}'}")
+        raise Error(f"sbatch refused the job: {words or f'exit code {done.returncode}'}")
     return done
 
 
 class Follower:
-    """A job, or the tasks of an array, from its waiting to its end.
+    """Follows a job, or the tasks of an array, to its end.
 
     Args:
-        number: of the job.
-        files: where its output is: of an array, a pattern.
+        number: the job id.
+        files: its output file; for an array, a pattern.
     """
 
     def __init__(self, number: str, files: Path) -> None:
@@ -175,9 +175,9 @@ class Follower:
         self._said: dict[str, str] = {}
 
     def run(self) -> int:
-        """Shows what the job prints, and how it stands, and returns its exit code at the end."""
+        """Show the output and state of the job. Returns its exit code at the end."""
         wait_s, asked_s = ASK_S, -MOST_ASK_S
-        is_over = False  # seen once; a job that is queued again may look like one that has failed for a moment
+        is_over = False  # must be seen twice: a job that is being requeued looks failed for a moment
         while True:
             self._copy_output()
             if time.monotonic() - asked_s >= wait_s:
@@ -194,7 +194,7 @@ class Follower:
             time.sleep(READ_S)
 
     def _ask(self) -> list[dict[str, str]]:
-        """What Slurm knows of each task."""
+        """Query the state of each task."""
         while True:
             done = subprocess.run(
                 ["scontrol", "show", "job", "--oneliner", self._number], capture_output=True, text=True, check=False
@@ -203,10 +203,9 @@ class Follower:
                 return [dict(re.findall(r"(\w+)=(\S*)", line)) for line in done.stdout.splitlines() if line.strip()]
             if "Invalid job id" in done.stderr:
                 raise Error(
-                    f"Slurm no longer knows job {self._number}, and how it has ended: see its output in {self._files}, "
-                    "or sacct"
+                    f"Slurm has dropped job {self._number}, and how it ended: see its output in {self._files}, or sacct"
                 )
-            time.sleep(MOST_ASK_S)  # the controller is away, or busy
+            time.sleep(MOST_ASK_S)  # the controller is down or busy
 
     def _say_changes(self, tasks: Sequence[dict[str, str]]) -> bool:
         is_changed = False
@@ -231,7 +230,7 @@ class Follower:
         return f"job {self._number}" + (f"_{task.get('ArrayTaskId', '')}" if self._is_array else "")
 
     def _conclude(self, task: dict[str, str]) -> int:
-        """Says how a task has ended, where it was not well, and finds the exit code."""
+        """Print how a failed task has ended. Returns the exit code."""
         code, _, signum = task.get("ExitCode", "1:0").partition(":")
         found = int(code) or (128 + int(signum) if int(signum or 0) else 0)
         if task["JobState"] == "COMPLETED":
@@ -240,13 +239,11 @@ class Follower:
         return found or 1
 
     def _copy_output(self) -> None:
-        """Shows what has been added to the files."""
+        """Show the new output."""
         files = sorted(self._files.parent.glob(self._files.name)) if self._is_array else [self._files]
         for file in files:
-            with (
-                suppress(FileNotFoundError),
-                file.open("rb") as opened,
-            ):  # opened anew: a network file system looks then
+            # Opened each time, because a network file system updates its cache on open.
+            with suppress(FileNotFoundError), file.open("rb") as opened:
                 opened.seek(self._read.get(file, 0))
                 data = opened.read()
                 if self._is_array:

@@ -1,11 +1,9 @@
-"""`samestep launch --hosts`: a launcher on each of a few machines, started over ssh, and ended with this command.
+"""`samestep launch --hosts`: starts a launcher on each of several hosts over ssh, and ends them with this command.
 
-Nothing of the command but the interpreter's path stands on ssh's command line: what is to run travels by its stdin
-(`launch.remote` is the other side), so that no shell takes part in quoting.
+The command line of ssh holds only the interpreter's path. Everything else travels over ssh's stdin (`ssh_node` is the
+other side), so that no shell has to quote it.
 """
 
-import ipaddress
-import json
 import os
 import re
 import secrets
@@ -26,35 +24,37 @@ from typing import Any
 from samestep.console import escape, say
 from samestep.errors import Error
 from samestep.launch.handshake import make_secret
-from samestep.launch.launcher import Stopping
+from samestep.launch.launcher import StopSignals
+from samestep.launch.lines import READ_BYTES, LineSplitter, encode_message, parse_message
 from samestep.launch.output_recorder import write_all
 from samestep.launch.rendezvous_client import parse_endpoint
 from samestep.launch.ssh_node import BEAT_S, MARK
 from samestep.world.environment import SECRET, read_passed
+from samestep.world.host import is_loopback
 
 SSH = (
     "ssh", "-T", "-o", "BatchMode=yes", "-o", "ClearAllForwardings=yes", "-o", "ServerAliveInterval=5",
     "-o", "ServerAliveCountMax=3",
 )  # fmt: skip
 ANSWER_S = 60.0
-FOLLOW_S = 15.0  # for the others, when the launcher of one host has failed
-KILL_S = 10.0  # for launchers that were sent a second signal
+FOLLOW_S = 15.0  # for the other launchers to end after one has failed
+KILL_S = 10.0  # for launchers to end after a second signal
 TICK_S = 0.1
-READ_BYTES = 1 << 16
-UNREACHED = 255  # ssh's exit code
-NOT_FOUND = (126, 127)  # a shell's
+UNREACHED = 255  # exit code of ssh
+NOT_FOUND = (126, 127)  # exit codes of a shell
+# How ssh's own messages begin.
 OF_SSH = ("Connection ", "Timeout, ", "client_loop: ", "ssh: ", "ssh_", "kex_", "Received disconnect", "Read from ")
 
-# user@, then an address in brackets or a name, then the number of ranks. Nothing that ssh takes for an option.
+# [user@] (address in brackets or name) [:number of ranks], and nothing that ssh would take for an option.
 _HOST = re.compile(r"(?!-)([^\s@:\[\]]+@|)(?:\[([^\s@\[\]]+)\]|([^\s@:\[\]-][^\s@:\[\]]*))(?::(\d+))?")
 
 
 @dataclass(frozen=True)
 class Host:
-    """A machine as ssh knows it.
+    """A host as ssh knows it.
 
     Attributes:
-        num_ranks: as `--nproc-per-node`; None: as for all.
+        num_ranks: `--nproc-per-node` of this host; None: that of the command.
     """
 
     name: str
@@ -62,7 +62,7 @@ class Host:
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """Such as "a,user@b,c:4,[fd00::1]:2". Raises Error where it makes no sense."""
+    """Parse `--hosts`, such as "a,user@b,c:4,[fd00::1]:2". Raises Error if it is invalid."""
     hosts = []
     for part in text.split(","):
         match = _HOST.fullmatch(part)
@@ -80,14 +80,17 @@ def parse_hosts(text: str) -> list[Host]:
 
 
 @dataclass
-class Agent:
-    """What runs on one host, and ssh that leads there.
+class Session:
+    """The ssh process of one host, and the launcher that it runs there.
 
     Attributes:
-        place: the address by which ssh has reached it, and a port that is free there, once it has answered.
-        problem: what it says cannot be.
+        place: the address at which ssh has reached the host and a free port there, once it has answered.
+        problem: why the host cannot run a launcher.
         last: the last line of its stderr.
-        code: of its launcher, once that has ended; `has_ended`: ssh has, too.
+        is_started: the launcher was started.
+        code: exit code of the launcher, once it has ended.
+        killed_by: the signal that killed the launcher, or 0.
+        has_ended: ssh has ended.
     """
 
     host: Host
@@ -99,204 +102,204 @@ class Agent:
     code: int | None = None
     killed_by: int = 0
     has_ended: bool = False
-    held: dict[int, bytes] = field(default_factory=dict)
+    streams: dict[int, LineSplitter] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def tell(self, message: dict[str, Any] | None) -> None:
-        """Sends it a message; None: only that somebody is still here."""
+    def send(self, message: dict[str, Any] | None) -> None:
+        """Send a message; None: an empty line, which shows that the connection is alive."""
         assert self.ssh.stdin is not None
-        with self.lock, suppress(OSError, ValueError):  # it is gone, as its ssh will show
-            write_all(self.ssh.stdin.fileno(), (json.dumps(message) if message else "").encode() + b"\n")
+        with self.lock, suppress(OSError, ValueError):  # `poll` reports that ssh has ended
+            write_all(self.ssh.stdin.fileno(), encode_message(message) if message else b"\n")
 
 
-class Agents:
-    """Those of all hosts. A `with` block ends them all."""
+class Sessions:
+    """The sessions of all hosts. Leaving the `with` block ends them."""
 
     def __init__(self, hosts: Sequence[Host], directory: Path, variables: dict[str, str]) -> None:
         self._selector = selectors.DefaultSelector()
-        nonce = secrets.token_hex(16)  # what the ranks print is no answer, whatever it begins with
+        nonce = secrets.token_hex(16)  # distinguishes answers from the output of the ranks
         self._mark = f"{MARK}{nonce} ".encode()
         self._is_closed = threading.Event()
         self._beats = threading.Thread(target=self._beat, name="samestep beats", daemon=True)
         python_path = {name: value for name, value in variables.items() if name == "PYTHONPATH"}
         words = [*(f"{name}={value}" for name, value in python_path.items()), sys.executable]
         command = f"exec env {shlex.join([*words, '-P', '-m', 'samestep.launch.ssh_node'])}"
-        self.all: list[Agent] = []
+        self.all: list[Session] = []
         for host in hosts:
             pipe = subprocess.PIPE
             ssh = subprocess.Popen(
                 [*SSH, "--", host.name, command], bufsize=0, stdin=pipe, stdout=pipe, stderr=pipe,
-                start_new_session=True,  # Ctrl-C is for this command alone
+                start_new_session=True,  # only this command receives Ctrl-C
             )  # fmt: skip
-            agent = Agent(host, ssh)
-            self.all.append(agent)
+            session = Session(host, ssh)
+            self.all.append(session)
             for number, stream in ((1, ssh.stdout), (2, ssh.stderr)):
                 assert stream is not None
-                agent.held[number] = b""
-                self._selector.register(stream, selectors.EVENT_READ, (agent, number))
-            agent.tell({"directory": str(directory), "variables": variables, "nonce": nonce})
+                session.streams[number] = LineSplitter(cuts=True)
+                self._selector.register(stream, selectors.EVENT_READ, (session, number))
+            session.send({"directory": str(directory), "variables": variables, "nonce": nonce})
         self._beats.start()
 
-    def __enter__(self) -> "Agents":
+    def __enter__(self) -> "Sessions":
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Hangs up: what still runs there ends by itself."""
+        """Close the connections. The launchers that still run then stop."""
         self._is_closed.set()
         self._beats.join()
-        for agent in self.all:
-            for stream in (agent.ssh.stdin, agent.ssh.stdout, agent.ssh.stderr):
+        for session in self.all:
+            for stream in (session.ssh.stdin, session.ssh.stdout, session.ssh.stderr):
                 assert stream is not None
                 stream.close()
-        for agent in self.all:
+        for session in self.all:
             with suppress(subprocess.TimeoutExpired):
-                agent.ssh.wait(KILL_S)
-            agent.ssh.kill()
-            agent.ssh.wait()
+                session.ssh.wait(KILL_S)
+            session.ssh.kill()
+            session.ssh.wait()
         self._selector.close()
 
     def _beat(self) -> None:
         while not self._is_closed.wait(BEAT_S):
-            for agent in self.all:
-                agent.tell(None)
+            for session in self.all:
+                session.send(None)
 
     def poll(self) -> None:
-        """Shows what has been said, and notes what has happened."""
+        """Show new output, and process answers and ends."""
         for key, _ in self._selector.select(TICK_S):
-            agent, number = key.data
+            session, number = key.data
             data = os.read(key.fd, READ_BYTES)
-            *lines, agent.held[number] = (agent.held[number] + data).split(b"\n")
+            lines = session.streams[number].feed(data)
             if not data:
                 self._selector.unregister(key.fileobj)
-                lines = [agent.held.pop(number)]
-            for line in lines if data or lines != [b""] else []:
-                self._hear(agent, number, line)
-            if not agent.held:
-                agent.ssh.wait()
-                agent.has_ended = True
+                lines = [rest] if (rest := session.streams.pop(number).flush()) else []
+            for line in lines:
+                self._receive(session, number, line)
+            if not session.streams:
+                session.ssh.wait()
+                session.has_ended = True
 
-    def _hear(self, agent: Agent, number: int, line: bytes) -> None:
-        line, mark, told = line.partition(self._mark) if number == 1 else (line, b"", b"")
+    def _receive(self, session: Session, number: int, line: bytes) -> None:
+        line, mark, answer = line.partition(self._mark) if number == 1 else (line, b"", b"")
         if mark:
-            self._take(agent, json.loads(told))
+            message = parse_message(answer)
+            if "address" in message:
+                session.place = (message["address"], message["port"])
+            session.problem = message.get("problem", "")
+            if "code" in message:
+                session.code, session.killed_by = message["code"], message["killed_by"]
         if number == 2 and line.strip():
-            agent.last = line.decode(errors="replace").strip()
-        if agent.is_started and (line or not mark):
-            shown = line.rstrip(b"\r").rpartition(b"\r")[2]  # of what was drawn over and over, the end
+            session.last = line.decode(errors="replace").strip()
+        if session.is_started and (line or not mark):
+            shown = line.rstrip(b"\r").rpartition(b"\r")[2]  # the final state of a line that was drawn repeatedly
             text = escape(shown.decode(errors="backslashreplace"))
-            with suppress(OSError):  # nobody reads any more: no reason to lose the run
-                write_all(number, f"[{agent.host.name}] {text}\n".encode())
+            with suppress(OSError):  # the terminal has closed: continue the run
+                write_all(number, f"[{session.host.name}] {text}\n".encode())
 
-    def _take(self, agent: Agent, told: dict[str, Any]) -> None:
-        if "address" in told:
-            agent.place = (told["address"], told["port"])
-        agent.problem = told.get("problem", "")
-        if "code" in told:
-            agent.code, agent.killed_by = told["code"], told["killed_by"]
-
-    def send(self, signum: int) -> None:
-        """Sends a signal to the launchers that run."""
-        for agent in self.all:
-            if agent.is_started and not agent.has_ended:
-                agent.tell({"signal": signum})
+    def signal(self, signum: int) -> None:
+        """Send a signal to the launchers that run."""
+        for session in self.all:
+            if session.is_started and not session.has_ended:
+                session.send({"signal": signum})
 
 
 def run_hosts(
     hosts: Sequence[Host], command: str, flags: Sequence[str], program: Sequence[str], endpoint: str | None
 ) -> int:
-    """Runs `samestep COMMAND FLAGS PROGRAM` on all hosts, as the nodes of one launch, to their end.
+    """Run `samestep COMMAND FLAGS PROGRAM` on all hosts, as the nodes of one launch, to their end.
 
     Args:
-        endpoint: where they meet; None: on the first host, at a port that is free there.
+        endpoint: the rendezvous endpoint; None: a free port on the first host.
 
     Returns:
-        The exit code of the launcher that failed first, which is that of a launch of its own; 0 where none has.
+        The exit code of the launcher that failed first; 0 if none has failed.
 
     Raises:
-        Error: a host cannot be reached, or has not what is needed there.
+        Error: a host cannot be reached, or lacks samestep or the directory.
     """
     if endpoint is not None:
         parse_endpoint(endpoint)
     if shutil.which(SSH[0]) is None:
         raise Error("--hosts needs ssh, and there is none here: install the OpenSSH client")
-    variables = read_passed() | {SECRET: make_secret()}  # by ssh's stdin: no process list shows it
-    with Stopping() as stopping, Agents(hosts, Path.cwd(), variables) as agents:
-        if not _wait_for_answers(agents, stopping.received):
-            return 128 + stopping.received[0]
-        endpoint = endpoint or _choose_endpoint(agents.all)
-        for rank, agent in enumerate(agents.all):
-            own = [] if agent.host.num_ranks is None else ["--nproc-per-node", agent.host.num_ranks]
+    variables = read_passed() | {SECRET: make_secret()}  # sent over stdin, so no process list shows the secret
+    with StopSignals() as signals, Sessions(hosts, Path.cwd(), variables) as sessions:
+        if not _wait_for_answers(sessions, signals.received):
+            return 128 + signals.received[0]
+        endpoint = endpoint or _choose_endpoint(sessions.all)
+        for rank, session in enumerate(sessions.all):
+            own = [] if session.host.num_ranks is None else ["--nproc-per-node", session.host.num_ranks]
             nodes = ["--nnodes", str(len(hosts)), "--node-rank", str(rank), "--rdzv-endpoint", endpoint]
             arguments = [command, *flags, *own, *(nodes if len(hosts) > 1 else []), *program]
-            agent.is_started = True
-            agent.tell({"arguments": arguments})
-        return _wait_for_ends(agents, stopping.received)
+            session.is_started = True
+            session.send({"arguments": arguments})
+        return _wait_for_ends(sessions, signals.received)
 
 
-def _wait_for_answers(agents: Agents, received: Sequence[int]) -> bool:
-    """Until all hosts have said that they are ready; False when a signal comes first."""
+def _wait_for_answers(sessions: Sessions, received: Sequence[int]) -> bool:
+    """Wait until all hosts are ready. Returns False if a signal comes first."""
     deadline_s = time.monotonic() + ANSWER_S
-    while any(agent.place is None for agent in agents.all):
-        agents.poll()
+    while any(session.place is None for session in sessions.all):
+        sessions.poll()
         if received:
             return False
-        for agent in agents.all:
-            if agent.problem or (agent.has_ended and agent.place is None):
-                raise Error(_explain(agent))
-            if agent.place is None and time.monotonic() > deadline_s:
-                raise Error(f"host {agent.host.name} has not answered within {ANSWER_S:.0f} s: look what it is at")
+        for session in sessions.all:
+            if session.problem or (session.has_ended and session.place is None):
+                raise Error(_explain(session))
+            if session.place is None and time.monotonic() > deadline_s:
+                raise Error(f"host {session.host.name} has not answered within {ANSWER_S:.0f} s: check its load")
     return True
 
 
-def _explain(agent: Agent) -> str:
-    """Why nothing can be started on a host."""
-    name, code = agent.host.name, agent.ssh.returncode
-    if agent.problem:
-        return f"host {name}: {agent.problem}"
+def _explain(session: Session) -> str:
+    """Return why a host cannot run a launcher."""
+    name, code = session.host.name, session.ssh.returncode
+    if session.problem:
+        return f"host {name}: {session.problem}"
     if code == UNREACHED:
-        return f"host {name} cannot be reached ({agent.last}): make `ssh {name}` work without a password"
+        return f"host {name} cannot be reached ({session.last}): make `ssh {name}` work without a password"
     if code in NOT_FOUND:
         return (
-            f"host {name} has no {sys.executable} ({agent.last}): install the same environment there, at the same path"
+            f"host {name} has no {sys.executable} ({session.last}): install the same environment there, at the same "
+            "path"
         )
-    return f"host {name} cannot start samestep ({agent.last or f'exit code {code}'}): install what is installed here"
+    reason = session.last or f"exit code {code}"
+    return f"host {name} cannot start samestep ({reason}): install the same packages there as here"
 
 
-def _choose_endpoint(agents: Sequence[Agent]) -> str:
-    """On the first host, by the address that ssh has reached it by: one of its own, and no name."""
-    places = [agent.place for agent in agents if agent.place is not None]
+def _choose_endpoint(sessions: Sequence[Session]) -> str:
+    """Choose the first host, at the address by which ssh has reached it."""
+    places = [session.place for session in sessions if session.place is not None]
     address, port = places[0]
     if not all(each for each, _ in places):
-        raise Error("ssh does not say by which addresses it has reached the hosts: give --rdzv-endpoint HOST:PORT")
-    is_local = [ipaddress.ip_address(each.partition("%")[0]).is_loopback for each, _ in places]
+        raise Error("ssh does not report the addresses of the hosts: give --rdzv-endpoint HOST:PORT")
+    is_local = [is_loopback(each) for each, _ in places]
     if is_local[0] and not all(is_local):
         raise Error(
-            f"all hosts meet on the first, and {agents[0].host.name} is this machine under a name that others do not "
-            "know it by: name it as they do, or give --rdzv-endpoint HOST:PORT"
+            f"all hosts connect to the first, and {sessions[0].host.name} is a name of this machine that the others "
+            "cannot resolve: give the name that they use, or --rdzv-endpoint HOST:PORT"
         )
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-def _wait_for_ends(agents: Agents, received: Sequence[int]) -> int:
-    """Until nothing runs any more. Returns the exit code."""
+def _wait_for_ends(sessions: Sessions, received: Sequence[int]) -> int:
+    """Wait until all launchers have ended. Returns the exit code."""
     num_sent, code, lost = 0, 0, ""
     limit_s: float | None = None
-    ended: list[Agent] = []
-    while len(ended) < len(agents.all):
-        agents.poll()
-        for agent in [agent for agent in agents.all if agent.has_ended and agent not in ended]:
-            ended.append(agent)
-            if agent.code is None:
-                why = f" ({agent.last})" if agent.last.startswith(OF_SSH) else ""
-                lost = lost or f"the connection to host {agent.host.name} was lost{why}"
-            elif agent.killed_by:
-                name = signal.Signals(agent.killed_by).name
-                lost = lost or f"the launcher on host {agent.host.name} was killed by {name}"
-            code = code or (1 if agent.code is None else agent.code)
+    ended: list[Session] = []
+    while len(ended) < len(sessions.all):
+        sessions.poll()
+        for session in [session for session in sessions.all if session.has_ended and session not in ended]:
+            ended.append(session)
+            if session.code is None:
+                reason = f" ({session.last})" if session.last.startswith(OF_SSH) else ""
+                lost = lost or f"the connection to host {session.host.name} was lost{reason}"
+            elif session.killed_by:
+                name = signal.Signals(session.killed_by).name
+                lost = lost or f"the launcher on host {session.host.name} was killed by {name}"
+            code = code or (1 if session.code is None else session.code)
             if code and limit_s is None:
                 limit_s = time.monotonic() + FOLLOW_S
         while num_sent < len(received):
-            agents.send(received[num_sent])
+            sessions.signal(received[num_sent])
             num_sent += 1
             if num_sent > 1:
                 limit_s = time.monotonic() + KILL_S
@@ -304,4 +307,4 @@ def _wait_for_ends(agents: Agents, received: Sequence[int]) -> int:
             break
     if lost and not received:
         say(f"{lost}; the others were stopped")
-    return code or (128 + received[-1] if len(ended) < len(agents.all) else 0)
+    return code or (128 + received[-1] if len(ended) < len(sessions.all) else 0)

@@ -1,73 +1,39 @@
-"""Ranks under torch's elastic agent, which has them started, watched, and started again.
+"""Starts the ranks of this machine, watches them, and restarts them after a failure.
 
-`SimpleElasticAgent` is made to be extended by how ranks are started, watched and stopped: here, forked by our
-server. (torch's own `LocalElasticAgent` imports torch anew in each rank, and waits 30 s for ranks that are
-blocked in a collective when another one has failed.)
+`run_local` does so for a launch on one machine. On several nodes each launcher runs `run_node`, and the rendezvous
+server decides for all of them when the ranks start, stop and restart (docs/decisions/restarts.md).
 """
 
-import logging
 import os
 import signal
 import sys
-import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from torch.distributed import HashStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.agent.server.api import (
-    RunResult,
-    SimpleElasticAgent,
-    Worker,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
-from torch.distributed.elastic.rendezvous.api import RendezvousGracefulExitError
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
-
 from samestep.config import Overrides
 from samestep.console import say
 from samestep.launch.handshake import derive_key
 from samestep.launch.links import Link, open_listener
-from samestep.launch.local_ranks import Failure, Ranks, Target, open_store
-from samestep.launch.places import HOST, Place, build_variables
-from samestep.launch.rendezvous_client import Nodes, build_hello, connect, find_addresses, find_own_address
-from samestep.launch.rendezvous_server import FLUSH_S, Hub
+from samestep.launch.local_ranks import Failure, Placement, Ranks, Target, build_variables, open_store
+from samestep.launch.rendezvous_client import Nodes, build_hello, connect, find_own_address
+from samestep.launch.rendezvous_server import FLUSH_S, RendezvousServer
 from samestep.world.environment import BEGUN, ROOM, STOPPED, Restart, count_job_nodes
-
-MONITOR_INTERVAL_S = 1e-6  # `Ranks.poll` waits itself, and for no longer than it must.
-
-
-class LocalRendezvous(StaticTCPRendezvous):
-    """One agent on this machine, in a store that is open already, so that the system has chosen the port.
-
-    Each start has a store of its own: an old one keeps its keys, and the new ranks would look for the old ones.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(HOST, 0, rank=0, world_size=1, run_id=uuid.uuid4().hex, timeout=300)
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        store: Any = open_store()
-        self._store, self.master_port = store, store.port
-        return super().next_rendezvous()
+from samestep.world.host import list_addresses
 
 
 @dataclass(frozen=True)
 class Launch:
-    """What is to be run.
+    """The parameters of a launch.
 
     Attributes:
-        target: what each rank runs.
-        num_ranks: on this machine.
+        target: the code that each rank runs.
+        num_ranks: number of ranks on this machine.
         overrides: options of `Run` that replace those of the script.
-        received: grows by each signal that the launcher is sent.
-        max_restarts: how often all ranks are started again when one has failed.
-        report: is told of each failure here after which they are started again, and of what follows.
+        received: the signals that this process has received so far.
+        max_restarts: how often all ranks are restarted after a failure.
+        report: called with each failure on this machine after which the ranks restart, and with what follows.
     """
 
     target: Target
@@ -78,157 +44,157 @@ class Launch:
     report: Callable[[Failure, str], None]
 
 
-class RankAgent(SimpleElasticAgent):
-    """The elastic agent over a `Ranks`, not yet started."""
-
-    def __init__(self, ranks: Ranks, launch: Launch, spec: WorkerSpec) -> None:
-        super().__init__(spec)
-        self.ranks = ranks
-        self.launch = launch
-        self.num_restarts = 0
-        self.restart: Restart | None = None
-
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._start(self._find_place(worker_group))
-        return {worker.local_rank: worker.local_rank for worker in worker_group.workers}
-
-    def _find_place(self, worker_group: WorkerGroup) -> Place:
-        port: Any = worker_group.master_port
-        return Place(port, num_restarts=self.num_restarts, restart=self.restart)
-
-    def _start(self, place: Place) -> None:
-        overrides, begun = self.launch.overrides, self.ranks.directory / BEGUN
-        if place.restart is not None and begun.exists():  # to go on with that run, however the first start found it
-            run_dir = os.fsdecode(begun.read_bytes()) if overrides.get("fresh") else overrides.get("run_dir")
-            overrides = {**overrides, "resume": "latest", "fresh": False, "run_dir": run_dir}
-        variables = build_variables(self.launch.num_ranks, place, overrides)
-        self.ranks.start(self.launch.target, variables, first_rank=place.first_rank, world_size=place.world_size)
-
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._watch()
-        if self._has_failed():
-            self.ranks.stop()
-            self._decide()
-            return self._fail()
-        if self.ranks.done:
-            values = dict.fromkeys(worker.global_rank for worker in worker_group.workers)
-            return RunResult(WorkerState.SUCCEEDED, values)
-        return RunResult(WorkerState.HEALTHY)
-
-    def _watch(self) -> None:
-        """Notes what has happened, and passes signals on."""
-        self.ranks.poll()
-        received = self.launch.received
-        if len(received) > 1:
-            self.ranks.kill()
-        elif received and not self.ranks.told_to_stop:
-            self.ranks.tell_to_stop(signal.SIGTERM if received[0] == signal.SIGHUP else received[0])
-
-    def _has_failed(self) -> bool:
-        return bool(self.ranks.failures or (self.launch.received and not self.ranks.started))
-
-    def _fail(self) -> RunResult:
-        failures = {
-            failure.rank: ProcessFailure(failure.rank, pid=0, exitcode=failure.code, error_file="")
-            for failure in self.ranks.failures
-        }
-        return RunResult(WorkerState.FAILED, failures=failures)
-
-    def _decide(self) -> None:
-        """The ranks have failed, and ended: whether they are started again."""
-        failure = self.ranks.first_failure()
-        # An Error is a person's mistake, and would be the same mistake again.
-        if failure is None or failure.kind == "error" or self.launch.received or self.ranks.lost:
-            self._remaining_restarts = 0
-        if failure is not None and self._remaining_restarts > 0:
-            self.num_restarts += 1
-            self.restart = Restart(failure.reason, failure.rank)
-            self.launch.report(failure, f"; restart {self.num_restarts} of {self.launch.max_restarts}")
-
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        self.ranks.stop()
-
-    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        self.ranks.kill()
+def _start(ranks: Ranks, launch: Launch, place: Placement) -> None:
+    overrides, begun = launch.overrides, ranks.directory / BEGUN
+    if place.restart is not None and begun.exists():  # resume that run, whatever options the first start had
+        run_dir = os.fsdecode(begun.read_bytes()) if overrides.get("fresh") else overrides.get("run_dir")
+        overrides = {**overrides, "resume": "latest", "fresh": False, "run_dir": run_dir}
+    variables = build_variables(launch.num_ranks, place, overrides)
+    ranks.start(launch.target, variables, first_rank=place.first_rank, world_size=place.world_size)
 
 
-class NodeRendezvous(RendezvousHandler):
-    """Joins the rounds that the hub begins.
+def _poll(ranks: Ranks, received: Sequence[int]) -> bool:
+    """Process events, and forward signals. Returns whether a rank has failed, or a signal came before the start."""
+    ranks.poll()
+    if len(received) > 1:
+        ranks.kill()
+    elif received and not ranks.is_stopping:
+        ranks.request_stop(signal.SIGTERM if received[0] == signal.SIGHUP else received[0])
+    return bool(ranks.failures or (received and not ranks.started))
+
+
+def run_local(ranks: Ranks, launch: Launch) -> None:
+    """Run the ranks of a launch on one machine to their end, including restarts."""
+    num_restarts, restart = 0, None
+    try:
+        while True:
+            store = open_store()  # a new one: the old one holds the addresses of the earlier ranks
+            _start(ranks, launch, Placement(store.port, num_restarts=num_restarts, restart=restart))
+            while not (has_failed := _poll(ranks, launch.received)) and not ranks.done:
+                pass
+            if not has_failed:
+                return
+            ranks.stop()
+            failure = ranks.first_failure()
+            # An Error is a mistake of the user, and would occur again.
+            if failure is None or failure.kind == "error" or launch.received or ranks.lost:
+                return
+            if num_restarts == launch.max_restarts:
+                return
+            num_restarts += 1
+            restart = Restart(failure.reason, failure.rank)
+            launch.report(failure, f"; restart {num_restarts} of {launch.max_restarts}")
+    finally:
+        ranks.kill()
+
+
+class NodeSession:
+    """The ranks of this node in the rounds of the rendezvous server. A round is one start of all ranks.
 
     Attributes:
-        begun: what the hub said of the present round; empty before the first.
-        stop: how the present round is to be stopped: "now", "saved", or "": not at all.
-        end: what the hub said of the end, once it did.
+        round: the server's last "begin" message; empty before the first.
+        stop: how the current round must stop: "now", "saved" (after a snapshot), or "": not at all.
+        end: the server's "end" message, once it has arrived.
     """
 
-    def __init__(self, link: Link, nodes: Nodes, launch: Launch) -> None:
-        self._link, self._nodes, self._launch = link, nodes, launch
+    def __init__(self, link: Link, nodes: Nodes, launch: Launch, ranks: Ranks) -> None:
+        self._link, self._nodes, self._launch, self._ranks = link, nodes, launch, ranks
         self._joined = 0
-        self._has_told_room = False
-        self.begun: dict[str, Any] = {}
+        self._seen_restarts = 0
+        self._has_reported = self._has_sent_room = False
+        self.round: dict[str, Any] = {}
         self.stop = ""
         self.end: dict[str, Any] | None = None
 
-    def take(self, timeout_s: float = 0.0) -> None:
-        """Notes what the hub says."""
+    def run(self) -> None:
+        """Run the ranks until the server ends the launch, or a signal ends it before the first round."""
+        while self._join():
+            while not self._is_round_over():
+                pass
+            if not self._has_new_round:
+                return
+            self._ranks.stop()
+
+    def receive(self, timeout_s: float = 0.0) -> None:
+        """Process the server's messages."""
         try:
             for message in self._link.receive(timeout_s) if self.end is None else []:
                 if message["kind"] == "begin":
-                    self.begun, self.stop = message, ""
-                elif message["kind"] == "stop" and message["round"] == self.begun.get("round"):
+                    self.round, self.stop = message, ""
+                elif message["kind"] == "stop" and message["round"] == self.round.get("round"):
                     self.stop = message["how"]
                 elif message["kind"] == "end":
                     self.end = message
         except OSError:
-            lost = f"the launcher at {self._nodes.endpoint} is gone, and with it the place where the nodes meet"
-            self.end = {
-                "message": f"{lost}: the same commands go on from the newest snapshot",
-                "failure": None,
-                "code": 1,
-            }
+            lost = f"the launcher at {self._nodes.endpoint}, the rendezvous of the nodes, has ended"
+            sentence = f"{lost}: the same commands go on from the newest snapshot"
+            self.end = {"message": sentence, "failure": None, "code": 1}
 
     @property
-    def is_new(self) -> bool:
-        """Whether a round has begun that this node is not in yet."""
-        return bool(self.begun) and int(self.begun["round"]) > self._joined
+    def _has_new_round(self) -> bool:
+        return self.end is None and bool(self.round) and int(self.round["round"]) > self._joined
 
-    def tell_room(self, ranks: Ranks) -> None:
-        """Says, once, how many ranks the run can take, when those of this node know."""
-        if not self._has_told_room:
+    def _join(self) -> bool:
+        """Wait for the next round, and start the ranks. Returns False if the launch ends instead."""
+        while not self._has_new_round:
+            self.receive(0.1)
+            if self.end is not None or self._launch.received:
+                return False
+        self._joined = self.round["round"]
+        place = self._build_placement()
+        self._has_reported = False
+        self._report_restart(place)
+        starts = [sum(self.round["sizes"][:i]) for i in range(place.num_nodes)]
+        parts = [
+            f"{start}{f'-{start + size - 1}' if size > 1 else ''} on {name}"
+            for start, size, name in zip(starts, self.round["sizes"], self.round["names"], strict=True)
+        ]
+        if not place.first_rank or count_job_nodes() == 1:  # the nodes of a Slurm job share one output
+            print(f"samestep: ranks {', '.join(parts)}", file=sys.stderr, flush=True)
+        _start(self._ranks, self._launch, place)
+        return True
+
+    def _is_round_over(self) -> bool:
+        """Process events once. Returns whether this node is done with the round."""
+        ranks, received = self._ranks, self._launch.received
+        has_failed = _poll(ranks, received)
+        self.receive()
+        if self.end is not None:
+            ranks.stop()
+            return True
+        if self._has_new_round:
+            return True
+        if self.stop == "now" or has_failed:
+            ranks.stop()
+        elif self.stop == "saved" and ranks.started and not ranks.is_stopping:
+            ranks.request_stop()
+        if not self._has_sent_room:
             with suppress(OSError, ValueError):
                 self._link.send("room", num_ranks=int((ranks.directory / ROOM).read_text()))
-                self._has_told_room = True
+                self._has_sent_room = True
+        if not self._has_reported and (ranks.done or ranks.failures or (received and not ranks.started)):
+            self._has_reported = True
+            self._report_end()
+        return self._has_reported and (len(received) > 1 or ranks.lost)  # do not wait for the other nodes
 
-    def tell_end(self, ranks: Ranks) -> None:
-        """Says how the ranks of this node have ended."""
+    def _report_end(self) -> None:
+        ranks, received = self._ranks, self._launch.received
         failure = ranks.first_failure()
-        if failure is not None:
-            failure = replace(failure, traceback="", log="")
         self._link.send(
             "ended",
             round=self._joined,
-            failure=None if failure is None else asdict(failure),
-            signum=self._launch.received[0] if self._launch.received else 0,
+            failure=None if failure is None else asdict(replace(failure, traceback="", log="")),
+            signum=received[0] if received else 0,
             is_well=ranks.done and not any(ranks.codes.values()),
             done=not (ranks.directory / STOPPED).exists(),
         )
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        while not self.is_new:
-            self.take(0.1)
-            if self.end is not None or self._launch.received:
-                raise RendezvousGracefulExitError
-        self._joined = self.begun["round"]
-        store = RendezvousStoreInfo(self._nodes.host, self.begun["port"])
-        return RendezvousInfo(HashStore(), self.begun["node"], len(self.begun["sizes"]), store)
-
-    def find_place(self) -> Place:
-        """This node's in the present round."""
-        begun = self.begun
-        return Place(
+    def _build_placement(self) -> Placement:
+        begun = self.round
+        return Placement(
             port=begun["port"],
             host=self._nodes.host,
-            interface=find_addresses().get(begun["address"], ""),
+            interface=list_addresses().get(begun["address"], ""),
             node=begun["node"],
             num_nodes=len(begun["sizes"]),
             first_rank=sum(begun["sizes"][: begun["node"]]),
@@ -238,139 +204,51 @@ class NodeRendezvous(RendezvousHandler):
             secret=derive_key(self._nodes.secret, "the ranks"),
         )
 
-    def get_backend(self) -> str:
-        return "samestep"
-
-    def is_closed(self) -> bool:
-        return self.end is not None
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0  # The hub lets them in.
-
-    def get_run_id(self) -> str:
-        return self._nodes.run_id
-
-    def shutdown(self) -> bool:
-        self._link.close()
-        return True
-
-
-class NodeAgent(RankAgent):
-    """One of several: the hub decides, for all of them alike, what follows from an end."""
-
-    def __init__(self, ranks: Ranks, launch: Launch, spec: WorkerSpec, rendezvous: NodeRendezvous) -> None:
-        super().__init__(ranks, launch, spec)
-        self.rendezvous = rendezvous
-        self._has_told = False
-        self._seen_restarts = 0
-
-    def _assign_worker_ranks(
-        self, store: Any, group_rank: int, group_world_size: int, spec: WorkerSpec
-    ) -> list[Worker]:
-        place = self.rendezvous.find_place()
-        return [
-            Worker(i, place.first_rank + i, place.first_rank + i, place.world_size or 0, place.world_size or 0)
-            for i in range(spec.local_world_size)
-        ]
-
-    def _find_place(self, worker_group: WorkerGroup) -> Place:
-        place, begun = self.rendezvous.find_place(), self.rendezvous.begun
-        self._has_told = False
-        self._say_restart(place)
-        firsts = [sum(begun["sizes"][:i]) for i in range(place.num_nodes)]
-        there = [
-            f"{first}{f'-{first + size - 1}' if size > 1 else ''} on {name}"
-            for first, size, name in zip(firsts, begun["sizes"], begun["names"], strict=True)
-        ]
-        if not place.first_rank or count_job_nodes() == 1:  # the nodes of a Slurm job share one output
-            print(f"samestep: ranks {', '.join(there)}", file=sys.stderr, flush=True)
-        return place
-
-    def _say_restart(self, place: Place) -> None:
+    def _report_restart(self, place: Placement) -> None:
         if place.restart is None:
             return
-        mine, is_counted = self.ranks.first_failure(), place.num_restarts > self._seen_restarts
+        own, is_counted = self._ranks.first_failure(), place.num_restarts > self._seen_restarts
         self._seen_restarts = place.num_restarts
-        then = f"; restart {place.num_restarts} of {self.launch.max_restarts}" if is_counted else "; all start again"
-        if mine is not None and mine.reason == place.restart.reason:
-            self.launch.report(mine, then)
+        then = f"; restart {place.num_restarts} of {self._launch.max_restarts}" if is_counted else "; all start again"
+        if own is not None and own.reason == place.restart.reason:
+            self._launch.report(own, then)
         else:
             say(f"{place.restart.reason}{then}")
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        self._watch()
-        self.rendezvous.take()
-        if self.rendezvous.end is not None:
-            self.ranks.stop()
-            self._remaining_restarts = 0
-            return self._fail()
-        if self.rendezvous.is_new:
-            self._remaining_restarts = 1  # The hub has counted.
-            return self._fail()
-        if self.rendezvous.stop == "now" or self._has_failed():
-            self.ranks.stop()
-        elif self.rendezvous.stop == "saved" and self.ranks.started and not self.ranks.told_to_stop:
-            self.ranks.tell_to_stop()
-        self.rendezvous.tell_room(self.ranks)
-        if not self._has_told and (self.ranks.done or self._has_failed()):
-            self._has_told = True
-            self.rendezvous.tell_end(self.ranks)
-        if self._has_told and (len(self.launch.received) > 1 or self.ranks.lost):
-            self._remaining_restarts = 0  # nobody waits for the others
-            return self._fail()
-        return RunResult(WorkerState.HEALTHY)
 
+def run_node(ranks: Ranks, launch: Launch, nodes: Nodes) -> dict[str, Any]:
+    """Run the ranks of this node, together with the launchers of the other nodes, to their end.
 
-def run_agent(ranks: Ranks, launch: Launch) -> None:
-    """Starts the ranks and returns when all have ended for good, by themselves or because of a failure or signal."""
-    spec = _build_spec(launch, LocalRendezvous())
-    RankAgent(ranks, launch, spec).run()
-
-
-def run_node_agent(ranks: Ranks, launch: Launch, nodes: Nodes) -> dict[str, Any]:
-    """As `run_agent`, together with the launchers of other nodes.
+    The launcher at the endpoint also runs the rendezvous server.
 
     Returns:
-        What the hub said at the end: "message" where something other than a rank has failed; "failure", a sentence
-        on the rank that has, on whichever node; "code", the exit code; "is_whole", whether the run was at its end
-        where neither is the case. Empty where a signal came first.
+        The server's last message: "message" if something other than a rank has failed; "failure", a sentence on the
+        rank that failed; "code", the exit code; "is_whole", whether the run reached its end. Empty if a signal came
+        first.
 
     Raises:
-        Error: the nodes do not come together.
+        Error: the nodes do not join.
     """
     address = find_own_address(nodes.host)
     listener = None if address is None else open_listener(address, nodes.port)
-    hub = None
+    server = None
     if listener is not None:
-        hub = Hub(nodes, listener, launch.max_restarts, launch.received)
-        hub.start()
+        server = RendezvousServer(nodes, listener, launch.max_restarts, launch.received)
+        server.start()
     hello = build_hello(nodes, launch.target, launch.num_ranks, launch.max_restarts, launch.overrides)
     link = connect(nodes, hello, lambda: bool(launch.received))
     if link is None:
         return {}
-    rendezvous = NodeRendezvous(link, nodes, launch)
+    session = NodeSession(link, nodes, launch, ranks)
     try:
-        NodeAgent(ranks, launch, _build_spec(launch, rendezvous), rendezvous).run()
-        if launch.received and rendezvous.end is None and hub is not None:
-            with suppress(OSError):
-                rendezvous.take()
+        try:
+            session.run()
+        finally:
+            ranks.kill()
+        if launch.received and session.end is None and server is not None:
+            session.receive()
     finally:
         link.close()
-        if hub is not None and rendezvous.end is not None:
-            hub.join(FLUSH_S + 1)
-    return rendezvous.end or {}
-
-
-def _build_spec(launch: Launch, rendezvous: RendezvousHandler) -> WorkerSpec:
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # We say ourselves what failed.
-    return WorkerSpec(
-        role="rank",
-        local_world_size=launch.num_ranks,
-        rdzv_handler=rendezvous,
-        entrypoint=launch.target.name,
-        max_restarts=launch.max_restarts,
-        monitor_interval=MONITOR_INTERVAL_S,
-    )
+        if server is not None and session.end is not None:
+            server.join(FLUSH_S + 1)
+    return session.end or {}

@@ -1,6 +1,5 @@
 """Whether the nodes reach each other, both ways and with large packets, and how far their clocks are apart."""
 
-import ipaddress
 import secrets
 import socket
 import struct
@@ -11,11 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from samestep.launch.links import plain_address
-from samestep.launch.rendezvous_client import find_addresses
 from samestep.tools.doctor.context import Context, Members
 from samestep.tools.doctor.findings import FAIL, PASS, WARN, Facts, Finding, format_s
 from samestep.world.environment import choose_interface, read_host, read_interface, read_master
+from samestep.world.host import find_interface, is_loopback, list_addresses, plain_address
 
 TIMEOUT_S = 3.0
 EXCHANGE_S = 15.0
@@ -105,12 +103,12 @@ def ping(address: str, port: int, token: bytes, clock: Callable[[], float]) -> d
 
 @dataclass(frozen=True)
 class Interface:
-    """By what the ranks' traffic goes.
+    """The network interface of the ranks' traffic.
 
     Attributes:
-        name: of the interface; "": none was found.
-        own_name: what this host's name stands for, where nothing sets an interface; gloo goes by that.
-        is_lost: that is no address of an interface which others could reach.
+        name: the interface; "" if none was found.
+        own_name: the address that this host's name resolves to; gloo uses it unless an interface is set.
+        is_lost: other hosts cannot reach `own_name`.
     """
 
     name: str
@@ -118,26 +116,16 @@ class Interface:
     is_lost: bool = False
 
 
-def find_interface(host: str, port: int) -> Interface:
-    """The interface that is set; else that of this host's name; else that which routes to where the ranks meet."""
+def choose_interface_for(host: str) -> Interface:
+    """Return the interface that is set, else that of this host's name, else that of the route to `host`."""
     chosen = read_interface()
     if chosen:
         return Interface(chosen)
     own = ""
     with suppress(OSError):
         own = str(socket.getaddrinfo(read_host(), None, type=socket.SOCK_STREAM)[0][4][0])
-    name = "" if not own or ipaddress.ip_address(own.partition("%")[0]).is_loopback else _find_holder(own)
-    if name:
-        return Interface(name, own)
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)
-        return Interface(_find_holder(probe.getsockname()[0]), own, is_lost=True)
-
-
-def _find_holder(address: str) -> str:
-    """The interface that has an address; "": none."""
-    return find_addresses().get(plain_address(address), "")
+    name = "" if not own or is_loopback(own) else list_addresses().get(plain_address(own), "")
+    return Interface(name, own) if name else Interface(find_interface([host]), own, is_lost=True)
 
 
 def describe_interface(name: str) -> dict[str, Any]:
@@ -157,7 +145,7 @@ def look_at_network(context: Context) -> dict[str, Any] | None:
     leaders, exchange = context.members.leaders, context.exchange
     if len(leaders) == 1:
         return None
-    interface = find_interface(*read_master())
+    interface = choose_interface_for(read_master()[0])
     if interface.is_lost:
         choose_interface(interface.name)  # so that there is more to be found out
     if not context.is_leader:
