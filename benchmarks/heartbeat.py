@@ -27,7 +27,7 @@ from common import (
 from torch import nn
 
 import samestep
-from samestep.watch.heartbeat import Pulse
+from samestep.watch.heartbeat import PhaseClock
 
 NUM_MICRO_BATCHES, MICRO_BATCH_SIZE, WIDTH = 8, 16, 512
 STEP_S, TARGET = 0.020, 0.005
@@ -107,7 +107,7 @@ def run_rank(num_rounds: int, steps_per_block: int) -> dict[str, Any]:
 
 def time_parts(run: samestep.Run) -> dict[str, float]:
     """Seconds of one call of `enter`, and seconds that the threads compute per second of the run."""
-    pulse, num = Pulse(), 100_000
+    pulse, num = PhaseClock(), 100_000
     began_s = time.perf_counter()
     for _ in range(num):
         pulse.enter("forward", 1)

@@ -24,17 +24,17 @@ WAITS = r"; rank \d waits for it in the reduction"
 # What is to be said of each, with the rank that is named.
 WORDS = {
     "data set asleep": r"rank 1 \(host \S+\) has been loading data for \d+ s at step 6, stalls\.py:\d+ in on_read, "
-    "asleep" + WAITS,
+    r"blocked( in \w+)?" + WAITS,
     "SIGSTOP": r"rank 1 \(host \S+\) was stopped \(SIGSTOP\) \d+ s ago, last heard of at step \d+" + WAITS,
     "SIGSTOP of rank 0": r"rank 0 \(host \S+\) was stopped \(SIGSTOP\) \d+ s ago, last heard of at step \d+" + WAITS,
     "collective skipped": r"the ranks have waited for each other for \d+ s: .*rank 0 \(host \S+\) in all_reduce "
     r"\(stalls\.py:\d+ in skip_a_collective\) at step 6",
-    "pipe full": r"rank 1 \(host \S+\) has been updating for \d+ s at step 6, stalls\.py:\d+ in fill_a_pipe, writing "
-    "into a pipe that is full" + WAITS,
-    "locked out": r"rank 1 \(host \S+\) has been updating for \d+ s at step 6, stalls\.py:\d+ in lock_twice, waiting "
-    "for a lock" + WAITS,
+    "pipe full": r"rank 1 \(host \S+\) has been updating for \d+ s at step 6, stalls\.py:\d+ in fill_a_pipe, "
+    r"blocked( in \w+)?" + WAITS,
+    "locked out": r"rank 1 \(host \S+\) has been updating for \d+ s at step 6, stalls\.py:\d+ in lock_twice, "
+    r"blocked( in \w+)?" + WAITS,
     "exception swallowed": r"rank 1 \(host \S+\) has been out of the loop for \d+ s at step 6, stalls\.py:\d+ in train"
-    ", waiting for a lock" + WAITS,
+    r", blocked( in \w+)?" + WAITS,
 }
 NoteStall = Callable[[str, bool, float], None]
 

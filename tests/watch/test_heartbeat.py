@@ -1,13 +1,10 @@
 """What a rank tells of itself: its phases, what its main thread is at, what `samestep watch` shows of it."""
 
-import fcntl
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,9 +18,9 @@ from support.runs import check, samestep_command
 from support.waiting import wait_until
 
 from samestep.tools.watch import HEADER, compute_rates, describe_end, format_rows, has_ended
-from samestep.watch.heartbeat import Facts, Heartbeat, Pulse
+from samestep.watch.heartbeat import Facts, Heartbeat, PhaseClock
 from samestep.watch.stall_diagnosis import PHASES, WARM_UP, build_limits
-from samestep.watch.thread_state import find_fate, look
+from samestep.watch.thread_state import read_process_state, read_thread_state
 
 DEADLINE_S = 60.0
 
@@ -42,14 +39,14 @@ class Box:
 
 
 @contextmanager
-def heartbeat(rank: int, box: Box | None, world_size: int = 2, **more: Any) -> Iterator[tuple[Pulse, list[str]]]:
+def heartbeat(rank: int, box: Box | None, world_size: int = 2, **more: Any) -> Iterator[tuple[PhaseClock, list[str]]]:
     """A rank's heartbeat over this thread: its pulse, and what it says."""
     said: list[str] = []
 
     def refuse(*_: Any) -> None:
         raise AssertionError("no test is to be ended")
 
-    pulse = Pulse()
+    pulse = PhaseClock()
     limits = replace(build_limits(3), stop_s=1e9)
     facts = Facts(rank, world_size, "here", limits, said.append, refuse, refuse, **more)
     beating = Heartbeat(pulse, facts, box)
@@ -62,7 +59,7 @@ def heartbeat(rank: int, box: Box | None, world_size: int = 2, **more: Any) -> I
 def test_a_pulse_adds_up_what_each_phase_took(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    pulse = Pulse()
+    pulse = PhaseClock()
     for took_s in (5.0, 4.0, 1.0, 2.0):
         pulse.enter("forward", 7)
         clock[0] += took_s
@@ -124,7 +121,7 @@ def test_beats_of_a_store_that_does_not_answer() -> None:
     with heartbeat(1, Dead()) as (_, said):
         wait_until(lambda: said, "it says that it is cut off")
         held.set()
-    assert said[0].startswith("rank 1 (host here) is cut off: the place where the ranks meet has not answered")
+    assert said[0].startswith("rank 1 (host here) is cut off: the rendezvous store has not answered")
 
 
 def test_what_is_shown_is_gone_at_the_end(tmp_path: Path) -> None:
@@ -144,10 +141,6 @@ def sleep(stop: threading.Event) -> None:
         time.sleep(0.5)
 
 
-def take_a_lock(stop: threading.Event) -> None:
-    stop.wait(DEADLINE_S)
-
-
 def read_a_pipe(stop: threading.Event) -> None:
     ours, theirs = os.pipe()
     threading.Thread(target=lambda: (stop.wait(DEADLINE_S), os.close(theirs))).start()
@@ -155,69 +148,20 @@ def read_a_pipe(stop: threading.Event) -> None:
     os.close(ours)
 
 
-def write_a_pipe(stop: threading.Event) -> None:
-    ours, theirs = os.pipe()
-    threading.Thread(target=lambda: (stop.wait(DEADLINE_S), os.close(ours))).start()
-    try:
-        os.write(theirs, bytes(1 << 20))
-    except BrokenPipeError:
-        os.close(theirs)
-
-
-def lock_a_file(stop: threading.Event) -> None:
-    with open(__file__) as first, open(__file__) as second:
-        fcntl.flock(first, fcntl.LOCK_EX)
-        threading.Thread(target=lambda: (stop.wait(DEADLINE_S), fcntl.flock(first, fcntl.LOCK_UN))).start()
-        fcntl.flock(second, fcntl.LOCK_EX)
-
-
-def wait_for_a_child(stop: threading.Event) -> None:
-    child = subprocess.Popen(["sleep", "60"])
-    threading.Thread(target=lambda: (stop.wait(DEADLINE_S), child.kill())).start()
-    child.wait()
-
-
-def open_a_pipe(stop: threading.Event) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "pipe")
-        os.mkfifo(path)
-        threading.Thread(target=lambda: (stop.wait(DEADLINE_S), os.close(os.open(path, os.O_RDWR)))).start()
-        os.close(os.open(path, os.O_RDONLY))
-
-
-def accept_a_connection(stop: threading.Event) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        address = server.getsockname()
-        threading.Thread(target=lambda: (stop.wait(DEADLINE_S), socket.create_connection(address).close())).start()
-        server.accept()[0].close()
-
-
-WORDS = {
-    open_a_pipe: "opening a file (a pipe whose other end nobody opens?)",
-    accept_a_connection: "waiting for somebody to connect",
-    sleep: "asleep",
-    take_a_lock: "waiting for a lock",
-    read_a_pipe: "reading from a pipe that is empty",
-    write_a_pipe: "writing into a pipe that is full",
-    lock_a_file: f"waiting for a lock on {__file__}",
-    wait_for_a_child: "waiting for a process that it has started",
-}
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="what a thread waits for is read from /proc")
-@pytest.mark.parametrize("ail", WORDS, ids=lambda ail: ail.__name__)
-def test_what_ails_a_thread(ail: Callable[[threading.Event], None]) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="read from /proc")
+@pytest.mark.parametrize(("wait", "function"), [(sleep, "nanosleep"), (read_a_pipe, "pipe")])
+def test_a_blocked_thread(wait: Callable[[threading.Event], None], function: str) -> None:
     stop = threading.Event()
-    thread = threading.Thread(target=ail, args=(stop,))
+    thread = threading.Thread(target=wait, args=(stop,))
     thread.start()
     try:
         assert thread.ident is not None
         ident, native_id = thread.ident, thread.native_id or 0
-        wait_until(lambda: look(ident, native_id).ails == WORDS[ail], f"it is {WORDS[ail]}")
-        symptoms = look(ident, native_id)
-        assert symptoms.place.startswith("test_heartbeat.py:")
-        assert symptoms.place.endswith(f" in {ail.__name__}")
-        assert symptoms.waits_in == ""
+        pattern = re.compile(rf"blocked( in \w*{function}\w*)?")  # a kernel may hide the function
+        wait_until(lambda: pattern.fullmatch(read_thread_state(ident, native_id).blocked), f"it is in {function}")
+        state = read_thread_state(ident, native_id)
+        assert re.fullmatch(rf"test_heartbeat\.py:\d+ in {wait.__name__}", state.place)
+        assert state.waits_in == ""
     finally:
         stop.set()
         thread.join()
@@ -226,13 +170,13 @@ def test_what_ails_a_thread(ail: Callable[[threading.Event], None]) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="what a process is at is read from /proc")
 def test_what_became_of_a_process() -> None:
     child = subprocess.Popen(["sleep", "60"])
-    assert find_fate(child.pid) == "alive"
+    assert read_process_state(child.pid) == "alive"
     child.send_signal(19)
-    wait_until(lambda: find_fate(child.pid) == "stopped", "it is stopped")
+    wait_until(lambda: read_process_state(child.pid) == "stopped", "it is stopped")
     child.kill()
-    wait_until(lambda: find_fate(child.pid) == "dead", "it is a zombie")
+    wait_until(lambda: read_process_state(child.pid) == "dead", "it is a zombie")
     child.wait()
-    assert find_fate(child.pid) == "dead"
+    assert read_process_state(child.pid) == "dead"
 
 
 # --- samestep watch ---------------------------------------------------------------------------------------------------

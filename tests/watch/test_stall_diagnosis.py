@@ -13,32 +13,32 @@ from samestep.watch.stall_diagnosis import (
     STOP_S,
     WARM_UP,
     Beat,
-    Heard,
     Limits,
+    RankState,
     build_limits,
     describe_ranks,
     describe_spent,
+    diagnose,
     explain_slow_saving,
     find_slow,
-    judge,
 )
 
 FRESH = {"num_seen": WARM_UP + 100, "longest_s": 0.02}
 
 
-def hear(rank: int, phase: str, still_s: float, **more: Any) -> Heard:
+def hear(rank: int, phase: str, still_s: float, **more: Any) -> RankState:
     """A rank that has not moved for `still_s`, at a phase that it knows."""
-    fate, is_silent, age_s = more.pop("fate", ""), more.pop("is_silent", False), more.pop("age_s", 0.0)
+    process, is_silent, age_s = more.pop("process", ""), more.pop("is_silent", False), more.pop("age_s", 0.0)
     facts = {"host": f"h{rank // 4}", "pid": rank, "number": 1, "step": 120, **FRESH, **more}
-    return Heard(Beat(rank=rank, phase=phase, for_s=still_s - age_s, **facts), age_s, is_silent, fate)
+    return RankState(Beat(rank=rank, phase=phase, for_s=still_s - age_s, **facts), age_s, is_silent, process)
 
 
-def wait(rank: int, still_s: float, **more: Any) -> Heard:
+def wait(rank: int, still_s: float, **more: Any) -> RankState:
     return hear(rank, "reducing", still_s, **{"waits_in": "the reduction", **more})
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> list[Heard]:
+def worlds(draw: st.DrawFn) -> list[RankState]:
     ranks = []
     for rank in range(draw(st.integers(1, 6))):
         waits_in = draw(st.sampled_from(["", "the reduction", "all_reduce"]))
@@ -55,7 +55,7 @@ def worlds(draw: st.DrawFn) -> list[Heard]:
                 is_busy=draw(st.booleans()),
                 is_compiling=draw(st.booleans()),
                 is_silent=is_silent,
-                fate=draw(st.sampled_from(["", "stopped", "dead", "alive"])) if is_silent else "",
+                process=draw(st.sampled_from(["", "stopped", "dead", "alive"])) if is_silent else "",
             )
         )
     return ranks
@@ -65,19 +65,19 @@ LIMITS = st.sampled_from([Limits(), build_limits(3), build_limits(60), build_lim
 
 
 @given(worlds(), LIMITS)
-def test_nobody_is_accused_while_anybody_moves(ranks: list[Heard], limits: Limits) -> None:
+def test_nobody_is_accused_while_anybody_moves(ranks: list[RankState], limits: Limits) -> None:
     moving = replace(ranks[0], beat=replace(ranks[0].beat, for_s=limits.floor_s * 0.99, phase="forward"), age_s=0.0)
-    assert judge([moving, *ranks[1:]], limits) is None
+    assert diagnose([moving, *ranks[1:]], limits) is None
 
 
 @given(worlds(), LIMITS, st.floats(0, 0.99))
-def test_who_slept_accuses_nobody(ranks: list[Heard], limits: Limits, share: float) -> None:
-    assert judge(ranks, limits, awake_s=share * limits.floor_s) is None
+def test_who_slept_accuses_nobody(ranks: list[RankState], limits: Limits, share: float) -> None:
+    assert diagnose(ranks, limits, awake_s=share * limits.floor_s) is None
 
 
 @given(worlds(), LIMITS)
-def test_a_rank_that_waits_is_not_guilty_while_another_does_not(ranks: list[Heard], limits: Limits) -> None:
-    verdict = judge(ranks, limits)
+def test_a_rank_that_waits_is_not_guilty_while_another_does_not(ranks: list[RankState], limits: Limits) -> None:
+    verdict = diagnose(ranks, limits)
     if verdict is None:
         return
     by_rank = {heard.beat.rank: heard for heard in ranks}
@@ -93,9 +93,9 @@ def test_a_rank_that_waits_is_not_guilty_while_another_does_not(ranks: list[Hear
 
 
 @given(worlds(), LIMITS, st.floats(1, 100))
-def test_what_is_stuck_stays_stuck(ranks: list[Heard], limits: Limits, more_s: float) -> None:
+def test_what_is_stuck_stays_stuck(ranks: list[RankState], limits: Limits, more_s: float) -> None:
     later = [replace(heard, age_s=heard.age_s + more_s) for heard in ranks]
-    now, then = judge(ranks, limits), judge(later, limits)
+    now, then = diagnose(ranks, limits), diagnose(later, limits)
     if now is not None:
         assert then is not None
         assert then.guilty == now.guilty
@@ -103,9 +103,9 @@ def test_what_is_stuck_stays_stuck(ranks: list[Heard], limits: Limits, more_s: f
 
 
 @given(worlds())
-def test_a_run_is_stopped_late(ranks: list[Heard]) -> None:
+def test_a_run_is_stopped_late(ranks: list[RankState]) -> None:
     """Never before the default's 300 s, and never while a rank computes, unless a person said so."""
-    verdict = judge(ranks, Limits())
+    verdict = diagnose(ranks, Limits())
     if verdict is not None and verdict.is_final:
         active = [heard for heard in ranks if heard.beat.phase != "ended"]
         assert min(heard.still_s for heard in active) >= STOP_S
@@ -115,32 +115,32 @@ def test_a_run_is_stopped_late(ranks: list[Heard]) -> None:
 
 def test_the_sentence() -> None:
     ranks = [wait(rank, 50) for rank in range(8) if rank != 3]
-    slow = hear(3, "loading", 48, host="b", place="train.py:10 in __getitem__", ails="asleep")
-    verdict = judge([*ranks, slow], Limits())
+    slow = hear(3, "loading", 48, host="b", place="train.py:10 in __getitem__", blocked="blocked in hrtimer_nanosleep")
+    verdict = diagnose([*ranks, slow], Limits())
     assert verdict is not None
     assert verdict.guilty == (3,)
     assert verdict.sentence == (
-        "rank 3 (host b) has been loading data for 48 s at step 120, train.py:10 in __getitem__, asleep; 7 ranks wait "
-        "for it in the reduction"
+        "rank 3 (host b) has been loading data for 48 s at step 120, train.py:10 in __getitem__, blocked in "
+        "hrtimer_nanosleep; 7 ranks wait for it in the reduction"
     )
 
 
 @pytest.mark.parametrize(
     ("guilty", "words"),
     [
-        (hear(1, "forward", 20, faults_per_s=900.0, ails="waiting for the disk"), "swapping (900 page faults"),
-        (hear(1, "loading", 20, ails="waiting for a lock on /d/index"), "waiting for a lock on /d/index"),
+        (hear(1, "forward", 20, faults_per_s=900.0, blocked="waiting for the disk"), "swapping (900 page faults"),
+        (hear(1, "loading", 20, blocked="blocked in pipe_read"), "blocked in pipe_read"),
         (hear(1, "forward", 20, is_busy=True), "has been computing for 20 s at step 120, computing"),
-        (hear(1, "forward", 20, is_silent=True, fate="stopped"), "was stopped (SIGSTOP) 20 s ago"),
-        (hear(1, "forward", 20, is_silent=True, fate="dead"), "died 20 s ago"),
-        (hear(1, "forward", 20, is_silent=True, fate="alive"), "does not let other threads run"),
+        (hear(1, "forward", 20, is_silent=True, process="stopped"), "was stopped (SIGSTOP) 20 s ago"),
+        (hear(1, "forward", 20, is_silent=True, process="dead"), "died 20 s ago"),
+        (hear(1, "forward", 20, is_silent=True, process="alive"), "does not let other threads run"),
         (hear(1, "forward", 20, is_silent=True, host="far"), "the host or its network is down"),
         (hear(1, "forward", 20, is_silent=True), "stopped, dead, or cut off"),
         (hear(1, "ended", 0), "left the run at step 120"),
     ],
 )
-def test_each_ailment_has_its_words(guilty: Heard, words: str) -> None:
-    verdict = judge([wait(0, 20), guilty, wait(2, 20)], Limits())
+def test_each_ailment_has_its_words(guilty: RankState, words: str) -> None:
+    verdict = diagnose([wait(0, 20), guilty, wait(2, 20)], Limits())
     assert verdict is not None
     assert verdict.guilty == (1,)
     assert words in verdict.sentence
@@ -149,7 +149,7 @@ def test_each_ailment_has_its_words(guilty: Heard, words: str) -> None:
 
 def test_a_collective_that_one_rank_skips() -> None:
     there = [wait(rank, 25, waits_in="all_reduce", place="train.py:31 in main") for rank in (0, 2, 3)]
-    verdict = judge([*there, wait(1, 25, step=121)], Limits())
+    verdict = diagnose([*there, wait(1, 25, step=121)], Limits())
     assert verdict is not None
     assert verdict.guilty == (1,)
     assert "rank 1 (host h0) in the reduction at step 121" in verdict.sentence
@@ -157,7 +157,7 @@ def test_a_collective_that_one_rank_skips() -> None:
 
 
 def test_all_wait_in_the_same_exchange() -> None:
-    verdict = judge([wait(rank, 25) for rank in range(3)], Limits())
+    verdict = diagnose([wait(rank, 25) for rank in range(3)], Limits())
     assert verdict is not None
     assert (verdict.guilty, "all 3 ranks have waited in the reduction" in verdict.sentence) == ((), True)
 
@@ -165,22 +165,24 @@ def test_all_wait_in_the_same_exchange() -> None:
 @pytest.mark.parametrize("phase", [phase for phase in PHASES if phase not in ("ended", *LEARNT)])
 def test_a_scripts_own_code_may_take_its_time(phase: str) -> None:
     """Whatever it took before: an epoch's end is not a step's."""
-    assert judge([wait(0, 299), hear(1, phase, 299)], Limits()) is None
-    assert judge([wait(0, 301), hear(1, phase, 301)], Limits()) is not None
+    assert diagnose([wait(0, 299), hear(1, phase, 299)], Limits()) is None
+    assert diagnose([wait(0, 301), hear(1, phase, 301)], Limits()) is not None
 
 
 @pytest.mark.parametrize("phase", LEARNT)
 def test_the_limit_is_learnt(phase: str) -> None:
     ranks = [hear(0, phase, 40, longest_s=5.0), wait(1, 60)]
-    assert judge(ranks, Limits()) is None, "10 times the longest so far is 50 s"
-    assert judge([hear(0, phase, 51, longest_s=5.0), wait(1, 60)], Limits()) is not None
-    assert judge([hear(0, phase, 51, longest_s=0.1, num_seen=WARM_UP), wait(1, 60)], Limits()) is None, "a first time"
-    assert judge([hear(0, phase, 51, longest_s=0.1, is_compiling=True), wait(1, 60)], Limits()) is None, "it compiles"
+    assert diagnose(ranks, Limits()) is None, "10 times the longest so far is 50 s"
+    assert diagnose([hear(0, phase, 51, longest_s=5.0), wait(1, 60)], Limits()) is not None
+    first = hear(0, phase, 51, longest_s=0.1, num_seen=WARM_UP)
+    compiling = hear(0, phase, 51, longest_s=0.1, is_compiling=True)
+    assert diagnose([first, wait(1, 60)], Limits()) is None
+    assert diagnose([compiling, wait(1, 60)], Limits()) is None
 
 
 def test_the_end_is_learnt_or_given() -> None:
     def is_final(still_s: float, limits: Limits, **more: Any) -> bool:
-        verdict = judge([wait(0, still_s), hear(1, "loading", still_s, **more)], limits)
+        verdict = diagnose([wait(0, still_s), hear(1, "loading", still_s, **more)], limits)
         return verdict is not None and verdict.is_final
 
     assert not is_final(299, Limits())

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from samestep.console import escape
 from samestep.errors import Error, PeerFailed, Stuck
 from samestep.launch.rank_process import write_error
-from samestep.watch.heartbeat import Facts, Heartbeat, Pulse
+from samestep.watch.heartbeat import Facts, Heartbeat, PhaseClock
 from samestep.watch.stall_diagnosis import build_limits, describe_spent, explain_slow_saving, share_spent
 from samestep.world.environment import Environment, read_host, read_terminal
 
@@ -27,7 +27,7 @@ EXIT_CODE = 1
 _open: list["Watchdog"] = []  # of this process: at most one
 
 
-class Watchdog(Pulse):
+class Watchdog(PhaseClock):
     """The pulse of one run on this rank. From `begin` to `close`, others hear of it."""
 
     def __init__(self, run: "Run", environment: Environment) -> None:
