@@ -1,6 +1,8 @@
 """What a script must not do to a step whose gradient is not complete: caught where it is done."""
 
+import dis
 from collections.abc import Iterator, Mapping
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -140,3 +142,12 @@ class MisuseChecks:
 
 def _has_gradient(optimizer: Optimizer) -> bool:
     return any(param.grad is not None for group in optimizer.param_groups for param in group["params"])
+
+
+def refuse_unpacking(frame: FrameType, what: str, instead: str) -> None:
+    """Raises Error if the current line of `frame` assigns to several names, as `for x, y in epoch` does."""
+    if dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("UNPACK"):
+        raise Error(
+            f"{what} was unpacked like a batch: loop over it first, `{instead}`; the loops are run.epochs() (or "
+            "run.steps()), `for step in epoch`, and `for x, y in step`"
+        )

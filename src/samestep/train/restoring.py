@@ -1,4 +1,4 @@
-"""What a snapshot holds of a run, and how the objects that a script passed to `run.prepare` get it back."""
+"""The state of a run in a snapshot: built from the objects of `run.prepare`, and restored to them."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -9,18 +9,47 @@ from torch import nn
 from samestep.engine.precision import Precision
 from samestep.errors import Error
 from samestep.snapshot.run_record import OVERRIDE, Options, describe_changes
-from samestep.train.options import Override, find_changed, read_settings
-from samestep.train.stateful import Freezing, Objects, states, unwrap
+from samestep.train.optimizer_settings import Override, find_changed, read_settings
+from samestep.train.stateful import Objects, states, unwrap
 from samestep.world.environment import advise
 
-Groups = Mapping[str, list[list[str]]]  # of optimizers, by name: the names of each group's parameters
+Groups = Mapping[str, list[list[str]]]  # optimizer -> for each parameter group the names of its parameters
 MAX_SHOWN = 600
 
 
-class Structure:
-    """The keys of the models' states and the groups of the optimizers, as a script built them.
+class Freezing:
+    """Which parameters are frozen. A script that sets `requires_grad` in its loop does not do so again on resume."""
 
-    A script that changes them in its loop does not do so again when it resumes after that place.
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
+        self._at_start = self._find_frozen()
+
+    def state_dict(self, *, is_first_loop: bool) -> dict[str, Any]:
+        """The names frozen now and before the first loop; in that loop, {} if they are the same."""
+        frozen = self._find_frozen()
+        if is_first_loop and frozen == self._at_start:
+            return {}
+        return {"frozen": frozen, "frozen_at_start": self._at_start}
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Freezes what was frozen, if the script begins as it did then; otherwise the script was changed on purpose."""
+        if saved.get("frozen_at_start") == self._at_start:
+            for name, param in self._params():
+                param.requires_grad_(name not in saved["frozen"])
+
+    def _find_frozen(self) -> list[str]:
+        return [name for name, param in self._params() if not param.requires_grad]
+
+    def _params(self) -> list[tuple[str, nn.Parameter]]:
+        return [
+            (f"{name}.{path}", p) for name, module in self._modules.items() for path, p in module.named_parameters()
+        ]
+
+
+class Structure:
+    """The keys of the models' states and the parameter groups of the optimizers, as the script built them.
+
+    A script that changes them in its loop does not do so again on resume.
     """
 
     def __init__(self, objects: Objects, modules: Mapping[str, nn.Module]) -> None:
@@ -33,16 +62,16 @@ class Structure:
         self._has_told = False
 
     def state_dict(self) -> dict[str, Any]:
-        """The groups of the optimizers to which some were added; empty where there are none."""
+        """The parameter groups of the optimizers that got more of them; {} if none did."""
         groups = self._read_groups()
         added = {name: groups[name] for name in groups if groups[name] != self._groups[name]}
         return {"groups": added} if added else {}
 
     def find_change(self, states: Mapping[str, Any]) -> str:
-        """A sentence, once, for a change after which the same script cannot be resumed; "" where there is none.
+        """A sentence, once, about a change after which the script cannot be resumed; "" if there is none.
 
         Args:
-            states: what the objects are saved as.
+            states: the objects' state_dicts.
         """
         for name, keys in {} if self._has_told else self._keys.items():
             now = {*states[name]}
@@ -58,7 +87,7 @@ class Structure:
         return ""
 
     def add_groups(self, saved: Groups) -> None:
-        """Adds the groups of parameters that a snapshot has and the script has not; `load` gives them their options."""
+        """Adds the parameter groups that only the snapshot has. `load` restores their options."""
         params = {f"{n}.{path}": p for n, module in self._modules.items() for path, p in module.named_parameters()}
         for name, groups in saved.items():
             own = self._groups.get(name, [])
@@ -76,10 +105,10 @@ class Structure:
 
 
 class Contents:
-    """What a snapshot of a run holds: put together when it is saved, given back to the objects when it is restored.
+    """Builds the state for a snapshot, and restores it.
 
     Attributes:
-        options: the settings of optimizers and schedules.
+        options: settings of optimizers and schedulers.
     """
 
     def __init__(
@@ -91,7 +120,7 @@ class Contents:
         self.options = Options(read_settings(objects))
 
     def build(self, position: Mapping[str, Any], state: Any) -> dict[str, Any]:
-        """What a snapshot holds and its digest covers. `state`: the script's own."""
+        """The state for a snapshot. `state`: `run.state`."""
         if not isinstance(state, dict):
             raise Error(f"run.state has become a {type(state).__name__}: keep it a dict, run.state[name] = value")
         saved = states(self._objects)
@@ -105,11 +134,11 @@ class Contents:
         }
 
     def restore(self, contents: Mapping[str, Any], begun_with: Mapping[str, Any], *, overrides: bool) -> None:
-        """Restores every object, and compares the script's settings of optimizers and schedules with those of the run.
+        """Restores all objects, and compares the script's settings of optimizers and schedulers with the run's.
 
         Args:
             begun_with: the settings in force when the snapshot was written.
-            overrides: whether the script's settings go before those.
+            overrides: whether the script's settings replace those.
 
         Raises:
             Error: the names differ, or an object refuses its state.
@@ -125,17 +154,17 @@ class Contents:
             self.options = Options(asked, overridden=OVERRIDE + how)
         elif changed:
             self._say(
-                f"the run goes on with its own settings, not with those that the script has now "
+                f"the run continues with the settings it was begun with, not with the script's "
                 f"({how}): for the script's, pass override=True to run.prepare, or start with {advise(override=True)}"
             )
             begun = {name: before for name, (before, _) in changed.items()}
             self.options = Options({**asked, **begun}, {name: asked[name] for name in changed})
 
     def restore_again(self, contents: Mapping[str, Any]) -> dict[str, Any]:
-        """Undoes what the script has changed since `restore`: its lines before a later loop have run again.
+        """Undoes changes since `restore`, when the script's lines before a later loop have run again.
 
         Returns:
-            The script's own state.
+            `run.state`.
         """
         load(self._objects, contents["objects"], leave=self._override.moved if self._override is not None else ())
         if self._override is not None:
@@ -153,13 +182,13 @@ def _check_names(objects: Objects, saved: Mapping[str, Any]) -> None:
 
 
 def load(objects: Objects, saved: Mapping[str, Any], *, leave: Collection[str] = ()) -> None:
-    """Gives every object its state, but for those to `leave`. Raises Error where one refuses it."""
+    """Restores every object's state, except those in `leave`. Raises Error if an object rejects it."""
     for name, thing in objects.items():
         if name in leave:
             continue
         if isinstance(thing, torch.optim.Optimizer):
             _check_groups(name, len(thing.param_groups), len(saved[name].get("param_groups", ())))
-        # Before: torch adds to an optimizer's own as it loads.
+        # Read first: torch adds to them when it loads.
         defaults = {*thing.defaults} if isinstance(thing, torch.optim.Optimizer) else set()
         try:
             unwrap(thing).load_state_dict(saved[name])
@@ -169,7 +198,7 @@ def load(objects: Objects, saved: Mapping[str, Any], *, leave: Collection[str] =
             raise Error(f"{name} does not take its state from the snapshot: {why}") from error
         if isinstance(thing, torch.optim.Optimizer):
             _restore_dtypes(thing, saved[name])
-            # What torch has taken from another kind of optimizer without a word, and would miss in the next update.
+            # torch loads the state of another kind of optimizer without an error, and would fail in the next update.
             missing = sorted(defaults - thing.param_groups[0].keys())
             if missing:
                 raise Error(
@@ -192,8 +221,7 @@ def _check_groups(name: str, num_groups: int, num_saved: int) -> None:
 
 
 def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Undoes torch's cast of an optimizer's state to its parameters' dtypes: of float32 weights kept for bfloat16 ones,
-    say, or ASGD's rates."""
+    """Undoes torch's cast of an optimizer's state to the dtypes of its parameters (float32 state of bfloat16 weights)."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     numbers = [number for group in saved.get("param_groups", ()) for number in group["params"]]
     for param, number in zip(params, numbers, strict=False):

@@ -22,11 +22,11 @@ from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train import stateful as prepared
 from samestep.train.arguments import build_config, check_count, check_extras
 from samestep.train.batches import Batches, Sampler, build_batches
+from samestep.train.determinism import describe_machine, fix_compiler, fix_kernels
 from samestep.train.evaluate import open_source, run_evaluate
 from samestep.train.generators import call_on_rank_0
 from samestep.train.loop import Loop
 from samestep.train.loops import Loops, place_loop
-from samestep.train.machine import describe_machine, fix_compiler, fix_kernels
 from samestep.train.misuse import MisuseChecks
 from samestep.train.recall import recall
 from samestep.train.replicas import Replicas

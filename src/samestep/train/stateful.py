@@ -1,4 +1,4 @@
-"""What a script hands to `run.prepare`: checked, described, saved and restored."""
+"""The objects passed to `run.prepare`: checks, descriptions and lists of their tensors."""
 
 import gc
 import hashlib
@@ -21,44 +21,13 @@ Objects = Mapping[str, Any]
 OldParams = dict[int, ref[nn.Parameter]]
 
 
-class Freezing:
-    """Which parameters train, by `requires_grad`: what a script sets in its loop, it does not set again when it resumes
-    behind that place.
-    """
-
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._modules = modules
-        self._at_start = self._find_frozen()
-
-    def state_dict(self, *, is_first_loop: bool) -> dict[str, Any]:
-        """What is frozen now, and was before the first loop; in that loop, nothing if both are the same."""
-        frozen = self._find_frozen()
-        if is_first_loop and frozen == self._at_start:
-            return {}
-        return {"frozen": frozen, "frozen_at_start": self._at_start}
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Freezes as it was, where the script begins as it did then; else it was changed, and is right."""
-        if saved.get("frozen_at_start") == self._at_start:
-            for name, param in self._params():
-                param.requires_grad_(name not in saved["frozen"])
-
-    def _find_frozen(self) -> list[str]:
-        return [name for name, param in self._params() if not param.requires_grad]
-
-    def _params(self) -> list[tuple[str, nn.Parameter]]:
-        return [
-            (f"{name}.{path}", p) for name, module in self._modules.items() for path, p in module.named_parameters()
-        ]
-
-
 def find_params() -> OldParams:
-    """All parameters alive, by id: of models made before the run was seeded."""
+    """All existing parameters by id, which belong to models built before the run was seeded."""
     return {id(thing): ref(thing) for thing in gc.get_objects() if type(thing) is nn.Parameter}
 
 
 def check(objects: Objects, old_params: OldParams) -> dict[str, nn.Module]:
-    """Checks what was passed. Returns the modules among it, unwrapped of torch.compile.
+    """Checks the objects. Returns the modules among them, without wrappers of torch.compile.
 
     Raises:
         Error: see `Run.prepare`.
@@ -97,7 +66,7 @@ def check(objects: Objects, old_params: OldParams) -> dict[str, nn.Module]:
 
 
 def unwrap(thing: Any) -> Any:
-    """The module inside a torch.compile wrapper, whose keys have no prefix."""
+    """The module inside a torch.compile wrapper; its keys have no prefix."""
     return getattr(thing, "_orig_mod", thing) if isinstance(thing, nn.Module) else thing
 
 
@@ -107,7 +76,7 @@ def optimizers(objects: Objects) -> list[torch.optim.Optimizer]:
 
 
 def learning_rates(objects: Objects) -> dict[str, float]:
-    """Each optimizer's learning rate (of its first group), as a row of metrics names it."""
+    """The learning rate of each optimizer's first parameter group, by the name in a row of metrics."""
     rates = {
         name: float(o.param_groups[0]["lr"]) for name, o in objects.items() if isinstance(o, torch.optim.Optimizer)
     }
@@ -118,14 +87,14 @@ def learning_rates(objects: Objects) -> dict[str, float]:
 
 
 def held_params(objects: Objects) -> list[int]:
-    """The optimizers' parameters, by id."""
+    """The ids of the optimizers' parameters."""
     return [id(param) for o in optimizers(objects) for group in o.param_groups for param in group["params"]]
 
 
 def find_trained(objects: Objects, modules: Mapping[str, nn.Module]) -> list[tuple[str, nn.Parameter, int]]:
-    """(name, parameter, slot of its module) for all that is trained, in the models' order.
+    """(name, parameter, slot of its module) for all trained parameters, in the models' order.
 
-    That is what the optimizers hold; without an optimizer, all parameters but those of averaged models.
+    These are the optimizers' parameters; without an optimizer, all except those of averaged models.
     """
     held = {*held_params(objects)}
     found: dict[int, tuple[str, nn.Parameter, int]] = {}
@@ -140,13 +109,13 @@ def find_trained(objects: Objects, modules: Mapping[str, nn.Module]) -> list[tup
 def find_untrained(
     modules: Mapping[str, nn.Module], trained: Sequence[tuple[str, nn.Parameter, int]]
 ) -> list[nn.Parameter]:
-    """The models' other parameters. `trained`: as `find_trained` gives."""
+    """The models' other parameters. `trained`: see `find_trained`."""
     known = {id(param) for _, param, _ in trained}
     return [param for module in modules.values() for param in module.parameters() if id(param) not in known]
 
 
 def find_slot(modules: Mapping[str, nn.Module], model: nn.Module) -> int:
-    """The number of a model that was prepared, counted from 1. Raises Error for another one."""
+    """The number of a prepared model, counted from 1. Raises Error for another model."""
     for slot, module in enumerate(modules.values(), start=1):
         if module is model or getattr(model, "_orig_mod", None) is module:
             return slot
@@ -156,7 +125,7 @@ def find_slot(modules: Mapping[str, nn.Module], model: nn.Module) -> int:
 def list_params(
     modules: Mapping[str, nn.Module], trained: Sequence[tuple[str, nn.Parameter, int]], slot: int
 ) -> tuple[nn.Parameter, ...]:
-    """The parameters of one model that are trained. Raises Error where it shares one with another model."""
+    """The trained parameters of one model. Raises Error if it shares one with another model."""
     held = {id(param) for param in list(modules.values())[slot - 1].parameters()}
     params = [(param, home) for _, param, home in trained if id(param) in held and param.requires_grad]
     if any(home != slot for _, home in params):
@@ -165,7 +134,7 @@ def list_params(
 
 
 def describe(modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Each model's shape in a few words, with a hash of its parameters' names, shapes and dtypes."""
+    """Each model's number of parameters, with a hash of their names, shapes and dtypes."""
     described = {}
     for name, module in modules.items():
         params = [(path, list(param.shape), str(param.dtype)) for path, param in module.named_parameters()]
@@ -176,7 +145,7 @@ def describe(modules: Mapping[str, nn.Module]) -> dict[str, str]:
 
 
 def outline(objects: Objects, modules: Mapping[str, nn.Module]) -> dict[str, Any]:
-    """What must be the same on all ranks before tensors are exchanged."""
+    """What has to be the same on all ranks before tensors are exchanged."""
     buffers = {
         f"the buffers of {name}": [(path, tuple(buffer.shape)) for path, buffer in module.named_buffers()]
         for name, module in modules.items()
@@ -191,9 +160,9 @@ def states(objects: Objects) -> dict[str, Any]:
 
 
 def list_checked(objects: Objects) -> list[tuple[str, torch.Tensor]]:
-    """What must be finite to be saved, with what to call it.
+    """Tensors that must be finite in a snapshot, with names for messages.
 
-    (Parameters, a BatchNorm's statistics, an optimizer's state; other buffers may well be infinite: masks.)
+    Parameters, BatchNorm's statistics and the optimizers' state. Other buffers may be infinite, such as masks.
     """
     found: list[tuple[str, torch.Tensor]] = []
     for name, thing in objects.items():
@@ -211,7 +180,7 @@ def list_checked(objects: Objects) -> list[tuple[str, torch.Tensor]]:
 
 
 def list_calm(objects: Objects) -> list[torch.Tensor]:
-    """What changes in an update alone, or after it: parameters and what optimizers hold of them."""
+    """Tensors that change in or after an update only: parameters and the optimizers' state."""
     modules = [unwrap(thing) for thing in objects.values() if isinstance(thing, nn.Module)]
     params = [param for module in modules for param in module.parameters()]
     return [*params, *(value for optimizer in optimizers(objects) for value in _state_tensors(optimizer))]

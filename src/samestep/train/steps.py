@@ -19,9 +19,9 @@ from samestep.plan.seeds import derive
 from samestep.plan.tree import build_layout
 from samestep.train import logs
 from samestep.train.logs import describe
+from samestep.train.misuse import refuse_unpacking
 from samestep.train.stateful import find_slot, learning_rates, list_params
 from samestep.train.tally import Tally, Value
-from samestep.train.unpacking import refuse_unpacking
 
 if TYPE_CHECKING:
     from samestep.train.loop import Loop

@@ -16,7 +16,7 @@ from typing import Any
 from samestep.config import to_variables
 from samestep.tools.doctor.context import Context
 from samestep.tools.doctor.findings import FAIL, PASS, WARN, Facts, Finding
-from samestep.tools.trained import read_lines, start
+from samestep.tools.traced_script import read_lines, start
 from samestep.world.environment import TRACE, child_variables
 from samestep.world.workdir import WorkDir
 

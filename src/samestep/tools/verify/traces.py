@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from samestep.tools.trained import read_lines
+from samestep.tools.traced_script import read_lines
 
 Line = dict[str, Any]
 

@@ -16,7 +16,7 @@ from typing import Any
 from samestep.config import Overrides, to_variables
 from samestep.plan.ledger import RECORD
 from samestep.snapshot.store import Store
-from samestep.tools.trained import start
+from samestep.tools.traced_script import start
 from samestep.tools.verify.traces import Traced, read_traces
 from samestep.world.environment import HOOK, TRACE, child_variables
 

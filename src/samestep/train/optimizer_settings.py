@@ -1,4 +1,4 @@
-"""The settings of optimizers and schedules: those that a script gives, and those that its run was begun with."""
+"""Settings of optimizers and schedulers: those of the script, and those that the run was begun with."""
 
 import math
 import warnings
@@ -13,15 +13,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 Objects = Mapping[str, Any]
-Settings = Mapping[str, Any]  # "optimizer.lr" -> 0.1; of groups that differ, a list
-# What a schedule's state holds beside its settings: its position, and copies of its optimizer's settings.
+Settings = Mapping[str, Any]  # "optimizer.lr" -> 0.1; a list if parameter groups differ
+# Entries of a scheduler's state that are no settings: its position, and copies of its optimizer's settings.
 _POSITION = {"last_epoch", "_step_count", "_last_lr", "base_lrs", "_get_lr_called_within_step", "_is_initial"}
 
 
 def read_settings(objects: Objects) -> dict[str, Any]:
-    """The settings of all optimizers and schedules as JSON, by names such as "optimizer.lr".
+    """The settings of all optimizers and schedulers as JSON, by names such as "optimizer.lr".
 
-    To be called before they are restored. A learning rate is the one from which a schedule starts.
+    Call before they are restored. Learning rates are those from which schedulers start.
     """
     found: dict[str, Any] = {}
     for name, thing in objects.items():
@@ -37,22 +37,22 @@ def read_settings(objects: Objects) -> dict[str, Any]:
 
 
 def find_changed(before: Settings, now: Settings) -> dict[str, tuple[Any, Any]]:
-    """The settings that both have and that are not the same: name -> (before, now)."""
+    """The settings that differ, among those that both have: name -> (before, now)."""
     return {name: (before[name], value) for name, value in now.items() if name in before and before[name] != value}
 
 
 class Override:
-    """Puts a script's settings in the place of those of its run; the rest of the state is restored.
+    """Replaces the run's settings by the script's, while the rest of the state is restored.
 
-    To be made before the objects are restored: schedules of an optimizer that is concerned move to their position in
-    the snapshot here, from what the script gives. `ReduceLROnPlateau` cannot; it keeps its state.
+    Create it before the objects are restored: it steps the schedulers of the optimizers concerned from the script's
+    settings to their position in the snapshot. `ReduceLROnPlateau` cannot be stepped like that; it keeps its state.
 
     Args:
         saved: the objects' states in the snapshot.
-        changed: as `find_changed` gives.
+        changed: see `find_changed`.
 
     Attributes:
-        moved: the names of those schedules, whose state need not be restored.
+        moved: the names of the schedulers that were stepped, whose state must not be restored.
     """
 
     def __init__(self, objects: Objects, saved: Mapping[str, Any], changed: Mapping[str, tuple[Any, Any]]) -> None:
@@ -74,7 +74,7 @@ class Override:
         self.moved = set(schedules)
         before = self._read_groups()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that no optimizer has made a step
+            warnings.simplefilter("ignore")  # about schedulers that are stepped before their optimizer
             counts = {name: _read_position(saved[name]) for name in schedules}
             for step in range(max(counts.values(), default=0)):
                 for name, schedule in schedules.items():
@@ -91,7 +91,7 @@ class Override:
         self._scheduled = scheduled
 
     def apply(self) -> None:
-        """After the objects were restored."""
+        """Call after the objects are restored."""
         for name, optimizer in self._optimizers.items():
             for number, (group, new) in enumerate(zip(optimizer.param_groups, self._groups[name], strict=False)):
                 for key in self._keys[name] & new.keys():
@@ -100,7 +100,7 @@ class Override:
                         value = self._scale(name, number, group["lr"], value)
                         if "initial_lr" in new:
                             group["initial_lr"] = new["initial_lr"]
-                    # (A new tensor, since groups may share the old one.)
+                    # A new tensor, because groups may share the old one.
                     is_tensor = isinstance(group.get(key), Tensor)
                     group[key] = torch.full_like(group[key], float(value)) if is_tensor else value
         for name, state in self._plateaus.items():
@@ -116,7 +116,7 @@ class Override:
         }
 
     def _scale(self, name: str, number: int, now: Any, new: Any) -> Any:
-        """A learning rate that the run has moved away from where it began keeps its ratio to that."""
+        """Keeps the ratio of a learning rate to the one that the run was begun with."""
         old = self._changed[f"{name}.lr"][0]
         old = old[number] if isinstance(old, list) else old
         return new if not old or now == old else now * (new / old)
@@ -127,7 +127,7 @@ def _is_plateau(thing: Any) -> bool:
 
 
 def _read_position(saved: Mapping[str, Any]) -> int:
-    """How often a schedule was stepped. (A chained one only has those of its parts.)"""
+    """How often a scheduler was stepped. A chained one has the positions of its parts only."""
     return int(saved["last_epoch"] if "last_epoch" in saved else _read_position(saved["_schedulers"][0]))
 
 
@@ -144,12 +144,12 @@ def _add_schedule(found: dict[str, Any], name: str, state: Mapping[str, Any]) ->
 
 
 def _add(found: dict[str, Any], name: str, value: Any) -> None:
-    with suppress(TypeError):  # a function, for instance, cannot be compared
+    with suppress(TypeError):  # such as a function, which cannot be compared
         found[name] = _make_plain(value)
 
 
 def _make_plain(value: Any) -> Any:
-    """As it comes back from JSON. Raises TypeError for what JSON does not know."""
+    """A value as it comes back from JSON. Raises TypeError if JSON has no such type."""
     if callable(getattr(value, "item", None)) and getattr(value, "size", None) is not None:
         value = value.item() if not isinstance(value, Tensor) or value.numel() == 1 else value.tolist()
     if isinstance(value, float):

@@ -1,4 +1,4 @@
-"""The machine a rank computes on: made to give the same bits every time, and described."""
+"""Torch settings that make a rank compute the same bits every time, and a description of its machine."""
 
 import sys
 from typing import Any
@@ -9,7 +9,7 @@ from samestep.config import RunConfig
 
 
 def fix_kernels(num_threads: int, deterministic: bool) -> None:
-    """Makes one rank compute the same bits every time."""
+    """Sets the number of CPU threads and, if `deterministic`, deterministic kernels."""
     torch.set_num_threads(num_threads)
     if deterministic:
         torch.use_deterministic_algorithms(True)
@@ -18,7 +18,7 @@ def fix_kernels(num_threads: int, deterministic: bool) -> None:
 
 
 def describe_machine(config: RunConfig, device: torch.device) -> dict[str, Any]:
-    """What the bits depend on beside the run's numbers."""
+    """What the bits depend on, besides the run's identity."""
     kernels = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     return {
         "torch": torch.__version__,
@@ -29,10 +29,10 @@ def describe_machine(config: RunConfig, device: torch.device) -> dict[str, Any]:
 
 
 def fix_compiler() -> None:
-    """A kernel of its own for every shape, whichever micro-batches a rank meets, and in which order.
+    """Makes torch.compile build one kernel per shape, so that kernels do not depend on the order of micro-batches.
 
-    With dynamic shapes, a ragged micro-batch would bring a kernel that serves full ones afterwards. With a limit, a
-    rank would run uncompiled those of its shapes that it meets last.
+    With dynamic shapes, a short micro-batch would cause a kernel that is then used for full ones, too. With a limit,
+    a rank would run its last shapes uncompiled.
     """
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
