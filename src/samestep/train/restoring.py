@@ -221,7 +221,7 @@ def _check_groups(name: str, num_groups: int, num_saved: int) -> None:
 
 
 def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Undoes torch's cast of an optimizer's state to the dtypes of its parameters (float32 state of bfloat16 weights)."""
+    """Undoes torch's cast of an optimizer's state to the dtypes of its parameters (bfloat16, for example)."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     numbers = [number for group in saved.get("param_groups", ()) for number in group["params"]]
     for param, number in zip(params, numbers, strict=False):
