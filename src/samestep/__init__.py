@@ -5,22 +5,50 @@ from typing import TYPE_CHECKING, Any
 
 from samestep.version import __version__
 
-# Public name -> the module that holds it. Loaded on first use, so that `import samestep` does not import torch.
+# Public name -> the module that defines it. Loaded on first use, so that `import samestep` does not import torch.
 _EXPORTS = {
     "Run": "samestep.train.run",
-    "Error": "samestep.errors",
+    "Step": "samestep.train.steps",
+    "Epoch": "samestep.train.steps",
     "spawn": "samestep.launch.spawn",
     "TensorBoard": "samestep.watch.trackers",
     "WandB": "samestep.watch.trackers",
+    "Tracker": "samestep.watch.trackers",
+    "TrackerInfo": "samestep.watch.trackers",
+    "Error": "samestep.errors",
+    "InvalidValue": "samestep.errors",
+    "InvalidType": "samestep.errors",
+    "UsageError": "samestep.errors",
+    "PeerFailed": "samestep.errors",
+    "Stuck": "samestep.errors",
+    "WorkerDied": "samestep.errors",
 }
 
-__all__ = ["Error", "Run", "TensorBoard", "WandB", "__version__", "spawn"]
+__all__ = [
+    "Epoch",
+    "Error",
+    "InvalidType",
+    "InvalidValue",
+    "PeerFailed",
+    "Run",
+    "Step",
+    "Stuck",
+    "TensorBoard",
+    "Tracker",
+    "TrackerInfo",
+    "UsageError",
+    "WandB",
+    "WorkerDied",
+    "__version__",
+    "spawn",
+]
 
 if TYPE_CHECKING:
-    from samestep.errors import Error
+    from samestep.errors import Error, InvalidType, InvalidValue, PeerFailed, Stuck, UsageError, WorkerDied
     from samestep.launch.spawn import spawn
     from samestep.train.run import Run
-    from samestep.watch.trackers import TensorBoard, WandB
+    from samestep.train.steps import Epoch, Step
+    from samestep.watch.trackers import TensorBoard, Tracker, TrackerInfo, WandB
 
 
 def __getattr__(name: str) -> Any:

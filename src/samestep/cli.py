@@ -34,32 +34,32 @@ if TYPE_CHECKING:
     from samestep.launch.local_ranks import Target
 
 HELP = """\
-samestep trains a PyTorch model on one CPU, one GPU or many, and gives the same run on each:
-the same samples, the same updates, the same bits, through crashes and changes of the number of ranks.
+samestep trains a PyTorch model on one CPU, one GPU or a cluster, and gives the same run on each:
+the same samples, the same updates, the same bits, at any number of ranks and through any crash.
 
 Commands:
-  samestep train [RECIPE]       train a recipe that comes with samestep (digits if none is named)
-  samestep launch SCRIPT ...    start a script of yours on several ranks, of this machine or of several
-  samestep submit SCRIPT ...    the same on a cluster, through Slurm or Kubernetes
-  samestep inspect RUN          what a run's directory holds: numbers, snapshots, restarts, samples, digest
-  samestep watch RUN            what every rank of a run is at, while it goes on, from another shell
-  samestep verify SCRIPT ...    prove that a script gives the same run on 1, 2, 3 and 4 ranks, and when it is killed
-  samestep doctor               whether this machine, or a whole cluster, is fit to train on, and what to do where not
-  samestep export RUN FILE      a snapshot's weights, and their average, as .safetensors, .pt or .pth files
+  samestep train [RECIPE]       train one of the included recipes (default: digits)
+  samestep launch SCRIPT ...    start your script on several ranks, on this machine or on several machines
+  samestep submit SCRIPT ...    submit your script to Slurm or Kubernetes
+  samestep inspect RUN          show what a run directory holds: settings, snapshots, restarts, samples, digest
+  samestep watch RUN            show the live state of every rank of a running job
+  samestep verify SCRIPT ...    prove that a script gives the same run on 1 to 4 ranks and after kills
+  samestep doctor               check whether this machine or a cluster is fit for training
+  samestep export RUN FILE      write a snapshot's weights to a .safetensors, .pt or .pth file
 
 Examples:
   samestep train digits --nproc-per-node 2        a small CNN on real handwritten digits, in seconds
   samestep launch --nproc-per-node 4 train.py --lr 0.1
-  samestep inspect runs/digits --digest           one hash of the whole state: equal at any number of ranks
+  samestep inspect runs/digits --digest           a hash of the whole state, equal at any number of ranks
 
-Each command has its own --help. `samestep --version` tells the version; `eval "$(samestep completion bash)"`, or zsh,
-has the shell complete commands and options.
+Each command has a --help. `samestep --version` prints the version. `eval "$(samestep completion bash)"` (or zsh) adds
+completion of commands and options to the shell.
 """
 
 TRAIN_HELP = """\
 usage: samestep train [RECIPE] [options of launch] [options of the recipe]
 
-Trains a recipe: a plain script on samestep's Run, to read and copy. Options may stand in any order.
+Trains a recipe: a training script to read and copy. Options may be given in any order.
 `samestep train RECIPE --help` shows the recipe's own options.
 """
 
@@ -67,66 +67,66 @@ LAUNCH_HELP = """\
 usage: samestep launch [options] SCRIPT [arguments of the script]
        samestep launch [options] -m MODULE [arguments of the module]
 
-Starts the script on ranks of this machine and waits for them. What follows the script is the script's own; options of
-launch there that the script does not mention are warned about, unless -- stands before the script. torchrun's
---standalone, --rdzv-backend c10d, --master-addr and --master-port are understood.
-The ranks find each other as under torchrun (RANK, WORLD_SIZE, MASTER_ADDR, ...); the script may use samestep or not.
-What each prints is in logs/ below the run's directory, also when it is not shown.
+Starts the script on several ranks of this machine and waits for them. Everything after the script is an argument of the
+script. Options of launch after the script cause a warning, unless the script mentions them or -- precedes the script.
+torchrun's --standalone, --rdzv-backend c10d, --master-addr and --master-port are accepted.
+Ranks get the environment of torchrun (RANK, WORLD_SIZE, MASTER_ADDR, ...); the script does not have to use samestep.
+The output of every rank is in logs/ in the run directory, whether it is shown or not.
 
-On several machines, give the same command on each: --nnodes 2 --rdzv-endpoint HOST:29400, HOST being one of them. All
-need the same secret, which keeps others out: SAMESTEP_RDZV_SECRET=`openssl rand -hex 32`, or a file (--rdzv-secret).
-With --nnodes 1:4, machines may go and come while it runs; a signal to one (not HOST) takes out that one alone.
-Those that do not share the run's directory keep a copy each.
---hosts a,b:4 does so from here, over ssh: the same directory and Python must be there. Of the environment, they are
-given PYTHONPATH, VIRTUAL_ENV, PYTHONHASHSEED, OMP_NUM_THREADS, MKL_NUM_THREADS, CUBLAS_WORKSPACE_CONFIG,
-GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, NCCL_IB_HCA, NCCL_DEBUG and SAMESTEP_*; no keys or tokens.
+Several machines: give the same command on each, with --nnodes 2 --rdzv-endpoint HOST:29400, where HOST is one of them.
+All need the same secret: SAMESTEP_RDZV_SECRET=`openssl rand -hex 32`, or a file (--rdzv-secret).
+With --nnodes 1:4, machines may join and leave while the run continues; a signal to one launcher (other than HOST's)
+removes its machine. Machines that do not share the run directory each keep a copy.
+--hosts a,b:4 starts the machines from here over ssh. Each needs the same directory and Python. Of the environment, they
+get PYTHONPATH, VIRTUAL_ENV, PYTHONHASHSEED, OMP_NUM_THREADS, MKL_NUM_THREADS, CUBLAS_WORKSPACE_CONFIG,
+GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, NCCL_IB_HCA, NCCL_DEBUG and SAMESTEP_*, but no keys or tokens.
 
-Ctrl-C, SIGTERM or SIGUSR1 tells the ranks once to stop: a run ends its step, saves and leaves. A second one kills
-them. With --max-restarts, a rank that dies has all ranks start again from the newest snapshot.
-Exit code: 0; that of the rank that failed first (128 + signal where one killed it); 130 after Ctrl-C;
-75 after SIGTERM or SIGUSR1 when the run has saved: the same command goes on; 2 after a mistake, or when a run could not
-save its end, or was stopped three times in a row with nothing new to save. Under plain python it ends so, too.
+The first Ctrl-C, SIGTERM or SIGUSR1 stops the run: it completes the current step, saves and exits. The second one kills
+the ranks. With --max-restarts, all ranks restart from the newest snapshot after a rank has died.
+Exit code: 0; that of the rank that failed first (128 + signal if a signal killed it); 130 after Ctrl-C; 75 after
+SIGTERM or SIGUSR1 if the run has saved (the same command resumes it); 2 after an error in the input, if the end of the
+run could not be saved, or if three starts in a row were stopped without saving anything new.
 """
 
 VERIFY_HELP = """\
 usage: samestep verify [options] SCRIPT [arguments of the script]
        samestep verify [options] -m MODULE [arguments of the module]
-       samestep verify RECIPE [options, and those of the recipe, in any order]
+       samestep verify RECIPE [options, also those of the recipe, in any order]
 
-Trains for a few steps on several numbers of ranks, and once more killed at random moments, in the middle of a save
-too, and resumed on another number of ranks each time. Compares the state after every step, the losses and the samples
-used. What differs is named, with its likely cause. Nothing is written into the run directory that the script names.
-Exit code: 0 when all runs are the same, 1 when not or when no kill struck, 2 when the script does not train by itself.
+Trains for a few steps on several numbers of ranks, and once more while ranks are killed at random moments, also during
+a save, and resumed on another number of ranks each time. Compares the state after every step, the losses and the
+samples. Names the first difference and its likely cause. Writes nothing to the run directory that the script names.
+Exit code: 0 if all runs are the same; 1 if they differ or if no kill happened; 2 if the script does not train.
 """
 
 DEFAULT_RECIPE = "digits"
-MAX_NAMED = 8  # in one sentence
+MAX_NAMED = 8  # suggestions in one message
 
 
 VERIFIED = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "reduction", "device")
 VERIFY_FLAGS: dict[str, Option] = {
     "steps": Option(int, "N", "steps of each run; default: 20"),
-    "world_sizes": Option(str, "N,N", "numbers of ranks; all are compared with the first; default: 1,2,3,4"),
-    "kills": Option(int, "K", "how often a rank of the interrupted run is killed; default: 2"),
-    "kill_seed": Option(int, "N", "of the moments at which; default: others each time"),
-    "gradients": Option(bool, "", "first check the averages, against float64 and single samples"),
-    "keep_runs": Option(str, "DIR", "keep the runs' directories and traces here"),
+    "world_sizes": Option(str, "N,N", "numbers of ranks, each compared with the first; default: 1,2,3,4"),
+    "kills": Option(int, "K", "number of kills in the interrupted run; default: 2"),
+    "kill_seed": Option(int, "N", "seed of the moments of the kills; default: random"),
+    "gradients": Option(bool, "", "first compare the averages with float64 and single samples"),
+    "keep_runs": Option(str, "DIR", "keep the run directories and traces here"),
     **{name: FLAGS[name] for name in VERIFIED},
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code; as the program itself (`arguments` None), leaves with it."""
+    """Runs the command and returns its exit code. With `arguments` None, as the program itself, exits with it."""
     try:
         if arguments is None:
             if sys.argv[1:2] in (["launch"], ["train"]):
-                # Slurm may send it as soon as a job starts: it waits for the launcher's handlers.
+                # Slurm may send SIGUSR1 as soon as a job starts. It stays pending until the launcher handles it.
                 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
                 fix_hash_seed()
             check_surroundings()
         code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
-    except BrokenPipeError:  # of `| head`: who reads no more has what they wanted
+    except BrokenPipeError:  # As of `| head`.
         drop_output()
         code = 128 + signal.SIGPIPE
     except (Error, OSError) as error:
@@ -178,16 +178,16 @@ def _suggest(word: str, known: Iterable[str]) -> str:
 
 
 def _start_on_hosts(target: "Target", values: dict[str, Any]) -> int:
-    """As `_start`, by the same command on each host."""
+    """As `_start`, over ssh on several hosts."""
     from samestep.launch.launcher import check_target
     from samestep.launch.ssh_launcher import parse_hosts, run_hosts
 
     hosts, endpoint = parse_hosts(values.pop("hosts")), values.pop("rdzv_endpoint", None)
     for name in ("nnodes", "node_rank"):
         if name in values:
-            raise Error(f"--hosts says how many nodes there are: leave out --{name.replace('_', '-')}")
+            raise Error(f"--hosts sets the number of nodes: leave out --{name.replace('_', '-')}")
     if "rdzv_secret" in values:
-        raise Error("--hosts makes a secret for each launch: leave out --rdzv-secret")
+        raise Error("--hosts creates a secret for each launch: leave out --rdzv-secret")
     check_target(target)
     flags = [name_flag(name) + ("" if value is True else f"={value}") for name, value in values.items()]
     command, program = target.to_command()
@@ -232,8 +232,8 @@ def _launch(arguments: list[str]) -> int:
 
 
 def _warn_of_misplaced(target: "Target") -> None:
-    """Says which options after the script go to the script, though only `launch` knows them."""
-    text = "arguments"  # of a module: it may read some
+    """Warns about options after the script that only `launch` knows, since the script gets them."""
+    text = "arguments"  # A module may read arguments of any name.
     if target.kind == "script":
         with suppress(OSError):
             text = Path(target.name).read_text(errors="replace")
@@ -241,12 +241,12 @@ def _warn_of_misplaced(target: "Target") -> None:
     if misplaced:
         say(
             f"{' and '.join(misplaced)} after {target.name} goes to the script and not to launch: put options of "
-            "launch before the script, or put -- before the script if this is meant"
+            "launch before the script, or -- before the script if this is intended"
         )
 
 
 def _take_target(command: str, left: list[str], flags: Mapping[str, Option] = FLAGS) -> "Target":
-    """What to start: a script or -m MODULE, and its arguments. Raises Error where it is neither."""
+    """The target: a script or -m MODULE, and its arguments. Raises Error if it is neither."""
     kind, left = ("module", left[1:]) if left[:1] == ["-m"] else ("script", left)
     if left and left[0].startswith("-"):
         if instead := INSTEAD.get(name_option(left[0]).strip("-").replace("-", "_")):
@@ -262,9 +262,9 @@ def _take_target(command: str, left: list[str], flags: Mapping[str, Option] = FL
 def _take_flags_and_target(
     command: str, arguments: list[str], flags: Mapping[str, Option]
 ) -> tuple[dict[str, Any], "Target | None"]:
-    """The options, and what to start: a script, -m MODULE, or a recipe, after whose name options may stand, too.
+    """The options and the target: a script, -m MODULE, or a recipe, which may be followed by options.
 
-    The target is None where help is asked for. Raises Error where it is none of these.
+    The target is None if help was asked for. Raises Error if there is no target.
     """
     values, left = take_flags(arguments, stop_at_first=True, flags=flags)
     if not left:
@@ -282,11 +282,11 @@ def _take_flags_and_target(
 def _build_recipe_target(
     command: str, recipe: str, arguments: list[str], values: Mapping[str, Any], flags: Mapping[str, Option]
 ) -> "Target":
-    """Raises Error for an option that neither the command nor the recipe has."""
+    """The target of a recipe. Raises Error for an option that neither the command nor the recipe has."""
     if recipe not in find_recipes():
         raise Error(f"there is no recipe {recipe}{_suggest(recipe, find_recipes())}")
     if "batch_size" in values:
-        arguments = [*arguments, f"--batch-size={values['batch_size']}"]  # the recipe's, too: others follow from it
+        arguments = [*arguments, f"--batch-size={values['batch_size']}"]  # The recipe derives other numbers from it.
     known = {name_option(option) for option in read_options(find_recipes()[recipe])}
     for token in arguments:
         if token.startswith("--") and name_option(token) not in known:
@@ -367,7 +367,7 @@ def _export(arguments: list[str]) -> int:
 
 
 def _take_recipe(left: list[str]) -> tuple[str | None, list[str]]:
-    """The recipe: the first argument that names one, or the very first, if that is not an option."""
+    """The recipe, which is the first argument that names one, and the other arguments."""
     names = [i for i, token in enumerate(left) if token in find_recipes()]
     if not names and left and not left[0].startswith("-"):
         raise Error(f"there is no recipe {left[0]}{_suggest(left[0], find_recipes())}")

@@ -13,7 +13,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
-from samestep.errors import Error
+from samestep.errors import InvalidValue
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Reduction = Literal["exact", "fast"]
@@ -63,14 +63,14 @@ class Option:
         """
         if self.type is bool:
             if text.lower() not in (*_TRUE, *_FALSE):
-                raise Error(f"{name} must be 1 or 0, not {text!r}")
+                raise InvalidValue(f"{name} must be 1 or 0, not {text!r}")
             return text.lower() in _TRUE
         if self.type in (int, float):
             try:
                 return self.type(text)
             except ValueError:
                 kind = "whole number" if self.type is int else "number"
-                raise Error(f"{name} must be a {kind}, not {text!r}") from None
+                raise InvalidValue(f"{name} must be a {kind}, not {text!r}") from None
         return text
 
 
@@ -108,7 +108,7 @@ def parse_interval(name: str, value: Any) -> Interval | None:
         return None
     match = None if isinstance(value, bool) else _INTERVAL.fullmatch(str(value).strip())
     if match is None or int(match[1]) == 0:
-        raise Error(
+        raise InvalidValue(
             f"{name} is {value!r}: give a number of steps such as 10, of epochs such as 2epochs, a time such as 30min, "
             "or never"
         )
@@ -121,14 +121,16 @@ def parse_interval(name: str, value: Any) -> Interval | None:
 def _check_compare_every(name: str, value: Any) -> Interval | None:
     interval = parse_interval(name, value)
     if interval is not None and interval.seconds is not None:
-        raise Error(f"{name} is {value!r}: give a number of steps such as 100, of epochs such as 1epochs, or never")
+        raise InvalidValue(
+            f"{name} is {value!r}: give a number of steps such as 100, of epochs such as 1epochs, or never"
+        )
     return interval
 
 
 def _check_log_every(name: str, value: Any) -> Interval:
     interval = parse_interval(name, value)
     if interval is None or interval.seconds is not None:
-        raise Error(f"{name} is {value!r}: give a number of steps such as 10, or of epochs such as 1epochs")
+        raise InvalidValue(f"{name} is {value!r}: give a number of steps such as 10, or of epochs such as 1epochs")
     return interval
 
 
@@ -143,7 +145,7 @@ def _whole(least: int, most: float = math.inf, *, optional: bool = False) -> Cal
             return None
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             span = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
-            raise Error(f"{name} must be a whole number {span}, not {value!r}")
+            raise InvalidValue(f"{name} must be a whole number {span}, not {value!r}")
         return value
 
     return check
@@ -154,7 +156,7 @@ def _choice(literal: Any) -> Callable[[str, Any], Any]:
 
     def check(name: str, value: Any) -> Any:
         if value not in choices:
-            raise Error(f"{name} must be {', '.join(others)} or {last}, not {value!r}")
+            raise InvalidValue(f"{name} must be {', '.join(others)} or {last}, not {value!r}")
         return value
 
     return check
@@ -162,20 +164,20 @@ def _choice(literal: Any) -> Callable[[str, Any], Any]:
 
 def _check_bool(name: str, value: Any) -> Any:
     if not isinstance(value, bool):
-        raise Error(f"{name} must be True or False, not {value!r}")
+        raise InvalidValue(f"{name} must be True or False, not {value!r}")
     return value
 
 
 def _check_device(name: str, value: Any) -> Any:
     if value is not None and not re.fullmatch(r"cpu|cuda(:\d+)?", str(value)):
-        raise Error(f"{name} must be cpu, cuda or one GPU such as cuda:1, not {str(value)!r}")
+        raise InvalidValue(f"{name} must be cpu, cuda or one GPU such as cuda:1, not {str(value)!r}")
     return None if value is None else str(value)
 
 
 def _check_bucket_cap(name: str, value: Any) -> Any:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (is_number and 0 < value < math.inf):
-        raise Error(f"{name} must be a number above 0, not {value!r}")
+        raise InvalidValue(f"{name} must be a number above 0, not {value!r}")
     return value
 
 
@@ -183,9 +185,11 @@ def _check_run_dir(name: str, value: Any) -> Any:
     if value is None or is_url(value):
         return value
     if isinstance(value, PathLike) and _URL_AS_PATH.match(str(value)):
-        raise Error(f"{name} is a path made of a URL, {value}, which has lost a slash: give the URL as a string")
+        raise InvalidValue(f"{name} is a path made of a URL, {value}, which has lost a slash: give the URL as a string")
     if not isinstance(value, str | PathLike) or not str(value) or "\0" in str(value):
-        raise Error(f"{name} must be the path of a directory, or None for a run that leaves no files, not {value!r}")
+        raise InvalidValue(
+            f"{name} must be the path of a directory, or None for a run that leaves no files, not {value!r}"
+        )
     return Path(value).expanduser()
 
 
@@ -197,7 +201,7 @@ def _check_resume(name: str, value: Any) -> Any:
     if isinstance(value, str) and value.isdecimal():
         return int(value)
     if not isinstance(value, str | int) or value == "" or (isinstance(value, int) and value < 0):
-        raise Error(f"{name} must be latest, a step, a snapshot's name such as best, or never, not {value!r}")
+        raise InvalidValue(f"{name} must be latest, a step, a snapshot's name such as best, or never, not {value!r}")
     return value
 
 

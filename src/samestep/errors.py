@@ -1,16 +1,26 @@
-"""What is raised when a person's input is wrong, or another rank is gone."""
+"""The exceptions of samestep."""
 
 import errno
 
 
 class Error(Exception):
-    """Bad input, or a mistake in the training loop: one sentence of what is wrong, what was found and what to do.
+    """Invalid input or a mistake in the training loop.
 
-    Uncaught, it ends the program with that sentence and exit code 2 instead of a traceback.
+    The message is one sentence: what is wrong, what was found and what to do. An uncaught `Error` ends the program with
+    this sentence instead of a traceback, and with exit code 2. Most are raised as one of the subclasses.
 
     Args:
         message: the sentence.
-        rank: the rank it concerns; None when every rank raises the same, so that rank 0 alone prints it.
+        rank: the rank that it concerns. None if every rank raises the same error, so that only rank 0 prints it.
+
+    Example::
+
+        >>> import samestep
+        >>> try:
+        ...     samestep.Run(None, batch_size=0)
+        ... except samestep.Error as error:
+        ...     print(error)
+        batch_size must be a whole number above 0, found 0
     """
 
     exit_code = 2
@@ -20,24 +30,36 @@ class Error(Exception):
         self.rank = rank
 
 
+class InvalidValue(Error, ValueError):
+    """An option or argument has a value that is not allowed."""
+
+
+class InvalidType(Error, TypeError):
+    """An argument is of a type that is not allowed."""
+
+
+class UsageError(Error, RuntimeError):
+    """A method was called in the wrong place or order."""
+
+
 class PeerFailed(RuntimeError):
-    """This rank is well, but another one failed: that one's error is what a person needs to see."""
-
-
-WORKER_ADVICE = "look for a lack of memory (take fewer num_workers) and for crashes of C code in the data set"
+    """Another rank failed while this rank waited for it. The launcher reports the error of that rank instead."""
 
 
 class Stuck(RuntimeError):
-    """Nothing in the run has moved for too long: the whole sentence of who keeps it from moving."""
+    """The run made no progress for too long. The message names the rank that the others waited for."""
+
+
+WORKER_ADVICE = "check for a lack of memory (use fewer num_workers) and for crashes of C code in the data set"
 
 
 class WorkerDied(RuntimeError):
-    """A DataLoader worker was killed: one sentence says all of it. No Error, since another start may go well."""
+    """A DataLoader worker was killed. Not an `Error`, because a restart may succeed."""
 
 
 def recognize(error: BaseException) -> Error | WorkerDied | None:
-    """The exception that says more than one of Python's or torch's own; None for any other exception."""
-    if type(error) is RuntimeError and str(error).startswith("DataLoader worker (pid"):  # from a signal, anywhere
+    """A clearer exception for one that Python or torch raised; None if there is none."""
+    if type(error) is RuntimeError and str(error).startswith("DataLoader worker (pid"):  # raised by a signal handler
         return WorkerDied(f"{str(error).split('. ')[0]} while the script ran: {WORKER_ADVICE}")
     if isinstance(error, AttributeError) and error.name == "no_sync":
         return Error("no_sync() belongs to DDP: leave it out, since a step exchanges its gradients once")
@@ -45,7 +67,7 @@ def recognize(error: BaseException) -> Error | WorkerDied | None:
 
 
 def explain(error: Error | OSError) -> str | None:
-    """The sentence of an Error, and of what a system refuses to everybody; None where a traceback says more."""
+    """The sentence for an `Error` or a system error that needs no traceback, else None."""
     if isinstance(error, Error):
         return str(error)
     full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -360,9 +360,7 @@ exec(sys.argv[1])
 def run_script(tmp_path: Path, ending: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    process = Popen(
-        [sys.executable, script, ending], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    process = Popen([sys.executable, script, ending], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     workers = [psutil.Process(int(pid)) for pid in process.stdout.readline().split()]
     assert len(workers) == 2

@@ -82,7 +82,7 @@ def test_version() -> None:
         (["launch", "--show-ranks", "x", "--nproc-per-node", "1", __file__], "--show-ranks takes all"),
         (
             ["launch", "--hosts", "a,b", "--nnodes", "2", __file__],
-            "--hosts says how many nodes there are: leave out --nnodes",
+            "--hosts sets the number of nodes: leave out --nnodes",
         ),
         (["launch", "--hosts", "a:0", __file__], "a host has at least 1 rank, not 0"),
         (["launch", "--hosts", "a,b", "--rdzv-endpoint", "x:y", __file__], "--rdzv-endpoint takes HOST:PORT"),

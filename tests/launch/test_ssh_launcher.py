@@ -195,9 +195,7 @@ def test_nobody_says_anything_any_more(command: Command) -> None:
     """A connection that is lost without a word ends the launcher, too; the run can save."""
     command.write("stoppable.py", STOPPABLE)
     code = "from samestep.launch import ssh_node; ssh_node.SILENT_S = 3.0; ssh_node.main()"
-    watcher = Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=command.variables
-    )
+    watcher = Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=command.variables)
     assert watcher.stdin is not None
     arguments = ["launch", "--nproc-per-node=1", "stoppable.py"]
     for line in ({"directory": str(command.directory), "variables": {}, "nonce": "1"}, {"arguments": arguments}):

@@ -381,4 +381,3 @@ def _rank_of(member: Member) -> int | None:
 
 def _has_failed(member: Member, rank: int) -> bool:
     return member.outcome is not None and (failure := member.outcome["failure"]) is not None and failure["rank"] == rank
-

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from samestep.errors import Error
+from samestep.errors import InvalidValue
 from samestep.plan.seeds import derive
 
 Indices = NDArray[np.int64]
@@ -74,7 +74,7 @@ class GivenOrder:
     """A sampler's own indices; samples may repeat or be left out.
 
     Raises:
-        Error: `indices` are not one-dimensional whole numbers in 0..num_samples-1, or there are none.
+        InvalidValue: `indices` are not one-dimensional whole numbers in 0..num_samples-1, or there are none.
     """
 
     def __init__(self, indices: Iterable[int], num_samples: int) -> None:
@@ -85,15 +85,15 @@ class GivenOrder:
         except ValueError:  # a ragged list
             found = np.empty((0, 0))
         if found.ndim != 1:
-            raise Error("the sampler's indices are not one-dimensional: give one whole number per sample")
+            raise InvalidValue("the sampler's indices are not one-dimensional: give one whole number per sample")
         if not found.size:
-            raise Error("the sampler gave no indices: a run needs at least 1 sample")
+            raise InvalidValue("the sampler gave no indices: a run needs at least 1 sample")
         if found.dtype.kind not in "iu":
-            raise Error(f"the sampler's indices are {found.dtype.name}: give whole numbers")
+            raise InvalidValue(f"the sampler's indices are {found.dtype.name}: give whole numbers")
         wrong = np.flatnonzero((found < 0) | (found >= num_samples))
         if wrong.size:
             at = int(wrong[0])
-            raise Error(
+            raise InvalidValue(
                 f"the sampler gave index {found[at]} at position {at}: "
                 f"the data set's samples are 0 to {num_samples - 1}"
             )

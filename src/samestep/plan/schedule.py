@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import isqrt
 from numbers import Integral
 
-from samestep.errors import Error
+from samestep.errors import InvalidValue
 
 Span = tuple[int, int]
 
@@ -25,7 +25,7 @@ class Schedule:
     of them perhaps ragged. `drop_last` leaves the short step out.
 
     Raises:
-        Error: a number is no whole number above 0, `micro_batch_size` does not divide `batch_size`, the data
+        InvalidValue: a number is no whole number above 0, `micro_batch_size` does not divide `batch_size`, the data
             set is empty, or `drop_last` leaves no step.
     """
 
@@ -38,7 +38,7 @@ class Schedule:
         _check_length(self.length)
         check_numbers(self.batch_size, self.micro_batch_size, 1)
         if self.drop_last and self.length < self.batch_size:
-            raise Error(
+            raise InvalidValue(
                 f"drop_last leaves no step of {_samples(self.length)} with batch_size {self.batch_size}: "
                 f"lower batch_size to at most {self.length}, or leave drop_last out"
             )
@@ -72,7 +72,7 @@ class EndlessSchedule:
     Every step is full; one that crosses an epoch's end goes on in the next (in several, for a tiny data set).
 
     Raises:
-        Error: as `Schedule`.
+        InvalidValue: as `Schedule`.
     """
 
     length: int
@@ -108,7 +108,7 @@ def check_numbers(
         advise: formats options as the user would write them, for the message: batch_size=8 -> "--batch-size 8".
 
     Raises:
-        Error: not so; the sentence names the nearest legal numbers.
+        InvalidValue: not so; the sentence names the nearest legal numbers.
     """
     for name, value in (
         ("batch_size", batch_size),
@@ -117,19 +117,19 @@ def check_numbers(
     ):
         _check_positive(name, value)
     if batch_size > MOST_SAMPLES:
-        raise Error(f"batch_size must be at most {MOST_SAMPLES}, not {batch_size}")
+        raise InvalidValue(f"batch_size must be at most {MOST_SAMPLES}, not {batch_size}")
     if batch_size % micro_batch_size:
         below = batch_size - batch_size % micro_batch_size
         sizes = [size for size in (below, below + micro_batch_size) if size]
         # At most four, the nearest: a round batch_size can have dozens of divisors.
         divisors = sorted(_divisors(batch_size), key=lambda size: (abs(size - micro_batch_size), size))[:4]
-        raise Error(
+        raise InvalidValue(
             f"batch_size {batch_size} is not a multiple of micro_batch_size {micro_batch_size}: "
             f"use a batch_size of {_either(sizes)}, or a micro_batch_size of {_either(sorted(divisors))}"
         )
     num_micro_batches = batch_size // micro_batch_size
     if num_micro_batches > MOST_MICRO_BATCHES:
-        raise Error(
+        raise InvalidValue(
             f"batch_size {batch_size} is {num_micro_batches} micro-batches of {micro_batch_size}, more than the "
             f"{MOST_MICRO_BATCHES} of the largest step: use a smaller batch_size, or a larger micro_batch_size"
         )
@@ -144,7 +144,7 @@ def check_numbers(
         remedy = ", ".join(f"{name}={size}" for name, size in given.items())
         if advise is not None:
             remedy = f"{advise(**given)} (in the script, {remedy})"
-        raise Error(
+        raise InvalidValue(
             f"{world_size} ranks cannot share a step of {micro_batches} (batch_size {batch_size}, micro_batch_size "
             f"{micro_batch_size}): start {ranks}, or give {remedy}"
         )
@@ -214,12 +214,12 @@ def _cut(start: int, stop: int, size: int) -> tuple[Span, ...]:
 
 def _check_positive(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
-        raise Error(f"{name} must be a whole number above 0, found {value!r}")
+        raise InvalidValue(f"{name} must be a whole number above 0, found {value!r}")
 
 
 def _check_length(length: object) -> None:
     if isinstance(length, Integral) and length == 0:
-        raise Error("the data set is empty: a run needs at least 1 sample")
+        raise InvalidValue("the data set is empty: a run needs at least 1 sample")
     _check_positive("the length of the data set", length)
 
 

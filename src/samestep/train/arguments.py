@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from samestep.config import OPTIONS, RunConfig
-from samestep.errors import Error
+from samestep.errors import Error, InvalidType, InvalidValue
 from samestep.plan.schedule import check_numbers, default_micro_batch_size
 from samestep.world.environment import Environment, advise
 
@@ -29,21 +29,23 @@ def build_config(environment: Environment, **arguments: Any) -> RunConfig:
 
 
 def check_extras(trackers: Any, config: Any) -> None:
-    """Raises Error where what goes beside a run's settings is of the wrong kind."""
+    """Raises InvalidType where `trackers` or `config` is of the wrong type."""
     needed = ("start", "log", "finish")
     if isinstance(trackers, str) or not isinstance(trackers, Sequence):
-        raise Error(f"trackers must be a list such as [samestep.TensorBoard()], not {trackers!r}")
+        raise InvalidType(f"trackers must be a list such as [samestep.TensorBoard()], not {trackers!r}")
     for tracker in trackers:
         if isinstance(tracker, type) or not all(callable(getattr(tracker, name, None)) for name in needed):
-            raise Error(f"trackers holds {tracker!r}, which is no tracker: give objects such as samestep.TensorBoard()")
+            raise InvalidType(
+                f"trackers holds {tracker!r}, which is no tracker: give objects such as samestep.TensorBoard()"
+            )
     if config is not None and not isinstance(config, Mapping):
-        raise Error(f"config must be a dict such as vars(args), not a {type(config).__name__}")
+        raise InvalidType(f"config must be a dict such as vars(args), not a {type(config).__name__}")
 
 
 def check_count(what: str, count: Any) -> None:
     """Raises Error where `run.epochs` or `run.steps` was not given a number of them."""
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise Error(f"run.{what} needs a number of {what} of at least 1, not {count!r}")
+        raise InvalidValue(f"run.{what} needs a number of {what} of at least 1, not {count!r}")
 
 
 def _check_one_directory(said: str, given: Any) -> None:
