@@ -28,8 +28,8 @@ def build_options() -> str:
 # Options
 
 An option on the command line of `samestep launch`, `train` and `submit`, or in an environment variable such as
-`{PREFIX}BATCH_SIZE`, replaces the argument in the script. Options without an argument of `Run` exist on the command line
-and as environment variables only. A run directory belongs to one value of each option marked **Identity**.
+`{PREFIX}BATCH_SIZE`, replaces the argument in the script. Options without an argument of `Run` exist on the command
+line and as environment variables only. A run directory belongs to one value of each option marked **Identity**.
 
 {chr(10).join(rows)}
 """

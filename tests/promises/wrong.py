@@ -435,7 +435,7 @@ def _(run_dir: RunDir) -> None:
     loop(*build(run_dir, snapshot_every=1), body)
 
 
-@mistake("a gradient that is inf", r"model\.weight is not finite after step 4: no snapshot is made of it, the last sou")
+@mistake("a gradient that is inf", r"model\.weight is not finite after step 4: no snapshot is made of it, and the la")
 def _(run_dir: RunDir) -> None:
     def body(step: Any, model: Any, x: Tensor, y: Tensor) -> None:
         root = torch.sqrt(model.weight * 0).sum()  # 0, and its slope is infinite
