@@ -1,13 +1,20 @@
 """Every script and command of README and docs/ is run."""
 
+import doctest
+import inspect
+import io
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from reference import build_options
+
+import samestep
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]
@@ -97,6 +104,41 @@ def test_pages_about_the_source(page: Path) -> None:
 
 def test_the_table_of_options_is_complete() -> None:
     assert (ROOT / "docs" / "options.md").read_text() == build_options(), "run python tests/reference.py"
+
+
+def list_public() -> Iterator[tuple[str, Any]]:
+    """All public objects and the public methods of public classes, by name."""
+    for name in samestep.__all__:
+        thing = getattr(samestep, name)
+        yield name, thing
+        if inspect.isclass(thing):
+            for method, function in vars(thing).items():
+                if not method.startswith("_") and (inspect.isfunction(function) or isinstance(function, property)):
+                    yield f"{name}.{method}", function
+
+
+EXAMPLES = {name: doc for name, thing in list_public() if "Example::" in (doc := inspect.getdoc(thing) or "")}
+
+
+class Checker(doctest.OutputChecker):
+    """Accepts any output where an example shows none: a run prints a table at its end."""
+
+    def check_output(self, want: str, got: str, optionflags: int) -> bool:
+        return not want or super().check_output(want, got, optionflags)
+
+
+def run_example(name: str, docstring: str, directory: str) -> str:
+    """The report of the lines whose output differs."""
+    os.chdir(directory)
+    test = doctest.DocTestParser().get_doctest(docstring, {}, name, None, 0)
+    report = io.StringIO()
+    doctest.DocTestRunner(Checker(), optionflags=doctest.ELLIPSIS).run(test, out=report.write)
+    return report.getvalue()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_of_docstrings(name: str, tmp_path: Path) -> None:
+    assert samestep.spawn(run_example, 1, (name, EXAMPLES[name], str(tmp_path))) == ""
 
 
 def test_links_lead_somewhere() -> None:

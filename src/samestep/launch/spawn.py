@@ -56,6 +56,12 @@ def spawn(
         Exception: the exception of the rank that failed first, with that rank's traceback as a note.
         RuntimeError: a rank died, exited with a code, or raised an exception that cannot be pickled.
         KeyboardInterrupt: after the ranks have stopped; a second Ctrl-C kills them.
+
+    Example::
+
+        >>> import samestep
+        >>> samestep.spawn(lambda: samestep.Run(None, batch_size=4, micro_batch_size=2).world_size, nprocs=2)
+        2
     """
     if not isinstance(nprocs, int) or nprocs < 1:
         raise Error(f"spawn needs nprocs of at least 1, not {nprocs!r}")

@@ -1,4 +1,4 @@
-"""Where else a run's numbers go: TensorBoard, Weights & Biases, or anything with these three methods."""
+"""Trackers: TensorBoard, Weights & Biases, and the protocol for others."""
 
 import json
 import uuid
@@ -14,13 +14,13 @@ from samestep.watch.records import METRICS, RECORD, read_last_rows, read_or_empt
 
 @dataclass(frozen=True)
 class TrackerInfo:
-    """What a tracker is told of the run.
+    """The run, as a tracker gets it at its start.
 
     Attributes:
-        name: the run's name.
-        dir: the run's directory, None when nothing is on disk.
-        config: what the script recorded about itself.
-        resumed_step: the steps done before; 0 for a run that begins.
+        name: name of the run.
+        dir: run directory; None if the run has none.
+        config: the `config` argument of `Run`.
+        resumed_step: number of steps done before this start; 0 for a new run.
     """
 
     name: str
@@ -30,26 +30,55 @@ class TrackerInfo:
 
 
 class Tracker(Protocol):
-    """Lives on rank 0 alone."""
+    """A destination of metrics. `Run` calls it on rank 0 only; pass any object with these methods in `trackers=[...]`.
+
+    Example::
+
+        >>> class Rows(list):
+        ...     def start(self, info):
+        ...         self.append(f"start at step {info.resumed_step}")
+        ...     def log(self, values, step):
+        ...         self.append((step, sorted(values)))
+        ...     def finish(self, status):
+        ...         self.append(status)
+        >>> import samestep, torch
+        >>> rows = Rows()
+        >>> run = samestep.Run(None, batch_size=2, trackers=[rows], log_every=2)
+        >>> model = torch.nn.Linear(1, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> run.prepare(model=model, optimizer=optimizer)
+        >>> for step in run.steps(torch.ones(8, 1), 2):
+        ...     for x in step:
+        ...         step.backward(model(x).mean())
+        ...     optimizer.step()
+        ...
+        >>> rows
+        ['start at step 0', (2, ['train/learning_rate', 'train/loss']), 'done']
+    """
 
     def start(self, info: TrackerInfo) -> None:
-        """Opens it. What was logged past `info.resumed_step` by a run that died will come again."""
+        """Called before the first step. Steps after `info.resumed_step` may have been logged by an earlier process."""
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Numbers, strings and tensors of step `step`."""
+        """Called for each row of metrics: numbers, strings and tensors by name, after `step` steps."""
 
     def finish(self, status: str) -> None:
-        """Closes it. `status` is "done", "stopped" (to be resumed) or "failed"."""
+        """Called at the end. `status` is "done", "stopped" (the run can be resumed) or "failed"."""
 
 
 class TensorBoard:
-    """Writes event files for `tensorboard --logdir`.
+    """Tracker that writes event files for `tensorboard --logdir`.
 
     Args:
-        dir: where; None: `tensorboard/` in the run's directory.
+        dir: directory of the event files; None: `tensorboard/` in the run directory.
 
     Raises:
-        Error: at the start: the package is missing, or there is no directory to write to.
+        Error: raised at the start of the run if the package is missing or there is no directory.
+
+    Example::
+
+        >>> import samestep
+        >>> run = samestep.Run("runs/x", batch_size=32, trackers=[samestep.TensorBoard()])
     """
 
     def __init__(self, dir: str | Path | None = None) -> None:
@@ -87,17 +116,22 @@ class TensorBoard:
 
 
 class WandB:
-    """Logs to Weights & Biases, with `step` as the axis of every chart.
+    """Tracker that logs to Weights & Biases, with `step` as the axis of every chart.
 
-    A resumed run continues under its id, which is kept in the run's directory. W&B cannot remove points, so a run that
-    goes back (`--resume STEP`) continues under a new id, which first gets the rows up to that step.
+    A resumed run continues under its id, which is kept in the run directory. W&B cannot remove points, so a run that
+    goes back (`--resume STEP`) continues under a new id, to which the rows up to that step are copied first.
 
     Args:
         project: as in `wandb.init`.
-        init: further arguments of `wandb.init`, such as `mode="offline"` or `tags=[...]`; they win over ours.
+        init: further arguments of `wandb.init`, such as `mode="offline"` or `tags=[...]`. These take precedence.
 
     Raises:
-        Error: at the start: the package is missing.
+        Error: raised at the start of the run if the package is missing.
+
+    Example::
+
+        >>> import samestep
+        >>> run = samestep.Run("runs/x", batch_size=32, trackers=[samestep.WandB("my-project", mode="offline")])
     """
 
     def __init__(self, project: str | None = None, **init: Any) -> None:
