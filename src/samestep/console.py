@@ -1,7 +1,11 @@
 """Printing text from other sources to a terminal, without its control characters."""
 
+import json
 import re
 import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
 
 # C0 except tab and newline, DEL, C1, marks that change the direction of text, surrogates.
 _UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -15,3 +19,59 @@ def escape(text: str) -> str:
 def say(sentence: str) -> None:
     """Prints one line on standard error."""
     print(f"samestep: {escape(sentence)}".replace("\n", "\\n"), file=sys.stderr, flush=True)
+
+
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table: with rich on a terminal, otherwise as plain columns. Escapes control characters."""
+    rows = [[escape(cell).replace("\n", "\\n") for cell in row] for row in rows]
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.markup import escape as escape_markup
+        from rich.table import Table
+
+        table = Table(*header, title=escape_markup(title), title_justify="left")
+        for row in rows:
+            table.add_row(*map(escape_markup, row))
+        Console().print(table)
+        return
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    print(title)
+    for row in (header, *rows):
+        print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def list_values(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """The leaves of nested dicts with their paths: {"a": {"b": 1}} gives ("a.b", "1")."""
+    rows = []
+    for name, value in values.items():
+        if isinstance(value, dict):
+            rows += list_values(value, f"{prefix}{name}.")
+        else:
+            rows.append((prefix + name, to_text(value)))
+    return rows
+
+
+def to_text(value: Any) -> str:
+    """A string unchanged, anything else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def describe_size(size_bytes: float) -> str:
+    """A text such as "12.3 MB"."""
+    for unit in ("B", "KB", "MB", "GB"):
+        if size_bytes < 1000:
+            return f"{size_bytes:.3g} {unit}"
+        size_bytes /= 1000
+    return f"{size_bytes:.4g} TB"
+
+
+def describe_age(time: str | None) -> str:
+    """The age of a time in ISO 8601, such as "5 min"; "?" if it is unknown."""
+    try:
+        age_s = max((datetime.now(UTC) - datetime.fromisoformat(time or "")).total_seconds(), 0.0)
+    except (TypeError, ValueError):
+        return "?"
+    for unit, seconds in (("days", 86400), ("h", 3600), ("min", 60)):
+        if age_s >= 2 * seconds:
+            return f"{age_s / seconds:.0f} {unit}"
+    return f"{age_s:.0f} s"

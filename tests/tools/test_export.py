@@ -113,7 +113,7 @@ def test_another_one(tmp_path: Path, models: dict[str, nn.Module], which: str, s
 @pytest.mark.parametrize("mine", ["x.pt", "x.ema.pt"])
 def test_nothing_is_overwritten_unasked(tmp_path: Path, models: dict[str, nn.Module], mine: str) -> None:
     (tmp_path / mine).write_text("mine")
-    with pytest.raises(Error, match=rf"/{mine} is there already: name another file, or say --force"):
+    with pytest.raises(Error, match=rf"/{mine} exists already: name another file, or replace it with --force"):
         run_export([str(tmp_path / "run"), str(tmp_path / "x.pt")])
     assert (tmp_path / mine).read_text() == "mine"
     assert find_files(tmp_path) == [mine]

@@ -438,21 +438,21 @@ def claim_epoch(steps: Steps) -> None:
 S = [samples for _, samples in plan_steps(9, shuffled)]
 FAULTS: dict[Callable[[Steps], None], list[str]] = {
     use_again: [
-        f"step 4: it was to use sample {S[4][0]} and so on, and used those of step 3",
+        f"step 4: it should have used sample {S[4][0]} and so on, and used those of step 3",
         f"step 4: sample {S[3][0]} was used in epoch 1 before",
         "epoch 1: samples never used: ",
     ],
-    skip_one: [f"step 4: it was to use sample {S[4][0]} and so on, and used those of step 5"],
+    skip_one: [f"step 4: it should have used sample {S[4][0]} and so on, and used those of step 5"],
     swap_two: [
-        f"step 1: it was to use sample {S[1][0]} and so on, and used those of step 2",
-        f"step 2: it was to use sample {S[2][0]} and so on, and used those of step 1",
+        f"step 1: it should have used sample {S[1][0]} and so on, and used those of step 2",
+        f"step 2: it should have used sample {S[2][0]} and so on, and used those of step 1",
     ],
     use_an_old_epoch: [
         f"step 5: sample {S[0][0]} and so on were used in epoch 0 before",
         "epoch 1: samples never used: ",
     ],
-    change_one: [f"step 4: it was to use sample {S[4][0]} and so on, and used samples that are not those of any step"],
-    reorder: [f"step 4: it was to use sample {S[4][0]} and so on, and used samples that are not those of any step"],
+    change_one: [f"step 4: it should have used sample {S[4][0]} and so on, and used samples of no step"],
+    reorder: [f"step 4: it should have used sample {S[4][0]} and so on, and used samples of no step"],
     claim_epoch: ["step 4: the ledger says 8 samples of epoch 2"],
 }
 

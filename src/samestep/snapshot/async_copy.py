@@ -1,7 +1,7 @@
-"""A state's tensors in host memory, copied beside the computation that goes on.
+"""Copies of a state's tensors in host memory, made while training continues.
 
-Parameters and what an optimizer holds of them change in an update alone: their copy may run beside the next forward
-and backward, and has to be joined before the next update. Everything else is copied at once.
+Parameters and the optimizer's state change in an update only. Their copy may run during the next forward and backward,
+and is joined before the next update. All other tensors are copied at once.
 """
 
 import threading
@@ -13,33 +13,33 @@ from samestep.world.forking import at_rest
 if TYPE_CHECKING:
     from torch import Tensor
 
-LARGE_BYTES = 1 << 18  # what is smaller is copied at once: that takes no longer than watching it
+LARGE_BYTES = 1 << 18  # smaller tensors are copied at once, which takes no longer than watching them
 _CHUNK = 1 << 17  # elements
 _NUM_SAMPLED = 32
 
 
 class Watch:
-    """Tells which of some tensors have been written to since.
+    """Finds which of some tensors have been written to since.
 
-    Version counters do not see what is written through `.data`; a sample of the bytes does, unless few change.
+    Version counters miss writes through `.data`. A sample of the bytes finds those, unless only a few bytes change.
     """
 
     def __init__(self, tensors: Iterable["Tensor"]) -> None:
         self._seen = [(tensor, tensor._version, _sample(tensor)) for tensor in tensors]
 
     def find_changed(self) -> list["Tensor"]:
-        """Those that are not what they were."""
+        """The tensors that have changed."""
         return [t for t, version, sampled in self._seen if t._version != version or _sample(t) != sampled]
 
 
 class Staging:
-    """Host memory that one snapshot after the other is copied to; allocated once."""
+    """Host memory for the copies, allocated once for all snapshots."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, tensors: Mapping[str, "Tensor"]) -> dict[str, "Tensor"]:
-        """A tensor in host memory for each of `tensors`, of the same dtype, shape and, if dense, strides."""
+        """A tensor in host memory for each of `tensors`, with the same dtype, shape and (if dense) strides."""
         import torch
 
         kept, self._buffers = self._buffers, {}
@@ -47,25 +47,25 @@ class Staging:
             buffer = kept.get(name)
             wanted = tensor.dtype, tensor.shape, tensor.is_cuda
             if buffer is None or (buffer.dtype, buffer.shape, buffer.is_pinned()) != wanted:
-                # Pinned, or the copy from a GPU would wait for it.
+                # Pinned: otherwise copies from a GPU would be synchronous.
                 buffer = torch.empty_like(tensor, device="cpu", requires_grad=False, pin_memory=tensor.is_cuda)
             self._buffers[name] = buffer
         return dict(self._buffers)
 
 
 class Copy:
-    """The copy of a state's tensors: small and restless ones are taken when it is made, calm ones by `run`.
+    """The copy of a state's tensors. The constructor copies small and not calm ones; `run` copies the others.
 
     Args:
         tensors: by name.
-        targets: host memory by the same names; those without are only looked at, not copied.
-        calm: where in memory those begin (`locate`) that change in an update alone.
-        look: called with that place and the tensor, or its copy, for each of them: in one piece, or in several.
+        targets: host memory by name. Tensors without one are only looked at.
+        calm: the addresses (`locate`) of tensors that change in an update only.
+        look: called for each tensor with its address and the tensor or its copy, whole or in consecutive pieces.
 
     Attributes:
-        torn: where those begin that were written to before the copy was joined.
-        has_failed: what `run` raised has left it incomplete.
-        is_joined: it is complete, and `torn` is final.
+        torn: the addresses of tensors that were written to before the copy was joined.
+        has_failed: `run` raised an exception, so the copy is incomplete.
+        is_joined: the copy is complete, and `torn` is final.
     """
 
     def __init__(
@@ -93,14 +93,14 @@ class Copy:
             self._open_stream()
 
     def _open_stream(self) -> None:
-        """A GPU copies on a stream of its own, once it has done all that was asked of it so far."""
+        """A separate stream for copies from the GPU, after all work that is queued so far."""
         import torch
 
-        torch.cuda.current_stream().synchronize()  # what was taken at once is there
+        torch.cuda.current_stream().synchronize()  # the tensors copied at once are complete
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def run(self) -> None:
-        """Copies what was left for later. In the background."""
+        """Copies the remaining tensors. Call in a background thread."""
         try:
             if self._stream is None:
                 self._take_later()
@@ -117,7 +117,7 @@ class Copy:
             self._copied.set()
 
     def join(self) -> None:
-        """Waits for the copy and judges it. Before the next update, by the thread that makes it."""
+        """Waits for the copy and finds torn tensors. Call before the next update, in the thread that makes it."""
         self._copied.wait()
         if not self.is_joined:
             self.torn = [locate(tensor) for tensor in self._watch.find_changed()]
@@ -128,12 +128,12 @@ class Copy:
             if tensor.is_cuda or (target is not None and target.stride() != tensor.stride()):
                 self._take(tensor, target)
                 continue
-            # Piece by piece, so that what is looked at is still in the cache: 0.11 s for 500 MB instead of 0.18 s.
+            # In pieces, so that `look` finds them in the cache: 0.11 s for 500 MB instead of 0.18 s.
             place, source = locate(tensor), _flatten(tensor)
             goal = source if target is None else _flatten(target)
             for start in range(0, source.numel(), _CHUNK):
                 with at_rest():
-                    pass  # a fork that waits happens here
+                    pass  # a waiting fork happens here
                 piece = goal[start : start + _CHUNK]
                 if target is not None:
                     piece.copy_(source[start : start + _CHUNK])
@@ -142,25 +142,25 @@ class Copy:
     def _take(self, tensor: "Tensor", target: "Tensor | None") -> None:
         if target is not None:
             target.copy_(tensor, non_blocking=tensor.is_cuda)
-        # A GPU looks at its own memory, which is the faster one.
+        # The tensor in GPU memory is faster to look at than its copy.
         self._look(locate(tensor), tensor if target is None or tensor.is_cuda else target)
 
 
 def locate(tensor: "Tensor") -> int:
-    """Where in memory it begins."""
+    """The address of a tensor."""
     return tensor.data_ptr()
 
 
 def is_finite(tensor: "Tensor") -> bool:
-    """Whether all elements are."""
+    """Whether all elements are finite."""
     import torch
 
-    # A sum, which takes one pass, is not finite if an element is not, and seldom else.
+    # A sum takes one pass. It is not finite if an element is not; it seldom overflows otherwise.
     return bool(torch.isfinite(tensor.detach().sum()) or torch.isfinite(tensor).all())
 
 
 def is_watchable(tensor: "Tensor") -> bool:
-    """Whether it is large, and plain memory, so that `Watch` can tell of it."""
+    """Whether a tensor is large and dense, so that `Watch` can watch it."""
     size_bytes = tensor.numel() * tensor.element_size()
     if size_bytes < LARGE_BYTES or tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
         return False
@@ -169,15 +169,15 @@ def is_watchable(tensor: "Tensor") -> bool:
 
 
 def _flatten(tensor: "Tensor") -> "Tensor":
-    """The elements of a dense tensor in the order in which they lie in memory."""
+    """The elements of a dense tensor in memory order."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def _sample(tensor: "Tensor") -> bytes:
-    """Some of the bytes of a large tensor in host memory."""
+    """A sample of the bytes of a large tensor in host memory."""
     import torch
 
-    if tensor.is_cuda:  # it would have to wait for the GPU
+    if tensor.is_cuda:  # reading it would synchronize with the GPU
         return b""
     size_bytes = tensor.numel() * tensor.element_size()
     start = tensor.storage_offset() * tensor.element_size()

@@ -1,4 +1,4 @@
-"""The manifest of a snapshot: written last, checked first. It vouches for every byte of the other files."""
+"""The manifest of a snapshot: written last, read first, with checksums of every byte of the other files."""
 
 import hashlib
 import json
@@ -18,16 +18,15 @@ from samestep.version import __version__
 
 FORMAT = 1
 MANIFEST, STATE = "manifest.json", "state.json"
-FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}\.(json|safetensors)")  # a bare name, beside the manifest
-NAME = re.compile(r"(?!\d+$|latest$|never$|step-)[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")  # not what resume may mean else
+FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}\.(json|safetensors)")  # in the manifest's directory
+NAME = re.compile(r"(?!\d+$|latest$|never$|step-)[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")  # excludes values of `resume`
 _BUFFER_BYTES = 1 << 20
 _NUM_READERS = 4
 
 _HASH = re.compile(r"[0-9a-f]{64}")
 
-# A file's consecutive pieces: their lengths in bytes and their sha256. Pieces follow what is in the file (one
-# tensor each), so that one pass over a tensor's bytes serves the file's check and the digest of the state, and a
-# reader of a few tensors need not read the others.
+# The consecutive pieces of a file: lengths in bytes and sha256. A piece is one tensor, so that one pass over a tensor's
+# bytes serves the file's check and the digest of the state, and a reader of a few tensors can skip the others.
 Pieces = list[tuple[int, str]]
 
 
@@ -35,7 +34,7 @@ def build_manifest(
     *, step: int, name: str | None, digest: str, files: Mapping[str, Pieces], versions: Mapping[str, str],
     meta: Mapping[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
-    """The manifest of a snapshot whose other files are written."""
+    """The manifest of a snapshot whose other files are complete."""
     written = {
         "format": FORMAT,
         "step": step,
@@ -49,17 +48,17 @@ def build_manifest(
         },
         "meta": meta,
     }
-    manifest: dict[str, Any] = json.loads(json.dumps(written, allow_nan=False))  # as a reader will have it
+    manifest: dict[str, Any] = json.loads(json.dumps(written, allow_nan=False))  # as a reader parses it
     return seal(manifest)
 
 
 def seal(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """A manifest, as `read_manifest` returned it, with its own checksum, as it stands in the file."""
+    """A manifest with its own checksum, as it is in the file. The inverse of `parse_manifest`."""
     return {**manifest, "sha256": _checksum(manifest)}
 
 
 def read_manifest(directory: Path) -> tuple[dict[str, Any], str | None]:
-    """The manifest of a directory ({} if it cannot be read) and what is wrong with it or the files' sizes."""
+    """The manifest of a directory ({} if it cannot be read), and what is wrong with it or with file sizes."""
     try:
         manifest, problem = parse_manifest(read_bytes(directory / MANIFEST))
     except FileNotFoundError:
@@ -70,9 +69,9 @@ def read_manifest(directory: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def parse_manifest(text: bytes) -> tuple[dict[str, Any], str | None]:
-    """The manifest that a file holds ({} if it cannot be read) and what is wrong with it.
+    """The manifest in a file ({} if it cannot be read), and what is wrong with it.
 
-    This is the one place where a manifest is checked: it may come from a stranger, who can compute checksums, too.
+    All checks of manifests are here. A file from an untrusted source can have the right checksum, too.
     """
     try:
         manifest = parse_json(text)
@@ -119,8 +118,8 @@ _SHAPE = {
 
 
 def find_damage(directory: Path, manifest: Mapping[str, Any]) -> str | None:
-    """What differs from the manifest's checksums, after reading every byte of every file; None if nothing does."""
-    with ThreadPoolExecutor(_NUM_READERS) as pool:  # hashing is what takes the time, and it leaves Python to others
+    """What differs from the manifest's checksums, after reading every byte of all files; None if nothing does."""
+    with ThreadPoolExecutor(_NUM_READERS) as pool:  # hashing takes the time, and releases the GIL
         for file, expected in manifest["files"].items():
             try:
                 problem = _find_damaged_piece(directory / file, expected["pieces"], pool)
@@ -148,7 +147,7 @@ def _find_wrong_size(directory: Path, files: Mapping[str, Any]) -> str | None:
 
 
 def describe_wrong_size(file: str, size: int | None, expected: int) -> str | None:
-    """What is wrong with a file of so many bytes (None: there is none); None where nothing is."""
+    """What is wrong with the size of a file (None: the file is missing); None if nothing is."""
     if size == expected:
         return None
     return f"{file} is missing" if size is None else f"{file} has {size} bytes, not {expected}"

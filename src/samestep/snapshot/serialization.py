@@ -1,9 +1,9 @@
-"""A run's state <-> JSON and tensors, without pickle.
+"""Serialization of a run's state to JSON and tensors, without pickle.
 
-The structure is JSON; what JSON lacks is an object with the key "$", which names its kind. The tensors' bytes stand
-in files of the safetensors format (https://github.com/huggingface/safetensors). These are written and read here and
-not by that library, which wants all tensors in host memory at once, refuses two views of one memory, reads lazily
-from files that may have been pruned by then, and turns a full disk into an error of its own.
+The structure is JSON; types that JSON lacks are objects with the key "$", which names the type. Tensors are in files of
+the safetensors format (https://github.com/huggingface/safetensors). It is implemented here, because that library
+needs all tensors in host memory at once, refuses two views of one memory, reads lazily from files that may have been
+pruned by then, and reports a full disk with an exception of its own.
 """
 
 import base64
@@ -49,26 +49,27 @@ _AS_REAL = ("complex32", "complex128")  # safetensors lacks them: stored as pair
 
 
 def encode(state: Any) -> tuple[Any, dict[str, "Tensor"]]:
-    """The structure of a state, as JSON, and its tensors by the names that stand in it. Nothing is copied.
+    """The structure of a state as JSON, and its tensors by the names used there. Copies nothing.
 
     Tensors that share memory, shape and strides, such as tied weights, get one name.
 
     Raises:
-        Error: something in the state is no tensor, numpy array, number, string, bytes, list, tuple, dict or set.
+        Error: the state holds something else than tensors, NumPy arrays, numbers, strings, bytes, lists, tuples, dicts
+            and sets.
     """
     encoder = _Encoder()
     return encoder.encode(state, ()), encoder.tensors
 
 
 def decode(structure: Any, tensors: Mapping[str, "Tensor"]) -> Any:
-    """The state that `encode` took apart. What had one name is one tensor again."""
+    """The inverse of `encode`. Tensors with one name become one tensor."""
     return _Decoder(tensors).decode(structure)
 
 
 def digest(state: Any) -> str:
-    """The sha256 of a state's content: equal for equal states, whatever their devices, strides and dicts' order.
+    """The sha256 of a state's content. It does not depend on devices, strides and the order of dicts.
 
-    At most one tensor at a time is copied, and only if it is on a device or not contiguous.
+    Copies at most one tensor at a time, and only if it is on a device or not contiguous.
 
     Raises:
         Error: as `encode`.
@@ -84,18 +85,18 @@ def digest_of(structure: Any, hashes: Mapping[str, str]) -> str:
 
 
 def view_bytes(tensor: "Tensor") -> memoryview:
-    """A tensor's elements in row-major order as bytes; a copy only where they are not so in host memory."""
+    """A tensor's elements in row-major order as bytes. Copies only if they are not so in host memory."""
     import torch
 
     host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    flat = host.as_strided((host.numel(),), (1,))  # reshape(-1) leaves odd strides on tensors of 0 or 1 elements
+    flat = host.as_strided((host.numel(),), (1,))  # reshape(-1) keeps unusual strides of tensors with 0 or 1 elements
     return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def write_tensors(file: BinaryIO, tensors: Mapping[str, "Tensor"]) -> tuple[Pieces, dict[str, str]]:
     """Writes a safetensors file, one tensor after the other, the widest dtypes first so that all are aligned.
 
-    It is on the disk when this returns: what has been written is synced while the rest is still being hashed.
+    Returns when the file is on the disk. Hashing and syncing overlap.
 
     Returns:
         The pieces of the file, and by name the sha256 of each tensor's bytes.
@@ -114,7 +115,7 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, "Tensor"]) -> tuple[Piec
     text = struct.pack("<Q", len(text)) + text
     file.write(text)
     hashes: dict[str, str] = {}
-    with _hashing(hashes) as submit:  # it takes as long as writing and syncing, and all leave Python to others
+    with _hashing(hashes) as submit:  # as slow as writing and syncing; all release the GIL
         for name, tensor in ordered:
             data = view_bytes(tensor)
             submit(name, data, not (tensor.is_cpu and tensor.is_contiguous()))
@@ -128,11 +129,11 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, "Tensor"]) -> tuple[Piec
 
 
 def read_tensors(path: Path) -> dict[str, "Tensor"]:
-    """The tensors of a safetensors file, in memory of their own.
+    """Reads the tensors of a safetensors file. Allocates no more memory than the file's size.
 
     Raises:
         OSError: it cannot be read.
-        ValueError, EOFError: it is no such file. No more memory is taken than the file's size.
+        ValueError, EOFError: it is not a safetensors file.
     """
     import torch
 
@@ -161,7 +162,7 @@ def read_tensors(path: Path) -> dict[str, "Tensor"]:
 
 
 def _is_consistent(entry: Mapping[str, Any]) -> bool:
-    """Whether a tensor has as many bytes as its shape says."""
+    """Whether a tensor's number of bytes agrees with its shape."""
     import torch
 
     if len(entry["shape"]) > _MOST_DIMS or len(entry["data_offsets"]) != 2:
@@ -209,7 +210,7 @@ class _Encoder:
 
     def _encode_dict(self, value: dict[Any, Any], path: tuple[Any, ...]) -> Any:
         encoded = {key: self.encode(item, (*path, key)) for key, item in value.items()}
-        # What a module's state_dict says of the versions of its modules; their load_state_dict looks at it.
+        # The versions of the modules in a state_dict, which load_state_dict reads.
         versions = getattr(value, "_metadata", None)
         plain = versions is None and not isinstance(value, Counter)
         if plain and KIND not in encoded and all(type(key) is str for key in encoded):
@@ -240,7 +241,7 @@ class _Encoder:
             self._names[key] = self._add(stored, path)
         encoded = {KIND: "tensor", "name": self._names[key], "dtype": dtype, "shape": shape}
         if strides != torch.empty(shape, device="meta").stride() and _is_dense(tensor):
-            encoded["strides"] = list(strides)  # the next update has the same bits only in the same layout
+            encoded["strides"] = list(strides)  # the next update has the same bits in the same layout only
         return encoded
 
     def _encode_array(self, array: "NDArray[Any] | np.generic", path: tuple[Any, ...]) -> Any:
@@ -257,7 +258,7 @@ class _Encoder:
     def _add(self, tensor: "Tensor", path: tuple[Any, ...]) -> str:
         name = wanted = "/".join(map(str, path))
         count = 1
-        while name in self.tensors or name == "__metadata__":  # which safetensors keeps for itself
+        while name in self.tensors or name == "__metadata__":  # reserved by safetensors
             name, count = f"{wanted}~{count}", count + 1
         self.tensors[name] = tensor
         return name
@@ -317,7 +318,7 @@ def _decode_array(data: bytes, value: Any) -> "NDArray[Any]":
     dtype = np.dtype(value["dtype"])
     if dtype.kind not in _ARRAY_KINDS:
         raise ValueError(f"an array of {dtype} is not what samestep writes")
-    # numpy takes no buffer of 0 bytes for strings of length 0.
+    # NumPy accepts no buffer of 0 bytes for strings of length 0.
     return np.ndarray(value["shape"], dtype, data) if data else np.zeros(value["shape"], dtype)
 
 
@@ -331,7 +332,7 @@ def _decode_dtype(value: Any) -> Any:
 
 
 def _canonical(value: Any, hashes: Mapping[str, str]) -> Any:
-    """An encoded state without what is not content: names of tensors, strides, the order of dicts, versions."""
+    """The content of an encoded state: without names of tensors, strides, the order of dicts and versions."""
     if isinstance(value, list):
         return [_canonical(item, hashes) for item in value]
     if not isinstance(value, dict):
@@ -348,7 +349,7 @@ def _canonical(value: Any, hashes: Mapping[str, str]) -> Any:
 
 
 def _is_dense(tensor: "Tensor") -> bool:
-    """Whether the elements fill a block of memory in the order of some permutation of the dims."""
+    """Whether the elements fill a block of memory, in some order of the dims."""
     dims = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     return tensor.permute(dims).is_contiguous()
 
@@ -363,10 +364,10 @@ def _hash(data: bytes | memoryview) -> str:
 
 @contextmanager
 def _hashing(hashes: dict[str, str]) -> Iterator[Callable[[str, memoryview, bool], None]]:
-    """What is submitted in the block is hashed beside it, and in `hashes` when the block ends.
+    """Hashes in a second thread what is submitted in the block. `hashes` is complete when the block ends.
 
-    Of copies, few are held at a time: submitting one waits for those before. (An executor of concurrent.futures takes
-    nothing more as soon as the main thread has ended.)
+    Submitting a copy waits for earlier copies, so that few are in memory. (An executor of concurrent.futures accepts
+    nothing after the main thread has ended.)
     """
     waiting: Queue[tuple[str, memoryview, bool] | None] = Queue()
     room = Semaphore(2)

@@ -1,4 +1,4 @@
-"""The samples that each step of a run used, and whether they are those that it was to use. Never imports torch."""
+"""Audit of the samples that each step of a run used. Does not import torch."""
 
 import argparse
 import json
@@ -19,12 +19,12 @@ from samestep.files import is_count, open_regular
 from samestep.plan.ledger import RECORD, combine, fingerprint
 from samestep.plan.order import GivenOrder, Order, build_order
 from samestep.plan.schedule import EndlessSchedule, Schedule, Span
-from samestep.watch.records import STATUS, read_or_empty
+from samestep.watch.records import LEDGER, STATUS, order_file, read_or_empty
 
 _NUM_SHOWN = 10
 _NUM_READ = 1 << 16  # records at a time
-_MOST_PROBLEMS = 1000  # after which an audit ends
-_MOST_SEARCHED = 1_000_000  # steps, for one that used the samples of a record
+_MOST_PROBLEMS = 1000  # an audit ends after these
+_MOST_SEARCHED = 1_000_000  # steps that are searched for the samples of a record
 _MOST_MICRO_BATCHES = 1 << 20
 
 Indices = NDArray[np.int64]
@@ -32,7 +32,7 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class _Planned:
-    """A step as the plan has it: per epoch that it touches, the epoch and the samples."""
+    """The planned samples of a step: epoch and samples, for each epoch that the step touches."""
 
     pieces: tuple[tuple[int, Indices], ...]
     fingerprint: int
@@ -43,7 +43,7 @@ class _Planned:
 
 
 class _Plan:
-    """The samples of one of the run's loops once more, from its numbers alone. Steps and epochs are the run's."""
+    """The samples of one of the run's loops, computed from its numbers. Steps and epochs are counted in the run."""
 
     def __init__(self, run: Path, numbers: Mapping[str, Any]) -> None:
         self.first_step: int = numbers.get("first_step", 0)
@@ -75,14 +75,14 @@ class _Plan:
         return _Planned(tuple(piece for pieces in taken for piece in pieces), combine(prints))
 
     def num_steps_until(self, epoch: int) -> int:
-        """Steps until all samples of an epoch, and of those before it, are used."""
+        """The number of steps until all samples of an epoch and of earlier ones are used."""
         num_epochs = epoch - self._first_epoch + 1
         if isinstance(self._schedule, Schedule):
             return self.first_step + num_epochs * self._schedule.num_steps
         return self.first_step - (-num_epochs * self.length // self.batch_size)
 
     def expect_uses(self, epoch: int) -> NDArray[np.int64]:
-        """How often each sample is to be used in an epoch."""
+        """How often each sample should be used in an epoch."""
         if self.is_given:
             return np.bincount(self.order(epoch).take(0, self.length))
         return np.ones(self.length, dtype=np.int64)
@@ -99,7 +99,7 @@ class _Plan:
         return build_order(self.length, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
 
     def _read_order(self, epoch: int) -> Order:
-        path = self._run / "orders" / f"epoch-{epoch:08d}.npy"
+        path = self._run / order_file(epoch)
         try:
             with open(path, "rb", opener=open_regular) as file:
                 indices = np.load(file, allow_pickle=False)
@@ -111,8 +111,7 @@ class _Plan:
 
 
 class _Audit:
-    """Whether each step of a loop used the samples that it was to use, and each epoch its samples once. Fed step by
-    step.
+    """Checks that each step of a loop used its planned samples, and each epoch its samples once. Add steps in order.
 
     Args:
         num_steps: of the run, up to the last one of this loop.
@@ -125,18 +124,20 @@ class _Audit:
         self._left: dict[int, Indices] = {}  # by open epoch: how many uses each sample has left
 
     def add(self, step: int, record: tuple[int, int, int, int]) -> _Planned:
-        """Takes the ledger's record of step `step`, and returns the samples that it used."""
+        """Checks the ledger's record of step `step`. Returns the samples that the step used."""
         found_step, epoch, num_samples, found = record
         planned = used = self._plan.step(step)
-        if not num_samples:  # a run that goes on fills a file up that was cut short
+        if not num_samples:  # a resumed run fills up a file that was cut short
             self.problems.append(f"step {step}: the ledger has no record of it, ledger.bin was cut short")
         elif found_step != step:
             self.problems.append(f"step {step}: the ledger has a record of step {found_step} in its place")
         if num_samples and found != planned.fingerprint:
             other = self._steps_by_fingerprint.get(found)
             used = planned if other is None else self._plan.step(other)
-            what = "samples that are not those of any step" if other is None else f"those of step {other}"
-            self.problems.append(f"step {step}: it was to use sample {planned.samples[0]} and so on, and used {what}")
+            what = "samples of no step" if other is None else f"those of step {other}"
+            self.problems.append(
+                f"step {step}: it should have used sample {planned.samples[0]} and so on, and used {what}"
+            )
         elif num_samples and (epoch, num_samples) != (planned.pieces[0][0], len(planned.samples)):
             self.problems.append(f"step {step}: the ledger says {num_samples} samples of epoch {epoch}")
         for piece_epoch, samples in used.pieces:
@@ -147,7 +148,7 @@ class _Audit:
         return used
 
     def describe(self) -> list[str]:
-        """What was found to be right, in words."""
+        """A description of what was found to be right."""
         parts = []
         if num_closed := len(self._closed):
             how_often = "as often as its sampler says" if self._plan.is_given else "once"
@@ -186,7 +187,7 @@ class _Audit:
 
 
 def _summarize(problems: Sequence[str], parts: Sequence[str]) -> str:
-    """The result of a run's audit in a sentence."""
+    """A sentence about the result of an audit."""
     if problems:
         shown = "".join(f"\n  {problem}" for problem in problems[:_NUM_SHOWN])
         more = len(problems) - _NUM_SHOWN
@@ -195,10 +196,10 @@ def _summarize(problems: Sequence[str], parts: Sequence[str]) -> str:
 
 
 def show_samples(options: argparse.Namespace, record: Mapping[str, Any]) -> int:
-    """Prints the samples of each step, and the audit. Returns the exit code: 1 where the audit failed."""
+    """Prints the samples of each step, and the audit. Returns the exit code: 1 if the audit failed."""
     numbers = record.get("numbers", {})
     plans = [_Plan(options.run, numbers | loop) for loop in ({}, *record.get("loops", []))]
-    path, status = options.run / "ledger.bin", read_or_empty(options.run / STATUS)
+    path, status = options.run / LEDGER, read_or_empty(options.run / STATUS)
     num_steps = (path.stat().st_size if path.exists() else 0) // RECORD.size  # the last record may be half written
     ends = [*(plan.first_step for plan in plans[1:]), num_steps]
     audits = [_Audit(plan, min(end, num_steps)) for plan, end in zip(plans, ends, strict=True)]
@@ -228,7 +229,7 @@ def show_samples(options: argparse.Namespace, record: Mapping[str, Any]) -> int:
 
 
 def _read_ledger(path: Path) -> Iterator[tuple[int, int, int, int]]:
-    """The records of a ledger, of which little is in memory at a time: a file can claim any size. Raises OSError."""
+    """The records of a ledger, read in parts: the file may have any size. Raises OSError."""
     with open(path, "rb", opener=open_regular) as file:
         while len(data := file.read(_NUM_READ * RECORD.size)) >= RECORD.size:
             yield from RECORD.iter_unpack(data[: len(data) // RECORD.size * RECORD.size])

@@ -1,4 +1,4 @@
-"""Several runs side by side: a list of those in a directory, and what differs between two. Never imports torch."""
+"""A list of the runs in a directory, and the differences between two runs. Does not import torch."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,30 +6,31 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from samestep.console import describe_age, list_values, print_table, to_text
 from samestep.files import parse_json, read_bytes
 from samestep.plan.ledger import RECORD
 from samestep.snapshot.manifest import STATE
 from samestep.snapshot.object_store import open_run, read_run
 from samestep.snapshot.store import Store
-from samestep.tools.tables import describe_age, list_values, print_table, to_text
-from samestep.watch.records import STATUS, read_last_rows, read_or_empty
+from samestep.watch.records import LEDGER, METRICS, STATUS, read_last_rows, read_or_empty
+from samestep.watch.records import RECORD as RUN_RECORD
 
 SHORT = 12  # of a digest's 64 digits
-PLACE = ("step", "epoch")  # the entries of a row of metrics that are no metrics
+PLACE = ("step", "epoch")  # entries of a row that are no metrics
 
 
 def read_last_values(run: Path) -> dict[str, dict[str, Any]]:
     """The last value of every metric, and its step: name -> {"value": ..., "step": ...}."""
     return {
         name: {"value": value, "step": row.get("step")}
-        for row in read_last_rows(run / "metrics.jsonl")
+        for row in read_last_rows(run / METRICS)
         for name, value in row.items()
         if name not in PLACE
     }
 
 
 def read_state(run: Path) -> dict[str, Any]:
-    """`run.state` in the newest sound snapshot; {} where there is none, or its files are not here (of a URL)."""
+    """`run.state` in the newest sound snapshot; {} if there is none, or its files were not downloaded."""
     for snapshot in reversed(_find_sound(run)):
         with suppress(OSError, ValueError, AttributeError):
             state = parse_json(read_bytes(snapshot.path / STATE)).get("state")
@@ -42,16 +43,16 @@ def _find_sound(run: Path) -> list[Any]:
 
 
 def find_runs(directory: Path) -> list[Path]:
-    """The runs in a directory that is none itself."""
-    if not directory.is_dir() or (directory / "run.json").exists():
+    """The runs in a directory; [] if it is a run itself."""
+    if not directory.is_dir() or (directory / RUN_RECORD).exists():
         return []
-    return sorted(path.parent for path in directory.glob("*/run.json"))
+    return sorted(path.parent for path in directory.glob(f"*/{RUN_RECORD}"))
 
 
 def describe_run(run: Path) -> dict[str, Any]:
-    """What a list of runs, or a comparison, shows of one."""
+    """Facts about a run for a list or a comparison."""
     status, sound = read_or_empty(run / STATUS), _find_sound(run)
-    ledger = run / "ledger.bin"
+    ledger = run / LEDGER
     return {
         "name": run.name,
         "status": status.get("status", "not begun"),
@@ -65,7 +66,7 @@ def describe_run(run: Path) -> dict[str, Any]:
 
 
 def list_runs(runs: Sequence[Path], *, is_json: bool) -> int:
-    """Prints a line per run. Returns the exit code."""
+    """Prints one line per run. Returns the exit code."""
     found = [describe_run(run) for run in runs]
     if is_json:
         print(json.dumps(found, indent=1))
@@ -84,13 +85,13 @@ def _shorten(value: Any) -> str:
 
 
 def compare_runs(one: str, other: str, *, is_json: bool) -> int:
-    """Prints what differs between two runs: numbers, config, settings, steps, digests; and their metrics side by side.
+    """Prints the differences between two runs (numbers, config, settings, steps, digests) and their metrics.
 
     Returns:
-        The exit code: 0 where their newest snapshots are of one step and have one digest.
+        The exit code: 0 if their newest snapshots have the same step and digest.
 
     Raises:
-        Error: one of them is no run.
+        Error: one of them is not a run.
     """
     with open_run(one) as first, open_run(other) as second:
         records = [read_run(first, one), read_run(second, other)]
@@ -127,7 +128,7 @@ def _format(last: Mapping[str, Any] | None) -> str:
 def _find_differences(
     records: Sequence[Mapping[str, Any]], described: Sequence[Mapping[str, Any]]
 ) -> dict[str, tuple[Any, Any]]:
-    """By name, the values of two runs that are not the same, in the order in which they matter."""
+    """The values that differ between two runs, by name, the most important first."""
     found: dict[str, tuple[Any, Any]] = {}
     for section in ("numbers", "settings", "machine", "config"):
         one, other = (dict(list_values(record.get(section) or {})) for record in records)
@@ -140,12 +141,12 @@ def _find_differences(
 
 
 def _find_first_difference(one: Path, other: Path) -> tuple[int | None, bool]:
-    """The first step in which two runs used other samples, by their ledgers; and whether one has fewer steps."""
+    """The first step in which two runs used different samples, and whether one has fewer steps."""
     ledgers = []
     for run in (one, other):
         content = b""
         with suppress(FileNotFoundError):
-            content = read_bytes(run / "ledger.bin")
+            content = read_bytes(run / LEDGER)
         whole = content[: len(content) // RECORD.size * RECORD.size]
         ledgers.append([record[1:] for record in RECORD.iter_unpack(whole)])
     pairs = zip(*ledgers, strict=False)

@@ -1,4 +1,4 @@
-"""`samestep export`: the weights in a snapshot as files that other programs load: safetensors, or torch.save's."""
+"""`samestep export`: writes the weights in a snapshot as files for other programs: safetensors, or torch.save's."""
 
 import argparse
 import io
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from samestep.console import escape, say
 from samestep.errors import Error
-from samestep.files import is_object
+from samestep.files import is_object, replacing
 from samestep.snapshot.object_store import open_run, read_run
 from samestep.snapshot.store import Store
 from samestep.tools.inspect import parse_which
@@ -25,8 +25,8 @@ def run_export(args: list[str]) -> int:
     """Runs the command with the arguments after its name. Returns the exit code.
 
     Raises:
-        Error: there is no run, no sound snapshot, no such object, the file's suffix names no format, or a file is
-            already there (then none is written).
+        Error: there is no run, no sound snapshot or no such object, the file's suffix is unknown, or a file exists
+            already (then none is written).
     """
     options = _build_parser().parse_args(args)
     if options.file.suffix not in SUFFIXES:
@@ -67,11 +67,11 @@ def run_export(args: list[str]) -> int:
 
 def _check_free(file: Path) -> None:
     if file.exists():
-        raise Error(f"{file} is there already: name another file, or say --force to replace it")
+        raise Error(f"{file} exists already: name another file, or replace it with --force")
 
 
 def _place(file: Path, name: str) -> Path:
-    """Where an average goes: beside the model, `out.ema.safetensors` for `out.safetensors`."""
+    """The file of an average, beside the model's: `out.ema.safetensors` for `out.safetensors`."""
     return file.with_name(f"{file.stem}.{name.replace(os.sep, '.')}{file.suffix}")
 
 
@@ -99,7 +99,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _choose(objects: Mapping[str, Any]) -> str:
-    """The one to export where nothing is said: `model`, or the only one that could be a model and is no average."""
+    """The default object: `model`, or the only one that can be a model and is no average."""
     if "model" in objects:
         return "model"
     models = [name for name, state in objects.items() if _is_of_module(state)]
@@ -114,17 +114,16 @@ def _is_of_module(state: Any) -> bool:
 
 
 def _is_average(state: Any) -> bool:
-    """Whether it is that of an AveragedModel."""
+    """Whether it is the state of an AveragedModel."""
     if not isinstance(state, dict) or "n_averaged" not in state or len(state) == 1:
         return False
     return all(key == "n_averaged" or key.startswith("module.") for key in state)
 
 
 def _take_tensors(state: Any) -> tuple[dict[str, "Tensor"], dict[str, Any]]:
-    """The tensors of a module's state_dict, each in memory of its own, and its other entries.
+    """Copies of the tensors of a module's state_dict, and its other entries.
 
-    An average of a model (AveragedModel) is exported as that model: its names without their prefix, and without the
-    count of its updates.
+    An AveragedModel is exported as the model: without the prefix of its names, and without its count of updates.
     """
     import torch
 
@@ -133,13 +132,13 @@ def _take_tensors(state: Any) -> tuple[dict[str, "Tensor"], dict[str, Any]]:
     if _is_average(state):
         state = {key.removeprefix("module."): value for key, value in state.items() if key != "n_averaged"}
     tensors = {str(key): value for key, value in state.items() if isinstance(value, torch.Tensor)}
-    # Tied weights are written once by each of their names, as readers of safetensors expect them.
+    # Tied weights are written under each of their names, as readers of safetensors expect.
     others = {str(key): value for key, value in state.items() if str(key) not in tensors}
     return {key: value.clone(memory_format=torch.contiguous_format) for key, value in tensors.items()}, others
 
 
 def _is_loadable(value: Any) -> bool:
-    """Whether torch.load(weights_only=True) reads an entry of a state_dict that is no tensor."""
+    """Whether torch.load(weights_only=True) can read an entry that is no tensor."""
     import torch
 
     buffer = io.BytesIO()
@@ -153,21 +152,18 @@ def _is_loadable(value: Any) -> bool:
 
 
 def _write(file: Path, entries: Mapping[str, Any], metadata: Mapping[str, str]) -> int:
-    """Writes the file, whole or not at all. Returns its size in bytes."""
+    """Writes or replaces a file atomically. Returns its size in bytes."""
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        if file.suffix == ".safetensors":
-            save_file(dict(entries), partial, metadata={"format": "pt", **metadata})
-        else:
-            with open(partial, "wb") as opened:  # torch.save reports a path that it cannot write as RuntimeError
-                torch.save(dict(entries), opened)
-        os.replace(partial, file)
+        with replacing(file) as partial:
+            if file.suffix == ".safetensors":
+                save_file(dict(entries), partial, metadata={"format": "pt", **metadata})
+            else:
+                with open(partial, "xb") as opened:  # torch.save raises RuntimeError for a path that it cannot write
+                    torch.save(dict(entries), opened)
         return file.stat().st_size
     except (OSError, SafetensorError) as error:
         raise Error(f"{file} cannot be written ({error}): name another file") from None
-    finally:
-        partial.unlink(missing_ok=True)

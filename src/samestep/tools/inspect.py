@@ -1,4 +1,4 @@
-"""`samestep inspect`: what a run's directory holds, and whether it is sound. Never imports torch."""
+"""`samestep inspect`: shows and checks a run's directory. Does not import torch."""
 
 import argparse
 import json
@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from samestep.console import escape, say
+from samestep.console import describe_age, describe_size, escape, list_values, print_table, say, to_text
 from samestep.errors import Error
 from samestep.snapshot.manifest import find_damage
 from samestep.snapshot.object_store import open_run, read_run
 from samestep.snapshot.store import Snapshot, Store
 from samestep.tools.audit import show_samples
 from samestep.tools.compare import compare_runs, find_runs, list_runs, read_last_values, read_state
-from samestep.tools.tables import describe_age, describe_size, list_values, print_table, to_text
 from samestep.watch.records import RESTARTS, STATUS, read_or_empty, read_rows
 
 _RESTART = ("time", "reason", "rank", "from_step", "lost_steps", "world_size")
@@ -23,7 +22,7 @@ def run_inspect(args: list[str]) -> int:
     """Runs the command with the arguments after its name. Returns the exit code: 1 if an audit or a check failed.
 
     Raises:
-        Error: there is no run, or nothing of what was asked for in it.
+        Error: there is no run, or it lacks what was asked for.
     """
     options = _build_parser().parse_args(args)
     if options.other is not None:
@@ -67,7 +66,7 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def parse_which(text: str) -> int | str:
-    """A snapshot as a person names it: a step, a name, or "latest"."""
+    """A snapshot as the user names it: a step, a name, or "latest"."""
     return int(text) if text.isdecimal() else text
 
 
@@ -141,7 +140,7 @@ def _show_run(options: argparse.Namespace, record: Mapping[str, Any]) -> int:
 
 
 def _describe(snapshot: Snapshot, run: str, *, check: bool) -> dict[str, Any]:
-    """A snapshot as JSON. `check`: after reading every byte of it."""
+    """A snapshot as JSON. `check`: read every byte of it."""
     problem = snapshot.problem
     if problem is None and check:
         problem = find_damage(snapshot.path, snapshot.manifest)

@@ -1,4 +1,4 @@
-"""A person's script as a tool has it train: in a process group of its own, its output in a file, traced."""
+"""Runs a user's script for a tool: in a process group of its own, with its output in a file, and traced."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ from typing import Any
 def start(
     command: Sequence[str], variables: Mapping[str, str], output: Path, inherited: Sequence[int] = ()
 ) -> "subprocess.Popen[bytes]":
-    """Starts it. What it prints, on either stream, goes to `output`. `inherited`: descriptors that it is given."""
+    """Starts a command. Its standard output and error go to `output`. `inherited`: file descriptors to pass on."""
     with open(output, "w") as file:
         return subprocess.Popen(
             command,
@@ -25,7 +25,7 @@ def start(
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """What a rank's trace holds so far; of a rank that is killed, or still writes, the last line may not be whole."""
+    """The complete lines of a rank's trace so far. The rank may still be writing, or may have been killed."""
     lines = []
     with suppress(FileNotFoundError, ValueError):
         for line in path.read_text().splitlines():

@@ -18,6 +18,7 @@ from samestep.plan.order import GivenOrder, Order, build_order
 from samestep.plan.schedule import EndlessSchedule, Schedule, Span
 from samestep.plan.seeds import derive
 from samestep.plan.tree import build_layout
+from samestep.watch.records import order_file
 
 Sampler = Callable[[int], Iterable[int]]
 
@@ -141,7 +142,7 @@ class Batches:
         order = self.order(epoch)
         return fingerprint(order.take(0, len(order)))
 
-    def keep_order(self, epoch: int, directory: Path, steps_done: int) -> str:
+    def keep_order(self, epoch: int, run_dir: Path, steps_done: int) -> str:
         """Writes down the order that a sampler gave, for the audit of the ledger.
 
         Returns:
@@ -151,7 +152,7 @@ class Batches:
             Error: it is not the one by which the epoch was begun, before a restart.
             OSError: the disk is full or gone.
         """
-        path, order = directory / f"epoch-{epoch:08d}.npy", self.order(epoch)
+        path, order = run_dir / order_file(epoch), self.order(epoch)
         indices = order.take(0, len(order))
         local_epoch, local_step = epoch - self.first_epoch, steps_done - self.first_step
         first = local_epoch * (self.steps_per_epoch or self.length)
@@ -159,7 +160,7 @@ class Batches:
         kept, problem = _read_order(path) if is_begun and path.exists() else (None, "")
         if kept is not None and not np.array_equal(kept, indices):
             raise Error(f"sampler({epoch}) gave other indices than before the restart: make them depend on epoch alone")
-        directory.mkdir(exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         content = io.BytesIO()
         np.save(content, indices)
         replace_file(path, content.getbuffer(), sync=True)

@@ -443,7 +443,7 @@ class Loop:
         if len(set(run._group.gather(self.batches.order_fingerprint(epoch)))) > 1:
             raise Error(f"sampler({epoch}) gave other indices on other ranks: seed it from the epoch, not the rank")
         if run.dir is not None:
-            directory = run.dir / "orders"
+            directory = run.dir
             run._snapshotter.once(lambda: self._keep_order(epoch, directory))
 
     def _keep_order(self, epoch: int, directory: Path) -> None:
