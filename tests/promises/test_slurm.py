@@ -176,7 +176,7 @@ def test_doctor_on_all_tasks(jobs: Jobs, trial: Trial) -> None:
     assert list(curves) == ["all-reduce", "all-gather", "all-to-all"]
     finish(alone)
     assert json.loads(alone.out.read_text())["world_size"] == 1
-    hint = "samestep doctor: this job has 2 nodes, and only this one is looked at: srun samestep doctor looks at all\n"
+    hint = "samestep doctor: this job has 2 nodes, and only this one is checked: srun samestep doctor checks all\n"
     assert hint in alone.err.read_text()
     assert not trial.dir.exists()
 

@@ -14,7 +14,7 @@ from support.runs import check, run_command, samestep_command
 
 from samestep.errors import Error
 from samestep.tools.doctor.collectives import OPERATIONS, judge_collectives, judge_links, plan_rounds
-from samestep.tools.doctor.data_loading import judge_feeding, measure_rank
+from samestep.tools.doctor.data_loading import judge_data_loading, measure_rank
 from samestep.tools.doctor.disk import find_existing, find_marks, judge_disk, measure_speed
 from samestep.tools.doctor.doctor_options import Options, parse
 from samestep.tools.doctor.examination import CHECKS, describe_error
@@ -22,7 +22,7 @@ from samestep.tools.doctor.findings import (
     Check,
     Facts,
     Finding,
-    Members,
+    Participants,
     format_bytes,
     format_rate,
     format_s,
@@ -41,15 +41,15 @@ from samestep.tools.doctor.network import Echo, judge_network, ping
 from samestep.tools.doctor.run_doctor import run_doctor
 
 DOCTORED = Path(__file__).with_name("doctored.py")
-ALONE = Members(("a",), (0,))
-TWO_RANKS = Members(("a", "a"), (0, 0))
-TWO_HOSTS = Members(("a", "a", "b", "b"), (0, 0, 1, 1))
-THREE_HOSTS = Members(("a", "b", "c"), (0, 1, 2))
+ALONE = Participants(("a",), (0,))
+TWO_RANKS = Participants(("a", "a"), (0, 0))
+TWO_HOSTS = Participants(("a", "a", "b", "b"), (0, 0, 1, 1))
+THREE_HOSTS = Participants(("a", "b", "c"), (0, 1, 2))
 GB = 1 << 30
 
 
-def judge(judgement: Any, members: Members, *facts: Any) -> list[Finding]:
-    return judgement(Facts(members, dict(enumerate(facts))))
+def judge(judgement: Any, participants: Participants, *facts: Any) -> list[Finding]:
+    return judgement(Facts(participants, dict(enumerate(facts))))
 
 
 def only(findings: list[Finding], status: str) -> Finding:
@@ -69,9 +69,9 @@ def test_ranks_and_hosts_are_named() -> None:
     assert TWO_HOSTS.name_ranks(range(4)) == "all ranks"
     assert TWO_HOSTS.describe() == "4 ranks on 2 hosts (a, b)"
     assert ALONE.describe() == "1 rank on a"
-    alike = Members(("a", "a"), (0, 1))
+    alike = Participants(("a", "a"), (0, 1))
     assert [alike.name_node(0), alike.name_node(1)] == ["a (node 0)", "a (node 1)"]
-    many = Members([f"h{i}" for i in range(9)], range(9))
+    many = Participants([f"h{i}" for i in range(9)], range(9))
     assert many.name_nodes(range(1, 9)) == "h1, h2, h3, h4, h5, h6 and 2 more"
 
 
@@ -185,7 +185,7 @@ def test_limits() -> None:
     assert (few.found, few.advice) == ("only 512 files may be open at a time on a, 1024 should be", "ulimit -n 65536")
     least = only(judge(judge_limits, ALONE, {**well, "files": 128, "files_at_most": 256}), "fail")
     assert least.advice == "raise nofile in /etc/security/limits.conf"
-    many = Members(["a"] * 128, [0] * 128)
+    many = Participants(["a"] * 128, [0] * 128)
     assert "2048 should be" in only(judge(judge_limits, many, *[{**well, "files": 1024}] * 128), "warn").found
 
 
@@ -216,7 +216,7 @@ def test_gpus() -> None:
         "GPU 0 of a has memory rows to be remapped (pending)": ("warn", gpus({"rows": "pending"})),
         "GPUs 0 and 1 of a cannot reach each other's memory": ("warn", gpus({}, {}, no_peers=[[0, 1], [1, 0]])),
         "torch 2.13.0 cannot use the 8 GPUs of a": ("fail", gpus(num_present=8, device="cpu")),
-        "nvidia-ml-py is not there on a": ("warn", gpus({}) | {"gpus": None}),
+        "nvidia-ml-py is missing on a": ("warn", gpus({}) | {"gpus": None}),
         "GPUs of several models: A100, H100": ("warn", gpus({}, {"name": "A100"})),
     }  # fmt: skip
     for sentence, (status, fact) in wrong.items():
@@ -353,7 +353,7 @@ def test_a_network_that_is_not() -> None:
     assert "9000 on b" in judge_hosts(host(0), host(1, mtu=9000), host(2))["network"].found
     lost = judge_hosts(host(0), host(1, is_lost=True, own_name="127.0.1.1"), host(2))["network"]
     assert lost.status == "fail"
-    assert "no interface is set on b, and a host's own name stands for 127.0.1.1" in lost.found
+    assert "no interface is set on b, where the host's own name resolves to 127.0.1.1" in lost.found
     assert "export GLOO_SOCKET_IFNAME=eth0" in lost.advice
     both = [host(number, IPv6=f"fd::{number}") for number in range(3)]
     for one in both:
@@ -495,22 +495,22 @@ def fed(loading_s: float, model_s: float = 1.0, num_workers: int = 0, **more: An
 
 
 def test_the_loader_against_the_model() -> None:
-    slow = only(judge(judge_feeding, ALONE, fed(1.25, 0.2)), "warn")
+    slow = only(judge(judge_data_loading, ALONE, fed(1.25, 0.2)), "warn")
     assert (
         slow.found
-        == "the data loader feeds 800 samples/s, the model eats 5,000: 86% of a step goes to waiting for data"
+        == "the data loader delivers 800 samples/s, the model uses 5,000: 86% of a step goes to waiting for data"
     )
     assert slow.advice == "give it workers: run.epochs(..., num_workers=7)"
-    too_slow = only(judge(judge_feeding, ALONE, fed(4.0, 0.2)), "warn")
+    too_slow = only(judge(judge_data_loading, ALONE, fed(4.0, 0.2)), "warn")
     assert too_slow.advice.endswith("num_workers=7) (8 cores have no room for the 20 it would take)")
-    assert "leave none free to load" in only(judge(judge_feeding, ALONE, fed(1.0, num_cores=1)), "warn").advice
-    more = only(judge(judge_feeding, ALONE, fed(1.0, num_workers=2)), "warn")
-    assert more.found.startswith("the data loader feeds 500 samples/s, the model eats 1,000: 50%")
+    assert "leave none free to load" in only(judge(judge_data_loading, ALONE, fed(1.0, num_cores=1)), "warn").advice
+    more = only(judge(judge_data_loading, ALONE, fed(1.0, num_workers=2)), "warn")
+    assert more.found.startswith("the data loader delivers 500 samples/s, the model uses 1,000: 50%")
     assert more.advice == "give it workers: run.epochs(..., num_workers=5, not 2)"
-    assert "keeps up" in only(judge(judge_feeding, ALONE, fed(0.01)), "pass").found
-    nothing = only(judge(judge_feeding, ALONE, fed(0) | {"ranks": [None], "code": 1}), "fail")
+    assert "keeps up" in only(judge(judge_data_loading, ALONE, fed(0.01)), "pass").found
+    nothing = only(judge(judge_data_loading, ALONE, fed(0) | {"ranks": [None], "code": 1}), "fail")
     assert nothing.found == "train.py ended with exit code 1, before it had done 5 steps: bye"
-    assert only(judge(judge_feeding, ALONE, fed(0) | {"ranks": [None]}), "warn")
+    assert only(judge(judge_data_loading, ALONE, fed(0) | {"ranks": [None]}), "warn")
 
 
 def test_paces_are_those_of_the_later_steps() -> None:
@@ -563,7 +563,7 @@ def test_alone_with_a_script_whose_loader_is_slow(tmp_path: Path) -> None:
     checks = [line.split()[:2] for line in lines if line[:8].strip()]
     assert list(dict.fromkeys(name for _, name in checks)) == [*ALL, "loader"]
     assert {status for status, _ in checks} <= {"pass", "warn"}
-    assert re.search(r"warn  loader        the data loader feeds [3-9]\d samples/s, the model eats", done.stdout)
+    assert re.search(r"warn  loader        the data loader delivers [3-9]\d samples/s, the model uses", done.stdout)
     assert re.search(r"\d warnings?, \d passed, in \d+.\d s", end)
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"], "the run's own directory is untouched"
 
@@ -597,8 +597,8 @@ def test_planted_faults_are_named(tmp_path: Path) -> None:
     failures = {finding["found"] for finding in record["findings"] if finding["status"] == "fail"}
     assert failures >= {
         f"could not be checked on rank 0 ({name}): PermissionError: [Errno 13] it is forbidden",
-        f"could not be checked on rank 1 ({name}): it has been hanging in a call that does not return, and was "
-        "given up after 2 s",
+        f"could not be checked on rank 1 ({name}): it hung in a call that does not return, and was "
+        "abandoned after 2 s",
     }
     assert any(f"torch is 2.0.1 on rank 1 ({name}), and " in found for found in failures)
     assert any(found.endswith(f"numbers of an all-reduce are wrong: rank 1 ({name})") for found in failures)
@@ -631,7 +631,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
     done = check(run_command(sys.executable, *words, "--run-dir", tmp_path / "runs", cwd=tmp_path, env=env))
     assert json.loads(done.stdout)["world_size"] == 2
     given = run_command(sys.executable, *words, "--nproc-per-node", "2", cwd=tmp_path, env=env)
-    assert "--nproc-per-node was given, but the ranks are there already: leave it out under a launcher" in given.stderr
+    assert "--nproc-per-node was given, but a launcher has started the ranks already: leave it out" in given.stderr
 
 
 def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
@@ -640,7 +640,7 @@ def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
         port = server.getsockname()[1]
     for rank, words in (
         (0, "rank 1 did not come within 1 s"),
-        (1, "rank 1 does not reach the place where the ranks meet"),
+        (1, "rank 1 cannot reach the rendezvous store"),
     ):
         variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         script = "import sys; from samestep.tools.doctor import examination as e; e.MEET_S = 1.0; "
@@ -658,7 +658,7 @@ def test_help_teaches_without_torch() -> None:
     script += "finally: print('torch' in sys.modules)"
     done = run_command(sys.executable, "-c", script, cwd=Path.cwd(), real=True)
     assert done.stdout.endswith("\nFalse\n"), done.stdout + done.stderr
-    for words in ("--nnodes 2 --rdzv-endpoint", "torchrun", "srun", "--script train.py", "Exit code: 0; 1 where"):
+    for words in ("--nnodes 2 --rdzv-endpoint", "torchrun", "srun", "--script train.py", "Exit code: 0; 1 if"):
         assert words in done.stdout
 
 

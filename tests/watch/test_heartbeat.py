@@ -216,7 +216,7 @@ def test_watching_what_is_over(tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text(json.dumps({**status, "status": "running"}))
     os.utime(tmp_path / "status.json", (0, 0))
     assert has_ended(tmp_path)
-    assert "nothing is heard of the run" in describe_end(tmp_path)
+    assert "no heartbeat of the run" in describe_end(tmp_path)
 
 
 def test_every_column_is_explained(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`samestep watch`: the table of all ranks of a run that goes on, from another shell."""
+"""`samestep watch`: shows the live state of every rank of a running job."""
 
 import argparse
 import os
@@ -19,37 +19,38 @@ from samestep.world.environment import read_host, read_overrides
 
 POLL_S = 1.0
 WINDOW_S = 10.0
-STALE_S = 30.0  # after which the run is taken for dead
-RESTART_S = 5.0  # for a launcher to start a failed run again
+STALE_S = 30.0  # a run without news for this long counts as dead
+RESTART_S = 5.0  # for a launcher to restart a failed run
 HEADER = ("rank", "host", "step", "phase", "in it for", "compute/step", "samples/s", "where")
 
 DESCRIPTION = f"""\
-Shows what every rank of a run is at, until the run ends; once, where the output is no terminal. A row is a rank:
+Shows the live state of every rank of a running job, until the run ends; once, if the output is not a terminal. The
+columns of the table, one row per rank:
 
-  rank, host    its number, and its machine
-  step          steps done so far, over all restarts
-  phase         starting, loading (data), forward, backward, reducing (adding up gradients with the other ranks, and
-                waiting for them), updating, saving, validating, script (its own code between two steps), left or ended
-  in it for     how long it has been there, or at one micro-batch, in seconds; from 10 minutes on in minutes
-  compute/step  milliseconds of forward and backward per step, without what it has waited for data or other ranks
-  samples/s     samples that this rank has trained on per second, whatever else it did in that time
-  where         of a rank that stays for over {POLL_S:g} s: what it waits in, or the line of the script that it is at;
-                silent: nothing is heard of it
+  rank, host    the rank and its machine
+  step          completed steps, over all restarts
+  phase         starting, loading (data), forward, backward, reducing (summing gradients over the ranks, including the
+                wait for them), updating, saving, validating, script (code between two steps), left or ended
+  in it for     time in this phase or micro-batch, in seconds; from 10 minutes on in minutes
+  compute/step  milliseconds of forward and backward per step, without waits for data or other ranks
+  samples/s     samples per second of this rank, over all phases
+  where         for a rank in one phase for over {POLL_S:g} s: the collective that it waits in, or the line of the
+                script; silent: no heartbeat arrives
 
-compute/step and samples/s are of the last {WINDOW_S:g} s; in the output that is shown once, since the last start.
+compute/step and samples/s cover the last {WINDOW_S:g} s; in a single output, the time since the last start.
 """
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one rank; None where nothing is known yet. `compute_s` is per step, without what it waited for others."""
+    """The speed of one rank; None if unknown. `compute_s` is per step, without waits for other ranks."""
 
     compute_s: float | None
     samples_per_s: float | None
 
 
 def run_watch(args: list[str]) -> int:
-    """Runs the command with the arguments after its name. Returns the exit code.
+    """Run the command with the arguments after its name. Returns the exit code.
 
     Raises:
         Error: there is no run.
@@ -60,7 +61,7 @@ def run_watch(args: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("run", metavar="RUN", help="the run's directory; or its URL, on the machine of rank 0")
-    parser.add_argument("--local-dir", metavar="DIR", help="of a run at a URL: as the run was given it")
+    parser.add_argument("--local-dir", metavar="DIR", help="for a run at a URL: the run's --local-dir")
     options = parser.parse_args(args)
     run_dir = find_directory(options.run, options.local_dir or read_overrides().get("local_dir"))
     read_run(run_dir, str(run_dir))
@@ -77,10 +78,10 @@ def run_watch(args: list[str]) -> int:
 
 
 def find_directory(run: str, local_dir: str | None) -> Path:
-    """Where a run says what its ranks are at: its directory; of one at a URL, the working copy of rank 0's machine.
+    """Return the directory with ranks.json: the run's, or for a URL the working copy on rank 0's machine.
 
     Raises:
-        Error: that machine is another one, or the URL cannot be read.
+        Error: the working copy is on another machine, or the URL cannot be read.
     """
     if not is_url(run):
         return Path(run)
@@ -93,8 +94,8 @@ def find_directory(run: str, local_dir: str | None) -> Path:
     if copy.is_dir() and (f" on {read_host()} since " in holder or (copy / RANKS).exists()):
         return copy
     raise Error(
-        f"what the ranks of {run} are at is told in its working copy alone, and {copy} is not that of {holder}: watch "
-        "it on that machine, with the run's --local-dir where it has one"
+        f"the state of the ranks of {run} is in its working copy, and {copy} is not that of {holder}: watch it on that "
+        "machine, with the run's --local-dir if it has one"
     )
 
 
@@ -116,7 +117,7 @@ def _follow(run_dir: Path) -> int:
 
 
 def has_ended(run_dir: Path) -> bool:
-    """Whether the run says so, or the process that writes it is gone; False while a launcher may start it again."""
+    """Return whether the run has ended. False while a launcher can still restart it."""
     status = read_or_empty(run_dir / STATUS)
     if status.get("status") in ("done", "stopped"):
         return True
@@ -133,16 +134,16 @@ def has_ended(run_dir: Path) -> bool:
 
 
 def describe_end(run_dir: Path) -> str:
-    """How the run stands, in a sentence, when no rank tells anything."""
+    """Describe the state of a run without live ranks."""
     status = read_or_empty(run_dir / STATUS)
     how = status.get("status", "starting")
     if how == "running":
-        return f"{run_dir}: nothing is heard of the run: it was killed, or its host is down, or it is starting again"
+        return f"{run_dir}: no heartbeat of the run: it was killed, its host is down, or it is restarting"
     return f"{run_dir}: {how}" + (f": {status['reason']}" if status.get("reason") else "")
 
 
 def compute_rates(rank: Mapping[str, Any], before: Mapping[str, Any] | None, micro_batch_size: int) -> Rates:
-    """How fast a rank is, since `before`, or, with None, since the run was started the last time."""
+    """Compute the speed of a rank since `before`; None: since the last start of the run."""
     spent_s = dict(rank["spent_s"])
     was: Mapping[str, Any] = before if before is not None else {"spent_s": {}, "num_steps": 0, "num_micro_batches": 0}
     num_steps = rank["num_steps"] - was["num_steps"]
@@ -156,7 +157,7 @@ def compute_rates(rank: Mapping[str, Any], before: Mapping[str, Any] | None, mic
 
 
 def format_rows(record: Mapping[str, Any], before: Mapping[str, Any] | None) -> list[Sequence[str]]:
-    """The table as texts, its header first; without the last column where no rank has anything in it."""
+    """Format the table, header first, without the last column if it is empty."""
     then = {} if before is None or before is record else {rank["rank"]: rank for rank in before["ranks"]}
     rows: list[Sequence[str]] = [HEADER]
     for rank in record["ranks"]:
@@ -182,7 +183,7 @@ def format_rows(record: Mapping[str, Any], before: Mapping[str, Any] | None) -> 
 
 
 def build_table(record: Mapping[str, Any], before: Mapping[str, Any] | None) -> Any:
-    """The table for a terminal."""
+    """Build the table for a terminal."""
     from rich.table import Table
 
     header, *rows = format_rows(record, before)

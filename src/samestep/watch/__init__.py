@@ -1,1 +1,1 @@
-"""What a run says about itself."""
+"""Metrics, progress, and the supervision of a run."""

@@ -1,4 +1,4 @@
-"""What a person sees of a run while it goes: a bar on a terminal, plain lines elsewhere, of rank 0 alone."""
+"""The progress display of rank 0: a bar on a terminal, plain lines elsewhere."""
 
 import io
 import sys
@@ -18,43 +18,42 @@ DRAW_EVERY_S = 0.1
 LINE_EVERY_S = 2.0
 WINDOW_S = 20.0
 LOSSES = ("train/loss", "loss")
-LEAST_BAR = 12  # columns of a terminal for the bar and the gaps beside it; the fields share what is left
+LEAST_BAR = 12  # minimum width of the bar and its gaps, in columns; the fields share the rest
 
 
 class Progress(Protocol):
-    """What rank 0 shows. A loop calls `begin`, `step` after each step, `log` when it has numbers, `end`."""
+    """The display. A loop calls `begin`, `step` after each step, `log` for new numbers, and `end`."""
 
     def begin(self, *, total_steps: int | None, done_steps: int, epochs: int | None) -> None:
-        """A loop starts.
+        """Start a loop.
 
         Args:
-            total_steps: at which step it ends, None when it has no end.
-            done_steps: the steps done before (a resumed run).
-            epochs: how many there are; None for a loop without epochs, whose lines then name none.
+            total_steps: the last step; None if there is no end.
+            done_steps: steps before this start of the run.
+            epochs: number of epochs; None for a loop without epochs.
         """
 
     def step(self, number: int, num_samples: int, epoch: int) -> None:
-        """`number` steps are done, the last with `num_samples` samples of epoch `epoch` (shown as given)."""
+        """Report `number` completed steps, the last with `num_samples` samples of epoch `epoch`."""
 
     def log(self, values: Mapping[str, float]) -> None:
-        """The newest numbers: "validation/..." get a line each time, others the bar or a line at times."""
+        """Show numbers: "validation/..." on a line each time, others in the bar or on a line at intervals."""
 
     def print(self, *args: Any, **kw: Any) -> None:
-        """The builtin `print`, above the bar."""
+        """Print above the bar, like the builtin."""
 
     def end(self, rows: Mapping[str, Any]) -> None:
-        """The run is done: closes the bar and prints `rows` as a table of two columns."""
+        """End the run: close the bar and print `rows` as a table of two columns."""
 
     def close(self) -> None:
-        """Closes the bar without a table, as on an error. May be called at any time, and again."""
+        """Close the bar without a table, as after an error. Can be called at any time and repeatedly."""
 
 
 def build_progress(*, rank: int, terminal: bool | None = None) -> Progress:
-    """The progress of this rank: nothing but on rank 0; there a bar on a terminal, plain lines elsewhere.
+    """Return the display of this rank: none except on rank 0; there a bar on a terminal, plain lines elsewhere.
 
     Args:
-        terminal: None: standard output and standard error both are terminals (when one of them is a file or a
-            pipe, that is where people look for the lines).
+        terminal: whether to draw a bar; None: if both standard output and standard error are terminals.
     """
     if rank != 0:
         return Silent()
@@ -68,12 +67,12 @@ def build_progress(*, rank: int, terminal: bool | None = None) -> Progress:
 
 
 def say_above(progress: Progress, sentence: str) -> None:
-    """Prints a sentence of samestep's own, which may quote text of others."""
+    """Print a message of samestep, with control characters escaped."""
     progress.print(f"samestep: {escape(sentence)}")
 
 
 class Silent:
-    """Ranks other than 0."""
+    """The display of ranks other than 0."""
 
     def begin(self, *, total_steps: int | None, done_steps: int, epochs: int | None) -> None:
         pass
@@ -95,10 +94,9 @@ class Silent:
 
 
 class Pace:
-    """Where a loop is, how fast its last `WINDOW_S` seconds went, how long the rest will take at that.
+    """Position and speed of a loop over the last `WINDOW_S` seconds, and the estimated time to its end.
 
-    It starts to count when its first step is done: the steps that a resumed run finds done, and the first
-    one, which compiles and warms up, tell nothing about the rest.
+    Measures from the end of the first step, which compiles and warms up.
     """
 
     def __init__(self, *, total_steps: int | None = None, done_steps: int = 0, epochs: int | None = None) -> None:
@@ -111,7 +109,7 @@ class Pace:
         self._marks: deque[tuple[float, int, int]] = deque()
 
     def step(self, number: int, num_samples: int, epoch: int) -> bool:
-        """Counts a step; True when it is time to draw. This runs in every step, so it is short."""
+        """Count a step. Returns whether to redraw. Called in every step."""
         self._now = now = monotonic()
         self.number = number
         self.epoch = epoch
@@ -126,10 +124,10 @@ class Pace:
         return True
 
     def texts(self) -> list[str]:
-        """["812 samples/s", "eta 0:31"], or as much of it as is known."""
+        """Return ["812 samples/s", "eta 0:31"], without what is not known yet."""
         if not self._marks:
             return []
-        # Up to the last step, not up to now: a validation in between would look like a slow step.
+        # Up to the last step, not to now: a validation would look like a slow step.
         time, number, num_samples = self._marks[0]
         elapsed_s, num_steps = self._now - time, self.number - number
         if num_steps <= 0 or elapsed_s <= 0:
@@ -140,14 +138,14 @@ class Pace:
         return texts
 
     def place(self) -> str:
-        """Such as "step 120/720  epoch 4"."""
+        """Return the position, such as "step 120/720  epoch 4"."""
         total = "" if self.total_steps is None else f"/{self.total_steps}"
         epoch = f"  epoch {self.epoch}" if self._has_epochs and self.epoch is not None else ""
         return f"step {self.number}{total}{epoch}"
 
 
 class Lines:
-    """Plain lines, for files and pipes: one per `LINE_EVERY_S`, and the last one and validation always."""
+    """Plain lines for files and pipes: at most one per `LINE_EVERY_S`, plus validations and the last one."""
 
     def __init__(self) -> None:
         self._pace = Pace()
@@ -170,15 +168,15 @@ class Lines:
             if monotonic() - self._said_at >= LINE_EVERY_S:
                 self._say_news()
         if validation:
-            self._say_news()  # what came before is said before
+            self._say_news()  # in order
             self.print("  ".join([self._pace.place(), *_texts(validation)]))
 
     def print(self, *args: Any, **kw: Any) -> None:
         try:
             print(*args, **{"flush": True, **kw})
-        except BrokenPipeError:  # `... | tee log` has ended, by the same Ctrl-C perhaps: no reason to lose the run
+        except BrokenPipeError:  # the reader, such as tee, has ended: continue the run
             drop_output(sys.stdout.fileno())
-        except OSError:  # nor is a log on a full disk, or a terminal that is gone: this line is lost
+        except OSError:  # a full disk or a closed terminal: drop the line
             pass
 
     def end(self, rows: Mapping[str, Any]) -> None:
@@ -198,8 +196,8 @@ class Lines:
 
 
 class Terminal:
-    """Standard output, beneath what rich puts in its place. What cannot be written, since the terminal is gone (an ssh
-    that was cut, with the run going on), is lost, and the run is not.
+    """Standard output beneath rich's proxy. Drops what cannot be written, so that a closed terminal does not end the
+    run.
     """
 
     @property
@@ -220,10 +218,10 @@ class Terminal:
 
 
 class Bar:
-    """A bar on a terminal, drawn from within `step`: a thread would endanger the forks of data workers."""
+    """A bar on a terminal, drawn by `step`: a thread would endanger the forks of data workers."""
 
     def __init__(self) -> None:
-        from rich.console import Console  # here, so that ranks without a bar do not pay for the import
+        from rich.console import Console  # imported here, because it is slow
 
         self.console = Console(force_terminal=True, file=cast(IO[str], Terminal()))
         self._pace = Pace()
@@ -252,7 +250,7 @@ class Bar:
         )
         self._live.add_task(self._pace.place().removeprefix("step "), total=total_steps, completed=done_steps, news="")
         self._live.start()
-        self.console.show_cursor(True)  # a hidden one would stay so when the process is killed
+        self.console.show_cursor(True)  # a hidden one would stay hidden if the process is killed
 
     def step(self, number: int, num_samples: int, epoch: int) -> None:
         if self._pace.step(number, num_samples, epoch):
@@ -271,7 +269,7 @@ class Bar:
             return
         text = io.StringIO()
         print(*args, **{**kw, "file": text})
-        # Not left to rich's stand-in for sys.stdout: that would break long lines at the terminal's width.
+        # Not through rich's proxy for sys.stdout, which breaks long lines at the terminal's width.
         from rich.text import Text
 
         self.console.print(Text.from_ansi(text.getvalue().removesuffix("\n")), soft_wrap=True)
@@ -310,7 +308,7 @@ class Bar:
 
 
 def _fit(texts: list[str], width: int) -> list[str]:
-    """The texts, the most important first, that fit whole into `width` columns with two between them."""
+    """Select the texts, most important first, that fit into `width` columns with two spaces between them."""
     kept: list[str] = []
     for text in texts:
         if len("  ".join([*kept, text])) <= width:
@@ -319,18 +317,18 @@ def _fit(texts: list[str], width: int) -> list[str]:
 
 
 def _split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The rows of validation, and the others."""
+    """Split into the values of validation and the others."""
     validation = {name: value for name, value in values.items() if name.startswith("validation/")}
     return validation, {name: value for name, value in values.items() if name not in validation}
 
 
 def _texts(values: Mapping[str, Any]) -> list[str]:
-    """["loss 0.1234", "lr 3.00e-04"]"""
+    """Format values, such as ["loss 0.1234", "lr 3.00e-04"]."""
     texts = []
     for full_name, value in values.items():
         name = full_name.removeprefix("train/")
         if _is_rate(name):
-            label = "lr" + name.partition("rate")[2]  # "learning rate/1" is a second group's
+            label = "lr" + name.partition("rate")[2]  # "learning rate/1" belongs to the second group
             texts.append(f"{label} {value:.2e}" if isinstance(value, float) else f"{label} {_number(value)}")
         else:
             texts.append(f"{name} {_number(value)}")
@@ -342,7 +340,7 @@ def _is_rate(name: str) -> bool:
 
 
 def _number(value: Any) -> str:
-    """A number as people read it: 0.1234, 12.35, 1,235. Anything else as its str."""
+    """Format a number, such as 0.1234, 12.35 or 1,235; other values with str."""
     try:
         number = float(value)
     except (TypeError, ValueError):
@@ -353,7 +351,7 @@ def _number(value: Any) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Hours, minutes and seconds: 0:31, 12:05, 1:02:03."""
+    """Format hours, minutes and seconds, such as 0:31 or 1:02:03."""
     minutes, seconds_left = divmod(max(0, round(seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds_left:02}" if hours else f"{minutes}:{seconds_left:02}"

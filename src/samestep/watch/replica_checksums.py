@@ -1,7 +1,7 @@
-"""Whether the ranks still hold the same model: checksums of tensors, and who differs from the others.
+"""Checksums of tensors, which show whether all ranks hold the same model, and which rank differs.
 
-A replica goes astray when a machine's memory flips a bit, or when code changes it on one rank alone. Nothing notices
-by itself: every rank adds the same gradients to what it has. Nothing here talks to other ranks.
+A replica differs after a bit flip in a machine's memory, or if code changes it on one rank only. Training does not
+reveal that, because every rank adds the same gradients to its own weights. Nothing here communicates.
 """
 
 import hashlib
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by the bytes of an element
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes of an element -> dtype
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's bytes, as words of 8 and then one by one, modulo 2**64: an int64 scalar on its device.
+    """Return the sum of a tensor's 8-byte words and remaining elements, modulo 2**64: an int64 scalar on its device.
 
-    One changed element always changes it. Words that have changed places do not. (Words, since torch adds up int64 as
-    fast as memory is read, and anything narrower twenty times slower.)
+    A change of one element always changes the sum; an exchange of two words does not. torch sums int64 at the speed of
+    memory, and narrower types twenty times slower.
     """
     values = tensor.detach()
     if values.is_complex():
@@ -39,20 +39,20 @@ def checksum(tensor: Tensor) -> Tensor:
 
 
 def combine(checksums: Mapping[str, int]) -> int:
-    """63 bits that stand for all of them, by name."""
+    """Hash the checksums, by name, to 63 bits."""
     text = json.dumps(checksums, sort_keys=True).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
 
 
 @dataclass(frozen=True)
 class Drift:
-    """Replicas that are not alike.
+    """A difference between replicas.
 
     Attributes:
         tensor: the first tensor that differs.
-        num_tensors: how many do.
-        astray: the ranks that differ from most others, in any tensor; without a majority, all ranks.
-        has_majority: whether more than half of the ranks agree on every tensor.
+        num_tensors: number of tensors that differ.
+        astray: the ranks that differ from the majority in any tensor; without a majority, all ranks.
+        has_majority: more than half of the ranks agree on every tensor.
     """
 
     tensor: str
@@ -62,7 +62,7 @@ class Drift:
 
 
 def find_drift(replicas: Sequence[Mapping[str, int]]) -> Drift | None:
-    """Compares the checksums by tensor name, one mapping per rank. None: all ranks hold the same."""
+    """Compare the checksums by tensor name, one mapping per rank. Returns None if all are equal."""
     names = list(dict.fromkeys(name for replica in replicas for name in replica))
     differing: list[str] = []
     astray: set[int] = set()
@@ -82,12 +82,12 @@ def find_drift(replicas: Sequence[Mapping[str, int]]) -> Drift | None:
 
 
 def explain_drift(drift: Drift, hosts: Sequence[str], step: int, alike_at: int | None) -> str:
-    """The sentence for a person.
+    """Return the message.
 
     Args:
-        hosts: by rank.
-        step: the steps done.
-        alike_at: after which step the ranks were last seen alike; None: never.
+        hosts: the host of each rank.
+        step: number of completed steps.
+        alike_at: the last step after which the ranks were equal; None: never compared.
     """
     named = [f"rank {rank} ({hosts[rank]})" for rank in drift.astray]
     who = named[0] if len(named) == 1 else f"{', '.join(named[:-1])} and {named[-1]}"

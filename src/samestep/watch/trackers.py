@@ -92,7 +92,7 @@ class TensorBoard:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise Error(f"TensorBoard is missing ({error}): pip install 'samestep[tensorboard]'") from error
-        # The reader then forgets the steps that a run that died had logged after its last snapshot.
+        # The reader then drops the steps that a killed run has logged after its last snapshot.
         purge_step = info.resumed_step + 1 if info.resumed_step else 0
         directory = self.dir or Path(info.dir or "") / "tensorboard"
         self._writer = SummaryWriter(str(directory), purge_step=purge_step)
@@ -156,8 +156,8 @@ class WandB:
                 self._run.log(row)
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        # Not log(step=...): W&B drops what comes with a lower step than before, as after a crash, or where the script
-        # itself logs to W&B. A step that comes again after a crash has the same values, and so the same points.
+        # Not log(step=...): W&B drops values with a lower step than before, as after a crash, or if the script itself
+        # logs to W&B. A step that is repeated after a crash has the same values, and so the same points.
         logged: dict[str, Any] = {"step": step}
         for name, value in values.items():
             number = _number(value)
@@ -176,11 +176,11 @@ class WandB:
 
 
 class Trackers:
-    """A run's trackers as one. One that fails while the run goes is dropped, with one line: training goes on.
+    """All trackers of a run. A tracker that fails during training is dropped with a warning.
 
     Args:
-        trackers: any number of them.
-        warn: gets the line.
+        trackers: the trackers.
+        warn: prints the warning.
     """
 
     def __init__(self, trackers: Iterable[Tracker], warn: Callable[[str], None]) -> None:
@@ -189,7 +189,7 @@ class Trackers:
         self._warn = warn
 
     def start(self, info: TrackerInfo) -> None:
-        """Starts them all. What one raises here goes up, with the others finished: nothing is lost yet."""
+        """Start all trackers. If one raises, finish the others and raise."""
         try:
             for tracker in self._waiting:
                 tracker.start(info)
@@ -200,11 +200,11 @@ class Trackers:
             raise
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Gives all of them the numbers of step `step`."""
+        """Log the values of step `step` to all trackers."""
         self._each(lambda tracker: tracker.log(values, step))
 
     def finish(self, status: str) -> None:
-        """Closes all of them; they can be started again. A second call does nothing."""
+        """Close all trackers. They can be started again. A second call does nothing."""
         self._each(lambda tracker: tracker.finish(status))
         self._waiting += self._running
         self._running = []
@@ -213,7 +213,7 @@ class Trackers:
         for tracker in list(self._running):
             try:
                 call(tracker)
-            except Exception as error:  # whatever it is, it is not worth the run
+            except Exception as error:  # no failure of a tracker ends the run
                 self._running.remove(tracker)
                 reason = " ".join(str(error).split())
                 name = type(tracker).__name__
@@ -221,7 +221,7 @@ class Trackers:
 
 
 def _number(value: Any) -> float | int | None:
-    """The Python number of a number, a one-element tensor or a scalar of numpy; None for anything else."""
+    """Convert a number, one-element tensor or numpy scalar to a Python number; None for other values."""
     if not isinstance(value, (int, float)):
         try:
             value = value.item()
@@ -231,7 +231,7 @@ def _number(value: Any) -> float | int | None:
 
 
 def _wandb_id(directory: Path | None) -> tuple[str, bool]:
-    """The id under which W&B knows this run since it last went back; and whether it is new because of that."""
+    """Return the W&B id of this run, and whether it is new because the run went back to an earlier step."""
     path = None if directory is None else directory / "wandb.id"
     num_rewinds = 0 if directory is None else len(read_or_empty(directory / RECORD).get("rewinds", []))
     known = read_bytes(path).decode(errors="replace").split() if path is not None and path.exists() else []

@@ -1,1 +1,1 @@
-"""`samestep doctor`: whether a machine, or a cluster, is fit to train on, before anything trains."""
+"""`samestep doctor`: checks and measures a machine or a cluster before training."""

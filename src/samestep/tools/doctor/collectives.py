@@ -1,8 +1,8 @@
-"""The ranks as a group: collectives are right, how fast they are, and how fast each link between two nodes is.
+"""Checks the results of collectives, and measures their speed and that of each link between two nodes.
 
-Bus bandwidth is that of nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md): the rate at which each rank's
-link must have worked, whatever the number of ranks. It is size / time, times 2 (n - 1) / n for an all-reduce and
-(n - 1) / n for an all-gather and an all-to-all, where size counts the whole buffer: of an all-gather, the result.
+Bus bandwidth is defined as in nccl-tests (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md), so that it does not depend
+on the number of ranks: size / time, times 2 (n - 1) / n for an all-reduce and (n - 1) / n for an all-gather and an
+all-to-all. The size is that of the whole buffer; for an all-gather, of the result.
 """
 
 import time
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.tools.doctor.context import Context, Members
+from samestep.tools.doctor.context import Context, Participants
 from samestep.tools.doctor.findings import (
     FAIL,
     PASS,
@@ -32,23 +32,23 @@ from samestep.world.group import Group, close_group, open_group
 
 TIMEOUT_S = 10.0
 FIRST_BYTES, LAST_BYTES, GROWTH = 1 << 10, 256 << 20, 8
-BUDGET_S, MOST_S = 0.8, 2.0  # for one operation: no further size is begun; or may be expected to end after
-SAMPLE_S, MOST_REPEATS = 0.05, 50  # at one size
+BUDGET_S, MOST_S = 0.8, 2.0  # per operation: elapsed, and expected after the next size
+SAMPLE_S, MOST_REPEATS = 0.05, 50  # per size
 EXACT_SIZES = (1, 1000, 65537)  # elements per rank
 LINK_BYTES, LINK_CHUNK_BYTES, LINK_S = 64 << 20, 256 << 10, 0.1
 NUM_LINK_PINGS = 10
-SLOW_LINK, MOST_AGAIN = 0.5, 24  # of the median; links that are measured again
+SLOW_LINK, MOST_AGAIN = 0.5, 24  # fraction of the median; number of links that are measured again
 
 
 @dataclass(frozen=True)
 class Operation:
-    """A collective to be measured.
+    """A collective.
 
     Attributes:
-        call: (output, input); one that works in place finds its input in both.
-        expect: (rank, world size, elements per part) -> what `call` must make of `_fill`'s numbers.
+        call: takes (output, input). An operation in place has its input in both.
+        expect: (rank, world size, elements per part) -> the expected output for the numbers of `_fill`.
         wide_input, wide_output: whether the tensor holds a part for each rank, or one part.
-        factor: of the bus bandwidth, by the number of ranks.
+        factor: number of ranks -> factor of the bus bandwidth.
     """
 
     name: str
@@ -60,12 +60,12 @@ class Operation:
 
 
 def _fill(rank: int, num: int) -> Tensor:
-    """Whole numbers, other ones on each rank, whose sums float32 holds exactly for up to 5,000 ranks."""
+    """Return integers that differ between ranks, and whose sums float32 represents exactly for up to 5,000 ranks."""
     return (torch.arange(num) % 97 + rank).float()
 
 
 def _all_reduce(output: Tensor, given: Tensor) -> None:
-    dist.all_reduce(output)  # in place, so that no copy is measured
+    dist.all_reduce(output)  # in place, so that no copy is timed
 
 
 def _expect_sum(rank: int, world_size: int, num: int) -> Tensor:
@@ -80,7 +80,7 @@ def _expect_shares(rank: int, world_size: int, num: int) -> Tensor:
     return torch.cat([_fill(other, num * world_size)[rank * num : (rank + 1) * num] for other in range(world_size)])
 
 
-# Since torch 2.13 the old name warns.
+# torch 2.13 has renamed it.
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
 OPERATIONS = (
@@ -90,11 +90,11 @@ OPERATIONS = (
 )
 
 
-# --- what every rank does -----------------------------------------------------------------------------------------
+# --- on every rank ----------------------------------------------------------------------------------------------
 
 
 def look_at_collectives(context: Context) -> dict[str, Any] | None:
-    """Opens the group, and does everything with all ranks. None with one rank."""
+    """Open the group, check and measure. Collective. Returns None with one rank."""
     if context.environment.world_size == 1:
         return None
     context.doing = "joining the ranks"
@@ -107,7 +107,7 @@ def look_at_collectives(context: Context) -> dict[str, Any] | None:
         wrong = check_results(context, group, OPERATIONS)
         limit = min(group.gather(_find_room(context)))
         curves = {} if any(group.gather(bool(wrong))) else measure_operations(context, group, limit)
-        links = measure_links(context, group, context.members)
+        links = measure_links(context, group)
         return {"wrong": wrong, "curves": curves, "links": links, "device": device.type, "joined_s": joined_s}
     finally:
         group.close()
@@ -116,7 +116,7 @@ def look_at_collectives(context: Context) -> dict[str, Any] | None:
 
 
 def check_results(context: Context, group: Group, operations: Sequence[Operation]) -> list[str]:
-    """Says which operations' results are not exactly what they must be."""
+    """Return a sentence for each operation whose result is not exact."""
     wrong = {}
     for operation in operations:
         for num in EXACT_SIZES:
@@ -135,7 +135,7 @@ def check_results(context: Context, group: Group, operations: Sequence[Operation
 
 
 def _find_room(context: Context) -> int:
-    """The largest buffer that this rank may use: there are three of them at a time, and other things."""
+    """Return the largest buffer that this rank can use, in bytes. Three exist at a time."""
     room = read_memory_room() // (8 * context.environment.local_world_size)
     if context.device.type == "cuda":
         room = min(room, int(torch.cuda.mem_get_info(context.device)[0]) // 8)
@@ -143,9 +143,9 @@ def _find_room(context: Context) -> int:
 
 
 def measure_operations(context: Context, group: Group, limit_bytes: int) -> dict[str, list[dict[str, float]]]:
-    """Operation -> a row per size: {"bytes", "time_s", "bus_bytes_per_s"}: the same on all ranks.
+    """Return operation -> a row per size, {"bytes", "time_s", "bus_bytes_per_s"}. The same on all ranks.
 
-    Ends each at `limit_bytes`, or where that has taken its time.
+    Stops each operation at `limit_bytes` or after its time budget.
     """
     return {
         operation.name: _measure_operation(context, group, operation, min(limit_bytes, LAST_BYTES))
@@ -170,7 +170,8 @@ def _measure_operation(context: Context, group: Group, operation: Operation, las
         rows.append(
             {"bytes": num_bytes, "time_s": time_s, "bus_bytes_per_s": num_bytes / time_s * operation.factor(num_ranks)}
         )
-        if elapsed_s > BUDGET_S or elapsed_s + 3 * GROWTH * time_s > MOST_S:  # three runs, if all time goes to bytes
+        # The next size takes three runs, with a time proportional to the size.
+        if elapsed_s > BUDGET_S or elapsed_s + 3 * GROWTH * time_s > MOST_S:
             break
         size *= GROWTH
     return rows
@@ -186,7 +187,7 @@ def _time(group: Group, operation: Operation, output: Tensor, given: Tensor, rep
 
 
 def _agree(group: Group, *values: float) -> list[float]:
-    """The largest of all ranks' values, so that all decide alike."""
+    """Return the maximum over all ranks, so that all ranks take the same decisions."""
     tensor = torch.tensor(values, dtype=torch.float64, device=group.device)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return [float(value) for value in tensor]
@@ -201,7 +202,7 @@ def _wait(device: torch.device) -> None:
 
 
 def plan_rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
-    """Every pair of nodes once, in rounds in which no node is in two pairs (a round-robin tournament)."""
+    """Return rounds of disjoint pairs of nodes that contain every pair once (a round-robin tournament)."""
     seats = list(range(num_nodes + num_nodes % 2))
     rounds = []
     for _ in range(len(seats) - 1):
@@ -212,25 +213,26 @@ def plan_rounds(num_nodes: int) -> list[list[tuple[int, int]]]:
     return rounds
 
 
-def measure_links(context: Context, group: Group, members: Members) -> list[dict[str, Any]]:
-    """What each node's first rank sent to each other's, {"from", "to", "latency_s", "bytes_per_s"}, on every rank.
+def measure_links(context: Context, group: Group) -> list[dict[str, Any]]:
+    """Measure the links between the first ranks of all nodes, {"from", "to", "latency_s", "bytes_per_s"}. Collective.
 
-    Pairs work side by side at first. Links that were slow then are measured again, one after the other: they may have
-    shared a switch, or a machine.
+    The pairs of a round run at the same time. Links that are slow then are measured again one after the other, because
+    they can share a switch or a machine.
     """
-    if len(members.leaders) == 1:
+    num_nodes = len(context.participants.leaders)
+    if num_nodes == 1:
         return []
     links: list[dict[str, Any]] = []
-    for pairs in plan_rounds(len(members.leaders)):
+    for pairs in plan_rounds(num_nodes):
         for one, other in pairs:
-            links += _measure_link(context, group, members, one, other)
-            links += _measure_link(context, group, members, other, one)
+            links += _measure_link(context, group, one, other)
+            links += _measure_link(context, group, other, one)
     links = [link for told in group.gather(links) for link in told]
     slow = find_slow(links)[:MOST_AGAIN]
     again: list[dict[str, Any]] = []
     for link in slow:
         group.barrier()
-        again += _measure_link(context, group, members, link["from"], link["to"])
+        again += _measure_link(context, group, link["from"], link["to"])
     for better in [link for told in group.gather(again) for link in told]:
         for link in slow:
             if (link["from"], link["to"]) == (better["from"], better["to"]):
@@ -239,10 +241,11 @@ def measure_links(context: Context, group: Group, members: Members) -> list[dict
     return links
 
 
-def _measure_link(context: Context, group: Group, members: Members, sender: int, receiver: int) -> list[dict[str, Any]]:
-    """What the sender has measured; of all others nothing."""
-    start, end = members.leaders[sender], members.leaders[receiver]
-    context.doing = f"sending from {members.name_node(sender)} to {members.name_node(receiver)}"
+def _measure_link(context: Context, group: Group, sender: int, receiver: int) -> list[dict[str, Any]]:
+    """Return the measurement on the sender; nothing on other ranks."""
+    participants = context.participants
+    start, end = participants.leaders[sender], participants.leaders[receiver]
+    context.doing = f"sending from {participants.name_node(sender)} to {participants.name_node(receiver)}"
     if group.rank == start:
         return [{"from": sender, "to": receiver, **_send(group, end)}]
     if group.rank == end:
@@ -251,14 +254,14 @@ def _measure_link(context: Context, group: Group, members: Members, sender: int,
 
 
 def find_slow(links: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those much slower than the median (of two: than the quicker one), the slowest first."""
+    """Return the links much slower than the median (of two: than the faster one), the slowest first."""
     usual = median_high([link["bytes_per_s"] for link in links])
     slow = [link for link in links if link["bytes_per_s"] < SLOW_LINK * usual]
     return sorted(slow, key=lambda link: float(link["bytes_per_s"]))
 
 
 def _send(group: Group, peer: int) -> dict[str, float]:
-    """Pings; then chunks, each answered, of growing size until one takes long enough to be measured."""
+    """Measure the latency, then send chunks of growing size until one takes long enough to time."""
     small = torch.zeros(256, device=group.device)
     latency_s = float("inf")
     for _ in range(NUM_LINK_PINGS):
@@ -285,7 +288,7 @@ def _send_once(group: Group, peer: int, data: Tensor) -> float:
 
 
 def _take(group: Group, peer: int) -> None:
-    """The other end of `_send`."""
+    """Answer `_send`."""
     answer = torch.zeros(1, device=group.device)
     small, size = torch.zeros(256, device=group.device), torch.zeros(1, dtype=torch.int64, device=group.device)
     for _ in range(NUM_LINK_PINGS):
@@ -299,28 +302,28 @@ def _take(group: Group, peer: int) -> None:
         dist.send(answer, peer)
 
 
-# --- judgement ----------------------------------------------------------------------------------------------------
+# --- findings -----------------------------------------------------------------------------------------------------
 
 
 def judge_collectives(facts: Facts) -> list[Finding]:
-    """Of the collectives, and of the links."""
-    members = facts.members
+    """Return the findings on collectives and links."""
+    participants = facts.participants
     told = {rank: fact for rank, fact in facts.by_rank.items() if fact is not None}
     if not told:
-        advice = "" if len(members.hosts) > 1 else " (more with --nproc-per-node 2)"
+        advice = "" if len(participants.hosts) > 1 else " (more with --nproc-per-node 2)"
         return [Finding("collectives", PASS, f"one rank: nothing to exchange{advice}")]
     findings = []
     for sentence in dict.fromkeys(text for fact in told.values() for text in fact["wrong"]):
         ranks = [rank for rank, fact in told.items() if sentence in fact["wrong"]]
         advice = "do not train here: look for failing memory, GPUs or network cards there (devices above, dmesg)"
-        findings.append(Finding("collectives", FAIL, f"{sentence}: {members.name_ranks(ranks)}", advice))
+        findings.append(Finding("collectives", FAIL, f"{sentence}: {participants.name_ranks(ranks)}", advice))
     curves = told[min(told)]["curves"]
     if not findings:
         shown = [f"{name} {_describe_curve(rows)}" for name, rows in curves.items() if rows]
         backend = "NCCL" if told[min(told)]["device"] == "cuda" else "gloo"
         found = f"right, over {backend}; " + "; ".join(shown) + " (bus bandwidth)"
         findings.append(Finding("collectives", PASS, found, measured={"backend": backend, "curves": curves}))
-    return findings + judge_links(members, told[min(told)]["links"])
+    return findings + judge_links(participants, told[min(told)]["links"])
 
 
 def _describe_curve(rows: Sequence[dict[str, float]]) -> str:
@@ -331,31 +334,33 @@ def _describe_curve(rows: Sequence[dict[str, float]]) -> str:
     )
 
 
-def judge_links(members: Members, links: Sequence[dict[str, Any]]) -> list[Finding]:
-    """Names the slowest; warns of those that are much slower than the others."""
+def judge_links(participants: Participants, links: Sequence[dict[str, Any]]) -> list[Finding]:
+    """Report the slowest link; warn about links much slower than the others."""
     if not links:
         return []
     usual = median_high([link["bytes_per_s"] for link in links])
     ordered = sorted(links, key=lambda link: link["bytes_per_s"])
-    measured = [{**link, **{end: members.name_node(link[end]) for end in ("from", "to")}} for link in ordered]
+    measured = [{**link, **{end: participants.name_node(link[end]) for end in ("from", "to")}} for link in ordered]
     slow = find_slow(links)
-    first = _describe_link(members, ordered[0])
+    first = _describe_link(participants, ordered[0])
     if not slow:
         latency = max(link["latency_s"] for link in links)
         found = (
             f"{format_rate(usual)} from host to host (median), {format_s(latency)} at most for 1 KB; slowest: {first}"
         )
         return [Finding("links", PASS, found, measured=measured)]
-    more = f"; and {', '.join(_describe_link(members, link) for link in slow[1:4])}" if len(slow) > 1 else ""
+    more = f"; and {', '.join(_describe_link(participants, link) for link in slow[1:4])}" if len(slow) > 1 else ""
     more += f" and {len(slow) - 4} more" if len(slow) > 4 else ""
     senders, receivers = {link["from"] for link in slow}, {link["to"] for link in slow}
-    common = [node for node in range(len(members.leaders)) if all(node in (link["from"], link["to"]) for link in slow)]
+    nodes = range(len(participants.leaders))
+    common = [node for node in nodes if all(node in (link["from"], link["to"]) for link in slow)]
     suspect = common if len(common) == 1 else sorted(senders) if len(senders) == 1 else sorted(receivers)
-    where = f" of {members.name_node(suspect[0])}" if len(suspect) == 1 else ""
-    advice = f"look at the network card, cable and switch port{where} (ethtool: speed, errors), or leave it out"
+    where = f" of {participants.name_node(suspect[0])}" if len(suspect) == 1 else ""
+    advice = f"check the network card, cable and switch port{where} (ethtool: speed, errors), or leave it out"
     found = f"the slowest link is {first}{more}; the median is {format_rate(usual)}"
     return [Finding("links", WARN, found, advice, measured)]
 
 
-def _describe_link(members: Members, link: dict[str, Any]) -> str:
-    return f"{members.name_node(link['from'])} -> {members.name_node(link['to'])}, {format_rate(link['bytes_per_s'])}"
+def _describe_link(participants: Participants, link: dict[str, Any]) -> str:
+    start, end = (participants.name_node(link[name]) for name in ("from", "to"))
+    return f"{start} -> {end}, {format_rate(link['bytes_per_s'])}"

@@ -1,4 +1,4 @@
-"""What every check of the doctor receives: the ranks that take part, and this rank's place among them."""
+"""The context of a check: the participating ranks, and this rank's place among them."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +17,7 @@ MAX_NAMED = 6
 
 
 @dataclass(frozen=True)
-class Members:
+class Participants:
     """The ranks that take part in the examination.
 
     Attributes:
@@ -38,18 +38,18 @@ class Members:
         return [rank for rank, other in enumerate(self.nodes) if other == node]
 
     def name_node(self, node: int) -> str:
-        """Its host's name, and which it is where several are called so."""
+        """Return the name of its host, with the node number if several hosts have that name."""
         names = [self.hosts[leader] for leader in self.leaders]
         name = names[node]
         return name if names.count(name) == 1 else f"{name} (node {node})"
 
     def name_nodes(self, nodes: Iterable[int]) -> str:
-        """The names of several nodes, at most MAX_NAMED of them."""
+        """Return the names of several nodes, at most MAX_NAMED."""
         names = [self.name_node(node) for node in sorted(nodes)]
         return ", ".join(names[:MAX_NAMED]) + (f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else "")
 
     def name_ranks(self, ranks: Iterable[int]) -> str:
-        """Such as "h2" (all of its ranks), or "rank 3 (h2)"; the nodes one after the other."""
+        """Format ranks by node, such as "h2" (all ranks of a node) or "rank 3 (h2)"."""
         some = sorted(ranks)
         if len(some) == len(self.nodes):
             return "all ranks" if len(some) > 1 else self.name_node(0)
@@ -65,7 +65,7 @@ class Members:
         return ", ".join(parts[:MAX_NAMED]) + more
 
     def describe(self) -> str:
-        """Such as "4 ranks on 2 hosts (h1, h2)"."""
+        """Return a summary, such as "4 ranks on 2 hosts (h1, h2)"."""
         num_ranks, num_nodes = len(self.hosts), len(self.leaders)
         names, ranks = self.name_nodes(range(num_nodes)), f"{num_ranks} rank{'s' if num_ranks > 1 else ''}"
         return f"{ranks} on {names}" if num_nodes == 1 else f"{ranks} on {num_nodes} hosts ({names})"
@@ -79,7 +79,7 @@ class Context:
         environment: rank, world size and devices of this rank.
         options: the options of the command.
         meeting: exchanges values with the other ranks while there is no process group.
-        members: the ranks and their nodes.
+        participants: the ranks and their nodes.
         clock: the wall clock of this host, in seconds.
         doing: the current activity, reported when a check hangs.
     """
@@ -87,14 +87,14 @@ class Context:
     environment: Environment
     options: Options
     exchange: StoreExchange
-    members: Members
+    participants: Participants
     clock: Callable[[], float] = time.time
     doing: str = ""
 
     @property
     def is_leader(self) -> bool:
         """Whether this is the first rank of its node."""
-        return self.environment.rank in self.members.leaders
+        return self.environment.rank in self.participants.leaders
 
     @property
     def device(self) -> torch.device:

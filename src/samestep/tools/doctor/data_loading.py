@@ -1,4 +1,4 @@
-"""The data loader against the model: a script trained for a moment, and where its steps spend their time."""
+"""Compares the data loader with the model: trains a script for a moment, and measures the phases of its steps."""
 
 import json
 import math
@@ -22,16 +22,16 @@ from samestep.world.workdir import WorkDir
 
 WARM_UP = 3  # steps: it compiles, opens files, starts workers
 MEASURED_S, MOST_STEPS = 3.0, 1000
-LIMIT_S = 60.0  # for a script to come to its first steps, and be through with those
+LIMIT_S = 60.0  # for the first steps of the script
 LEAVE_S = 5.0
 POLL_S = 0.1
 MODEL = ("forward", "backward", "reducing", "updating")
-MOST_WAITING, MOST_LOADING = 0.1, 0.2  # of a step: with workers, and without
+MOST_WAITING, MOST_LOADING = 0.1, 0.2  # fraction of a step, with workers and without
 SHOWN_LINES = 3
 
 
-def look_at_feeding(context: Context) -> dict[str, Any] | None:
-    """Of rank 0: the script on as many ranks as this node has, in a directory that is removed. Others have nothing."""
+def look_at_data_loading(context: Context) -> dict[str, Any] | None:
+    """On rank 0: train the script on as many ranks as this node has, in a temporary directory."""
     if context.environment.rank != 0:
         return None
     options, opened = context.options, WorkDir("doctor-")
@@ -70,11 +70,11 @@ def look_at_feeding(context: Context) -> dict[str, Any] | None:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)  # by way of what ends the script, and removes its files
+    raise SystemExit(128 + number)  # unwinds, which ends the script and removes its files
 
 
 def _train(command: Sequence[str], variables: Mapping[str, str], home: Path) -> int | None:
-    """Starts it, and ends it when there is enough to see. Returns its exit code; None: it was ended."""
+    """Start the script and end it after enough steps. Returns its exit code; None if it was ended."""
     process = start(command, variables, home / "output")
     deadline_s = time.monotonic() + LIMIT_S
     try:
@@ -85,7 +85,7 @@ def _train(command: Sequence[str], variables: Mapping[str, str], home: Path) -> 
                 break
         return process.poll()
     finally:
-        for _ in range(2):  # at the first, it would save; at the second, the launcher kills its ranks
+        for _ in range(2):  # after the first, the run saves; the second makes the launcher kill its ranks
             with suppress(ProcessLookupError):
                 process.send_signal(signal.SIGTERM)
             time.sleep(POLL_S)
@@ -98,7 +98,7 @@ def _train(command: Sequence[str], variables: Mapping[str, str], home: Path) -> 
 
 
 def measure_rank(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Samples and seconds of the steps after the first few; None where there are none."""
+    """Return samples and seconds of the steps after the warm-up; None if there are none."""
     lines = lines[WARM_UP:]
     if len(lines) < 2:
         return None
@@ -116,23 +116,23 @@ def measure_rank(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     }
 
 
-def judge_feeding(facts: Facts) -> list[Finding]:
-    """Without workers, loading is the loader's own time; with some, it is what the model waited for them."""
+def judge_data_loading(facts: Facts) -> list[Finding]:
+    """Return the finding. With workers, the loading time is the time that the model waits for them."""
     fact = facts.by_rank.get(0)
     if fact is None:
         return []
     ranks = [rank for rank in fact["ranks"] if rank is not None]
     if not ranks or not sum(rank["num_samples"] for rank in ranks):
-        said = " / ".join(line.strip() for line in fact["last_words"]) or "it said nothing"
+        said = " / ".join(line.strip() for line in fact["last_words"]) or "no output"
         how = f"ended with exit code {fact['code']}" if fact["code"] is not None else f"was busy for {LIMIT_S:g} s"
         found = f"{fact['script']} {how}, before it had done {WARM_UP + 2} steps: {said}"
-        advice = "start it with samestep launch and look; it must train with samestep.Run, for some steps"
+        advice = "start it with samestep launch; it must train with samestep.Run, for some steps"
         return [Finding("loader", FAIL if fact["code"] else WARN, found, advice, fact)]
     num_samples = sum(rank["num_samples"] for rank in ranks)
     loading_s, model_s = (sum(rank[name] for rank in ranks) / len(ranks) for name in ("loading_s", "model_s"))
     num_workers = ranks[0]["num_workers"]
     eats = num_samples / max(model_s, 1e-9)
-    # Workers load while the model computes: where it waits for them, they set the pace of the whole step.
+    # Workers load while the model computes: if it waits for them, they determine the time of the whole step.
     feeds = num_samples / max(loading_s + (model_s if num_workers else 0.0), 1e-9)
     waiting = loading_s / max(loading_s + model_s, 1e-9)
     measured = {
@@ -141,18 +141,18 @@ def judge_feeding(facts: Facts) -> list[Finding]:
     is_well = waiting <= (MOST_WAITING if num_workers else MOST_LOADING)
     share = f"{waiting:.0%} of a step goes to waiting for data"
     if is_well:
-        found = f"the data loader keeps up with the model, which eats {eats:,.0f} samples/s: {share}"
+        found = f"the data loader keeps up with the model, which uses {eats:,.0f} samples/s: {share}"
         return [Finding("loader", PASS, found, measured=measured)]
-    found = f"the data loader feeds {feeds:,.0f} samples/s, the model eats {eats:,.0f}: {share}"
+    found = f"the data loader delivers {feeds:,.0f} samples/s, the model uses {eats:,.0f}: {share}"
     return [Finding("loader", WARN, found, _advise(fact, num_workers, eats / feeds), measured)]
 
 
 def _advise(fact: Mapping[str, Any], num_workers: int, lack: float) -> str:
     num_ranks, num_cores = len(fact["ranks"]), fact["num_cores"]
     needed = math.ceil(lack * max(num_workers, 1)) + (1 if num_workers else 0)
-    room = num_cores // num_ranks - 1  # a core is the rank's own
+    room = num_cores // num_ranks - 1  # one core computes
     if room < 1 or num_workers >= room:
-        with_them = f"and {num_workers * num_ranks} workers of theirs " if num_workers else ""
+        with_them = f"and their {num_workers * num_ranks} workers " if num_workers else ""
         return (
             f"{num_cores} cores for {num_ranks} rank{'s' if num_ranks > 1 else ''} {with_them}leave none free to load: "
             "make a sample cheaper to load (decode and resize once, beforehand), or take a machine with more cores"

@@ -1,4 +1,4 @@
-"""The directory for runs: room, whether all nodes see the same one, how fast it is."""
+"""Checks the directory for runs: free space, speed, and whether all nodes share it."""
 
 import os
 import time
@@ -18,17 +18,17 @@ from samestep.tools.doctor.findings import FAIL, PASS, WARN, Facts, Finding, for
 
 DEFAULT = "runs"
 CHUNK_BYTES, MOST_BYTES = 4 << 20, 64 << 20
-WRITE_S, FSYNC_S = 1.0, 0.5  # for how long to measure
+WRITE_S, FSYNC_S = 1.0, 0.5  # duration of the measurements
 NUM_FSYNCS = 10
 EXCHANGE_S = 8.0
-VISIBLE_S = 2.0  # a network file system may keep a directory's old listing for a while
+VISIBLE_S = 2.0  # a network file system can cache the listing of a directory
 MARK = ".samestep-doctor-"
 LEAST_BYTES, FEW_BYTES = 1 << 30, 10 << 30
 SLOW_BYTES_PER_S, SLOW_FSYNC_S = 30e6, 0.1
 
 
 def find_existing(path: Path) -> Path:
-    """The directory itself, or the nearest above it that is there: it is made when a run begins."""
+    """Return the directory, or its nearest existing parent: a run creates it."""
     path = Path(os.path.abspath(path))
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -36,8 +36,8 @@ def find_existing(path: Path) -> Path:
 
 
 def look_at_disk(context: Context) -> dict[str, Any] | None:
-    """Of a node's first rank: the directory as that node sees it. Leaves nothing there."""
-    leaders = context.members.leaders
+    """On the first rank of each node: check the directory as the node sees it. Leaves no files."""
+    leaders = context.participants.leaders
     if is_url(context.options.run_dir):
         return _look_at_store(context, str(context.options.run_dir)) if context.environment.rank == 0 else None
     wanted = Path(context.options.run_dir or DEFAULT)
@@ -47,7 +47,7 @@ def look_at_disk(context: Context) -> dict[str, Any] | None:
         return None
     token: str = context.exchange.collect("disk/token", EXCHANGE_S, [0])[0]
     place = find_existing(wanted)
-    node = context.members.nodes[context.environment.rank]
+    node = context.participants.nodes[context.environment.rank]
     mark = place / f"{MARK}{token}-{node}"
     facts: dict[str, Any] = {"wanted": str(wanted), "place": str(place), "problem": ""}
     try:
@@ -61,7 +61,7 @@ def look_at_disk(context: Context) -> dict[str, Any] | None:
         context.exchange.exchange("disk/seen", True, EXCHANGE_S, leaders)
         if not facts["problem"]:
             facts["free_bytes"] = _measure_room(place)
-            if node == 0:  # rank 0 writes the snapshots; all nodes at once would share one disk
+            if node == 0:  # rank 0 writes the snapshots, and all nodes at once would share the disk
                 facts |= measure_speed(place / f"{MARK}{token}-speed", facts["free_bytes"])
     except OSError as error:
         facts["problem"] = error.strerror or str(error)
@@ -72,7 +72,7 @@ def look_at_disk(context: Context) -> dict[str, Any] | None:
 
 
 def _look_at_store(context: Context, url: str) -> dict[str, Any]:
-    """Of rank 0, which alone talks to it: whether the URL can be reached, and the disk that takes the working copy."""
+    """On rank 0, which alone uses the URL: check that it is reachable, and the disk of the working copy."""
     try:
         ObjectStore(url).is_empty()
     except (Error, Unreachable) as error:
@@ -93,11 +93,11 @@ def _measure_room(place: Path) -> int:
 
 
 def find_marks(place: Path, token: str, nodes: Sequence[int]) -> list[int]:
-    """The nodes whose mark is to be seen here; waits a little for those of `nodes`."""
+    """Return those of `nodes` whose mark is visible here, waiting up to VISIBLE_S."""
     deadline_s = time.monotonic() + VISIBLE_S
     while True:
         with suppress(OSError):
-            os.listdir(place)  # has a network file system look anew
+            os.listdir(place)  # makes a network file system refresh its cache
         seen = [node for node in nodes if (place / f"{MARK}{token}-{node}").exists()]
         if len(seen) == len(nodes) or time.monotonic() > deadline_s:
             return seen
@@ -105,7 +105,7 @@ def find_marks(place: Path, token: str, nodes: Sequence[int]) -> list[int]:
 
 
 def measure_speed(path: Path, free_bytes: int) -> dict[str, float]:
-    """Writes a file and makes it durable; then appends a little and makes that durable, a few times."""
+    """Time writing and syncing a file, then syncing small appends."""
     chunk = os.urandom(min(CHUNK_BYTES, max(4096, free_bytes // 16)))
     most = min(MOST_BYTES, free_bytes // 4)
     try:
@@ -129,42 +129,40 @@ def measure_speed(path: Path, free_bytes: int) -> dict[str, float]:
 
 
 def judge_disk(facts: Facts) -> list[Finding]:
-    """Room, one and the same on all nodes, and speed."""
-    members, by_node = facts.members, facts.by_node
+    """Return the findings on free space, sharing and speed."""
+    participants, by_node = facts.participants, facts.by_node
     findings = []
     if not by_node:
         return []
     shown = next(iter(by_node.values()))["wanted"]
     for node, fact in by_node.items():
         if fact["problem"]:
-            found = f"{fact['place']} cannot be written on {members.name_node(node)} ({fact['problem']})"
+            found = f"{fact['place']} cannot be written on {participants.name_node(node)} ({fact['problem']})"
             findings.append(Finding("run_dir", FAIL, found, "name another with --run-dir, and make it writable"))
     well = {node: fact for node, fact in by_node.items() if not fact["problem"]}
     first = by_node.get(0)
     if first is not None and not first["problem"]:
         apart = [node for node in well if node not in first["sees"] or 0 not in well[node]["sees"]]
         if apart:
-            names = members.name_nodes(apart)
-            found = (
-                f"{shown} on {names} differs from that on {members.name_node(0)}: a run keeps a copy on each such host"
-            )
-            advice = "put it on a file system that all nodes share, where there is one, and name it by its full path"
+            names, first_name = participants.name_nodes(apart), participants.name_node(0)
+            found = f"{shown} on {names} differs from that on {first_name}: a run keeps a copy on each such host"
+            advice = "use a file system that all nodes share, if there is one, and give the full path"
             findings.append(Finding("run_dir", WARN, found, advice))
     for node, fact in well.items():
-        free, name = fact["free_bytes"], members.name_node(node)
+        free, name = fact["free_bytes"], participants.name_node(node)
         if free < FEW_BYTES:
             found = f"{format_bytes(free)} are left at {fact['place']} on {name}"
             advice = "make room: a snapshot holds the model and the optimizer's state, and keep_last=3 of them stay"
             findings.append(Finding("run_dir", FAIL if free < LEAST_BYTES else WARN, found, advice))
     speed, fsync_s = (well.get(0, {}).get(name) for name in ("write_bytes_per_s", "fsync_s"))
-    where = f"{by_node[0]['place']} on {members.name_node(0)}" if 0 in by_node else ""
+    where = f"{by_node[0]['place']} on {participants.name_node(0)}" if 0 in by_node else ""
     if speed is not None and speed < SLOW_BYTES_PER_S:
         found = f"{where} takes {format_rate(speed)}: a snapshot of 1 GB takes {1e9 / speed:.0f} s"
         findings.append(Finding("run_dir", WARN, found, "choose a faster disk, or save less often (--snapshot-every)"))
     if fsync_s is not None and fsync_s > SLOW_FSYNC_S:
         found = f"{where} needs {format_s(fsync_s)} to make a small file durable"
         findings.append(Finding("run_dir", WARN, found, "choose a faster disk: every snapshot waits for several"))
-    measured = {members.name_node(node): fact for node, fact in by_node.items()}
+    measured = {participants.name_node(node): fact for node, fact in by_node.items()}
     if findings:
         return [replace(finding, measured=measured) for finding in findings]
     free = min(fact["free_bytes"] for fact in well.values())

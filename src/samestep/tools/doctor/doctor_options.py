@@ -1,4 +1,4 @@
-"""What `samestep doctor` can be asked for."""
+"""The options of `samestep doctor`."""
 
 import argparse
 from collections.abc import Sequence
@@ -7,34 +7,34 @@ from dataclasses import dataclass
 from samestep.errors import Error
 
 DESCRIPTION = """\
-Looks at this machine, or at all of a cluster, measures it, and says what to do, before anything trains: versions,
-devices, cores and threads, limits, network and clocks, the directory for runs, collectives and links; with --script
-also whether the data loader keeps up with the model.
+Checks and measures this machine, or a whole cluster, before training, and gives advice: versions, devices, cores and
+threads, limits, network and clocks, the directory for runs, collectives and links; with --script also whether the data
+loader keeps up with the model.
 
   samestep doctor                        this machine, one rank per GPU (without GPUs one)
-  samestep doctor --nproc-per-node 4     four ranks here: collectives, too
+  samestep doctor --nproc-per-node 4     four ranks here, with collectives
   samestep doctor --nnodes 2 --rdzv-endpoint HOST:29400 --nproc-per-node 8 --run-dir /shared/runs
                                          on every node, as with samestep launch
-  torchrun ... -m samestep doctor        under any launcher, on all its ranks; so does srun samestep doctor
+  torchrun ... -m samestep doctor        under any launcher, on all its ranks; also srun samestep doctor
   samestep doctor --nproc-per-node 2 --script train.py --lr 0.1
-                                         ... and trains for a few seconds; in no directory of yours
+                                         also trains for a few seconds, in a temporary directory
 
-Each line says pass, warn or FAIL, what was found, and what to do. Bus bandwidth is that of nccl-tests.
-Exit code: 0; 1 where something fails; 2 after a mistake in the arguments.
+Each line gives pass, warn or FAIL, the result, and advice. Bus bandwidth is defined as in nccl-tests.
+Exit code: 0; 1 if a check fails; 2 for invalid arguments.
 """
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options that every rank knows.
+    """The options for every rank.
 
     Attributes:
-        json: one JSON object instead of the table.
-        run_dir: where runs are to live; None: `runs` in the current directory.
-        device: "cpu" or "cuda"; None: cuda where there is one.
-        num_threads: per rank; None: as torch has it.
-        batch_size, micro_batch_size: of the script, in place of its own.
-        script: what is trained for a moment, and its arguments: a script, or -m and a module.
+        json: print one JSON object instead of the table.
+        run_dir: directory for runs; None: `runs` in the working directory.
+        device: "cpu" or "cuda"; None: CUDA if available.
+        num_threads: per rank; None: torch's default.
+        batch_size, micro_batch_size: replace those of the script.
+        script: a script, or -m and a module, and its arguments; trained for a moment.
     """
 
     json: bool = False
@@ -46,7 +46,7 @@ class Options:
     script: tuple[str, ...] = ()
 
     def to_arguments(self) -> list[str]:
-        """The words that `parse` makes these options of."""
+        """Return the words that `parse` converts to these options."""
         words = ["--json"] if self.json else []
         for name in ("run_dir", "device", "num_threads", "batch_size", "micro_batch_size"):
             value = getattr(self, name)
@@ -57,7 +57,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Start:
-    """How the ranks are to be started: the options of `samestep launch` of these names."""
+    """The options for starting the ranks, as in `samestep launch`."""
 
     nproc_per_node: str | None = None
     nnodes: str | None = None
@@ -69,16 +69,16 @@ class Start:
 
     @property
     def given(self) -> list[str]:
-        """Those that were given, as they are written."""
+        """The options that were given, as they are written."""
         return [f"--{name.replace('_', '-')}" for name, value in vars(self).items() if value is not None]
 
 
 def parse(arguments: Sequence[str]) -> tuple[Options, Start]:
-    """The arguments after `samestep doctor`.
+    """Parse the arguments after `samestep doctor`.
 
     Raises:
-        SystemExit: --help, or they make no sense (2).
-        Error: there is no such script.
+        SystemExit: --help, or invalid arguments (2).
+        Error: options contradict each other.
     """
     parser = argparse.ArgumentParser(
         prog="samestep doctor",
@@ -89,21 +89,21 @@ def parse(arguments: Sequence[str]) -> tuple[Options, Start]:
     )
     add = parser.add_argument
     add("--json", action="store_true", help="one JSON object on stdout instead of the table")
-    add("--run-dir", metavar="DIR", help="where runs are to live; default: runs, in the current directory")
-    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
-    add("--num-threads", type=_positive, metavar="N", help="CPU threads per rank, as you give them to samestep.Run")
-    add("--batch-size", type=_positive, metavar="N", help="of the script, in place of its own")
-    add("--micro-batch-size", type=_positive, metavar="N", help="likewise")
-    script_help = "a script (or -m MODULE), and all that follows is its own: trained for a moment, on one node"
+    add("--run-dir", metavar="DIR", help="directory for runs; default: runs in the working directory")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda if available")
+    add("--num-threads", type=_positive, metavar="N", help="CPU threads per rank, as for samestep.Run")
+    add("--batch-size", type=_positive, metavar="N", help="batch size of the script")
+    add("--micro-batch-size", type=_positive, metavar="N", help="micro-batch size of the script")
+    script_help = "a script (or -m MODULE) and its arguments, trained for a moment on one node; must come last"
     add("--script", nargs=argparse.REMAINDER, metavar="...", help=script_help)
     start = parser.add_argument_group("starting the ranks, as samestep launch does")
     add = start.add_argument
     add("--nproc-per-node", metavar="N", help="ranks: a number, gpu, cpu or auto (one per GPU, else 1)")
-    add("--nnodes", metavar="N", help="nodes that are looked at together; the same command on each")
-    add("--node-rank", type=int, metavar="R", help="this node's place among them, from 0")
-    add("--rdzv-endpoint", metavar="H:P", help="where the nodes meet: one of them, and a free port there")
-    add("--rdzv-id", metavar="ID", help="the same on all nodes")
-    add("--rdzv-secret", metavar="FILE", help="holds a secret that all nodes know; default: SAMESTEP_RDZV_SECRET")
+    add("--nnodes", metavar="N", help="number of nodes; run the same command on each")
+    add("--node-rank", type=int, metavar="R", help="rank of this node, from 0")
+    add("--rdzv-endpoint", metavar="H:P", help="rendezvous: one of the nodes, and a free port there")
+    add("--rdzv-id", metavar="ID", help="name of the launch, the same on all nodes")
+    add("--rdzv-secret", metavar="FILE", help="file with a secret that all nodes share; default: SAMESTEP_RDZV_SECRET")
     add("--rdzv-timeout", type=_positive, metavar="S", help="seconds to wait for the other nodes; default: 300")
     values = vars(parser.parse_args(list(arguments)))
     started = Start(**{name: values.pop(name) for name in Start.__dataclass_fields__})

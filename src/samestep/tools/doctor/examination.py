@@ -1,4 +1,4 @@
-"""All checks, one after the other, on every rank; rank 0 hears what the others found, judges, and reports."""
+"""Runs all checks on every rank. Rank 0 collects the facts, derives findings and prints the report."""
 
 import os
 import sys
@@ -9,8 +9,8 @@ from contextlib import suppress
 from typing import Any
 
 from samestep.tools.doctor.collectives import judge_collectives, look_at_collectives
-from samestep.tools.doctor.context import Context, Members
-from samestep.tools.doctor.data_loading import judge_feeding, look_at_feeding
+from samestep.tools.doctor.context import Context, Participants
+from samestep.tools.doctor.data_loading import judge_data_loading, look_at_data_loading
 from samestep.tools.doctor.disk import judge_disk, look_at_disk
 from samestep.tools.doctor.doctor_options import Options
 from samestep.tools.doctor.findings import FAIL, Check, Finding, judge_answers
@@ -26,17 +26,18 @@ from samestep.tools.doctor.host_resources import (
 from samestep.tools.doctor.network import judge_network, look_at_network
 from samestep.tools.doctor.report import Report
 from samestep.world.environment import Environment, read_host
+from samestep.world.host import read_host_id
 from samestep.world.store_exchange import StoreExchange
 
-MEET_S = 60.0  # for the other ranks to come
-GRACE_S = 5.0  # for other ranks to be through with a check after rank 0 is
+MEET_S = 60.0  # for the other ranks to join
+GRACE_S = 5.0  # for the other ranks to finish a check after rank 0
 PARTING_S = 2.0
-END_S = 600.0  # for rank 0 to be through with what it looks at alone
+END_S = 600.0  # for rank 0 to finish the checks that it does alone
 MAX_REASON = 300
 
 GROUP_ADVICE = (
-    "look whether all ranks are alive and reach each other on all ports; say by which interface, where there are "
-    "several (GLOO_SOCKET_IFNAME=eth0, NCCL_SOCKET_IFNAME=eth0; NCCL_DEBUG=INFO tells what NCCL does)"
+    "check that all ranks run and reach each other on all ports; with several interfaces, name one "
+    "(GLOO_SOCKET_IFNAME=eth0, NCCL_SOCKET_IFNAME=eth0); NCCL_DEBUG=INFO shows what NCCL does"
 )
 
 CHECKS = (
@@ -48,7 +49,7 @@ CHECKS = (
     Check("run_dir", look_at_disk, judge_disk, limit_s=15.0),
     Check("collectives", look_at_collectives, judge_collectives, limit_s=45.0, advice=GROUP_ADVICE, in_thread=False),
 )
-FEEDING = Check("loader", look_at_feeding, judge_feeding, limit_s=90.0, in_thread=False)
+FEEDING = Check("loader", look_at_data_loading, judge_data_loading, limit_s=90.0, in_thread=False)
 
 
 def examine(
@@ -58,13 +59,13 @@ def examine(
     checks: Sequence[Check] | None = None,
     clock: Callable[[], float] = time.time,
 ) -> int:
-    """Runs the checks as one of the ranks. Returns the exit code: 1 on rank 0, where something has failed, else 0.
+    """Run the checks as one of the ranks. Returns the exit code: 1 on rank 0 if a check has failed, else 0.
 
     Args:
-        environment: this rank's place.
-        options: what was asked for.
-        checks: others than all.
-        clock: of this host.
+        environment: this rank's environment.
+        options: the options of the command.
+        checks: replaces the list of all checks.
+        clock: the clock of this host.
     """
     if checks is None:
         checks = (*CHECKS, FEEDING) if options.script else CHECKS
@@ -73,10 +74,9 @@ def examine(
     try:
         exchange = StoreExchange(environment, MEET_S)
         return _examine(environment, options, checks, clock, exchange, report)
-    except (OSError, RuntimeError) as error:  # of the store: a check's own do not come this far
-        what = "does not reach" if exchange is None else "has lost"
-        why = f": {describe_error(error)}"
-        return _end_alone(report, f"rank {environment.rank} {what} the place where the ranks meet{why}")
+    except (OSError, RuntimeError) as error:  # from the store; those of a check are caught there
+        what = "cannot reach" if exchange is None else "has lost"
+        return _end_alone(report, f"rank {environment.rank} {what} the rendezvous store: {describe_error(error)}")
 
 
 def _examine(
@@ -87,16 +87,17 @@ def _examine(
     exchange: StoreExchange,
     report: Report | None,
 ) -> int:
-    told = exchange.exchange("hello", [read_host(), find_node()], MEET_S)
-    missing = sorted(set(range(environment.world_size)) - set(told))
+    hellos = exchange.exchange("hello", [read_host(), f"{read_host()}/{read_host_id('net')}"], MEET_S)
+    missing = sorted(set(range(environment.world_size)) - set(hellos))
     if missing:
         names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         return _end_alone(report, f"{names} did not come within {MEET_S:g} s")
-    nodes = list(dict.fromkeys(told[rank][1] for rank in sorted(told)))
-    members = Members([told[rank][0] for rank in sorted(told)], [nodes.index(told[rank][1]) for rank in sorted(told)])
-    context = Context(environment, options, exchange, members, clock)
+    hosts, keys = zip(*(hellos[rank] for rank in sorted(hellos)), strict=True)
+    nodes = list(dict.fromkeys(keys))
+    participants = Participants(hosts, [nodes.index(key) for key in keys])
+    context = Context(environment, options, exchange, participants, clock)
     if report is not None:
-        report.open(members)
+        report.open(participants)
     for number, check in enumerate(checks):
         _check_one(context, check, f"check/{number}", report)
     code = 0 if report is None else report.close()
@@ -105,13 +106,13 @@ def _examine(
 
 
 def _end_alone(report: Report | None, what: str) -> int:
-    """The ranks do not come together, or not any more."""
+    """Report that the ranks cannot communicate."""
     if report is None:
         print(f"samestep doctor: {what}", file=sys.stderr)
         return 1
-    report.begin("meeting")
-    advice = "look at those ranks' output; the port of the endpoint must be open to all hosts"
-    report.add(Finding("meeting", FAIL, what, advice))
+    report.begin("rendezvous")
+    advice = "see the output of those ranks; the port of the endpoint must be open to all hosts"
+    report.add(Finding("rendezvous", FAIL, what, advice))
     return report.close()
 
 
@@ -131,11 +132,11 @@ def _check_one(context: Context, check: Check, name: str, report: Report | None)
     if report is not None:
         left_s = began_s + check.limit_s - time.monotonic() if "facts" in answer else GRACE_S
         answers = context.exchange.collect(name, left_s + GRACE_S)
-        report.add(*judge_answers(check, context.members, answers))
+        report.add(*judge_answers(check, context.participants, answers))
 
 
 def look(context: Context, check: Check) -> dict[str, Any]:
-    """What this rank answers: {"facts": ...}, or {"error": why there are none}."""
+    """Run a check on this rank. Returns {"facts": ...} or {"error": reason}."""
     try:
         return {"facts": check.look(context)}
     except Exception as error:
@@ -144,7 +145,7 @@ def look(context: Context, check: Check) -> dict[str, Any]:
 
 
 def look_bounded(context: Context, check: Check) -> dict[str, Any]:
-    """As `look`, in a thread; one that hangs is left behind."""
+    """`look` in a thread, with a time limit. A thread that hangs is abandoned."""
     answers: list[dict[str, Any]] = []
     thread = threading.Thread(target=lambda: answers.append(look(context, check)), daemon=True)
     thread.start()
@@ -152,17 +153,17 @@ def look_bounded(context: Context, check: Check) -> dict[str, Any]:
     if answers:
         return answers[0]
     at = f" in {context.doing}" if context.doing else ""
-    return {"error": f"it has been hanging{at}, and was given up after {check.limit_s:g} s"}
+    return {"error": f"it hung{at}, and was abandoned after {check.limit_s:g} s"}
 
 
 def describe_error(error: BaseException) -> str:
-    """In one line: torch appends a C++ stack, and there may be notes."""
+    """Format an error in one line, without the C++ stack that torch appends."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0].strip()}"[:MAX_REASON] if lines else type(error).__name__
 
 
 def _give_up(context: Context, check: Check, name: str, report: Report | None) -> None:
-    """The main thread hangs in what cannot be left behind: this process ends, after rank 0's report."""
+    """End this process, after rank 0's report: the main thread hangs."""
     with suppress(RuntimeError):
         context.exchange.post(f"{name}/hanging", context.doing or "it")
         if report is None:
@@ -173,9 +174,9 @@ def _give_up(context: Context, check: Check, name: str, report: Report | None) -
             told = context.exchange.collect(f"{name}/hanging", PARTING_S)
         places = {place: [rank for rank, other in told.items() if other == place] for place in told.values()}
         silent = set(range(context.environment.world_size)) - set(told)
-        parts = [f"{context.members.name_ranks(ranks)} in {place}" for place, ranks in places.items()]
-        parts += [f"{context.members.name_ranks(silent)} without an answer"] if silent else []
-        found = f"could not be checked: for {check.limit_s:g} s there have been hanging {', and '.join(parts)}"
+        parts = [f"{context.participants.name_ranks(ranks)} in {place}" for place, ranks in places.items()]
+        parts += [f"{context.participants.name_ranks(silent)} without an answer"] if silent else []
+        found = f"could not be checked: after {check.limit_s:g} s still hanging: {', and '.join(parts)}"
         report.add(Finding(check.name, FAIL, found, check.advice))
         report.close()
         with suppress(RuntimeError):
@@ -185,18 +186,8 @@ def _give_up(context: Context, check: Check, name: str, report: Report | None) -
     os._exit(1)
 
 
-def find_node() -> str:
-    """What tells nodes apart: the host's name, the kernel's boot, and the network namespace."""
-    parts = [read_host()]
-    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
-        parts.append(file.read().strip())
-    with suppress(OSError):
-        parts.append(str(os.stat("/proc/self/ns/net").st_ino))
-    return "/".join(parts)
-
-
 def _part(exchange: StoreExchange) -> None:
-    """Rank 0 may hold the store: it leaves last."""
+    """Wait so that rank 0, whose process can hold the store, ends last."""
     with suppress(RuntimeError):
         if exchange.rank == 0:
             exchange.post("end", True)

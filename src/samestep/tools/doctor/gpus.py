@@ -1,4 +1,4 @@
-"""The GPUs of each node: how many, how free, how they reach each other, and whether they are well."""
+"""Checks the GPUs of each node: number, free memory, connections and health."""
 
 from collections.abc import Iterable
 from contextlib import suppress
@@ -7,24 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import Error
-from samestep.tools.doctor.context import Context, Members
+from samestep.tools.doctor.context import Context, Participants
 from samestep.tools.doctor.findings import FAIL, PASS, WARN, Facts, Finding, format_bytes
 
-LEAST_FREE = 0.9  # of a GPU's memory
-# Bits of nvmlDeviceGetCurrentClocksEventReasons that no healthy GPU shows, at work or idle.
+LEAST_FREE = 0.9  # fraction of a GPU's memory
+# Bits of nvmlDeviceGetCurrentClocksEventReasons that a healthy GPU never sets, busy or idle.
 SLOWDOWNS = {
     0x08: "slowed down by its hardware",
     0x20: "slowed down, too hot",
     0x40: "slowed down by its hardware, too hot",
     0x80: "slowed down by the power supply",
 }
-UNCORRECTED, VOLATILE, NVLINK = 1, 0, 2  # NVML's numbers
-# NVML's levels: the nearest that two GPUs have in common.
+UNCORRECTED, VOLATILE, NVLINK = 1, 0, 2  # constants of NVML
+# Level of NVML -> the nearest common ancestor of two GPUs.
 ANCESTORS = {0: "one board", 10: "a PCIe switch", 20: "PCIe switches", 30: "a PCIe root", 40: "a NUMA node", 50: "no"}
 
 
 def look_at_gpus(context: Context) -> dict[str, Any]:
-    """Of this rank: its device; of a node's first rank also all GPUs of the node."""
+    """Collect the device of this rank, and on the first rank of a node all GPUs of the node."""
     import torch
 
     from samestep.world.group import choose_device
@@ -52,7 +52,7 @@ def look_at_gpus(context: Context) -> dict[str, Any]:
 
 
 def open_nvml() -> Any:
-    """The module of nvidia-ml-py, ready for use; None where it, or its library, is not there."""
+    """Return the initialised module of nvidia-ml-py; None if it or its library is missing."""
     try:
         import pynvml
 
@@ -63,7 +63,7 @@ def open_nvml() -> Any:
 
 
 def read_gpus(nvml: Any, uuids: Iterable[str] = ()) -> list[dict[str, Any]] | None:
-    """What NVML says of each GPU that torch sees; None without NVML. What a GPU does not support is left out."""
+    """Query NVML for each GPU that torch sees; None without NVML. Unsupported values are left out."""
     if nvml is None:
         return None
     handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
@@ -105,25 +105,25 @@ def _text(value: str | bytes) -> str:
 
 
 def judge_gpus(facts: Facts) -> list[Finding]:
-    """Too few, unlike, taken, slowed down or failing ones."""
-    members, by_node = facts.members, facts.by_node
+    """Return the findings on missing, different, occupied, throttled or failing GPUs."""
+    participants, by_node = facts.participants, facts.by_node
     findings = [
-        Finding("devices", FAIL, f"{fact['problem']} (on {members.name_ranks([rank])})")
+        Finding("devices", FAIL, f"{fact['problem']} (on {participants.name_ranks([rank])})")
         for rank, fact in facts.by_rank.items()
         if fact["problem"]
-    ][:1]  # the others have the same
+    ][:1]  # the other ranks have the same
     for node, fact in by_node.items():
         if fact["num_present"] and not fact["num_gpus"]:
-            found = f"torch {fact['torch']} cannot use the {fact['num_present']} GPUs of {members.name_node(node)}"
+            found = f"torch {fact['torch']} cannot use the {fact['num_present']} GPUs of {participants.name_node(node)}"
             advice = "install a build of torch for CUDA, and a driver that is new enough for it (nvidia-smi)"
             findings.append(Finding("devices", FAIL, found, advice))
     counts = {node: fact["num_gpus"] for node, fact in by_node.items()}
     if len(set(counts.values())) > 1:
-        shown = ", ".join(f"{num} on {members.name_node(node)}" for node, num in counts.items())
-        advice = "look with nvidia-smi whether one has dropped out; all nodes need what --nproc-per-node asks for"
+        shown = ", ".join(f"{num} on {participants.name_node(node)}" for node, num in counts.items())
+        advice = "check with nvidia-smi whether a GPU is missing; all nodes need as many as --nproc-per-node"
         findings.append(Finding("devices", WARN, f"GPUs: {shown}", advice))
     for node, fact in by_node.items():
-        findings += _judge_node(members.name_node(node), fact)
+        findings += _judge_node(participants.name_node(node), fact)
     kinds = {(gpu["name"], node) for node, fact in by_node.items() for gpu in fact["gpus"] or ()}
     names = sorted({name for name, _ in kinds})
     if len(names) > 1:
@@ -132,35 +132,35 @@ def judge_gpus(facts: Facts) -> list[Finding]:
     devices = {fact["device"] for fact in facts.by_rank.values()}
     if len(devices) > 1:
         there = [rank for rank, fact in facts.by_rank.items() if fact["device"] == "cpu"]
-        found = f"{members.name_ranks(there)}: on the CPU, the others on GPUs"
-        findings.append(Finding("devices", FAIL, found, "give every rank a GPU, or say --device cpu"))
-    measured = {members.name_node(node): fact["gpus"] for node, fact in by_node.items()}
+        found = f"{participants.name_ranks(there)}: on the CPU, the others on GPUs"
+        findings.append(Finding("devices", FAIL, found, "give every rank a GPU, or use --device cpu"))
+    measured = {participants.name_node(node): fact["gpus"] for node, fact in by_node.items()}
     if findings:
         return [replace(finding, measured=measured) for finding in findings]
-    return [Finding("devices", PASS, _describe(members, by_node, devices, names), measured=measured)]
+    return [Finding("devices", PASS, _describe(participants, by_node, devices, names), measured=measured)]
 
 
 def _judge_node(name: str, fact: dict[str, Any]) -> list[Finding]:
     findings = []
     if fact["num_gpus"] and fact["gpus"] is None:
-        found = f"nvidia-ml-py is not there on {name}: memory, ECC errors and slowdowns were not looked at"
+        found = f"nvidia-ml-py is missing on {name}: memory, ECC errors and throttling were not checked"
         findings.append(Finding("devices", WARN, found, "pip install 'samestep[nvidia]'"))
     for number, gpu in enumerate(fact["gpus"] or ()):
         where = f"GPU {number} of {name}"
         if gpu["free_bytes"] < LEAST_FREE * gpu["total_bytes"]:
             free, total = format_bytes(gpu["free_bytes"]), format_bytes(gpu["total_bytes"])
-            advice = "nvidia-smi tells which processes hold the rest: end those of earlier runs"
+            advice = "nvidia-smi shows the processes that hold the rest: end those of earlier runs"
             findings.append(Finding("devices", WARN, f"{where} has {free} free of {total}", advice))
         for what in gpu.get("slowdowns", ()):
             heat = f", at {gpu['temperature']} C" if "temperature" in gpu else ""
-            advice = "all ranks wait for it: look after cooling and power, or leave it out (CUDA_VISIBLE_DEVICES)"
+            advice = "all ranks wait for it: check cooling and power, or leave it out (CUDA_VISIBLE_DEVICES)"
             findings.append(Finding("devices", WARN, f"{where} is {what}{heat}", advice))
         if gpu.get("ecc_errors"):
             found = f"{where} has had {gpu['ecc_errors']} memory errors that ECC could not correct"
-            findings.append(Finding("devices", FAIL, found, "drain the node, reset the GPU, and have it looked at"))
+            findings.append(Finding("devices", FAIL, found, "drain the node, reset the GPU, and have it examined"))
         if gpu.get("rows"):
             found = f"{where} has memory rows to be remapped ({gpu['rows']})"
-            status, advice = (WARN, "reset it") if gpu["rows"] == "pending" else (FAIL, "have it exchanged")
+            status, advice = (WARN, "reset it") if gpu["rows"] == "pending" else (FAIL, "have it replaced")
             findings.append(Finding("devices", status, found, advice))
     if fact["no_peers"]:
         one, other = fact["no_peers"][0]
@@ -171,11 +171,11 @@ def _judge_node(name: str, fact: dict[str, Any]) -> list[Finding]:
     return findings
 
 
-def _describe(members: Members, by_node: dict[int, Any], devices: set[str], names: list[str]) -> str:
+def _describe(participants: Participants, by_node: dict[int, Any], devices: set[str], names: list[str]) -> str:
     if not any(fact["num_gpus"] for fact in by_node.values()):
         return "no GPU: ranks run on the CPU"
     per_node = max(fact["num_gpus"] for fact in by_node.values())
-    each = " on each host" if len(members.leaders) > 1 else ""
+    each = " on each host" if len(participants.leaders) > 1 else ""
     links = {link for fact in by_node.values() for gpu in fact["gpus"] or () for link in gpu["links"]}
     said = f"{per_node} x {names[0] if names else 'GPU'}{each}, nothing wrong with them"
     said += f", {' or '.join(sorted(links))} between them" if links else ""

@@ -1,4 +1,4 @@
-"""Each machine by itself, and whether they are alike: versions, cores and threads, shared memory, open files."""
+"""Checks versions, cores and threads, shared memory and open files of each machine, and that they agree."""
 
 import os
 import platform
@@ -16,7 +16,7 @@ from samestep.version import __version__
 MUST_AGREE = ("python", "torch", "CUDA", "NCCL", "samestep")  # a driver serves several CUDA versions
 LEAST_SHM_BYTES = 512 << 20
 FEWEST_FILES, FEW_FILES = 256, 1024
-FILES_PER_RANK = 16  # a connection for each backend and direction, and what a data loader holds
+FILES_PER_RANK = 16  # a connection per backend and direction, and the files of a data loader
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -24,7 +24,7 @@ CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def look_at_versions(context: Context) -> dict[str, str]:
-    """Name -> version; "" where there is none."""
+    """Return name -> version; "" if it is not installed."""
     import torch
 
     nccl = ""
@@ -41,7 +41,7 @@ def look_at_versions(context: Context) -> dict[str, str]:
 
 
 def read_driver(file: Path = Path("/proc/driver/nvidia/version")) -> str:
-    """The version of NVIDIA's driver; "" where there is none."""
+    """Return the version of NVIDIA's driver, or ""."""
     try:
         found = re.search(r"Kernel Module(?: for \S+)?\s+([\d.]+)", file.read_text())
     except OSError:
@@ -50,7 +50,7 @@ def read_driver(file: Path = Path("/proc/driver/nvidia/version")) -> str:
 
 
 def judge_versions(facts: Facts) -> list[Finding]:
-    """Whoever differs from most (from rank 0, where no version has most) is named."""
+    """Report the ranks that differ from the majority (from rank 0 if there is none)."""
     findings = []
     names = {name: None for versions in facts.by_rank.values() for name in versions}
     for name in names:
@@ -60,7 +60,7 @@ def judge_versions(facts: Facts) -> list[Finding]:
         for value in counts:
             if value == usual:
                 continue
-            where = facts.members.name_ranks(rank for rank, other in values.items() if other == value)
+            where = facts.participants.name_ranks(rank for rank, other in values.items() if other == value)
             found = f"{name} is {value or 'missing'} on {where}, and {usual or 'missing'} on the others"
             advice = f"install {name} {usual} there" if usual else f"remove {name} there, or install it on all"
             status = FAIL if name in MUST_AGREE else WARN
@@ -77,7 +77,7 @@ def judge_versions(facts: Facts) -> list[Finding]:
 
 
 def look_at_cores(context: Context) -> dict[str, Any]:
-    """Of this rank: the cores that it may use, and how many threads compute on them."""
+    """Collect the cores that this rank can use, and its number of threads."""
     import torch
 
     allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
@@ -91,7 +91,7 @@ def look_at_cores(context: Context) -> dict[str, Any]:
 
 
 def read_quota(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> float | None:
-    """How many cores' time this process's control groups let it use; None: all there is."""
+    """Return the CPU quota of this process's control groups, in cores; None: unlimited."""
     quotas = []
     for group in _find_groups(root, own):
         words = _read(group / "cpu.max").split()
@@ -104,7 +104,7 @@ def read_quota(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> float | None:
 
 
 def read_memory_room(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
-    """Bytes that may still be allocated: what the machine has left, or what the control groups allow."""
+    """Return the bytes that can still be allocated, on this machine and in its control groups."""
     import psutil
 
     rooms = [int(psutil.virtual_memory().available)]
@@ -117,7 +117,7 @@ def read_memory_room(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
 
 
 def _find_groups(root: Path, own: Path) -> list[Path]:
-    """The directories of the control groups that this process is in, of version 2, the innermost first."""
+    """Return the directories of this process's control groups (version 2), the innermost first."""
     paths = [line.partition("::")[2] for line in _read(own).splitlines() if "::" in line]
     inner = root / (paths[0].lstrip("/") if paths else "")
     return [group for group in (inner, *inner.parents) if group == root or root in group.parents]
@@ -131,8 +131,8 @@ def _read(file: Path) -> str:
 
 
 def judge_cores(facts: Facts) -> list[Finding]:
-    """Ranks times threads against the cores of each node."""
-    members, findings, measured = facts.members, [], {}
+    """Compare ranks times threads with the cores of each node."""
+    participants, findings, measured = facts.participants, [], {}
     texts: dict[str, list[int]] = {}
     crowded: dict[str, list[int]] = {}
     loads: dict[int, float] = {}
@@ -142,14 +142,14 @@ def judge_cores(facts: Facts) -> list[Finding]:
         advice = "set the same OMP_NUM_THREADS for all, or give --num-threads: results depend on it"
         findings.append(Finding("cores", FAIL, found, advice))
     most_threads = max(counts)
-    for node in range(len(members.leaders)):
-        ranks = [facts.by_rank[rank] for rank in members.of_node(node) if rank in facts.by_rank]
+    for node in range(len(participants.leaders)):
+        ranks = [facts.by_rank[rank] for rank in participants.of_node(node) if rank in facts.by_rank]
         if not ranks:
             continue
         num_allowed = len({core for rank in ranks for core in rank["allowed"]})
         num_cores = min([float(num_allowed), *(rank["quota"] for rank in ranks if rank["quota"] is not None)])
         load, num_numa_nodes = ranks[0]["load"], ranks[0]["num_numa_nodes"]
-        measured[members.name_node(node)] = {
+        measured[participants.name_node(node)] = {
             "cores": num_cores, "ranks": len(ranks), "numa_nodes": num_numa_nodes, "load": load,
             "threads": [rank["threads"] for rank in ranks],
         }  # fmt: skip
@@ -161,16 +161,16 @@ def judge_cores(facts: Facts) -> list[Finding]:
         if load > num_cores:
             loads[node] = load
     for text, nodes in crowded.items():
-        num_cores = measured[members.name_node(nodes[0])]["cores"]
+        num_cores = measured[participants.name_node(nodes[0])]["cores"]
         advice = f"start at most {_count(max(1, int(num_cores // most_threads)), 'rank')} there"
         advice += ", or give each fewer threads (--num-threads, samestep.Run)" if most_threads > 1 else ""
-        findings.append(Finding("cores", WARN, f"{text}: {members.name_nodes(nodes)}", advice))
+        findings.append(Finding("cores", WARN, f"{text}: {participants.name_nodes(nodes)}", advice))
     if loads:
-        found = f"other programs compute on {members.name_nodes(loads)}: up to {max(loads.values()):.1f} at a time"
-        findings.append(Finding("cores", WARN, found, "look with top what they are; what is measured here suffers"))
+        found = f"other programs compute on {participants.name_nodes(loads)}: up to {max(loads.values()):.1f} at a time"
+        findings.append(Finding("cores", WARN, found, "see top; they distort the measurements"))
     if findings:
         return [replace(finding, measured=measured) for finding in findings]
-    shown = [text if len(texts) == 1 else f"{text}: {members.name_nodes(nodes)}" for text, nodes in texts.items()]
+    shown = [text if len(texts) == 1 else f"{text}: {participants.name_nodes(nodes)}" for text, nodes in texts.items()]
     return [Finding("cores", PASS, "; ".join(shown), measured=measured)]
 
 
@@ -182,7 +182,7 @@ def _count(number: float, what: str) -> str:
 
 
 def look_at_limits(context: Context) -> dict[str, Any]:
-    """Of this rank: room in /dev/shm (None: there is none), and how many files it may open."""
+    """Collect the free space in /dev/shm (None: it does not exist), and the limit of open files."""
     import resource
 
     free_bytes = None
@@ -199,29 +199,30 @@ def look_at_limits(context: Context) -> dict[str, Any]:
 
 
 def judge_limits(facts: Facts) -> list[Finding]:
-    """Whether a data loader's workers and the ranks' connections have room."""
-    members, findings = facts.members, []
-    needed = max(FEW_FILES, FILES_PER_RANK * len(members.hosts))
+    """Check the room for a data loader's workers and the ranks' connections."""
+    participants, findings = facts.participants, []
+    needed = max(FEW_FILES, FILES_PER_RANK * len(participants.hosts))
     missing = [rank for rank, fact in facts.by_rank.items() if fact["shm_free_bytes"] is None]
     free = {rank: fact["shm_free_bytes"] for rank, fact in facts.by_rank.items() if rank not in missing}
     tight = [rank for rank, free_bytes in free.items() if free_bytes < LEAST_SHM_BYTES]
     if missing:
         findings.append(
-            Finding("limits", FAIL, f"there is no /dev/shm on {members.name_ranks(missing)}",
+            Finding("limits", FAIL, f"there is no /dev/shm on {participants.name_ranks(missing)}",
                     "mount a tmpfs there: workers of data loaders and NCCL pass data through it")
         )  # fmt: skip
     if tight:
-        found = f"/dev/shm has {format_bytes(min(free[rank] for rank in tight))} left on {members.name_ranks(tight)}"
+        least = format_bytes(min(free[rank] for rank in tight))
+        found = f"/dev/shm has {least} left on {participants.name_ranks(tight)}"
         advice = "make room (docker run --ipc=host or --shm-size=8g; mount -o remount,size=8g /dev/shm): "
         findings.append(Finding("limits", WARN, found, f"{advice}workers of data loaders pass samples through it"))
     files = {rank: fact["files"] for rank, fact in facts.by_rank.items()}
     low = [rank for rank, num in files.items() if num < needed]
     if low:
-        least = min(files[rank] for rank in low)
-        found = f"only {least} files may be open at a time on {members.name_ranks(low)}, {needed} should be"
+        fewest = min(files[rank] for rank in low)
+        found = f"only {fewest} files may be open at a time on {participants.name_ranks(low)}, {needed} should be"
         hard = min(facts.by_rank[rank]["files_at_most"] for rank in low)
         advice = f"ulimit -n {max(needed, 65536)}" if hard >= needed else "raise nofile in /etc/security/limits.conf"
-        findings.append(Finding("limits", FAIL if least < FEWEST_FILES else WARN, found, advice))
+        findings.append(Finding("limits", FAIL if fewest < FEWEST_FILES else WARN, found, advice))
     measured = {"shm_free_bytes": min(free.values(), default=None), "files": min(files.values())}
     if not findings:
         shown = f"/dev/shm has {format_bytes(min(free.values()))} left, {min(files.values())} files may be open"

@@ -1,4 +1,4 @@
-"""Whether the nodes reach each other, both ways and with large packets, and how far their clocks are apart."""
+"""Checks that the nodes reach each other in both directions and with large packets, and compares their clocks."""
 
 import secrets
 import socket
@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from samestep.tools.doctor.context import Context, Members
+from samestep.tools.doctor.context import Context, Participants
 from samestep.tools.doctor.findings import FAIL, PASS, WARN, Facts, Finding, format_s
 from samestep.world.environment import choose_interface, read_host, read_interface, read_master
 from samestep.world.host import find_interface, is_loopback, list_addresses, plain_address
@@ -25,7 +25,7 @@ FAMILIES = {"IPv4": socket.AF_INET, "IPv6": socket.AF_INET6}
 
 
 class Echo:
-    """Answers pings of the other nodes with the time of this one's clock, at a port of the system's choice."""
+    """A server on a free port that answers the pings of other nodes with the time of this host."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -56,7 +56,7 @@ class Echo:
             connection.sendall(_receive(connection, LARGE_BYTES))
 
     def close(self) -> None:
-        """No longer answers."""
+        """Stop answering."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
@@ -73,12 +73,12 @@ def _receive(connection: socket.socket, num_bytes: int) -> bytes:
 
 
 def ping(address: str, port: int, token: bytes, clock: Callable[[], float]) -> dict[str, Any]:
-    """Asks the `Echo` at an address a few times, and once with large packets.
+    """Ping the `Echo` at an address several times, and once with large packets.
 
     Returns:
-        "problem": "" or why it cannot be reached; "at": "large" where only large packets are lost;
-        "rtt_s": the shortest round trip; "ahead_s": how far its clock is ahead of this one, and "bound_s": by how
-        much at most that can be wrong: half the round trip, from which it was taken.
+        "problem": "" or why it cannot be reached; "at": "large" if only large packets are lost; "rtt_s": the shortest
+        round trip; "ahead_s": how far its clock is ahead of this one; "bound_s": the largest error of that, half the
+        round trip.
     """
     found: dict[str, Any] = {"problem": "", "at": "connect", "rtt_s": None}
     try:
@@ -129,7 +129,7 @@ def choose_interface_for(host: str) -> Interface:
 
 
 def describe_interface(name: str) -> dict[str, Any]:
-    """Its MTU, its speed in Mbit/s (0: unknown), and an address of each family that is valid beyond one link."""
+    """Return its MTU, speed in Mbit/s (0: unknown), and an address of each family that is not link-local."""
     import psutil
 
     entries, stats = psutil.net_if_addrs().get(name, ()), psutil.net_if_stats().get(name)
@@ -141,13 +141,13 @@ def describe_interface(name: str) -> dict[str, Any]:
 
 
 def look_at_network(context: Context) -> dict[str, Any] | None:
-    """Of a node's first rank: its interface, and every other node as it is seen from here. None with one node."""
-    leaders, exchange = context.members.leaders, context.exchange
+    """On the first rank of each node: collect its interface and ping every other node. None with one node."""
+    leaders, exchange = context.participants.leaders, context.exchange
     if len(leaders) == 1:
         return None
     interface = choose_interface_for(read_master()[0])
     if interface.is_lost:
-        choose_interface(interface.name)  # so that there is more to be found out
+        choose_interface(interface.name)  # so that the following checks can run
     if not context.is_leader:
         return None
     mine = {**describe_interface(interface.name), "own_name": interface.own_name, "is_lost": interface.is_lost}
@@ -174,27 +174,27 @@ def look_at_network(context: Context) -> dict[str, Any] | None:
     return {**mine, "seen": seen}
 
 
-# --- judgement ----------------------------------------------------------------------------------------------------
+# --- findings -----------------------------------------------------------------------------------------------------
 
 
 def judge_network(facts: Facts) -> list[Finding]:
-    """Of the network, and of the clocks."""
-    members, by_node = facts.members, facts.by_node
-    if len(members.leaders) == 1:
+    """Return the findings on network and clocks."""
+    participants, by_node = facts.participants, facts.by_node
+    if len(participants.leaders) == 1:
         return [Finding("network", PASS, "one host: nothing to reach"), Finding("clocks", PASS, "one host, one clock")]
-    return [*_judge_reach(members, by_node), *_judge_clocks(members, by_node)]
+    return [*_judge_reach(participants, by_node), *_judge_clocks(participants, by_node)]
 
 
-def _judge_reach(members: Members, by_node: Mapping[int, Any]) -> list[Finding]:
+def _judge_reach(participants: Participants, by_node: Mapping[int, Any]) -> list[Finding]:
     findings = []
     for node, fact in by_node.items():
         if not fact["interface"] or not (fact["IPv4"] or fact["IPv6"]):
-            interface, name = fact["interface"] or "to the endpoint", members.name_node(node)
+            interface, name = fact["interface"] or "to the endpoint", participants.name_node(node)
             found = f"the interface {interface} of {name} has no address"
             findings.append(
                 Finding("network", FAIL, found, "name the right one: GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME")
             )
-    findings += _judge_default(members, by_node)
+    findings += _judge_default(participants, by_node)
     round_trips = []
     for node, fact in by_node.items():
         for other, there in by_node.items():
@@ -202,15 +202,15 @@ def _judge_reach(members: Members, by_node: Mapping[int, Any]) -> list[Finding]:
                 continue
             seen = fact["seen"].get(str(other), {})
             round_trips += [found["rtt_s"] for found in seen.values() if found["rtt_s"] is not None]
-            findings += _judge_pair(members.name_node(node), members.name_node(other), there, seen)
+            findings += _judge_pair(participants.name_node(node), participants.name_node(other), there, seen)
     mtus = {node: fact["mtu"] for node, fact in by_node.items()}
     if len(set(mtus.values())) > 1:
         shown = ", ".join(
-            f"{mtu} on {members.name_node(node)} ({by_node[node]['interface']})" for node, mtu in mtus.items()
+            f"{mtu} on {participants.name_node(node)} ({by_node[node]['interface']})" for node, mtu in mtus.items()
         )
         advice = "set one MTU on all (ip link set dev eth0 mtu 9000), as large as the switches between them take"
         findings.append(Finding("network", WARN, f"interfaces of several MTUs: {shown}", advice))
-    measured = {members.name_node(node): fact for node, fact in by_node.items()}
+    measured = {participants.name_node(node): fact for node, fact in by_node.items()}
     if findings:
         return [replace(finding, measured=measured) for finding in findings]
     with_6 = [node for node, fact in by_node.items() if fact["IPv6"]]
@@ -219,7 +219,7 @@ def _judge_reach(members: Members, by_node: Mapping[int, Any]) -> list[Finding]:
     elif len(with_6) == len(by_node):
         families = "by IPv4 and IPv6" if all(fact["IPv4"] for fact in by_node.values()) else "by IPv6"
     else:
-        families = f"by IPv4 (only {members.name_nodes(with_6)} by IPv6, too)"
+        families = f"by IPv4 (only {participants.name_nodes(with_6)} by IPv6, too)"
     names = sorted({fact["interface"] for fact in by_node.values()})
     said = f"all hosts reach each other {families} over {', '.join(names)}, MTU {next(iter(mtus.values()))}"
     if round_trips:
@@ -227,24 +227,24 @@ def _judge_reach(members: Members, by_node: Mapping[int, Any]) -> list[Finding]:
     return [Finding("network", PASS, said, measured=measured)]
 
 
-def _judge_default(members: Members, by_node: Mapping[int, Any]) -> list[Finding]:
-    """Where no interface is set, gloo takes what the host's name stands for: on many systems an address of its own."""
+def _judge_default(participants: Participants, by_node: Mapping[int, Any]) -> list[Finding]:
+    """Without a set interface, gloo uses the address of the host's name, on many systems a loopback address."""
     lost = [node for node, fact in by_node.items() if fact["is_lost"]]
     if not lost:
         return []
     own, interface = by_node[lost[0]]["own_name"] or "no address", by_node[lost[0]]["interface"]
-    found = f"no interface is set on {members.name_nodes(lost)}, and a host's own name stands for {own} there: "
+    found = f"no interface is set on {participants.name_nodes(lost)}, where the host's own name resolves to {own}: "
     found += "gloo would listen where no other host reaches it"
     advice = (
-        f"export GLOO_SOCKET_IFNAME={interface} on all hosts (samestep launch does; it was set for what follows here)"
+        f"export GLOO_SOCKET_IFNAME={interface} on all hosts (samestep launch does; the following checks use it)"
     )
     return [Finding("network", FAIL, found, advice)]
 
 
 def _judge_pair(name: str, other: str, there: Mapping[str, Any], seen: Mapping[str, Any]) -> list[Finding]:
-    """How one node sees another."""
+    """Return the findings on the pings from one node to another."""
     if not seen:
-        found = f"{name} and {other} have no addresses of one kind"
+        found = f"{name} and {other} have no addresses of the same family"
         return [Finding("network", FAIL, found, "give both IPv4 or both IPv6, or name another interface")]
     findings = []
     is_open = any(not found["problem"] for found in seen.values())
@@ -254,7 +254,7 @@ def _judge_pair(name: str, other: str, there: Mapping[str, Any], seen: Mapping[s
             continue
         if found["at"] == "large":
             text = f"only small packets get from {name} to {at} and back ({found['problem']})"
-            advice = f"a smaller MTU than {there['mtu']} on the way swallows large ones: set it on both ends"
+            advice = f"a smaller MTU than {there['mtu']} on the path drops large packets: set it at both ends"
         else:
             text = f"{name} cannot reach {at}: {found['problem']}"
             advice = "open the firewall between them for all ports, or name another interface (GLOO_SOCKET_IFNAME)"
@@ -262,9 +262,9 @@ def _judge_pair(name: str, other: str, there: Mapping[str, Any], seen: Mapping[s
     return findings
 
 
-def _judge_clocks(members: Members, by_node: Mapping[int, Any]) -> list[Finding]:
-    """Against the first node's clock, measured from whichever side had the shorter round trip."""
-    apart: dict[int, tuple[float, float]] = {}  # node -> seconds ahead of node 0, and the bound of the error
+def _judge_clocks(participants: Participants, by_node: Mapping[int, Any]) -> list[Finding]:
+    """Compare with the first node's clock, using the direction with the shorter round trip."""
+    apart: dict[int, tuple[float, float]] = {}  # node -> seconds ahead of node 0, and the largest error
     for node in by_node:
         candidates = []
         for viewer, seen, sign in ((0, node, 1), (node, 0, -1)):
@@ -273,21 +273,21 @@ def _judge_clocks(members: Members, by_node: Mapping[int, Any]) -> list[Finding]
         if node and candidates:
             bound_s, ahead_s = min(candidates)
             apart[node] = (ahead_s, bound_s)
-    measured = {members.name_node(node): {"ahead_s": a, "bound_s": b} for node, (a, b) in apart.items()}
+    measured = {participants.name_node(node): {"ahead_s": a, "bound_s": b} for node, (a, b) in apart.items()}
     findings = []
     for node, (ahead_s, bound_s) in apart.items():
         if abs(ahead_s) + bound_s <= MOST_APART_S:
             continue
         where = "ahead of" if ahead_s > 0 else "behind"
-        name, reference = members.name_node(node), members.name_node(0)
+        name, reference = participants.name_node(node), participants.name_node(0)
         found = f"the clock of {name} is {format_s(abs(ahead_s))} {where} that of {reference}"
         found += f" (to within {format_s(bound_s)})"
         status = FAIL if abs(ahead_s) - bound_s > MOST_APART_S else WARN
-        advice = "run chrony or another NTP client on all hosts: logs and what samestep watch shows go by these clocks"
+        advice = "run chrony or another NTP client on all hosts: logs and samestep watch use these clocks"
         findings.append(Finding("clocks", status, found, advice, measured))
-    missing = [node for node in range(1, len(members.leaders)) if node not in apart]
+    missing = [node for node in range(1, len(participants.leaders)) if node not in apart]
     if missing:
-        found = f"the clock of {members.name_nodes(missing)} could not be compared"
+        found = f"the clock of {participants.name_nodes(missing)} could not be compared"
         findings.append(Finding("clocks", WARN, found, "let the hosts reach each other first", measured))
     if findings:
         return findings

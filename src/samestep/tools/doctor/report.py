@@ -1,4 +1,4 @@
-"""The report: a line per finding as it comes for a person, or one JSON object at the end."""
+"""The report of the doctor: a line per finding, or one JSON object at the end."""
 
 import json
 import sys
@@ -9,42 +9,42 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from samestep.tools.doctor.context import Members
+from samestep.tools.doctor.context import Participants
 from samestep.tools.doctor.findings import FAIL, PASS, WARN, Finding
 
 COLOURS = {PASS: "\x1b[32m", WARN: "\x1b[33m", FAIL: "\x1b[1;31m"}
 CLEAR, PLAIN = "\r\x1b[2K", "\x1b[0m"
-WIDTH = 100  # of what follows status and name
+WIDTH = 100  # of the text after status and name
 INDENT = 22
 
 
 class Report:
-    """Collects findings; shows them unless all goes into one JSON object. May be closed from another thread."""
+    """Collects findings, and prints them unless `as_json`. Another thread can close it."""
 
     def __init__(self, *, as_json: bool) -> None:
         self.findings: list[Finding] = []
         self._as_json = as_json
-        self._members = Members(("?",), (0,))
+        self._members = Participants(("?",), (0,))
         self._began_s = time.monotonic()
         self._seconds: dict[str, float] = {}
         self._check, self._check_s = "", 0.0
         self._is_terminal = not as_json and sys.stdout.isatty()
         self._closing, self._is_closed = threading.Lock(), False
 
-    def open(self, members: Members) -> None:
-        """It is known who takes part."""
-        self._members = members
+    def open(self, participants: Participants) -> None:
+        """Print the participants."""
+        self._members = participants
         if not self._as_json:
-            print(f"samestep doctor: {members.describe()}", flush=True)
+            print(f"samestep doctor: {participants.describe()}", flush=True)
 
     def begin(self, check: str) -> None:
-        """A check has begun."""
+        """Start a check."""
         self._check, self._check_s = check, time.monotonic()
         if self._is_terminal:
             print(f"{CLEAR}  ...   {check}", end="", flush=True)
 
     def add(self, *findings: Finding) -> None:
-        """Takes what a check has found."""
+        """Add the findings of the current check."""
         self._seconds[self._check] = round(time.monotonic() - self._check_s, 3)
         for finding in findings:
             self.findings.append(finding)
@@ -67,11 +67,11 @@ class Report:
 
     @property
     def code(self) -> int:
-        """Of the program: 1 where something has failed."""
+        """The exit code: 1 if a check has failed."""
         return int(any(finding.status == FAIL for finding in self.findings))
 
     def close(self) -> int:
-        """Ends the report, once. Returns the exit code."""
+        """Print the summary, once. Returns the exit code."""
         with self._closing:
             if not self._is_closed:
                 self._is_closed = True

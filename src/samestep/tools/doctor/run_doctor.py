@@ -1,4 +1,4 @@
-"""What `samestep doctor` does: is one of the ranks, or starts them."""
+"""`samestep doctor`: starts the ranks, or runs as one of them."""
 
 import sys
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ from samestep.world.environment import Environment, count_job_nodes, read_enviro
 
 
 def run_doctor(arguments: Sequence[str]) -> int:
-    """Runs the command with the arguments after its name. Returns the exit code.
+    """Run the command with the arguments after its name. Returns the exit code.
 
     Raises:
-        Error: the arguments contradict each other, or the ranks do not come together.
-        SystemExit: as a rank, with its exit code.
+        Error: the arguments contradict each other, or the ranks do not join.
+        SystemExit: in a rank, with its exit code.
     """
     options, start = parse(arguments)
     if options.script:
@@ -22,16 +22,16 @@ def run_doctor(arguments: Sequence[str]) -> int:
     if environment.launcher == "python":
         num_nodes = count_job_nodes()
         if num_nodes > 1 and start.nnodes is None:
-            found = f"this job has {num_nodes} nodes, and only this one is looked at"
-            print(f"samestep doctor: {found}: srun samestep doctor looks at all", file=sys.stderr, flush=True)
+            found = f"this job has {num_nodes} nodes, and only this one is checked"
+            print(f"samestep doctor: {found}: srun samestep doctor checks all", file=sys.stderr, flush=True)
         return _launch(options, start)
     if start.given:
-        raise Error(f"{start.given[0]} was given, but the ranks are there already: leave it out under a launcher")
+        raise Error(f"{start.given[0]} was given, but a launcher has started the ranks already: leave it out")
     sys.exit(run_rank(environment, options))
 
 
 def run_rank(environment: Environment, options: Options) -> int:
-    """Is one of the ranks. Returns its exit code."""
+    """Run as one of the ranks. Returns its exit code."""
     from samestep.tools.doctor.examination import examine
 
     return examine(environment, options)
