@@ -365,7 +365,7 @@ def test_watching_a_url(cluster: Cluster, trial: Trial, capsys: pytest.CaptureFi
     assert shown.startswith("rank  host ")
     assert main(["watch", url, "--local-dir", str(cluster.machine(1))]) == 2
     told = capsys.readouterr().err
-    assert f"what the ranks of {url} are at is told in its working copy alone, and {cluster.machine(1)}" in told
+    assert f"the state of the ranks of {url} is in its working copy, and {cluster.machine(1)}" in told
     assert re.search(rf"is not that of process {trial.pid(0)} on \S+ since .*: watch it on that machine", told)
     trial.go_on()
     assert launch.wait() == 0, launch.output

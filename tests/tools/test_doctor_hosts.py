@@ -112,7 +112,8 @@ def test_no_interface_is_set(all_hosts: list[Host], tmp_path: Path) -> None:
     report, codes = run_on(all_hosts[:2], tmp_path, env=env)
     assert codes == [1, 0], "rank 0 tells"
     found = wrong(report)
-    assert found["network"][0].startswith("no interface is set on h1, h2, where the host's own name resolves to no address")
+    lost = "no interface is set on h1, h2, where the host's own name resolves to no address"
+    assert found["network"][0].startswith(lost)
     assert "collectives" not in found
     network = next(finding for finding in report["findings"] if finding["check"] == "network")
     assert "export GLOO_SOCKET_IFNAME=eth0" in network["advice"]

@@ -205,7 +205,7 @@ def test_the_table() -> None:
 
 
 def test_watching_what_is_over(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "run.json").write_text(json.dumps({"format": 1}))
     status = {"status": "failed", "reason": "rank 1: out of memory", "host": "elsewhere", "process": 1}
     (tmp_path / "status.json").write_text(json.dumps(status))
     done = check(samestep_command("watch", tmp_path, cwd=tmp_path))
