@@ -9,7 +9,7 @@ from samestep.version import __version__
 _EXPORTS = {
     "Run": "samestep.train.run",
     "Step": "samestep.train.steps",
-    "Epoch": "samestep.train.steps",
+    "Epoch": "samestep.train.loop",
     "spawn": "samestep.launch.spawn",
     "TensorBoard": "samestep.watch.trackers",
     "WandB": "samestep.watch.trackers",
@@ -46,8 +46,9 @@ __all__ = [
 if TYPE_CHECKING:
     from samestep.errors import Error, InvalidType, InvalidValue, PeerFailed, Stuck, UsageError, WorkerDied
     from samestep.launch.spawn import spawn
+    from samestep.train.loop import Epoch
     from samestep.train.run import Run
-    from samestep.train.steps import Epoch, Step
+    from samestep.train.steps import Step
     from samestep.watch.trackers import TensorBoard, Tracker, TrackerInfo, WandB
 
 

@@ -36,10 +36,10 @@ def run_steps(
     for step, n in enumerate(num_micro_batches):
         layout = build_layout(n, num_ranks)
         for rank, each in enumerate(statistics):
-            each.begin(layout)
+            each.begin(layout, rank)
             for v in layout.ranges[rank]:
                 forward(models[rank], draw(step, v), v)
-                each.fold(layout.ranges[rank].start, v)
+                each.fold()
         parts = [each.parts() for each in statistics]
         for each in statistics:
             each.finish([part.copy() for part in parts])

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from samestep.engine.control import NOT_CALLED, Control, ControlFormat
+from samestep.engine.control import NOT_CALLED, Control, ControlFormat, Vote
 from samestep.plan.tree import build_layout
 
 NUMBERS = st.floats(allow_nan=False)
@@ -24,15 +24,13 @@ def test_round_trip(
     rows = st.lists(st.lists(NUMBERS, min_size=num_slots, max_size=num_slots), min_size=held, max_size=held)
     named = st.lists(st.lists(NUMBERS, min_size=num_names, max_size=num_names), min_size=held, max_size=held)
     sent = Control(
-        stop=data.draw(st.integers(0, 64)),
+        vote=Vote(data.draw(st.integers(0, 64)), data.draw(st.booleans()), data.draw(st.booleans())),
         buffers_changed=data.draw(st.booleans()),
         has_new_names=data.draw(st.booleans()),
         losses=data.draw(rows),
         weights=[[NOT_CALLED] * num_slots for _ in range(held)],
         fingerprints=data.draw(st.lists(st.integers(0, 2**64 - 1), min_size=held, max_size=held)),
         used=bytes(data.draw(st.lists(st.integers(0, 1), min_size=num_params, max_size=num_params))),
-        snapshot=data.draw(st.booleans()),
-        copying=data.draw(st.booleans()),
         num_losses=data.draw(st.integers(1, 9)),
         values=data.draw(named),
         counts=data.draw(named),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import samestep
 from samestep.engine import routes
 from samestep.engine.buckets import ALIGN_BYTES, build_buckets, choose_cap_bytes
-from samestep.engine.control import Control
+from samestep.engine.control import Control, Vote
 from samestep.engine.reducer import Reducer
 from samestep.plan.tree import build_layout, split
 from samestep.world.environment import read_environment
@@ -75,7 +75,7 @@ class Ranks:
                 self.reducer.backward(torch.stack(terms).sum(), 1.0, ())
             self.reducer.close()
         rows = [[1.0] * self.num_slots for _ in held]
-        control = Control(0, False, False, rows, rows, [0] * len(held), b"", torch.zeros(0).numpy())
+        control = Control(Vote(), False, False, rows, rows, [0] * len(held), b"", torch.zeros(0).numpy())
         self.reducer.finish(control)
         self.reducer.assign(inverses)
         return [None if param.grad is None else param.grad.numpy().tobytes() for param in self.params]

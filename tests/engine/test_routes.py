@@ -9,7 +9,7 @@ from support.selection import one_in
 
 import samestep
 from samestep.engine import routes
-from samestep.engine.control import Control
+from samestep.engine.control import Control, Vote
 from samestep.engine.reducer import Reducer
 from samestep.plan.tree import build_layout, split
 from samestep.world.environment import read_environment
@@ -52,7 +52,7 @@ def reduce_on_a_rank(n: int, direct_max_bytes: int) -> list[bytes]:
         reducer.backward((params[0] * draw_leaf(v)).sum(), 1.0, ())
         reducer.close()
     weights = [[1.0, -1.0]] * len(held)
-    control = Control(0, False, False, weights, weights, [0] * len(held), b"", torch.zeros(0).numpy())
+    control = Control(Vote(), False, False, weights, weights, [0] * len(held), b"", torch.zeros(0).numpy())
     reducer.finish(control)
     reducer.assign([1.0, 1.0])
     assert params[1].grad is None

@@ -389,7 +389,7 @@ def train(
         num_begun = 0
         if settled:
             run._snapshotter.settle()
-            run._group.barrier()
+            run._context.group.barrier()
         for images, kinds in step:
             num_begun += 1
             scores = model(images)

@@ -28,7 +28,8 @@ def train(run_dir: Path, num_epochs: int, seed: int | None, prepare: dict[str, A
     run.prepare(model=model, **prepare)
     loop = run.epochs(data, num_epochs, num_workers=num_workers)
     drawn = torch.rand(4).tolist()
-    assert run._group.gather(drawn) == [drawn] * run.world_size, "what was read on one rank has moved no generator"
+    gathered = run._context.group.gather(drawn)
+    assert gathered == [drawn] * run.world_size, "reading on one rank has moved no generator"
     for epoch in loop:
         for step in epoch:
             for (x,) in step:

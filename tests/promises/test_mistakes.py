@@ -105,7 +105,8 @@ def test_the_rank_of_a_loss() -> None:
 
         def train(v: int = v) -> None:
             def body(step: Any, model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
-                step.backward((model(x) - y).mean() * (float("nan") if step.number == 1 and step._v == v else 1))
+                factor = float("nan") if (step.number, step.micro_batch) == (1, v) else 1.0
+                step.backward((model(x) - y).mean() * factor)
 
             loop(*build(None), body)
 

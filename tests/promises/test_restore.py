@@ -65,7 +65,7 @@ def train(run_dir: Path | str, place: Path | None, names: tuple[str, ...] = (), 
     is_average_kept = average_at_end == [value.tolist() for value in average.parameters()]
     score = run.evaluate(lambda x: {"mean": model(x).mean()}, torch.ones(5, 2))
     result = {"best": run.state["best"], "end": end, "restored": read(), "average kept": is_average_kept, **score}
-    gathered = run._group.gather(result)
+    gathered = run._context.group.gather(result)
     assert all(each == gathered[0] for each in gathered), "all ranks have the same"
     if has_loop and place is None and "://" not in str(run_dir):
         run.restore(run.steps_done)

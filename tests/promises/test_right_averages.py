@@ -218,8 +218,8 @@ def read_metrics(run_dir: Path | None, max_steps: int) -> list[Any]:
     optimizer = torch.optim.SGD(model.parameters(), 0.05)
     run.prepare(model=model, optimizer=optimizer)
     data, found = Weighted(24 * 3 + 11), []
-    calls, gather_all = [], run._group.gather
-    run._group.gather = lambda value: [calls.append(value), gather_all(value)][1]  # type: ignore[method-assign]
+    calls, gather_all = [], run._context.group.gather
+    run._context.group.gather = lambda value: [calls.append(value), gather_all(value)][1]  # type: ignore[method-assign]
     for epoch in run.epochs(data, 2):
         losses: list[tuple[float, float]] = []
         first_step = run.steps_done

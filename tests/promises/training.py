@@ -294,7 +294,7 @@ def fp16_with_overflows() -> Result:
     result = train_classes(run, model, optimizer, num_epochs=4, data=data, after=look)
     assert any(skipped)
     assert not all(skipped)
-    assert run._precision.scale == 2.0 ** (16 - sum(skipped))
+    assert run._context.precision.scale == 2.0 ** (16 - sum(skipped))
     return result
 
 

@@ -179,7 +179,7 @@ def _(run_dir: RunDir) -> None:
 def _(run_dir: RunDir) -> None:
     def body(step: Any, model: nn.Module, x: Tensor, y: Tensor) -> None:
         losses = {F.mse_loss(model(x), y): 2, model(x).mean(): 1}
-        step.backward(losses if step._v == 1 else F.mse_loss(model(x), y))
+        step.backward(losses if step.micro_batch == 1 else F.mse_loss(model(x), y))
 
     loop(*build(run_dir), body)
 
@@ -187,7 +187,7 @@ def _(run_dir: RunDir) -> None:
 @mistake("a loss among others that is nan", r"the loss of step 1 is nan in micro-batch 2 \(rank \d\): nothing of this")
 def _(run_dir: RunDir) -> None:
     def body(step: Any, model: nn.Module, x: Tensor, y: Tensor) -> None:
-        factor = torch.nan if (step.number, step._v) == (1, 2) else 1.0
+        factor = torch.nan if (step.number, step.micro_batch) == (1, 2) else 1.0
         step.backward({F.mse_loss(model(x), y): 2, model(x).mean() * factor: 1})
 
     loop(*build(run_dir), body)
@@ -420,7 +420,7 @@ def _(run_dir: RunDir) -> None:
 @mistake("a loss that is nan", r"the loss of step 5 is nan in micro-batch 3 \(rank [01]\): nothing of this step is sav")
 def _(run_dir: RunDir) -> None:
     def body(step: Any, model: nn.Module, x: Tensor, y: Tensor) -> None:
-        is_last = step._v == 3
+        is_last = step.micro_batch == 3
         step.backward(F.mse_loss(model(x), y) * (float("nan") if step.number == 5 and is_last else 1.0))
 
     loop(*build(run_dir, snapshot_every=2), body)
@@ -429,7 +429,7 @@ def _(run_dir: RunDir) -> None:
 @mistake("a loss that is inf", r"the loss of step 2 is -inf in micro-batch 0 \(rank 0\): nothing of this step is saved")
 def _(run_dir: RunDir) -> None:
     def body(step: Any, model: nn.Module, x: Tensor, y: Tensor) -> None:
-        scale = torch.tensor(float("inf") if step.number == 2 and step._v == 0 else 1.0)
+        scale = torch.tensor(float("inf") if step.number == 2 and step.micro_batch == 0 else 1.0)
         step.backward(-((model(x) ** 2).mean() + 1e-3) * scale)
 
     loop(*build(run_dir, snapshot_every=1), body)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from samestep.data.loader import Workers
 from samestep.data.source import Source
+from samestep.torch_internals import read_version
 
 MOST = 4  # data sets; each worker holds what its process had in memory when it was forked
 PLAIN = (int, float, str, bool, bytes, type(None))
@@ -96,7 +97,7 @@ def describe(value: Any, depth: int = MAX_DEPTH, seen: Iterator[int] | None = No
 def _describe_bytes(value: Any) -> Any:
     version = None
     if isinstance(value, Tensor):
-        version = None if value.is_inference() else value._version  # does not count what is written through `.data`
+        version = None if value.is_inference() else read_version(value)
         if value.device.type != "cpu" or value.layout is not torch.strided or not value.is_contiguous():
             return version
         try:

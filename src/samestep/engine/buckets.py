@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from samestep.engine import routes
 from samestep.plan.tree import Layout
+from samestep.torch_internals import count_storage_uses, get_storage
 from samestep.world.local_sockets import LocalSockets
 
 LEAST_BYTES, MOST_BYTES = 1 << 20, 25 << 20  # of a bucket
@@ -102,11 +103,11 @@ class Transit:
             self.parts = [self.root]
         self.part_views = list(zip(*(bucket.views(part) for part in self.parts), strict=True))
         self.grads = bucket.views(self.root)
-        self._storage = self.root.untyped_storage()._cdata
+        self._storage = get_storage(self.root)
         self._num_references = self._count_references()  # all of ours; what holds more is the script's
 
     def _count_references(self) -> tuple[int, int]:
-        return sum(map(getrefcount, self.grads)), torch._C._storage_Use_Count(self._storage)
+        return sum(map(getrefcount, self.grads)), count_storage_uses(self._storage)
 
     @property
     def is_kept(self) -> bool:

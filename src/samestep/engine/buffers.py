@@ -1,13 +1,13 @@
-"""Modules' buffers: after a step they are what one device would have, whatever the number of ranks.
+"""Modules' buffers: after a step they hold what a single device would hold, whatever the number of ranks.
 
-Every micro-batch starts from the buffers of the step's beginning, b0.
+Every micro-batch starts from the buffers' values at the beginning of the step, b0.
 
-BatchNorm's running statistics end where single-device accumulation over the n micro-batches ends: with momentum
-m, that is `b0 + sum_v (1 - m)^(n - 1 - v) * delta_v`, where `delta_v` is what micro-batch v alone makes of b0.
-The sum runs along the canonical tree, in float64. (A micro-batch that runs a layer c times counts c updates; the
-formula is exact when c is the same for all micro-batches of the step, as it is outside of exotic models.)
+BatchNorm's running statistics end where single-device accumulation over the n micro-batches ends. With momentum m
+that is `b0 + sum_v (1 - m)^(n - 1 - v) * delta_v`, where `delta_v` is the change that micro-batch v alone makes to
+b0. The sum runs along the canonical tree, in float64. A micro-batch that runs a layer c times counts as c updates;
+the formula is exact when c is the same for all micro-batches of the step.
 
-All other buffers end as micro-batch 0 leaves them.
+All other buffers end with the values that micro-batch 0 gives them.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,10 +22,14 @@ from torch.utils.hooks import RemovableHandle
 
 from samestep.errors import Error
 from samestep.plan.tree import Layout, merges
+from samestep.torch_internals import get_buffers, read_version
+
+PASSES_COMPARED = 4  # of a start, in which all buffers on the CPU are compared in full
+SAMPLE = 512  # elements of a large buffer that are compared afterwards
 
 
 def check_module(name: str, module: nn.Module) -> None:
-    """Refuses what cannot be the same at every world size.
+    """Refuse modules whose results depend on the world size.
 
     Raises:
         Error: `module` holds a SyncBatchNorm.
@@ -39,15 +43,18 @@ def check_module(name: str, module: nn.Module) -> None:
 
 
 def spread_buffers(module: nn.Module) -> None:
-    """Gives buffers that `expand` has made, several elements in one place, memory of their own, to be written to."""
+    """Give buffers made by `expand`, whose elements share memory, memory that can be written to."""
     for part in module.modules():
-        for name, buffer in part._buffers.items():
+        for name, buffer in [*get_buffers(part).items()]:
             if buffer is not None and buffer.layout is torch.strided and 0 in buffer.stride():
-                part._buffers[name] = buffer.contiguous()
+                get_buffers(part)[name] = buffer.contiguous()
 
 
 def refuse_lone_sample(modules: Mapping[str, nn.Module], step: int, v: int, rank: int) -> list[RemovableHandle]:
-    """Lets BatchNorm layers refuse micro-batch v, which has one sample, by their own name. Returns the hooks.
+    """Let BatchNorm layers refuse micro-batch v, which has one sample, in a message that names the layer.
+
+    Returns:
+        The hooks, to be removed after the micro-batch.
 
     Raises:
         Error: (from a layer's forward) a layer in training would normalise a single value per channel.
@@ -76,7 +83,14 @@ def refuse_lone_sample(modules: Mapping[str, nn.Module], step: int, v: int, rank
 
 
 class BatchNormStatistics:
-    """The running statistics of all tracking BatchNorm layers, moved into one flat tensor that they view."""
+    """The running statistics of all tracking BatchNorm layers, moved into one flat tensor that they view.
+
+    Attributes:
+        layers: the layers.
+        size: running statistics in all.
+        active: whether there are any layers, even if all of them are in eval mode: a micro-batch may change that on
+            the ranks that have one.
+    """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         found = {id(part): part for module in modules for part in module.modules() if isinstance(part, _BatchNorm)}
@@ -85,10 +99,8 @@ class BatchNormStatistics:
             buffer for layer in self.layers for buffer in (layer.running_mean, layer.running_var) if buffer is not None
         ]
         self.size = sum(buffer.numel() for buffer in buffers)
-        # Even when all are in eval mode: a micro-batch may change that, on the ranks that have one.
         self.active = bool(self.layers)
         self._no_parts = np.zeros((0, 0))
-        self._parts: list[Tensor] = []
         if not self.layers:
             return
         kinds = {(buffer.dtype, buffer.device) for buffer in buffers}
@@ -97,46 +109,48 @@ class BatchNormStatistics:
         dtype, device = kinds.pop()
         self._flat = torch.empty(self.size, dtype=dtype, device=device)
         self._counts = torch.empty(len(self.layers), dtype=torch.int64, device=device)
-        self._homes: list[tuple[nn.Module, str, Tensor, Tensor]] = []  # layer, name, its tensor, where that lives
+        # layer, name, its tensor, its view of the flat one
+        self._homes: list[tuple[nn.Module, str, Tensor, Tensor]] = []
         offset = 0
         for k, layer in enumerate(self.layers):
             for name in ("running_mean", "running_var"):
-                buffer = cast(Tensor, layer._buffers[name])
+                buffer = cast(Tensor, get_buffers(layer)[name])
                 self._homes.append((layer, name, buffer, self._flat[offset : offset + buffer.numel()]))
                 offset += buffer.numel()
             count = cast(Tensor, layer.num_batches_tracked)
             self._homes.append((layer, "num_batches_tracked", count, self._counts[k]))
         self._move_in()
         self._start, self._start_counts = self._flat.to(torch.float64, copy=True), self._counts.clone()
+        self._deltas: list[Tensor] = []  # per micro-batch of this rank [num_values]: of the statistics, of the counts
         self._scales: dict[tuple[int, int, tuple[int, ...], tuple[float | None, ...]], Tensor] = {}
 
-    def begin(self, layout: Layout) -> None:
-        """A pass begins: remembers b0."""
-        self._layout = layout
-        self._parts = []
+    def begin(self, layout: Layout, rank: int) -> None:
+        """Begin a pass: the present values become b0."""
+        self._layout, self._first = layout, layout.ranges[rank].start
+        self._deltas = []
         self.hold()
 
     def _move_in(self) -> None:
-        """Lets all of them live in the flat tensors, still the same objects.
+        """Let all statistics live in the flat tensors. The layers keep their tensor objects.
 
-        Again and again: a script, or a layer's own forward, may have put another tensor in one's place.
+        Repeated often, since a script or a layer's forward may have put another tensor in the place of one.
         """
         for layer, name, buffer, view in self._homes:
-            found = layer._buffers[name]
+            found = get_buffers(layer)[name]
             if found is not None and found.data_ptr() != view.data_ptr():
                 view.copy_(found.detach().reshape(view.shape))
                 buffer.data = view.view_as(buffer)
-                layer._buffers[name] = buffer
+                get_buffers(layer)[name] = buffer
 
     def hold(self) -> None:
-        """What they are now is what `undo` goes back to."""
+        """Remember the present values for `undo`."""
         if self.active:
             self._move_in()
             self._start.copy_(self._flat)
             self._start_counts.copy_(self._counts)
 
     def undo(self) -> None:
-        """A micro-batch of an evaluation is done: what it changed is undone."""
+        """Go back to the values that `hold` remembered."""
         if self.active:
             self._move_in()
             self._go_back()
@@ -145,33 +159,28 @@ class BatchNormStatistics:
         self._flat.copy_(self._start)
         self._counts.copy_(self._start_counts)
 
-    def fold(self, first: int, v: int) -> None:
-        """Micro-batch v of a range that starts at `first` is done: takes its weighted delta, goes back to b0."""
+    def fold(self) -> None:
+        """End a micro-batch: keep what it changed, on the device, and go back to b0."""
         if not self.active:
             return
         self._move_in()
-        n = self._layout.num_micro_batches
-        counts = self._counts - self._start_counts
-        delta = torch.sub(self._flat, self._start).mul_(self._scale(n, v, tuple(counts.tolist())))
-        part = torch.cat([delta, counts.double()])
-        for _ in merges(n, first, v):
-            part = self._parts.pop().add_(part)
-        self._parts.append(part)
+        self._deltas.append(torch.cat([torch.sub(self._flat, self._start), self._counts - self._start_counts]))
         self._go_back()
 
     def _scale(self, n: int, v: int, counts: tuple[int, ...]) -> Tensor:
-        """What micro-batch v's deltas count in the end [size], if each of n micro-batches makes `counts` updates."""
+        """The weight of micro-batch v's deltas at the end [size], if each of n micro-batches makes `counts` updates."""
         key = (n, v, counts, tuple(layer.momentum for layer in self.layers))  # a script may change the momentum
         if key in self._scales:
             return self._scales[key]
-        befores = self._start_counts.tolist()
+        cumulative = any(layer.momentum is None for layer in self.layers)  # depends on the counts so far
+        befores = self._start_counts.tolist() if cumulative else counts
         scale = torch.cat(
             [
                 torch.full((2 * layer.num_features,), _weight(layer.momentum, before, count, n, v), dtype=torch.float64)
                 for layer, before, count in zip(self.layers, befores, counts, strict=True)
             ]
-        ).to(self._flat.device)
-        if all(layer.momentum is not None for layer in self.layers):  # else it depends on the counts so far
+        )
+        if not cumulative:
             self._scales[key] = scale
         return scale
 
@@ -181,16 +190,23 @@ class BatchNormStatistics:
         return self.size + len(self.layers)
 
     def parts(self) -> NDArray[np.float64]:
-        """This rank's parts [max_parts, num_values], to be told to all ranks."""
+        """This rank's parts [max_parts, num_values]: its weighted deltas, folded. Reads back from a GPU, once."""
         if not self.active:
             return self._no_parts
         out = np.zeros((self._layout.max_parts, self.num_values))
-        for row, part in zip(out, self._parts, strict=False):
-            row[:] = part.cpu().numpy()
+        n, folded = self._layout.num_micro_batches, list[Tensor]()
+        rows = torch.stack(self._deltas).cpu() if len(self._deltas) > 1 else [delta.cpu() for delta in self._deltas]
+        for v, row in enumerate(rows, start=self._first):
+            row[: self.size].mul_(self._scale(n, v, tuple(map(int, row[self.size :].tolist()))))
+            for _ in merges(n, self._first, v):
+                row = folded.pop().add_(row)
+            folded.append(row)
+        for place, part in zip(out, folded, strict=False):
+            place[:] = part.numpy()
         return out
 
     def finish(self, parts: Sequence[NDArray[np.float64]]) -> None:
-        """Takes all ranks' parts, adds them up along the tree and moves the statistics on."""
+        """Add up all ranks' parts along the tree and advance the statistics."""
         if not self.active:
             return
         slots = np.concatenate(parts)
@@ -208,52 +224,63 @@ def _weight(momentum: float | None, before: int, count: int, n: int, v: int) -> 
 
 
 class OtherBuffers:
-    """Every buffer that is not a running statistic: kept as micro-batch 0 of a step leaves it."""
+    """Every buffer that is not a running statistic: it ends a step with the value that micro-batch 0 gives it.
+
+    Attributes:
+        changed: this rank ran micro-batch 0 of the present pass, and it changed a buffer.
+    """
 
     def __init__(self, modules: Mapping[str, nn.Module], statistics: BatchNormStatistics) -> None:
-        self._handled = {id(buffer) for layer in statistics.layers for buffer in layer._buffers.values()}
+        self._handled = {id(buffer) for layer in statistics.layers for buffer in get_buffers(layer).values()}
         self._modules = {
             p: ".".join(filter(None, (n, path))) for n, m in modules.items() for path, p in m.named_modules()
         }
-        self._dicts = [module._buffers for module in self._modules]
+        self._dicts = [get_buffers(module) for module in self._modules]
+        self._num_passes = 0
         self._find_all()
 
     def _find_all(self) -> None:
         self._known = self._list()
-        self._places: list[tuple[nn.Module, str]] = []
+        self._places: list[tuple[dict[str, Tensor | None], str]] = []
         seen: set[int] = set()
-        for part in self._modules:
-            for name, buffer in part._buffers.items():
+        for buffers in self._dicts:
+            for name, buffer in buffers.items():
                 if buffer is not None and id(buffer) not in self._handled and id(buffer) not in seen:
                     seen.add(id(buffer))
-                    self._places.append((part, name))
+                    self._places.append((buffers, name))
         self._tensors = [self._read(place) for place in self._places]
         self._start = [tensor.clone() for tensor in self._tensors]
-        self._versions = [tensor._version for tensor in self._tensors]
+        self._versions = [read_version(tensor) for tensor in self._tensors]
+        self._unseen = [False] * len(self._places)  # it was changed in a way that its version does not show
         self.changed = False
 
-    def _list(self) -> list[tuple[str, str, bool]]:
-        return [(path, name, b is None) for part, path in self._modules.items() for name, b in part._buffers.items()]
+    def _list(self) -> list[list[tuple[str, bool]]]:
+        return [[(name, buffer is None) for name, buffer in buffers.items()] for buffers in self._dicts]
 
     def _have_none(self) -> bool:
-        """Whether no module has, or had, any: most small models, whose steps are quick."""
-        return not self._known and not any(self._dicts)
+        """Whether no module has, or had, a buffer, as in most small models, whose steps are short."""
+        return not self._places and not any(self._dicts) and not any(self._known)
 
     def _check_known(self) -> None:
-        """Raises Error where a micro-batch has given a module a buffer, or taken one: other ranks' modules differ."""
-        if (found := self._list()) != self._known:
-            path, name, _ = min({*found} ^ {*self._known})
-            raise Error(
-                f"buffer {path}.{name} came or went inside the micro-batch loop, on this rank alone: register it in "
-                "the module's __init__, as a tensor"
-            )
+        """Raise Error if a micro-batch added or removed a buffer: the modules on other ranks then differ."""
+        if (found := self._list()) == self._known:
+            return
+        named = [
+            {(path, *entry) for path, entries in zip(self._modules.values(), lists, strict=True) for entry in entries}
+            for lists in (found, self._known)
+        ]
+        path, name, _ = min(named[0] ^ named[1])
+        raise Error(
+            f"buffer {path}.{name} came or went inside the micro-batch loop, on this rank alone: register it in "
+            "the module's __init__, as a tensor"
+        )
 
     @staticmethod
-    def _read(place: tuple[nn.Module, str]) -> Tensor:
-        return cast(Tensor, place[0]._buffers[place[1]])  # `_check_known` has found that none became None
+    def _read(place: tuple[dict[str, Tensor | None], str]) -> Tensor:
+        return cast(Tensor, place[0][place[1]])  # `_check_known` has found that none became None
 
     def begin(self) -> None:
-        """A pass begins: what the buffers hold now is where each of its micro-batches starts."""
+        """Begin a pass: each of its micro-batches starts from the buffers' present values."""
         self.changed = False
         if self._have_none():
             return
@@ -261,9 +288,10 @@ class OtherBuffers:
             self._find_all()
         for k in self._find_changes():
             self._accept(k, self._read(self._places[k]))
+        self._num_passes += 1
 
     def fold(self, v: int) -> None:
-        """Micro-batch v is done: what it changed is kept for later when v is 0, and undone."""
+        """End micro-batch v: undo its changes; keep those of micro-batch 0 for `finish`."""
         if self._have_none():
             return
         self._check_known()
@@ -277,12 +305,12 @@ class OtherBuffers:
             self._restore(k)
 
     def undo(self) -> None:
-        """A micro-batch of an evaluation is done: what it changed is undone."""
+        """Undo the changes of a micro-batch of an evaluation."""
         for k in self._find_changes():
             self._restore(k)
 
     def finish(self) -> list[Tensor]:
-        """On the rank of micro-batch 0, when it changed something: the buffers move on. All buffers, to broadcast."""
+        """Advance the buffers, on the rank of micro-batch 0. Returns all buffers, to be broadcast from there."""
         if self.changed:
             with torch.no_grad():
                 for k, value in self._first.items():
@@ -292,26 +320,36 @@ class OtherBuffers:
     def _find_changes(self) -> list[int]:
         """Places whose tensor was written or replaced.
 
-        A version counter sees in-place writes at no cost. Those through `.data` it does not see, and then the values
-        are compared, except on a GPU, which the host would have to wait for.
+        A tensor's version counts in-place writes, but not those through `.data`. For these the values are compared,
+        on the CPU (on a GPU the host would have to wait): all of them in the first passes of a start; later on, of
+        large buffers that never changed this way (attention masks), a sample.
         """
-        return [
-            k
-            for k, ((part, name), tensor) in enumerate(zip(self._places, self._tensors, strict=True))
-            if part._buffers[name] is not tensor
-            or tensor._version != self._versions[k]
-            or (tensor.device.type == "cpu" and not torch.equal(tensor, self._start[k]))
-        ]
+        changes = []
+        for k, ((buffers, name), tensor) in enumerate(zip(self._places, self._tensors, strict=True)):
+            if buffers[name] is not tensor or read_version(tensor) != self._versions[k]:
+                changes.append(k)
+            elif tensor.device.type == "cpu" and not self._is_equal(k, tensor, self._start[k]):
+                self._unseen[k] = True
+                changes.append(k)
+        return changes
+
+    def _is_equal(self, k: int, tensor: Tensor, start: Tensor) -> bool:
+        if self._num_passes > PASSES_COMPARED and tensor.numel() > 8 * SAMPLE and not self._unseen[k]:
+            if not tensor.is_contiguous():
+                return torch.equal(tensor, start)
+            stride = tensor.numel() // SAMPLE
+            tensor, start = tensor.view(-1)[::stride], start.view(-1)[::stride]
+        return torch.equal(tensor, start)
 
     def _accept(self, k: int, tensor: Tensor) -> None:
         self._tensors[k], self._start[k] = tensor, tensor.clone()
-        self._versions[k] = tensor._version
+        self._versions[k] = read_version(tensor)
 
     def _restore(self, k: int) -> None:
-        part, name = self._places[k]
+        buffers, name = self._places[k]
         tensor = self._tensors[k]
         if tensor.shape != self._start[k].shape:
             raise Error(f"buffer {name} changed its shape during a step: {tuple(tensor.shape)}")
         tensor.data.copy_(self._start[k])
-        part._buffers[name] = tensor
-        self._versions[k] = tensor._version
+        buffers[name] = tensor
+        self._versions[k] = read_version(tensor)

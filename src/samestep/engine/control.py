@@ -1,7 +1,8 @@
-"""What each rank tells all others once per pass, beside its gradients: bytes that are gathered, never added up."""
+"""The control block: what each rank sends to all others once per pass beside its gradients. Gathered, never summed."""
 
 from dataclasses import dataclass, field
 from struct import Struct
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,27 +12,38 @@ from samestep.plan.tree import Layout
 NOT_CALLED = -1.0  # the weight of a micro-batch that had no backward
 
 
+class Vote(NamedTuple):
+    """What one rank asks of the others after this step.
+
+    Attributes:
+        stop: the number of the signal that asked this rank to stop; 0 for none.
+        snapshot: a snapshot is due by this rank's clock.
+        copying: this rank is copying its state for a snapshot.
+    """
+
+    stop: int = 0
+    snapshot: bool = False
+    copying: bool = False
+
+
 @dataclass
 class Control:
     """One rank's control block.
 
-    A slot is what a loss belongs to: 0 for all models together, else one model.
+    A slot groups losses: slot 0 holds those of all models together, slot i those of model i alone.
 
     Attributes:
-        stop: the signal that this rank was sent, 0 for none.
-        buffers_changed: micro-batch 0 was here and changed a buffer.
-        has_new_names: this rank has values of step.log under names that have no place in the block yet.
+        buffers_changed: micro-batch 0 ran here and changed a buffer.
+        has_new_names: this rank logged values under names that have no place in the block yet.
         losses, weights: per micro-batch, per slot.
         fingerprints: per micro-batch, of its samples.
-        used: per parameter, a byte: whether micro-batches used it, and whether others did not.
-        parts: of the BatchNorm statistics [max_parts, num_values].
-        snapshot: by this rank's clock, one is due.
-        copying: a snapshot is being copied here.
-        num_losses: the most that a step.backward of this rank got.
-        values, counts: of step.log, per micro-batch, per name: the mean of so many calls.
+        used: a byte per parameter: whether micro-batches used it, and whether others did not.
+        parts: the BatchNorm statistics' parts [max_parts, num_values].
+        num_losses: the largest number of losses that one step.backward of this rank got.
+        values, counts: of step.log, per micro-batch, per name: the mean value and the number of calls.
     """
 
-    stop: int
+    vote: Vote
     buffers_changed: bool
     has_new_names: bool
     losses: list[list[float]]
@@ -39,15 +51,13 @@ class Control:
     fingerprints: list[int]
     used: bytes
     parts: NDArray[np.float64]
-    snapshot: bool = False
-    copying: bool = False
     num_losses: int = 1
     values: list[list[float]] = field(default_factory=list)
     counts: list[list[float]] = field(default_factory=list)
 
 
 class ControlFormat:
-    """How the control blocks of one layout lie in memory; all ranks' take the same room.
+    """The memory layout of the control blocks for one `Layout`; all ranks' blocks have the same size.
 
     Attributes:
         size_bytes: of one block, a multiple of 64.
@@ -65,7 +75,7 @@ class ControlFormat:
         self._most = most
 
     def pack_into(self, block: memoryview, control: Control) -> None:
-        """Writes a control block; micro-batches that this rank does not have are left 0."""
+        """Write a control block. Places of micro-batches that this rank does not have are set to 0."""
         missing = self._most - len(control.fingerprints)
         numbers: list[float] = []
         for width, rows in zip(
@@ -73,8 +83,7 @@ class ControlFormat:
         ):
             numbers += [number for row in rows for number in row] + [0.0] * (missing * width)
         self._struct.pack_into(
-            block, 0, control.stop, control.buffers_changed, control.has_new_names, control.snapshot, control.copying,
-            control.num_losses,
+            block, 0, *control.vote, control.buffers_changed, control.has_new_names, control.num_losses,
             *control.fingerprints, *self._padding[:missing], *numbers,
         )  # fmt: skip
         block[self._used_at : self._used_at + self._num_params] = control.used
@@ -82,8 +91,8 @@ class ControlFormat:
             self._view_parts(block)[:] = control.parts
 
     def unpack_from(self, block: memoryview, num_micro_batches: int) -> Control:
-        """Reads the control block of a rank that has `num_micro_batches`."""
-        stop, buffers_changed, has_new_names, snapshot, copying, num_losses, *numbers = self._struct.unpack_from(
+        """Read the control block of a rank that has `num_micro_batches`."""
+        stop, snapshot, copying, buffers_changed, has_new_names, num_losses, *numbers = self._struct.unpack_from(
             block, 0
         )
         fingerprints, at = numbers[:num_micro_batches], self._most
@@ -94,20 +103,9 @@ class ControlFormat:
         losses, weights, values, counts = tables
         used = block[self._used_at : self._used_at + self._num_params].tobytes()
         return Control(
-            stop,
-            buffers_changed,
-            has_new_names,
-            losses,
-            weights,
-            fingerprints,
-            used,
-            self._view_parts(block),
-            snapshot,
-            copying,
-            num_losses,
-            values,
-            counts,
-        )
+            Vote(stop, snapshot, copying), buffers_changed, has_new_names, losses, weights, fingerprints, used,
+            self._view_parts(block), num_losses, values, counts,
+        )  # fmt: skip
 
     def _view_parts(self, block: memoryview) -> NDArray[np.float64]:
         num_bytes = 8 * self._shape[0] * self._shape[1]

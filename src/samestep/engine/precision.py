@@ -1,11 +1,13 @@
-"""Mixed precision: what `run.autocast()` opens, and the loss scale that float16 needs."""
+"""Mixed precision: the context of `run.autocast()`, and the loss scale that float16 needs."""
 
+import math
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from samestep.errors import Error
 
@@ -31,11 +33,11 @@ class Precision:
         return nullcontext() if self._dtype is None else torch.autocast(self._device_type, dtype=self._dtype)
 
     def accepts(self, gradients: Iterable[Tensor]) -> bool:
-        """Whether the reduced gradients may be used for an update."""
+        """Whether an update may use the reduced gradients."""
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """What a snapshot keeps."""
+        """The state that a snapshot keeps."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -45,8 +47,8 @@ class Precision:
 class ScaledPrecision(Precision):
     """float16 with a dynamic loss scale (Micikevicius et al. 2018, "Mixed precision training").
 
-    The scale is a power of two, so it changes no bit of a gradient that does not overflow. Overflow is decided
-    on the reduced gradient, alike on all ranks: that step makes no update, and the scale is halved.
+    The scale is a power of two, so it changes no bit of a gradient that does not overflow. The reduced gradient
+    decides whether there was an overflow, so all ranks agree. Such a step makes no update, and the scale is halved.
     """
 
     growth_steps = 2000
@@ -57,7 +59,8 @@ class ScaledPrecision(Precision):
         self._good_steps = 0
 
     def accepts(self, gradients: Iterable[Tensor]) -> bool:
-        good = all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+        # The largest absolute value cannot overflow, as a sum of squares may. One read-back for all gradients.
+        good = bool(get_total_norm([each for each in gradients if each.numel()], math.inf).isfinite())
         if good:
             self._good_steps += 1
             if self._good_steps == self.growth_steps:

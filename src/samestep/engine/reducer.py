@@ -24,9 +24,8 @@ from samestep.engine.control import Control, ControlFormat
 from samestep.engine.folding import MISSED, USED, Further, Grads, add, fold, lay_out, put
 from samestep.errors import Error
 from samestep.plan.tree import Layout, merges
+from samestep.torch_internals import get_storage, read_version, run_backward
 from samestep.world.group import Group
-
-_run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 
 class Reducer:
@@ -40,7 +39,8 @@ class Reducer:
         untrained: parameters that no optimizer holds; their gradients, of this rank alone, are dropped.
 
     Attributes:
-        waited_s: for how long the newest backward was held up by exchanges, and so by other ranks.
+        waited_s: how long the newest backward waited for exchanges, and so for other ranks.
+        in_micro_batch: a micro-batch is open.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Reducer:
         self._transits: dict[Layout, list[Transit]] = {}
         self._views_of: dict[Layout, list[tuple[Tensor, ...]]] = {}  # each parameter's pieces of this rank's parts
         self._controls: dict[Layout, tuple[ControlFormat, Tensor | None, list[memoryview]]] = {}
-        self._in_micro_batch = self._in_backward = self._last = False
+        self.in_micro_batch = self._in_backward = self._last = False
         self.waited_s = 0.0
         self._checked: set[tuple[int, ...]] = set()
         self._zeros = {param.dtype: torch.zeros((), dtype=param.dtype, device=param.device) for param in self.params}
@@ -134,16 +134,14 @@ class Reducer:
         self._grads: list[tuple[int, Tensor, int]] = []
         if self._last:
             self._merges_left = self._num_merges()
-        self._in_micro_batch = True
+        self.in_micro_batch = True
 
     def backward(self, loss: Tensor, factor: float | Tensor, inputs: tuple[Tensor, ...]) -> None:
         """Runs the backward of `factor * loss` for all parameters (`inputs` empty) or for some."""
         gradient = build_seed(factor, loss)
         self._in_backward, self.waited_s = True, 0.0
         try:
-            # What torch.autograd.backward comes down to. Its checks of what Step.backward has checked already take
-            # 30 us, a tenth of a small model's step.
-            _run_backward((loss,), (gradient,), False, False, inputs, allow_unreachable=True, accumulate_grad=True)
+            run_backward((loss,), (gradient,), False, False, inputs, allow_unreachable=True, accumulate_grad=True)
         finally:
             self._in_backward = False
 
@@ -154,7 +152,7 @@ class Reducer:
         wanted = {id(param) for param in inputs}
         indices = [i for i, p in enumerate(self.params) if (id(p) in wanted if inputs else p.requires_grad)]
         params, seed = tuple(self.params[i] for i in indices), (build_seed(factor, loss),)
-        found = _run_backward((loss,), seed, True, False, params, allow_unreachable=True, accumulate_grad=False)
+        found = run_backward((loss,), seed, True, False, params, allow_unreachable=True, accumulate_grad=False)
         for i, grad in zip(indices, found, strict=True):
             if grad is not None:  # a copy: what autograd gives may be a view, or one tensor for two parameters
                 self._check_dense(i, grad)
@@ -182,11 +180,11 @@ class Reducer:
 
     def close(self) -> None:
         """The micro-batch is done: unless it is the last of this rank's, folds it into the parts held."""
-        self._in_micro_batch = False
+        self.in_micro_batch = False
         for param in self._untrained:
             param.grad = None
         for i, grad, version in self._grads:
-            if self.params[i].grad is not grad or grad._version != version:
+            if self.params[i].grad is not grad or read_version(grad) != version:
                 self._refuse_change(i)
         self._grads.clear()  # views of buckets, which nobody else is to hold when the next pass begins
         fired = int.from_bytes(self._fired)
@@ -272,7 +270,7 @@ class Reducer:
     def _build_hook(self, i: int) -> Callable[[Tensor], None]:
         def on_grad(param: Tensor) -> None:
             if not self._in_backward:
-                if self._in_micro_batch:
+                if self.in_micro_batch:
                     raise Error(
                         "loss.backward() by hand inside the micro-batch loop: call step.backward(loss), which "
                         "weights the loss and adds up all ranks; for an input's gradient, torch.autograd.grad(loss, x)"
@@ -292,11 +290,11 @@ class Reducer:
                 # Now, while it is in the cache; its own memory serves the next gradient. `.data`, since views of one
                 # bucket would share a version.
                 param.grad = grad = self._pack(i, grad).data
-            elif (place := grad.untyped_storage()._cdata) in self._places:
+            elif (place := get_storage(grad)) in self._places:
                 param.grad = grad = grad.clone()  # autograd's one tensor for two parameters, or views that may overlap
             else:
                 self._places.add(place)
-            self._grads.append((i, grad, grad._version))
+            self._grads.append((i, grad, read_version(grad)))
             if self._last:
                 bucket = self._bucket_of[i]
                 bucket.missing -= 1
@@ -318,7 +316,7 @@ class Reducer:
         return Further([nothing for _ in self._held], [*nothing], self._all_fired * MISSED * has_missed)
 
     def _mark_params(self) -> list[tuple[int, bool]]:
-        return [(param._version, param.requires_grad) for param in self.params]
+        return [(read_version(param), param.requires_grad) for param in self.params]
 
     def _find_params(self) -> list[int]:
         """Where each lives: `param.data = ...` counts as no change of its version."""

@@ -4,32 +4,36 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from samestep.data.failure import write_traceback
 from samestep.data.loader import Loader, Task, seed_all, to_device
+from samestep.data.pools import Pools
 from samestep.data.source import Source, understand
+from samestep.engine.control import Vote
+from samestep.engine.gradient_pass import GradientPass
 from samestep.errors import Error
 from samestep.plan.order import build_order
 from samestep.plan.schedule import rank_range
 from samestep.plan.seeds import derive
-
-if TYPE_CHECKING:
-    from samestep.train.run import Run
+from samestep.train.context import RunContext
+from samestep.train.position import Position
+from samestep.watch.heartbeat import PhaseClock
 
 Row = dict[str, Any]  # name -> list, or (value, weight)
 
-EVALUATES = 2**40  # and an evaluation's number: what ranks say that begin one, where others may say something else
+EVALUATES = 2**40  # plus an evaluation's number: the number that ranks exchange when they begin one
 
 
 def open_source(data: Any, micro_batch_size: int | None, **arguments: Any) -> Source:
-    """The data that a script passed to `run.evaluate`; its micro-batches, when anything says how large they are.
+    """The data that a script passed to `run.evaluate`, with the micro-batch size if one is given.
 
     Raises:
-        Error: that is no data, or its micro-batches have no size.
+        Error: it is not a data set, or the size is not a whole number above 0.
     """
     size = 1 if micro_batch_size is None else micro_batch_size
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
@@ -38,66 +42,90 @@ def open_source(data: Any, micro_batch_size: int | None, **arguments: Any) -> So
     return replace(source, shuffle=False, micro_batch_size=micro_batch_size or source.micro_batch_size)
 
 
-def run_evaluate(run: "Run", score: Callable[[Any], Mapping[str, Any]], source: Source, number: int) -> dict[str, Any]:
-    """What `Run.evaluate` returns. `number` tells apart the evaluations of one step, which draw other noise."""
-    if not callable(score):
-        raise Error(f"run.evaluate needs a function score(batch) -> dict, not {score!r}")
-    _check_all_are_here(run, EVALUATES + number)
-    length, micro_batch_size = len(source), source.micro_batch_size or run.micro_batch_size
-    spans = [(start, min(start + micro_batch_size, length)) for start in range(0, length, micro_batch_size)]
-    held = rank_range(len(spans), run.world_size, run.rank)
-    order = build_order(length, seed=0, epoch=0, shuffle=False)
+class Evaluator:
+    """Scores data sets with the models of one run.
 
-    def seed_of(purpose: str, v: int) -> int:
-        return derive(run.seed, purpose, step=run.steps_done, pass_=2**32 + number, micro_batch=v)
+    Args:
+        gradients: holds and restores the models' buffers.
+        take_votes: applies all ranks' votes on whether to stop.
+        cast_vote: this rank's vote.
+        logs: returns the directory for tracebacks; None without one.
+    """
 
-    tasks = (Task(order.take(*spans[v]), seed_of("data", v)) for v in held)
-    source = replace(source, num_workers=min(source.num_workers, len(held)))
-    rows: list[Row] = []
-    modes = {part: part.training for module in run._modules.values() for part in module.modules()}
-    gradients = {param: param.grad for module in run._modules.values() for param in module.parameters()}
-    evaluating, without = dict.fromkeys(modes, False), dict.fromkeys(gradients)
-    run._buffers.begin()
-    run._statistics.hold()
-    run._watchdog.enter("validating", run.steps_done)
-    try:
-        workers = run._pools.lend(source, run.device)
-        with Loader(source, tasks, device=run.device, workers=workers) as loader, torch.no_grad():
-            for v, loaded in zip(held, loader, strict=True):
-                seed_all(seed_of("evaluate", v))
-                _set_modes(evaluating)  # each time: a score function may call model.train()
-                _set_gradients(without)  # and backward(), such as for what an input counts
-                rows.append(_read(score(to_device(loaded.batch, run.device)), loaded.num_samples))
-                run._buffers.undo()
-                run._statistics.undo()
-                run._watchdog.enter("validating", run.steps_done)
-        settled = [_settle(row) for row in rows]
-    except Error as error:
-        where = write_traceback(error, run._snapshotter.logs, run.rank)
-        message = f"{str(error).rstrip('.')}, on rank {run.rank} in run.evaluate{where}"
-        raise Error(message, rank=run.rank) from error.__cause__
-    finally:
-        _set_modes(modes)
-        _set_gradients(gradients)
-    run._watchdog.enter("reducing", run.steps_done)
-    heard = run._signals.heard if run._signals is not None else 0
-    gathered = run._group.gather((run._group.seal(settled), heard, run._snapshotter.is_copying))
-    if run._loop is not None:  # validations can be long: what was heard meanwhile is not left to the next step
-        run._loop.check_copying([told[2] for told in gathered])
-        run._loop.take_votes([told[1] for told in gathered])
-    run._watchdog.enter("script", run.steps_done)
-    return _merge([row for told in gathered for row in run._group.unseal(told[0])])
+    def __init__(
+        self,
+        context: RunContext,
+        modules: Mapping[str, nn.Module],
+        gradients: GradientPass,
+        position: Position,
+        watchdog: PhaseClock,
+        pools: Pools,
+        *,
+        take_votes: Callable[[Sequence[Vote]], None],
+        cast_vote: Callable[[], Vote],
+        logs: Callable[[], Path | None],
+    ) -> None:
+        self._context, self._modules, self._gradients, self._position = context, modules, gradients, position
+        self._watchdog, self._pools, self._logs = watchdog, pools, logs
+        self._take_votes, self._cast_vote = take_votes, cast_vote
 
+    def evaluate(self, score: Callable[[Any], Mapping[str, Any]], source: Source) -> dict[str, Any]:
+        """Score every sample. Arguments, result and errors as for `Run.evaluate`."""
+        if not callable(score):
+            raise Error(f"run.evaluate needs a function score(batch) -> dict, not {score!r}")
+        group, steps_done = self._context.group, self._position.steps_done
+        self._watchdog.enter("reducing", steps_done)
+        check_not_alone(group.gather_number(EVALUATES + self._position.num_evaluations))
+        rows = self._score(score, source)
+        self._watchdog.enter("reducing", steps_done)
+        gathered = group.gather((group.seal(rows), *self._cast_vote()))
+        # A validation can be long: a signal that came meanwhile does not wait for the next step.
+        self._take_votes([Vote(stop, copying=copying) for _, stop, _, copying in gathered])
+        self._watchdog.enter("script", steps_done)
+        return _merge([row for sealed, *_ in gathered for row in group.unseal(sealed)])
 
-def _check_all_are_here(run: "Run", mark: int) -> None:
-    """Raises Error where some ranks alone evaluate, and others are at their epoch's end (or at another evaluation)."""
-    run._watchdog.enter("reducing", run.steps_done)
-    check_not_alone(run._group.gather_number(mark))
-    run._watchdog.enter("script", run.steps_done)
+    def _score(self, score: Callable[[Any], Mapping[str, Any]], source: Source) -> list[Row]:
+        """The scores of this rank's micro-batches."""
+        context, position = self._context, self._position
+        length, micro_batch_size = len(source), source.micro_batch_size or context.config.micro_batch_size
+        spans = [(start, min(start + micro_batch_size, length)) for start in range(0, length, micro_batch_size)]
+        held = rank_range(len(spans), context.world_size, context.rank)
+        order = build_order(length, seed=0, epoch=0, shuffle=False)
+
+        def seed_of(purpose: str, v: int) -> int:
+            pass_ = 2**32 + position.num_evaluations  # apart from those of steps
+            return derive(context.config.seed, purpose, step=position.steps_done, pass_=pass_, micro_batch=v)
+
+        tasks = (Task(order.take(*spans[v]), seed_of("data", v)) for v in held)
+        source = replace(source, num_workers=min(source.num_workers, len(held)))
+        rows: list[Row] = []
+        modes = {part: part.training for module in self._modules.values() for part in module.modules()}
+        gradients = {param: param.grad for module in self._modules.values() for param in module.parameters()}
+        evaluating, without = dict.fromkeys(modes, False), dict.fromkeys(gradients)
+        self._gradients.hold_buffers()
+        self._watchdog.enter("validating", position.steps_done)
+        try:
+            workers = self._pools.lend(source, context.device)
+            with Loader(source, tasks, device=context.device, workers=workers) as loader, torch.no_grad():
+                for v, loaded in zip(held, loader, strict=True):
+                    seed_all(seed_of("evaluate", v))
+                    _set_modes(evaluating)  # each time: a score function may call model.train()
+                    _set_gradients(without)  # and backward(), such as to weigh an input
+                    rows.append(_read(score(to_device(loaded.batch, context.device)), loaded.num_samples))
+                    self._gradients.undo_buffers()
+                    self._watchdog.enter("validating", position.steps_done)
+            return [_settle(row) for row in rows]
+        except Error as error:
+            where = write_traceback(error, self._logs(), context.rank)
+            message = f"{str(error).rstrip('.')}, on rank {context.rank} in run.evaluate{where}"
+            raise Error(message, rank=context.rank) from error.__cause__
+        finally:
+            _set_modes(modes)
+            _set_gradients(gradients)
 
 
 def check_not_alone(marks: list[int]) -> None:
-    """Looks at what all ranks said where they met. Raises Error where it was an evaluation for some ranks alone."""
+    """Raise Error if only some of the ranks exchanged the number of an evaluation."""
     most = max(marks)
     if most >= EVALUATES and min(marks) != most:
         rank, other = marks.index(most), next(rank for rank, mark in enumerate(marks) if mark != most)

@@ -1,90 +1,152 @@
-"""The loop over epochs and steps: what happens between two steps, and how it ends."""
+"""The loop over epochs and steps: what happens between two steps, and how the loop ends."""
 
 import os
-import time
-from collections.abc import Generator, Iterator
+import sys
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from samestep.data.attributes import Attributes
 from samestep.data.loader import Loader, seed_all
+from samestep.engine.gradient_pass import GradientPass
 from samestep.errors import Error
 from samestep.plan.seeds import derive
-from samestep.snapshot.inspection import TrainingState
+from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.batches import Batches
-from samestep.train.evaluate import check_not_alone
-from samestep.train.loops import Place
-from samestep.train.shutdown import let_go
-from samestep.train.stateful import list_calm
-from samestep.train.steps import Epoch, Step
+from samestep.train.context import RunContext
+from samestep.train.position import Place, Position
+from samestep.train.run_metrics import RunMetrics, Tally
+from samestep.train.state_saver import StateSaver
+from samestep.train.steps import Observers, Step, refuse_unpacking
 from samestep.train.stop_signals import MOST_IDLE_STOPS, count_idle_stops, describe_stop
+from samestep.train.stopping import Stopping
 from samestep.train.unprepared import Unprepared
+from samestep.train.watchdog import Watchdog
 from samestep.watch.records import RESTARTS
-from samestep.world.environment import BEGUN, FINISHED, ROOM, START_AGAIN, STOPPED, advise, stop_code
+from samestep.world.environment import (
+    BEGUN,
+    FINISHED,
+    ROOM,
+    START_AGAIN,
+    STOPPED,
+    Environment,
+    advise,
+    stop_code,
+)
 from samestep.world.private import make_private
 
-if TYPE_CHECKING:
-    from samestep.train.run import Run
+AFTER_LOOP = 2**31  # evaluations after a loop are counted from here on: they draw other noise than those inside it
 
-AFTER_LOOP = 2**31  # evaluations there are counted from here on: they draw other noise than those in the loop
+
+class Epoch:
+    """One pass over the data set: iterate over it for its steps.
+
+    Attributes:
+        number: counted from 0 over the whole run.
+        num_steps: optimizer steps in a whole epoch.
+        done: its steps were iterated over.
+    """
+
+    def __init__(self, loop: "Loop", number: int, num_steps: int, end: int, tally: Tally) -> None:
+        self.number, self.num_steps = number, num_steps
+        self._loop, self._end, self._tally = loop, end, tally
+        self._is_begun = False
+        self.done = False
+
+    def __iter__(self) -> Iterator[Step]:
+        if self._is_begun:
+            raise Error(f"the steps of epoch {self.number} can be iterated over once: take the next epoch")
+        self._is_begun = True
+        refuse_unpacking(sys._getframe(1), "an epoch", "for step in epoch")
+        yield from self._loop.run_steps_of_epoch(self._end)
+        self.done = True
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The averages of `step.metrics` over the epoch's steps so far, also those before a restart, weighted as there.
+
+        Raises:
+            Error: read before the epoch's first step is done, or after the epoch.
+        """
+        if self._tally.epoch != self.number:
+            raise Error(
+                f"epoch.metrics of epoch {self.number} was read before its first step was done, or in another epoch: "
+                "read it in the epoch's body, after the loop over its steps"
+            )
+        return self._tally.averages()
 
 
 class Loop:
-    """One loop of a run: what `run.epochs` or `run.steps` gives.
+    """One loop of a run: what `run.epochs` or `run.steps` returns.
 
-    A body runs whole or not at all: snapshots, votes and stops happen when the next step or epoch is asked for, and
+    A body runs whole or not at all: snapshots and stops happen when the script asks for the next step or epoch, and
     those of an epoch's last step wait for the epoch's body.
 
+    Args:
+        unprepared: looks for state of the script that no snapshot holds.
+        saver: saves the snapshots that are due.
+        on_end: called with rows for the table at the end, and with the status, when the loop has ended.
+
     Attributes:
-        steps_done: steps finished so far, over all restarts.
-        began_step: the steps that were done when the loop began.
         step: the present step, or the last one.
-        ending: no further step begins.
-        is_ended: all of its steps are done, or it ended early.
         repeats_head: an epoch has begun for the second time, and none of its steps yet; or the loop is past, so that
             what follows it has run before.
-        failure: at its end, where the snapshot that was due there could not be written, or where to be started again
-            would be in vain.
+        failure: at its end, an Error if the snapshot that was due there could not be written, or if starting again
+            would not help; else None.
     """
 
-    def __init__(self, run: "Run", batches: Batches, place: Place) -> None:
-        self._run, self.batches, self.place = run, batches, place
-        self.steps_done = self.began_step = place.steps_done
-        self.last_step, self._is_cut = place.last_step, place.last_step < place.planned_step
+    def __init__(
+        self,
+        context: RunContext,
+        batches: Batches,
+        place: Place,
+        *,
+        environment: Environment,
+        position: Position,
+        gradients: GradientPass,
+        snapshotter: Snapshotter,
+        stopping: Stopping,
+        watchdog: Watchdog,
+        metrics: RunMetrics,
+        observers: Observers,
+        unprepared: Unprepared,
+        saver: StateSaver,
+        on_end: Callable[[dict[str, Any], str, Error | None], None],
+    ) -> None:
+        self._context, self.batches, self.place, self._environment = context, batches, place, environment
+        self._position, self._gradients, self._snapshotter = position, gradients, snapshotter
+        self._stopping, self._watchdog, self._metrics, self._on = stopping, watchdog, metrics, observers
+        self._unprepared, self._saver, self._on_end = unprepared, saver, on_end
         self.step: Step | None = None
-        self.ending = self.steps_done >= self.last_step or bool(run._stop_reason)
         self._left = ""
         self.repeats_head = place.is_past
         self.failure: Error | None = None
-        self.is_ended = self._has_agreed = False
-        self._signal = 0
         self._agreed_epoch = -1
-        self._num_samples = 0
-        self._began_s = time.perf_counter()
-        tasks = batches.tasks(self.steps_done, self.last_step, rank=run.rank, world_size=run.world_size)
+        tasks = batches.tasks(position.steps_done, place.last_step, rank=context.rank, world_size=context.world_size)
         source = replace(batches.source, num_workers=0) if place.is_past else batches.source
-        # One rank looks, in a run that can be resumed.
-        looks = run.rank == 0 and run.dir is not None and run._trace is None and not place.is_further
-        roots = {"the data set": source.dataset, "collate_fn": source.collate_fn}
-        self._unprepared = Unprepared(run._objects if looks else None, roots, run._say)
-        self._loader, self._attributes = Loader(source, tasks, device=run.device), Attributes(batches.source)
+        self._loader, self._attributes = Loader(source, tasks, device=context.device), Attributes(batches.source)
+
+    @property
+    def is_ended(self) -> bool:
+        """All of its steps are done, or it ended early."""
+        return self._stopping.is_ended
 
     def run_epochs(self, num_epochs: int) -> Generator[Epoch, None, None]:
-        """Yields the epochs from where the run stands."""
-        per_epoch = self.batches.steps_per_epoch
+        """Yield the epochs from the run's position on."""
+        per_epoch, position = self.batches.steps_per_epoch, self._position
         assert per_epoch is not None
         self._begin()
-        for number in range(self.batches.epoch_of(self.steps_done), self.batches.first_epoch + num_epochs):
-            if self.ending:
+        for number in range(self.batches.epoch_of(position.steps_done), self.batches.first_epoch + num_epochs):
+            if self._stopping.ending:
                 break
             if self.batches.has_sampler:
                 self._agree_on_order(number)
             self._begin_body("epoch", number)
             end = self.batches.end_of(number)
-            self.repeats_head = self.steps_done > end - per_epoch
-            epoch = Epoch(self, number, per_epoch, self._run._tally)
+            self.repeats_head = position.steps_done > end - per_epoch
+            epoch = Epoch(self, number, per_epoch, end, self._metrics.tally)
             try:
                 yield epoch
             except GeneratorExit:
@@ -96,36 +158,46 @@ class Loop:
                     f"the steps of epoch {number} were not iterated over: its body needs `for step in epoch`; to end "
                     "early, call run.stop() and let the loop end by itself"
                 )
-            self._vote_alone()
-            self._unprepared.look(self.steps_done - self.began_step, ends_epoch=True)
-            whole = self.steps_done == end
-            self._run._watchdog.enter("script", self.steps_done)
-            if not whole:  # the body of an epoch that was cut short will run again: what it asks for is not final
-                self._run._snapshotter.drop_names()
-            self._save_what_is_due(epochs_done=number + 1 if whole else None, numbered=whole)
-            self._leave_if_told()
+            self._stopping.vote_alone()
+            self._unprepared.look(position.steps_done - position.began_step, ends_epoch=True)
+            whole = position.steps_done == end
+            self._watchdog.enter("script", position.steps_done)
+            if not whole:  # the body of an epoch that was cut short will run again, and ask for its snapshots again
+                self._snapshotter.drop_names()
+            self._end_body(epochs_done=number + 1 if whole else None, numbered=whole)
         self._finish()
+
+    def run_steps_of_epoch(self, end: int) -> Iterator[Step]:
+        """Yield the steps up to step `end`, in an epoch's body."""
+        if (change := self._attributes.find_change()) is not None:  # such as by set_epoch, earlier in the body
+            self._context.say(change)
+        while self._position.steps_done < end and not self._stopping.ending:
+            yield from self._run_step(is_last=self._position.steps_done + 1 == end)
 
     def run_steps(self) -> Generator[Step, None, None]:
-        """Yields the steps from where the run stands."""
+        """Yield the steps from the run's position on."""
         self._begin()
-        while not self.ending:
+        while not self._stopping.ending:
             if self.batches.has_sampler:
-                for epoch in self.batches.epochs_of(self.steps_done):
+                for epoch in self.batches.epochs_of(self._position.steps_done):
                     self._agree_on_order(epoch)
-            yield from self.next_step(last=False)
+            yield from self._run_step(is_last=False)
         self._finish()
 
-    def next_step(self, *, last: bool) -> Iterator[Step]:
-        """Yields the next step and, when its body is done, closes it. `last`: of its epoch, whose body is to come."""
-        run, number = self._run, self.steps_done
-        began_s = time.monotonic()
+    def _run_step(self, *, is_last: bool) -> Iterator[Step]:
+        """Yield the next step and, when its body is done, close it. `is_last`: of its epoch, whose body continues."""
+        position, number = self._position, self._position.steps_done
         self.repeats_head = False
         self._begin_body("step", number)
-        if number == self.began_step:
-            run._snapshotter.watch(list_calm(run._objects))
-        build = Step if run._trace is None else run._trace.build_step
-        self.step = step = build(run, self, number, self._loader)
+        if self.step is not None:
+            self.step.is_over = True
+        self.step = step = Step(
+            number, self.batches.epoch_of(number), self.batches.micro_batches(number), self._loader,
+            context=self._context, gradients=self._gradients, position=position, logs=self._snapshotter.logs,
+            cast_vote=self._stopping.cast_vote, observers=self._on,
+        )  # fmt: skip
+        for notify in self._on.begin_step:
+            notify(step)
         try:
             yield step
         except GeneratorExit:
@@ -137,46 +209,43 @@ class Loop:
                 f"the micro-batches of step {number} were not iterated over: its body needs `for batch in step`; to "
                 "end early, call run.stop() and let the loop end by itself"
             )
-        self.steps_done += 1
-        run._watchdog.enter("script", self.steps_done)
-        self._account(step)
-        self._unprepared.look(self.steps_done - self.began_step)
-        self._warn_of_grace(time.monotonic() - began_s)
-        self._vote_alone()
-        self.ending |= self.steps_done >= self.last_step
-        if not last:
-            self._save_what_is_due(epochs_done=None, numbered=True)
-            self._leave_if_told()
-
-    def warn_of_changed_data(self) -> None:
-        """Says, once, that the loader's workers do not see what the script has changed in the data set."""
-        if (change := self._attributes.find_change()) is not None:
-            self._run._say(change)
+        position.steps_done += 1
+        for notify in self._on.end_step:
+            notify(step)
+        self._unprepared.look(position.steps_done - position.began_step)
+        if not is_last:
+            self._end_body(epochs_done=None, numbered=True)
 
     def explain_end(self) -> str:
-        """Why no step is left to a start, and how to train longer."""
-        if self.steps_done < self.last_step:
-            return f"run.stop() has ended this run; go on from here with {advise(resume=self.steps_done)}"
-        more = "a larger max_steps" if self._is_cut else "more epochs" if self.batches.steps_per_epoch else "more steps"
-        return f"{self.steps_done} of {self.last_step} steps are done; ask for {more}"
+        """Why no step is left to this start, and how to train longer."""
+        steps_done, last_step = self._position.steps_done, self.place.last_step
+        if steps_done < last_step:
+            return f"run.stop() has ended this run; go on from here with {advise(resume=steps_done)}"
+        is_cut = last_step < self.place.planned_step
+        more = "a larger max_steps" if is_cut else "more epochs" if self.batches.steps_per_epoch else "more steps"
+        return f"{steps_done} of {last_step} steps are done; ask for {more}"
 
     def check_not_left(self) -> None:
-        """Raises Error where the script has left one of the loops before its end."""
-        error = self.left_error()
+        """Raise Error if the script left one of the loops before its end."""
+        error = self.build_left_error()
         if error is not None:
             raise error
 
     def find_end(self) -> tuple[int, int]:
-        """The step and the epoch at which the next loop of the run begins. Raises Error while this one goes on."""
+        """The step and the epoch at which the next loop of the run begins. Raises Error before this one has ended."""
         if not self.is_ended:
             raise Error(
                 "this run is inside another loop: call run.epochs() or run.steps() after that loop, not inside it "
                 "or before it has begun"
             )
-        return self.steps_done, self.batches.next_epoch(self.steps_done)
+        return self._position.steps_done, self.batches.next_epoch(self._position.steps_done)
 
-    def left_error(self) -> Error | None:
-        """What is to be said of a loop that was left before its end."""
+    def find_failure(self) -> Error | None:
+        """At the end of the process: why the run has not ended as it should."""
+        return self.build_left_error() or self.failure
+
+    def build_left_error(self) -> Error | None:
+        """The error of a loop that the script left before its end."""
         if not self._left:
             return None
         return Error(
@@ -185,270 +254,156 @@ class Loop:
         )
 
     def _leave(self, loop: str, where: str) -> None:
-        self._run._watchdog.leave(self.steps_done)
+        for notify in self._on.leave:
+            notify(self._position.steps_done)
         if not self.is_ended and not self._left:
             self._left = f"the loop over the {loop} was left by break (or return, or an error) in {where}"
 
     def _begin(self) -> None:
-        """Before the first step: who was told to stop by now leaves without one."""
-        run = self._run
+        """Before the first step. A run that was already asked to stop ends here."""
         if self.place.is_past:
             return
-        run._watchdog.begin()
+        snapshotter, settings = self._snapshotter, self._context.config
+        self._watchdog.begin()
         if self.place.is_further:
-            run._snapshotter.write_status("running", "", None)
-        elif run._snapshotter.directory is not None:
-            run._snapshotter.directory.write_start(run._restart, from_step=self.steps_done, world_size=run.world_size)
-        if run.local_rank == 0:
-            self._tell_launcher(ROOM, str(run.batch_size // run.micro_batch_size))
-            if run.dir is not None:
-                self._tell_launcher(BEGUN, run._snapshotter.shown)
-        if run._signals is not None:
-            self.take_votes(run._group.gather_number(run._signals.heard))
-            self._leave_if_told()
-        self._agree_on_stop(is_everyone_here=True)
+            snapshotter.write_status("running", "", None)
+        elif snapshotter.directory is not None:
+            from_step, world_size = self._position.steps_done, self._context.world_size
+            snapshotter.directory.write_start(self._environment.restart, from_step=from_step, world_size=world_size)
+        if self._environment.local_rank == 0:
+            self._tell_launcher(ROOM, str(settings.batch_size // settings.micro_batch_size))
+            if snapshotter.path is not None:
+                self._tell_launcher(BEGUN, snapshotter.shown)
+        self._stopping.vote_together()
+        self._leave_if_told()
+        self._stopping.agree(is_everyone_here=True)
 
     def _begin_body(self, purpose: str, number: int) -> None:
-        """Makes what the body draws, and its evaluations, depend on its number alone, not on where the run resumed."""
-        seed_all(derive(self._run.seed, purpose, step=number))
-        self._run._num_evaluations = 0
+        """Make the body's draws, and its evaluations, depend on its number, not on where the run resumed."""
+        seed_all(derive(self._context.config.seed, purpose, step=number))
+        self._position.num_evaluations = 0
 
-    def check_copying(self, copying: list[bool]) -> None:
-        """Raises Error where some ranks alone have a snapshot on its way: what all look at together would not match."""
-        if True in copying and False in copying:
-            raise Error(
-                f"rank {copying.index(True)} takes a snapshot of step {self.steps_done}, and rank "
-                f"{copying.index(False)} does not: call run.snapshot on every rank; one of them writes it"
-            )
-
-    def take_votes(self, votes: list[int], wants_snapshot: bool = False) -> None:
-        """Any rank's signal ends the run on all ranks, at the end of this step or epoch's body; a clock's snapshot
-        is due there.
-
-        The last thing before the script may update: what is being copied for a snapshot is copied by now.
-        """
-        snapshotter, pulse = self._run._snapshotter, self._run._watchdog
-        before, is_copying = pulse.now[0], snapshotter.is_copying
-        if is_copying:
-            pulse.enter("saving", self.steps_done)
-        snapshotter.join_copy()
-        if is_copying:
-            pulse.enter(before, self.steps_done)
-        snapshotter.is_wanted |= wants_snapshot
-        if not self.is_ended:
-            self._signal = max(votes)
-            self.ending |= bool(self._signal)
-
-    def _vote_alone(self) -> None:
-        """A signal in a body's last lines counts at its end, where no other rank has to hear of it."""
-        if self._run.world_size == 1 and self._run._signals is not None:
-            self.take_votes([self._run._signals.heard])
-
-    def explain_loss(self, error: RuntimeError) -> None:
-        """Raises Error where an exchange has failed because of a run.stop() on another rank alone."""
-        stopped = self._run._group.find_stopped()
-        if stopped is not None:
-            raise self._build_stop_error(*stopped, other=self._run.rank) from error
-
-    def _build_stop_error(self, rank: int, step: int | str, other: int) -> Error:
-        return Error(
-            f"rank {rank} ended its loop after step {step} by run.stop(), and rank {other} did not: call it on every "
-            "rank, decided on what all ranks know (step.loss, step.metrics, epoch.metrics; not loss.item())",
-            rank=self._run.rank,
-        )
-
-    def _agree_on_stop(self, *, is_everyone_here: bool) -> None:
-        """Whether the ranks that end their loop by run.stop() are all of them.
+    def _end_body(self, *, epochs_done: int | None, numbered: bool) -> None:
+        """Save the snapshots that are due after a body, and leave if a signal says so.
 
         Args:
-            is_everyone_here: all ranks call this, with and without a run.stop(). Else only those with one do: it
-                costs the others nothing.
-
-        Raises:
-            Error: they are not.
+            epochs_done: at an epoch's end, after its body.
+            numbered: the position can be resumed from, so that a numbered snapshot may be written.
         """
-        run, has_stopped = self._run, bool(self._run._stop_reason)
-        if self._has_agreed or self._signal or self.steps_done >= self.last_step:
-            return
-        if is_everyone_here:
-            stops = run._group.gather_number(int(has_stopped))
-            check_not_alone(stops)
-            if 0 in stops and 1 in stops:
-                raise self._build_stop_error(stops.index(1), self.steps_done, other=stops.index(0))
-        elif has_stopped:
-            other = run._group.find_going_on(self.steps_done)
-            if other is not None:
-                first, step = run._group.find_stopped() or (run.rank, self.steps_done)
-                raise self._build_stop_error(first, step, other)
-        self._has_agreed = has_stopped
-
-    def _account(self, step: Step) -> None:
-        """Writes down a finished step."""
-        run, epoch = self._run, self.batches.epoch_of(step.number)
-        self._num_samples += step.num_samples
-        directory = run._snapshotter.directory
-        if directory is not None:
-            directory.enter(step.number, epoch, step.num_samples, step.fingerprint)
-        run._progress.step(self.steps_done, step.num_samples, epoch)
-        if step.is_skipped:
-            run._tally.num_skipped += 1
-            if run._tally.num_skipped == 1:
-                run._say(
-                    f"step {step.number} makes no update: no micro-batch of it had a step.backward with a weight above "
-                    "0; such steps are counted as skipped_steps"
-                )
-        if self.batches.steps_per_epoch is not None:
-            run._tally.add(epoch, step.weighted_metrics())
-        if run._logs_step(self.steps_done):
-            skipped = {"train/skipped_steps": run._tally.num_skipped} if run._tally.num_skipped else {}
-            run._write_row(step.row | skipped, self.steps_done, epoch=epoch)
-
-    def _warn_of_grace(self, step_s: float) -> None:
-        """Says, once, that the kill which follows a signal to stop comes before a step and a snapshot are through."""
-        run, directory = self._run, self._run._snapshotter.directory
-        if run._grace_s is None or directory is None or not directory.save_s:
-            return
-        if step_s + directory.save_s > run._grace_s:
-            run._say(
-                f"the grace period of {run._grace_s} s is too short: a step takes {step_s:.1f} s and a "
-                f"snapshot {directory.save_s:.1f} s, a run told to stop may be killed before it has saved: ask for more"
+        step, steps_done, stopping, tally = self.step, self._position.steps_done, self._stopping, self._metrics.tally
+        if step is not None:
+            for notify in self._on.end_body:
+                notify(step)
+        self._saver.compare_if_due(steps_done, epochs_done)
+        # At an epoch's end, the next step's exchange may not be what follows.
+        stopping.agree(is_everyone_here=epochs_done is not None)
+        if self._snapshotter.path is not None:
+            stopped = {"stopped": stopping.reason} if stopping.reason and steps_done < self.place.last_step else {}
+            self._watchdog.enter("saving", steps_done)
+            self._saver.save(
+                step=steps_done,
+                epoch=self.batches.epoch_of(steps_done) if epochs_done is None else epochs_done,
+                epochs_done=epochs_done,
+                numbered=numbered,
+                ending=stopping.ending,
+                notes={"tally": tally.state_dict()} | stopped,
             )
-            run._grace_s = None
-
-    def _save_what_is_due(self, *, epochs_done: int | None, numbered: bool) -> None:
-        run = self._run
-        if run._trace is not None:
-            run._trace.end_step(self)
-        run._replicas.compare_if_due(self.steps_done, epochs_done)
-        # At an epoch's end what follows is not always the next step's exchange.
-        self._agree_on_stop(is_everyone_here=epochs_done is not None)
-        if run.dir is None:
-            return
-
-        def build_state() -> dict[str, Any]:
-            epoch = self.batches.epoch_of(self.steps_done) if epochs_done is None else epochs_done
-            return run._build_state({"step": self.steps_done, "epoch": epoch})
-
-        def get_state() -> TrainingState:
-            return run._replicas.describe(build_state, self.steps_done)
-
-        run._watchdog.enter("saving", self.steps_done)
-        run._snapshotter.save_what_is_due(
-            get_state,
-            step=self.steps_done,
-            epochs_done=epochs_done,
-            numbered=numbered,
-            ending=self.ending,
-            notes={"tally": run._tally.state_dict()}
-            | ({"stopped": run._stop_reason} if run._stop_reason and self.steps_done < self.last_step else {}),
-        )
-        run._watchdog.leave_saving(self.steps_done)
-
-    @property
-    def _is_to_leave(self) -> bool:
-        """Whether a signal ends this start: a run that is whole, or has ended itself, has nothing to go on with."""
-        return bool(self._signal) and self.steps_done < self.last_step and not self._run._stop_reason
+            self._watchdog.leave_saving(steps_done)
+        self._leave_if_told()
 
     def _leave_if_told(self) -> None:
-        if not self._is_to_leave:
+        """End the process after a signal, once all ranks have voted."""
+        if not self._stopping.is_to_leave:
             return
-        snapshotter = self._run._snapshotter
-        saved = snapshotter.saved_step == self.steps_done
-        self._run._say(
-            f"stopped by a signal after step {self.steps_done}"
+        snapshotter, steps_done, signals = self._snapshotter, self._position.steps_done, self._stopping.signals
+        saved = snapshotter.saved_step == steps_done
+        self._context.say(
+            f"stopped by a signal after step {steps_done}"
             + (f", saved in {snapshotter.named}: the same command goes on from there" if saved else "")
         )
-        if self._run._signals is not None:
-            self._run._signals.leave()
-        self._end("stopped", describe_stop(self._signal))
+        if signals is not None:
+            signals.leave()
+        self._end("stopped", describe_stop(self._stopping.signal))
         if self.failure is not None:
             raise self.failure
         self._tell_launcher(STOPPED)
-        raise SystemExit(self._run._signals.exit_code if self._run._signals is not None else 0)
+        raise SystemExit(signals.exit_code if signals is not None else 0)
 
-    def _tell_launcher(self, what: str, text: str = "") -> None:
-        """Tells our launcher what has become of the run: torch's agent knows success and failure only."""
-        if self._run._error_dir is not None:
-            path = Path(self._run._error_dir, what)
-            with suppress(OSError):  # that disk is full: the launcher takes the usual for granted
+    def _tell_launcher(self, event: str, text: str = "") -> None:
+        """Leave a note for our launcher: torch's agent knows success and failure only."""
+        if self._environment.error_dir is not None:
+            path = Path(self._environment.error_dir, event)
+            with suppress(OSError):  # the disk is full: the launcher then assumes the usual
                 make_private(path.parent)
                 path.write_bytes(os.fsencode(text))
 
     def _finish(self) -> None:
-        """The loop has ended by itself."""
+        """The loop has run to its end."""
         if not self.place.is_past:
-            if self._run._stop_reason:
-                self._run._say(f"stopped at step {self.steps_done}: {self._run._stop_reason}")
-            self._end("stopped" if self._run._stop_reason else "done", self._run._stop_reason)
+            reason = self._stopping.reason
+            if reason:
+                self._context.say(f"stopped at step {self._position.steps_done}: {reason}")
+            self._end("stopped" if reason else "done", reason)
             self._tell_launcher(FINISHED)
-            self._run._stop_reason = ""  # a further loop is not stopped by it
-        self.is_ended = True
-        self._run._loops.end(self.place, self.steps_done)
-        # What follows the loop draws the same where a later start has found nothing left to do.
-        self._begin_body("after", self.steps_done)
-        self._run._num_evaluations = AFTER_LOOP
+            self._stopping.reason = ""  # it does not stop a further loop
+        self._stopping.is_ended = True
+        self._position.end(self.place)
+        # What follows the loop draws the same when a later start finds nothing left to do.
+        self._begin_body("after", self._position.steps_done)
+        self._position.num_evaluations = AFTER_LOOP
 
     def _end(self, status: str, reason: str) -> None:
-        self.is_ended = True
+        self._stopping.is_ended = True
         self._loader.close()
-        run, snapshotter = self._run, self._run._snapshotter
-        run._pools.close()
-        run._watchdog.enter("saving", self.steps_done)
-        snapshotter.end(self.steps_done)
-        # All are told: where the launcher of one node ended with START_AGAIN, srun would for all of them.
-        ends = [(run.rank, self._explain_failure())]
-        ends = run._group.gather(ends[0]) if self._signal else ends
+        context, snapshotter, steps_done = self._context, self._snapshotter, self._position.steps_done
+        self._watchdog.enter("saving", steps_done)
+        snapshotter.end(steps_done)
+        # On all ranks: if the launcher of one node ended with START_AGAIN, srun would for all of them.
+        ends = [(context.rank, self._explain_failure())]
+        ends = context.group.gather(ends[0]) if self._stopping.signal else ends
         rank, failure = next((end for end in ends if end[1]), (0, ""))
         if failure:
             self.failure, status, reason = Error(failure, rank=rank), "failed", failure
-        seconds = time.perf_counter() - self._began_s
-        end = {"steps": self.steps_done, "measured": run._watchdog.measure(self._num_samples, seconds)}
-        snapshotter.write_status(status, reason, None if failure else end)
-        rows: dict[str, Any] = {"steps": self.steps_done}
-        time_row = self._run._watchdog.close()
-        if self.steps_done > self.began_step:
-            if run._tally.num_skipped:
-                rows["steps without an update"] = f"{run._tally.num_skipped} of {self.steps_done}"
-            rows |= {"samples/s": f"{self._num_samples / seconds:,.0f}", "wall time": f"{seconds:.1f} s", **time_row}
-        run._show_end(rows, status)
-        if self.failure is None:
-            let_go(run)
+        measured = self._watchdog.measure(self._metrics.num_samples, self._metrics.seconds)
+        snapshotter.write_status(status, reason, None if failure else {"steps": steps_done, "measured": measured})
+        rows, time_row = self._metrics.build_end_rows(steps_done, self._position.began_step), self._watchdog.close()
+        self._on_end(rows | time_row if steps_done > self._position.began_step else rows, status, self.failure)
 
     def _explain_failure(self) -> str:
-        """What is to be said of the run's end, on ranks that write it down; "" where it is as it should be."""
-        run, snapshotter = self._run, self._run._snapshotter
-        if snapshotter.unsaved is not None and snapshotter.unsaved[0] == self.steps_done:
+        """What went wrong at the run's end, on ranks that write it down; "" if nothing did."""
+        snapshotter, position, signal = self._snapshotter, self._position, self._stopping.signal
+        if snapshotter.unsaved is not None and snapshotter.unsaved[0] == position.steps_done:
             return f"{snapshotter.unsaved[1]}; mend that, and start the same command again"
-        if not self._is_to_leave or stop_code(self._signal) != START_AGAIN or run.rank != 0 or snapshotter.path is None:
+        is_again = self._stopping.is_to_leave and stop_code(signal) == START_AGAIN
+        if not is_again or self._context.rank != 0 or snapshotter.path is None:
             return ""
-        if (snapshotter.saved_step or 0) > run._steps_done:
+        if (snapshotter.saved_step or 0) > position.resumed_step:
             return ""
         count = count_idle_stops(snapshotter.path / RESTARTS) + 1
         if count < MOST_IDLE_STOPS:
             return ""
         cure = "give each more time (of submit: a longer --time)"
-        if run._settings.snapshot_every is None:
+        if self._context.config.snapshot_every is None:
             cure = "let it save (--snapshot-every), or give it time for all of its steps"
         return (
-            f"{count} starts in a row were told to stop before they had saved more than step {run._steps_done}: "
+            f"{count} starts in a row were told to stop before they had saved more than step {position.resumed_step}: "
             f"{cure}, and start the same command again"
         )
 
     def _agree_on_order(self, epoch: int) -> None:
-        """A sampler's order must be the same on all ranks; it is kept for the audit."""
-        run = self._run
+        """Check that a sampler's order is the same on all ranks, and keep it for the audit."""
         if epoch <= self._agreed_epoch:
             return
         self._agreed_epoch = epoch
-        if len(set(run._group.gather(self.batches.order_fingerprint(epoch)))) > 1:
+        if len(set(self._context.group.gather(self.batches.order_fingerprint(epoch)))) > 1:
             raise Error(f"sampler({epoch}) gave other indices on other ranks: seed it from the epoch, not the rank")
-        if run.dir is not None:
-            directory = run.dir
-            run._snapshotter.once(lambda: self._keep_order(epoch, directory))
+        if self._snapshotter.path is not None:
+            directory = self._snapshotter.path
+            self._snapshotter.once(lambda: self._keep_order(epoch, directory))
 
     def _keep_order(self, epoch: int, directory: Path) -> None:
         try:
-            if problem := self.batches.keep_order(epoch, directory, self.steps_done):
-                self._run._say(problem)
+            if problem := self.batches.keep_order(epoch, directory, self._position.steps_done):
+                self._context.say(problem)
         except OSError as error:
-            self._run._say(f"the order of epoch {epoch} could not be written down ({error}): the run goes on")
+            self._context.say(f"the order of epoch {epoch} could not be written down ({error}): the run goes on")

@@ -1,9 +1,7 @@
-"""What a script must not do to a step whose gradient is not complete: caught where it is done."""
+"""Detects mistakes of a script around a step, such as an update from a gradient that is not complete."""
 
-import dis
 from collections.abc import Iterator, Mapping
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakSet
 
 from torch import nn
@@ -11,33 +9,28 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from samestep.engine.reducer import Reducer
+from samestep.engine.gradient_pass import GradientPass
 from samestep.errors import Error
-
-if TYPE_CHECKING:
-    from samestep.train.loop import Loop
+from samestep.train.steps import Step, StepObserver
 
 Signature = list[tuple[str, int, Any]]
 
 
-class MisuseChecks:
-    """Watches over one run's loop, what it prepared, and all optimizers of the process.
+class MisuseChecks(StepObserver):
+    """Watches one run's loop, what it prepared, and all optimizers of the process."""
 
-    Attributes:
-        unused_step: the step that has left gradients since an optimizer of the run was last called.
-    """
-
-    def __init__(self, objects: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> None:
-        self._objects, self._modules = objects, modules
+    def __init__(self, objects: Mapping[str, Any], modules: Mapping[str, nn.Module], gradients: GradientPass) -> None:
+        self._objects, self._modules, self._gradients = objects, modules, gradients
         self._optimizers: WeakSet[Optimizer] = WeakSet(o for o in objects.values() if isinstance(o, Optimizer))
         self._schedules = [(name, thing) for name, thing in objects.items() if isinstance(thing, LRScheduler)]
         self._signature = self._sign()
-        self.unused_step: int | None = None
+        self._unused_step: int | None = None  # left gradients, and no optimizer of the run was called since
         self._names = {number: path for path, number, _ in self._signature}
-        self._loop: Loop | None = None
+        self._step: Step | None = None
+        self._read: list[int] = []  # how far each schedule was when the pass began
         self._hook: Any = None
 
-    def watch(self, loop: "Loop") -> None:
+    def watch(self) -> None:
         """The loop begins.
 
         Raises:
@@ -48,45 +41,56 @@ class MisuseChecks:
                 raise Error(f"{now_path} was replaced or converted after run.prepare: change the model before it")
         if len(self._signature) != len(self._sign()):
             raise Error("a model got or lost parameters after run.prepare: change the model before it")
-        self._loop = loop
         self._hook = register_optimizer_step_pre_hook(self._check_update)
 
     def close(self) -> None:
         """The loop has ended."""
-        self._loop = None
+        self._step = None
         if self._hook is not None:
             self._hook.remove()
 
     def refuse_in_step(self, what: str, instead: str) -> None:
-        """Raises Error inside the micro-batch loop of a step."""
-        step = None if self._loop is None else self._loop.step
+        """Raise Error inside the micro-batch loop of a step."""
+        step = self._step
         if step is not None and step.open:
             step.check_not_left()
             raise Error(f"{what} inside the micro-batch loop of step {step.number}: {instead}")
+
+    def begin_step(self, step: Step) -> None:
+        self._step = step
+
+    def begin_pass(self, step: Step) -> None:
+        if step.num_passes == 0:
+            self._check_used()
+        self._read = self.read_schedules()
+
+    def exchange(self, step: Step) -> None:
+        for (name, _), was, now in zip(self._schedules, self._read, self.read_schedules(), strict=True):
+            if was != now:
+                raise Error(
+                    f"{name}.step() inside the micro-batch loop of step {step.number}: each rank calls it as often as "
+                    "it has micro-batches; dedent it by one level"
+                )
+
+    def reduced(self, step: Step) -> None:
+        if step.has_gradients and step.num_passes == 1:
+            self._unused_step = step.number
 
     def read_schedules(self) -> list[int]:
         """How far each learning rate schedule is."""
         return [getattr(schedule, "last_epoch", 0) for _, schedule in self._schedules]
 
-    def check_schedules(self, before: list[int], step: int) -> None:
-        """Raises Error where a schedule was moved on within the micro-batch loop."""
-        for (name, _), was, now in zip(self._schedules, before, self.read_schedules(), strict=True):
-            if was != now:
-                raise Error(
-                    f"{name}.step() inside the micro-batch loop of step {step}: each rank calls it as often as it has "
-                    "micro-batches; dedent it by one level"
-                )
-
-    def check_used(self, reducer: Reducer) -> None:
-        """Called before a step drops the gradients that the step before it has left.
+    def _check_used(self) -> None:
+        """Before a step drops the gradients that the step before it left, check that an optimizer has used them.
 
         Some steps rightly have no update: the script has dropped the gradients or set them to 0, a gradient scaler
-        skips what is not finite, or weights change without one of torch's optimizers.
+        skips those that are not finite, or weights change without one of torch's optimizers.
 
         Raises:
             Error: no optimizer has used them.
         """
-        number, self.unused_step = self.unused_step, None
+        number, self._unused_step = self._unused_step, None
+        reducer = self._gradients.reducer
         if number is None or not self._optimizers or reducer.has_new_weights():
             return
         left = [param.grad for param in reducer.params if param.grad is not None]
@@ -102,8 +106,8 @@ class MisuseChecks:
         name = None if is_known else self._find_ours(optimizer)
         if is_known or name is not None:
             self.refuse_in_step("optimizer.step()", "its gradient is not complete there; dedent it by one level")
-            self.unused_step = None
-            step = None if self._loop is None else self._loop.step
+            self._unused_step = None
+            step = self._step
             if (
                 step is not None
                 and step.has_gradients
@@ -124,7 +128,7 @@ class MisuseChecks:
         return (param for module in self._modules.values() for param in module.parameters())
 
     def _find_ours(self, optimizer: Optimizer) -> str | None:
-        """A parameter of ours that a strange optimizer holds, unless it is part of something that was prepared."""
+        """A prepared parameter that an unprepared optimizer holds, unless that is part of a prepared object."""
         things = [thing for thing in self._objects.values() if not isinstance(thing, LRScheduler)]
         if any(value is optimizer for thing in things for value in getattr(thing, "__dict__", {}).values()):
             self._optimizers.add(optimizer)
@@ -142,12 +146,3 @@ class MisuseChecks:
 
 def _has_gradient(optimizer: Optimizer) -> bool:
     return any(param.grad is not None for group in optimizer.param_groups for param in group["params"])
-
-
-def refuse_unpacking(frame: FrameType, what: str, instead: str) -> None:
-    """Raises Error if the current line of `frame` assigns to several names, as `for x, y in epoch` does."""
-    if dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("UNPACK"):
-        raise Error(
-            f"{what} was unpacked like a batch: loop over it first, `{instead}`; the loops are run.epochs() (or "
-            "run.steps()), `for step in epoch`, and `for x, y in step`"
-        )

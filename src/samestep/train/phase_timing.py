@@ -1,35 +1,32 @@
-"""How long each phase of each step takes, for `samestep doctor`: whether the data loader keeps up with the model."""
+"""Measures the phases of each step, for `samestep doctor`: whether the data loader keeps up with the model."""
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-from samestep.data.loader import Loader
+from samestep.train.context import RunContext
 from samestep.train.steps import Step
-from samestep.train.trace import Trace
-
-if TYPE_CHECKING:
-    from samestep.train.loop import Loop
-    from samestep.train.run import Run
+from samestep.train.trace import Tracer
+from samestep.train.watchdog import Watchdog
 
 
-class PhaseTiming(Trace):
-    """Writes a line per step and rank, and changes nothing in the step."""
+class PhaseTiming(Tracer):
+    """Writes a line per step: the seconds that this rank has spent in each phase so far, and the samples it loaded."""
 
-    def build_step(self, run: "Run", loop: "Loop", number: int, loader: Loader) -> Step:
-        """A plain one."""
-        return Step(run, loop, number, loader)
+    def __init__(
+        self, context: RunContext, run_dir: Path | None, options: Mapping[str, Any], watchdog: Watchdog
+    ) -> None:
+        super().__init__(context, run_dir, options)
+        self._watchdog = watchdog
 
-    def end_step(self, loop: "Loop") -> None:
-        """Writes down how long this rank has been in each phase so far, and the samples that it loaded in this step."""
-        step, run = loop.step, self.run
-        if step is None:
-            return
-        source, held = loop.batches.source, step._layout.ranges[run.rank]
-        line = {
-            "step": step.number,
-            "at_s": time.monotonic(),
-            "spent_s": run._watchdog.spent_s(),
-            "num_samples": sum(step._sizes[v] for v in held),
-            "num_workers": source.num_workers,
-        }
-        self.write(line)
+    def end_body(self, step: Step) -> None:
+        self.write(
+            {
+                "step": step.number,
+                "at_s": time.monotonic(),
+                "spent_s": self._watchdog.spent_s(),
+                "num_samples": sum(step.sizes[v] for v in step.held),
+                "num_workers": self.batches.source.num_workers,
+            }
+        )

@@ -7,23 +7,21 @@ ranks have reduced is written down. In both, dropout is off, since float64 would
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
-from samestep.data.loader import Loader, seed_all, to_device
+from samestep.data.loader import seed_all, to_device
+from samestep.engine.gradient_pass import Losses, find_slot
 from samestep.plan.seeds import derive
 from samestep.snapshot.serialization import write_tensors
-from samestep.train.stateful import find_slot
-from samestep.train.steps import Losses, Step
-from samestep.train.trace import Trace, TracedStep, read_draws
-
-if TYPE_CHECKING:
-    from samestep.train.loop import Loop
-    from samestep.train.run import Run
+from samestep.train.context import RunContext
+from samestep.train.steps import Step
+from samestep.train.trace import Trace, read_draws
 
 NUM_PROBES = 8  # samples that are looked at one by one
 Grads = list[Tensor | None]
@@ -31,93 +29,83 @@ Key = tuple[int, int]  # a slot, and which of its losses
 
 
 class Reference(Trace):
-    """A trace that works out averages."""
+    """A trace of a run in float64, or in float32. It works out the average of the first step a second way."""
 
-    def __init__(self, run: "Run", options: dict[str, Any]) -> None:
-        super().__init__(run, options)
-        self.is_double = options["reference"] == "float64"
-        if self.is_double:
-            self._evaluate = run.evaluate
-            run.evaluate = self._check_evaluate  # type: ignore[method-assign]
+    def __init__(self, context: RunContext, run_dir: Path | None, options: Mapping[str, Any]) -> None:
+        super().__init__(context, run_dir, options)
+        self._is_double = options["reference"] == "float64"
+        self._probe: list[tuple[Key, float, float | None, Tensor]] | None = None
+        self._sums: dict[Key, list[Tensor]] = {}
+        self._weights: dict[Key, float] = {}
+        self._draws = False
+        self._drawn: dict[str, str] = {}
 
-    def prepare(self) -> None:
-        for module in self.run._modules.values():
+    def prepare(self, objects: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> None:
+        super().prepare(objects, modules)
+        for module in modules.values():
             for part in module.modules():
                 if isinstance(part, _DropoutNd):
                     part.p = 0.0
                 elif isinstance(getattr(part, "dropout", None), float):
                     setattr(part, "dropout", 0.0)  # noqa: B010  # as of MultiheadAttention
-                if self.is_double:  # what the script draws or makes itself is float32
+                if self._is_double:  # what the script draws or makes itself is float32
                     part.register_forward_pre_hook(cast_inputs, with_kwargs=True)
-            if self.is_double:
+            if self._is_double:
                 module.double()
 
-    def build_step(self, run: "Run", loop: "Loop", number: int, loader: Loader) -> Step:
-        super().build_step(run, loop, number, loader)
-        return ReferenceStep(self, run, loop, number, loader)
-
-    def _check_evaluate(self, score: Callable[[Any], Mapping[str, Any]], data: Any, **arguments: Any) -> dict[str, Any]:
-        """Scores in micro-batches of the size asked for, the same once more, and in micro-batches of one sample."""
+    def evaluate(
+        self, evaluate: Callable[..., dict[str, Any]], score: Callable[[Any], Mapping[str, Any]], data: Any,
+        **arguments: Any,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Score in micro-batches of the size asked for, the same once more, and in micro-batches of one sample."""
+        if not self._is_double:
+            return evaluate(score, data, **arguments)
 
         def cast_and_score(batch: Any) -> Mapping[str, Any]:
             return score(cast(batch))
 
-        result = self._evaluate(cast_and_score, data, **arguments)
-        if self.run.rank == 0 and self.run.world_size == 1:
-            again = self._evaluate(cast_and_score, data, **arguments)
-            single = self._evaluate(cast_and_score, data, **arguments | {"micro_batch_size": 1})
+        result = evaluate(cast_and_score, data, **arguments)
+        if self.context.world_size == 1:
+            again = evaluate(cast_and_score, data, **arguments)
+            single = evaluate(cast_and_score, data, **arguments | {"micro_batch_size": 1})
             names = [name for name, value in result.items() if isinstance(value, float)]
             self.write({"evaluate": {name: [result[name], again[name], single[name]] for name in names}})
         return result
 
+    def begin_step(self, step: Step) -> None:
+        super().begin_step(step)
+        self._params = self.gradients.reducer.params
 
-class ReferenceStep(TracedStep):
-    """A step in float64, or in float32. The average of a run's first one is worked out besides."""
+    def forward(self, step: Step, batch: Any) -> Any:
+        batch = super().forward(step, batch)
+        self._drawn = read_draws()
+        return cast(batch) if self._is_double else batch
 
-    def __init__(self, trace: Reference, run: "Run", loop: "Loop", number: int, loader: Loader) -> None:
-        super().__init__(run, loop, number, loader)
-        self._trace, self._is_first = trace, number == 0
-        self._params = run._reducer.params
-        self._probe: list[tuple[Key, float, float | None, Tensor]] | None = None
-        self._sums: dict[Key, list[Tensor]] = {}
-        self._weights: dict[Key, float] = {}
-        self._draws = False
+    def end_micro_batch(self, step: Step) -> None:
+        super().end_micro_batch(step)
+        self._draws |= read_draws() != self._drawn
 
-    def __iter__(self) -> Iterator[Any]:
-        if self._trace.is_double and self._is_first and self.num_passes == 0:
-            yield from self._run_probes()
-        inner = super().__iter__()
-        try:
-            for batch in inner:
-                before = read_draws()
-                yield cast(batch) if self._trace.is_double else batch
-                self._draws |= read_draws() != before
-        finally:
-            inner.close()  # type: ignore[attr-defined]
-        if self._run.rank == 0 and self._is_first and self.num_passes == 1:
-            self._write_gradients()
-
-    def backward(self, loss: Losses, *, weight: float | Tensor | None = None, model: nn.Module | None = None) -> None:
-        slot = 0 if model is None else find_slot(self._run._modules, model)
+    def backward(self, step: Step, loss: Losses, weight: float | Tensor | None, model: nn.Module | None) -> None:
+        super().backward(step, loss, weight, model)
+        slot = 0 if model is None else find_slot(self.modules, model)
         for k, (term, own) in enumerate(loss.items() if isinstance(loss, Mapping) else [(loss, weight)]):
             if self._probe is not None:
                 number = None if own is None else float(own)
                 flat = [g.flatten() for g in self._differentiate(term, slot) if g is not None]
                 self._probe.append(((slot, k), float(term.detach()), number, torch.cat(flat)))
-            elif self._trace.is_double and self._is_first and self.num_passes == 0:
-                share = float(self._sizes[self._v] if own is None else own)
+            elif self._is_double and step.number == 0 and step.num_passes == 0:
+                share = float(step.sizes[step.micro_batch] if own is None else own)
                 if share:
                     self._add((slot, k), share, self._differentiate(term, slot))
-        if self._probe is None:
-            super().backward(loss, weight=weight, model=model)
 
-    def log(self, **values: float | Tensor) -> None:
-        if self._probe is None:
-            super().log(**values)
+    def reduced(self, step: Step) -> None:
+        super().reduced(step)
+        if self.context.rank == 0 and step.number == 0 and step.num_passes == 1:
+            self._write_gradients()
 
     def _differentiate(self, loss: Tensor, slot: int) -> Grads:
         """The loss's gradient for each parameter; None for those that this loss is not for, zeros where unused."""
-        wanted = [p.requires_grad and slot in (0, home) for p, home in zip(self._params, self._run._reducer.slots,
+        wanted = [p.requires_grad and slot in (0, home) for p, home in zip(self._params, self.gradients.reducer.slots,
                                                                            strict=True)]  # fmt: skip
         params = [param for param, is_wanted in zip(self._params, wanted, strict=True) if is_wanted]
         grads = iter(torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True, materialize_grads=True))
@@ -130,10 +118,10 @@ class ReferenceStep(TracedStep):
         self._weights[key] = self._weights.get(key, 0.0) + weight
 
     def _write_gradients(self) -> None:
-        reducer = self._run._reducer
+        reducer = self.gradients.reducer
         gradients = {}
         for i, (name, param, home) in enumerate(zip(reducer.names, self._params, reducer.slots, strict=True)):
-            if self._trace.is_double:
+            if self._is_double:
                 gradients[name] = torch.zeros(())
                 for number in {k for _, k in self._sums}:
                     keys = [(slot, k) for slot, k in self._sums if k == number and slot in (0, home)]
@@ -142,30 +130,31 @@ class ReferenceStep(TracedStep):
                         gradients[name] = gradients[name] + sum(self._sums[key][i] for key in keys) / total
             elif param.grad is not None:
                 gradients[name] = param.grad
-        with open(self._trace.directory / "gradients.safetensors", "wb") as file:
+        with open(self.directory / "gradients.safetensors", "wb") as file:
             write_tensors(file, {name: torch.as_tensor(gradient).clone() for name, gradient in gradients.items()})
-        self._trace.write({"draws": self._draws})
+        self.write({"draws": self._draws})
 
     # --- a few samples, together and one by one ---------------------------------------------------------------
 
-    def _run_probes(self) -> Iterator[Any]:
-        run, batches = self._run, self._loop.batches
-        spans = batches.micro_batches(self.number)
-        indices = [int(i) for span in spans for i in batches.indices(self.number, span)][:NUM_PROBES]
-        modules = {id(part): part for module in run._modules.values() for part in module.modules()}.values()
+    def probe(self, step: Step) -> Iterator[Any]:
+        if not self._is_double or step.number or step.num_passes:
+            return
+        spans = self.batches.micro_batches(step.number)
+        indices = [int(i) for span in spans for i in self.batches.indices(step.number, span)][:NUM_PROBES]
+        modules = {id(part): part for module in self.modules.values() for part in module.modules()}.values()
         norms = [part for part in modules if isinstance(part, _BatchNorm) and part.training]
-        buffers = [buffer for part in modules for buffer in part._buffers.values() if buffer is not None]
+        buffers = [buffer for part in modules for buffer in part.buffers(recurse=False)]
         kept = [buffer.clone() for buffer in buffers]
         for part in norms:
             part.training = False
-        self.open, results = True, []
-        for batch in self._load_probes(indices):
-            seed_all(derive(run.seed, "compute", step=self.number))
+        results = []
+        for batch in self._load_probes(indices, step.number):
+            seed_all(derive(self.context.config.seed, "compute", step=step.number))
             self._probe, before = [], read_draws()
             yield batch
             results.append(self._probe)
             self._draws |= read_draws() != before
-        self._probe, self.open = None, False
+        self._probe = None
         for part in norms:
             part.training = True
         with torch.no_grad():
@@ -175,17 +164,17 @@ class ReferenceStep(TracedStep):
             rows = [[entry[1:] for entry in result if entry[0] == key] for result in results]
             if all(len(row) == 1 for row in rows):
                 about = {"draws": self._draws, "slot": key[0]}
-                self._trace.write({"probe": summarize([row[0] for row in rows]) | about})
+                self.write({"probe": summarize([row[0] for row in rows]) | about})
 
-    def _load_probes(self, indices: list[int]) -> Iterator[Any]:
+    def _load_probes(self, indices: list[int], step: int) -> Iterator[Any]:
         """The samples as one batch, then each as one."""
-        source, seed = self._loop.batches.source, derive(self._run.seed, "data", step=self.number)
+        source, seed = self.batches.source, derive(self.context.config.seed, "data", step=step)
         seed_all(seed)
         many = getattr(source.dataset, "__getitems__", None)
         samples = [source.dataset[i] for i in indices] if many is None else many(indices)
         for chosen in (samples, *([sample] for sample in samples)):
             seed_all(seed)
-            yield cast(to_device(source.collate_fn(chosen), self._run.device))
+            yield cast(to_device(source.collate_fn(chosen), self.context.device))
 
 
 def summarize(rows: list[tuple[float, float | None, Tensor]]) -> dict[str, Any]:

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from samestep.config import Precision, Reduction
 from samestep.data.loader import seed_all
 from samestep.data.pools import Pools
-from samestep.engine.buffers import BatchNormStatistics, OtherBuffers
+from samestep.engine.gradient_pass import GradientPass
 from samestep.engine.precision import build_precision
-from samestep.engine.reducer import Reducer
 from samestep.errors import Error
 from samestep.plan.schedule import LEAST_SAMPLES, describe
 from samestep.plan.seeds import derive
@@ -22,21 +21,26 @@ from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train import stateful as prepared
 from samestep.train.arguments import build_config, check_count, check_extras
 from samestep.train.batches import Batches, Sampler, build_batches
+from samestep.train.context import RunContext
 from samestep.train.determinism import describe_machine, fix_compiler, fix_kernels
-from samestep.train.evaluate import open_source, run_evaluate
+from samestep.train.evaluate import Evaluator, open_source
 from samestep.train.generators import call_on_rank_0
-from samestep.train.loop import Loop
-from samestep.train.loops import Loops, place_loop
+from samestep.train.loop import Epoch, Loop
 from samestep.train.misuse import MisuseChecks
+from samestep.train.parameters import TrainedParameters
+from samestep.train.position import Position, place_loop
 from samestep.train.recall import recall
 from samestep.train.replicas import Replicas
 from samestep.train.restoring import Contents
+from samestep.train.run_metrics import RunMetrics
 from samestep.train.samples import add_samples
-from samestep.train.shutdown import close_run, open_run, report_errors, take_back
-from samestep.train.steps import Epoch, Step
+from samestep.train.shutdown import Resources, report_errors
+from samestep.train.state_saver import StateSaver
+from samestep.train.steps import Observers, Step
 from samestep.train.stop_signals import StopSignals
-from samestep.train.tally import Tally
-from samestep.train.trace import open_trace
+from samestep.train.stopping import Stopping
+from samestep.train.tracing import open_tracer
+from samestep.train.unprepared import Unprepared
 from samestep.train.watchdog import Watchdog
 from samestep.watch.progress import build_progress, say_above
 from samestep.watch.trackers import Tracker, TrackerInfo, Trackers
@@ -82,7 +86,7 @@ class Run:
         Error: numbers that make no run, a directory that holds another run, that is in use or cannot be written.
     """
 
-    _is_open = False
+    _resources: Resources | None = None
 
     def __init__(
         self,
@@ -109,7 +113,7 @@ class Run:
         report_errors(read_rank())
         environment = read_environment()
         check_extras(trackers, config)
-        self._settings = settings = build_config(
+        settings = build_config(
             environment, run_dir=run_dir, batch_size=batch_size, micro_batch_size=micro_batch_size, seed=seed,
             precision=precision, reduction=reduction, num_threads=num_threads, snapshot_every=snapshot_every,
             keep_last=keep_last, resume=resume, max_steps=max_steps, log_every=log_every, device=device,
@@ -119,35 +123,42 @@ class Run:
         self.seed = settings.seed
         self.device = choose_device(environment, settings.device)
         fix_kernels(settings.num_threads, settings.deterministic)
-        self._precision = build_precision(settings.precision, self.device)
-        self._group = open_group(environment, self.device)
-        self.rank, self.world_size = environment.rank, environment.world_size
-        self.local_rank, self._restart = environment.local_rank, environment.restart
-        self._error_dir, self._grace_s = environment.error_dir, settings.grace_s
-        self._progress, self._config = build_progress(rank=self.rank), dict(config or {})
-        self._trackers, self._tally, self._pools = Trackers(trackers, self._say), Tally(), Pools()
+        precision_of_run = build_precision(settings.precision, self.device)
+        group = open_group(environment, self.device)
+        self.rank, self.local_rank, self.world_size = environment.rank, environment.local_rank, environment.world_size
         self.state: dict[str, Any] = {}
         self.summary: dict[str, Any] = {}
-        self._objects: dict[str, Any] = {}
-        self._modules: dict[str, nn.Module] = {}
-        self._statistics, self._misuse = BatchNormStatistics([]), MisuseChecks({}, {})
-        self._buffers = OtherBuffers({}, self._statistics)
-        self._loop: Loop | None = None
-        self._loops, self._steps_done, self._num_evaluations = Loops(), 0, 0
-        self._resumed, self._stop_reason, self._is_recalled = "", "", False
-        self._snapshotter = Snapshotter(settings, self._group, self._say)
+        self._progress, self._config = build_progress(rank=self.rank), dict(config or {})
+        self._environment = environment
+        self._context = context = RunContext(settings, group, self.device, precision_of_run, self._say)
+        self._trackers, self._pools, self._position = Trackers(trackers, self._say), Pools(), Position()
+        self._snapshotter = Snapshotter(settings, group, self._say)
         self.dir = self._snapshotter.path
-        self._signals = None if self.dir is None else StopSignals(self._say, environment.launcher, self._error_dir)
-        open_run(self)
-        self._watchdog = Watchdog(self, environment)
+        self._signals = None
+        if self.dir is not None:
+            self._signals = StopSignals(self._say, environment.launcher, environment.error_dir)
+        self._resources = Resources(
+            context, self._snapshotter, self._signals, self._progress, self._pools, environment.error_dir
+        )
+        self._watchdog = Watchdog(context, environment, self._snapshotter, self._position)
+        self._stopping = Stopping(
+            context, self._position, self._snapshotter, self._watchdog, self._signals
+        )
+        self._objects: dict[str, Any] = {}
+        self._metrics = RunMetrics(context, self._snapshotter, self._progress, self._trackers, self._objects)
         self._old_params = prepared.find_params()
-        self._trace = None if environment.trace is None else open_trace(self, environment.trace)
+        self._loop: Loop | None = None
+        self._misuse: MisuseChecks | None = None
+        self._resumed, self._is_recalled = "", False
+        self._tracer = None
+        if environment.trace is not None:
+            self._tracer = open_tracer(context, self.dir, environment.trace, self._watchdog)
         seed_all(derive(self.seed, "init"))
 
     @property
     def steps_done(self) -> int:
         """Steps finished so far, over all restarts."""
-        return self._steps_done if self._loop is None else self._loop.steps_done
+        return self._position.steps_done
 
     def prepare(self, *unnamed: Any, override: bool = False, **objects: Any) -> None:
         """Takes the run's models, optimizers, schedules and whatever else has a state, and restores them. Once.
@@ -167,27 +178,35 @@ class Run:
             raise Error("run.prepare takes everything by name, run.prepare(model=model, ...), and returns nothing")
         if self._objects:
             raise Error("run.prepare was called twice: pass all objects in one call")
-        self._modules = prepared.check(objects, self._old_params)
-        self._objects, self._old_params = objects, {}
-        self._numbers = self._settings.identity() | {"models": prepared.describe(self._modules)}
-        self._overrides = override or self._settings.override
-        self._contents = Contents(objects, self._modules, self._precision, self._say)
-        outline = prepared.outline(objects, self._modules) | {**self._contents.options.in_force}
-        self._group.agree(self._settings.shared() | {"override": self._overrides} | outline)
-        for module in self._modules.values():
+        context, config = self._context, self._context.config
+        self._modules = modules = prepared.check(objects, self._old_params)
+        self._objects.update(objects)
+        self._old_params = {}
+        self._numbers = config.identity() | {"models": prepared.describe(modules)}
+        self._overrides = override or config.override
+        self._contents = Contents(objects, modules, context.precision, self._say)
+        outline = prepared.outline(objects, modules) | {**self._contents.options.in_force}
+        context.group.agree(config.shared() | {"override": self._overrides} | outline)
+        for module in modules.values():
             module.to(self.device)
-        if self._trace is not None:
-            self._trace.prepare()
-        tensors = [t for m in self._modules.values() for t in (*m.parameters(), *m.buffers())]
-        self._group.broadcast_tensors(tensors)
-        self._statistics = BatchNormStatistics(self._modules.values())
-        self._misuse = MisuseChecks(objects, self._modules)
+        if self._tracer is not None:
+            self._tracer.prepare(objects, modules)
+        context.group.broadcast_tensors([t for m in modules.values() for t in (*m.parameters(), *m.buffers())])
         if self.dir is not None:
-            encode(prepared.states(objects))  # what cannot be saved is said now, not after the first epoch
+            encode(prepared.states(objects))  # an Error for what cannot be saved comes now, not after the first epoch
+        self._gradients = GradientPass(
+            modules, context.group, context.precision, exact=config.reduction == "exact",
+            bucket_cap_bytes=config.bucket_cap_bytes, micro_batch_size=config.micro_batch_size,
+        )  # fmt: skip
+        self._misuse = MisuseChecks(objects, modules, self._gradients)
         self._restore()
-        self._buffers = OtherBuffers(self._modules, self._statistics)
-        self._replicas = Replicas(objects, self._group, self._settings.compare_every)
-        self._build_reducer()
+        self._replicas = Replicas(objects, context.group, config.compare_every)
+        self._parameters = TrainedParameters(objects, modules, self._gradients)
+        self._evaluator = Evaluator(
+            context, modules, self._gradients, self._position, self._watchdog, self._pools,
+            take_votes=self._stopping.take_votes, cast_vote=self._stopping.cast_vote,
+            logs=lambda: self._snapshotter.logs,
+        )  # fmt: skip
 
     def epochs(
         self,
@@ -266,12 +285,28 @@ class Run:
         """
         self._check_call("run.evaluate", "the ranks are not at the same place there; dedent it")
         self._check_prepared("run.evaluate")
-        self._num_evaluations += 1
+        if self._tracer is not None:
+            return self._tracer.evaluate(
+                self._evaluate, score, data, collate_fn=collate_fn, num_workers=num_workers,
+                micro_batch_size=micro_batch_size,
+            )  # fmt: skip
+        return self._evaluate(score, data, collate_fn, num_workers, micro_batch_size)
+
+    def _evaluate(
+        self,
+        score: Callable[[Any], Mapping[str, Any]],
+        data: Any,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int | None = None,
+        micro_batch_size: int | None = None,
+    ) -> dict[str, Any]:
+        self._position.num_evaluations += 1
         source = open_source(data, micro_batch_size, collate_fn=collate_fn, num_workers=num_workers)
         try:
-            return run_evaluate(self, score, source, self._num_evaluations)
+            return self._evaluator.evaluate(score, source)
         finally:
-            seed_all(derive(self.seed, "after", step=self.steps_done, pass_=2**32 + self._num_evaluations))
+            pass_ = 2**32 + self._position.num_evaluations
+            seed_all(derive(self.seed, "after", step=self.steps_done, pass_=pass_))
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Adds a row to `metrics.jsonl` and to the trackers, at the present step. The same on all ranks.
@@ -285,7 +320,7 @@ class Run:
             return
         step = None if self._loop is None else self._loop.step
         in_body = step is not None and step.number == self.steps_done
-        self._write_row(dict(values), self.steps_done + in_body)
+        self._metrics.write_row(dict(values), self.steps_done + in_body)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         """The builtin print, on rank 0 alone, above the progress bar."""
@@ -294,7 +329,7 @@ class Run:
     def once(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Calls `fn` on rank 0 alone; every rank gets its result (which must pickle), and draws on as rank 0 does."""
         self._check_call("run.once", "the ranks are not at the same place there; call it before the loop")
-        return call_on_rank_0(self._group, fn, *args, **kwargs)
+        return call_on_rank_0(self._context.group, fn, *args, **kwargs)
 
     def snapshot(self, name: str) -> None:
         """Keeps the run's state under `name`, for good, once the loop's body is done. On all ranks."""
@@ -312,7 +347,7 @@ class Run:
         """
         self._check_call("run.restore", "call it after the loop")
         self._check_prepared("run.restore")
-        self._is_recalled = recall(self._snapshotter, self._modules, names, which, self._group, self._loop)
+        self._is_recalled = recall(self._snapshotter, self._modules, names, which, self._context.group, self._loop)
 
     def stop(self, reason: str = "") -> None:
         """Ends the loop after the present step (or epoch's body). Call it on every rank: decide on what all know.
@@ -320,13 +355,11 @@ class Run:
         The same command again takes no further step in that loop; one that resumes from the step by its number does.
         """
         self._check_left()
-        self._stop_reason = reason or "run.stop()"
-        if self._loop is not None:
-            self._loop.ending = True
+        self._stopping.ask(reason or "run.stop()")
 
     def autocast(self) -> AbstractContextManager[Any]:
         """The context for the forward pass and the loss, in the run's precision."""
-        return self._precision.autocast()
+        return self._context.precision.autocast()
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
         """torch.nn.utils.clip_grad_norm_ on the whole batch's gradient. Returns the norm before.
@@ -334,7 +367,7 @@ class Run:
         Raises:
             Error: inside the micro-batch loop, where the gradient is not complete.
         """
-        self._misuse.refuse_in_step("run.clip_grad_norm_", "the gradient is not complete there; dedent it")
+        self._refuse_in_step("run.clip_grad_norm_", "the gradient is not complete there; dedent it")
         return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
 
     def _open_batches(self, data: Any, **arguments: Any) -> Batches:
@@ -346,66 +379,61 @@ class Run:
         return build_batches(data, self.seed, self.batch_size, self.micro_batch_size, start, **arguments)
 
     def _begin(self, batches: Batches, total_steps: int, num_epochs: int | None) -> Loop:
-        """Everything between the arguments' check and the first step."""
+        """Prepare everything between the check of the arguments and the first step of a loop."""
+        context, config = self._context, self._context.config
+        position, snapshotter = self._position, self._snapshotter
+        assert self._misuse is not None
+        assert self._resources is not None
         lengths = {"the number of steps": total_steps, "the length of the data set": len(batches.source)}
-        self._group.agree(batches.numbers | lengths)
+        context.group.agree(batches.numbers | lengths)
         if self._loop is None:
-            machine = describe_machine(self._settings, self.device)
+            machine = describe_machine(config, self.device)
             options = self._contents.options
-            options = add_samples(options, self._group, self._snapshotter, batches, self.seed, machine, self._overrides)
-            self._snapshotter.record(self._numbers | batches.numbers, machine, self._config, options)
+            options = add_samples(options, context.group, snapshotter, batches, self.seed, machine, self._overrides)
+            snapshotter.record(self._numbers | batches.numbers, machine, self._config, options)
             fix_compiler()
-        place = place_loop(self._loops, self._snapshotter, batches, total_steps, self._settings.max_steps, self._say)
+        place = place_loop(position, snapshotter, batches, total_steps, config.max_steps, self._say)
         if place.is_further:
-            take_back(self)
+            self._resources.begin_loop()
         if place.is_replayed:
-            self.state = self._contents.restore_again(self._snapshotter.read_again())
-        self._loop = loop = Loop(self, batches, place)
+            self.state = self._contents.restore_again(snapshotter.read_again())
+        position.enter(place)
+        self._stopping.begin_loop(place)
+        self._metrics.begin_loop(batches)
+        saver = StateSaver(snapshotter, self._objects, self._replicas, self._build_state)
+        observers = [self._misuse, self._parameters, self._watchdog, self._metrics, self._stopping]
+        if self._tracer is not None:
+            self._tracer.begin_loop(batches, place, self._gradients, self._build_state)
+            observers.append(self._tracer)
+        # One rank looks for unprepared state, in a run that can be resumed.
+        looks = self.rank == 0 and self.dir is not None and self._tracer is None and not place.is_further
+        roots = {"the data set": batches.source.dataset, "collate_fn": batches.source.collate_fn}
+        self._loop = loop = Loop(
+            context, batches, place, environment=self._environment, position=position, gradients=self._gradients,
+            snapshotter=snapshotter, stopping=self._stopping, watchdog=self._watchdog, metrics=self._metrics,
+            observers=Observers([*observers, saver]), saver=saver, on_end=self._end_loop,
+            unprepared=Unprepared(self._objects if looks else None, roots, self._say),
+        )  # fmt: skip
+        self._resources.find_failure = loop.find_failure
         if place.is_past:
             return loop
-        self._misuse.watch(loop)
+        self._misuse.watch()
         if self.rank == 0:
             name = "" if self.dir is None else self.dir.name
             self._trackers.start(TrackerInfo(name, self.dir, self._config, resumed_step=self.steps_done))
         if not place.is_further:
             size = LEAST_SAMPLES if self._resumed else self.micro_batch_size  # a run that goes on keeps its own
             self._say(describe(self.batch_size // self.micro_batch_size, self.world_size, size) + self._resumed)
-        if loop.ending and self._resumed and not place.is_further:
+        if self._stopping.ending and self._resumed and not place.is_further:
             self._say(f"nothing left to do: {loop.explain_end()}, or begin anew with {advise(fresh=True)}")
         epochs = num_epochs and batches.first_epoch + num_epochs
-        self._progress.begin(total_steps=loop.last_step, done_steps=self.steps_done, epochs=epochs)
+        self._progress.begin(total_steps=place.last_step, done_steps=self.steps_done, epochs=epochs)
         return loop
 
-    def _restore(self) -> None:
-        if (restored := self._snapshotter.read(self._numbers)) is None:
-            return
-        state, meta = restored
-        self._contents.restore(state, meta.get("settings", {}), overrides=self._overrides)
-        if self._settings.resume == "latest":  # whoever names a snapshot wants to go on from it
-            self._stop_reason = meta.get("stopped", "")
-        self.state, self._steps_done = state["state"], state["position"]["step"]
-        self._loops.load_state_dict(state["position"])
-        self._tally.load_state_dict(meta.get("tally", {}))
-        ranks = "" if (was := meta["world_size"]) == self.world_size else f" (was {was} rank{'s' if was != 1 else ''})"
-        self._resumed = f"; resumed at step {self._steps_done}{ranks}"
-
-    def _build_state(self, position: dict[str, Any]) -> dict[str, Any]:
-        return self._contents.build(position | self._loops.state_dict(), self.state)
-
-    def _logs_step(self, steps_done: int) -> bool:
-        epochs_done = None if self._loop is None else self._loop.batches.epochs_done(steps_done)
-        return self._settings.log_every.is_due(steps_done, epochs_done)
-
-    def _write_row(self, values: dict[str, Any], step: int, **place: int) -> None:
-        if self.rank != 0:
-            return
-        if self._snapshotter.directory is not None:
-            self._snapshotter.directory.write_row({"step": step, **place, **values})
-        self._progress.log(values)
-        self._trackers.log(values, step)
-
-    def _show_end(self, rows: dict[str, Any], status: str) -> None:
-        """The loop is over: the table, the trackers' end, the signals given back."""
+    def _end_loop(self, rows: dict[str, Any], status: str, failure: Error | None) -> None:
+        """The loop is over: show the table, end the trackers, give signals and workers back."""
+        assert self._misuse is not None
+        assert self._resources is not None
         if self.dir is not None:
             rows["written to"] = self._snapshotter.shown
         self._progress.end(self.summary | rows)
@@ -414,26 +442,33 @@ class Run:
         self._misuse.close()
         if self._signals is not None:
             self._signals.restore()
+        if failure is None:
+            self._resources.end_loop()
 
-    def _build_reducer(self) -> None:
-        self._trained = prepared.find_trained(self._objects, self._modules)
-        self._held = prepared.held_params(self._objects)
-        self._reducer = Reducer(
-            self._trained, self._group, exact=self._settings.reduction == "exact",
-            bucket_cap_bytes=self._settings.bucket_cap_bytes, num_slots=len(self._modules) + 1,
-            num_values=self._statistics.num_values, untrained=prepared.find_untrained(self._modules, self._trained),
-        )  # fmt: skip
+    def _restore(self) -> None:
+        if (restored := self._snapshotter.read(self._numbers)) is None:
+            return
+        state, meta = restored
+        self._contents.restore(state, meta.get("settings", {}), overrides=self._overrides)
+        if self._context.config.resume == "latest":  # a snapshot that is named is meant to be trained further
+            self._stopping.reason = meta.get("stopped", "")
+        self.state = state["state"]
+        self._position.load_state_dict(state["position"])
+        self._metrics.tally.load_state_dict(meta.get("tally", {}))
+        ranks = "" if (was := meta["world_size"]) == self.world_size else f" (was {was} rank{'s' if was != 1 else ''})"
+        self._resumed = f"; resumed at step {self.steps_done}{ranks}"
 
-    def _follow_optimizers(self) -> None:
-        """Reduces other parameters from now on where the optimizers' have changed (add_param_group)."""
-        if prepared.held_params(self._objects) != self._held:
-            self._reducer.remove()
-            self._build_reducer()
+    def _build_state(self, position: dict[str, Any]) -> dict[str, Any]:
+        return self._contents.build(position | self._position.state_dict(), self.state)
 
     def _check_call(self, what: str, instead: str) -> None:
-        """Refuses a call in the wrong place."""
+        """Refuse a call in the wrong place."""
         self._check_left()
-        self._misuse.refuse_in_step(what, instead)
+        self._refuse_in_step(what, instead)
+
+    def _refuse_in_step(self, what: str, instead: str) -> None:
+        if self._misuse is not None:
+            self._misuse.refuse_in_step(what, instead)
 
     def _check_prepared(self, what: str) -> None:
         if not self._objects:
@@ -447,5 +482,5 @@ class Run:
         say_above(self._progress, sentence)
 
     def __del__(self) -> None:
-        if self._is_open:
-            close_run(self)
+        if self._resources is not None:
+            self._resources.close()

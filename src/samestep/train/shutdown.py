@@ -1,4 +1,4 @@
-"""How a run ends: with its loop, with its process (not one forked from it), by an Error, or by a signal."""
+"""How a run ends: with its loop, with its process, or by an error."""
 
 import atexit
 import gc
@@ -8,98 +8,117 @@ import os
 import pickle
 import sys
 import textwrap
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 from weakref import WeakSet
 
 from samestep.console import escape
+from samestep.data.pools import Pools
 from samestep.errors import Error, PeerFailed, WorkerDied, recognize
 from samestep.launch.rank_process import is_secondary, leave, write_error
+from samestep.snapshot.snapshotter import Snapshotter
+from samestep.train.context import RunContext
+from samestep.train.stop_signals import StopSignals
+from samestep.watch.progress import Progress
 from samestep.world.environment import FINISHED, ready_standard_files
 from samestep.world.group import close_group, has_group
 from samestep.world.notes import is_first, is_left_by_rank_0
 
-if TYPE_CHECKING:
-    from samestep.train.run import Run
-
 SAY_AFTER_S = 10.0
 
-_open: "list[Run]" = []  # of this process; the end of the process has something to say of them
-_ended: "WeakSet[Run]" = WeakSet()  # their loop is over: they last as long as somebody has them
 
-
-def open_run(run: "Run") -> None:
-    """A run begins. It is closed at the end of the process; one whose loop has ended may be so before."""
-    if _ended:
-        gc.collect()  # those that nobody has any more are closed: they are cycles, which may stay for long
-    else:
-        atexit.unregister(_close_all)
-        atexit.register(_close_all)
-    _open.append(run)
-    run._is_open = True
-
-
-def let_go(run: "Run") -> None:
-    """Its loop has ended as it should: when nobody has the run any more, it is closed."""
-    if run._is_open:
-        _open.remove(run)
-        _ended.add(run)
-
-
-def take_back(run: "Run") -> None:
-    """A further loop of the run begins: takes back what the end of the last one gave up."""
-    if run in _ended:
-        _ended.remove(run)
-        _open.append(run)
-    if run._error_dir is not None:
-        Path(run._error_dir, FINISHED).unlink(missing_ok=True)
-    run._group.forget_stops()
-    if run._signals is not None:
-        run._signals.take()
-
-
-def close_run(run: "Run", failure: str = "") -> Error | None:
-    """Gives up what a run holds. A second call does nothing, nor does one in a process forked from the run's.
+class Resources:
+    """What one run holds: it is given up when nothing refers to the run any more, or at the end of the process.
 
     Args:
-        failure: why the process ends; "" where it ends well, or does not end.
+        error_dir: where the launcher looks for errors; None without one.
 
-    Returns:
-        What is to be said of the run's end, where that was not as it should be.
+    Attributes:
+        find_failure: called at the end of the process; returns the error of a run that has not ended as it should.
     """
-    if not run._is_open:
-        return None
-    run._is_open = False
-    run._progress.close()
-    run._pools.close()
-    if failure and run._snapshotter.directory is not None:
-        run._snapshotter.directory.write_status("failed", failure)
-    was_open = run._snapshotter.close()
-    run._group.close()
-    if failure or not was_open or run._loop is None:
-        return None
-    return run._loop.left_error() or run._loop.failure
+
+    def __init__(
+        self, context: RunContext, snapshotter: Snapshotter, signals: StopSignals | None, progress: Progress,
+        pools: Pools, error_dir: str | None,
+    ) -> None:  # fmt: skip
+        self.rank, self.error_dir = context.rank, error_dir
+        self._context, self._snapshotter, self._signals = context, snapshotter, signals
+        self._progress, self._pools = progress, pools
+        self._is_open = True
+        self.find_failure: Callable[[], Error | None] = lambda: None
+        if _ended:
+            gc.collect()  # closes runs that nothing refers to: they are cycles, which may stay for long
+        else:
+            atexit.unregister(_close_all)
+            atexit.register(_close_all)
+        _open.append(self)
+
+    def end_loop(self) -> None:
+        """The run's loop has ended well. From now on the run is closed when nothing refers to it."""
+        self._pools.close()
+        if self._is_open:
+            _open.remove(self)
+            _ended.add(self)
+
+    def begin_loop(self) -> None:
+        """A further loop begins: take back what the end of the last one gave up."""
+        if self in _ended:
+            _ended.remove(self)
+            _open.append(self)
+        if self.error_dir is not None:
+            Path(self.error_dir, FINISHED).unlink(missing_ok=True)
+        self._context.group.forget_stops()
+        if self._signals is not None:
+            self._signals.take()
+
+    def close(self, failure: str = "") -> Error | None:
+        """Give everything up. A second call does nothing, nor does one in a process forked from the run's.
+
+        Args:
+            failure: why the process ends; "" if it ends well, or does not end.
+
+        Returns:
+            The error of a run that has not ended as it should.
+        """
+        if not self._is_open:
+            return None
+        self._is_open = False
+        self._progress.close()
+        self._pools.close()
+        if failure and self._snapshotter.directory is not None:
+            self._snapshotter.directory.write_status("failed", failure)
+        was_open = self._snapshotter.close()
+        self._context.group.close()
+        return None if failure or not was_open else self.find_failure()
+
+    def forget(self) -> None:
+        """In a forked child: the run belongs to the parent, with everything that it holds."""
+        self._is_open = False
+        self._context.group.close()
+        if self._signals is not None:
+            self._signals.restore()
+
+
+_open: list[Resources] = []  # of this process
+_ended: WeakSet[Resources] = WeakSet()  # their loop is over
 
 
 def _close_all() -> None:
     """At the end of the process."""
-    runs = [*reversed(_open), *_ended]
-    ends = [(run, close_run(run, find_failure(run._error_dir, run.rank))) for run in runs]
-    for run, error in ends:
+    held = [*reversed(_open), *_ended]
+    ends = [(each, each.close(find_failure(each.error_dir, each.rank))) for each in held]
+    for each, error in ends:
         if error is not None:
-            end_with(error, run._error_dir, run.rank)
+            end_with(error, each.error_dir, each.rank)
     close_group()
 
 
 def _forget_all() -> None:
-    """In a forked child: the runs are its parent's, with all that they hold."""
-    for run in [*_open, *_ended]:
-        run._is_open = False
-        run._group.close()
-        if run._signals is not None:
-            run._signals.restore()
+    for each in [*_open, *_ended]:
+        each.forget()
     _open.clear()
     _ended.clear()
     atexit.unregister(_close_all)
@@ -109,9 +128,9 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 def report_errors(rank: int) -> None:
-    """Lets an uncaught Error end the program with its one sentence and exit code 2, said by one rank.
+    """Let an uncaught Error end the program with its one sentence, printed by one rank, and exit code 2.
 
-    A rank that has only lost another one says so in a line: the other's error is what a person needs to see.
+    A rank that only lost another rank prints one line, since the other rank's error is the one that matters.
     """
     ready_standard_files()
     others, pid = sys.excepthook, os.getpid()
@@ -145,9 +164,9 @@ def report_errors(rank: int) -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """Ends the process with this code, without the destructors of torch's threads: they may abort it instead.
+    """End the process with this code, without the destructors of torch's threads, which may abort it instead.
 
-    From a prompt, or with `python -i`, only what was typed ends.
+    At a prompt, or with `python -i`, only the statement ends.
     """
     if sys.flags.interactive or hasattr(sys, "ps1"):
         raise SystemExit(code)
@@ -157,7 +176,7 @@ def _leave(code: int) -> NoReturn:
 def _say_once(error: Error, rank: int) -> None:
     is_sayer = is_first("error")
     if is_sayer is None:
-        # Of what is the same on all ranks, rank 0 speaks; it is gone soon after.
+        # Rank 0 prints an error that is the same on all ranks, unless it has ended by now.
         is_sayer = rank == (error.rank or 0) or (error.rank is None and not is_left_by_rank_0(SAY_AFTER_S))
     if is_sayer:
         # Not sys.stderr: torch.distributed's own hook buffers that around this one, and SystemExit loses the buffer.
@@ -165,7 +184,7 @@ def _say_once(error: Error, rank: int) -> None:
 
 
 def find_failure(error_dir: str | None, rank: int) -> str:
-    """Why this process is ending, where it is because of an exception; else nothing."""
+    """The exception that ends this process, as a sentence; "" if there is none."""
     if error_dir is not None:
         with suppress(OSError, ValueError):
             record = json.loads((Path(error_dir) / f"{rank}.json").read_text())
@@ -181,7 +200,7 @@ def _shorten(who: str, message: str, is_secondary: bool) -> str:
 
 
 def end_with(error: Error, error_dir: str | None, rank: int) -> NoReturn:
-    """Ends a process whose script is through as if the script had raised `error`."""
+    """End a process whose script has finished as if the script had raised `error`."""
     if error_dir is None:
         _say_once(error, rank)
     else:

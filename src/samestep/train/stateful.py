@@ -114,25 +114,6 @@ def find_untrained(
     return [param for module in modules.values() for param in module.parameters() if id(param) not in known]
 
 
-def find_slot(modules: Mapping[str, nn.Module], model: nn.Module) -> int:
-    """The number of a prepared model, counted from 1. Raises Error for another model."""
-    for slot, module in enumerate(modules.values(), start=1):
-        if module is model or getattr(model, "_orig_mod", None) is module:
-            return slot
-    raise Error("step.backward(model=...) got a model that run.prepare does not know: pass it there, too")
-
-
-def list_params(
-    modules: Mapping[str, nn.Module], trained: Sequence[tuple[str, nn.Parameter, int]], slot: int
-) -> tuple[nn.Parameter, ...]:
-    """The trained parameters of one model. Raises Error if it shares one with another model."""
-    held = {id(param) for param in list(modules.values())[slot - 1].parameters()}
-    params = [(param, home) for _, param, home in trained if id(param) in held and param.requires_grad]
-    if any(home != slot for _, home in params):
-        raise Error("step.backward(model=...) got a model that shares parameters with another: add the losses")
-    return tuple(param for param, _ in params)
-
-
 def describe(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     """Each model's number of parameters, with a hash of their names, shapes and dtypes."""
     described = {}

@@ -1,75 +1,99 @@
-"""The loop a person writes: epochs of steps, steps of micro-batches."""
+"""One optimizer step as a script iterates over it, and what may observe it."""
 
+import dis
 import math
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from samestep.data.failure import write_traceback
 from samestep.data.loader import Loaded, Loader, seed_all, to_device
-from samestep.engine.buffers import refuse_lone_sample
-from samestep.engine.control import NOT_CALLED, Control
+from samestep.engine.control import Vote
+from samestep.engine.gradient_pass import GradientPass, Losses, Report
 from samestep.errors import Error
 from samestep.plan.ledger import combine
+from samestep.plan.schedule import Span
 from samestep.plan.seeds import derive
-from samestep.plan.tree import build_layout
-from samestep.train import logs
-from samestep.train.logs import describe
-from samestep.train.misuse import refuse_unpacking
-from samestep.train.stateful import find_slot, learning_rates, list_params
-from samestep.train.tally import Tally, Value
-
-if TYPE_CHECKING:
-    from samestep.train.loop import Loop
-    from samestep.train.run import Run
+from samestep.train.context import RunContext
+from samestep.train.position import Position
+from samestep.train.step_log import StepLog, Value, average, read_number
 
 
-Losses = Tensor | Mapping[Tensor, float | Tensor]  # one, or several and their weights
-MIN_WEIGHT, MAX_WEIGHT = 1e-20, 1e20  # beyond, products of weights and gradients leave what float32 can hold
+class StepObserver:
+    """Base of what watches the steps of a run: every event does nothing here.
 
-
-class Epoch:
-    """One pass over the data set: iterate over it for its steps.
-
-    Attributes:
-        number: counted from 0 over the whole run.
-        num_steps: optimizer steps in a whole epoch.
+    A step calls only the events that a subclass overrides, in the order of the list given to `Observers`.
     """
 
-    def __init__(self, loop: "Loop", number: int, num_steps: int, tally: Tally) -> None:
-        self.number, self.num_steps = number, num_steps
-        self._loop, self._end, self._tally = loop, loop.batches.end_of(number), tally
-        self._is_begun = False
-        self.done = False
+    def begin_step(self, step: "Step") -> None:
+        """The loop hands the step to the script."""
 
-    def __iter__(self) -> Iterator["Step"]:
-        if self._is_begun:
-            raise Error(f"the steps of epoch {self.number} can be iterated over once: take the next epoch")
-        self._is_begun = True
-        refuse_unpacking(sys._getframe(1), "an epoch", "for step in epoch")
-        loop, end = self._loop, self._end
-        loop.warn_of_changed_data()  # such as by set_epoch, in the first lines of the epoch's body
-        while loop.steps_done < end and not loop.ending:
-            yield from loop.next_step(last=loop.steps_done + 1 == end)
-        self.done = True
+    def begin_pass(self, step: "Step") -> None:
+        """The script begins to iterate over the step's micro-batches. The last step's gradients are still there."""
 
-    @property
-    def metrics(self) -> dict[str, float]:
-        """The averages of `step.metrics` over the epoch's steps so far, also those before a restart, weighted as there.
+    def probe(self, step: "Step") -> Iterator[Any]:
+        """Batches to run the script's body on first. Their step.backward and step.log reach observers alone."""
+        raise NotImplementedError
 
-        Raises:
-            Error: read before the epoch's first step is done, or after the epoch.
-        """
-        if self._tally.epoch != self.number:
-            raise Error(
-                f"epoch.metrics of epoch {self.number} was read before its first step was done, or in another epoch: "
-                "read it in the epoch's body, after the loop over its steps"
-            )
-        return self._tally.averages()
+    def load(self, step: "Step") -> None:
+        """A micro-batch is loaded next."""
+
+    def forward(self, step: "Step", batch: Any) -> Any:
+        """The script gets this micro-batch next. Returns the batch to give to it."""
+
+    def backward(self, step: "Step", loss: Losses, weight: float | Tensor | None, model: nn.Module | None) -> None:
+        """The script has called step.backward."""
+
+    def end_backward(self, step: "Step", waited_s: float) -> None:
+        """step.backward is done; it waited so long for other ranks."""
+
+    def end_micro_batch(self, step: "Step") -> None:
+        """The script's body for a micro-batch is done."""
+
+    def exchange(self, step: "Step") -> None:
+        """This rank's micro-batches are done; the exchange with the other ranks follows."""
+
+    def exchange_failed(self, step: "Step", error: RuntimeError) -> None:
+        """The exchange raised `error`. May raise another error in its place."""
+
+    def exchanged(self, step: "Step", report: Report) -> None:
+        """All ranks' reports are here; `.grad` is not."""
+
+    def reduced(self, step: "Step") -> None:
+        """The pass is over: `.grad` holds the whole batch's gradient."""
+
+    def end_step(self, step: "Step") -> None:
+        """The script's body for the step is done."""
+
+    def end_body(self, step: "Step") -> None:
+        """As `end_step`, but after the epoch's body for the last step of an epoch."""
+
+    def leave(self, step: int) -> None:
+        """The script has left one of its loops within this step."""
+
+
+Events = tuple[Callable[..., Any], ...]
+
+
+class Observers:
+    """For each event, the methods to call: those of the observers that override it."""
+
+    def __init__(self, observers: Sequence[StepObserver]) -> None:
+        def find(event: str) -> Events:
+            default = getattr(StepObserver, event)
+            return tuple(getattr(each, event) for each in observers if getattr(type(each), event) is not default)
+
+        self.begin_step, self.begin_pass, self.probe = find("begin_step"), find("begin_pass"), find("probe")
+        self.load, self.forward, self.end_micro_batch = find("load"), find("forward"), find("end_micro_batch")
+        self.backward, self.end_backward = find("backward"), find("end_backward")
+        self.exchange, self.exchange_failed = find("exchange"), find("exchange_failed")
+        self.exchanged, self.reduced = find("exchanged"), find("reduced")
+        self.end_step, self.end_body, self.leave = find("end_step"), find("end_body"), find("leave")
 
 
 class Step:
@@ -80,34 +104,60 @@ class Step:
 
     Attributes:
         number: counted from 0 over the whole run.
-        open: within the loop over its micro-batches.
-        has_gradients: that loop has left some in `.grad`.
+        epoch: in which the step begins.
+        micro_batch: the present micro-batch, counted from 0 over the micro-batches of all ranks.
+        sizes: samples per micro-batch of the step, over all ranks.
+        held: this rank's micro-batches.
+        open: the script iterates over the micro-batches.
+        is_over: the next step has begun.
+        has_gradients: the newest pass left some in `.grad`.
         is_skipped: no micro-batch had a weight above 0 so far, so that there is no gradient.
-        num_passes: how often that loop has run.
-        row: what `metrics.jsonl` gets of it, in the steps that are logged.
-        fingerprint: of the samples used, for the ledger.
+        num_passes: finished iterations over the micro-batches.
+        averaged_loss: over the whole batch, in the newest pass; None where nothing counts.
+        averages: name -> (value, weight) of the loss and of step.log.
     """
 
-    def __init__(self, run: "Run", loop: "Loop", number: int, loader: Loader) -> None:
-        self.number = number
-        self._run, self._loop, self._loader = run, loop, loader
-        spans = loop.batches.micro_batches(number)
-        self._sizes = [stop - start for start, stop in spans]
-        self._layout = build_layout(len(spans), run.world_size)
-        self._cache: list[Loaded] = []
-        self.num_passes = 0
-        self._loss: float | None = None
-        self._calls: logs.Calls = []  # of step.log
-        self._metrics: dict[str, tuple[Value, float]] = {}
-        self.open = self.has_gradients = self._is_left = False
+    def __init__(
+        self,
+        number: int,
+        epoch: int,
+        spans: Sequence[Span],
+        loader: Loader,
+        *,
+        context: RunContext,
+        gradients: GradientPass,
+        position: Position,
+        logs: Path | None,
+        cast_vote: Callable[[], Vote],
+        observers: Observers,
+    ) -> None:
+        self.number, self.epoch = number, epoch
+        self.sizes = [stop - start for start, stop in spans]
+        self._loader, self._context, self._gradients = loader, context, gradients
+        self._position, self._logs, self._cast_vote, self._on = position, logs, cast_vote, observers
+        self._loaded: list[Loaded] = []
+        self.held = range(0)
+        self.micro_batch = self.num_passes = 0
+        self._fingerprints: list[int] = []
+        self.averaged_loss: float | None = None
+        self.averages: dict[str, tuple[Value, float]] = {}
+        self.open = self.is_over = self.has_gradients = self._is_left = self._is_probe = False
         self.is_skipped = True
-        self.row: dict[str, float] = {}
-        self.fingerprint = 0
 
     @property
     def num_samples(self) -> int:
         """The samples of the step, over all ranks."""
-        return sum(self._sizes)
+        return sum(self.sizes)
+
+    @property
+    def loaded_fingerprint(self) -> int:
+        """Of the samples of the present micro-batch."""
+        return self._loaded[self.micro_batch - self.held.start].fingerprint
+
+    @property
+    def fingerprint(self) -> int:
+        """Of the samples used, for the ledger."""
+        return combine(self._fingerprints)
 
     @property
     def loss(self) -> Tensor:
@@ -117,23 +167,19 @@ class Step:
             Error: read before or inside the micro-batch loop.
         """
         self._check_is_over("step.loss")
-        loss = self._loss if self._loss is not None else math.nan
-        return torch.tensor(loss, dtype=torch.float32, device=self._run.device)
+        loss = self.averaged_loss if self.averaged_loss is not None else math.nan
+        return torch.tensor(loss, dtype=torch.float32, device=self._context.device)
 
     @property
     def metrics(self) -> dict[str, float]:
         """The loss and the values of `step.log` by name, averaged by weight over the whole batch: the same floats on
-        all ranks. Those logged after the micro-batch loop are as this rank gave them.
+        all ranks. Values logged after the micro-batch loop are as this rank gave them.
 
         Raises:
             Error: read before or inside the micro-batch loop.
         """
         self._check_is_over("step.metrics")
-        return {name: float(value) for name, (value, _) in self._metrics.items()}
-
-    def weighted_metrics(self) -> dict[str, tuple[Value, float]]:
-        """The values of `metrics`, without waiting for a GPU, and the weights that they count with in their epoch."""
-        return self._metrics
+        return {name: float(value) for name, (value, _) in self.averages.items()}
 
     def _check_is_over(self, what: str) -> None:
         self.check_not_left()
@@ -144,58 +190,111 @@ class Step:
             )
 
     def __iter__(self) -> Iterator[Any]:
-        run, layout = self._run, self._layout
-        if self.num_passes == 0 and self.number == self._loop.began_step:
-            refuse_unpacking(sys._getframe(1), "a step", "for batch in step")
+        """Yield this rank's micro-batches; then leave the whole batch's gradient in `.grad`."""
+        self._begin_pass()
+        for probe in self._on.probe:
+            yield from self._rehearse(probe)
+        for v in self._start():
+            batch = self._load(v)
+            seed_all(self._derive("compute", v))
+            self._gradients.open(v)
+            try:
+                yield self._hand_over(batch)
+            except GeneratorExit:
+                self._leave()
+                raise
+            self._fold()
+        report = self._exchange()
+        self._apply(report)
+        seed_all(self._derive("after"))
+        self._end_pass()
+
+    def _derive(self, purpose: str, v: int = 0) -> int:
+        seed = self._context.config.seed
+        return derive(seed, purpose, step=self.number, pass_=self.num_passes, micro_batch=v)
+
+    def _begin_pass(self) -> None:
+        if self.num_passes == 0 and self.number == self._position.began_step:
+            refuse_unpacking(sys._getframe(2), "a step", "for batch in step")
         self.check_not_left()
-        if self._loop.step is not self:
-            raise Error(f"step {self.number} is over, since step {self._loop.steps_done} has begun")
+        if self.is_over:
+            raise Error(f"step {self.number} is over, since step {self._position.steps_done} has begun")
         if self.open:
             raise Error(f"step {self.number} is iterated over inside its own loop: use one loop after the other")
-        if self.num_passes == 0:
-            run._misuse.check_used(run._reducer)
-        run._follow_optimizers()
-        reducer = run._reducer
+        for notify in self._on.begin_pass:
+            notify(self)
         self.open = True
-        held = layout.ranges[run.rank]
-        schedules = run._misuse.read_schedules()
-        self._losses: list[dict[int, list[tuple[Any, Any]]]] = [{} for _ in held]  # by slot
-        # A power of two, which changes no bit. With it, the sum over a full step of as many micro-batches is the mean.
-        self._scale = run._precision.scale / 2 ** (layout.num_micro_batches - 1).bit_length()
-        self._calls = [{} for _ in held]
-        reducer.begin(layout, keep_grads=self.num_passes > 0, num_names=len(run._tally.names))
-        run._statistics.begin(layout)
-        run._buffers.begin()
-        for k, v in enumerate(held):
-            if self.num_passes == 0:
-                run._watchdog.enter("loading", self.number)
-                self._cache.append(self._load())
-            run._watchdog.enter("forward", self.number)
-            self._k, self._v = k, v
-            batch = to_device(self._cache[k].batch, run.device, non_blocking=True)
-            seed_all(derive(run.seed, "compute", step=self.number, pass_=self.num_passes, micro_batch=v))
-            guards = refuse_lone_sample(run._modules, self.number, v, run.rank) if self._sizes[v] == 1 else ()
-            reducer.open(v)
+
+    def _rehearse(self, probe: Callable[["Step"], Iterator[Any]]) -> Iterator[Any]:
+        self._is_probe = True
+        yield from probe(self)
+        self._is_probe = False
+
+    def _start(self) -> range:
+        self.held = self._gradients.start(self.number, self.sizes, self.num_passes)
+        self._log = StepLog(len(self.held))
+        return self.held
+
+    def _load(self, v: int) -> Any:
+        self.micro_batch = v
+        if self.num_passes == 0:
+            for notify in self._on.load:
+                notify(self)
             try:
-                yield batch
-            except GeneratorExit:
-                self._is_left = True
-                run._watchdog.leave(self.number)
-                raise
-            reducer.close()
-            for guard in guards:
-                guard.remove()
-            run._statistics.fold(held.start, v)
-            run._buffers.fold(v)
-        run._misuse.check_schedules(schedules, self.number)
-        self._finish()
-        run._watchdog.enter("updating", self.number)
-        seed_all(derive(run.seed, "after", step=self.number, pass_=self.num_passes))
+                self._loaded.append(next(self._loader))
+            except Error as error:
+                rank, cause = self._context.rank, error.__cause__
+                where = write_traceback(error, self._logs, rank)
+                message = f"{str(error).rstrip('.')}, on rank {rank} in step {self.number}{where}"
+                raise Error(message, rank=rank) from cause
+        return to_device(self._loaded[v - self.held.start].batch, self._context.device, non_blocking=True)
+
+    def _hand_over(self, batch: Any) -> Any:
+        for notify in self._on.forward:
+            batch = notify(self, batch)
+        return batch
+
+    def _leave(self) -> None:
+        self._is_left = True
+        for notify in self._on.leave:
+            notify(self.number)
+
+    def _fold(self) -> None:
+        for notify in self._on.end_micro_batch:
+            notify(self)
+        self._gradients.close()
+
+    def _exchange(self) -> Report:
+        for notify in self._on.exchange:
+            notify(self)
+        fingerprints = [loaded.fingerprint for loaded in self._loaded]
+        try:
+            return self._gradients.exchange(self._cast_vote(), fingerprints, self._log.settle())
+        except RuntimeError as error:
+            for explain in self._on.exchange_failed:
+                explain(self, error)
+            raise
+
+    def _apply(self, report: Report) -> None:
+        for notify in self._on.exchanged:
+            notify(self, report)
+        self.averaged_loss, self.has_gradients = self._gradients.apply()
+        if self.averaged_loss is not None:
+            self.is_skipped = False
+            weight = math.fsum(weight for row in report.weights for weight in row if weight > 0)
+            self.averages["loss"] = (self.averaged_loss, weight)
+        self.averages |= average(report.logged, report.weights, self.sizes)
+        if self.num_passes == 0:
+            self._fingerprints = report.fingerprints
+
+    def _end_pass(self) -> None:
         self.num_passes += 1
         self.open = False
+        for notify in self._on.reduced:
+            notify(self)
 
     def check_not_left(self) -> None:
-        """Raises Error where the loop over the micro-batches was left before its end."""
+        """Raise Error if the script left the loop over the micro-batches before its end."""
         if self._is_left:
             raise Error(
                 f"the loop over the micro-batches of step {self.number} was left by break (or return, or an error), so "
@@ -203,234 +302,57 @@ class Step:
             )
 
     def backward(self, loss: Losses, *, weight: float | Tensor | None = None, model: nn.Module | None = None) -> None:
-        """Runs this micro-batch's backward; its part of the batch's gradient is added up with all others.
+        """Run this micro-batch's backward. Its part of the batch's gradient is added to all others.
 
         Args:
             loss: a scalar, the mean over the micro-batch (over `weight` units of it). For several losses that are means
                 over different units, a dict of loss -> weight, in the same order in all micro-batches: each is averaged
                 over the batch by its own weights, and the averages are added up. Each costs a backward and an exchange.
-            weight: what `loss` is a mean over, such as the number of tokens; None: the micro-batch's samples. A
-                tensor is best on the CPU. 0: the micro-batch does not count.
+            weight: the number of units that `loss` is a mean over, such as tokens; None: the micro-batch's samples.
+                A tensor is best on the CPU. 0: the micro-batch does not count.
             model: the one prepared model that gets gradients; None: all. Once per model and micro-batch.
 
         Raises:
             Error: outside the micro-batch loop, a second time for a model, a loss that is no scalar or depends on
                 no parameter, a negative weight, not as many losses as in other micro-batches.
         """
-        run = self._run
-        if not run._reducer._in_micro_batch:
-            raise Error("step.backward was called outside the micro-batch loop: call it inside `for batch in step`")
-        losses = self._losses[self._k]
-        slot = 0 if model is None else find_slot(run._modules, model)
-        if losses and (slot in losses or slot == 0 or 0 in losses):
-            raise Error(
-                f"two step.backward into one model in micro-batch {self._v} of step {self.number}: add the losses and "
-                "call it once (or, where their weights differ, step.backward({loss: weight, ...})), or name the model "
-                "that each is for, step.backward(loss, model=...)"
-            )
-        if isinstance(loss, Mapping) and (weight is not None or not loss):
-            raise Error("step.backward takes several losses as {loss: weight, ...}: at least one, and without weight=")
-        pairs = [*loss.items()] if isinstance(loss, Mapping) else [(loss, weight)]
-        terms = [self._check_term(term, self._sizes[self._v] if own is None else own) for term, own in pairs]
-        losses[slot] = [(term.detach(), own) for term, own in terms]
-        # The first loss comes last: its backward frees the graph, and its sums travel meanwhile.
-        for k, (term, own) in reversed([*enumerate(terms)]):
-            if isinstance(own, Tensor) or own:
-                self._run_backward(k, term, own / run.micro_batch_size * self._scale, slot)
-
-    def _check_term(self, loss: Any, weight: Any) -> tuple[Tensor, float | Tensor]:
-        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad or loss.is_complex():
-            hint = "take its mean" if isinstance(loss, Tensor) and loss.numel() > 1 else "compute it as a tensor from "\
-                "the model's output, outside of torch.no_grad()"  # fmt: skip
-            raise Error(f"step.backward needs a scalar loss that depends on the model, not {describe(loss)}: {hint}")
-        if not isinstance(weight, Tensor) or weight.device.type == "cpu":
-            weight = _check_weight(weight, self.number, self._v)
-        return loss, weight
-
-    def _run_backward(self, k: int, loss: Tensor, factor: float | Tensor, slot: int) -> None:
-        run = self._run
-        inputs = list_params(run._modules, run._trained, slot) if slot else ()
-        if slot and not inputs:  # which autograd would take for all that there are
-            raise Error(
-                f"step.backward(model=...) in step {self.number} got a model without a parameter to train: "
-                "pass its optimizer to run.prepare, and let its parameters require gradients"
-            )
-        if slot or k:
-            run._reducer.check_graph(loss, (self.num_passes, slot, k))
-        run._watchdog.enter("backward", self.number)
-        if k:
-            run._reducer.backward_further(k, loss, factor, inputs)
-        else:
-            run._reducer.backward(loss, factor, inputs)
-            run._watchdog.move("backward", "reducing", run._reducer.waited_s)
-        run._watchdog.enter("forward", self.number)
+        for notify in self._on.backward:
+            notify(self, loss, weight, model)
+        if self._is_probe:
+            return
+        self._gradients.backward(loss, weight, model)
+        for notify in self._on.end_backward:
+            notify(self, self._gradients.waited_s)
 
     def log(self, **values: float | Tensor) -> None:
-        """Adds to the metrics of this step, averaged over the batch with the weights of step.backward; no sync.
+        """Add to the metrics of this step, averaged over the batch with the weights of step.backward; no sync.
 
-        After the loop over the micro-batches, where all ranks have the same, it takes values as they are. The averages
-        are in `metrics`, and in `metrics.jsonl` every `log_every` steps.
+        After the loop over the micro-batches, where all ranks have the same values, it takes them as they are. The
+        averages are in `metrics`, and in `metrics.jsonl` every `log_every` steps.
 
         Raises:
             Error: before the micro-batch loop, after the step, or a value that is no number.
         """
-        if self._loop.step is not self or self._loop.steps_done > self.number or not (self.open or self.num_passes):
+        is_past = self.is_over or self._position.steps_done > self.number
+        if is_past or not (self.open or self.num_passes):
             raise Error(
                 f"step.log of step {self.number} was called outside of its body: call it in or after its micro-batch "
                 "loop, or run.log elsewhere"
             )
+        if self._is_probe:
+            return
         for name, given in values.items():
-            value = logs.read_number(name, given)
+            value = read_number(name, given)
             if self.open:
-                total, count = self._calls[self._k].get(name, (0.0, 0))
-                self._calls[self._k][name] = (total + value, count + 1)
-                continue
-            self._metrics[name] = (value, self.num_samples)
-            if self._run._logs_step(self.number + 1):
-                self.row[f"train/{name}"] = float(value)
-
-    def _load(self) -> Loaded:
-        try:
-            return next(self._loader)
-        except Error as error:
-            rank, cause = self._run.rank, error.__cause__
-            where = write_traceback(error, self._run._snapshotter.logs, rank)
-            raise Error(f"{str(error).rstrip('.')}, on rank {rank} in step {self.number}{where}", rank=rank) from cause
-
-    def _finish(self) -> None:
-        """All of this rank's micro-batches are done: exchanges, averages, and leaves the gradient in `.grad`."""
-        run, reducer = self._run, self._run._reducer
-        losses, weights = self._read_losses(0)
-        names, means_logged = run._tally.names, logs.settle(self._calls)
-        control = Control(
-            stop=run._signals.heard if run._signals else 0,
-            buffers_changed=run._buffers.changed,
-            has_new_names=any(name not in names for values in means_logged for name in values),
-            snapshot=run._snapshotter.is_time(),
-            copying=run._snapshotter.is_copying,
-            losses=losses,
-            weights=weights,
-            fingerprints=[loaded.fingerprint for loaded in self._cache],
-            used=b"",
-            parts=run._statistics.parts(),
-            num_losses=max((len(terms) for losses in self._losses for terms in losses.values()), default=1),
-            values=[[values.get(name, (0.0, 0))[0] for name in names] for values in means_logged],
-            counts=[[values.get(name, (0.0, 0))[1] for name in names] for values in means_logged],
-        )
-        run._watchdog.enter("reducing", self.number)
-        try:
-            controls = reducer.finish(control)
-        except RuntimeError as error:
-            self._loop.explain_loss(error)
-            raise
-        self._loop.check_copying([told.copying for told in controls])
-        self._loop.take_votes([told.stop for told in controls], any(told.snapshot for told in controls))
-        inverses, means = self._average(controls)
-        reducer.assign(inverses)
-        for k in range(1, max(told.num_losses for told in controls)):
-            losses, weights = self._read_losses(k)
-            further = reducer.finish_further(k, replace(control, losses=losses, weights=weights))
-            self._check_terms(k, controls, further)
-            inverses, more = self._average(further)
-            reducer.assign(inverses)
-            means += more
-        self._loss = math.fsum(means) if means else None
-        self.is_skipped &= not means
-        if self._loss is not None and not self.num_passes and all(param.grad is None for param in reducer.params):
-            raise Error(
-                f"no parameter that is trained got a gradient in step {self.number}: compute the loss from the models "
-                "that run.prepare got, and do not detach it from them"
-            )
-        self.has_gradients = self._loss is not None
-        if not run._precision.accepts(param.grad for param in reducer.params if param.grad is not None):
-            self.has_gradients = False
-            for param in reducer.params:
-                param.grad = None
-        if self.has_gradients and self.num_passes == 0:
-            run._misuse.unused_step = self.number
-        run._statistics.finish([told.parts for told in controls])
-        for rank, told in enumerate(controls):
-            if told.buffers_changed:
-                run._group.broadcast_tensors(run._buffers.finish(), rank)
-        weights = [row for told in controls for row in told.weights]
-        logged = logs.average(logs.collect(means_logged, controls, names, run._group), weights, self._sizes)
-        if self._loss is not None:
-            self._metrics["loss"] = (self._loss, math.fsum(w for row in weights for w in row if w > 0))
-        self._metrics |= logged
-        if run._logs_step(self.number + 1):
-            self.row |= {} if self._loss is None else {"train/loss": self._loss}
-            self.row |= learning_rates(run._objects) | {f"train/{name}": value for name, (value, _) in logged.items()}
-        if self.num_passes == 0 and run.dir is not None:
-            self.fingerprint = combine([mark for told in controls for mark in told.fingerprints])
-
-    def _read_losses(self, k: int) -> tuple[list[list[float]], list[list[float]]]:
-        """The values and the weights of loss k, per micro-batch of this rank, per slot."""
-        num_slots, held = len(self._run._modules) + 1, self._layout.ranges[self._run.rank]
-        values = [[0.0] * num_slots for _ in held]
-        weights = [[NOT_CALLED] * num_slots for _ in held]
-        for v, losses, value_of, weight_of in zip(held, self._losses, values, weights, strict=True):
-            for slot, terms in losses.items():
-                if k < len(terms):
-                    weight_of[slot] = weight = _check_weight(terms[k][1], self.number, v)
-                    if weight:
-                        value_of[slot] = float(terms[k][0])
-        return values, weights
-
-    def _check_terms(self, k: int, first: list[Control], further: list[Control]) -> None:
-        """Raises Error where a step.backward had the first loss, and loss k only in another micro-batch."""
-        rows = [
-            (v, [(one == NOT_CALLED, other == NOT_CALLED) for one, other in zip(*pair, strict=True)])
-            for held, told, more in zip(self._layout.ranges, first, further, strict=True)
-            for v, pair in zip(held, zip(told.weights, more.weights, strict=True), strict=True)
-        ]
-        for v, row in rows:
-            for slot, (is_first_missing, is_missing) in enumerate(row):
-                if is_missing and not is_first_missing and any(not other[slot][1] for _, other in rows):
-                    raise Error(
-                        f"step.backward got fewer losses in micro-batch {v} of step {self.number} than in others: give "
-                        "all of them each time, with weight 0 where one does not count"
-                    )
-
-    def _average(self, controls: list[Control]) -> tuple[list[float], list[float]]:
-        """Per slot, what to multiply the sum of gradients with; and the average losses of the slots that have any."""
-        rows = [row for told in controls for row in zip(told.losses, told.weights, strict=True)]
-        totals: list[float] = []
-        means: list[float] = []
-        for slot in range(len(self._run._modules) + 1):
-            pairs = [(losses[slot], weights[slot]) for losses, weights in rows if weights[slot] != NOT_CALLED]
-            total = math.fsum([weight for _, weight in pairs])
-            totals.append(total)
-            if total:
-                weighted = [loss * weight for loss, weight in pairs]
-                if not math.isfinite(sum(weighted)):
-                    self._refuse_losses(controls)
-                means.append(math.fsum(weighted) / total)
-        unit = self._run.micro_batch_size / self._scale
-        shared = totals[0]
-        totals = [shared] + [total + shared for total in totals[1:]]
-        return [unit / total if total else 0.0 for total in totals], means
-
-    def _refuse_losses(self, controls: list[Control]) -> NoReturn:
-        """Names the first micro-batch whose loss is not finite."""
-        for rank, held in enumerate(self._layout.ranges):
-            for v, losses in zip(held, controls[rank].losses, strict=True):
-                for loss in losses:
-                    if not math.isfinite(loss):
-                        raise Error(
-                            f"the loss of step {self.number} is {loss} in micro-batch {v} (rank {rank}): nothing of "
-                            "this step is saved; look at that batch, the learning rate and the precision"
-                        )
-        raise Error(f"the losses of step {self.number} are too large to be added up: scale the loss down")
+                self._log.add(self.micro_batch - self.held.start, name, value)
+            else:
+                self.averages[name] = (value, self.num_samples)
 
 
-def _check_weight(weight: Any, step: int, v: int) -> float:
-    try:
-        number = float(weight)
-    except (TypeError, ValueError, RuntimeError):
-        number = math.nan
-    if number != 0 and not MIN_WEIGHT <= number <= MAX_WEIGHT:
+def refuse_unpacking(frame: FrameType, what: str, instead: str) -> None:
+    """Raise Error if the current line of `frame` assigns to several names, as `for x, y in epoch` does."""
+    if dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("UNPACK"):
         raise Error(
-            f"step.backward got weight {weight} in micro-batch {v} of step {step}: a weight is 0, or a number from "
-            f"{MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
+            f"{what} was unpacked like a batch: loop over it first, `{instead}`; the loops are run.epochs() (or "
+            "run.steps()), `for step in epoch`, and `for x, y in step`"
         )
-    return number

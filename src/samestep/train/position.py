@@ -1,4 +1,4 @@
-"""The loops of a run, one after the other: where each one lies, counted in the run's steps."""
+"""How far a run is: its steps, and the loops that they belong to."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -40,12 +40,20 @@ class Place:
     warning: str = ""
 
 
-class Loops:
-    """Places the loops of a run, and remembers where each of them ended: this is part of every snapshot."""
+class Position:
+    """How far the run is. The ends of its loops are part of every snapshot.
+
+    Attributes:
+        steps_done: steps finished so far, over all restarts.
+        resumed_step: `steps_done` of the snapshot that this start resumed from; 0 without one.
+        began_step: `steps_done` when the present loop began.
+        num_evaluations: since the present step or epoch began; evaluations with different numbers draw other noise.
+    """
 
     def __init__(self) -> None:
+        self.steps_done = self.resumed_step = self.began_step = self.num_evaluations = 0
         self._ends: list[list[int]] = []  # per finished loop: its end, and its planned end
-        self._num_begun = self._num_past = self._resumed_step = 0
+        self._num_begun = self._num_past = 0
 
     @property
     def num_ended(self) -> int:
@@ -53,16 +61,16 @@ class Loops:
         return len(self._ends)
 
     def state_dict(self) -> dict[str, Any]:
-        """The ends; nothing while the first loop is not over."""
+        """The ends of the loops; empty before the first loop has ended."""
         return {"loops": self._ends} if self._ends else {}
 
     def load_state_dict(self, position: Mapping[str, Any]) -> None:
-        """Resumes: `position` is that of a snapshot."""
-        self._ends, self._resumed_step = position.get("loops", []), position["step"]
-        self._num_past = len(self._ends)
+        """Resume from the position in a snapshot."""
+        self._ends, self.steps_done = position.get("loops", []), position["step"]
+        self.resumed_step, self._num_past = self.steps_done, len(self._ends)
 
     def begin(self, first_step: int, num_steps: int, max_steps: int | None) -> Place:
-        """Places the script's next loop, which follows `first_step` steps of the run and has `num_steps` in all."""
+        """Place the script's next loop, of `num_steps` steps, which follows `first_step` steps of the run."""
         number, self._num_begun = self._num_begun, self._num_begun + 1
         planned_step = first_step + num_steps
         if number < self._num_past:
@@ -73,25 +81,31 @@ class Loops:
                     f"loop {number + 1} of this run ended at step {end} and is not gone back to, although its planned "
                     f"end is now step {planned_step} (was {was}): resume from a step before {end} to change it"
                 )
-            return Place(number, end, end, planned_step, self._num_past, is_past=True, warning=warning)
-        return Place(
-            number,
-            steps_done=max(first_step, self._resumed_step),
-            last_step=min(planned_step, max_steps or ENDLESS),
-            planned_step=planned_step,
-            num_past=self._num_past,
-            is_further=number > self._num_past,
-            is_replayed=0 < number == self._num_past,
-        )
+            place = Place(number, end, end, planned_step, self._num_past, is_past=True, warning=warning)
+        else:
+            place = Place(
+                number,
+                steps_done=max(first_step, self.resumed_step),
+                last_step=min(planned_step, max_steps or ENDLESS),
+                planned_step=planned_step,
+                num_past=self._num_past,
+                is_further=number > self._num_past,
+                is_replayed=0 < number == self._num_past,
+            )
+        return place
 
-    def end(self, place: Place, steps_done: int) -> None:
+    def enter(self, place: Place) -> None:
+        """The loop at `place` begins."""
+        self.steps_done = self.began_step = place.steps_done
+
+    def end(self, place: Place) -> None:
         """The loop at `place` is over."""
         if not place.is_past:
-            self._ends = [*self._ends, [steps_done, place.planned_step]]
+            self._ends = [*self._ends, [self.steps_done, place.planned_step]]
 
 
 def place_loop(
-    loops: Loops,
+    position: Position,
     snapshotter: Snapshotter,
     batches: Batches,
     num_steps: int,
@@ -99,7 +113,7 @@ def place_loop(
     say: Callable[[str], None],
 ) -> Place:
     """Places the script's next loop, and records it. On all ranks. Errors as for `record_loop`."""
-    place = loops.begin(batches.first_step, num_steps, max_steps)
+    place = position.begin(batches.first_step, num_steps, max_steps)
     snapshotter.once(lambda: record_loop(snapshotter.directory, place, batches))
     if place.warning:
         say(place.warning)

@@ -1,0 +1,378 @@
+"""One pass over a step's micro-batches: from the losses of every rank to the whole batch's gradient in `.grad`."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, NoReturn
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from samestep.engine.buffers import BatchNormStatistics, OtherBuffers, refuse_lone_sample
+from samestep.engine.control import NOT_CALLED, Control, Vote
+from samestep.engine.precision import Precision
+from samestep.engine.reducer import Reducer
+from samestep.errors import Error
+from samestep.plan.tree import build_layout
+from samestep.world.group import Group
+
+Losses = Tensor | Mapping[Tensor, float | Tensor]  # one, or several and their weights
+Means = list[dict[str, tuple[float, float]]]  # per micro-batch: name -> the mean of its logged values, and their number
+MIN_WEIGHT, MAX_WEIGHT = 1e-20, 1e20  # beyond, products of weights and gradients leave the range of float32
+
+
+class Report(NamedTuple):
+    """What all ranks contributed to a pass beside gradients: the same on every rank.
+
+    Attributes:
+        votes: per rank.
+        fingerprints: per micro-batch of the step, of its samples.
+        logged: per micro-batch of the step.
+        weights: per micro-batch of the step, per slot; `NOT_CALLED` where there was no step.backward.
+    """
+
+    votes: list[Vote]
+    fingerprints: list[int]
+    logged: Means
+    weights: list[list[float]]
+
+
+class Result(NamedTuple):
+    """What a pass left.
+
+    Attributes:
+        loss: averaged by weight over the whole batch; None where no micro-batch counts.
+        has_gradients: there are gradients in `.grad`.
+    """
+
+    loss: float | None
+    has_gradients: bool
+
+
+class GradientPass:
+    """Passes over the micro-batches of steps, one after the other, for the models of one run.
+
+    A pass is `start`, then for each of this rank's micro-batches `open`, `backward` (once per model) and `close`, then
+    `exchange` and `apply`. Between the last two nothing has changed yet that a snapshot holds.
+
+    Args:
+        modules: the prepared models by name. Slot i is for losses of the i-th of them, slot 0 for losses of all.
+        group: the ranks.
+        exact: sum along the canonical tree; else use the backend's all-reduce.
+        bucket_cap_bytes: the largest size of a bucket of gradients; None: see `choose_cap_bytes`.
+        micro_batch_size: samples of a whole micro-batch.
+
+    Attributes:
+        reducer: sums gradients; there is one after `set_parameters`.
+        waited_s: how long the newest `backward` waited for other ranks.
+    """
+
+    reducer: Reducer
+
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        group: Group,
+        precision: Precision,
+        *,
+        exact: bool,
+        bucket_cap_bytes: int | None,
+        micro_batch_size: int,
+    ) -> None:
+        self._modules, self._group, self._precision = modules, group, precision
+        self._exact, self._bucket_cap_bytes, self._micro_batch_size = exact, bucket_cap_bytes, micro_batch_size
+        self._statistics = BatchNormStatistics(modules.values())
+        self._buffers = OtherBuffers(modules, self._statistics)
+        self._names: list[str] = []  # of logged values, in the order of their places in the control block
+        self._hooks: Sequence[RemovableHandle] = ()
+        self._has_reducer = False
+        self.waited_s = 0.0
+
+    def set_parameters(
+        self, trained: Sequence[tuple[str, nn.Parameter, int]], untrained: Sequence[nn.Parameter]
+    ) -> None:
+        """Reduce the gradients of these parameters from now on. Arguments as for `Reducer`."""
+        if self._has_reducer:
+            self.reducer.remove()
+        self._has_reducer, self._trained = True, trained
+        self.reducer = Reducer(
+            trained, self._group, exact=self._exact, bucket_cap_bytes=self._bucket_cap_bytes,
+            num_slots=len(self._modules) + 1, num_values=self._statistics.num_values, untrained=untrained,
+        )  # fmt: skip
+
+    def hold_buffers(self) -> None:
+        """Remember all buffers, for `undo_buffers`."""
+        self._buffers.begin()
+        self._statistics.hold()
+
+    def undo_buffers(self) -> None:
+        """Set all buffers back to the values that `hold_buffers` remembered."""
+        self._buffers.undo()
+        self._statistics.undo()
+
+    # --- one pass ---------------------------------------------------------------------------------------------
+
+    def start(self, step: int, sizes: Sequence[int], number: int) -> range:
+        """Begin a pass.
+
+        Args:
+            step: its number, for messages.
+            sizes: samples per micro-batch of the step.
+            number: of the pass over this step. From 1 on, gradients that the pass does not touch stay as they are.
+
+        Returns:
+            This rank's micro-batches.
+        """
+        layout = build_layout(len(sizes), self._group.world_size)
+        self._step, self._sizes, self._number, self._layout = step, sizes, number, layout
+        self._held = held = layout.ranges[self._group.rank]
+        # Per micro-batch: slot -> (loss, weight) pairs.
+        self._losses: list[dict[int, list[tuple[Tensor, float | Tensor]]]] = [{} for _ in held]
+        # A power of two, which changes no bit. With it, the sum over a full step of as many micro-batches is the mean.
+        self._scale = self._precision.scale / 2 ** (layout.num_micro_batches - 1).bit_length()
+        self.reducer.begin(layout, keep_grads=number > 0, num_names=len(self._names))
+        self._statistics.begin(layout, self._group.rank)
+        self._buffers.begin()
+        return held
+
+    def open(self, v: int) -> None:
+        """Begin micro-batch v."""
+        self._v = v
+        if self._sizes[v] == 1:
+            self._hooks = refuse_lone_sample(self._modules, self._step, v, self._group.rank)
+        self.reducer.open(v)
+
+    def backward(self, loss: Losses, weight: float | Tensor | None, model: nn.Module | None) -> None:
+        """Run the backward of the open micro-batch. Arguments and errors as for `Step.backward`."""
+        self.waited_s = 0.0
+        if not self.reducer.in_micro_batch:
+            raise Error("step.backward was called outside the micro-batch loop: call it inside `for batch in step`")
+        losses = self._losses[self._v - self._held.start]
+        slot = 0 if model is None else find_slot(self._modules, model)
+        if losses and (slot in losses or slot == 0 or 0 in losses):
+            raise Error(
+                f"two step.backward into one model in micro-batch {self._v} of step {self._step}: add the losses and "
+                "call it once (or, where their weights differ, step.backward({loss: weight, ...})), or name the model "
+                "that each is for, step.backward(loss, model=...)"
+            )
+        if isinstance(loss, Mapping) and (weight is not None or not loss):
+            raise Error("step.backward takes several losses as {loss: weight, ...}: at least one, and without weight=")
+        pairs = [*loss.items()] if isinstance(loss, Mapping) else [(loss, weight)]
+        terms = [self._check_term(term, self._sizes[self._v] if own is None else own) for term, own in pairs]
+        losses[slot] = [(term.detach(), own) for term, own in terms]
+        # The first loss comes last: its backward frees the graph, and its sums travel meanwhile.
+        for k, (term, own) in reversed([*enumerate(terms)]):
+            if isinstance(own, Tensor) or own:
+                self._run_backward(k, term, own / self._micro_batch_size * self._scale, slot)
+
+    def _check_term(self, loss: Any, weight: Any) -> tuple[Tensor, float | Tensor]:
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad or loss.is_complex():
+            hint = "take its mean" if isinstance(loss, Tensor) and loss.numel() > 1 else "compute it as a tensor from "\
+                "the model's output, outside of torch.no_grad()"  # fmt: skip
+            raise Error(f"step.backward needs a scalar loss that depends on the model, not {describe(loss)}: {hint}")
+        if not isinstance(weight, Tensor) or weight.device.type == "cpu":
+            weight = self._check_weight(weight, self._v)
+        return loss, weight
+
+    def _check_weight(self, weight: Any, v: int) -> float:
+        try:
+            number = float(weight)
+        except (TypeError, ValueError, RuntimeError):
+            number = math.nan
+        if number != 0 and not MIN_WEIGHT <= number <= MAX_WEIGHT:
+            raise Error(
+                f"step.backward got weight {weight} in micro-batch {v} of step {self._step}: a weight is 0, or a "
+                f"number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
+            )
+        return number
+
+    def _run_backward(self, k: int, loss: Tensor, factor: float | Tensor, slot: int) -> None:
+        inputs = list_params(self._modules, self._trained, slot) if slot else ()
+        if slot and not inputs:  # autograd takes an empty list for all parameters
+            raise Error(
+                f"step.backward(model=...) in step {self._step} got a model without a parameter to train: "
+                "pass its optimizer to run.prepare, and let its parameters require gradients"
+            )
+        if slot or k:
+            self.reducer.check_graph(loss, (self._number, slot, k))
+        if k:
+            self.reducer.backward_further(k, loss, factor, inputs)
+        else:
+            self.reducer.backward(loss, factor, inputs)
+            self.waited_s = self.reducer.waited_s
+
+    def close(self) -> None:
+        """End the open micro-batch: fold its gradients and its buffers into those of the micro-batches before it."""
+        self.reducer.close()
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = ()
+        self._statistics.fold()
+        self._buffers.fold(self._v)
+
+    def exchange(self, vote: Vote, fingerprints: list[int], logged: Means) -> Report:
+        """Sum the gradients over all ranks, and gather what each rank contributes beside them.
+
+        Args:
+            vote, fingerprints, logged: this rank's; the last two per micro-batch of this rank.
+
+        Raises:
+            Error: a weight is out of range.
+            RuntimeError: another rank is gone.
+        """
+        losses, weights = self._read_losses(0)
+        names = self._names
+        self._control = Control(
+            vote=vote,
+            buffers_changed=self._buffers.changed,
+            has_new_names=any(name not in names for values in logged for name in values),
+            losses=losses,
+            weights=weights,
+            fingerprints=fingerprints,
+            used=b"",
+            parts=self._statistics.parts(),
+            num_losses=max((len(terms) for losses in self._losses for terms in losses.values()), default=1),
+            values=[[values.get(name, (0.0, 0))[0] for name in names] for values in logged],
+            counts=[[values.get(name, (0.0, 0))[1] for name in names] for values in logged],
+        )
+        self._controls = controls = self.reducer.finish(self._control)
+        return Report(
+            votes=[control.vote for control in controls],
+            fingerprints=[mark for control in controls for mark in control.fingerprints],
+            logged=self._collect(logged, controls),
+            weights=[row for control in controls for row in control.weights],
+        )
+
+    def _collect(self, logged: Means, controls: list[Control]) -> Means:
+        """The logged values of all ranks' micro-batches.
+
+        Names that a rank uses for the first time have no place in the control block: their values travel in an
+        exchange of their own, and the names get places.
+        """
+        names = self._names
+        if any(control.has_new_names for control in controls):
+            collected = [values for of_rank in self._group.gather(logged) for values in of_rank]
+            names += sorted({name for values in collected for name in values} - {*names})
+            return collected
+        return [
+            {name: (value, count) for name, value, count in zip(names, values, counts, strict=True) if count}
+            for control in controls
+            for values, counts in zip(control.values, control.counts, strict=True)
+        ]
+
+    def apply(self) -> Result:
+        """Leave the averaged gradient in `.grad`, and advance the buffers.
+
+        Raises:
+            Error: a loss is not finite, or no parameter got a gradient.
+        """
+        controls, reducer = self._controls, self.reducer
+        inverses, means = self._average(controls)
+        reducer.assign(inverses)
+        for k in range(1, max(control.num_losses for control in controls)):
+            losses, weights = self._read_losses(k)
+            further = reducer.finish_further(k, replace(self._control, losses=losses, weights=weights))
+            self._check_terms(k, controls, further)
+            inverses, more = self._average(further)
+            reducer.assign(inverses)
+            means += more
+        has_gradients = bool(means)
+        if means and not self._number and all(param.grad is None for param in reducer.params):
+            raise Error(
+                f"no parameter that is trained got a gradient in step {self._step}: compute the loss from the models "
+                "that run.prepare got, and do not detach it from them"
+            )
+        if not self._precision.accepts(param.grad for param in reducer.params if param.grad is not None):
+            has_gradients = False
+            for param in reducer.params:
+                param.grad = None
+        self._statistics.finish([control.parts for control in controls])
+        for rank, control in enumerate(controls):
+            if control.buffers_changed:
+                self._group.broadcast_tensors(self._buffers.finish(), rank)
+        return Result(math.fsum(means) if means else None, has_gradients)
+
+    def _read_losses(self, k: int) -> tuple[list[list[float]], list[list[float]]]:
+        """The values and the weights of loss k, per micro-batch of this rank, per slot."""
+        num_slots, held = len(self._modules) + 1, self._held
+        values = [[0.0] * num_slots for _ in held]
+        weights = [[NOT_CALLED] * num_slots for _ in held]
+        for v, losses, value_of, weight_of in zip(held, self._losses, values, weights, strict=True):
+            for slot, terms in losses.items():
+                if k < len(terms):
+                    weight_of[slot] = weight = self._check_weight(terms[k][1], v)
+                    if weight:
+                        value_of[slot] = float(terms[k][0])
+        return values, weights
+
+    def _check_terms(self, k: int, first: list[Control], further: list[Control]) -> None:
+        """Raise Error where a step.backward got the first loss, and others got loss k as well."""
+        rows = [
+            (v, [(one == NOT_CALLED, other == NOT_CALLED) for one, other in zip(*pair, strict=True)])
+            for held, before, after in zip(self._layout.ranges, first, further, strict=True)
+            for v, pair in zip(held, zip(before.weights, after.weights, strict=True), strict=True)
+        ]
+        for v, row in rows:
+            for slot, (is_first_missing, is_missing) in enumerate(row):
+                if is_missing and not is_first_missing and any(not other[slot][1] for _, other in rows):
+                    raise Error(
+                        f"step.backward got fewer losses in micro-batch {v} of step {self._step} than in others: give "
+                        "all of them each time, with weight 0 where one does not count"
+                    )
+
+    def _average(self, controls: list[Control]) -> tuple[list[float], list[float]]:
+        """Per slot the factor for the sum of gradients; and the average losses of the slots that have any."""
+        rows = [row for control in controls for row in zip(control.losses, control.weights, strict=True)]
+        totals: list[float] = []
+        means: list[float] = []
+        for slot in range(len(self._modules) + 1):
+            pairs = [(losses[slot], weights[slot]) for losses, weights in rows if weights[slot] != NOT_CALLED]
+            total = math.fsum([weight for _, weight in pairs])
+            totals.append(total)
+            if total:
+                weighted = [loss * weight for loss, weight in pairs]
+                if not math.isfinite(sum(weighted)):
+                    self._refuse_losses(controls)
+                means.append(math.fsum(weighted) / total)
+        unit = self._micro_batch_size / self._scale
+        shared = totals[0]
+        totals = [shared] + [total + shared for total in totals[1:]]
+        return [unit / total if total else 0.0 for total in totals], means
+
+    def _refuse_losses(self, controls: list[Control]) -> NoReturn:
+        """Raise Error for the first micro-batch whose loss is not finite."""
+        for rank, held in enumerate(self._layout.ranges):
+            for v, losses in zip(held, controls[rank].losses, strict=True):
+                for loss in losses:
+                    if not math.isfinite(loss):
+                        raise Error(
+                            f"the loss of step {self._step} is {loss} in micro-batch {v} (rank {rank}): nothing of "
+                            "this step is saved; look at that batch, the learning rate and the precision"
+                        )
+        raise Error(f"the losses of step {self._step} are too large to be added up: scale the loss down")
+
+
+def describe(value: object) -> str:
+    """A value in a few words, for a message."""
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return f"a tensor of shape {tuple(value.shape)}" + ("" if value.requires_grad else " without a gradient")
+
+
+def find_slot(modules: Mapping[str, nn.Module], model: nn.Module) -> int:
+    """The slot of a prepared model, counted from 1. Raises Error for a model that was not prepared."""
+    for slot, module in enumerate(modules.values(), start=1):
+        if module is model or getattr(model, "_orig_mod", None) is module:
+            return slot
+    raise Error("step.backward(model=...) got a model that run.prepare does not know: pass it there, too")
+
+
+def list_params(
+    modules: Mapping[str, nn.Module], trained: Sequence[tuple[str, nn.Parameter, int]], slot: int
+) -> tuple[nn.Parameter, ...]:
+    """The trained parameters of one model. Raises Error if it shares one with another model."""
+    held = {id(param) for param in list(modules.values())[slot - 1].parameters()}
+    params = [(param, home) for _, param, home in trained if id(param) in held and param.requires_grad]
+    if any(home != slot for _, home in params):
+        raise Error("step.backward(model=...) got a model that shares parameters with another: add the losses")
+    return tuple(param for param, _ in params)

@@ -1,0 +1,37 @@
+"""What most modules of a run need to know: a small frozen value, without models, loop or snapshots."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from samestep.config import RunConfig
+from samestep.engine.precision import Precision
+from samestep.world.group import Group
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """A run on this rank.
+
+    Attributes:
+        config: the run's options, checked.
+        group: the ranks.
+        device: where this rank computes.
+        precision: of the forward passes.
+        say: prints a sentence for a person, on rank 0.
+    """
+
+    config: RunConfig
+    group: Group
+    device: torch.device
+    precision: Precision
+    say: Callable[[str], None]
+
+    @property
+    def rank(self) -> int:
+        return self.group.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.group.world_size

@@ -1,0 +1,135 @@
+"""A run's metrics: averages per epoch, rows of `metrics.jsonl`, the progress display, trackers and the ledger."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from samestep.snapshot.snapshotter import Snapshotter
+from samestep.train.batches import Batches
+from samestep.train.context import RunContext
+from samestep.train.stateful import Objects, learning_rates
+from samestep.train.step_log import Value
+from samestep.train.steps import Step, StepObserver
+from samestep.watch.progress import Progress
+from samestep.watch.trackers import Trackers
+
+
+class Tally:
+    """Counts over all steps of a run, its restarts included, and averages over the steps of its present epoch.
+
+    The same on all ranks. A snapshot carries it in its manifest, not in its state: a script may log times, and the
+    digest of a state must not depend on them.
+
+    Attributes:
+        num_skipped: steps that made no update, since no micro-batch had a weight above 0.
+        epoch: whose averages these are; -1 before the first step.
+    """
+
+    def __init__(self) -> None:
+        self.num_skipped, self.epoch = 0, -1
+        self._sums: dict[str, tuple[Value, float]] = {}  # of value times weight, and of weights
+
+    def add(self, epoch: int, averages: Mapping[str, tuple[Value, float]]) -> None:
+        """Add a step's values and their weights."""
+        if epoch != self.epoch:
+            self.epoch, self._sums = epoch, {}
+        for name, (value, weight) in averages.items():
+            if weight:
+                total, total_weight = self._sums.get(name, (0.0, 0.0))
+                self._sums[name] = (total + value * weight, total_weight + weight)
+
+    def averages(self) -> dict[str, float]:
+        """The averages over the epoch's steps so far."""
+        return {name: float(total) / weight for name, (total, weight) in self._sums.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The tally as JSON, exact to the bit. Floats are hexadecimal, since JSON has no nan."""
+        sums = {name: [float(total).hex(), weight.hex()] for name, (total, weight) in self._sums.items()}
+        return {"num_skipped": self.num_skipped, "epoch": self.epoch, "sums": sums}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict`. An empty state is that of a snapshot without a tally."""
+        self.num_skipped, self.epoch = state.get("num_skipped", 0), state.get("epoch", -1)
+        sums = state.get("sums", {})
+        self._sums = {name: (float.fromhex(total), float.fromhex(weight)) for name, (total, weight) in sums.items()}
+
+
+class RunMetrics(StepObserver):
+    """Records every finished step, and rows of metrics.
+
+    Args:
+        objects: what was passed to `run.prepare`, for the learning rates.
+
+    Attributes:
+        tally: of the run's steps.
+        num_samples: of the steps of the present loop.
+    """
+
+    def __init__(
+        self, context: RunContext, snapshotter: Snapshotter, progress: Progress, trackers: Trackers, objects: Objects
+    ) -> None:
+        self._context, self._snapshotter, self._objects = context, snapshotter, objects
+        self._progress, self._trackers = progress, trackers
+        self.tally, self.num_samples = Tally(), 0
+        self._rates: dict[str, float] = {}
+        self._began_s = time.perf_counter()
+
+    def begin_loop(self, batches: Batches) -> None:
+        """A loop begins."""
+        self.num_samples, self._batches, self._began_s = 0, batches, time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        """Since the present loop began."""
+        return time.perf_counter() - self._began_s
+
+    def is_logged(self, step: Step) -> bool:
+        """Whether the step gets a row in `metrics.jsonl`."""
+        steps_done = step.number + 1
+        return self._context.config.log_every.is_due(steps_done, self._batches.epochs_done(steps_done))
+
+    def reduced(self, step: Step) -> None:
+        """Read the learning rates of the step's update: the script's body may change them after it."""
+        if self.is_logged(step):
+            self._rates = learning_rates(self._objects)
+
+    def end_step(self, step: Step) -> None:
+        """Record a finished step."""
+        self.num_samples += step.num_samples
+        directory, steps_done = self._snapshotter.directory, step.number + 1
+        if directory is not None:
+            directory.enter(step.number, step.epoch, step.num_samples, step.fingerprint)
+        self._progress.step(steps_done, step.num_samples, step.epoch)
+        if step.is_skipped:
+            self.tally.num_skipped += 1
+            if self.tally.num_skipped == 1:
+                self._context.say(
+                    f"step {step.number} makes no update: no micro-batch of it had a step.backward with a weight above "
+                    "0; such steps are counted as skipped_steps"
+                )
+        if self._batches.steps_per_epoch is not None:
+            self.tally.add(step.epoch, step.averages)
+        if self.is_logged(step):
+            row = {f"train/{name}": float(value) for name, (value, _) in step.averages.items()}
+            loss = {"train/loss": row.pop("train/loss")} if "train/loss" in row else {}
+            skipped = {"train/skipped_steps": self.tally.num_skipped} if self.tally.num_skipped else {}
+            self.write_row(loss | self._rates | row | skipped, steps_done, epoch=step.epoch)
+
+    def write_row(self, values: Mapping[str, Any], step: int, **place: int) -> None:
+        """Write a row of `metrics.jsonl`, and pass it to the progress display and the trackers. On rank 0."""
+        if self._context.rank != 0:
+            return
+        if self._snapshotter.directory is not None:
+            self._snapshotter.directory.write_row({"step": step, **place, **values})
+        self._progress.log(values)
+        self._trackers.log(values, step)
+
+    def build_end_rows(self, num_steps: int, began_step: int) -> dict[str, Any]:
+        """Rows of the table at the end of a loop that began after `began_step` steps and ended after `num_steps`."""
+        rows: dict[str, Any] = {"steps": num_steps}
+        if num_steps > began_step:
+            seconds = self.seconds
+            if self.tally.num_skipped:
+                rows["steps without an update"] = f"{self.tally.num_skipped} of {num_steps}"
+            rows |= {"samples/s": f"{self.num_samples / seconds:,.0f}", "wall time": f"{seconds:.1f} s"}
+        return rows

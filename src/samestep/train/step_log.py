@@ -1,0 +1,70 @@
+"""Values of `step.log`: from the calls in one rank's micro-batches to averages over the batch."""
+
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Real
+
+import torch
+from torch import Tensor
+
+from samestep.engine.control import NOT_CALLED
+from samestep.engine.gradient_pass import Means, describe
+from samestep.errors import Error
+from samestep.train.evaluate import add_up
+
+Value = float | Tensor  # a tensor only on a GPU: float64, not read back yet
+
+
+class StepLog:
+    """The values that this rank logs in the micro-batches of one pass over a step."""
+
+    def __init__(self, num_micro_batches: int) -> None:
+        self._calls: list[dict[str, tuple[Value, int]]] = [{} for _ in range(num_micro_batches)]  # sum, number of calls
+
+    def add(self, k: int, name: str, value: Value) -> None:
+        """Add a value to those of this rank's k-th micro-batch."""
+        total, count = self._calls[k].get(name, (0.0, 0))
+        self._calls[k][name] = (total + value, count + 1)
+
+    def settle(self) -> Means:
+        """The mean of each micro-batch's calls. Reads back from a GPU, once."""
+        on_gpu = [total for values in self._calls for total, _ in values.values() if isinstance(total, Tensor)]
+        numbers = iter(torch.stack(on_gpu).tolist() if on_gpu else ())
+        return [
+            {
+                name: ((next(numbers) if isinstance(total, Tensor) else total) / count, count)
+                for name, (total, count) in values.items()
+            }
+            for values in self._calls
+        ]
+
+
+def read_number(name: str, given: object) -> Value:
+    """A value of step.log, without waiting for a GPU. Raises Error for anything but a number."""
+    if not (given.numel() == 1 if isinstance(given, Tensor) else isinstance(given, Real)):
+        raise Error(f"step.log needs a number as {name}, not {describe(given)}: take its mean")
+    if isinstance(given, Tensor):
+        given = given.detach()
+        return float(given) if given.device.type == "cpu" else given.double().reshape(())
+    return float(given)  # type: ignore[arg-type]
+
+
+def average(means: Means, weights: list[list[float]], sizes: Sequence[int]) -> Mapping[str, tuple[float, float]]:
+    """name -> the average over the batch, and the total of its weights.
+
+    Args:
+        weights: per micro-batch, those of step.backward; the first one counts.
+        sizes: samples per micro-batch, for those without step.backward.
+    """
+    pairs: dict[str, list[tuple[float, float]]] = {}
+    for values, row, size in zip(means, weights, sizes, strict=True):
+        if not values:
+            continue
+        weight = next((weight for weight in row if weight != NOT_CALLED), float(size))
+        for name, (value, count) in values.items():
+            pairs.setdefault(name, []).append((value, weight * count))
+    totals = {name: math.fsum(weight for _, weight in of_name) for name, of_name in pairs.items()}
+    return {
+        name: (add_up([v * w for v, w in of_name if w]) / totals[name] if totals[name] else 0.0, totals[name])
+        for name, of_name in pairs.items()
+    }

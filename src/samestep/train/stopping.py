@@ -1,0 +1,172 @@
+"""Ends a loop after the same step on all ranks: after its last step, by run.stop(), or by a signal."""
+
+import time
+from collections.abc import Sequence
+
+from samestep.engine.control import Vote
+from samestep.engine.gradient_pass import Report
+from samestep.errors import Error
+from samestep.snapshot.snapshotter import Snapshotter
+from samestep.train.context import RunContext
+from samestep.train.evaluate import check_not_alone
+from samestep.train.position import Place, Position
+from samestep.train.steps import Step, StepObserver
+from samestep.train.stop_signals import StopSignals
+from samestep.train.watchdog import Watchdog
+
+
+class Stopping(StepObserver):
+    """Decides which step of a loop is the last one, alike on all ranks, and joins the copies of snapshots.
+
+    Each step's exchange carries a vote of every rank. An observer of steps.
+
+    Args:
+        signals: None in a run without a directory, which signals end at once.
+
+    Attributes:
+        reason: why the script called run.stop(); "" if it did not.
+        signal: the signal that stops the run on all ranks; 0 for none.
+        ending: no further step begins.
+        is_ended: all steps of the loop are done, or it ended early.
+        last_step: the steps done when the loop ends, unless it ends early.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        position: Position,
+        snapshotter: Snapshotter,
+        watchdog: Watchdog,
+        signals: StopSignals | None,
+    ) -> None:
+        self._context, self._position, self._snapshotter = context, position, snapshotter
+        self._watchdog, self.signals, self._grace_s = watchdog, signals, context.config.grace_s
+        self.reason, self.signal, self.last_step = "", 0, 0
+        self.ending = self.is_ended = self._has_agreed = self._has_begun = False
+        self._began_s = 0.0
+
+    def begin_loop(self, place: Place) -> None:
+        """A loop begins."""
+        self.last_step, self._has_begun = place.last_step, True
+        self.ending = self._position.steps_done >= self.last_step or bool(self.reason)
+        self.signal, self.is_ended, self._has_agreed = 0, False, False
+
+    def ask(self, reason: str) -> None:
+        """The script has called run.stop()."""
+        self.reason, self.ending = reason, True
+
+    @property
+    def is_to_leave(self) -> bool:
+        """Whether a signal ends this start. A run that is complete, or has ended by run.stop(), does not leave."""
+        return bool(self.signal) and self._position.steps_done < self.last_step and not self.reason
+
+    # --- votes ------------------------------------------------------------------------------------------------
+
+    def cast_vote(self) -> Vote:
+        """This rank's vote."""
+        heard = self.signals.heard if self.signals else 0
+        return Vote(heard, self._snapshotter.is_time(), self._snapshotter.is_copying)
+
+    def take_votes(self, votes: Sequence[Vote]) -> None:
+        """Apply the votes of all ranks. Any rank's signal ends the loop after this step or epoch's body; a snapshot
+        that is due by a clock is taken there.
+
+        Copies for snapshots are joined: the script may update the model as soon as this returns.
+
+        Raises:
+            Error: only some ranks have a snapshot under way.
+        """
+        if not self._has_begun:
+            return
+        copying = [vote.copying for vote in votes]
+        if True in copying and False in copying:
+            raise Error(
+                f"rank {copying.index(True)} takes a snapshot of step {self._position.steps_done}, and rank "
+                f"{copying.index(False)} does not: call run.snapshot on every rank; one of them writes it"
+            )
+        before, is_copying = self._watchdog.now[0], self._snapshotter.is_copying
+        if is_copying:
+            self._watchdog.enter("saving", self._position.steps_done)
+        self._snapshotter.join_copy()
+        if is_copying:
+            self._watchdog.enter(before, self._position.steps_done)
+        self._snapshotter.is_wanted |= any(vote.snapshot for vote in votes)
+        if not self.is_ended:
+            self.signal = max(vote.stop for vote in votes)
+            self.ending |= bool(self.signal)
+
+    def exchanged(self, step: Step, report: Report) -> None:
+        self.take_votes(report.votes)
+
+    def vote_alone(self) -> None:
+        """With one rank, react to a signal in the last lines of a body at its end."""
+        if self._context.world_size == 1 and self.signals is not None:
+            self.take_votes([Vote(self.signals.heard)])
+
+    def vote_together(self) -> None:
+        """Exchange votes outside of a step, on all ranks."""
+        if self.signals is not None:
+            self.take_votes([Vote(signal) for signal in self._context.group.gather_number(self.signals.heard)])
+
+    # --- steps ------------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: Step) -> None:
+        self._began_s = time.monotonic()
+
+    def end_step(self, step: Step) -> None:
+        self._warn_of_grace(time.monotonic() - self._began_s)
+        self.vote_alone()
+        self.ending |= self._position.steps_done >= self.last_step
+
+    def _warn_of_grace(self, step_s: float) -> None:
+        """Warn, once, if the kill that follows a signal comes before a step and a snapshot can be completed."""
+        directory, grace_s = self._snapshotter.directory, self._grace_s
+        if grace_s is None or directory is None or not directory.save_s:
+            return
+        if step_s + directory.save_s > grace_s:
+            self._context.say(
+                f"the grace period of {grace_s} s is too short: a step takes {step_s:.1f} s and a snapshot "
+                f"{directory.save_s:.1f} s, so a run that gets a signal to stop may be killed before it has saved: ask "
+                "for more"
+            )
+            self._grace_s = None
+
+    # --- run.stop() on some ranks alone -----------------------------------------------------------------------
+
+    def exchange_failed(self, step: Step, error: RuntimeError) -> None:
+        """Raise Error if an exchange failed because another rank alone called run.stop()."""
+        stopped = self._context.group.find_stopped()
+        if stopped is not None:
+            raise self._build_stop_error(*stopped, other=self._context.rank) from error
+
+    def agree(self, *, is_everyone_here: bool) -> None:
+        """Check that all ranks end the loop by run.stop(), or none.
+
+        Args:
+            is_everyone_here: all ranks call this, with and without a run.stop(). Otherwise only ranks with one do
+                anything, so it costs the others nothing.
+
+        Raises:
+            Error: only some ranks called run.stop().
+        """
+        group, steps_done, has_stopped = self._context.group, self._position.steps_done, bool(self.reason)
+        if self._has_agreed or self.signal or steps_done >= self.last_step:
+            return
+        if is_everyone_here:
+            stops = group.gather_number(int(has_stopped))
+            check_not_alone(stops)
+            if 0 in stops and 1 in stops:
+                raise self._build_stop_error(stops.index(1), steps_done, other=stops.index(0))
+        elif has_stopped:
+            other = group.find_going_on(steps_done)
+            if other is not None:
+                first, step = group.find_stopped() or (group.rank, steps_done)
+                raise self._build_stop_error(first, step, other)
+        self._has_agreed = has_stopped
+
+    def _build_stop_error(self, rank: int, step: int | str, other: int) -> Error:
+        return Error(
+            f"rank {rank} ended its loop after step {step} by run.stop(), and rank {other} did not: call it on every "
+            "rank, decided on what all ranks know (step.loss, step.metrics, epoch.metrics; not loss.item())",
+            rank=self._context.rank,
+        )

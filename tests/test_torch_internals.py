@@ -1,0 +1,45 @@
+"""torch's private names still mean what samestep takes them for. A failure names the one that a release has changed."""
+
+import torch
+from torch import nn
+
+from samestep import torch_internals
+
+
+def test_a_version_counts_writes_but_not_those_through_data() -> None:
+    tensor = torch.zeros(3)
+    before = torch_internals.read_version(tensor)
+    tensor.data.add_(1)
+    assert torch_internals.read_version(tensor) == before
+    tensor.add_(1)
+    assert torch_internals.read_version(tensor) == before + 1
+
+
+def test_buffers_are_a_live_dict_with_those_that_are_none() -> None:
+    module = nn.Module()
+    buffers = torch_internals.get_buffers(module)
+    module.register_buffer("none", None)
+    module.register_buffer("mask", torch.ones(2))
+    assert [*buffers] == ["none", "mask"]
+    buffers["mask"] = torch.zeros(2)
+    assert module.get_buffer("mask").tolist() == [0, 0]
+
+
+def test_storage_and_its_uses() -> None:
+    tensor = torch.zeros(4)
+    view = tensor[1:]
+    storage = torch_internals.get_storage(tensor)
+    assert torch_internals.get_storage(view) == storage != torch_internals.get_storage(tensor.clone())
+    before = torch_internals.count_storage_uses(storage)
+    del view
+    assert torch_internals.count_storage_uses(storage) == before - 1
+
+
+def test_backward_accumulates_what_torch_autograd_backward_does() -> None:
+    param = nn.Parameter(torch.ones(2))
+    seed = torch.tensor(3.0)
+    torch_internals.run_backward(
+        (param.sum(),), (seed,), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+    assert param.grad is not None
+    assert param.grad.tolist() == [3.0, 3.0]
