@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.commands import Popen, is_forkable, run
+from support.commands import Popen, find_programs, is_forkable, run
 from support.runs import check, clean_variables, digest, run_command
 from support.waiting import wait_until
 
@@ -182,3 +182,23 @@ time.sleep(60)
     tests.kill()
     tests.communicate()
     wait_until(lambda: not program.is_running() and not server.is_running(), "both have ended")
+
+
+def test_programs_for_a_shell(tmp_path: Path) -> None:
+    """Their arguments, pipes, signals and exit codes are those of real ones."""
+    (tmp_path / "own.py").write_text("import sys; print(sys.stdin.read(), sys.argv, 'torch' in sys.modules)")
+    variables = clean_variables({"PATH": f"{find_programs()}:{os.environ['PATH']}"})
+    line = "echo in | python own.py a 'b c' | tr a-z A-Z; python -c 'import os; os.kill(os.getpid(), 15)'; echo $?"
+    done = run(["bash", "-c", line], cwd=tmp_path, env=variables, capture_output=True, text=True)
+    assert done.stdout == "IN\n ['OWN.PY', 'A', 'B C'] TRUE\n143\n"
+    done = run(["samestep", "--version"], cwd=tmp_path, env=variables, capture_output=True, text=True, check=True)
+    assert done.stdout == check(run_command(sys.executable, "-m", "samestep", "--version", cwd=tmp_path)).stdout
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    for signum in (signal.SIGTERM, signal.SIGKILL):
+        client = Popen(["python", "-c", code], env=variables, stdout=subprocess.PIPE)
+        program = psutil.Process(int(client.stdout.readline()))
+        assert program.pid != client.pid
+        client.send_signal(signum)
+        assert client.wait(30) == -signum
+        client.stdout.close()
+        wait_until(lambda program=program: not program.is_running(), "it ends with its client")

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from reference import build_options
+from support.commands import find_programs
 
 import samestep
 
@@ -35,11 +36,15 @@ def find_commands(page: Path) -> Iterator[str]:
                 yield command
 
 
-def run_command(command: str, cwd: Path) -> str:
-    """Runs a documented command with this test's interpreter and package, and gives what it printed."""
+def run_command(command: str, cwd: Path, *, real: bool = False) -> str:
+    """Runs a documented command with this test's interpreter and package, and gives what it printed.
+
+    `real`: in new interpreters.
+    """
     bin_dir = Path(sys.executable).parent
+    path = f"{bin_dir}" if real else f"{find_programs()}:{bin_dir}"
     done = subprocess.run(
-        ["bash", "-c", f'export PATH="{bin_dir}:$PATH"; {command}'],
+        ["bash", "-c", f'export PATH="{path}:$PATH"; {command}'],
         cwd=cwd,
         capture_output=True,
         text=True,
@@ -71,7 +76,7 @@ def test_pages(page: Path, tmp_path: Path) -> None:
     commands[:0] = [f"python {script}" for script in scripts if not any(script in command for command in commands)]
     digests = []
     for command in commands:
-        output = run_command(command, tmp_path)
+        output = run_command(command, tmp_path, real=command == "python single.py")
         if "--digest" in command:
             digests.append(output.strip())
     assert len(set(digests)) <= 1

@@ -20,10 +20,14 @@ DEADLINE_S = 150.0
 
 
 class Command:
-    """`samestep`, started in a directory, with a mark in the environment by which all its processes are known."""
+    """`samestep`, started in a directory, with a mark in the environment by which all its processes are known.
+
+    Attributes:
+        python: the interpreter.
+    """
 
     def __init__(self, directory: Path) -> None:
-        self.directory = directory
+        self.directory, self.python = directory, sys.executable
         self.mark = uuid.uuid4().hex
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("SAMESTEP", "OMP"))}
         self.variables = {**kept, MARK: self.mark}
@@ -37,7 +41,7 @@ class Command:
 
     def words(self, *arguments: str, program: str = "samestep") -> list[str]:
         """The command line of `start`."""
-        return [sys.executable, "-m", program, *arguments] if program else [sys.executable, *arguments]
+        return [self.python, "-m", program, *arguments] if program else [self.python, *arguments]
 
     def start(
         self,

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 from processes import MARK, Command
-from support.commands import Popen
+from support.commands import Popen, find_programs
 from support.hosts import open_hosts
 from support.hosts import why_not as why_no_hosts
 from support.selection import one_in
@@ -64,11 +64,13 @@ def hosts(command: Command, tmp_path: Path) -> Iterator[SshHosts]:
         pytest.skip(why_not())
     with open_ssh_hosts(tmp_path / "ssh", ("a", "b"), {MARK: command.mark}) as opened:
         command.variables["PATH"] = f"{opened.path}:{command.variables['PATH']}"
+        command.python = str(find_programs() / "python")
         yield opened
 
 
 def test_two_hosts_are_one_launch(command: Command, hosts: SshHosts) -> None:
     """With the ranks that each is to have, the same directory, every argument as it was; and no secrets."""
+    command.python = sys.executable
     command.write("a dir/seen.py", SEEN)
     command.variables |= {"OMP_NUM_THREADS": "2", "SECRET_TOKEN": "hush"}
     arguments = ["a b", "it's", 'a "quote"', "two\nlines", "$HOME `x` \\ !", "", "-x", "--seed=1", "*", "ü"]

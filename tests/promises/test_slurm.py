@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from promises.test_restarts import flags_of
 from promises.trial import SCRIPT, Outcome, Started, Trial
+from support.commands import find_programs
 from support.selection import one_in
 from support.slurm import Cluster, open_cluster, why_not
 from support.waiting import wait_until
@@ -33,6 +34,7 @@ class Jobs:
 
     def __init__(self, trial: Trial, cluster: Cluster) -> None:
         self.trial, self.cluster = trial, cluster
+        self.python = find_programs() / "python"
         self._started: list[Started] = []
 
     def start(self, *words: str | Path) -> Started:
@@ -46,7 +48,7 @@ class Jobs:
         """Two nodes with a rank each, followed."""
         run_dir = self.trial.dir
         return self.start(
-            sys.executable, "-m", "samestep", "submit", "--nodes", "2", "--run-dir", run_dir, *flags,
+            self.python, "-m", "samestep", "submit", "--nodes", "2", "--run-dir", run_dir, *flags,
             SCRIPT, run_dir, *flags_of(*([fault] if fault else [])),
         )  # fmt: skip
 
@@ -98,7 +100,7 @@ def read_places(output: str) -> list[list[str]]:
 
 def test_places(jobs: Jobs) -> None:
     """Each task of a step is a rank; what is started in a job without srun stands alone, and waits for nobody."""
-    said = finish(jobs.start("salloc", "-N2", "-n3", "bash", "-c", 'srun "$@"; "$@"', "-", sys.executable, "-c", PLACE))
+    said = finish(jobs.start("salloc", "-N2", "-n3", "bash", "-c", 'srun "$@"; "$@"', "-", jobs.python, "-c", PLACE))
     alone, *tasks = read_places(said)
     assert alone == ["python", "0", "1", "0", "1"]
     assert [task[:5] for task in tasks] == [
@@ -110,7 +112,7 @@ def test_places(jobs: Jobs) -> None:
     assert meeting[0] == "127.0.0.1", "the name n1 is Slurm's alone: its address"
     assert 15000 <= int(meeting[1]) < 32000
     batch = jobs.trial.faults / "batch"
-    wrapped = f"{sys.executable} -c '{PLACE}'; srun -n1 {sys.executable} -c '{PLACE}'"
+    wrapped = f"{jobs.python} -c '{PLACE}'; srun -n1 {jobs.python} -c '{PLACE}'"
     finish(jobs.start("sbatch", "-n2", "--wait", f"--output={batch}", f"--wrap={wrapped}"))
     assert read_places(batch.read_text()) == [alone, alone]
 
@@ -126,7 +128,7 @@ def test_tasks_are_ranks(jobs: Jobs, trial: Trial, undisturbed: Undisturbed, num
 def test_a_task_fails(jobs: Jobs, trial: Trial) -> None:
     """Its error is there to read; the others end by themselves, with a line."""
     fault = "raise rank 1 at step 7 in forward"
-    said = finish(jobs.start("srun", "-N2", "-n2", sys.executable, SCRIPT, trial.dir, *flags_of(fault)), 1)
+    said = finish(jobs.start("srun", "-N2", "-n2", jobs.python, SCRIPT, trial.dir, *flags_of(fault)), 1)
     assert f"RuntimeError: a fault: {fault}" in said
     assert "samestep: rank 0 has lost another rank" in said
     assert said.count("Traceback") == 1
@@ -136,7 +138,7 @@ def test_a_task_fails(jobs: Jobs, trial: Trial) -> None:
 @pytest.mark.parametrize("name", one_in(2, ["TERM", "USR1"]))
 def test_tasks_are_signalled(jobs: Jobs, trial: Trial, undisturbed: Undisturbed, name: str) -> None:
     """As before a limit, with loader workers that hear it as well: all ranks save and end well, as under torchrun."""
-    words = ["srun", "-N2", "-n2", "--job-name=signalled", sys.executable, SCRIPT, trial.dir]
+    words = ["srun", "-N2", "-n2", "--job-name=signalled", jobs.python, SCRIPT, trial.dir]
     started = jobs.start(*words, *flags_of(HELD), "--num-workers", "1")
     jobs.wait_held(started)
     jobs.cluster.run("scancel", f"--signal={name}", "--name=signalled")
@@ -152,7 +154,7 @@ def test_port_in_use(jobs: Jobs, trial: Trial) -> None:
     with socket.create_server(("127.0.0.1", 0)) as held:
         port = held.getsockname()[1]
         words = ["srun", "-n2", f"--export=ALL,MASTER_PORT={port}", "--kill-on-bad-exit=1"]
-        started = jobs.start(*words, sys.executable, SCRIPT, trial.dir)
+        started = jobs.start(*words, jobs.python, SCRIPT, trial.dir)
         started.wait()
     said = [line for line in started.output.splitlines() if line.startswith("samestep: error: ")]
     assert said == [
@@ -166,7 +168,7 @@ def test_port_in_use(jobs: Jobs, trial: Trial) -> None:
 
 def test_doctor_on_all_tasks(jobs: Jobs, trial: Trial) -> None:
     """srun's tasks are its ranks, on both nodes; in the shell of an allocation, it says what it has not looked at."""
-    words = [sys.executable, "-m", "samestep", "doctor", "--device", "cpu", "--run-dir", trial.dir, "--json"]
+    words = [jobs.python, "-m", "samestep", "doctor", "--device", "cpu", "--run-dir", trial.dir, "--json"]
     tasks, alone = jobs.start("srun", "-N2", "-n2", *words), jobs.start("salloc", "-N2", "-n2", *words)
     finish(tasks)
     report = json.loads(tasks.out.read_text())
@@ -186,6 +188,7 @@ def test_doctor_on_all_tasks(jobs: Jobs, trial: Trial) -> None:
 
 def test_a_job_goes_on(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> None:
     """Signalled, it saves, is queued again, and comes to the end of an undisturbed run; whoever follows it sees all."""
+    jobs.python = Path(sys.executable)
     started = jobs.submit()
     jobs.wait_held(started)
     number = jobs.number(started)
@@ -246,7 +249,7 @@ def test_array(jobs: Jobs, trial: Trial) -> None:
     script = trial.faults / "script.py"
     script.write_text(ARRAY)
     words = ["-m", "samestep", "submit", "--array", "3,5", "--run-dir", trial.dir]
-    started = jobs.start(sys.executable, *words, script, trial.faults)
+    started = jobs.start(jobs.python, *words, script, trial.faults)
     held = [trial.faults / f"held-{task}" for task in (3, 5)]
     wait_until(lambda: all(path.exists() for path in held), "both are at it")
     number = jobs.number(started)
@@ -318,7 +321,7 @@ def test_how_it_ends(jobs: Jobs, trial: Trial) -> None:
     """A script that fails: the exit code is its own, and the job is not queued again. Detached: nothing is awaited."""
     script = trial.faults / "script.py"
     script.write_text("print('as far as this')\nraise SystemExit(7)\n")
-    submit = [sys.executable, "-m", "samestep", "submit", "--run-dir", trial.dir]
+    submit = [jobs.python, "-m", "samestep", "submit", "--run-dir", trial.dir]
     started = jobs.start(*submit, script)
     said = finish(started, 7)
     number = jobs.number(started)
@@ -334,7 +337,7 @@ def test_how_it_ends(jobs: Jobs, trial: Trial) -> None:
 
 def test_what_slurm_says(jobs: Jobs, trial: Trial) -> None:
     """When it would start, and why it will not."""
-    submit = [sys.executable, "-m", "samestep", "submit", "--run-dir", trial.dir]
+    submit = [jobs.python, "-m", "samestep", "submit", "--run-dir", trial.dir]
     estimate = finish(jobs.start(*submit, "--test-only", SCRIPT))
     assert re.match(r"Job \d+ to start at \S+ using 1 processors on nodes n1 in partition main\n", estimate)
     for flags, reason in [

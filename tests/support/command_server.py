@@ -116,7 +116,12 @@ class _Server:
 
     def run(self) -> NoReturn:
         while True:
-            ready = [key.fileobj for key, _ in self.selector.select()]
+            keys = [key for key, _ in self.selector.select()]
+            ready = [key.fileobj for key in keys]
+            for key in keys:
+                if key.data is not None:  # a program's parent, which says nothing until it ends
+                    self.selector.unregister(key.fileobj)
+                    os.kill(key.data, signal.SIGKILL)
             if self.woken in ready:
                 self.woken.recv(1 << 12)
                 self.reap()
@@ -134,15 +139,18 @@ class _Server:
         if request is None:
             client.close()
             return
+        namespaces, fds = fds[:3], fds[3:]
         if (pid := os.fork()) == 0:
             code = 1
             try:
-                code = self.become(client, request, fds)
+                code = self.become(client, request, namespaces, fds)
             finally:
                 os._exit(code)
-        for fd in fds:
+        for fd in (*namespaces, *fds):
             os.close(fd)
         self.programs[pid] = client
+        if request["is_bound"]:
+            self.selector.register(client, selectors.EVENT_READ, pid)
 
     def reap(self) -> None:
         while self.programs:
@@ -152,13 +160,21 @@ class _Server:
             if (client := self.programs.pop(pid, None)) is not None:
                 with suppress(OSError):  # Whoever started it has gone.
                     send(client, {"pid": pid, "status": status})
+                if client in self.selector.get_map():
+                    self.selector.unregister(client)
                 client.close()
 
-    def become(self, client: socket.socket, request: dict[str, Any], fds: list[int]) -> int:
+    def become(
+        self, client: socket.socket, request: dict[str, Any], namespaces: list[int], fds: list[int]
+    ) -> int:
         """In the child: runs the program and returns its exit code."""
         from support import commands
 
         address = self.listener.getsockname()
+        for file in namespaces:
+            _enter(file)
+        if request["host"]:
+            _enter_host(*request["host"])
         answer = _take_files([*fds, client.fileno()], request["fds"])
         _reset_signals()
         if request["session"]:
@@ -171,19 +187,22 @@ class _Server:
         _show("environment", [f"{name}={value}" for name, value in request["variables"].items()])
         _show("arguments", request["words"])
         os.environ.update(request["variables"])
-        if request["host"]:
-            _enter_host(*request["host"])
         os.chdir(request["cwd"])
         with socket.socket(fileno=answer) as started:
             send(started, {"pid": os.getpid(), "status": None})
         _open_streams()
-        _refresh(request["words"][1:3] == ["-m", "samestep"] and request["words"][3:4] in (["launch"], ["train"]))
-        commands.use_server(address, request["host"])
+        words = request["words"][1:]
+        if words[0] == "-P":
+            del words[0]
+        is_samestep = words[:2] == ["-m", "samestep"] or os.path.basename(words[0]) == "samestep"
+        _refresh(is_launch=is_samestep and bool({"launch", "train"} & {*words[1:3]}))
+        commands.use_server(address)
+        sys.executable = request["words"][0]
         sys.orig_argv[:] = request["words"]
         sys.path[:] = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *self.base_path]
-        if request["words"][1:3] == ["-m", "samestep"]:
+        if is_samestep:
             os.environ.setdefault("PYTHONHASHSEED", HASH_SEED)  # Else it starts itself again, to have what is so here.
-        return _run_main(_find_program(request["words"][1:]))
+        return _run_main(_find_program(words, is_safe=words != request["words"][1:]))
 
 
 def _take_files(fds: list[int], numbers: list[int]) -> int:
@@ -214,6 +233,14 @@ def _show(what: str, words: Sequence[str]) -> None:
     text = b"".join(os.fsencode(word) + b"\0" for word in words)[: end - begin - 1]
     ctypes.memset(begin, 0, end - begin)
     ctypes.memmove(begin, text, len(text))
+
+
+def _enter(file: int) -> None:
+    """Enters a namespace, unless this process is in it."""
+    if not any(os.path.samestat(os.fstat(file), os.stat(f"/proc/self/ns/{name}")) for name in ("net", "uts", "mnt")):
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(file, 0):
+            raise OSError(ctypes.get_errno(), "cannot enter a namespace")
 
 
 def _enter_host(namespace: str, name: str) -> None:
@@ -260,7 +287,7 @@ def _refresh(is_launch: bool) -> None:
         torch.set_num_threads(num_threads)
 
 
-def _find_program(words: list[str]) -> Callable[[], object]:
+def _find_program(words: list[str], is_safe: bool) -> Callable[[], object]:
     """What `python WORDS` runs: a module, a command or a script. Sets sys.argv, and what stands first in sys.path."""
     main = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={})
@@ -268,16 +295,19 @@ def _find_program(words: list[str]) -> Callable[[], object]:
     if words[0] == "-m":
         sys.modules.pop(words[1], None)  # Else runpy warns that it has been imported.
         sys.argv = ["-m", *words[2:]]
-        sys.path.insert(0, os.getcwd())
+        if not is_safe:
+            sys.path.insert(0, os.getcwd())
         return lambda: runpy._run_module_as_main(words[1])  # type: ignore[attr-defined]
     if words[0] == "-c":
         sys.argv = ["-c", *words[2:]]
-        sys.path.insert(0, "")
+        if not is_safe:
+            sys.path.insert(0, "")
         main.__dict__.update(__loader__=importlib.machinery.BuiltinImporter)
         return lambda: exec(compile(words[1], "<string>", "exec", dont_inherit=True), main.__dict__)
     path = os.path.abspath(words[0])
     sys.argv = list(words)
-    sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    if not is_safe:
+        sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
     loader = importlib.machinery.SourceFileLoader("__main__", path)
     main.__dict__.update(__file__=path, __loader__=loader, __cached__=None)
 

@@ -1,9 +1,12 @@
 """Programs that tests start. Python programs run as forks of a process that has imported torch already.
 
 `Popen` and `run` are those of `subprocess`, and so is what they give; see `command_server` for what differs.
+`find_programs` gives a directory with `python`, `samestep` and `torchrun`, which run on the server too: for shells,
+ssh and Slurm, which start programs themselves.
 """
 
 import atexit
+import json
 import os
 import select
 import signal
@@ -20,7 +23,17 @@ from support.hosts import Host
 
 # Variables that a program must have when it starts: with other values of them than the server has, it is not forked.
 READ_AT_START = ("PYTHON", "LC_", "LANG", "LD_", "MALLOC_", "MKL_", "KMP_", "OPENBLAS_", "GLIBC_")
+UTF8 = (None, "C", "POSIX", "C.UTF-8", "en_US.UTF-8")  # locales that are alike to Python
 HANDLED = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
+NAMESPACES = ("net", "uts", "mnt")
+# Its first argument is its own path, beside which it finds the server.
+CLIENT = """\
+#!{python} -IS
+import os, sys
+sys.path.insert(0, {tests!r})
+from support import commands
+sys.exit(commands.run_as_client(sys.argv))
+"""
 
 
 class Popen(subprocess.Popen[Any]):
@@ -29,12 +42,19 @@ class Popen(subprocess.Popen[Any]):
     Args:
         real: start a new interpreter.
         host: on another host than this.
+        is_bound: the program does not outlive this process.
     """
 
     def __init__(
-        self, args: Sequence[str | Path] | str, *more: Any, real: bool = False, host: Host | None = None, **options: Any
+        self,
+        args: Sequence[str | Path] | str,
+        *more: Any,
+        real: bool = False,
+        host: Host | None = None,
+        is_bound: bool = False,
+        **options: Any,
     ) -> None:
-        self._real, self._host = real, host
+        self._real, self._host, self._is_bound = real, host, is_bound
         self._connection: socket.socket | None = None
         super().__init__(args if isinstance(args, str) else [str(word) for word in args], *more, **options)
 
@@ -44,7 +64,11 @@ class Popen(subprocess.Popen[Any]):
         errread: int, errwrite: int, restore_signals: bool, gid: Any, gids: Any, uid: Any, umask: int,
         start_new_session: bool, process_group: int,
     ) -> None:  # fmt: skip
-        rest = (executable, preexec_fn, gid, gids, uid, shell or None)
+        if getattr(preexec_fn, "__module__", "") == "samestep.launch.ssh_node":  # It binds the launcher to its parent.
+            self._is_bound = True
+            rest = (executable, None, gid, gids, uid, shell or None)
+        else:
+            rest = (executable, preexec_fn, gid, gids, uid, shell or None)
         place = os.path.abspath(cwd) if cwd is not None else os.getcwd()
         variables = {os.fsdecode(n): os.fsdecode(v) for n, v in (os.environ if env is None else env).items()}
         if self._real or rest != (None,) * 6 or not os.path.isdir(place) or not is_forkable(args, variables):
@@ -56,18 +80,20 @@ class Popen(subprocess.Popen[Any]):
                 start_new_session, process_group,
             )  # fmt: skip
             return
-        host = _own_host
         if self._host is not None:
-            host = (self._host.namespace, self._host.name)
             variables |= self._host.variables
         files = [0 if p2cread == -1 else p2cread, 1 if c2pwrite == -1 else c2pwrite, 2 if errwrite == -1 else errwrite]
         request = {
-            "words": list(args), "cwd": place, "variables": variables, "fds": [0, 1, 2, *pass_fds], "host": host,
-            "session": start_new_session, "group": process_group, "umask": umask,
+            "words": list(args), "cwd": place, "variables": variables, "fds": [0, 1, 2, *pass_fds], "umask": umask,
+            "session": start_new_session, "group": process_group, "is_bound": self._is_bound,
+            "host": self._host and (self._host.namespace, self._host.name),
         }  # fmt: skip
+        namespaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in NAMESPACES]
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(_find_server())
-        command_server.send(connection, request, [*files, *pass_fds])
+        command_server.send(connection, request, [*namespaces, *files, *pass_fds])
+        for file in namespaces:
+            os.close(file)
         started, _ = command_server.receive(connection)
         self.pid, self._connection = started["pid"], connection
         if started["status"] is not None:
@@ -126,19 +152,25 @@ def run(
 
 def is_forkable(words: Any, variables: Mapping[str, str]) -> bool:
     """Whether a command is a Python program that a fork of the server can run as well."""
-    if not isinstance(words, list | tuple) or len(words) < 2 or str(words[0]) != sys.executable:
+    if not isinstance(words, list | tuple) or len(words) < 2 or str(words[0]) not in (sys.executable, _python):
         return False
-    if words[1] not in ("-m", "-c") and (str(words[1]).startswith("-") or not os.path.isfile(words[1])):
+    first = words[2] if words[1] == "-P" and len(words) > 2 else words[1]
+    if first not in ("-m", "-c") and (str(first).startswith("-") or not os.path.isfile(first)):
         return False
     if variables.get("PYTHONHASHSEED", command_server.HASH_SEED) != command_server.HASH_SEED:
         return False
     names = {name for name in (*variables, *_variables) if name.startswith(READ_AT_START) and name not in HANDLED}
-    return all(variables.get(name) == _variables.get(name) for name in names)
+    for name in names:
+        given, known = variables.get(name), _variables.get(name)
+        is_locale = name.startswith(("LC_", "LANG"))
+        if given != known and not (is_locale and given in UTF8 and known in UTF8):
+            return False
+    return True
 
 
 _variables: Mapping[str, str] = dict(os.environ)  # of the server
 _address = ""  # of the server
-_own_host: tuple[str, str] | None = None  # of this process, where it is a program of the server's
+_python = sys.executable  # the program `python` of `find_programs`, where there is one
 
 
 def _find_server() -> str:
@@ -152,6 +184,7 @@ def _find_server() -> str:
             listener.listen(64)
             _variables = dict(os.environ)
             pid = command_server.start(theirs, listener)
+        _write_programs(Path(_address).with_name("bin"))
         atexit.register(_end_server, pid, life)
     return _address
 
@@ -161,8 +194,48 @@ def _end_server(pid: int, life: socket.socket) -> None:
     os.waitpid(pid, 0)
 
 
-def use_server(address: str, host: tuple[str, str] | None) -> None:
+def use_server(address: str) -> None:
     """In a program of the server's: Python programs that it starts are the server's, too."""
-    global _address, _own_host
-    _address, _own_host = address, host
+    global _address, _python
+    _address, _python = address, os.path.join(os.path.dirname(address), "bin", "python")
     subprocess.Popen = Popen  # type: ignore[misc]
+
+
+def find_programs() -> Path:
+    """A directory for PATH."""
+    return Path(_find_server()).with_name("bin")
+
+
+def _write_programs(directory: Path) -> None:
+    directory.mkdir()
+    (directory / "server.json").write_text(json.dumps({"python": sys.executable, "variables": dict(_variables)}))
+    for name in ("python", "samestep", "torchrun"):
+        path = directory / name
+        path.write_text(CLIENT.format(python=sys.executable, tests=str(Path(__file__).parents[1])))
+        path.chmod(0o755)
+
+
+def run_as_client(words: list[str]) -> int:
+    """What the programs of `find_programs` do: they run on the server, are sent its signals and leave as it does."""
+    global _variables
+    program = Path(words[0])
+    server = json.loads(program.with_name("server.json").read_text())
+    sys.executable, _variables = server["python"], server["variables"]
+    use_server(str(program.parents[1] / "socket"))
+    if program.name == "python":
+        command = [str(program), *words[1:]]
+    else:
+        command = [sys.executable, str(Path(sys.executable).with_name(program.name)), *words[1:]]
+    if not is_forkable(command, os.environ):
+        os.execv(sys.executable, [sys.executable, *command[1:]])
+    signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCONT}
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # until there is something to pass them on to
+    process = Popen(command, is_bound=True)
+    for signum in signals:
+        signal.signal(signum, lambda number, _: process.send_signal(number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+    code = process.wait()
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
+        os.kill(os.getpid(), -code)
+    return code
