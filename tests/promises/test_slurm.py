@@ -158,7 +158,7 @@ def test_port_in_use(jobs: Jobs, trial: Trial) -> None:
         started.wait()
     said = [line for line in started.output.splitlines() if line.startswith("samestep: error: ")]
     assert said == [
-        f"samestep: error: port {port}, where the ranks of this Slurm step were to meet, is in use on its first node: "
+        f"samestep: error: port {port}, the rendezvous of this Slurm step, is in use on its first node: "
         "set MASTER_PORT to a free one, the same for all tasks"
     ]
 
