@@ -179,25 +179,25 @@ class Group:
         return value  # type: ignore[no-any-return]
 
     def each(self, fn: Callable[[], T], on: Sequence[int]) -> list[T]:
-        """Calls `fn` on the ranks `on`; every rank gets what it returned there (as for `gather`), in their order.
+        """Call `fn` on the ranks `on`, and return their results (as for `gather`), in this order, on every rank.
 
         Raises:
-            Error: what `fn` raised on the first of them where it did, on every rank.
-            PeerFailed: on the other ranks, when `fn` raised anything else.
+            Error: raised by `fn`, from the first such rank; on every rank.
+            PeerFailed: on the other ranks, if `fn` raised another exception.
         """
         if self.world_size == 1:
             return [fn()]
         failure, data = _try(fn) if self.rank in on else (None, wire.encode(("value", None)))
-        told = self._gather(data)
+        results = self._gather(data)
         if failure is not None:
             raise failure
         for rank in on:
-            kind, value = told[rank]
+            kind, value = results[rank]
             if kind == "error":
                 raise Error(value)
             if kind == "failure":
                 raise PeerFailed(f"rank {rank} failed: {value}")
-        return [told[rank][1] for rank in on]
+        return [results[rank][1] for rank in on]
 
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Overwrite `tensors` on every rank with those of rank `source`, in a few large messages."""

@@ -37,14 +37,14 @@ def describe_software() -> dict[str, Any]:
     }
 
 
-def check_alike(told: Sequence[Mapping[str, Any]]) -> None:
+def check_alike(software: Sequence[Mapping[str, Any]]) -> None:
     """Compare the results of `describe_software` of all ranks.
 
     Raises:
         Error: versions or scripts differ.
     """
     for name in ("samestep", "torch", "Python", "script"):
-        known = {rank: mine for rank, mine in enumerate(told) if mine[name] is not None}
+        known = {rank: mine for rank, mine in enumerate(software) if mine[name] is not None}
         if not known:
             continue
         first = min(known)
@@ -58,9 +58,9 @@ def check_alike(told: Sequence[Mapping[str, Any]]) -> None:
             )
 
 
-def explain_hashing(told: Sequence[Mapping[str, Any]]) -> str:
+def explain_hashing(software: Sequence[Mapping[str, Any]]) -> str:
     """Return a warning if ranks hash strings differently, so that their sets differ in order; else ""."""
-    first, *others = told
+    first, *others = software
     for rank, mine in enumerate(others, start=1):
         if mine["hashing"] != first["hashing"]:
             return (

@@ -227,13 +227,13 @@ def measure_links(context: Context, group: Group) -> list[dict[str, Any]]:
         for one, other in pairs:
             links += _measure_link(context, group, one, other)
             links += _measure_link(context, group, other, one)
-    links = [link for told in group.gather(links) for link in told]
+    links = [link for theirs in group.gather(links) for link in theirs]
     slow = find_slow(links)[:MOST_AGAIN]
     again: list[dict[str, Any]] = []
     for link in slow:
         group.barrier()
         again += _measure_link(context, group, link["from"], link["to"])
-    for better in [link for told in group.gather(again) for link in told]:
+    for better in [link for theirs in group.gather(again) for link in theirs]:
         for link in slow:
             if (link["from"], link["to"]) == (better["from"], better["to"]):
                 link["bytes_per_s"] = max(link["bytes_per_s"], better["bytes_per_s"])
@@ -308,22 +308,22 @@ def _take(group: Group, peer: int) -> None:
 def judge_collectives(facts: Facts) -> list[Finding]:
     """Return the findings on collectives and links."""
     participants = facts.participants
-    told = {rank: fact for rank, fact in facts.by_rank.items() if fact is not None}
-    if not told:
+    known = {rank: fact for rank, fact in facts.by_rank.items() if fact is not None}
+    if not known:
         advice = "" if len(participants.hosts) > 1 else " (more with --nproc-per-node 2)"
         return [Finding("collectives", PASS, f"one rank: nothing to exchange{advice}")]
     findings = []
-    for sentence in dict.fromkeys(text for fact in told.values() for text in fact["wrong"]):
-        ranks = [rank for rank, fact in told.items() if sentence in fact["wrong"]]
+    for sentence in dict.fromkeys(text for fact in known.values() for text in fact["wrong"]):
+        ranks = [rank for rank, fact in known.items() if sentence in fact["wrong"]]
         advice = "do not train here: look for failing memory, GPUs or network cards there (devices above, dmesg)"
         findings.append(Finding("collectives", FAIL, f"{sentence}: {participants.name_ranks(ranks)}", advice))
-    curves = told[min(told)]["curves"]
+    curves = known[min(known)]["curves"]
     if not findings:
         shown = [f"{name} {_describe_curve(rows)}" for name, rows in curves.items() if rows]
-        backend = "NCCL" if told[min(told)]["device"] == "cuda" else "gloo"
+        backend = "NCCL" if known[min(known)]["device"] == "cuda" else "gloo"
         found = f"right, over {backend}; " + "; ".join(shown) + " (bus bandwidth)"
         findings.append(Finding("collectives", PASS, found, measured={"backend": backend, "curves": curves}))
-    return findings + judge_links(participants, told[min(told)]["links"])
+    return findings + judge_links(participants, known[min(known)]["links"])
 
 
 def _describe_curve(rows: Sequence[dict[str, float]]) -> str:

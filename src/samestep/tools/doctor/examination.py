@@ -169,11 +169,13 @@ def _give_up(context: Context, check: Check, name: str, report: Report | None) -
         if report is None:
             context.exchange.collect("end", GRACE_S, [0])
     if report is not None:
-        told: dict[int, str] = {}
+        hanging: dict[int, str] = {}
         with suppress(RuntimeError):
-            told = context.exchange.collect(f"{name}/hanging", PARTING_S)
-        places = {place: [rank for rank, other in told.items() if other == place] for place in told.values()}
-        silent = set(range(context.environment.world_size)) - set(told)
+            hanging = context.exchange.collect(f"{name}/hanging", PARTING_S)
+        places: dict[str, list[int]] = {}
+        for rank, place in hanging.items():
+            places.setdefault(place, []).append(rank)
+        silent = set(range(context.environment.world_size)) - set(hanging)
         parts = [f"{context.participants.name_ranks(ranks)} in {place}" for place, ranks in places.items()]
         parts += [f"{context.participants.name_ranks(silent)} without an answer"] if silent else []
         found = f"could not be checked: after {check.limit_s:g} s still hanging: {', and '.join(parts)}"
