@@ -139,7 +139,7 @@ def test_the_plug_is_pulled(trial: Trial, undisturbed: Undisturbed, all_hosts: l
     trial.note("pull the plug", "forward, 1 of 2 hosts", took_s)
     assert took_s < 20  # 6 to 8 s, unless the machine is busy
     assert finish(stays, goes) == [0, 1], stays.output + goes.output
-    assert f"the launcher at {stays_on.address}:29402 is gone" in goes.err.read_text()
+    assert f"the launcher at {stays_on.address}:29402, the rendezvous of the nodes, has ended" in goes.err.read_text()
     assert trial.outcome() == undisturbed()
 
 
@@ -351,7 +351,7 @@ def test_no_endpoints(text: str) -> None:
         ("two", None, "localhost:1", "--nnodes takes a number, or MIN:MAX"),
         ("0", None, "localhost:1", "--nnodes takes a number, or MIN:MAX"),
         ("3:2", None, "localhost:1", "--nnodes takes a number, or MIN:MAX"),
-        ("2", 2, "localhost:1", "--node-rank 2 is none of 2 nodes: they are 0 to 1"),
+        ("2", 2, "localhost:1", "--node-rank is 2, but the 2 nodes are 0 to 1"),
         ("2", None, None, "--nnodes 2 needs --rdzv-endpoint HOST:PORT"),
         ("1:2", None, "no-such-host.invalid:1", "no address of no-such-host.invalid is known here"),
         ("2", None, "192.0.2.1:1", "other machines can reach --rdzv-endpoint 192.0.2.1:1, and there is no secret"),
@@ -424,8 +424,8 @@ def test_arguments_that_differ(mine: str, theirs: str, said: str | None) -> None
         assert found is None
     else:
         assert found == (
-            f"{here.name} gives faulty.py other arguments than {there.name}, {said}: if they are more than paths, "
-            "the models may differ"
+            f"{here.name} gives faulty.py other arguments than {there.name}, {said}: if they are not only paths, "
+            "the models can differ"
         )
 
 
