@@ -195,7 +195,7 @@ def test_a_failure_is_told_and_the_run_goes_on(tmp_path: Path, capfd: pytest.Cap
 
         store.write_encoded = write_or_fail
 
-    samestep.spawn(train_with, 1, (tmp_path, patch), {"snapshot_every": 2, "keep": 9})
+    samestep.spawn(train_with, 1, (tmp_path, patch), {"snapshot_every": 2, "keep_last": 9})
     out = capfd.readouterr().out
     assert "the snapshot of step 4 could not be written (RuntimeError: boom): the newest is that of step 2" in out
     assert [snapshot.step for snapshot in Store(tmp_path).snapshots()] == [2, 6, 8]

@@ -468,7 +468,7 @@ def test_full_disk_without_snapshots(
     def train() -> None:
         from samestep.snapshot import run_directory
 
-        run_directory.LEDGER_FLUSH_S = 0.0
+        run_directory.METRICS_FLUSH_S = run_directory.LEDGER_FLUSH_S = 0.0
         run, model, optimizer = build(run_dir, snapshot_every=None, log_every=2)
 
         def then(step: Any) -> None:

@@ -129,18 +129,15 @@ class NodeReplication:
             Error: no node has a sound one, though there should be; raised by `check`; a node's disk is full.
         """
 
-        def begin() -> list[int]:
-            assert directory is not None
+        def on_writers(fn: Callable[[RunDirectory], T]) -> list[T]:
+            return self.each(lambda: fn(directory))  # type: ignore[arg-type]
+
+        def begin(directory: RunDirectory) -> list[int]:
             check(directory)
             return directory.rewinds
 
-        rewinds = max(self.each(begin), key=len)
-
-        def look() -> dict[str, Any]:
-            assert directory is not None
-            return _look(directory, resume, rewinds)
-
-        held = self.each(look)
+        rewinds = max(on_writers(begin), key=len)
+        held = on_writers(lambda directory: _look(directory, resume, rewinds))
         self._print_notes()
         found = [None if each["found"] is None else Snapshot.from_plain(each["found"]) for each in held]
         source = max(range(len(held)), key=lambda node: -1 if (own := found[node]) is None else own.step)
@@ -209,33 +206,29 @@ class NodeReplication:
     def _run(self, directory: RunDirectory | None, transfer: _Transfer) -> None:
         """Broadcasts the files of a transfer. A disk that fails does not stop it: the error is raised at its end."""
         source, targets = self.writers[transfer.source], [self.writers[node] for node in transfer.targets]
-        is_source, is_target = self._group.rank == source, self._group.rank in targets
-        failure: OSError | None = None
-        try:
-            if is_target and directory is not None:
-                directory.store.make_inbox()
-        except OSError as error:
-            failure = error
+        is_target = self._group.rank in targets
+        failures: list[OSError] = []
+
+        def attempt(fn: Callable[[RunDirectory], T], *, on: bool) -> T | None:
+            try:
+                return fn(directory) if on and directory is not None and not failures else None
+            except OSError as error:
+                failures.append(error)
+                return None
+
+        attempt(lambda directory: directory.store.make_inbox(), on=is_target)
         for name, size in transfer.sizes.items():
             for start in range(0, size, PIECE_BYTES):
-                data = b""
-                try:
-                    if is_source and directory is not None:
-                        data = _read_piece(directory.path / name, start, min(PIECE_BYTES, size - start))
-                except OSError as error:
-                    failure = error
-                data = self._group.broadcast(data, source)
-                try:
-                    if is_target and directory is not None and failure is None:
-                        _append_piece(directory.store.inbox / Path(name).name, data)
-                except OSError as error:
-                    failure = error
+                place = name, start, min(PIECE_BYTES, size - start)
+                data = attempt(lambda directory: _read_piece(directory, *place), on=self._group.rank == source)  # noqa: B023
+                piece = self._group.broadcast(data or b"", source)
+                attempt(lambda directory: _append_piece(directory.store.inbox / Path(name).name, piece), on=is_target)  # noqa: B023
 
         def put() -> None:
             assert directory is not None
             try:
-                if failure is not None:
-                    raise failure
+                if failures:
+                    raise failures[0]
                 if is_target:
                     directory.check_still_ours()
                     _put(directory, transfer)
@@ -259,14 +252,8 @@ class NodeReplication:
         rows = _read_rows(directory, self._num_sent) if self._group.rank == 0 else b""
         rows, value = self._group.broadcast((rows, value))
         self._num_sent += len(rows)
-        failure = None
         if directory is not None and self._group.rank != 0:
-            try:
-                directory.write_rows(rows)
-            except OSError as error:
-                failure = error
-        if failure is not None:
-            raise failure
+            directory.write_rows(rows)
         return value
 
     def _print_notes(self) -> None:
@@ -413,8 +400,8 @@ def _hash_start(path: Path, size: int) -> str | None:
     return None if left else sha.hexdigest()
 
 
-def _read_piece(path: Path, start: int, size: int) -> bytes:
-    with open(path, "rb", opener=open_regular) as file:
+def _read_piece(directory: RunDirectory, name: str, start: int, size: int) -> bytes:
+    with open(directory.path / name, "rb", opener=open_regular) as file:
         file.seek(start)
         return file.read(size)
 
@@ -432,5 +419,5 @@ def _read_rows(directory: RunDirectory | None, start: int) -> bytes:
     with suppress(OSError):
         directory.write_rows()
     with suppress(OSError):
-        return _read_piece(directory.path / METRICS, start, -1)
+        return _read_piece(directory, METRICS, start, -1)
     return b""
