@@ -935,7 +935,7 @@ def _(run_dir: RunDir) -> None:
     loop(run, model, optimizer)
 
 
-@mistake("run.log of a number", r"run\.log takes a dict of name -> value, not 1\.0")
+@mistake("run.log of a number", r"run\.log takes a dict of name -> value or keyword arguments, not 1\.0")
 def _(run_dir: RunDir) -> None:
     run, model, optimizer = build(run_dir)
     loop(run, model, optimizer, then=lambda _: run.log(1.0))

@@ -164,9 +164,7 @@ class _Server:
                     self.selector.unregister(client)
                 client.close()
 
-    def become(
-        self, client: socket.socket, request: dict[str, Any], namespaces: list[int], fds: list[int]
-    ) -> int:
+    def become(self, client: socket.socket, request: dict[str, Any], namespaces: list[int], fds: list[int]) -> int:
         """In the child: runs the program and returns its exit code."""
         from support import commands
 

@@ -597,8 +597,7 @@ def test_planted_faults_are_named(tmp_path: Path) -> None:
     failures = {finding["found"] for finding in record["findings"] if finding["status"] == "fail"}
     assert failures >= {
         f"could not be checked on rank 0 ({name}): PermissionError: [Errno 13] it is forbidden",
-        f"could not be checked on rank 1 ({name}): it hung in a call that does not return, and was "
-        "abandoned after 2 s",
+        f"could not be checked on rank 1 ({name}): it hung in a call that does not return, and was abandoned after 2 s",
     }
     assert any(f"torch is 2.0.1 on rank 1 ({name}), and " in found for found in failures)
     assert any(found.endswith(f"numbers of an all-reduce are wrong: rank 1 ({name})") for found in failures)

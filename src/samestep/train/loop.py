@@ -41,12 +41,30 @@ AFTER_LOOP = 2**31  # evaluations after a loop are counted from here on: they dr
 
 
 class Epoch:
-    """One pass over the data set: iterate over it for its steps.
+    """One pass over the data set. Iterate over it to get its steps. `Run.epochs` creates the epochs.
 
     Attributes:
-        number: counted from 0 over the whole run.
-        num_steps: optimizer steps in a whole epoch.
-        done: its steps were iterated over.
+        number: number of the epoch, from 0, over the whole run.
+        num_steps: number of optimizer steps in a complete epoch.
+        done: whether the script has iterated over its steps.
+
+    Example::
+
+        >>> import samestep, torch
+        >>> run = samestep.Run(None, batch_size=4, micro_batch_size=2)
+        >>> model = torch.nn.Linear(1, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> run.prepare(model=model, optimizer=optimizer)
+        >>> rows = []
+        >>> for epoch in run.epochs(torch.ones(8, 1), 2):
+        ...     for step in epoch:
+        ...         for x in step:
+        ...             step.backward(0 * model(x).mean() + epoch.number)
+        ...         optimizer.step()
+        ...     rows.append((epoch.number, epoch.num_steps, epoch.metrics))
+        ...
+        >>> rows
+        [(0, 2, {'loss': 0.0}), (1, 2, {'loss': 1.0})]
     """
 
     def __init__(self, loop: "Loop", number: int, num_steps: int, end: int, tally: Tally) -> None:
@@ -65,10 +83,12 @@ class Epoch:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The averages of `step.metrics` over the epoch's steps so far, also those before a restart, weighted as there.
+        """Averages of `Step.metrics` over the steps of the epoch so far, including those before a restart, by weight.
 
         Raises:
-            Error: read before the epoch's first step is done, or after the epoch.
+            Error: read before the first step of the epoch is done, or after the epoch.
+
+        Example: see `Epoch`.
         """
         if self._tally.epoch != self.number:
             raise Error(

@@ -36,6 +36,7 @@ from samestep.train.run_metrics import RunMetrics
 from samestep.train.samples import add_samples
 from samestep.train.shutdown import Resources, report_errors
 from samestep.train.state_saver import StateSaver
+from samestep.train.step_log import collect_values
 from samestep.train.steps import Observers, Step
 from samestep.train.stop_signals import StopSignals
 from samestep.train.stopping import Stopping
@@ -51,39 +52,65 @@ T = TypeVar("T")
 
 
 class Run:
-    """One training from first step to last, over all its restarts.
+    """One training run, from its first step to its last, over all restarts.
+
+    The run seeds all generators, so create it before the model and before random data. The options are listed in
+    docs/options.md; one that is set on the command line (`samestep launch --batch-size 64`) or in the environment
+    (`SAMESTEP_BATCH_SIZE=64`) replaces the argument. docs/training.md is a guide.
 
     Args:
-        run_dir: where it lives, a path or a URL for fsspec; None: nothing on disk, nothing resumed (notebooks).
-        batch_size: samples of one optimizer step, over all ranks.
-        micro_batch_size: samples of one forward and backward, all that BatchNorm sees. None: 8, 4 or 2 micro-batches
-            where each has at least 64 samples, else 1. `batch_size / micro_batch_size` ranks are the most.
-        seed: of everything random.
-        precision: "fp32", "bf16" or "fp16": what `autocast` opens.
+        run_dir: run directory, a path or a URL for fsspec. None: write nothing and resume nothing (notebooks).
+        batch_size: samples per optimizer step, over all ranks.
+        micro_batch_size: samples per forward and backward pass, which is what BatchNorm sees. The number of ranks is
+            at most `batch_size / micro_batch_size`. None: 8, 4 or 2 micro-batches per step if that leaves at least 64
+            samples in each, else 1.
+        seed: seed of everything random.
+        precision: "fp32", "bf16" or "fp16", used by `autocast`.
         reduction: "exact" (the same bits at any number of ranks) or "fast" (the backend's all-reduce).
-        num_threads: CPU threads per rank. Bits depend on it, so it never follows from the machine.
-        snapshot_every: 10 (steps), "2epochs", "30min" (or s, h) or None; those of a run's end and stop come besides.
-        keep_last: number of numbered snapshots to keep; named snapshots are always kept.
-        resume: "latest", a step, a snapshot's name such as "best", or False.
-        max_steps: ends the run after this many steps in all.
+        num_threads: CPU threads per rank. The bits depend on it, so the default is 1 on every machine.
+        snapshot_every: interval of snapshots: 10 (steps), "2epochs", "30min" (s, min, h) or None. Another one is taken
+            at the end of the run, and when it is stopped.
+        keep_last: number of numbered snapshots to keep. Named snapshots are always kept.
+        resume: "latest", a step, the name of a snapshot such as "best", or False.
+        max_steps: total number of steps after which the run ends.
         log_every: interval of the rows in `metrics.jsonl`: 10 (steps) or "1epochs".
-        compare_every: interval of the checks that all ranks hold the same state: 100 (steps), "1epochs" or None. The
-            state is compared before each snapshot, too, unless this is None.
-        trackers: see `samestep.TensorBoard`, `samestep.WandB`.
-        config: recorded; a change at a restart is warned about.
-        device: "cpu", "cuda" or one GPU such as "cuda:1"; None: CUDA if there is one.
-        deterministic: lets torch choose deterministic kernels only; without, a GPU may give other bits each time.
-        bucket_cap_mb: MiB of gradients that travel together; default: 25 on one host, else a 16th of all, 1 to 25.
-
-    A launcher's options (`samestep launch --batch-size ...`, SAMESTEP_BATCH_SIZE) go before these.
+        compare_every: interval of the comparisons of parameters and optimizer state between the ranks: 100 (steps),
+            "1epochs" or None. Unless it is None, the state is also compared before each snapshot.
+        trackers: destinations of metrics such as `samestep.TensorBoard()`.
+        config: recorded in the run directory. A later start with another config warns.
+        device: "cpu", "cuda" (one GPU per local rank) or one GPU such as "cuda:1". None: CUDA if there is a GPU.
+        deterministic: use deterministic kernels only. Without, a GPU may give other bits each time.
+        bucket_cap_mb: MiB of gradients per message. None: 25 on one host, else a 16th of all gradients, from 1 to 25.
 
     Attributes:
-        dir, device, rank, local_rank, world_size: where this process stands.
-        state: a JSON dict of the script's own, part of every snapshot and restored by `prepare`.
-        summary: rows of the script's own for the table at the end: set them in the loop, which shows it when it ends.
+        dir: run directory or working copy; None without a directory.
+        device, rank, local_rank, world_size: as in torch.distributed.
+        batch_size, micro_batch_size, seed: as in use.
+        state: JSON dict of the script, part of every snapshot and restored by `prepare`.
+        summary: rows that the script adds to the table at the end of a loop.
 
     Raises:
-        Error: numbers that make no run, a directory that holds another run, that is in use or cannot be written.
+        InvalidValue: a value of an option is not allowed, or the numbers do not fit together.
+        Error: the run directory belongs to another run, is in use or cannot be written.
+
+    Example::
+
+        >>> import samestep, torch
+        >>> import torch.nn.functional as F
+        >>> from torch.utils.data import TensorDataset
+        >>> run = samestep.Run("runs/example", batch_size=8, micro_batch_size=4)
+        >>> data = TensorDataset(torch.randn(32, 3), torch.randn(32, 1))
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> run.prepare(model=model, optimizer=optimizer)
+        >>> for epoch in run.epochs(data, 2):
+        ...     for step in epoch:
+        ...         for x, y in step:
+        ...             step.backward(F.mse_loss(model(x), y))
+        ...         optimizer.step()
+        ...
+        >>> run.steps_done
+        8
     """
 
     _resources: Resources | None = None
@@ -141,9 +168,7 @@ class Run:
             context, self._snapshotter, self._signals, self._progress, self._pools, environment.error_dir
         )
         self._watchdog = Watchdog(context, environment, self._snapshotter, self._position)
-        self._stopping = Stopping(
-            context, self._position, self._snapshotter, self._watchdog, self._signals
-        )
+        self._stopping = Stopping(context, self._position, self._snapshotter, self._watchdog, self._signals)
         self._objects: dict[str, Any] = {}
         self._metrics = RunMetrics(context, self._snapshotter, self._progress, self._trackers, self._objects)
         self._old_params = prepared.find_params()
@@ -157,22 +182,38 @@ class Run:
 
     @property
     def steps_done(self) -> int:
-        """Steps finished so far, over all restarts."""
+        """Number of steps done so far, over all restarts.
+
+        Example::
+
+            >>> import samestep
+            >>> samestep.Run(None, batch_size=8).steps_done
+            0
+        """
         return self._position.steps_done
 
     def prepare(self, *unnamed: Any, override: bool = False, **objects: Any) -> None:
-        """Takes the run's models, optimizers, schedules and whatever else has a state, and restores them. Once.
+        """Register everything that has a state, and restore it from the newest snapshot. Call it once.
 
-        In place: modules go to the device and are made alike on all ranks, but stay themselves. The names are the
-        snapshot's keys.
+        Works in place: modules move to the device and get the values of rank 0. The names become the keys of snapshots.
 
         Args:
-            override: a resumed run takes the script's settings of optimizers and schedules (`lr`, `T_max`) where they
-                differ from those it was begun with, and other data. Without, it keeps its settings and warns.
+            objects: models, optimizers, learning rate schedulers, averaged models, generators, and all other objects
+                with `state_dict` and `load_state_dict`, by name.
+            override: for a resumed run, use the script's settings of optimizers and schedulers (`lr`, `T_max`) and its
+                data where they differ from those of the run. Without, the run keeps its settings and warns.
 
         Raises:
-            Error: something without state_dict, a model built before the run was seeded, SyncBatchNorm, an
-                optimizer of parameters in no model, a snapshot that does not fit.
+            Error: an object has no state_dict, a model was built before the run, a model contains SyncBatchNorm, an
+                optimizer holds parameters of no model, or the snapshot does not fit the objects.
+
+        Example::
+
+            >>> import samestep, torch
+            >>> run = samestep.Run(None, batch_size=8)
+            >>> model = torch.nn.Linear(3, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> run.prepare(model=model, optimizer=optimizer)
         """
         if unnamed:
             raise Error("run.prepare takes everything by name, run.prepare(model=model, ...), and returns nothing")
@@ -220,18 +261,36 @@ class Run:
         drop_last: bool | None = None,
         pin_memory: bool | None = None,
     ) -> Iterator[Epoch]:
-        """The run's epochs, from where it stands: every sample of `data` exactly once in each.
+        """Iterate over epochs, from the point where the run resumes. Each epoch uses every sample of `data` exactly
+        once.
 
         Args:
-            data: a map-style data set, or a DataLoader of one with the run's micro-batch size.
-            num_epochs: how many in this loop, those before a restart included. A run may have several: docs/loops.md.
-            collate_fn, num_workers, pin_memory: as in torch's DataLoader.
-            sampler: `sampler(epoch)` gives that epoch's sample indices, the same on all ranks.
-            shuffle: in another order each epoch (the default).
-            drop_last: leave out an epoch's last step when it is short.
+            data: a map-style data set, or a DataLoader of one whose batch size is the micro-batch size.
+            num_epochs: number of epochs of this loop, including those before a restart. A run may have several loops;
+                see docs/loops.md.
+            collate_fn, num_workers, pin_memory: as in `torch.utils.data.DataLoader`.
+            sampler: function of the epoch number that returns the indices of its samples, the same on all ranks.
+            shuffle: whether to use another order in each epoch. Default: True.
+            drop_last: whether to leave out the last step of an epoch if it is short. Default: False.
 
         Raises:
-            Error: no data, or data that cannot be indexed; `run.json` tells of other data; a loop left by break.
+            Error: the data set cannot be indexed or differs from that of the run, or another loop was left by `break`.
+
+        Example::
+
+            >>> import samestep, torch
+            >>> run = samestep.Run(None, batch_size=4)
+            >>> model = torch.nn.Linear(1, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> run.prepare(model=model, optimizer=optimizer)
+            >>> for epoch in run.epochs(torch.ones(10, 1), 1):
+            ...     for step in epoch:
+            ...         for x in step:
+            ...             step.backward(model(x).mean())
+            ...         optimizer.step()
+            ...
+            >>> run.steps_done
+            3
         """
         check_count("epochs", num_epochs)
         batches = self._open_batches(
@@ -252,9 +311,29 @@ class Run:
         shuffle: bool | None = None,
         pin_memory: bool | None = None,
     ) -> Iterator[Step]:
-        """The run's steps, from where it stands, over `data` again and again: no epochs, no short step.
+        """Iterate over steps, from the point where the run resumes. The data set is repeated, and no step is short.
 
-        Args and errors as for `epochs`; `num_steps` counts those of this loop, before a restart too.
+        Args:
+            data, collate_fn, num_workers, sampler, shuffle, pin_memory: as in `epochs`.
+            num_steps: number of steps of this loop, including those before a restart.
+
+        Raises:
+            Error: as in `epochs`.
+
+        Example::
+
+            >>> import samestep, torch
+            >>> run = samestep.Run(None, batch_size=4)
+            >>> model = torch.nn.Linear(1, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> run.prepare(model=model, optimizer=optimizer)
+            >>> for step in run.steps(torch.ones(10, 1), 7):
+            ...     for x in step:
+            ...         step.backward(model(x).mean())
+            ...     optimizer.step()
+            ...
+            >>> run.steps_done
+            7
         """
         check_count("steps", num_steps)
         batches = self._open_batches(
@@ -272,16 +351,31 @@ class Run:
         num_workers: int | None = None,
         micro_batch_size: int | None = None,
     ) -> dict[str, Any]:
-        """Scores every sample of `data` exactly once, in order, shared out over the ranks; the same bits on all.
+        """Score every sample of `data` exactly once, divided over the ranks. Returns the same bits on all ranks.
 
         Args:
-            score: called in eval mode without gradients with a micro-batch; returns name -> value: a number or
-                scalar tensor (a mean over the samples), `(value, weight)` (a mean over weight), or a list with one
-                entry per sample.
-            micro_batch_size: None: the DataLoader's where `data` is one, else the run's.
+            score: function of a micro-batch, called in eval mode without gradients. Returns a dict of name -> value: a
+                number or scalar tensor (a mean over the samples), a pair `(value, weight)` (a mean over `weight`
+                units), or a list with one entry per sample.
+            data: as in `epochs`.
+            collate_fn, num_workers: as in `epochs`.
+            micro_batch_size: samples per call of `score`. None: that of the DataLoader if `data` is one, else of the
+                run.
 
         Returns:
-            name -> mean as a float, or the list over the whole data set in its order.
+            name -> mean as a float, or the list for the whole data set in its order.
+
+        Raises:
+            Error: called inside a loop over micro-batches, or not on all ranks.
+
+        Example::
+
+            >>> import samestep, torch
+            >>> run = samestep.Run(None, batch_size=4)
+            >>> model = torch.nn.Linear(1, 1)
+            >>> run.prepare(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> run.evaluate(lambda x: {"mean": x.mean(), "all": x.flatten().tolist()}, torch.arange(6.0).view(6, 1))
+            {'mean': 2.5, 'all': [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]}
         """
         self._check_call("run.evaluate", "the ranks are not at the same place there; dedent it")
         self._check_prepared("run.evaluate")
@@ -308,67 +402,187 @@ class Run:
             pass_ = 2**32 + self._position.num_evaluations
             seed_all(derive(self.seed, "after", step=self.steps_done, pass_=pass_))
 
-    def log(self, values: Mapping[str, Any]) -> None:
-        """Adds a row to `metrics.jsonl` and to the trackers, at the present step. The same on all ranks.
+    def log(self, values: Mapping[str, Any] | None = None, /, **named: Any) -> None:
+        """Write a row to `metrics.jsonl` and to the trackers at the current step. Call it on all ranks.
 
-        What a resumed script logs before its loop, or at the head of an epoch once more, is there, and is left out.
+        Rows that a resumed script logs again, before its loop or at the start of an epoch, are written once.
+
+        Args:
+            values: name -> number, string or tensor; further ones as keyword arguments.
+
+        Raises:
+            Error: called inside a loop over micro-batches, where each rank knows only its part; use `Step.log` there.
+
+        Example::
+
+            >>> import samestep
+            >>> run = samestep.Run(None, batch_size=4)
+            >>> run.log({"validation/loss": 0.5}, accuracy=0.9)
         """
         self._check_call("run.log", "it knows this rank's part only; call step.log, which averages over all ranks")
-        if not isinstance(values, Mapping):
-            raise Error(f"run.log takes a dict of name -> value, not {values!r}")
+        row = collect_values("run.log", values, named)
         if self.steps_done if self._loop is None else self._loop.repeats_head:
             return
         step = None if self._loop is None else self._loop.step
         in_body = step is not None and step.number == self.steps_done
-        self._metrics.write_row(dict(values), self.steps_done + in_body)
+        self._metrics.write_row(row, self.steps_done + in_body)
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """The builtin print, on rank 0 alone, above the progress bar."""
+        """Print on rank 0 only, above the progress bar. Arguments as for the builtin `print`.
+
+        Example::
+
+            >>> import samestep
+            >>> samestep.Run(None, batch_size=4).print("hello")
+            hello
+        """
         self._progress.print(*args, **kwargs)
 
     def once(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Calls `fn` on rank 0 alone; every rank gets its result (which must pickle), and draws on as rank 0 does."""
+        """Call a function on rank 0 only and return its result on every rank.
+
+        The result is pickled. The generators of all ranks continue from the state that rank 0 has after the call.
+
+        Raises:
+            Error: called inside a loop over micro-batches.
+
+        Example::
+
+            >>> import samestep
+            >>> samestep.Run(None, batch_size=4).once(sorted, [3, 1, 2])
+            [1, 2, 3]
+        """
         self._check_call("run.once", "the ranks are not at the same place there; call it before the loop")
         return call_on_rank_0(self._context.group, fn, *args, **kwargs)
 
     def snapshot(self, name: str) -> None:
-        """Keeps the run's state under `name`, for good, once the loop's body is done. On all ranks."""
+        """Keep the state of the run under a name when the body of the loop is done. Call it on all ranks.
+
+        Args:
+            name: letters, digits and underscores. An older snapshot of this name is replaced.
+
+        Raises:
+            InvalidValue: the name cannot be used.
+
+        Example::
+
+            >>> import samestep, torch
+            >>> run = samestep.Run("runs/best", batch_size=4)
+            >>> model = torch.nn.Linear(1, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> run.prepare(model=model, optimizer=optimizer)
+            >>> for step in run.steps(torch.ones(10, 1), 5):
+            ...     for x in step:
+            ...         step.backward(model(x).mean())
+            ...     optimizer.step()
+            ...     if step.number == 2:
+            ...         run.snapshot("best")
+            ...
+            >>> weight = model.weight.item()
+            >>> run.restore("best")
+            >>> model.weight.item() > weight
+            True
+        """
         self._check_left()
         self._snapshotter.ask_for(name, is_taken=self._loop is not None and self._loop.place.is_past)
 
     def restore(self, which: int | str, *names: str) -> None:
-        """Gives models the weights and buffers of a snapshot, in place; all else stays. After the loop, on all ranks.
+        """Load the weights and buffers of a snapshot into the models, in place. Call it after the loop, on all ranks.
+
+        Optimizers, schedulers and the position of the run stay as they are; see docs/resuming.md.
 
         Args:
-            which, names: a snapshot's name such as "best", a step, or "latest"; and the models' (default: all models).
+            which: name of a snapshot such as "best", a step, or "latest".
+            names: names of models in `prepare`; default: all models.
 
         Raises:
-            Error: there is no such snapshot; the run has no directory; the loop is not over, or begins afterwards.
+            Error: there is no such snapshot, the run has no directory, or the loop is not over or begins afterwards.
+
+        Example: see `snapshot`.
         """
         self._check_call("run.restore", "call it after the loop")
         self._check_prepared("run.restore")
         self._is_recalled = recall(self._snapshotter, self._modules, names, which, self._context.group, self._loop)
 
     def stop(self, reason: str = "") -> None:
-        """Ends the loop after the present step (or epoch's body). Call it on every rank: decide on what all know.
+        """End the loop after the current step (or the current epoch's body). Call it on all ranks.
 
-        The same command again takes no further step in that loop; one that resumes from the step by its number does.
+        Base the decision on values that are the same on all ranks (`Step.metrics`, the result of `evaluate`). The same
+        command started again takes no further step in this loop; one that resumes from a step by number does.
+
+        Args:
+            reason: shown at the end of the run.
+
+        Example::
+
+            >>> import samestep, torch
+            >>> run = samestep.Run(None, batch_size=4)
+            >>> model = torch.nn.Linear(1, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> run.prepare(model=model, optimizer=optimizer)
+            >>> for step in run.steps(torch.ones(10, 1), 100):
+            ...     for x in step:
+            ...         step.backward(model(x).square().mean())
+            ...     optimizer.step()
+            ...     if step.metrics["loss"] < 100:
+            ...         run.stop("good enough")
+            ...
+            >>> run.steps_done
+            1
         """
         self._check_left()
         self._stopping.ask(reason or "run.stop()")
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The context for the forward pass and the loss, in the run's precision."""
+        """Context manager for the forward pass and the loss, in the precision of the run. See `torch.autocast`.
+
+        Example::
+
+            >>> import samestep, torch
+            >>> run = samestep.Run(None, batch_size=4, precision="bf16", device="cpu")
+            >>> with run.autocast():
+            ...     print(torch.nn.Linear(1, 1)(torch.ones(1, 1)).dtype)
+            torch.bfloat16
+        """
         return self._context.precision.autocast()
 
-    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """torch.nn.utils.clip_grad_norm_ on the whole batch's gradient. Returns the norm before.
+    def clip_grad_norm_(
+        self,
+        parameters: Tensor | Iterable[Tensor],
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> Tensor:
+        """`torch.nn.utils.clip_grad_norm_` for the gradient of the whole batch. Call it after the loop over
+        micro-batches.
+
+        Args: as in torch.
+
+        Returns:
+            The norm before clipping, a scalar tensor.
 
         Raises:
-            Error: inside the micro-batch loop, where the gradient is not complete.
+            Error: called inside the loop over micro-batches, where the gradient is not complete.
+
+        Example::
+
+            >>> import samestep, torch
+            >>> run = samestep.Run(None, batch_size=4)
+            >>> model = torch.nn.Linear(1, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> run.prepare(model=model, optimizer=optimizer)
+            >>> for step in run.steps(torch.ones(10, 1), 1):
+            ...     for x in step:
+            ...         step.backward(model(x).mean())
+            ...     norm = run.clip_grad_norm_(model.parameters(), max_norm=1.0)
+            ...     optimizer.step()
+            ...
+            >>> round(norm.item(), 3)
+            1.414
         """
         self._refuse_in_step("run.clip_grad_norm_", "the gradient is not complete there; dedent it")
-        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
     def _open_batches(self, data: Any, **arguments: Any) -> Batches:
         self._check_left()

@@ -3,13 +3,14 @@
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from samestep.engine.control import NOT_CALLED
 from samestep.engine.gradient_pass import Means, describe
-from samestep.errors import Error
+from samestep.errors import Error, InvalidType
 from samestep.train.evaluate import add_up
 
 Value = float | Tensor  # a tensor only on a GPU: float64, not read back yet
@@ -37,6 +38,13 @@ class StepLog:
             }
             for values in self._calls
         ]
+
+
+def collect_values(what: str, values: Mapping[str, Any] | None, named: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a call such as `step.log({"a": 1}, b=2)`. Raises InvalidType if the first argument is no dict."""
+    if values is not None and not isinstance(values, Mapping):
+        raise InvalidType(f"{what} takes a dict of name -> value or keyword arguments, not {values!r}")
+    return {**(values or {}), **named}
 
 
 def read_number(name: str, given: object) -> Value:

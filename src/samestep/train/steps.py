@@ -3,7 +3,7 @@
 import dis
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,7 +21,7 @@ from samestep.plan.schedule import Span
 from samestep.plan.seeds import derive
 from samestep.train.context import RunContext
 from samestep.train.position import Position
-from samestep.train.step_log import StepLog, Value, average, read_number
+from samestep.train.step_log import StepLog, Value, average, collect_values, read_number
 
 
 class StepObserver:
@@ -97,24 +97,40 @@ class Observers:
 
 
 class Step:
-    """One optimizer step: iterate over it for this rank's micro-batches, on the device.
+    """One optimizer step. Iterate over it to get this rank's micro-batches, on the device.
 
-    When the inner loop ends, `.grad` of every parameter is the whole batch's gradient, averaged by weight, the same
-    on all ranks. Iterate once more for a second pass over the same micro-batches with other noise (a GAN).
+    When the loop over the micro-batches ends, `.grad` of every parameter is the gradient of the whole batch, averaged
+    by weight, the same on all ranks. Iterate again for a second pass over the same micro-batches with other random
+    numbers (a GAN). `Run.epochs` and `Run.steps` create the steps.
 
     Attributes:
-        number: counted from 0 over the whole run.
-        epoch: in which the step begins.
-        micro_batch: the present micro-batch, counted from 0 over the micro-batches of all ranks.
-        sizes: samples per micro-batch of the step, over all ranks.
+        number: number of the step, from 0, over the whole run.
+        epoch: epoch in which the step begins.
+        micro_batch: current micro-batch, from 0, over the micro-batches of all ranks.
+        sizes: samples per micro-batch, over all ranks.
         held: this rank's micro-batches.
-        open: the script iterates over the micro-batches.
-        is_over: the next step has begun.
-        has_gradients: the newest pass left some in `.grad`.
-        is_skipped: no micro-batch had a weight above 0 so far, so that there is no gradient.
-        num_passes: finished iterations over the micro-batches.
-        averaged_loss: over the whole batch, in the newest pass; None where nothing counts.
-        averages: name -> (value, weight) of the loss and of step.log.
+        open: whether the script iterates over the micro-batches.
+        is_over: whether the next step has begun.
+        has_gradients: whether the last pass left gradients in `.grad`.
+        is_skipped: whether no micro-batch had a weight above 0 so far, so that there is no gradient.
+        num_passes: number of complete iterations over the micro-batches.
+        averaged_loss: loss over the whole batch in the last pass; None if no micro-batch counted.
+        averages: name -> (value, weight), for the loss and the values of `log`.
+
+    Example::
+
+        >>> import samestep, torch
+        >>> run = samestep.Run(None, batch_size=4, micro_batch_size=2)
+        >>> model = torch.nn.Linear(1, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> run.prepare(model=model, optimizer=optimizer)
+        >>> for step in run.steps(torch.ones(8, 1), 1):
+        ...     for x in step:
+        ...         step.backward(model(x).mean())
+        ...     optimizer.step()
+        ...
+        >>> step.number, step.num_samples, model.weight.grad.item()
+        (0, 4, 1.0)
     """
 
     def __init__(
@@ -146,7 +162,7 @@ class Step:
 
     @property
     def num_samples(self) -> int:
-        """The samples of the step, over all ranks."""
+        """Number of samples of the step, over all ranks."""
         return sum(self.sizes)
 
     @property
@@ -161,10 +177,10 @@ class Step:
 
     @property
     def loss(self) -> Tensor:
-        """The loss, averaged by weight over the whole batch: the same scalar on all ranks. nan where nothing counts.
+        """Loss, averaged by weight over the whole batch: a scalar tensor, the same on all ranks. nan if nothing counts.
 
         Raises:
-            Error: read before or inside the micro-batch loop.
+            Error: read before or inside the loop over micro-batches.
         """
         self._check_is_over("step.loss")
         loss = self.averaged_loss if self.averaged_loss is not None else math.nan
@@ -172,11 +188,28 @@ class Step:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The loss and the values of `step.log` by name, averaged by weight over the whole batch: the same floats on
-        all ranks. Values logged after the micro-batch loop are as this rank gave them.
+        """Loss and values of `log` by name, averaged by weight over the whole batch: the same floats on all ranks.
+
+        Values that were logged after the loop over micro-batches are returned as they were given.
 
         Raises:
-            Error: read before or inside the micro-batch loop.
+            Error: read before or inside the loop over micro-batches.
+
+        Example::
+
+            >>> import samestep, torch
+            >>> run = samestep.Run(None, batch_size=4, micro_batch_size=2)
+            >>> model = torch.nn.Linear(1, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> run.prepare(model=model, optimizer=optimizer)
+            >>> for step in run.steps(torch.ones(8, 1), 1):
+            ...     for x in step:
+            ...         step.backward(0 * model(x).mean() + 2)
+            ...         step.log(samples=len(x))
+            ...     optimizer.step()
+            ...
+            >>> step.metrics
+            {'loss': 2.0, 'samples': 2.0}
         """
         self._check_is_over("step.metrics")
         return {name: float(value) for name, (value, _) in self.averages.items()}
@@ -302,19 +335,35 @@ class Step:
             )
 
     def backward(self, loss: Losses, *, weight: float | Tensor | None = None, model: nn.Module | None = None) -> None:
-        """Run this micro-batch's backward. Its part of the batch's gradient is added to all others.
+        """Run the backward pass of this micro-batch. Its part of the gradient of the batch is added to all others.
 
         Args:
-            loss: a scalar, the mean over the micro-batch (over `weight` units of it). For several losses that are means
-                over different units, a dict of loss -> weight, in the same order in all micro-batches: each is averaged
-                over the batch by its own weights, and the averages are added up. Each costs a backward and an exchange.
-            weight: the number of units that `loss` is a mean over, such as tokens; None: the micro-batch's samples.
-                A tensor is best on the CPU. 0: the micro-batch does not count.
-            model: the one prepared model that gets gradients; None: all. Once per model and micro-batch.
+            loss: scalar, a mean over `weight` units of the micro-batch. For losses that are means over different
+                units, a dict of loss -> weight, in the same order in all micro-batches: each is averaged over the
+                batch by its own weights, and the averages are added. Each costs a backward pass and an exchange. See
+                docs/losses.md.
+            weight: number of units that `loss` is a mean over, such as tokens. None: the samples of the micro-batch.
+                0: the micro-batch does not count. A tensor should be on the CPU; one on a GPU is read back.
+            model: the one prepared model that gets gradients. None: all models.
 
         Raises:
-            Error: outside the micro-batch loop, a second time for a model, a loss that is no scalar or depends on
-                no parameter, a negative weight, not as many losses as in other micro-batches.
+            Error: called outside the loop over micro-batches or twice for a model, the loss is not a scalar or depends
+                on no parameter, a weight is negative, or micro-batches have different numbers of losses.
+
+        Example::
+
+            >>> import samestep, torch
+            >>> run = samestep.Run(None, batch_size=4, micro_batch_size=2)
+            >>> model = torch.nn.Linear(1, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> run.prepare(model=model, optimizer=optimizer)
+            >>> for step in run.steps(torch.ones(8, 1), 1):
+            ...     for x in step:
+            ...         step.backward(model(x).mean(), weight=step.micro_batch)  # 0, then 1
+            ...     optimizer.step()
+            ...
+            >>> model.weight.grad.item()
+            1.0
         """
         for notify in self._on.backward:
             notify(self, loss, weight, model)
@@ -324,14 +373,20 @@ class Step:
         for notify in self._on.end_backward:
             notify(self, self._gradients.waited_s)
 
-    def log(self, **values: float | Tensor) -> None:
-        """Add to the metrics of this step, averaged over the batch with the weights of step.backward; no sync.
+    def log(self, values: Mapping[str, float | Tensor] | None = None, /, **named: float | Tensor) -> None:
+        """Add values to the metrics of this step.
 
-        After the loop over the micro-batches, where all ranks have the same values, it takes them as they are. The
-        averages are in `metrics`, and in `metrics.jsonl` every `log_every` steps.
+        Inside the loop over micro-batches, values are averaged over the batch with the weights of `backward`, without a
+        synchronization. After it, values are taken as they are. The averages are in `metrics`, and in `metrics.jsonl`
+        every `log_every` steps.
+
+        Args:
+            values: name -> number or scalar tensor; further ones as keyword arguments.
 
         Raises:
-            Error: before the micro-batch loop, after the step, or a value that is no number.
+            Error: called before the loop over micro-batches or after the step, or a value is not a number.
+
+        Example: see `metrics`.
         """
         is_past = self.is_over or self._position.steps_done > self.number
         if is_past or not (self.open or self.num_passes):
@@ -341,7 +396,7 @@ class Step:
             )
         if self._is_probe:
             return
-        for name, given in values.items():
+        for name, given in collect_values("step.log", values, named).items():
             value = read_number(name, given)
             if self.open:
                 self._log.add(self.micro_batch - self.held.start, name, value)

@@ -235,9 +235,7 @@ def _judge_default(participants: Participants, by_node: Mapping[int, Any]) -> li
     own, interface = by_node[lost[0]]["own_name"] or "no address", by_node[lost[0]]["interface"]
     found = f"no interface is set on {participants.name_nodes(lost)}, where the host's own name resolves to {own}: "
     found += "gloo would listen where no other host reaches it"
-    advice = (
-        f"export GLOO_SOCKET_IFNAME={interface} on all hosts (samestep launch does; the following checks use it)"
-    )
+    advice = f"export GLOO_SOCKET_IFNAME={interface} on all hosts (samestep launch does; the following checks use it)"
     return [Finding("network", FAIL, found, advice)]
 
 
