@@ -198,7 +198,7 @@ class Run:
         Works in place: modules move to the device and get the values of rank 0. The names become the keys of snapshots.
 
         Args:
-            objects: models, optimizers, learning rate schedulers, averaged models, generators, and all other objects
+            objects: models, optimizers, learning rate schedulers, averaged models, and all other objects
                 with `state_dict` and `load_state_dict`, by name.
             override: for a resumed run, use the script's settings of optimizers and schedulers (`lr`, `T_max`) and its
                 data where they differ from those of the run. Without, the run keeps its settings and warns.
@@ -261,8 +261,7 @@ class Run:
         drop_last: bool | None = None,
         pin_memory: bool | None = None,
     ) -> Iterator[Epoch]:
-        """Iterate over epochs, from the point where the run resumes. Each epoch uses every sample of `data` exactly
-        once.
+        """Iterate over epochs from the point where the run resumes. Each uses every sample of `data` exactly once.
 
         Args:
             data: a map-style data set, or a DataLoader of one whose batch size is the micro-batch size.
@@ -554,8 +553,7 @@ class Run:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        """`torch.nn.utils.clip_grad_norm_` for the gradient of the whole batch. Call it after the loop over
-        micro-batches.
+        """Clip the gradient of the whole batch with `torch.nn.utils.clip_grad_norm_`, after the loop over micro-batches.
 
         Args: as in torch.
 
