@@ -150,3 +150,11 @@ def test_links_lead_somewhere() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_source_files_that_pages_name_exist() -> None:
+    for page in PAGES:
+        for name in re.findall(r"`((?:\w+/)+\w+\.(?:py|md))`", page.read_text()):
+            assert any((root / name).exists() for root in (ROOT, ROOT / "src" / "samestep")), (
+                f"{page.name} names {name}"
+            )

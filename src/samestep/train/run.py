@@ -553,7 +553,7 @@ class Run:
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> Tensor:
-        """Clip the gradient of the whole batch with `torch.nn.utils.clip_grad_norm_`, after the loop over micro-batches.
+        """Clip the gradient of the whole batch after the loop over micro-batches. See `torch.nn.utils.clip_grad_norm_`.
 
         Args: as in torch.
 
