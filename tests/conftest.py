@@ -34,14 +34,19 @@ def find_children() -> dict[int, psutil.Process]:
     found: dict[int, psutil.Process] = {}
     for child in psutil.Process().children():
         try:
-            words = " ".join(child.cmdline())
-            if any(name in words for name in SERVERS):
-                found.update((rank.pid, rank) for rank in child.children(recursive=True))
+            if _is_server(child):
+                below = child.children(recursive=True)
+                found.update((process.pid, process) for process in below if not _is_server(process))
             elif child.status() != psutil.STATUS_ZOMBIE:
                 found.update((process.pid, process) for process in [child, *child.children(recursive=True)])
         except psutil.Error:
             continue
     return found
+
+
+def _is_server(process: psutil.Process) -> bool:
+    words = " ".join(process.cmdline())
+    return any(name in words for name in SERVERS)
 
 
 def describe(processes: dict[int, psutil.Process]) -> str:

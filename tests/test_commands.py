@@ -155,6 +155,14 @@ ask(env={"PYTHONIOENCODING": "latin-1"})
     assert done.stdout.splitlines() == ["True utf-8", "False iso8859-1"]
 
 
+@pytest.mark.parametrize("hash_seed", ["0", "1", "2"])
+def test_hashes_of_strings(hash_seed: str) -> None:
+    code = "print(hash('a string'), {'a', 'b', 'c', 'd'})"
+    variables = clean_variables({"PYTHONHASHSEED": hash_seed})
+    forked, real = run_twice("-c", code, cwd=Path.cwd(), env=variables)
+    assert forked.stdout == real.stdout
+
+
 def test_what_is_not_forked(tmp_path: Path) -> None:
     variables = dict(os.environ)
     assert is_forkable([sys.executable, "-m", "samestep"], variables)

@@ -3,8 +3,8 @@
 A program costs some 0.05 s of CPU here where a new interpreter costs 4 s. In its process a program finds what
 `python ARGUMENTS` would give it: arguments, environment, current directory, files, signal handlers, search path,
 standard streams, `__main__`, and its end: exit code, traceback, atexit handlers. /proc shows its own arguments and
-environment, too. Three things differ: modules are imported already, str hashes are those of PYTHONHASHSEED=0, and the
-interpreter is not torn down at the end.
+environment, too. Three things differ: modules are imported already, str hashes are those of PYTHONHASHSEED=0 where it
+is not set, and the interpreter is not torn down at the end.
 """
 
 import atexit
@@ -34,7 +34,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-HASH_SEED = "0"
+HASH_SEEDS = ("0", "1")  # of a server, and of another one that it starts when it is wanted
 PRELOAD = ("torch.distributed.run", "torch.distributed.elastic.multiprocessing.api", "psutil", "numpy")
 PROGRAMS = ("samestep.__main__", "samestep.recipes.")
 LENGTH = struct.Struct("!I")
@@ -43,7 +43,7 @@ ARGUMENTS_START = 47  # of /proc/self/stat's fields, followed by the arguments' 
 SPACE = "SPACE_FOR_ENVIRONMENT"  # a variable whose value makes room for what /proc is to show
 
 
-def start(life: socket.socket, listener: socket.socket) -> int:
+def start(life: socket.socket, listener: socket.socket, hash_seed: str) -> int:
     """Starts a server that takes requests from `listener` until `life` is closed. Returns its pid."""
     package = str(Path(__file__).parents[1])
     code = (
@@ -51,7 +51,7 @@ def start(life: socket.socket, listener: socket.socket) -> int:
         f"from support.command_server import serve; serve({life.fileno()}, {listener.fileno()}, base)"
     )
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    variables |= {"PYTHONHASHSEED": HASH_SEED, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    variables |= {"PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     variables[SPACE] = " " * 100_000
     # The long argument makes room for the arguments of programs.
     process = subprocess.Popen(
@@ -105,6 +105,7 @@ class _Server:
     def __init__(self, life: socket.socket, listener: socket.socket, base_path: list[str]) -> None:
         self.life, self.listener, self.base_path = life, listener, base_path
         self.programs: dict[int, socket.socket] = {}  # by pid
+        self.lives: list[socket.socket] = []  # of the servers that this one has started
         self.woken, self.waker = socket.socketpair()
         for end in (self.woken, self.waker):
             end.setblocking(False)
@@ -139,6 +140,11 @@ class _Server:
         if request is None:
             client.close()
             return
+        if "hash_seed" in request:
+            self.start_server(request["address"], request["hash_seed"])
+            send(client, None)
+            client.close()
+            return
         namespaces, fds = fds[:3], fds[3:]
         if (pid := os.fork()) == 0:
             code = 1
@@ -151,6 +157,17 @@ class _Server:
         self.programs[pid] = client
         if request["is_bound"]:
             self.selector.register(client, selectors.EVENT_READ, pid)
+
+    def start_server(self, address: str, hash_seed: str) -> None:
+        if os.path.exists(address):
+            return
+        life, theirs = socket.socketpair()
+        with theirs, socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"{address}.new")
+            listener.listen(64)
+            os.rename(f"{address}.new", address)
+            start(theirs, listener, hash_seed)
+        self.lives.append(life)
 
     def reap(self) -> None:
         while self.programs:
@@ -168,7 +185,7 @@ class _Server:
         """In the child: runs the program and returns its exit code."""
         from support import commands
 
-        address = self.listener.getsockname()
+        address = os.path.join(os.path.dirname(self.listener.getsockname()), "socket")
         for file in namespaces:
             _enter(file)
         if request["host"]:
@@ -199,7 +216,7 @@ class _Server:
         sys.orig_argv[:] = request["words"]
         sys.path[:] = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *self.base_path]
         if is_samestep:
-            os.environ.setdefault("PYTHONHASHSEED", HASH_SEED)  # Else it starts itself again, to have what is so here.
+            os.environ.setdefault("PYTHONHASHSEED", HASH_SEEDS[0])  # Else it starts itself again, to have that.
         return _run_main(_find_program(words, is_safe=words != request["words"][1:]))
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from support import command_server
+from support.command_server import HASH_SEEDS
 from support.hosts import Host
 
 # Variables that a program must have when it starts: with other values of them than the server has, it is not forked.
@@ -90,7 +91,7 @@ class Popen(subprocess.Popen[Any]):
         }  # fmt: skip
         namespaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in NAMESPACES]
         connection = socket.socket(socket.AF_UNIX)
-        connection.connect(_find_server())
+        connection.connect(_find_server(variables.get("PYTHONHASHSEED", HASH_SEEDS[0])))
         command_server.send(connection, request, [*namespaces, *files, *pass_fds])
         for file in namespaces:
             os.close(file)
@@ -157,7 +158,7 @@ def is_forkable(words: Any, variables: Mapping[str, str]) -> bool:
     first = words[2] if words[1] == "-P" and len(words) > 2 else words[1]
     if first not in ("-m", "-c") and (str(first).startswith("-") or not os.path.isfile(first)):
         return False
-    if variables.get("PYTHONHASHSEED", command_server.HASH_SEED) != command_server.HASH_SEED:
+    if variables.get("PYTHONHASHSEED", HASH_SEEDS[0]) not in HASH_SEEDS:
         return False
     names = {name for name in (*variables, *_variables) if name.startswith(READ_AT_START) and name not in HANDLED}
     for name in names:
@@ -173,8 +174,8 @@ _address = ""  # of the server
 _python = sys.executable  # the program `python` of `find_programs`, where there is one
 
 
-def _find_server() -> str:
-    """Where this process's server listens, which is started when it is first wanted."""
+def _find_server(hash_seed: str = HASH_SEEDS[0]) -> str:
+    """Where the server with a PYTHONHASHSEED listens, which is started when it is first wanted."""
     global _address, _variables
     if not _address:
         _address = os.path.join(tempfile.mkdtemp(prefix="commands-", dir="/tmp"), "socket")
@@ -183,10 +184,18 @@ def _find_server() -> str:
             listener.bind(_address)
             listener.listen(64)
             _variables = dict(os.environ)
-            pid = command_server.start(theirs, listener)
+            pid = command_server.start(theirs, listener, HASH_SEEDS[0])
         _write_programs(Path(_address).with_name("bin"))
         atexit.register(_end_server, pid, life)
-    return _address
+    if hash_seed == HASH_SEEDS[0]:
+        return _address
+    address = f"{_address}-{hash_seed}"
+    if not os.path.exists(address):
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(_address)
+            command_server.send(connection, {"hash_seed": hash_seed, "address": address})
+            command_server.receive(connection)
+    return address
 
 
 def _end_server(pid: int, life: socket.socket) -> None:
