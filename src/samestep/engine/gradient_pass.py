@@ -27,7 +27,7 @@ class Report(NamedTuple):
     Attributes:
         votes: per rank.
         fingerprints: per micro-batch of the step, of its samples.
-        logged: per micro-batch of the step.
+        logged: per micro-batch of the step; empty if no rank has logged a value yet.
         weights: per micro-batch of the step, per slot; `NOT_CALLED` where there was no step.backward.
     """
 
@@ -126,6 +126,7 @@ class GradientPass:
         layout = build_layout(len(sizes), self._group.world_size)
         self._step, self._sizes, self._number, self._layout = step, sizes, number, layout
         self._held = held = layout.ranges[self._group.rank]
+        self._num_losses = 1
         # Per micro-batch: slot -> (loss, weight) pairs.
         self._losses: list[dict[int, list[tuple[Tensor, float | Tensor]]]] = [{} for _ in held]
         # A power of two, which changes no bit. With it, the sum over a full step of as many micro-batches is the mean.
@@ -160,6 +161,7 @@ class GradientPass:
         pairs = [*loss.items()] if isinstance(loss, Mapping) else [(loss, weight)]
         terms = [self._check_term(term, self._sizes[self._v] if own is None else own) for term, own in pairs]
         losses[slot] = [(term.detach(), own) for term, own in terms]
+        self._num_losses = max(self._num_losses, len(terms))
         # The first loss comes last: its backward frees the graph, and its sums travel meanwhile.
         for k, (term, own) in reversed([*enumerate(terms)]):
             if isinstance(own, Tensor) or own:
@@ -221,19 +223,19 @@ class GradientPass:
             RuntimeError: another rank is gone.
         """
         losses, weights = self._read_losses(0)
-        names = self._names
+        names, num = self._names, len(logged)
         self._control = Control(
             vote=vote,
             buffers_changed=self._buffers.changed,
-            has_new_names=any(name not in names for values in logged for name in values),
+            has_new_names=any(logged) and any(name not in names for values in logged for name in values),
             losses=losses,
             weights=weights,
             fingerprints=fingerprints,
             used=b"",
             parts=self._statistics.parts(),
-            num_losses=max((len(terms) for losses in self._losses for terms in losses.values()), default=1),
-            values=[[values.get(name, (0.0, 0))[0] for name in names] for values in logged],
-            counts=[[values.get(name, (0.0, 0))[1] for name in names] for values in logged],
+            num_losses=self._num_losses,
+            values=[[values.get(name, (0.0, 0))[0] for name in names] for values in logged] if names else [[]] * num,
+            counts=[[values.get(name, (0.0, 0))[1] for name in names] for values in logged] if names else [[]] * num,
         )
         self._controls = controls = self.reducer.finish(self._control)
         return Report(
@@ -250,7 +252,10 @@ class GradientPass:
         exchange of their own, and the names get places.
         """
         names = self._names
-        if any(control.has_new_names for control in controls):
+        has_new_names = any(control.has_new_names for control in controls)
+        if not names and not has_new_names:
+            return []
+        if has_new_names:
             collected = [values for of_rank in self._group.gather(logged) for values in of_rank]
             names += sorted({name for values in collected for name in values} - {*names})
             return collected
@@ -269,7 +274,7 @@ class GradientPass:
         controls, reducer = self._controls, self.reducer
         inverses, means = self._average(controls)
         reducer.assign(inverses)
-        for k in range(1, max(control.num_losses for control in controls)):
+        for k in range(1, max([control.num_losses for control in controls])):
             losses, weights = self._read_losses(k)
             further = reducer.finish_further(k, replace(self._control, losses=losses, weights=weights))
             self._check_terms(k, controls, further)

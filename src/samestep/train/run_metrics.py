@@ -72,6 +72,7 @@ class RunMetrics(StepObserver):
         self._progress, self._trackers = progress, trackers
         self.tally, self.num_samples = Tally(), 0
         self._rates: dict[str, float] = {}
+        self._is_logged = False  # the present step gets a row in metrics.jsonl
         self._began_s = time.perf_counter()
 
     def begin_loop(self, batches: Batches) -> None:
@@ -83,14 +84,12 @@ class RunMetrics(StepObserver):
         """Since the present loop began."""
         return time.perf_counter() - self._began_s
 
-    def is_logged(self, step: Step) -> bool:
-        """Whether the step gets a row in `metrics.jsonl`."""
-        steps_done = step.number + 1
-        return self._context.config.log_every.is_due(steps_done, self._batches.epochs_done(steps_done))
-
     def reduced(self, step: Step) -> None:
         """Read the learning rates of the step's update: the script's body may change them after it."""
-        if self.is_logged(step):
+        every, steps_done = self._context.config.log_every, step.number + 1
+        epochs_done = self._batches.epochs_done(steps_done) if every.epochs else None
+        self._is_logged = every.is_due(steps_done, epochs_done)
+        if self._is_logged:
             self._rates = learning_rates(self._objects)
 
     def end_step(self, step: Step) -> None:
@@ -109,7 +108,7 @@ class RunMetrics(StepObserver):
                 )
         if self._batches.steps_per_epoch is not None:
             self.tally.add(step.epoch, step.averages)
-        if self.is_logged(step):
+        if self._is_logged:
             row = {f"train/{name}": float(value) for name, (value, _) in step.averages.items()}
             loss = {"train/loss": row.pop("train/loss")} if "train/loss" in row else {}
             skipped = {"train/skipped_steps": self.tally.num_skipped} if self.tally.num_skipped else {}

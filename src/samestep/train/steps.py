@@ -314,9 +314,10 @@ class Step:
         self.averaged_loss, self.has_gradients = self._gradients.apply()
         if self.averaged_loss is not None:
             self.is_skipped = False
-            weight = math.fsum(weight for row in report.weights for weight in row if weight > 0)
+            weight = math.fsum([weight for row in report.weights for weight in row if weight > 0])
             self.averages["loss"] = (self.averaged_loss, weight)
-        self.averages |= average(report.logged, report.weights, self.sizes)
+        if report.logged:
+            self.averages |= average(report.logged, report.weights, self.sizes)
         if self.num_passes == 0:
             self._fingerprints = report.fingerprints
 
