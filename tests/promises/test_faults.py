@@ -78,7 +78,7 @@ def test_at_every_moment(trial: Trial, undisturbed: Undisturbed, capfd: pytest.C
     num_ranks_then = 1 + len(fault) % 4
     parsed = Fault.parse(fault)
     step, moment, action = parsed.step, parsed.moment, parsed.action
-    arguments = {"keep": 1, "settled": moment in IN_BODY or action == "preempt"}
+    arguments = {"keep_last": 1, "settled": moment in IN_BODY or action == "preempt"}
     with trial.killing_the_frozen():
         if action == "preempt":
             assert trial.spawn(3, fault, **arguments) is None
