@@ -306,8 +306,6 @@ KNOWN_PRIVATE = {
     "snapshot/async_copy.py": 2,
     "snapshot/serialization.py": 1,
     "tools/verify/fixed.py": 2,
-    "train/generators.py": 2,
-    "train/trace.py": 2,
     "watch/thread_state.py": 1,
 }
 

@@ -21,6 +21,9 @@ from samestep.world.group import Group
 T = TypeVar("T")
 MAX_DEPTH = 4
 MAX_LOOKS = 20_000
+# The global generators, as the objects that the functions of their modules are methods of.
+PYTHON_GENERATOR: Any = random.seed.__self__  # type: ignore[attr-defined]
+NUMPY_GENERATOR: Any = np.random.random.__self__  # type: ignore[attr-defined]
 KINDS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
 
@@ -102,7 +105,7 @@ def find_things(
         things += [(f"{module.__name__}.{name}", value, 0) for name, value in own if not name.startswith("__")]
     homes = {"__main__", *(module.__name__ for module in modules)}
     found: dict[str, Any] = {}
-    seen = {id(random._inst), id(np.random.mtrand._rand), id(torch.default_generator)}
+    seen = {id(PYTHON_GENERATOR), id(NUMPY_GENERATOR), id(torch.default_generator)}
     for path, thing, depth in things:  # grows on the way
         if len(seen) > max_looks:
             break

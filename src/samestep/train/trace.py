@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import pickle
-import random
 import signal
 import sys
 import threading
@@ -19,7 +18,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -30,7 +28,13 @@ from samestep.errors import Error
 from samestep.snapshot.serialization import KIND, digest, digest_of, encode, view_bytes, write_tensors
 from samestep.train.batches import Batches
 from samestep.train.context import RunContext
-from samestep.train.generators import find_generators, find_own_modules, read_generator
+from samestep.train.generators import (
+    NUMPY_GENERATOR,
+    PYTHON_GENERATOR,
+    find_generators,
+    find_own_modules,
+    read_generator,
+)
 from samestep.train.position import Place
 from samestep.train.steps import Step, StepObserver
 
@@ -234,8 +238,8 @@ def read_draws() -> dict[str, str]:
     """A hash of each global generator's state."""
     return {
         "torch": read_generator(torch.default_generator),
-        "numpy": read_generator(np.random.mtrand._rand),
-        "random": read_generator(random._inst),
+        "numpy": read_generator(NUMPY_GENERATOR),
+        "random": read_generator(PYTHON_GENERATOR),
     }
 
 
