@@ -129,8 +129,8 @@ def _check_compare_every(name: str, value: Any) -> Interval | None:
 
 def _check_log_every(name: str, value: Any) -> Interval:
     interval = parse_interval(name, value)
-    if interval is None or interval.seconds is not None:
-        raise InvalidValue(f"{name} is {value!r}: give a number of steps such as 10, or of epochs such as 1epochs")
+    if interval is None:
+        raise InvalidValue(f"{name} is {value!r}: give steps such as 10, epochs such as 1epochs, or a time such as 30s")
     return interval
 
 
@@ -296,7 +296,8 @@ class RunConfig:
         int | None, Option(int, "N", "stop after this many steps in total", _whole(1, optional=True))
     ] = None
     log_every: Annotated[
-        Interval, Option(str, "E", "interval of the rows in metrics.jsonl: 10 (steps) or 1epochs", _check_log_every)
+        Interval,
+        Option(str, "E", "interval of rows in metrics.jsonl: 10 (steps), 1epochs or 30s", _check_log_every),
     ]
     compare_every: Annotated[
         Interval | None,

@@ -73,7 +73,7 @@ class Run:
         keep_last: number of numbered snapshots to keep. Named snapshots are always kept.
         resume: "latest", a step, the name of a snapshot such as "best", or False.
         max_steps: total number of steps after which the run ends.
-        log_every: interval of the rows in `metrics.jsonl`: 10 (steps) or "1epochs".
+        log_every: interval of the rows in `metrics.jsonl`: 10 (steps), "1epochs" or "30s".
         compare_every: interval of the comparisons of parameters and optimizer state between the ranks: 100 (steps),
             "1epochs" or None. Unless it is None, the state is also compared before each snapshot.
         trackers: destinations of metrics such as `samestep.TensorBoard()`.

@@ -1,5 +1,6 @@
 """A run's metrics: averages per epoch, rows of `metrics.jsonl`, the progress display, trackers and the ledger."""
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -74,6 +75,7 @@ class RunMetrics(StepObserver):
         self._rates: dict[str, float] = {}
         self._is_logged = False  # the present step gets a row in metrics.jsonl
         self._began_s = time.perf_counter()
+        self._logged_s = -math.inf  # when the last row was written; rank 0's clock counts, which alone writes rows
 
     def begin_loop(self, batches: Batches) -> None:
         """A loop begins."""
@@ -88,8 +90,10 @@ class RunMetrics(StepObserver):
         """Read the learning rates of the step's update: the script's body may change them after it."""
         every, steps_done = self._context.config.log_every, step.number + 1
         epochs_done = self._batches.epochs_done(steps_done) if every.epochs else None
-        self._is_logged = every.is_due(steps_done, epochs_done)
+        is_time = every.seconds is not None and time.monotonic() - self._logged_s >= every.seconds
+        self._is_logged = is_time or every.is_due(steps_done, epochs_done)
         if self._is_logged:
+            self._logged_s = time.monotonic()
             self._rates = learning_rates(self._objects)
 
     def end_step(self, step: Step) -> None:
