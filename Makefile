@@ -1,4 +1,4 @@
-# Two commands: `make train` and `make test`. Both make a virtual environment in .venv first.
+# The main targets are `train` and `test`. Both create a virtual environment in .venv first.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV := .venv
@@ -15,15 +15,15 @@ test: $(VENV)/installed-dev
 	$(BIN)/mypy
 	$(BIN)/pytest -n 3 --dist worksteal -m "not soak"
 
-# The same tests with the oldest torch that is supported, in an environment of its own.
+# Run the same tests with the oldest supported torch, in a separate environment.
 test-lowest:
 	$(MAKE) test VENV=.venv-lowest TORCH="torch==2.11.*"
 
-# All cases of all tests, also where many are alike: half an hour on 2 cores.
+# Run all cases of all tests, including similar ones: half an hour on 2 cores.
 soak: $(VENV)/installed-dev
 	$(BIN)/pytest -n 3 --dist worksteal
 
-# Random faults on small runs, a line for each sequence: make chaos ARGS="--minutes 60 --seed 1".
+# Run random sequences of faults on small runs and print one line for each: make chaos ARGS="--minutes 60 --seed 1".
 chaos: $(VENV)/installed-dev
 	$(BIN)/python tests/chaos.py $(ARGS)
 
