@@ -37,7 +37,7 @@ def train(num_workers: int, run_dir: Path) -> None:
 
 
 def test_a_change_that_the_workers_do_not_see_is_said_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    said = "samestep: the data set's epoch has become 1, and is still 0 in the loader workers, which live as long as"
+    said = "samestep: the data set's epoch has become 1, but is still 0 in the loader workers, which live as long as"
     for num_workers in (1, 0):
         samestep.spawn(train, 2, (num_workers, tmp_path / str(num_workers)))
         printed = " ".join(capfd.readouterr().out.split())
@@ -55,5 +55,5 @@ def test_only_plain_values_count(wrap: Any) -> None:
     data.scale = 2.0
     change = attributes.find_change()
     assert change is not None
-    assert "scale has become 2.0, and is still nan in" in change
+    assert "scale has become 2.0, but is still nan in" in change
     assert attributes.find_change() is None

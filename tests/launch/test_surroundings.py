@@ -137,5 +137,5 @@ def test_a_working_directory_that_is_gone(command: Command) -> None:
     done = subprocess.run(
         ["sh", "-c", line], cwd=command.directory, env=command.variables, capture_output=True, text=True, check=False
     )
-    assert done.stderr == "samestep: error: the working directory has been removed: change to one that is there\n"
+    assert done.stderr == "samestep: error: the working directory has been removed: change to one that exists\n"
     assert done.returncode == 2

@@ -130,12 +130,12 @@ def test_words(tmp_path: Path, words: list[str], said: str) -> None:
         [
             ({"SAMESTEP_BATCH_SIZE": "abc"}, "SAMESTEP_BATCH_SIZE must be a whole number, not 'abc'"),
             ({"SAMESTEP_MICRO_BATCH_SIZE": "3"}, "batch_size 8 is not a multiple of micro_batch_size 3"),
-            ({"RANK": "1"}, "RANK is set and WORLD_SIZE is not: start the ranks by samestep launch or torchrun"),
+            ({"RANK": "1"}, "RANK is set and WORLD_SIZE is not: start the ranks with samestep launch or torchrun"),
             ({"RANK": "0", "WORLD_SIZE": "2"}, "WORLD_SIZE is 2 and MASTER_ADDR is not set"),
             ({"RANK": "1", "WORLD_SIZE": "2"}, "WORLD_SIZE is 2 and MASTER_ADDR is not set"),
             ({"SAMESTEP_BATCHSIZE": "4"}, "no variable SAMESTEP_BATCHSIZE; did you mean SAMESTEP_BATCH_SIZE"),
             ({"SAMESTEP_FRESH": "nein"}, "SAMESTEP_FRESH must be 1 or 0, not 'nein'"),
-            (PAIR | {"GLOO_SOCKET_IFNAME": "none0"}, "GLOO_SOCKET_IFNAME is none0, and this machine has .*lo"),
+            (PAIR | {"GLOO_SOCKET_IFNAME": "none0"}, "GLOO_SOCKET_IFNAME is none0, but this machine has .*lo"),
         ],
     ),
 )

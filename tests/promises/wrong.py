@@ -809,12 +809,12 @@ class Stream(IterableDataset[int]):
 
 DATA = {
     "an empty data set": ([], r"the data set \(list\) is empty: there is no sample"),
-    "no data": (None, r"NoneType has no samples to ask for by index"),
-    "a generator": ((x for x in "ab"), r"generator has no samples to ask for by index, .*: give a map-style data set"),
-    "an IterableDataset": (Stream(), r"Stream has no samples to ask for by index, .*: give a map-style data set"),
+    "no data": (None, r"NoneType does not support indexing"),
+    "a generator": ((x for x in "ab"), r"generator does not support indexing, .*: pass a map-style data set"),
+    "an IterableDataset": (Stream(), r"Stream does not support indexing, .*: pass a map-style data set"),
     "a DataLoader of one": (
         DataLoader(Stream()),
-        r"Stream has no samples to ask for by index, .*: give a map-style da",
+        r"Stream does not support indexing, .*: pass a map-style da",
     ),
     "a DataLoader of other micro-batches": (
         DataLoader(Pairs(), 3),
@@ -822,7 +822,7 @@ DATA = {
     ),
     "a DistributedSampler": (
         DataLoader(Pairs(), MICRO_BATCH_SIZE, sampler=DistributedSampler(Pairs(), num_replicas=2, rank=0)),
-        r"the DataLoader's sampler is a DistributedSampler, .*: leave it out, since the run itself divides the samples",
+        r"the DataLoader's sampler is a DistributedSampler, .*: remove it, since the run itself divides the samples",
     ),
 }
 for name, (given, words) in DATA.items():

@@ -387,9 +387,9 @@ def test_the_verdict_in_words(run: Path, inspect: Inspect) -> None:
         verdicts.append(inspect("--samples")[1].splitlines()[-1])
     assert verdicts == [
         "audit passed: there are no steps yet",
-        "audit passed: epoch 0 is open and used none twice",
+        "audit passed: epoch 0 is incomplete and used no sample twice",
         "audit passed: in 1 complete epoch each of 21 samples was used once",
-        "audit passed: in 2 complete epochs each of 21 samples was used once; epoch 2 is open and used none twice",
+        "audit passed: in 2 complete epochs each of 21 samples was used once; epoch 2 is incomplete and used no sample twice",
     ]
 
 
@@ -438,22 +438,22 @@ def claim_epoch(steps: Steps) -> None:
 S = [samples for _, samples in plan_steps(9, shuffled)]
 FAULTS: dict[Callable[[Steps], None], list[str]] = {
     use_again: [
-        f"step 4: it should have used sample {S[4][0]} and so on, and used those of step 3",
+        f"step 4: it should have used sample {S[4][0]} and so on, but used those of step 3",
         f"step 4: sample {S[3][0]} was used in epoch 1 before",
         "epoch 1: samples never used: ",
     ],
-    skip_one: [f"step 4: it should have used sample {S[4][0]} and so on, and used those of step 5"],
+    skip_one: [f"step 4: it should have used sample {S[4][0]} and so on, but used those of step 5"],
     swap_two: [
-        f"step 1: it should have used sample {S[1][0]} and so on, and used those of step 2",
-        f"step 2: it should have used sample {S[2][0]} and so on, and used those of step 1",
+        f"step 1: it should have used sample {S[1][0]} and so on, but used those of step 2",
+        f"step 2: it should have used sample {S[2][0]} and so on, but used those of step 1",
     ],
     use_an_old_epoch: [
         f"step 5: sample {S[0][0]} and so on were used in epoch 0 before",
         "epoch 1: samples never used: ",
     ],
-    change_one: [f"step 4: it should have used sample {S[4][0]} and so on, and used samples of no step"],
-    reorder: [f"step 4: it should have used sample {S[4][0]} and so on, and used samples of no step"],
-    claim_epoch: ["step 4: the ledger says 8 samples of epoch 2"],
+    change_one: [f"step 4: it should have used sample {S[4][0]} and so on, but used samples of no step"],
+    reorder: [f"step 4: it should have used sample {S[4][0]} and so on, but used samples of no step"],
+    claim_epoch: ["step 4: the ledger records 8 samples of epoch 2"],
 }
 
 
@@ -479,7 +479,7 @@ def test_a_hole_in_the_ledger_is_caught(run: Path, inspect: Inspect) -> None:
     (run / "ledger.bin").write_bytes(ledger)
     code, out = inspect("--samples")
     assert code == 1
-    problem = "step 2: the ledger has no record of it, ledger.bin was cut short"
+    problem = "step 2: the ledger has no record of it, ledger.bin was truncated"
     assert out.endswith(f"audit failed:\n  {problem}\n"), "and nothing is said of its samples"
 
 
@@ -490,7 +490,7 @@ def test_a_ledger_that_ends_before_its_run(run: Path, inspect: Inspect) -> None:
     os.truncate(run / "ledger.bin", 2 * RECORD.size + 5)
     code, out = inspect("--samples")
     assert code == 1
-    assert out.endswith("audit failed:\n  steps 2 to 3: the ledger has no record of them, ledger.bin was cut short\n")
+    assert out.endswith("audit failed:\n  steps 2 to 3: the ledger has no record of them, ledger.bin was truncated\n")
 
 
 def test_many_problems_are_cut_short(run: Path, inspect: Inspect) -> None:

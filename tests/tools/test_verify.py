@@ -138,7 +138,7 @@ def test_a_script_that_does_not_train(tmp_path: Path, script: str, words: str) -
         (["--world-sizes", "1,two", "mlp"], "--world-sizes takes numbers of ranks such as 1,2,3,4, not '1,two'"),
         (["--world-sizes", "0", "mlp"], "--world-sizes takes numbers of ranks"),
         (["--steps", "0", "mlp"], "verify needs at least one step"),
-        (["--keep-runs", "/proc/x", "mlp"], "--keep-runs /proc/x cannot be made (No such file or directory): name"),
+        (["--keep-runs", "/proc/x", "mlp"], "--keep-runs /proc/x cannot be created (No such file or directory): name"),
         (["--step", "3", "mlp"], "verify has no option --step; did you mean --steps?"),
         (["--run-dir", "x", "mlp"], "verify has no option --run-dir"),
         (["mlp", "--no-such-option"], "verify mlp has no option --no-such-option"),

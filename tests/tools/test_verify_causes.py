@@ -97,7 +97,7 @@ UNPOOL = (
          ["the data set.rng (Generator) draws in the steps"]),
         # A data set that answers differently in another rank.
         ({"in_item": "x = x * torch.distributed.get_rank() if torch.distributed.is_initialized() else x"},
-         ["gave other values for the same samples (micro-batch 0 of step 0)"]),
+         ["returned other values for the same samples (micro-batch 0 of step 0)"]),
         # An operator that is not deterministic.
         ({"arguments": ", deterministic=False", "in_forward": UNPOOL},
          ["in two runs on 1 rank", "max_unpooling2d_forward_out is an operator that is not deterministic"]),
@@ -108,13 +108,13 @@ UNPOOL = (
           "model.seen is a buffer that depends on"]),
         # Threads.
         ({"before": "torch.set_num_threads(run.world_size)", "swap": f"{LAYERS} -> {WIDE}"},
-         ["the thread count moved: torch computed with 1 and with 3 threads, the run's number is 1"]),
+         ["the thread count changed: torch computed with 1 and with 3 threads, the run's number is 1"]),
         # Code that reads the rank, and a count that is kept by each model.
         ({"in_micro_batch": "x = x * (1 + run.world_size)"},
-         ["the script reads its rank, or how many there are, in planted.py:", "(run.world_size)"]),
+         ["the script reads its rank or the world size in planted.py:", "(run.world_size)"]),
         ({"in_model": "self.calls = 0", "in_forward": "self.calls += 1; x = x * self.calls"},
-         ["the same inputs of micro-batch 2 give another loss: something is kept from one micro-batch to the next"]),
-        ({"arguments": ", reduction='fast', bucket_cap_mb=1e-6"}, ["reduction='fast' adds up in another order"]),
+         ["the same inputs of micro-batch 2 give another loss: state is kept from one micro-batch to the next"]),
+        ({"arguments": ", reduction='fast', bucket_cap_mb=1e-6"}, ["reduction='fast' adds in another order"]),
     ]),
 )  # fmt: skip
 def test_a_planted_fault_is_found_and_named(verify: Any, faults: dict[str, str], words: list[str]) -> None:
@@ -204,7 +204,7 @@ def test_harmless_uses_are_no_cause(verify: Any) -> None:
         ("class Noise:\n    rng = random.Random(3)\n    def __call__(self): return self.rng.random()\nnoise = Noise()",
          "lib.noise.Noise.rng (Random) draws in the steps"),
         ("def noise(): return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0",
-         "the script reads its rank, or how many there are, in noise.py:2 (torch.distributed.get_rank)"),
+         "the script reads its rank or the world size in noise.py:2 (torch.distributed.get_rank)"),
     ]),
 )  # fmt: skip
 def test_modules_of_the_scripts_own_are_looked_into(verify: Any, tmp_path: Path, module: str, words: str) -> None:
@@ -222,9 +222,9 @@ def test_modules_of_the_scripts_own_are_looked_into(verify: Any, tmp_path: Path,
             1,
             1,
             1,
-            "no kill struck before the run had ended, so nothing was resumed: take more --steps or fewer --kills",
+            "no kill occurred before the end of the run, so nothing was resumed: use more --steps or fewer --kills",
         ),
-        (2, 2, 0, "1 of 2 kills struck before the run had ended: for all of them, take more --steps"),
+        (2, 2, 0, "1 of 2 kills occurred before the end of the run: for all, use more --steps"),
     ],
 )
 def test_kills_that_come_too_late_prove_nothing(
@@ -251,8 +251,8 @@ def test_what_no_snapshot_holds_is_found_by_the_interruption(verify: Any, in_ste
     )  # fmt: skip
     assert code == 1, printed
     assert "in two runs on 1 rank, resumed" in printed
-    named = " (rng (Random), say)" if "rng" in in_step else ""
-    assert f"what the script itself keeps from step to step{named} is in no snapshot" in printed
+    named = " (such as rng (Random))" if "rng" in in_step else ""
+    assert f"state that the script keeps from step to step{named} is in no snapshot" in printed
     assert printed.count("likely: ") == 1, "two runs from begin to end were the same, so that it repeats"
     assert re.search(words, printed), printed
 
@@ -272,14 +272,14 @@ WEIGHTED = "(F.cross_entropy(model(x), y, reduction='none') * (1 + y)).sum() / (
     ("faults", "words"),
     one_in(3, [
         ({"swap": "step.backward(loss -> step.backward(loss / run.world_size"},
-         ["the gradient of step 0 on 3 ranks is not the average over the batch", "is off by 6.7e-01 of its length"]),
+         ["the gradient of step 0 on 3 ranks is not the average over the batch", "is off by 6.7e-01 of its norm"]),
         ({"swap": f"{CROSS_ENTROPY} -> F.cross_entropy(model(x), y, reduction='sum')"},
          ["the loss is a sum over the micro-batch: of 8 samples together it is 8 times the mean"]),
         ({"swap": f"{CROSS_ENTROPY} -> {WEIGHTED}"},
          ["wrong weights: in the loss of 8 samples together they count 0."]),
         ({"weight": ", weight=1.0"},
          ["got weight 1 for 8 samples together, and weights that add up to 8 for them one by one"]),
-        ({"in_step": "scheduler.step()"}, ["scheduler was moved on by 2 in step 0: call scheduler.step() once"]),
+        ({"in_step": "scheduler.step()"}, ["scheduler advanced by 2 in step 0: call scheduler.step() once"]),
         ({"top": PAD, "in_epoch": EVALUATE.replace("SCORE", "words.mean()")},
          ["score 'mean' of run.evaluate depends on the micro-batch size (1.4, and 1.65 one sample at a time)"]),
     ]),
@@ -301,7 +301,7 @@ def test_a_wrong_average_is_found_and_named(verify: Any, faults: dict[str, str],
         ({"swap": "nn.ReLU(), nn.Dropout(0.1) -> nn.BatchNorm1d(8), nn.Tanh()"},
          ["is the float64 average", "the loss of 8 samples is the weighted mean"]),
         ({"swap": "self.layers(x) -> self.layers(x - x.mean(0))"},
-         ["whether the loss is a mean could not be told: the model, or the loss, mixes the samples"]),
+         ["whether the loss is a mean was not checked: the model, or the loss, mixes the samples"]),
         ({"in_micro_batch": "x = x + 0.1 * torch.randn_like(x)"}, ["draws random numbers (besides"]),
         ({"before": "total = lambda out, y: ((1 + y)[:, None] * out).sum() / (1 + y).sum()",
           "swap": "step.backward(loss -> step.backward({loss: len(y), total(model(x), y): (1 + y).sum()}"},

@@ -1,10 +1,10 @@
-"""What a script changes in a data set whose copies are in DataLoader workers: they do not see it."""
+"""Detects changes of a data set during a loop, which the copies in DataLoader workers do not see."""
 
 from samestep.data.source import Source
 
 
 class Attributes:
-    """The plain attributes (int, float, str, bool) of a data set, and of those it wraps, as its workers have them."""
+    """The plain attributes (int, float, str, bool) of a data set and of those that it wraps, at the workers' start."""
 
     def __init__(self, source: Source) -> None:
         self._dataset = source.dataset
@@ -13,20 +13,20 @@ class Attributes:
     def _read(self) -> dict[str, str]:
         found: dict[str, str] = {}
         inside, thing = "", self._dataset
-        while thing is not None and len(inside) < 80:  # Subset and its kind, in few layers
+        while thing is not None and len(inside) < 80:  # Subset and similar wrappers, a few layers deep
             own = getattr(thing, "__dict__", {})
             found |= {inside + k: repr(v) for k, v in own.items() if type(v) in (int, float, str, bool)}
             inside, thing = f"{inside}dataset.", own.get("dataset")
         return found
 
     def find_change(self) -> str | None:
-        """The sentence on the first that has changed since; once."""
+        """Return a sentence on the first attribute that has changed. Only the first change is returned."""
         now = self._read() if self._known else {}
         for name, value in self._known.items():
             if now.get(name, value) != value:
                 self._known = {}
                 return (
-                    f"the data set's {name} has become {now[name]}, and is still {value} in the loader workers, which "
+                    f"the data set's {name} has become {now[name]}, but is still {value} in the loader workers, which "
                     "live as long as the loop: draw from torch, numpy or random, which are seeded for each "
                     "micro-batch, or use num_workers=0"
                 )

@@ -1,4 +1,4 @@
-"""What is said when the data set or collate_fn fails, here or in a worker: one sentence that names the sample."""
+"""Errors of the data set or collate_fn, in a rank or in a worker: one sentence that names the sample."""
 
 import pickle
 import sysconfig
@@ -16,7 +16,7 @@ ManySamples = Callable[[list[Any]], Any]
 
 
 class Failure(NamedTuple):
-    """What a DataLoader worker sends instead of a micro-batch; torch's own wrapper would lose the cause."""
+    """A DataLoader worker sends this instead of a micro-batch. torch's own wrapper would lose the cause."""
 
     message: str
     cause: Exception | None
@@ -24,14 +24,14 @@ class Failure(NamedTuple):
 
 
 def pack(error: Error) -> Failure:
-    """An Error, in the worker, to be sent."""
+    """Convert an Error in a worker for sending."""
     cause = error.__cause__ if isinstance(error.__cause__, Exception) else None
     text = "".join(traceback.format_exception(cause or error))
     return Failure(str(error), cause if _is_picklable(cause) else None, text)
 
 
 def unpack(failure: Failure) -> Error:
-    """The Error again, with its cause and the worker's traceback."""
+    """Restore the Error, with its cause and the worker's traceback."""
     error = Error(failure.message)
     error.__cause__ = failure.cause or RuntimeError("in a DataLoader worker")
     error.__cause__.add_note(f"In the DataLoader worker:\n{failure.worker_traceback}")
@@ -39,7 +39,11 @@ def unpack(failure: Failure) -> Error:
 
 
 def write_traceback(error: Error, logs: Path | None, rank: int) -> str:
-    """Adds what the data set or collate_fn raised to a rank's log. Returns what to say of it; "" without logs."""
+    """Write the exception of the data set or collate_fn to the rank's log.
+
+    Returns:
+        A suffix for the message, with the path of the log; "" without logs.
+    """
     if logs is None or error.__cause__ is None:
         return ""
     log = logs / f"{rank}.log"
@@ -60,11 +64,11 @@ def explain(
     collate_fn: ManySamples,
     read_many: ManySamples | None,
 ) -> str:
-    """One sentence that names the sample, if one can be made out by trying again.
+    """Describe a failure in one sentence. Finds the sample that caused it by trying again, if possible.
 
     Args:
-        indices: of the micro-batch.
-        samples: those that were read before the data set failed; all of them, if it was collate_fn.
+        indices: the samples of the micro-batch.
+        samples: those that were read before the data set failed; all of them if collate_fn failed.
         read_many: the data set's `__getitems__`, if that was used.
     """
     what, odd = "the data set", None
@@ -81,7 +85,7 @@ def explain(
 
 
 def _find_uncollatable(collate_fn: ManySamples, samples: Sequence[Any]) -> int | None:
-    """The one that fails alone, or together with the first; the first, if it fails with every other."""
+    """Return the sample that fails alone, or together with the first; the first if it fails with every other."""
     alone = [k for k, sample in enumerate(samples) if _fails(collate_fn, [sample])]
     if alone:
         return alone[0]
@@ -106,7 +110,7 @@ def abbreviate(indices: Sequence[int]) -> str:
 
 
 def _describe_error(error: Exception) -> str:
-    """`KeyError: 'x' at data.py:31`: on one line, the deepest frame that is not of an installed library."""
+    """Format an error on one line with its innermost frame outside installed libraries: `KeyError: 'x' at data.py:31`."""
     text = " ".join(str(error).split())
     text = f": {text[:300]}" if text else ""
     libraries = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})

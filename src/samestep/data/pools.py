@@ -1,4 +1,4 @@
-"""Loader workers that stay from one evaluation to the next: to fork them took longer than most evaluations."""
+"""Loader workers that persist between evaluations, because forking them takes longer than most evaluations."""
 
 import itertools
 import threading
@@ -16,7 +16,7 @@ from samestep.data.loader import Workers
 from samestep.data.source import Source
 from samestep.torch_internals import read_version
 
-MOST = 4  # data sets; each worker holds what its process had in memory when it was forked
+MOST = 4  # data sets; each worker holds the memory that its process had when it was forked
 PLAIN = (int, float, str, bool, bytes, type(None))
 LARGE_BYTES = 1 << 16
 LARGE_LENGTH = 1000
@@ -32,20 +32,22 @@ class _Pool:
 
 
 class Pools:
-    """A run's workers for evaluations, at most `MOST` sets of them.
+    """A run's workers for evaluations, for at most `MOST` data sets.
 
-    A data set's workers are kept from its second evaluation on: many scripts build a new one for each. They are started
-    again where the data set has changed since (see `describe`), and for other arguments.
+    Workers persist from a data set's second evaluation on, because many scripts build a new data set for each. They are
+    restarted if the data set (see `describe`) or the arguments have changed.
     """
 
     def __init__(self) -> None:
         self._pools: dict[int, _Pool] = {}
-        self._seen: deque[int] = deque(maxlen=4 * MOST)  # ids of data sets; another one at the same place does no harm
+        self._seen: deque[int] = deque(
+            maxlen=4 * MOST
+        )  # ids of data sets; a new data set may have the same id, without harm
 
     def lend(self, source: Source, device: torch.device) -> Workers | None:
-        """The workers for one series of tasks; None where a Loader is to have its own, or none.
+        """Return the workers for one series of tasks; None if the Loader must use its own workers, or none.
 
-        In the main thread only: workers end with the thread that has started them.
+        Persistent workers are used in the main thread only: workers end with the thread that has started them.
         """
         if not source.num_workers or threading.current_thread() is not threading.main_thread():
             return None
@@ -65,17 +67,16 @@ class Pools:
         return pool.workers
 
     def close(self) -> None:
-        """Stops them all."""
+        """Stop all workers."""
         while self._pools:
             self._pools.popitem()[1].workers.stop()
 
 
 def describe(value: Any, depth: int = MAX_DEPTH, seen: Iterator[int] | None = None) -> Any:
-    """What compares equal to an earlier description of `value` as long as no change since is seen.
+    """Describe a value. Descriptions compare equal if no change is detected between them.
 
-    Sees plain values, tensors and arrays (a sample of the bytes of large ones), and what lists, dicts and attributes
-    hold, down to a depth and up to a number of values; of long lists it sees that an element was replaced, not what has
-    changed inside one.
+    Covers plain values, tensors and arrays (a sample of the bytes of large ones), and the contents of lists, dicts and
+    attributes, up to MAX_DEPTH and MAX_VALUES. In long lists, a replaced element is detected, but not a change inside.
     """
     seen = itertools.count() if seen is None else seen
     if type(value) in PLAIN:

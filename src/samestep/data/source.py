@@ -1,4 +1,4 @@
-"""What a script passes as data, a map-style data set or a DataLoader of one, understood and checked."""
+"""Checks and normalizes the data that a script passes: a map-style data set, or a DataLoader of one."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,11 +20,11 @@ from samestep.errors import Error
 
 @dataclass(frozen=True)
 class Source:
-    """A data set and how to make micro-batches of it.
+    """A data set, and how to load micro-batches from it.
 
     Args:
-        micro_batch_size: that of the DataLoader which was passed; None for a plain data set.
-        pin_memory: page-locked host memory where the device is a CUDA GPU and there are workers to do it.
+        micro_batch_size: the batch size of the DataLoader that was passed; None for a plain data set.
+        pin_memory: use page-locked host memory if the device is a CUDA GPU and there are workers.
     """
 
     dataset: Any
@@ -53,16 +53,16 @@ def understand(
     drop_last: bool | None = None,
     pin_memory: bool | None = None,
 ) -> Source:
-    """Understand a map-style data set, or a DataLoader in its place.
+    """Return the source for a map-style data set or a DataLoader.
 
-    Arguments other than None win over the DataLoader's own. Without either: default_collate, no workers,
-    shuffled, the last short batch kept.
+    Arguments other than None take precedence over the DataLoader's. The defaults are default_collate, no workers,
+    shuffled, and the last short batch kept.
 
     Args:
         micro_batch_size: the run's. A DataLoader with another batch size is refused; None accepts any.
 
     Raises:
-        Error: nothing to index, no length, no samples, a sampler that a run cannot honour, other sizes.
+        Error: the data set has no indexing, no length or no samples, its sampler is not supported, or the sizes differ.
     """
     given: dict[str, Any] = {
         "collate_fn": collate_fn,
@@ -91,14 +91,14 @@ def _understand_loader(loader: DataLoader[Any], micro_batch_size: int | None) ->
     _check_dataset(loader.dataset)
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         raise Error(
-            "the DataLoader has its own batch_sampler, or batch_size=None, but the run decides which samples "
-            "make a batch: pass the data set itself, and sampler=f with f(epoch) -> indices."
+            "the DataLoader has its own batch_sampler, or batch_size=None, but the run chooses the samples "
+            "of a batch: pass the data set itself, and sampler=f with f(epoch) -> indices."
         )
     if micro_batch_size is not None and loader.batch_size != micro_batch_size:
         raise Error(
             f"the DataLoader's batch_size is {loader.batch_size} and the run's micro_batch_size "
             f"{micro_batch_size}, but they mean the same: pass the data set itself, with num_workers= and collate_fn= "
-            f"beside it, or make a DataLoader of batch_size={micro_batch_size}."
+            f"as arguments, or create a DataLoader with batch_size={micro_batch_size}."
         )
     return Source(
         dataset=loader.dataset,
@@ -125,10 +125,10 @@ def _is_shuffled(loader: DataLoader[Any]) -> bool:
             return True
         name += " with replacement" if sampler.replacement else f" with num_samples={sampler.num_samples}"
     if isinstance(sampler, DistributedSampler):
-        hint = "leave it out, since the run itself divides the samples among the ranks"
+        hint = "remove it, since the run itself divides the samples among the ranks"
     else:
         hint = "pass the data set itself, and sampler=f with f(epoch) -> indices, the same on all ranks"
-    raise Error(f"the DataLoader's sampler is a {name}, which a run cannot honour: {hint}.")
+    raise Error(f"the DataLoader's sampler is a {name}, which a run does not support: {hint}.")
 
 
 def _check_dataset(dataset: Any) -> None:
@@ -136,12 +136,12 @@ def _check_dataset(dataset: Any) -> None:
     indexed = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
     if isinstance(dataset, IterableDataset) or not indexed:
         raise Error(
-            f"{name} has no samples to ask for by index, so no step could be repeated: "
-            "give a map-style data set, with __getitem__ and __len__."
+            f"{name} does not support indexing, so no step could be repeated: "
+            "pass a map-style data set, with __getitem__ and __len__."
         )
     try:
         length = len(dataset)
     except (TypeError, NotImplementedError):
-        raise Error(f"{name} has no len(): give a map-style one, with __getitem__ and __len__.") from None
+        raise Error(f"{name} has no len(): pass a map-style data set, with __getitem__ and __len__.") from None
     if length == 0:
-        raise Error(f"the data set ({name}) is empty: there is no sample to make a step of.")
+        raise Error(f"the data set ({name}) is empty: a run needs at least one sample.")

@@ -23,7 +23,7 @@ from samestep.watch.records import LEDGER, STATUS, order_file, read_or_empty
 
 _NUM_SHOWN = 10
 _NUM_READ = 1 << 16  # records at a time
-_MOST_PROBLEMS = 1000  # an audit ends after these
+_MOST_PROBLEMS = 1000  # an audit stops after these
 _MOST_SEARCHED = 1_000_000  # steps that are searched for the samples of a record
 _MOST_MICRO_BATCHES = 1 << 20
 
@@ -53,9 +53,9 @@ class _Plan:
             self.is_endless, self.is_given = numbers["mode"] == "steps", numbers["sampler"] == "given"
             self._seed, self._shuffle, self.drop_last = numbers["seed"], numbers["shuffle"], numbers["drop_last"]
         except KeyError as error:
-            raise Error(f"{run / 'run.json'} lacks {error}: the run has not begun its first step yet") from None
+            raise Error(f"{run / 'run.json'} lacks {error}: the run has not started its first step yet") from None
         if not all(map(is_count, (*sizes, self._seed))) or sizes[1] // max(sizes[2], 1) > _MOST_MICRO_BATCHES:
-            raise Error(f"{run / 'run.json'} has sizes or a seed that no run has ({sizes}, {self._seed}): repair it")
+            raise Error(f"{run / 'run.json'} has invalid sizes or an invalid seed ({sizes}, {self._seed}): repair it")
         self.drop_last = self.drop_last and not self.is_endless
         self.length: int = sizes[0]
         self.batch_size: int = sizes[1]
@@ -111,7 +111,7 @@ class _Plan:
 
 
 class _Audit:
-    """Checks that each step of a loop used its planned samples, and each epoch its samples once. Add steps in order.
+    """Checks that each step of a loop used its planned samples, and each epoch each sample once. Add steps in order.
 
     Args:
         num_steps: of the run, up to the last one of this loop.
@@ -121,25 +121,25 @@ class _Audit:
         self.problems: list[str] = []
         self._closed: set[int] = set()
         self._plan, self._num_steps = plan, num_steps
-        self._left: dict[int, Indices] = {}  # by open epoch: how many uses each sample has left
+        self._left: dict[int, Indices] = {}  # incomplete epoch -> remaining uses of each sample
 
     def add(self, step: int, record: tuple[int, int, int, int]) -> _Planned:
-        """Checks the ledger's record of step `step`. Returns the samples that the step used."""
+        """Check the ledger's record of step `step`. Returns the samples that the step used."""
         found_step, epoch, num_samples, found = record
         planned = used = self._plan.step(step)
-        if not num_samples:  # a resumed run fills up a file that was cut short
-            self.problems.append(f"step {step}: the ledger has no record of it, ledger.bin was cut short")
+        if not num_samples:  # a resumed run fills a truncated file with zeros
+            self.problems.append(f"step {step}: the ledger has no record of it, ledger.bin was truncated")
         elif found_step != step:
-            self.problems.append(f"step {step}: the ledger has a record of step {found_step} in its place")
+            self.problems.append(f"step {step}: the ledger has a record of step {found_step} at its position")
         if num_samples and found != planned.fingerprint:
             other = self._steps_by_fingerprint.get(found)
             used = planned if other is None else self._plan.step(other)
             what = "samples of no step" if other is None else f"those of step {other}"
             self.problems.append(
-                f"step {step}: it should have used sample {planned.samples[0]} and so on, and used {what}"
+                f"step {step}: it should have used sample {planned.samples[0]} and so on, but used {what}"
             )
         elif num_samples and (epoch, num_samples) != (planned.pieces[0][0], len(planned.samples)):
-            self.problems.append(f"step {step}: the ledger says {num_samples} samples of epoch {epoch}")
+            self.problems.append(f"step {step}: the ledger records {num_samples} samples of epoch {epoch}")
         for piece_epoch, samples in used.pieces:
             self._use(step, piece_epoch, samples)
         for open_epoch in sorted(self._left):
@@ -148,15 +148,15 @@ class _Audit:
         return used
 
     def describe(self) -> list[str]:
-        """A description of what was found to be right."""
+        """Describe what the audit has confirmed."""
         parts = []
         if num_closed := len(self._closed):
-            how_often = "as often as its sampler says" if self._plan.is_given else "once"
-            left_out = " but for the dropped tail" if self._plan.drop_last else ""
+            how_often = "as often as in the sampler's order" if self._plan.is_given else "once"
+            left_out = " except for the dropped tail" if self._plan.drop_last else ""
             epochs = "1 complete epoch" if num_closed == 1 else f"{num_closed} complete epochs"
             parts.append(f"in {epochs} each of {self._plan.length} samples was used {how_often}{left_out}")
         if self._left:
-            parts.append(f"epoch {max(self._left)} is open and used none twice")
+            parts.append(f"epoch {max(self._left)} is incomplete and used no sample twice")
         return parts
 
     @cached_property
@@ -187,7 +187,7 @@ class _Audit:
 
 
 def _summarize(problems: Sequence[str], parts: Sequence[str]) -> str:
-    """A sentence about the result of an audit."""
+    """Format the result of an audit."""
     if problems:
         shown = "".join(f"\n  {problem}" for problem in problems[:_NUM_SHOWN])
         more = len(problems) - _NUM_SHOWN
@@ -196,18 +196,18 @@ def _summarize(problems: Sequence[str], parts: Sequence[str]) -> str:
 
 
 def show_samples(options: argparse.Namespace, record: Mapping[str, Any]) -> int:
-    """Prints the samples of each step, and the audit. Returns the exit code: 1 if the audit failed."""
+    """Print the samples of each step, and the audit. Returns the exit code: 1 if the audit failed."""
     numbers = record.get("numbers", {})
     plans = [_Plan(options.run, numbers | loop) for loop in ({}, *record.get("loops", []))]
     path, status = options.run / LEDGER, read_or_empty(options.run / STATUS)
-    num_steps = (path.stat().st_size if path.exists() else 0) // RECORD.size  # the last record may be half written
+    num_steps = (path.stat().st_size if path.exists() else 0) // RECORD.size  # the last record may be incomplete
     ends = [*(plan.first_step for plan in plans[1:]), num_steps]
     audits = [_Audit(plan, min(end, num_steps)) for plan, end in zip(plans, ends, strict=True)]
     steps = []
     for step, entry in enumerate(_read_ledger(path) if num_steps else ()):
         audit = audits[bisect_right(ends[:-1], step)]
         if len(audit.problems) > _MOST_PROBLEMS:
-            audit.problems.append(f"steps {step} to {num_steps - 1}: they were not looked at")
+            audit.problems.append(f"steps {step} to {num_steps - 1}: they were not checked")
             break
         used = audit.add(step, entry)
         if options.step not in ("latest", step):
@@ -218,7 +218,7 @@ def show_samples(options: argparse.Namespace, record: Mapping[str, Any]) -> int:
         else:
             print(_format_step(step, used, _NUM_SHOWN if sys.stdout.isatty() else len(used.samples)))
     if num_steps < (num_done := status.get("steps", 0)):
-        why = status.get("lost", "ledger.bin was cut short")
+        why = status.get("lost", "ledger.bin was truncated")
         audits[-1].problems.append(f"steps {num_steps} to {num_done - 1}: the ledger has no record of them, {why}")
     problems = [problem for audit in audits for problem in audit.problems]
     if options.json:
@@ -229,7 +229,7 @@ def show_samples(options: argparse.Namespace, record: Mapping[str, Any]) -> int:
 
 
 def _read_ledger(path: Path) -> Iterator[tuple[int, int, int, int]]:
-    """The records of a ledger, read in parts: the file may have any size. Raises OSError."""
+    """Yield the records of a ledger, reading in parts: the file may have any size. Raises OSError."""
     with open(path, "rb", opener=open_regular) as file:
         while len(data := file.read(_NUM_READ * RECORD.size)) >= RECORD.size:
             yield from RECORD.iter_unpack(data[: len(data) // RECORD.size * RECORD.size])

@@ -16,11 +16,11 @@ from samestep.watch.records import LEDGER, METRICS, STATUS, read_last_rows, read
 from samestep.watch.records import RECORD as RUN_RECORD
 
 SHORT = 12  # of a digest's 64 digits
-PLACE = ("step", "epoch")  # entries of a row that are no metrics
+PLACE = ("step", "epoch")  # entries of a row that are not metrics
 
 
 def read_last_values(run: Path) -> dict[str, dict[str, Any]]:
-    """The last value of every metric, and its step: name -> {"value": ..., "step": ...}."""
+    """Return the last value of every metric, and its step: name -> {"value": ..., "step": ...}."""
     return {
         name: {"value": value, "step": row.get("step")}
         for row in read_last_rows(run / METRICS)
@@ -30,7 +30,7 @@ def read_last_values(run: Path) -> dict[str, dict[str, Any]]:
 
 
 def read_state(run: Path) -> dict[str, Any]:
-    """`run.state` in the newest sound snapshot; {} if there is none, or its files were not downloaded."""
+    """Return `run.state` of the newest sound snapshot; {} if there is none, or its files were not downloaded."""
     for snapshot in reversed(_find_sound(run)):
         with suppress(OSError, ValueError, AttributeError):
             state = parse_json(read_bytes(snapshot.path / STATE)).get("state")
@@ -43,14 +43,14 @@ def _find_sound(run: Path) -> list[Any]:
 
 
 def find_runs(directory: Path) -> list[Path]:
-    """The runs in a directory; [] if it is a run itself."""
+    """Return the runs in a directory; [] if it is a run itself."""
     if not directory.is_dir() or (directory / RUN_RECORD).exists():
         return []
     return sorted(path.parent for path in directory.glob(f"*/{RUN_RECORD}"))
 
 
 def describe_run(run: Path) -> dict[str, Any]:
-    """Facts about a run for a list or a comparison."""
+    """Return facts about a run for a list or a comparison."""
     status, sound = read_or_empty(run / STATUS), _find_sound(run)
     ledger = run / LEDGER
     return {
@@ -66,7 +66,7 @@ def describe_run(run: Path) -> dict[str, Any]:
 
 
 def list_runs(runs: Sequence[Path], *, is_json: bool) -> int:
-    """Prints one line per run. Returns the exit code."""
+    """Print one line per run. Returns the exit code."""
     found = [describe_run(run) for run in runs]
     if is_json:
         print(json.dumps(found, indent=1))
@@ -85,7 +85,7 @@ def _shorten(value: Any) -> str:
 
 
 def compare_runs(one: str, other: str, *, is_json: bool) -> int:
-    """Prints the differences between two runs (numbers, config, settings, steps, digests) and their metrics.
+    """Print the differences between two runs (numbers, config, settings, steps, digests) and their metrics.
 
     Returns:
         The exit code: 0 if their newest snapshots have the same step and digest.
@@ -116,7 +116,7 @@ def compare_runs(one: str, other: str, *, is_json: bool) -> int:
     if step is not None:
         print(f"step {step} is the first that used other samples")
     elif is_cut:
-        print("the steps that both have used the same samples")
+        print("all steps that both runs have used the same samples")
     print("identical: the newest snapshots have one digest" if is_same else "NOT identical")
     return 0 if is_same else 1
 
@@ -128,7 +128,7 @@ def _format(last: Mapping[str, Any] | None) -> str:
 def _find_differences(
     records: Sequence[Mapping[str, Any]], described: Sequence[Mapping[str, Any]]
 ) -> dict[str, tuple[Any, Any]]:
-    """The values that differ between two runs, by name, the most important first."""
+    """Return the values that differ between two runs, by name, the most important first."""
     found: dict[str, tuple[Any, Any]] = {}
     for section in ("numbers", "settings", "machine", "config"):
         one, other = (dict(list_values(record.get(section) or {})) for record in records)
@@ -141,7 +141,7 @@ def _find_differences(
 
 
 def _find_first_difference(one: Path, other: Path) -> tuple[int | None, bool]:
-    """The first step in which two runs used different samples, and whether one has fewer steps."""
+    """Return the first step in which two runs used different samples, and whether one has fewer steps."""
     ledgers = []
     for run in (one, other):
         content = b""

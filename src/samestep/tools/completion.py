@@ -1,4 +1,4 @@
-"""What `samestep completion` prints: a script by which a shell completes samestep's commands and their options."""
+"""`samestep completion`: a shell script that completes samestep's commands and their options."""
 
 import io
 import re
@@ -22,7 +22,7 @@ complete -o bashdefault -o default -F _samestep samestep
 
 
 def build_completion(commands: Mapping[str, Callable[[list[str]], int]], shell: str) -> str:
-    """The script for "bash" or "zsh", from each command's own --help. Raises Error for another shell."""
+    """Build the script for "bash" or "zsh" from each command's --help. Raises Error for another shell."""
     if shell not in ("bash", "zsh"):
         raise Error(f"samestep completion takes bash or zsh, not {shell!r}")
     cases = []

@@ -1,4 +1,4 @@
-"""Runs a user's script for a tool: in a process group of its own, with its output in a file, and traced."""
+"""Runs a user's script for a tool: in a new process group, traced, with its output in a file."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ from typing import Any
 def start(
     command: Sequence[str], variables: Mapping[str, str], output: Path, inherited: Sequence[int] = ()
 ) -> "subprocess.Popen[bytes]":
-    """Starts a command. Its standard output and error go to `output`. `inherited`: file descriptors to pass on."""
+    """Start a command. Its standard output and error go to `output`. `inherited`: file descriptors to pass on."""
     with open(output, "w") as file:
         return subprocess.Popen(
             command,
@@ -25,7 +25,7 @@ def start(
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The complete lines of a rank's trace so far. The rank may still be writing, or may have been killed."""
+    """Return the complete lines of a rank's trace so far. The rank may still be writing, or may have been killed."""
     lines = []
     with suppress(FileNotFoundError, ValueError):
         for line in path.read_text().splitlines():

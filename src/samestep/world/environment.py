@@ -1,4 +1,4 @@
-"""Who this process is: the environment, read once into frozen values. Nothing else in samestep reads os.environ."""
+"""The environment variables: this process's rank, world size and options. Only this module reads os.environ."""
 
 import io
 import json
@@ -19,48 +19,53 @@ from samestep.errors import Error
 from samestep.world import slurm_tasks
 
 TRACE = PREFIX + "TRACE"
-HOOK = PREFIX + "HOOK"  # JSON: a module of a tool, and what its begin() is called with in each rank, before the script
+HOOK = (
+    PREFIX + "HOOK"
+)  # JSON: a module of a tool, and the argument of its begin(), called in each rank before the script
 TERMINAL = PREFIX + "TERMINAL"  # pid:file
-SRUN = PREFIX + "SRUN"  # the variables of a rank were made of Slurm's
+SRUN = PREFIX + "SRUN"  # the variables of this rank were derived from Slurm's
 LOG = PREFIX + "LOG"  # pid:file
-SECRET = PREFIX + "RDZV_SECRET"  # of a launcher: what the launchers of all nodes know; of a rank: what all ranks know
+SECRET = PREFIX + "RDZV_SECRET"  # in a launcher: the secret of all launchers; in a rank: the secret of all ranks
 
-# Files in `error_dir`, by which ranks and their launcher tell each other what no exit code says.
+# Files in `error_dir`, with which ranks and their launcher exchange what exit codes cannot express.
 STOPPED = "stopped"  # a run ended early, saved, because of a signal
-FINISHED = "finished"  # a run's loop came to its own end
+FINISHED = "finished"  # a run's loop has completed
 BEGUN = "begun"  # holds the directory of the run whose loop has begun
-ROOM = "room"  # holds how many ranks that run can take
-LEAVE = "leave"  # a rank that is sent SIGTERM is to end at once: another one has failed
+ROOM = "room"  # holds the maximum number of ranks of that run
+LEAVE = "leave"  # a rank that receives SIGTERM must end at once: another one has failed
 
-START_AGAIN = 75  # an exit code, EX_TEMPFAIL: stopped because it was told to, and saved; the same command goes on
+START_AGAIN = 75  # exit code EX_TEMPFAIL: stopped by a signal, and saved; the same command continues the run
 
 
 def stop_code(signum: int) -> int:
-    """The exit code of a run that was told to stop by a signal, and has saved: Ctrl-C's is every program's."""
+    """Return the exit code of a run that a signal stopped after saving. Ctrl-C gives 130, as in other programs."""
     return 128 + signal.SIGINT if signum == signal.SIGINT else START_AGAIN
 
 
 @dataclass(frozen=True)
 class Restart:
-    """Why a launcher of ours has started the ranks anew: a sentence, and the rank that failed, where one did."""
+    """Why samestep's launcher has restarted the ranks: a sentence, and the rank that failed, if one did."""
 
     reason: str
     rank: int | None = None
 
     def to_variables(self) -> dict[str, str]:
-        """The variable that tells the ranks."""
+        """Return the variable that passes this to the ranks."""
         return {PREFIX + "RESTART": json.dumps(asdict(self))}
 
 
 @dataclass(frozen=True)
 class Environment:
-    """This process's place in the world, as the launcher told it.
+    """The environment of this process, as set by its launcher.
 
-    `launcher` is "samestep", "torchrun" (anything that sets RANK and WORLD_SIZE), "srun" (a task of a Slurm step of
-    several) or "python" (alone).
-    `error_dir` is where a rank that fails leaves its error for samestep's launcher.
-    `restart` tells after what that launcher has started it anew.
-    `secret` is known to all ranks, and to nobody else; "" where the launcher gave none.
+    Attributes:
+        launcher: "samestep", "torchrun" (anything that sets RANK and WORLD_SIZE), "srun" (a task of a Slurm step with
+            several tasks) or "python" (no launcher).
+        error_dir: directory in which a rank that fails writes its error for samestep's launcher.
+        restart: why samestep's launcher has restarted the ranks; None at the first start.
+        overrides: options of `Run` set by variables.
+        trace: value of SAMESTEP_TRACE.
+        secret: a secret that only the ranks know; "" if the launcher set none.
     """
 
     rank: int
@@ -76,10 +81,10 @@ class Environment:
 
 
 def read_overrides(variables: Mapping[str, str] | None = None) -> Overrides:
-    """The options that are set as SAMESTEP_* variables.
+    """Return the options that are set as SAMESTEP_* variables.
 
     Raises:
-        Error: a value is not of its option's type, or a variable's name is close to that of an option.
+        Error: a value has not its option's type, or the name of an unknown variable is close to that of an option.
     """
     variables = os.environ if variables is None else variables
     known = {PREFIX + name.upper(): name for name in OPTIONS}
@@ -90,7 +95,7 @@ def read_overrides(variables: Mapping[str, str] | None = None) -> Overrides:
 
 
 def advise(**options: Any) -> str:
-    """How to set options for the command that started this process, to follow "start with" in a message."""
+    """Format options for the command that started this process, to follow "start with" in a message."""
     settings = [f"{name}={value}" for name, value in to_variables(options).items()]
     launcher = os.environ.get(PREFIX + "LAUNCHER")  # "call": samestep.spawn started this rank.
     if launcher == "call":
@@ -104,14 +109,14 @@ def advise(**options: Any) -> str:
 
 
 def read_rank() -> int:
-    """This process's rank, for errors in all the rest of the environment; 0 where nothing can be made of it."""
+    """Return this process's rank, to report an error in the rest of the environment; 0 if it cannot be determined."""
     known = "RANK" in os.environ or not slurm_tasks.is_task(os.environ)
     rank = os.environ.get("RANK" if known else "SLURM_PROCID", "")
     return int(rank) if rank.isdecimal() and ("WORLD_SIZE" in os.environ or not known) else 0
 
 
 def read_master() -> tuple[str, int]:
-    """Where the ranks meet. Raises OSError where nothing says so."""
+    """Return the host and port of the rendezvous. Raises OSError if they are not set."""
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
     if not address or not port.isdecimal():
         raise OSError("MASTER_ADDR and MASTER_PORT are not set")
@@ -119,38 +124,38 @@ def read_master() -> tuple[str, int]:
 
 
 def read_interface() -> str:
-    """The interface that is set for the ranks' traffic, the first where there are several; "" where none is."""
+    """Return the interface that is set for the ranks' traffic, the first of several; "" if none is set."""
     return os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
 
 
 def check_interface() -> None:
-    """Raises Error where an interface is set that this machine has not: gloo would end with a traceback."""
+    """Raise Error if an interface is set that does not exist: gloo would end with a traceback."""
     for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
         if name in (known for _, known in socket.if_nameindex()):
             continue
-        import psutil  # slow, and knows names of further addresses, such as eth0:1
+        import psutil  # slow, but also finds names of additional addresses, such as eth0:1
 
         if name not in (there := psutil.net_if_addrs()):
-            raise Error(f"GLOO_SOCKET_IFNAME is {name}, and this machine has {', '.join(there)}: unset it, or name one")
+            raise Error(f"GLOO_SOCKET_IFNAME is {name}, but this machine has {', '.join(there)}: unset it, or name one")
 
 
 def choose_interface(name: str) -> None:
-    """Sets it, where none is set; for groups that are opened from now on."""
+    """Set the interface for process groups that are opened later, unless one is set."""
     if name:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
 def has_agent_store() -> bool:
-    """Whether the ranks meet in a store of their launcher's, and not of rank 0's."""
+    """Return whether the ranks use their launcher's rendezvous store, not one of rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
-    """Reads the place in the world. A task of Slurm's is given the variables of a rank: torch looks for them, too.
+    """Read the environment. In a Slurm task, this sets the variables of a rank, because torch reads them, too.
 
     Raises:
-        Error: a number is not one, or those that say where this rank stands are not complete.
+        Error: a variable is not a number, or the variables of a rank are incomplete.
     """
     if variables is None:
         if "RANK" not in os.environ and slurm_tasks.is_task(os.environ):
@@ -170,15 +175,17 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     launched = "RANK" in variables and "WORLD_SIZE" in variables
     if not launched and ("RANK" in variables or world_size > 1):
         there, missing = ("RANK", "WORLD_SIZE") if "RANK" in variables else ("WORLD_SIZE", "RANK")
-        raise Error(f"{there} is set and {missing} is not: start the ranks by samestep launch or torchrun, or unset it")
+        raise Error(
+            f"{there} is set and {missing} is not: start the ranks with samestep launch or torchrun, or unset it"
+        )
     if not 0 <= rank < world_size:
         raise Error(f"RANK is {rank} and WORLD_SIZE {world_size}: ranks are 0 to WORLD_SIZE - 1")
     missing_address = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not variables.get(name)]
     if world_size > 1 and missing_address:
         raise Error(
-            f"WORLD_SIZE is {world_size} and {missing_address[0]} is not set: start the ranks by samestep launch or "
-            "torchrun, or say where rank 0 is to be found",
-            rank=rank,  # which cannot hear what another one says
+            f"WORLD_SIZE is {world_size} and {missing_address[0]} is not set: start the ranks with samestep launch or "
+            "torchrun, or set both to the address of rank 0",
+            rank=rank,  # this rank cannot connect to the others to agree on one that reports
         )
     local_rank = number("LOCAL_RANK", rank)
     local_world_size = number("LOCAL_WORLD_SIZE", world_size)
@@ -199,9 +206,11 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
 
 
 def ready_standard_files() -> None:
-    """Puts the null device in the place of standard files that are closed, as a daemon may start this process: else
-    the next file that is opened, such as a run's ledger, gets one's number, and what C code prints is written into it.
-    What the encoding of the others lacks is printed as \\xfc: no reason to lose a run.
+    """Open the null device for standard files that are closed, and make the others print any character.
+
+    A daemon may start this process without standard files. The next file that is opened, such as a run's ledger, would
+    then get the number of one, and the output of C code would be written into it. Characters that an encoding lacks are
+    printed as \\xfc, because an exception would end the run.
     """
     with suppress(OSError):
         while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -216,29 +225,31 @@ def ready_standard_files() -> None:
 
 
 def drop_output(file: int = 1) -> None:
-    """Nobody takes it any more. What is left in its buffer would fail once more."""
+    """Discard further output, which cannot be written. Flushing the rest of the buffer would fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), file)
 
 
 def read_restarts() -> tuple[int, int]:
-    """How often torchrun has started the ranks again, and how often it may."""
+    """Return how often torchrun has restarted the ranks, and its maximum."""
     texts = (os.environ.get(f"TORCHELASTIC_{name}", "") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     count, most = (int(text) if text.isdecimal() else 0 for text in texts)
     return count, most
 
 
 def check_surroundings() -> None:
-    """As `ready_standard_files`. Raises Error where the working directory has been removed."""
+    """Call `ready_standard_files`, and raise Error if the working directory has been removed."""
     ready_standard_files()
     try:
         os.getcwd()
     except FileNotFoundError:
-        raise Error("the working directory has been removed: change to one that is there") from None
+        raise Error("the working directory has been removed: change to one that exists") from None
 
 
 def fix_hash_seed() -> None:
-    """Starts this program again with PYTHONHASHSEED=0, unless it is set: the order of a set of strings is then the
-    same in all ranks, on all hosts and after each restart. Ranks are forked, so Python cannot be given the seed later.
+    """Execute this program again with PYTHONHASHSEED=0, unless it is set.
+
+    The order of a set of strings is then equal on all ranks and after each restart. The seed cannot be set later,
+    because ranks are forked.
     """
     if "PYTHONHASHSEED" not in os.environ and not sys.flags.ignore_environment and sys.executable:
         os.environ["PYTHONHASHSEED"] = "0"
@@ -246,44 +257,44 @@ def fix_hash_seed() -> None:
 
 
 def count_job_nodes() -> int:
-    """The nodes of the Slurm job that this process is in; 1 where it is in none."""
+    """Return the number of nodes of this process's Slurm job; 1 without a job."""
     count = os.environ.get("SLURM_JOB_NUM_NODES", "")
     return int(count) if count.isdecimal() else 1
 
 
 def read_terminal() -> int:
-    """The file by which this process reaches the terminal, also where its launcher has put its output elsewhere."""
+    """Return the file descriptor of the terminal, even if the launcher has redirected this process's output."""
     file = _read_own_file(TERMINAL)
     return 2 if file is None else file
 
 
 def read_log_pipe() -> int | None:
-    """The file by which this process tells its launcher where its log is to be; None without a launcher of ours."""
+    """Return the file descriptor on which to send the path of the log; None without samestep's launcher."""
     return _read_own_file(LOG)
 
 
 def _read_own_file(name: str) -> int | None:
-    pid, _, file = os.environ.get(name, "").partition(":")  # a parent's is not this process's
+    pid, _, file = os.environ.get(name, "").partition(":")  # an inherited value is the parent's
     return int(file) if pid == str(os.getpid()) else None
 
 
 def child_variables() -> dict[str, str]:
-    """A copy of this process's environment, for a launcher to add to and hand to the processes it starts."""
+    """Return a copy of this process's environment, to extend for the processes that it starts."""
     return dict(os.environ)
 
 
 def take_secret() -> str:
-    """The secret of the launchers, which is removed from the environment: no process that this one starts gets it."""
+    """Return the launchers' secret, and remove it from the environment, so that no child process inherits it."""
     return os.environ.pop(SECRET, "")
 
 
 def read_cache_dir() -> Path:
-    """Where this user's programs keep what can be had again."""
+    """Return samestep's directory in the user's cache directory."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "samestep"
 
 
-# What a launcher on another host is given of this process's environment, besides the SAMESTEP_* variables: what
-# decides how torch computes and where code is found. Keys and tokens must be there already.
+# The variables that a launcher on another host gets from this process, besides SAMESTEP_*: those that affect how torch
+# computes and where code is found. Keys and tokens must already exist on that host.
 PASSED = (
     "CUBLAS_WORKSPACE_CONFIG", "GLOO_SOCKET_IFNAME", "MKL_NUM_THREADS", "NCCL_DEBUG", "NCCL_IB_HCA",
     "NCCL_SOCKET_IFNAME", "OMP_NUM_THREADS", "PYTHONHASHSEED", "PYTHONPATH", "VIRTUAL_ENV",
@@ -291,16 +302,16 @@ PASSED = (
 
 
 def read_passed() -> dict[str, str]:
-    """The variables for launchers on other hosts. Raises Error where a SAMESTEP_* number is not one."""
+    """Return the variables for launchers on other hosts. Raises Error if a SAMESTEP_* variable is invalid."""
     kept = {name: value for name, value in os.environ.items() if name in PASSED}
     return kept | to_variables(read_overrides())
 
 
 def read_ssh_address() -> str:
-    """The address of this host by which ssh was reached that has started this process; "" where none has."""
+    """Return the address of this host that ssh connected to, if ssh has started this process; else ""."""
     return " ".join(os.environ.get("SSH_CONNECTION", "").split()[2:3])
 
 
 def read_host() -> str:
-    """This machine's name, for messages."""
+    """Return this machine's name, for messages."""
     return socket.gethostname()

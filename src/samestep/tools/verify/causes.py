@@ -1,4 +1,4 @@
-"""Why two runs are not the same, as far as it can be found by looking; in words that say what to change."""
+"""Finds the causes of a difference between two runs, and describes what to change."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
 def explain(
     one: Traced, other: Traced, difference: Difference, *, is_resumed: bool, experiments: Experiments
 ) -> list[str]:
-    """The likely causes, the likeliest first.
+    """Return the likely causes, the most likely first.
 
     Args:
-        one: of the reference run.
-        other: of the run that differs: at the same number of ranks, at another one, or resumed.
-        experiments: further runs of the script, at the reference's number of ranks.
+        one: the reference run.
+        other: the run that differs: at the same number of ranks, at another one, or resumed.
+        experiments: runs the script again, at the reference's number of ranks.
     """
     repeats = one.settings["world_size"] != other.settings["world_size"]  # at one number of ranks, the run repeats
     files = one.settings["files"]
     causes = [*_find_settings(one, other)]
     if difference.what == "samples":
-        causes.append("the steps hold other samples: the sampler must depend on the epoch alone, not on the rank")
+        causes.append("the steps use other samples: the sampler must depend on the epoch alone, not on the rank")
     moved = ", ".join(dict.fromkeys([*one.moved, *other.moved]))
     if not is_resumed and not repeats:
         return causes + _explain_unrepeatable(difference, moved, experiments)
@@ -36,11 +36,11 @@ def explain(
         causes.append(_explain_input(difference, experiments))
     if difference.what == "draws":
         causes.append(_explain_draws(difference))
-    if is_resumed:  # from begin to end it has repeated, or it would not have been interrupted
-        which = f" ({moved}, say)" if moved else ""
+    if is_resumed:  # uninterrupted runs were equal, otherwise none would have been interrupted
+        which = f" (such as {moved})" if moved else ""
         causes.append(
-            f"it parts at step {difference.step}, after a resume at step {other.settings['begin']}: what the script "
-            f"itself keeps from step to step{which} is in no snapshot; hand it to run.prepare, or keep it in run.state"
+            f"it differs from step {difference.step} on, after a resume at step {other.settings['begin']}: state that "
+            f"the script keeps from step to step{which} is in no snapshot; pass it to run.prepare, or use run.state"
         )
     elif repeats:
         causes += _explain_ranks(one, difference, files, known=bool(causes))
@@ -48,17 +48,17 @@ def explain(
 
 
 def explain_generators(moved: str) -> str:
-    """The sentence on generators of the script's own that were seen drawing."""
+    """Describe generators of the script that drew in the steps."""
     return (
-        f"{moved} draws in the steps, and nothing seeds it per micro-batch: draw from torch, numpy.random or random "
-        "themselves, which samestep seeds before each one"
+        f"{moved} draws in the steps, and is not seeded per micro-batch: use the global generators of torch, "
+        "numpy.random or random, which samestep seeds before each one"
     )
 
 
 def _explain_draws(difference: Difference) -> str:
     return (
-        f"the body of {difference.name} draws another number of random values: what it draws must not depend on the "
-        "rank, or on what it has seen before"
+        f"the body of {difference.name} draws another number of random values: this number must not depend on the "
+        "rank, or on earlier micro-batches"
     )
 
 
@@ -67,53 +67,53 @@ def _find_settings(one: Traced, other: Traced) -> list[str]:
     threads = sorted(one.threads | other.threads)
     if threads != [one.settings["num_threads"]]:
         causes.append(
-            f"the thread count moved: torch computed with {' and with '.join(map(str, threads))} threads, the run's "
-            f"number is {one.settings['num_threads']}: leave torch.set_num_threads "
-            "out and give samestep.Run(num_threads=...)"
+            f"the thread count changed: torch computed with {' and with '.join(map(str, threads))} threads, the run's "
+            f"number is {one.settings['num_threads']}: remove torch.set_num_threads "
+            "and pass samestep.Run(num_threads=...)"
         )
     if one.settings["reduction"] == "fast" and one.settings["world_size"] != other.settings["world_size"]:
-        causes.append("reduction='fast' adds up in another order at each number of ranks: leave it out")
+        causes.append("reduction='fast' adds in another order at each number of ranks: remove it")
     return causes
 
 
 def _explain_input(difference: Difference, experiments: Experiments) -> str:
     reads = experiments.read_twice()
-    must = "what it gives must follow from the index and from torch, numpy.random and random, which samestep seeds"
+    must = "a sample must depend only on its index and on torch, numpy.random and random, which samestep seeds"
     if reads.differ:
         changed = f" ({', '.join(reads.changed)} changes)" if reads.changed else ""
         return (
-            f"the data set, or collate_fn, keeps state between reads{changed}: a sample read twice with one seed is "
-            f"not the same; {must}"
+            f"the data set, or collate_fn, keeps state between reads{changed}: two reads of a sample with one seed "
+            f"differ; {must}"
         )
     return (
-        f"the data set, or collate_fn, gave other values for the same samples ({difference.name} of step "
+        f"the data set, or collate_fn, returned other values for the same samples ({difference.name} of step "
         f"{difference.step}): {must}"
     )
 
 
 def _explain_unrepeatable(difference: Difference, moved: str, experiments: Experiments) -> list[str]:
-    """Why two runs at one number of ranks differ: what makes no difference when it is fixed is not named."""
+    """Find why two runs at one number of ranks differ. Names only sources that make a difference."""
     sources = experiments.find_sources()
     causes = []
     if CLOCK in sources:
         causes.append(
-            f"the script reads the clock, and trains on what it reads ({sources[CLOCK]}): without it, two runs are the "
-            "same; derive the value from step.number, or from torch, numpy.random and random"
+            f"the script reads the clock, and the time affects training ({sources[CLOCK]}): with a fixed clock, two "
+            "runs are the same; derive the value from step.number, or from torch, numpy.random and random"
         )
     if ENTROPY in sources:
-        begun = f"a generator begins elsewhere in each process ({sources[ENTROPY]})"
+        begun = f"a generator has another seed in each process ({sources[ENTROPY]})"
         causes.append(f"{begun}: {explain_generators(moved)}" if moved else f"{begun}: give it a seed")
     if HASH in sources:
         causes.append(
-            "the order of a set of strings, or hash() of a string, decides: Python has another one for each "
-            "PYTHONHASHSEED; sort what comes out of a set, or run export PYTHONHASHSEED=0 before every start"
+            "the order of a set of strings, or hash() of a string, affects training: it differs with each "
+            "PYTHONHASHSEED; sort the elements of a set, or run export PYTHONHASHSEED=0 before every start"
         )
     if causes:
         return causes
     if (operator := experiments.find_operator()) is not None:
         return [
-            f"{operator} is an operator that is not deterministic, and the script allows it: leave "
-            "deterministic=False out, and replace what torch then refuses"
+            f"{operator} is an operator that is not deterministic, and the script allows it: remove "
+            "deterministic=False, and replace the operators that torch then refuses"
         ]
     if moved:
         return [explain_generators(moved)]
@@ -122,7 +122,7 @@ def _explain_unrepeatable(difference: Difference, moved: str, experiments: Exper
     return [
         "not found: neither the clock, nor a generator without a seed, nor the order of sets, nor an operator that "
         "torch knows not to be deterministic; look for memory addresses (id(), a set of objects), files that change, "
-        "and threads of the script's own"
+        "and threads that the script starts"
     ]
 
 
@@ -131,11 +131,11 @@ def _explain_ranks(one: Traced, difference: Difference, files: list[str], *, kno
     readers = find_rank_readers(files)
     if difference.what == "state" and difference.tensor in one.settings["buffers"]:
         causes.append(
-            f"{name_tensor(difference.tensor or '')} is a buffer that depends on the number of ranks: what it counts "
+            f"{name_tensor(difference.tensor or '')} is a buffer that depends on the number of ranks: its value "
             "must come from the whole step (step.num_samples, step.loss), not from this rank's micro-batches"
         )
     if readers and not known:
-        causes.append(f"the script reads its rank, or how many there are, in {readers}: nothing that trains may")
+        causes.append(f"the script reads its rank or the world size in {readers}: training must not depend on these")
     if causes or known:
         return causes
     where = {
@@ -145,23 +145,23 @@ def _explain_ranks(one: Traced, difference: Difference, files: list[str], *, kno
         "value": f"the same gradients give another {name_tensor(difference.name)}",
     }.get(difference.what, "the state differs")
     return [
-        f"{where}: something is kept from one micro-batch to the next (an attribute, a global variable, a generator), "
-        "and each rank has seen others"
+        f"{where}: state is kept from one micro-batch to the next (an attribute, a global variable, a generator), "
+        "and each rank computes other micro-batches"
     ]
 
 
 def explain_drift(one: Traced, output: str) -> list[str]:
-    """Why ranks do not hold the same model, where a run has ended with that."""
+    """Find why the models of the ranks differ, if the run ended because of that."""
     if "hold the same model" not in output and "another model than" not in output:
         return []
     readers = find_rank_readers(one.settings["files"])
     if readers:
-        return [f"  likely: the script reads its rank in {readers}: nothing that trains may"]
-    return ["  likely: what each rank computes for itself changes the model: updates must follow from the gradient"]
+        return [f"  likely: the script reads its rank in {readers}: training must not depend on it"]
+    return ["  likely: a rank changes the model by its own values: updates must depend only on the gradient"]
 
 
 def measure_difference(one: Path, other: Path, name: str) -> str:
-    """The largest difference between two dumps of a tensor, in units in the last place."""
+    """Describe the largest difference between two dumps of a tensor, in units in the last place."""
     import torch
 
     from samestep.snapshot.serialization import read_tensors
@@ -169,7 +169,7 @@ def measure_difference(one: Path, other: Path, name: str) -> str:
     pair = [read_tensors(place / "dump.safetensors").get(name) for place in (one, other)]
     a, b = pair
     if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
-        return "it has another shape, or is there in one of them only"
+        return "it has another shape, or exists in only one of them"
     flat_a, flat_b = a.flatten(), b.flatten()
     if not a.is_floating_point():
         differing = (flat_a != flat_b).nonzero()
@@ -191,6 +191,6 @@ def measure_difference(one: Path, other: Path, name: str) -> str:
 
 
 def _order(words: "Tensor") -> "Tensor":
-    """Bit patterns of floating point numbers -> integers in the numbers' order, one apart for neighbours."""
+    """Map bit patterns of floats to integers in the order of the floats. Neighbouring floats differ by one."""
     wide = words.long()
     return wide.where(wide >= 0, -(wide & ((1 << (8 * words.element_size() - 1)) - 1)))

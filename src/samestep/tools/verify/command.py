@@ -1,4 +1,4 @@
-"""What `samestep verify` does: the runs, one after the other, and the verdict."""
+"""`samestep verify`: runs the script several times, one run after the other, and compares the runs."""
 
 import random
 import signal
@@ -21,20 +21,20 @@ from samestep.tools.verify.trials import LEAST_DEADLINE_S, Outcome, Subject, Tri
 from samestep.world.workdir import WorkDir
 
 KILLED = 128 + 9
-MAX_EVENTS = 12  # how far into the writing of a snapshot a rank is killed: about as many files are touched
+MAX_EVENTS = 12  # file accesses during a snapshot, after one of which a rank is killed
 
 
 @dataclass(frozen=True)
 class Options:
-    """What `samestep verify` was asked for.
+    """The options of `samestep verify`.
 
     Attributes:
-        num_steps: of each run.
-        world_sizes: the first one is what all others are compared with.
-        num_kills: of the run that is interrupted; 0: none is.
-        kill_seed: of the moments; None: others each time.
-        gradients: whether the averages are checked first.
-        keep_runs: where the runs' directories stay; None: nowhere.
+        num_steps: steps of each run.
+        world_sizes: numbers of ranks. The first is the reference for all others.
+        num_kills: kills of the interrupted run; 0: no run is interrupted.
+        kill_seed: seed of the moments of the kills; None: random.
+        gradients: whether to check the averages first.
+        keep_runs: directory in which the runs are kept; None: they are removed.
     """
 
     num_steps: int = 20
@@ -46,7 +46,7 @@ class Options:
 
 
 def parse_world_sizes(text: str) -> tuple[int, ...]:
-    """Numbers of ranks such as "1,2,3,4". Raises Error where they are none."""
+    """Parse numbers of ranks such as "1,2,3,4". Raises Error if they are not."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or not all(part.isdecimal() and int(part) for part in parts):
         raise Error(f"--world-sizes takes numbers of ranks such as 1,2,3,4, not {text!r}")
@@ -54,20 +54,23 @@ def parse_world_sizes(text: str) -> tuple[int, ...]:
 
 
 def run_verify(subject: Subject, options: Options) -> int:
-    """Runs everything. Returns 0 when all runs are the same, 1 when not, or when none of the kills struck.
+    """Run and compare everything.
+
+    Returns:
+        The exit code: 0 if all runs are equal; 1 if not, or if no kill occurred before the end of its run.
 
     Raises:
-        Error: the script does not train with samestep, or ends with an error by itself.
+        Error: the script does not train with samestep, or fails on its own.
     """
     if options.num_steps < 1 or options.num_kills < 0:
-        raise Error("verify needs at least one step, and no fewer than 0 kills")
+        raise Error("verify needs at least one step, and at least 0 kills")
     if (kept := options.keep_runs) is not None:
         if kept.exists() and (not kept.is_dir() or any(kept.iterdir())):
-            raise Error(f"--keep-runs {kept} is there already: name a directory that is not, or is empty")
+            raise Error(f"--keep-runs {kept} exists and is not empty: name a new or an empty directory")
         try:
             kept.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise Error(f"--keep-runs {kept} cannot be made ({error.strerror}): name another directory") from None
+            raise Error(f"--keep-runs {kept} cannot be created ({error.strerror}): name another directory") from None
     before = signal.signal(signal.SIGTERM, _leave)
     try:
         with nullcontext() if kept is not None else WorkDir("verify-") as home:
@@ -79,7 +82,7 @@ def run_verify(subject: Subject, options: Options) -> int:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)  # by way of what ends the run that goes on, and removes its files
+    raise SystemExit(128 + number)  # runs the cleanup that ends the current run and removes its files
 
 
 class _Verification:
@@ -106,14 +109,12 @@ class _Verification:
             return 1
         if num_kills and not num_struck:
             print(
-                "all runs are the same, but no kill struck before the run had ended, so nothing was resumed: take more "
-                "--steps or fewer --kills (0: none)"
+                "all runs are the same, but no kill occurred before the end of the run, so nothing was resumed: use "
+                "more --steps or fewer --kills (0: none)"
             )
             return 1
         if num_struck < num_kills:
-            print(
-                f"{num_struck} of {num_kills} kills struck before the run had ended: for all of them, take more --steps"
-            )
+            print(f"{num_struck} of {num_kills} kills occurred before the end of the run: for all, use more --steps")
         print("everything is the same")
         return 0
 
@@ -135,7 +136,7 @@ class _Verification:
             self._lines += [*faults, *found.notes, *([found.failure] if found.failure else [])]
             self._is_same &= result == "same"
         if not self._run_and_compare("again", first):
-            return  # what differs between two equal runs differs everywhere
+            return  # a difference between two equal runs would appear in all comparisons
         for size in others:
             if size not in allowed:
                 why = f"skipped: a step has {most} micro-batch{'es' if most > 1 else ''} only"
@@ -156,7 +157,7 @@ class _Verification:
             if outcome.code:
                 raise Error(
                     f"{self._subject.name} ends with exit code {outcome.code} on {_count(size)}, before anything "
-                    "can be compared: look at what it says above"
+                    "can be compared: see its output above"
                 )
             raise Error(
                 f"{self._subject.name} ended without a step of samestep.Run (on {_count(size)}): verify needs a "
@@ -164,7 +165,7 @@ class _Verification:
             )
         found = outcome.trace.settings["world_size"]
         if found != size:
-            raise Error(f"{self._subject.name} starts {found} ranks itself: give the script that each rank runs")
+            raise Error(f"{self._subject.name} starts {found} ranks itself: pass the script that each rank runs")
         if outcome.trace.settings["begin"]:
             raise Error(f"{self._subject.name} did not begin at step 0: it must leave the run's directory to samestep")
         self._trials.deadline_s = max(LEAST_DEADLINE_S, 10 * outcome.seconds)
@@ -173,7 +174,7 @@ class _Verification:
 
     def _run_and_compare(self, name: str, size: int) -> bool:
         self._table.begin(name, _count(size))
-        # Equal runs must not depend on Python's hash seed, either: plain python begins with another one each time.
+        # Equal runs must not depend on Python's hash seed either: plain python uses a new one at each start.
         outcome = self._trials.run(size, hash_seed="1" if name == "again" else "0")
         result = self._judge(outcome)
         steps = 0 if outcome.trace is None else len(outcome.trace.steps)
@@ -181,7 +182,7 @@ class _Verification:
         return result == "same"
 
     def _interrupt(self, sizes: Sequence[int]) -> None:
-        """One run, killed and resumed at another number of ranks each time."""
+        """Kill one run several times, and resume it at another number of ranks each time."""
         seed = self._options.kill_seed
         chance = random.Random(random.randrange(2**32) if seed is None else seed)
         assert self._reference.trace is not None
@@ -197,7 +198,7 @@ class _Verification:
                 result = self._judge(outcome, is_resumed=True)
                 self._table.add("resumed", _count(size), _describe_steps(outcome.trace), result, outcome.seconds)
                 return
-            # Each in a stretch of its own; the first when there is a snapshot to resume from, the last before the end.
+            # Each kill in a separate range of steps; the first after the first snapshot, the last before the end.
             low, high = number * num_steps // num_kills, max((number + 1) * num_steps // num_kills - 2, 0)
             low = max(low, self._trials.snapshot_every + 1)
             step = chance.randint(min(low, high), high)
@@ -208,7 +209,7 @@ class _Verification:
                 return
 
     def _kill(self, size: int, run_dir: Path, kill: dict[str, float], *, is_resumed: bool) -> bool:
-        """Runs until a rank is killed. Returns whether to go on: there is more to run, and so far it is the same."""
+        """Run until a rank is killed. Returns whether to continue: a rank was killed, and no difference was found."""
         where = "in a save" if "events" in kill else f"rank {kill['rank']}"
         self._table.begin(f"killed {where}", _count(size))
         outcome = self._trials.run(size, run_dir=run_dir, kill=kill)
@@ -222,7 +223,7 @@ class _Verification:
     # --- the verdict ------------------------------------------------------------------------------------------
 
     def _judge(self, outcome: Outcome, *, is_resumed: bool = False, is_cut: bool = False) -> str:
-        """Compares with the reference; what differs is explained. Returns the words for the table."""
+        """Compare with the reference, and explain a difference. Returns the entry for the table."""
         reference, trace = self._reference, outcome.trace
         assert reference.trace is not None
         difference = None if trace is None else find_difference(reference.trace, trace)
@@ -276,14 +277,14 @@ class _Verification:
         self._lines += [f"  likely: {cause}" for cause in causes]
 
     def _measure(self, outcome: Outcome, step: int, name: str) -> str:
-        """Runs both once more, as far as that step, from where each began, and compares the tensors themselves."""
+        """Run both again up to that step, from where each began, and compare the tensors themselves."""
         places = []
         for run in (self._reference, outcome):
             again = self._trials.run(
                 run.world_size, run_dir=run.begun_from, num_steps=step + 1, hash_seed=run.hash_seed, dump=step
             )
             if not (again.place / "dump.safetensors").exists():
-                return f"a further run on {_count(run.world_size)} did not come as far"
+                return f"another run on {_count(run.world_size)} did not reach that step"
             places.append(again.place)
         return measure_difference(places[0], places[1], name)
 

@@ -1,4 +1,4 @@
-"""Further runs that find a cause: what changes nothing when it is fixed is not blamed."""
+"""Further runs of a script that find the cause of a difference."""
 
 import json
 import re
@@ -15,10 +15,10 @@ OPERATOR = re.compile(r"(\S+) does not have a deterministic implementation")
 
 @dataclass(frozen=True)
 class Reads:
-    """What came of reading samples twice, in one process and with the same seed.
+    """The result of reading samples twice, in one process and with the same seed.
 
     Attributes:
-        differ: whether the two were not the same.
+        differ: whether the two reads differ.
         changed: the data set's attributes that changed in between.
     """
 
@@ -31,16 +31,19 @@ class Experiments:
 
     Args:
         size: the number of ranks of all runs.
-        num_steps: as many as the difference needs.
+        num_steps: steps of each run, enough to reach the difference.
     """
 
     def __init__(self, trials: Trials, size: int, num_steps: int) -> None:
         self._trials, self._size, self._num_steps = trials, size, num_steps
 
     def find_sources(self) -> dict[str, str]:
-        """What makes two runs differ: CLOCK, ENTROPY, HASH, with the places in the script that use it.
+        """Find the sources that make two runs differ.
 
-        All are fixed, in two runs that must be the same then; and one after the other is set free. {}: it is none.
+        Two runs with all sources fixed must be equal. Then one source after the other is not fixed.
+
+        Returns:
+            CLOCK, ENTROPY or HASH -> the places in the script that use it. {} if none is a cause.
         """
         first, second = self._run_without(), self._run_without()
         if not _are_same(first, second):
@@ -55,11 +58,11 @@ class Experiments:
         return self._trials.run(self._size, num_steps=self._num_steps, fixed=fixed, hash_seed=hash_seed)
 
     def find_operator(self) -> str | None:
-        """The first operator that torch's deterministic mode refuses."""
+        """Run the script, and return the first operator that torch's deterministic mode refuses."""
         return find_operator(self._trials.run(self._size, overrides={"deterministic": True}).output)
 
     def read_twice(self) -> Reads:
-        """Has samples of each step read twice."""
+        """Run the script with samples of each step read twice."""
         trace = self._trials.run(self._size, num_steps=self._num_steps, reread=True).trace
         rereads = [] if trace is None else [line["reread"] for line in trace.steps.values() if "reread" in line]
         changed = dict.fromkeys(name for reread in rereads for name in reread["changed"])
@@ -67,7 +70,7 @@ class Experiments:
 
 
 def find_operator(output: str) -> str | None:
-    """The operator that torch's deterministic mode has refused, from what a run has printed."""
+    """Return the operator that torch's deterministic mode has refused, from the output of a run."""
     found = OPERATOR.search(output)
     return None if found is None else found[1]
 

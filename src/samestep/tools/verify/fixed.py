@@ -1,8 +1,8 @@
-"""In a rank of a run that looks for a cause: the script's clock, and what its unseeded generators begin with, are the
-same in every such run.
+"""Replaces the script's clock, and the entropy that seeds its generators, by values that are equal in every run.
 
-Only calls from the script's own files are answered so, and each place that calls is noted: torch, samestep and other
-libraries read the real clock, on which their time limits depend.
+`samestep verify` runs this in each rank of a run that searches for a cause. Only calls from the script's own files get
+the fixed values, and the calling lines are recorded. torch, samestep and other libraries need the real clock for their
+time limits.
 """
 
 import datetime
@@ -20,12 +20,12 @@ from typing import Any
 CLOCK, ENTROPY, HASH = "clock", "entropy", "hash"
 START_S = 1_700_000_000
 CLOCKS = ("time", "monotonic", "perf_counter", "process_time")  # and each with _ns
-PASSED_THROUGH = (__name__, "random", "uuid", "secrets")  # modules that ask for the script
+PASSED_THROUGH = (__name__, "random", "uuid", "secrets")  # modules that call on behalf of the script
 PLACES = "sources"
 
 
 class Source:
-    """Counts and notes the script's calls of one kind."""
+    """Counts the script's calls of one kind, and records the calling lines."""
 
     def __init__(self, kind: str, directory: Path) -> None:
         self._kind, self._file = kind, directory / PLACES
@@ -33,7 +33,7 @@ class Source:
         self._noted: set[str] = set()
 
     def ask(self, name: str) -> int | None:
-        """The number of this call; None where it does not come from the script."""
+        """Return the number of this call; None if it does not come from the script."""
         frame: Any = sys._getframe(1)
         while frame is not None and (
             frame.f_code.co_filename.startswith("<") or frame.f_globals.get("__name__") in PASSED_THROUGH
@@ -50,19 +50,19 @@ class Source:
         return self._num_calls
 
     def draw(self, name: str, num_bytes: int) -> bytes | None:
-        """As many bytes, the same for the n-th call in each run; None where it does not come from the script."""
+        """Return bytes that are equal for the n-th call in each run; None if the call does not come from the script."""
         number = self.ask(name)
         return None if number is None else hashlib.shake_128(str(number).encode()).digest(num_bytes)
 
 
 def is_of_script(file: str) -> bool:
-    """Whether a source file is the script's own: not Python's, an installed library's or samestep's."""
+    """Return whether a source file belongs to the script, and not to Python, an installed library or samestep."""
     libraries = (sysconfig.get_path("stdlib"), str(Path(__file__).parents[2]))
     return not file.startswith(libraries) and "-packages" not in file
 
 
 def begin(options: dict[str, Any]) -> None:
-    """Fixes what `options["fixed"]` names, and notes the places in `options["dir"]`. Before the script is read."""
+    """Fix the sources in `options["fixed"]`, and record the calling lines in `options["dir"]`. Call first."""
     directory = Path(options["dir"])
     if CLOCK in options["fixed"]:
         _fix_clock(Source(CLOCK, directory))
@@ -76,7 +76,7 @@ def _fix_clock(source: Source) -> None:
             number = source.ask(f"time.{name}")
             if number is None:
                 return real()
-            ns = START_S * 10**9 + number * 10**6  # a clock that goes on: a script may wait for it
+            ns = START_S * 10**9 + number * 10**6  # advances, because a script may wait for a time
             return ns if name.endswith("_ns") else ns / 1e9
 
         return read

@@ -1,4 +1,4 @@
-"""Whether a step's gradient, the schedules and the scores are the averages that they are meant to be."""
+"""Checks that the gradient of a step and the scores are correct averages, and that schedules advance once."""
 
 import json
 from dataclasses import dataclass, field
@@ -9,19 +9,19 @@ from typing import Any
 from samestep.tools.verify.traces import Traced, name_tensor
 from samestep.tools.verify.trials import Outcome, Trials
 
-TOLERANCE = 1e-6  # of sums in float64 against each other
+TOLERANCE = 1e-6  # between sums in float64
 FLOAT32_TOLERANCE = 1e-2  # of a gradient in float32 against float64; BatchNorm over two samples loses 3 digits
-Findings = tuple[list[str], list[str]]  # what is wrong; what could not be told
+Findings = tuple[list[str], list[str]]  # faults; notes
 
 
 @dataclass
 class Averages:
-    """What was found.
+    """The findings.
 
     Attributes:
-        faults: what is wrong.
-        notes: what is right, and what could not be told.
-        failure: why the script could not be looked at; "" where it could.
+        faults: wrong averages.
+        notes: correct averages, and those that could not be checked.
+        failure: why the script could not be checked; "" if it was.
     """
 
     seconds: float
@@ -31,7 +31,7 @@ class Averages:
 
 
 def check_gradients(trials: Trials, size: int) -> Averages:
-    """Runs the first steps on one rank in float64, and the first one on `size` ranks."""
+    """Run the first steps on one rank in float64, and the first one on `size` ranks, and compare."""
     overrides = {"precision": "fp32"}
     double = trials.run(1, num_steps=2, overrides=overrides, reference="float64")
     single = trials.run(size, num_steps=1, overrides=overrides, reference="float32")
@@ -49,7 +49,7 @@ def check_gradients(trials: Trials, size: int) -> Averages:
 
 
 def check_schedules(trace: Traced) -> list[str]:
-    """Schedules that were moved on more than once between two steps."""
+    """Find schedules that advanced more than once between two steps."""
     faults = []
     for place, name in enumerate(trace.settings["schedules"]):
         numbers = [-1, *trace.steps]
@@ -57,7 +57,7 @@ def check_schedules(trace: Traced) -> list[str]:
         for (_, before), (step, after) in pairwise(zip(numbers, counts, strict=True)):
             if after - before > 1:
                 faults.append(
-                    f"{name} was moved on by {after - before} in step {step}: call {name}.step() once, after each "
+                    f"{name} advanced by {after - before} in step {step}: call {name}.step() once, after each "
                     "step or after each epoch, not in both places"
                 )
                 break
@@ -86,11 +86,11 @@ def _compare_gradients(double: Outcome, single: Outcome, lines: list[dict[str, A
     if any(line.get("draws") for line in lines):
         return [], [
             f"the gradient on {single.world_size} ranks was not compared: the loop's body draws random numbers "
-            "(besides dropout), of which float64 draws others"
+            "(besides dropout), and float64 draws other values"
         ]
     return [
         f"the gradient of step 0 on {single.world_size} ranks is not the average over the batch: that of "
-        f"{name_tensor(worst)} is off by {error:.1e} of its length (reduction in float32 is good to 1e-5)"
+        f"{name_tensor(worst)} is off by {error:.1e} of its norm (reduction in float32 is accurate to 1e-5)"
     ], []
 
 
@@ -101,17 +101,17 @@ def _judge_probes(lines: list[dict[str, Any]]) -> Findings:
         count, shares = len(probe["weights"]), probe["shares"]
         total = sum(shares)
         is_off = abs(probe["weight"] - sum(probe["weights"])) > TOLERANCE * max(probe["weight"], 1.0)
-        if is_off and not probe["draws"]:  # a loop that draws its mask has another number of words each time
+        if is_off and not probe["draws"]:  # a loop that draws its mask has another number of tokens each time
             faults.append(
                 f"step.backward got weight {probe['weight']:g} for {count} samples together, and weights that add up "
-                f"to {sum(probe['weights']):g} for them one by one: count what the loss is a mean over (samples, or "
-                "tokens without padding)"
+                f"to {sum(probe['weights']):g} for them one by one: pass the number of items that the loss averages "
+                "(samples, or tokens without padding)"
             )
         elif probe["error"] <= TOLERANCE:
             notes.append(f"the loss of {count} samples is the weighted mean of their {count} losses")
         elif probe["draws"] or probe["rest"] > TOLERANCE:
             why = "draws random numbers (besides dropout)" if probe["draws"] else "mixes the samples of a micro-batch"
-            notes.append(f"whether the loss is a mean could not be told: the model, or the loss, {why}")
+            notes.append(f"whether the loss is a mean was not checked: the model, or the loss, {why}")
         elif count > 1 and all(abs(share - 1) < 1e-3 for share in shares):
             faults.append(
                 f"the loss is a sum over the micro-batch: of {count} samples together it is {count} times the mean, so "
@@ -123,8 +123,8 @@ def _judge_probes(lines: list[dict[str, Any]]) -> Findings:
             given = ", ".join(f"{weight / (sum(weights) or 1):.3g}" for weight in weights)
             faults.append(
                 f"wrong weights: in the loss of {count} samples together they count {shown}, but by weight= they "
-                f"would count {given}: pass what the "
-                "loss is a mean over, step.backward(loss, weight=number of tokens)"
+                f"would count {given}: pass the number of items that the loss averages, "
+                "step.backward(loss, weight=number of tokens)"
             )
     return faults, notes
 
@@ -140,8 +140,8 @@ def _judge_scores(lines: list[dict[str, Any]]) -> Findings:
         elif abs(found - single) > scale:
             faults.append(
                 f"score {name!r} of run.evaluate depends on the micro-batch size ({found:.6g}, and {single:.6g} one "
-                "sample at a time): it counts padding, or is a mean over something else than samples; return "
-                "(mean, what it is a mean over)"
+                "sample at a time): it counts padding, or does not average over samples; return "
+                "(mean, number of items that it averages)"
             )
     if len(scores) > len(faults) + len(notes):
         others = "other " if faults or notes else ""

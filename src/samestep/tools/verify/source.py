@@ -1,4 +1,4 @@
-"""Lines of a script at which a reason may stand, found without running it."""
+"""Finds lines of a script that may cause a difference, without running it."""
 
 import ast
 from collections.abc import Callable, Iterable, Iterator

@@ -1,11 +1,11 @@
-"""What is shown while it goes on: a line per run."""
+"""Shows the progress of `samestep verify`: one line per run."""
 
 import sys
 from typing import Any
 
 
 class Table:
-    """A table that grows: drawn by rich on a terminal, plain lines elsewhere."""
+    """A growing table: drawn by rich on a terminal, plain lines elsewhere."""
 
     HEADER = ("run", "ranks", "steps", "result", "time")
 
@@ -24,13 +24,13 @@ class Table:
             self._print(self.HEADER)
 
     def begin(self, run: str, ranks: str) -> None:
-        """A run has begun."""
+        """Show that a run has begun."""
         self._now = f"{run} on {ranks}"
         if self._live is not None:
             self._live.update(self._draw())
 
     def add(self, run: str, ranks: str, steps: str, result: str, seconds: float | None = None) -> None:
-        """A run is done."""
+        """Add the row of a finished run."""
         self._now = ""
         self._rows.append((run, ranks, steps, result, "" if seconds is None else f"{seconds:.1f} s"))
         if self._live is None:
@@ -39,7 +39,7 @@ class Table:
             self._live.update(self._draw())
 
     def close(self) -> None:
-        """Leaves it on the screen as it is."""
+        """Stop drawing. The table stays on the screen."""
         if self._live is not None:
             self._live.update(self._draw())
             self._live.stop()

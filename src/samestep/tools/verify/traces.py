@@ -1,4 +1,4 @@
-"""What the ranks of a run wrote down, read again, and where two runs part."""
+"""Reads the traces of a run's ranks, and finds the first difference between two runs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,11 +17,11 @@ class Traced:
     """One start of a run.
 
     Attributes:
-        settings: what the run said of itself.
-        steps: rank 0's lines, by step.
-        micro_batches: by step, all ranks' notes by (pass, micro-batch).
-        threads: the thread counts that were seen at steps' ends.
-        moved: generators of the script's own that drew in the steps.
+        settings: the first line of the trace: facts about the run.
+        steps: step -> rank 0's line.
+        micro_batches: step -> (pass, micro-batch) -> the record of the rank that computed it.
+        threads: torch's thread counts at the ends of the steps.
+        moved: generators of the script that drew in the steps.
     """
 
     settings: Line
@@ -32,13 +32,13 @@ class Traced:
 
     @property
     def step_s(self) -> float:
-        """How long a step takes, with its checksums."""
+        """Median seconds per step, including the checksums."""
         ends = [line["at_s"] for line in self.steps.values()]
         return median(b - a for a, b in pairwise(ends)) if len(ends) > 1 else 0.0
 
 
 def read_traces(directory: Path) -> Traced | None:
-    """Reads what all ranks wrote. None: no step was begun."""
+    """Read the traces of all ranks. Returns None if no step was begun."""
     settings: Line = {}
     steps: dict[int, Line] = {}
     notes: dict[int, dict[tuple[int, int], Line]] = {}
@@ -62,14 +62,14 @@ def read_traces(directory: Path) -> Traced | None:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first thing that is not the same in two runs.
+    """The first difference between two runs.
 
     Attributes:
         what: "samples", "input", "draws", "loss", "gradient" (of a micro-batch, or of the step), "state" (a tensor),
             "value" (a plain value of the state).
-        name: of the parameter, tensor or value; of the micro-batch.
+        name: name of the parameter, tensor, value or micro-batch.
         tensor: the first tensor of the state that differs at the end of that step, if any does.
-        num_tensors: how many do.
+        num_tensors: number of tensors that differ.
     """
 
     step: int
@@ -81,8 +81,10 @@ class Difference:
 
 
 def find_difference(one: Traced, other: Traced) -> Difference | None:
-    """Where two runs first part, in a step that both have: what comes first within it, on the way from its samples to
-    the state that it ends with. None: losses and digests are the same in all of them.
+    """Find the first step of both runs that differs, and the first difference on its way from samples to state.
+
+    Returns:
+        None if losses and digests are equal in all steps that both runs have.
     """
     for step in sorted(one.steps.keys() & other.steps.keys()):
         a, b = one.steps[step], other.steps[step]
@@ -115,10 +117,10 @@ def _locate(
 
 
 def order_tensors(names: list[str]) -> list[str]:
-    """Models' tensors before those of optimizers, else in the state's order."""
+    """Sort the tensors of models before those of optimizers, else in the order of the state."""
     return sorted(names, key=lambda name: "/state/" in name)
 
 
 def name_tensor(name: str) -> str:
-    """As a person would write it: objects/model/0.weight -> model.0.weight."""
+    """Format a name as in a script: objects/model/0.weight -> model.0.weight."""
     return name.removeprefix("objects/").replace("/", ".")

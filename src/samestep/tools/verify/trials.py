@@ -1,4 +1,4 @@
-"""One training of the script at a time, in processes of its own, in a directory that is nobody else's."""
+"""Runs the script, each time in new processes and in a separate directory."""
 
 import json
 import os
@@ -27,7 +27,7 @@ STUCK = 124  # as timeout(1) has it
 
 @dataclass(frozen=True)
 class Subject:
-    """What is verified. `command`: "launch" or "train"; `words`: the script and its arguments."""
+    """The command to verify. `command`: "launch" or "train"; `words`: the script and its arguments."""
 
     command: str
     words: tuple[str, ...]
@@ -40,17 +40,17 @@ class Subject:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One start of a run, and what it left.
+    """The result of one start of a run.
 
     Attributes:
-        world_size: the ranks.
+        world_size: number of ranks.
         code: the launcher's exit code.
-        output: of the launcher and rank 0.
-        trace: what the ranks wrote down; None: they did not come to a first step.
+        output: output of the launcher and rank 0.
+        trace: the traces of the ranks; None: they did not reach a first step.
         final: the digest of the newest snapshot.
         place: the directory with its traces.
-        begun_from: a copy of the run's directory as this start found it; None: it began anew.
-        ledger: by step, the fingerprint of the samples used.
+        begun_from: a copy of the run's directory as this start found it; None: a new run.
+        ledger: the fingerprint of each step's samples.
         hash_seed: PYTHONHASHSEED, unless it is set for this process.
     """
 
@@ -68,7 +68,7 @@ class Outcome:
 
     @property
     def last_words(self) -> str:
-        """The error that it ended with; the end of the output, where it says none."""
+        """The error that it ended with; without one, the end of the output."""
         lines = self.output.rstrip().splitlines()
         errors = [line for line in lines if line.startswith("samestep: error: ")]
         return "\n".join(errors or lines[-SHOWN_LINES:])
@@ -76,11 +76,11 @@ class Outcome:
 
 @dataclass
 class Trials:
-    """Starts runs of one subject, each with a number of its own below `home`.
+    """Starts runs of one subject, each in a numbered directory in `home`.
 
     Attributes:
-        locks: descriptors that each run inherits.
-        deadline_s: after which a run is taken for stuck, and killed.
+        locks: file descriptors that each run inherits.
+        deadline_s: time after which a run counts as stuck and is killed.
     """
 
     subject: Subject
@@ -102,15 +102,15 @@ class Trials:
         fixed: Sequence[str] = (),
         **trace: Any,
     ) -> Outcome:
-        """Starts the script and waits for its end.
+        """Start the script and wait for its end.
 
         Args:
-            run_dir: one that an earlier start has left behind; None: a new one.
-            num_steps: of the whole run.
-            overrides: further ones.
+            run_dir: the directory of an earlier start; None: a new one.
+            num_steps: steps of the whole run.
+            overrides: further options of `Run`.
             hash_seed: PYTHONHASHSEED, unless it is set for this process.
-            fixed: what is the same in each such run, see `tools.verify.fixed`.
-            trace: what the trace is to do besides.
+            fixed: sources with equal values in each such run, see `tools.verify.fixed`.
+            trace: further options of the trace.
         """
         self._count += 1
         place = self.home / f"{self._count:02}-{world_size}-rank{'s' if world_size > 1 else ''}"
@@ -159,7 +159,7 @@ class Trials:
             return process.wait(self.deadline_s)
         except subprocess.TimeoutExpired:
             with open(place / "output", "a") as output:
-                print(f"\nsamestep: error: it is stuck, and was ended after {self.deadline_s:.0f} s", file=output)
+                print(f"\nsamestep: error: it was stuck, and was killed after {self.deadline_s:.0f} s", file=output)
             return STUCK
         finally:
             if process.poll() is None:
@@ -169,14 +169,14 @@ class Trials:
 
 
 def _copy_run(run_dir: Path, to: Path) -> Path | None:
-    """Copies a run's directory, if it is there. Snapshots are linked, not copied: nothing writes to them again."""
+    """Copy a run's directory, if it exists. Snapshots are linked, not copied, because they are never changed."""
     if not run_dir.exists():
         return None
     snapshots = run_dir / "snapshots"
 
     def copy(source: str, target: str) -> None:
         if snapshots in Path(source).parents:
-            with suppress(OSError):  # a file system that has no links
+            with suppress(OSError):  # the file system has no links
                 os.link(source, target)
                 return
         shutil.copy2(source, target)
