@@ -134,7 +134,7 @@ def test_a_batch_sampler_that_is_the_default_one_spelled_out() -> None:
         (iter([1, 2]), "does not support indexing"),
         (Sized(), "does not support indexing"),
         (Unsized(), "Unsized has no len"),
-        (7, "int has no samples"),
+        (7, "int does not support indexing"),
     ],
 )
 def test_what_is_not_a_map_style_data_set(data: object, said: str) -> None:

@@ -178,7 +178,7 @@ def test_mistaken_lengths(build: type[Schedule] | type[EndlessSchedule]) -> None
 
 def test_drop_last_that_leaves_nothing() -> None:
     sentence = (
-        "drop_last leaves no step of 3 samples with batch_size 4: lower batch_size to at most 3, or leave drop_last out"
+        "drop_last leaves no step of 3 samples with batch_size 4: lower batch_size to at most 3, or remove drop_last"
     )
     with pytest.raises(Error, match=f"^{sentence}$"):
         Schedule(3, 4, 2, drop_last=True)

@@ -387,9 +387,9 @@ def test_the_verdict_in_words(run: Path, inspect: Inspect) -> None:
         verdicts.append(inspect("--samples")[1].splitlines()[-1])
     assert verdicts == [
         "audit passed: there are no steps yet",
-        "audit passed: epoch 0 is incomplete and used no sample twice",
+        "audit passed: epoch 0 is incomplete, no sample twice",
         "audit passed: in 1 complete epoch each of 21 samples was used once",
-        "audit passed: in 2 complete epochs each of 21 samples was used once; epoch 2 is incomplete and used no sample twice",
+        "audit passed: in 2 complete epochs each of 21 samples was used once; epoch 2 is incomplete, no sample twice",
     ]
 
 

@@ -110,7 +110,7 @@ def abbreviate(indices: Sequence[int]) -> str:
 
 
 def _describe_error(error: Exception) -> str:
-    """Format an error on one line with its innermost frame outside installed libraries: `KeyError: 'x' at data.py:31`."""
+    """Format an error and its innermost frame outside libraries on one line: `KeyError: 'x' at data.py:31`."""
     text = " ".join(str(error).split())
     text = f": {text[:300]}" if text else ""
     libraries = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})

@@ -1,7 +1,7 @@
-"""From sample indices to batches on the host, seeded per micro-batch: nothing depends on who loads it.
+"""Loads micro-batches from sample indices, seeded per micro-batch. The result does not depend on the loading process.
 
-A `Loader` turns `Task`s into `Loaded` micro-batches of a `Source`, here or in torch's DataLoader workers; `to_device`
-moves them.
+A `Loader` turns `Task`s into `Loaded` micro-batches of a `Source`, in this process or in torch's DataLoader workers;
+`to_device` moves them.
 """
 
 import atexit
@@ -30,7 +30,7 @@ from samestep.data.source import Source
 from samestep.errors import WORKER_ADVICE, Error, WorkerDied
 from samestep.plan.ledger import fingerprint
 
-STOP_S = 5.0  # for a worker to give back a lock
+STOP_S = 5.0  # for a worker to release a lock
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # by DataLoader workers
 
 
@@ -39,7 +39,7 @@ class Task(NamedTuple):
 
     Args:
         indices: the samples, in order.
-        seed: what `seed_all` gets before the first of them is read (augmentation, collate_fn).
+        seed: passed to `seed_all` before the first sample is read (augmentation, collate_fn).
     """
 
     indices: NDArray[np.int64]
@@ -54,7 +54,7 @@ class Loaded(NamedTuple):
     fingerprint: int
 
 
-# What random.seed does with a whole number, without its checks of other types, which take longer than the seeding.
+# The part of random.seed for integers. The checks for other types take longer than the seeding.
 _python_random: Any = random.seed.__self__  # type: ignore[attr-defined]
 _seed_python = super(random.Random, _python_random).seed
 
@@ -65,11 +65,11 @@ def seed_all(seed: int) -> None:
     Costs 5 us; torch.manual_seed alone would cost 220 us.
 
     Args:
-        seed: 63 well mixed bits, as `plan.seeds.derive` gives.
+        seed: 63 well-mixed bits, as `plan.seeds.derive` returns.
     """
     _seed_python(seed)
     _python_random.gauss_next = None
-    # torch's CPU generator is the same Mersenne Twister and takes the low 32 bits: given those, both agree.
+    # NumPy gets the high bits. With the low 32 bits it would draw as torch's CPU generator, the same Mersenne Twister.
     np.random.seed(seed >> 31)
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -77,10 +77,10 @@ def seed_all(seed: int) -> None:
 
 
 def to_device(batch: Any, device: torch.device, non_blocking: bool = False) -> Any:
-    """The batch with every tensor on the device.
+    """Return the batch with every tensor on the device.
 
-    Looks into (named) tuples, lists, mappings and dataclasses, and asks whatever has a method `to`; all else
-    stays as it is. For the CPU the very same object is returned, since batches are loaded there.
+    Handles (named) tuples, lists, mappings, dataclasses and objects with a method `to`; other values are returned
+    unchanged. For the CPU, returns the same object, since batches are loaded there.
     """
     if device.type == "cpu":
         return batch
@@ -113,19 +113,19 @@ def _move(value: Any, device: torch.device, non_blocking: bool) -> Any:
 
 
 class Loader:
-    """The tasks' micro-batches, in the order of the tasks.
+    """Iterates over the micro-batches of tasks, in the order of the tasks.
 
-    With `num_workers=0` each `next()` takes exactly one task and loads it here; the process's generators are left as
-    the loading left them, and the caller seeds them for what it does next. With workers, tasks are taken `num_workers *
-    prefetch_factor` ahead and this process's generators stay untouched. Same bits. One Loader may serve many epochs:
-    its workers live until the tasks end or `close()`.
+    With `num_workers=0` each `next()` takes exactly one task and loads it in this process. This changes the global
+    generators, and the caller seeds them again. With workers, tasks are taken `num_workers * prefetch_factor` ahead,
+    and the generators of this process do not change. Both give the same bits. One Loader may serve many epochs: its
+    workers live until the tasks end or `close()`.
 
     Args:
-        workers: those of `data.pools.Pools`, which outlive this Loader if it comes to the end of its tasks. None: it
-            starts its own.
+        workers: workers of `data.pools.Pools`, which outlive this Loader if it reaches the end of its tasks. None: the
+            Loader starts its own.
 
     Raises:
-        Error: (from next) the data set or collate_fn failed: sample, exception and place.
+        Error: (from next) the data set or collate_fn failed; names sample, exception and line.
         WorkerDied: (from next) a worker was killed.
     """
 
@@ -138,7 +138,7 @@ class Loader:
         self._workers = workers or (Workers(source, device) if source.num_workers else None)
         if self._workers is not None:
             self._workers.begin(self._tasks)
-        # What is loaded must have the bits of a DataLoader worker, and those have one thread.
+        # The bits must equal those of a DataLoader worker, which has one thread.
         self._single_thread = self._workers is None and torch.get_num_threads() > 1
         self._closed = False
 
@@ -174,9 +174,9 @@ class Loader:
         return result
 
     def close(self) -> None:
-        """Stop the workers now: no process and no thread of this Loader is left. May be called twice.
+        """Stop the workers now: no process and no thread of this Loader remains. May be called twice.
 
-        Workers of a pool go on where all tasks are loaded.
+        Workers of a pool continue to run if all tasks are loaded.
         """
         is_whole, self._closed = self._closed, True
         if self._workers is not None and not (self._keeps_workers and is_whole):
@@ -194,10 +194,10 @@ class Loader:
 
 
 class Workers:
-    """torch's DataLoader workers for one source: they load one series of tasks after the other until `stop`.
+    """torch's DataLoader workers for one source. They load one series of tasks after the other until `stop`.
 
     Attributes:
-        iterator: gives what they load.
+        iterator: yields the loaded micro-batches.
     """
 
     def __init__(self, source: Source, device: torch.device) -> None:
@@ -220,7 +220,7 @@ class Workers:
             timeout=source.timeout_s,
             worker_init_fn=start,
             multiprocessing_context=context,
-            generator=torch.Generator().manual_seed(0),  # else it draws from the default generator
+            generator=torch.Generator().manual_seed(0),  # otherwise it draws from the default generator
             persistent_workers=True,
         )
         self.iterator: Any = iter(())
@@ -229,11 +229,11 @@ class Workers:
 
     @property
     def are_alive(self) -> bool:
-        """Whether `begin` finds them all."""
+        """Whether all workers are running."""
         return bool(self.processes) and all(process.is_alive() for process in self.processes)
 
     def begin(self, tasks: Iterator[Task]) -> None:
-        """Gives them a series of tasks, when all of the one before are loaded. The first call starts them."""
+        """Begin a series of tasks, after all tasks of the previous one. The first call starts the workers."""
         self._series.tasks = tasks
         if self.processes:
             self.iterator = iter(self._loader)
@@ -245,19 +245,19 @@ class Workers:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self.processes = set(multiprocessing.active_children()) - before
-        # Before the exit hooks of torch and multiprocessing: they would wait for workers that ignore SIGTERM.
+        # Runs before the exit hooks of torch and multiprocessing, which would wait for workers that ignore SIGTERM.
         atexit.register(self.stop)
         _started.add(self)
 
     def load(self) -> Loaded | Failure:
-        """The next micro-batch, of the series that was begun. Raises StopIteration at its end.
+        """Return the next micro-batch of the series. Raises StopIteration at its end.
 
         Raises:
-            WorkerDied: one of them was killed.
+            WorkerDied: a worker was killed.
         """
         try:
             loaded: Loaded | Failure = next(self.iterator)
-        except (EOFError, OSError, RuntimeError):  # torch says it in one way or another
+        except (EOFError, OSError, RuntimeError):  # torch reports the death in several ways
             if (sentence := self._describe_death()) is None:
                 raise
             raise WorkerDied(sentence) from None
@@ -265,9 +265,9 @@ class Workers:
         return loaded
 
     def _describe_death(self) -> str | None:
-        """The sentence on a worker that is dead, with the samples that it was to load; None where all are alive."""
+        """Describe a dead worker and the samples that it was loading; None if all are alive."""
         for number, process in enumerate(self.iterator._workers):
-            process.join(0.1)  # a pipe may break before the process is seen to have ended
+            process.join(0.1)  # a pipe may break before the process has ended
             if process.is_alive():
                 continue
             code = process.exitcode or 0
@@ -279,13 +279,13 @@ class Workers:
         return None
 
     def stop(self) -> None:
-        """Ends them; waits up to 5 s for one that is in the middle of a sample. May be called twice."""
+        """Stop the workers. Waits up to STOP_S for one that is loading a sample. May be called twice."""
         atexit.unregister(self.stop)
         iterator, self.iterator = self.iterator, iter(())
         if os.getpid() != self._pid or not self.processes:
-            return  # forked: the workers are its parent's
-        # Torch has them leave by an event, whose lock each of them takes now and then, and waits for what they still
-        # send. One that was killed at that moment gives back no lock and sends no more: torch would wait without end.
+            return  # forked: the workers belong to the parent
+        # torch sets an event, whose lock each worker takes at times, and waits for their remaining data. A worker that
+        # was killed while it held the lock never releases it, and torch would wait forever.
         if self.are_alive and iterator._workers_done_event._cond.acquire(True, STOP_S):
             iterator._workers_done_event._cond.release()
             iterator._shutdown_workers()
@@ -298,14 +298,14 @@ class Workers:
         self.processes = set()
 
     def forget(self) -> None:
-        """In a forked child: torch's own exit hook would stop the parent's workers."""
+        """In a forked child: prevent torch's exit hook from stopping the parent's workers."""
         self.iterator._shutdown, self.processes = True, set()
 
 
 def _abandon(iterator: Any) -> None:
-    """Leaves torch's part of workers that are to be killed, without a word to them."""
+    """Release torch's resources for workers that will be killed, without communicating with them."""
     iterator._shutdown = True
-    if iterator._worker_pids_set:  # else torch's SIGCHLD handler would raise in the main thread
+    if iterator._worker_pids_set:  # otherwise torch's SIGCHLD handler would raise in the main thread
         _remove_worker_pids(id(iterator))
         iterator._worker_pids_set = False
     for queue in iterator._index_queues:
@@ -329,10 +329,10 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 class _Series:
-    """What torch's DataLoader takes for a sampler: the tasks of the present series.
+    """The sampler of torch's DataLoader: the tasks of the current series.
 
     Attributes:
-        given: the samples of those that are being loaded, by their numbers in the series.
+        given: number of a task in the series -> its samples, for the tasks that are being loaded.
     """
 
     def __init__(self) -> None:
@@ -346,21 +346,21 @@ class _Series:
             yield task
 
     def forget(self, end: int) -> None:
-        """Of what comes before a number, nothing is asked any more."""
+        """Drop the samples of the task before number `end`, which is loaded."""
         self.given.pop(end - 1, None)
 
 
 @dataclass(frozen=True)
 class WorkerStart:
-    """What a worker does first. (A class, since it must travel to workers that are not forked.)"""
+    """Initializes a worker. A class, so that it can be pickled for workers that are not forked."""
 
     worker_init_fn: Callable[[int], None] | None
     deterministic_mode: int
     parent_pid: int | None
 
     def __call__(self, worker: int) -> None:
-        # A scheduler or a terminal signals the whole group, but the rank decides: it may need this data to
-        # end its step and save. So only SIGKILL ends a worker, and the kernel sends that when the rank dies.
+        # A scheduler or a terminal signals the whole group, but the rank may need this data to end its step and save.
+        # So only SIGKILL ends a worker. The kernel sends it when the rank dies.
         for number in IGNORED_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
@@ -368,7 +368,7 @@ class WorkerStart:
             pr_set_pdeathsig = 1
             ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
         if self.parent_pid is not None and self.parent_pid != os.getppid():
-            os._exit(1)  # it died before the kernel was told, and torch's own watchdog came too late as well
+            os._exit(1)  # the parent died before prctl, and before torch's own watchdog started
         if torch.get_deterministic_debug_mode() != self.deterministic_mode:  # only forked ones inherit it
             torch.set_deterministic_debug_mode(self.deterministic_mode)
         if self.worker_init_fn is not None:
@@ -376,7 +376,7 @@ class WorkerStart:
 
 
 class Fetcher:
-    """Loads one task: what torch's DataLoader takes for a data set in its workers."""
+    """Loads one task. It is the data set of torch's DataLoader in the workers."""
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any]) -> None:
         self._dataset = dataset
@@ -386,7 +386,7 @@ class Fetcher:
         self._has_columns = self._stacks and type(dataset) is TensorDataset
 
     def __getitem__(self, task: Task) -> Loaded | Failure:
-        """In a worker: the micro-batch, or why there is none."""
+        """In a worker: return the micro-batch, or why it could not be loaded."""
         try:
             return self.load(task)
         except Error as error:
@@ -396,7 +396,7 @@ class Fetcher:
         """Seed, read the samples, collate.
 
         Raises:
-            Error: from what the data set or collate_fn raised.
+            Error: the data set or collate_fn raised an exception.
         """
         if self._has_columns and (columns := self._read_columns(task.indices)) is not None:
             return Loaded(columns, len(task.indices), fingerprint(task.indices))
@@ -420,10 +420,10 @@ class Fetcher:
         return Loaded(batch, len(indices), fingerprint(task.indices))
 
     def _read_columns(self, indices: NDArray[np.int64]) -> list[Tensor] | None:
-        """The samples of a TensorDataset, collated: an index per tensor instead of a Python object per sample.
+        """Return the collated samples of a TensorDataset, with one index operation per tensor and no object per sample.
 
-        Draws no random numbers, so the generators need no seed. None where tensors cannot be read this way, and in
-        loader workers, which collate into shared memory.
+        Draws no random numbers, so the generators need no seed. Returns None if the tensors cannot be read this way,
+        and in loader workers, which collate into shared memory.
         """
         tensors = self._dataset.tensors
         if get_worker_info() is not None or any(not _is_dense(t) for t in tensors):
@@ -432,7 +432,7 @@ class Fetcher:
         return [tensor.index_select(0, rows) for tensor in tensors]
 
     def _stack(self, samples: list[Any]) -> Any:
-        """default_collate, in 2/3 of its time for the commonest samples: tuples of dense tensors."""
+        """Same as default_collate, in 2/3 of its time for the most common samples: tuples of dense tensors."""
         first = samples[0]
         if type(first) is tuple and get_worker_info() is None:  # in workers it stacks into shared memory
             for item in first:
@@ -442,7 +442,7 @@ class Fetcher:
                 try:
                     return [torch.stack(column) for column in zip(*samples, strict=True)]
                 except (RuntimeError, TypeError, ValueError):
-                    pass  # default_collate says what is wrong with them
+                    pass  # default_collate raises a better error
         return default_collate(samples)
 
 

@@ -40,9 +40,7 @@ class Pools:
 
     def __init__(self) -> None:
         self._pools: dict[int, _Pool] = {}
-        self._seen: deque[int] = deque(
-            maxlen=4 * MOST
-        )  # ids of data sets; a new data set may have the same id, without harm
+        self._seen: deque[int] = deque(maxlen=4 * MOST)  # ids of data sets; reused ids do no harm
 
     def lend(self, source: Source, device: torch.device) -> Workers | None:
         """Return the workers for one series of tasks; None if the Loader must use its own workers, or none.

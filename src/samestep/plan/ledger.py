@@ -1,7 +1,7 @@
-"""What the ledger says of a step: fingerprints of the samples that it used.
+"""The ledger's records: fingerprints of the samples that each step used.
 
 `ledger.bin` holds one `RECORD` per finished step, step `s` of the run (counted from 0) at byte `s * RECORD.size`.
-A fingerprint depends on the indices and their order, never on the ranks: each rank makes those of its own
+A fingerprint depends on the indices and their order, never on the ranks: each rank computes those of its own
 micro-batches, and one rank combines them.
 """
 
@@ -16,12 +16,12 @@ RECORD = struct.Struct("<QIIQ")  # step, epoch, number of samples, fingerprint
 
 
 def fingerprint(indices: NDArray[np.int64]) -> int:
-    """64 bits that stand for the sample indices of one micro-batch in their order."""
+    """Return a 64-bit hash of the sample indices of one micro-batch in their order."""
     return _hash(np.ascontiguousarray(indices, dtype="<i8").tobytes())
 
 
 def combine(fingerprints: Sequence[int]) -> int:
-    """The fingerprint of a step from those of its micro-batches, in order."""
+    """Return the fingerprint of a step from those of its micro-batches, in order."""
     return _hash(struct.pack(f"<{len(fingerprints)}Q", *fingerprints))
 
 

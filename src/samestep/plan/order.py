@@ -1,7 +1,7 @@
-"""Which sample stands at position p of an epoch: the order of a run, without storing more than it must.
+"""The order of the samples in an epoch, with as little memory as possible.
 
-An order is a function of the data set's length, the run's seed and the epoch, never of the ranks. Any range
-of positions can be asked for at any time, so that resuming in the middle of an epoch costs nothing.
+An order is a function of the data set's length, the run's seed and the epoch, never of the ranks. Any range of
+positions can be read at any time, so resuming in the middle of an epoch costs nothing.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,7 +31,7 @@ class Order(Protocol):
         ...
 
     def take(self, start: int, stop: int) -> Indices:
-        """The sample indices at positions start..stop-1, an array of its own.
+        """Return the sample indices at positions start..stop-1, as a new array.
 
         Raises:
             IndexError: not 0 <= start <= stop <= len.
@@ -40,10 +40,10 @@ class Order(Protocol):
 
 
 def build_order(length: int, *, seed: int, epoch: int, shuffle: bool = True) -> Order:
-    """The order of one epoch over samples 0..length-1, each exactly once.
+    """Build the order of one epoch over samples 0..length-1, each exactly once.
 
-    Up to `MAX_SORTED_LENGTH` samples it is a stable argsort of hashes, above a `FeistelOrder`; the same
-    numbers give the same order on every machine and in every later version.
+    Up to `MAX_SORTED_LENGTH` samples it is a stable argsort of hashes, above that a `FeistelOrder`. The same
+    arguments give the same order on every machine and in every later version.
 
     Raises:
         ValueError: `length` or `epoch` is negative.
@@ -71,10 +71,10 @@ class SequentialOrder:
 
 
 class GivenOrder:
-    """A sampler's own indices; samples may repeat or be left out.
+    """The indices of a sampler; samples may be repeated or omitted.
 
     Raises:
-        InvalidValue: `indices` are not one-dimensional whole numbers in 0..num_samples-1, or there are none.
+        InvalidValue: `indices` are not one-dimensional integers in 0..num_samples-1, or are empty.
     """
 
     def __init__(self, indices: Iterable[int], num_samples: int) -> None:
@@ -108,7 +108,7 @@ class GivenOrder:
 
 
 class SortedOrder:
-    """A shuffle by a stable argsort of 64-bit hashes: free of bias at any length, but it stores all indices.
+    """A shuffle by a stable argsort of 64-bit hashes: unbiased at any length, but it stores all indices.
 
     The hash of sample i is output i of SplitMix64 seeded with `key`.
     """
@@ -126,16 +126,16 @@ class SortedOrder:
 
 
 class FeistelOrder:
-    """A shuffle that is computed where it is asked for: no start-up and no memory, whatever the length.
+    """A shuffle that is computed on demand: constant start-up time and memory at any length.
 
     A keyed permutation by the generalised Feistel construction of Black & Rogaway 2002, "Ciphers with
     arbitrary finite domains" (CT-RSA): a position is written as two digits of mixed radix a and b with a * b
-    >= length, and rounds add a hash of one digit to the other, modulo its radix. A round can be undone, so
-    that all of them together permute the a * b values. Where the result is no sample, the permutation is
-    applied again ("cycle walking"), which ends, as the cycle leads back to the position itself at the latest.
-    a = ceil(sqrt(length)) leaves fewer than a values over, so that walking is rare.
+    >= length, and each round adds a hash of one digit to the other, modulo its radix. Each round is invertible,
+    so all rounds together permute the a * b values. If the result is not a sample, the permutation is applied
+    again ("cycle walking"). This terminates, because the cycle returns to the position itself at the latest.
+    With a = ceil(sqrt(length)) fewer than a values are not samples, so walking is rare.
 
-    At a dozen samples or fewer such shuffles are biased, which is why short orders are sorted.
+    At a dozen samples or fewer such shuffles are biased, so short orders are sorted.
     """
 
     def __init__(self, length: int, key: int) -> None:
@@ -144,7 +144,7 @@ class FeistelOrder:
         radix_b = -(-length // radix_a)
         self._radices = np.uint64(radix_a), np.uint64(radix_b)
         self._keys = list(_draw_hashes(key, _NUM_ROUNDS))
-        # Samples are mostly asked for a few at a time and in order: one block serves many takes.
+        # Samples are mostly read a few at a time and in order, so one block serves many calls of `take`.
         self._cached: tuple[int, int, Indices] = (0, 0, np.empty(0, dtype=np.int64))  # start, stop, samples
 
     def __len__(self) -> int:
@@ -205,7 +205,7 @@ class FeistelOrder:
 
 
 def _draw_hashes(key: int, count: int) -> _Words:
-    """The first outputs of SplitMix64 seeded with `key`.
+    """Return the first outputs of SplitMix64 seeded with `key`.
 
     Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators" (OOPSLA).
     """
@@ -217,7 +217,7 @@ def _draw_hashes(key: int, count: int) -> _Words:
 
 
 def _mix(words: _Words, spare: _Words) -> None:
-    """SplitMix64's finaliser, in place; `spare` is scratch of the same shape."""
+    """Apply SplitMix64's finalizer in place. `spare` is scratch memory of the same shape."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         np.right_shift(words, np.uint64(shift), out=spare)
         words ^= spare

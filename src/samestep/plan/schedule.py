@@ -1,6 +1,6 @@
-"""Positions -> steps -> micro-batches -> ranks.
+"""Maps positions of an epoch to steps, micro-batches and ranks.
 
-Everything here is a function of a few whole numbers, so the state of a run's data is one integer: the step.
+Everything here is a function of a few integers, so the position in a run's data is one integer: the step.
 """
 
 from collections.abc import Callable
@@ -12,20 +12,20 @@ from samestep.errors import InvalidValue
 
 Span = tuple[int, int]
 
-MOST_SAMPLES = 1 << 40  # of a step: beyond all use, so a slip of the finger
-MOST_MICRO_BATCHES = 1 << 20  # likewise; what is planned for each would fill the memory
-LEAST_SAMPLES = 64  # of a micro-batch by default: fewer cost a small model speed (docs/decisions/micro_batches.md)
+MOST_SAMPLES = 1 << 40  # of a step; larger values are typing errors
+MOST_MICRO_BATCHES = 1 << 20  # of a step; the plan of more would fill the memory
+LEAST_SAMPLES = 64  # of a default micro-batch; fewer slow small models down (docs/decisions/micro_batches.md)
 
 
 @dataclass(frozen=True)
 class Schedule:
     """One epoch of `length` samples in steps of `batch_size`; all arguments are in samples.
 
-    The last step is short where `batch_size` does not divide `length`: it has fewer micro-batches, the last
-    of them perhaps ragged. `drop_last` leaves the short step out.
+    The last step is short if `batch_size` does not divide `length`: it has fewer micro-batches, and the last
+    one may be smaller. `drop_last` omits the short step.
 
     Raises:
-        InvalidValue: a number is no whole number above 0, `micro_batch_size` does not divide `batch_size`, the data
+        InvalidValue: a number is not an integer above 0, `micro_batch_size` does not divide `batch_size`, the data
             set is empty, or `drop_last` leaves no step.
     """
 
@@ -40,7 +40,7 @@ class Schedule:
         if self.drop_last and self.length < self.batch_size:
             raise InvalidValue(
                 f"drop_last leaves no step of {_samples(self.length)} with batch_size {self.batch_size}: "
-                f"lower batch_size to at most {self.length}, or leave drop_last out"
+                f"lower batch_size to at most {self.length}, or remove drop_last"
             )
 
     @property
@@ -50,26 +50,27 @@ class Schedule:
 
     @property
     def num_micro_batches(self) -> int:
-        """V, the micro-batches of a full step."""
+        """V, the number of micro-batches of a full step."""
         return self.batch_size // self.micro_batch_size
 
     def span(self, step: int) -> Span:
-        """(start, stop) of the epoch's positions that make up step `step` of the epoch, counted from 0."""
+        """Return (start, stop) of the positions of step `step` of the epoch, counted from 0."""
         if not 0 <= step < self.num_steps:
             raise IndexError(f"step {step} of an epoch of {self.num_steps} steps")
         start = step * self.batch_size
         return start, min(start + self.batch_size, self.length)
 
     def micro_batches(self, step: int) -> tuple[Span, ...]:
-        """(start, stop) positions of each micro-batch of a step; only the epoch's last may be ragged."""
+        """Return (start, stop) positions of each micro-batch of a step. Only the last of an epoch may be smaller."""
         return _cut(*self.span(step), self.micro_batch_size)
 
 
 @dataclass(frozen=True)
 class EndlessSchedule:
-    """Steps without epochs' ends: endless position p is sample position `p % length` of epoch `p // length`.
+    """Steps that ignore the ends of epochs: endless position p is position `p % length` of epoch `p // length`.
 
-    Every step is full; one that crosses an epoch's end goes on in the next (in several, for a tiny data set).
+    Every step is full. A step that crosses the end of an epoch continues in the next one (or in several, if the data
+    set is tiny).
 
     Raises:
         InvalidValue: as `Schedule`.
@@ -85,30 +86,30 @@ class EndlessSchedule:
 
     @property
     def num_micro_batches(self) -> int:
-        """V, the micro-batches of every step."""
+        """V, the number of micro-batches of every step."""
         return self.batch_size // self.micro_batch_size
 
     def span(self, step: int) -> Span:
-        """(start, stop) of the endless positions that make up step `step`."""
+        """Return (start, stop) of the endless positions of step `step`."""
         if step < 0:
             raise IndexError(f"step {step} is below 0")
         return step * self.batch_size, (step + 1) * self.batch_size
 
     def micro_batches(self, step: int) -> tuple[Span, ...]:
-        """(start, stop) endless positions of each of the V micro-batches of a step."""
+        """Return (start, stop) endless positions of each of the V micro-batches of a step."""
         return _cut(*self.span(step), self.micro_batch_size)
 
 
 def check_numbers(
     batch_size: int, micro_batch_size: int, world_size: int, advise: Callable[..., str] | None = None
 ) -> None:
-    """Checks that the numbers make a step that `world_size` ranks can share.
+    """Check that the numbers give a step that `world_size` ranks can share.
 
     Args:
         advise: formats options as the user would write them, for the message: batch_size=8 -> "--batch-size 8".
 
     Raises:
-        InvalidValue: not so; the sentence names the nearest legal numbers.
+        InvalidValue: the numbers do not fit; the sentence names the nearest valid ones.
     """
     for name, value in (
         ("batch_size", batch_size),
@@ -121,7 +122,7 @@ def check_numbers(
     if batch_size % micro_batch_size:
         below = batch_size - batch_size % micro_batch_size
         sizes = [size for size in (below, below + micro_batch_size) if size]
-        # At most four, the nearest: a round batch_size can have dozens of divisors.
+        # The nearest four: a round batch_size can have dozens of divisors.
         divisors = sorted(_divisors(batch_size), key=lambda size: (abs(size - micro_batch_size), size))[:4]
         raise InvalidValue(
             f"batch_size {batch_size} is not a multiple of micro_batch_size {micro_batch_size}: "
@@ -151,9 +152,10 @@ def check_numbers(
 
 
 def default_micro_batch_size(batch_size: int) -> int:
-    """For a run that names none: the largest V of 8, 4, 2, 1 that divides `batch_size` into enough samples each.
+    """Return the default of `micro_batch_size`.
 
-    Enough are `LEAST_SAMPLES`. V does not depend on the number of ranks, since the run's bits depend on V.
+    It divides `batch_size` into V micro-batches: the largest of 8, 4 and 2 that gives each at least `LEAST_SAMPLES`,
+    else 1. V does not depend on the number of ranks, since the run's bits depend on V.
     """
     _check_positive("batch_size", batch_size)
     fitting = (v for v in (8, 4, 2) if batch_size % v == 0 and batch_size // v >= LEAST_SAMPLES)
@@ -161,13 +163,12 @@ def default_micro_batch_size(batch_size: int) -> int:
 
 
 def rank_range(n: int, world_size: int, rank: int) -> range:
-    """The micro-batches that a rank computes in a step of n: contiguous, in rank order, shares within 1.
+    """Return the micro-batches that a rank computes in a step of n: contiguous and in rank order.
 
-    While the ranks are even in number, half of them take the left subtree of the canonical tree and half the
-    right one; an odd number of ranks shares its subtree evenly. So each of a power of two of ranks gets one
-    complete subtree for every n >= world_size, and rank 0 is never idle. The shares stay within 1 of each
-    other because halving rounds as dividing does: ceil(ceil(n / 2) / w) = ceil(n / 2w), and likewise for
-    floor.
+    While the number of ranks is even, half of them take the left subtree of the canonical tree and half the right
+    one. An odd number of ranks shares its subtree evenly. So with a power of two of ranks, each gets one complete
+    subtree for every n >= world_size, and rank 0 always has work. Shares differ by at most 1, because halving rounds
+    in the same way as dividing: ceil(ceil(n / 2) / w) = ceil(n / 2w), and likewise for floor.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} of {world_size}")
@@ -184,12 +185,11 @@ def rank_range(n: int, world_size: int, rank: int) -> range:
 
 
 def describe(n: int, world_size: int, micro_batch_size: int = LEAST_SAMPLES) -> str:
-    """How n micro-batches spread over the ranks, for people: `16 micro-batches on 3 ranks: 6+5+5, 89 % busy`.
+    """Describe how n micro-batches are divided among the ranks: `16 micro-batches on 3 ranks: 6+5+5, 89 % busy`.
 
-    On one rank it says where `micro_batch_size` is below what the default would be, which costs small models speed.
-
-    Busy is the share of a step's computing time in which the mean rank computes, were all micro-batches to
-    take equally long. Above 8 ranks the shares are abbreviated.
+    "busy" is the mean share of a step's computing time in which a rank computes, if all micro-batches take equally
+    long. Above 8 ranks the shares are abbreviated. On one rank, advises on a `micro_batch_size` that is below
+    `LEAST_SAMPLES`, which slows small models down.
     """
     shares = [len(rank_range(n, world_size, rank)) for rank in range(world_size)]
     micro_batches = f"{n} micro-batch{'es' if n != 1 else ''}"

@@ -1,6 +1,6 @@
-"""Seeds from `(seed, purpose, step, pass, micro-batch)`, never from the rank.
+"""Derives seeds from `(seed, purpose, step, pass, micro-batch)`, never from the rank.
 
-The micro-batch is the unit of randomness: whichever rank computes it seeds its generators alike.
+The micro-batch is the unit of randomness: every rank that computes it seeds its generators equally.
 """
 
 from hashlib import blake2b
@@ -14,14 +14,14 @@ _MASK_64 = 2**64 - 1
 
 
 def derive(seed: int, purpose: str, *, step: int = 0, pass_: int = 0, micro_batch: int = 0) -> int:
-    """A seed in 0..2**63-1 for one purpose at one place of a run; about 1 us.
+    """Return a seed in 0..2**63-1 for one purpose at one point of a run. Takes about 1 us.
 
     BLAKE2b over the packed fields (Aumasson et al. 2013, "BLAKE2: simpler, smaller, fast as MD5"), with the
-    purpose as its personalisation: neighbouring steps and purposes share no structure, and the value is the
-    same on every machine. A run's seed counts modulo 2**64.
+    purpose as its personalization: neighbouring steps and purposes share no structure, and the value is the
+    same on every machine. The run's seed is taken modulo 2**64.
 
-    torch's CPU generator looks at the low 32 bits of a seed alone, so that among 65,536 micro-batches a pair
-    shares its stream there with a chance of 0.4.
+    torch's CPU generator uses only the low 32 bits of a seed, so among 65,536 micro-batches two share their random
+    stream there with a probability of 0.4.
 
     Raises:
         ValueError: `purpose` is not one of `PURPOSES`.

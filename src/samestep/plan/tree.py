@@ -1,4 +1,4 @@
-"""The canonical tree over a step's micro-batches: which sums are formed, in which order, whoever forms them.
+"""The canonical tree over a step's micro-batches, which defines the order of all additions.
 
 A step's gradient is the sum of its n micro-batches' gradients along one binary tree. A node `(lo, hi)` is the
 sum of micro-batches lo..hi-1; its children are `(lo, mid)` and `(mid, hi)` with `mid = split(lo, hi)`. The
@@ -17,7 +17,7 @@ Node = tuple[int, int]
 
 
 def split(lo: int, hi: int) -> int:
-    """The first micro-batch of the right child of node (lo, hi), `hi - lo >= 2`.
+    """Return the first micro-batch of the right child of node (lo, hi), with `hi - lo >= 2`.
 
     The middle, not the largest power of two: the subtrees of one depth then differ by at most one
     micro-batch, so the ranges of 2, 4, 8 ... ranks can be single nodes for every n.
@@ -27,11 +27,11 @@ def split(lo: int, hi: int) -> int:
 
 @lru_cache(maxsize=4096)
 def merges(n: int, first: int, v: int) -> tuple[Node, ...]:
-    """The left siblings to add, bottom up, once a rank whose range starts at `first` has done micro-batch v.
+    """Return the left siblings to add, bottom up, after micro-batch v on a rank whose range starts at `first`.
 
     They are the left children of all ancestors of leaf v that end with v and start within the range. The rank
-    holds all of them already; afterwards it holds the node `(lo of the last one, v + 1)` in their place, or
-    the leaf `(v, v + 1)` when there are none.
+    already holds all of them. Afterwards it holds the node `(lo of the last one, v + 1)` instead, or the leaf
+    `(v, v + 1)` if there are none.
     """
     if not 0 <= first <= v < n:
         raise ValueError(f"micro-batch {v} of {n} is not in a range that starts at {first}")
@@ -42,7 +42,7 @@ def merges(n: int, first: int, v: int) -> tuple[Node, ...]:
         if v >= mid:
             lefts.append((lo, mid))
             lo = mid
-        else:  # nothing above this turn ends with v
+        else:  # no ancestor above this node ends with v
             lefts.clear()
             hi = mid
     return tuple(node for node in reversed(lefts) if node[0] >= first)
@@ -50,18 +50,18 @@ def merges(n: int, first: int, v: int) -> tuple[Node, ...]:
 
 @dataclass(frozen=True)
 class Layout:
-    """What each rank holds after its last micro-batch of a step, and how all of it adds up to the root.
+    """The parts that each rank holds after its last micro-batch of a step, and the additions that form the root.
 
     Attributes:
-        num_micro_batches: n, the micro-batches present in this step.
+        num_micro_batches: n, the number of micro-batches of this step.
         world_size: the number of ranks; above n, some ranks are idle (an empty range, no parts).
         ranges: per rank, its micro-batches.
-        parts: per rank, the fewest complete subtrees that make up its range, left to right.
-        max_parts: the most parts that any rank has. Rank r's part k stands in slot `r * max_parts + k`.
-        additions: `(dst, src)` pairs, to be done in this order: `slot[dst] += slot[src]`.
+        parts: per rank, the smallest set of complete subtrees that covers its range, left to right.
+        max_parts: the largest number of parts of a rank. Part k of rank r is in slot `r * max_parts + k`.
+        additions: `(dst, src)` pairs, executed in this order: `slot[dst] += slot[src]`.
         root: the slot that then holds the whole sum.
-        butterfly: the ranks are a power of two, each has exactly one part, and the additions are those of
-            recursive pairwise combining, where rank r meets r ^ 1, then r ^ 2, then r ^ 4 and so on.
+        butterfly: the number of ranks is a power of two, each has exactly one part, and the additions are those of
+            recursive doubling: rank r exchanges with r ^ 1, then r ^ 2, then r ^ 4 and so on.
     """
 
     num_micro_batches: int
@@ -76,7 +76,7 @@ class Layout:
 
 @lru_cache(maxsize=128)
 def build_layout(n: int, world_size: int) -> Layout:
-    """The layout of a step of n micro-batches on `world_size` ranks (n, world_size >= 1)."""
+    """Return the layout of a step of n micro-batches on `world_size` ranks (n, world_size >= 1)."""
     if n < 1 or world_size < 1:
         raise ValueError(f"{n} micro-batches on {world_size} ranks: both must be at least 1")
     ranges = tuple(rank_range(n, world_size, rank) for rank in range(world_size))
@@ -90,7 +90,7 @@ def build_layout(n: int, world_size: int) -> Layout:
 
 
 def _cover(lo: int, hi: int, start: int, stop: int) -> list[Node]:
-    """The largest nodes under (lo, hi) that lie within start..stop-1, left to right."""
+    """Return the largest nodes under (lo, hi) that are within start..stop-1, left to right."""
     if start <= lo and hi <= stop:
         return [(lo, hi)]
     if start >= hi or stop <= lo or start == stop:
@@ -100,7 +100,7 @@ def _cover(lo: int, hi: int, start: int, stop: int) -> list[Node]:
 
 
 def _complete(lo: int, hi: int, slots: dict[Node, int], additions: list[tuple[int, int]]) -> int:
-    """Appends the additions that form node (lo, hi) from the parts in `slots`; returns its slot."""
+    """Append the additions that form node (lo, hi) from the parts in `slots`. Returns its slot."""
     slot = slots.get((lo, hi))
     if slot is not None:
         return slot
@@ -111,7 +111,7 @@ def _complete(lo: int, hi: int, slots: dict[Node, int], additions: list[tuple[in
 
 
 def _pairs(world_size: int) -> list[tuple[int, int]]:
-    """Sorted pairs of recursive pairwise combining; empty where world_size is no power of two (or is 1)."""
+    """Return the sorted pairs of recursive doubling; empty if world_size is not a power of two (or is 1)."""
     if world_size & (world_size - 1):
         return []
     pairs = []

@@ -1,4 +1,4 @@
-"""Plain scripts on the surface, to run and to copy."""
+"""Example scripts, to run and to copy."""
 
 import ast
 from functools import cache
@@ -7,13 +7,13 @@ from pathlib import Path
 
 @cache
 def find_recipes() -> dict[str, Path]:
-    """The recipes' files by name."""
+    """Return the recipes: name -> file."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return {file.stem: file for file in files if not file.stem.startswith("_")}
 
 
 def read_options(file: Path) -> set[str]:
-    """The options that a recipe's argparse knows, read from its source: importing it would import torch."""
+    """Return the options of a recipe's argparse, read from its source, because importing it would import torch."""
     calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
     adding = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"]
     words = [word.value for call in adding for word in call.args if isinstance(word, ast.Constant)]
@@ -21,7 +21,7 @@ def read_options(file: Path) -> set[str]:
 
 
 def show_recipe_help(recipe: str) -> None:
-    """Runs the recipe with --help in this process: its argparse prints, and exits."""
+    """Print the help of a recipe by running it with --help in this process."""
     from samestep.launch.rank_process import load_main
 
     code, main_module = load_main("recipe", f"samestep.recipes.{recipe}", ["--help"])
@@ -32,7 +32,7 @@ def show_recipe_help(recipe: str) -> None:
 
 
 def describe_recipes() -> str:
-    """A line for each recipe: its name, and the first line of its docstring."""
+    """Return a line for each recipe: its name, and the first line of its docstring."""
     lines = []
     for name, file in find_recipes().items():
         docstring = ast.get_docstring(ast.parse(file.read_text())) or ""

@@ -39,7 +39,7 @@ class CNN(nn.Module):
 
 
 class Digits(Dataset[tuple[Tensor, Tensor]]):
-    """Images (1, 8, 8) in 0..1 and their digits; each is shifted by up to `shift` pixels, anew each time."""
+    """Images (1, 8, 8) in 0..1 and their digits. Each read shifts the image by up to `shift` random pixels."""
 
     def __init__(self, images: Tensor, digits: Tensor, shift: int = 0) -> None:
         self.images = F.pad(images, [shift] * 4)
@@ -50,13 +50,13 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
         return len(self.digits)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        # samestep has seeded torch, numpy and random for this micro-batch: what is drawn depends on nothing else.
+        # samestep has seeded torch, numpy and random for this micro-batch, and the values depend on nothing else.
         x, y = torch.randint(2 * self.shift + 1, (2,)).tolist()
         return self.images[index, :, y : y + 8, x : x + 8], self.digits[index]
 
 
 def load_data() -> tuple[Digits, Digits]:
-    """The 1,797 real digits that come with scikit-learn: four fifths to train on, shifted, and a held-out fifth."""
+    """Load scikit-learn's 1,797 handwritten digits: four fifths to train on, shifted, and a held-out fifth."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -70,7 +70,7 @@ def load_data() -> tuple[Digits, Digits]:
 
 
 def warm_up_then_cosine(step: int, num_steps: int, num_warm_up: int) -> float:
-    """What to multiply the learning rate with: up to 1 in a line, then down to 0 along half a cosine."""
+    """Return the factor of the learning rate: linear up to 1, then half a cosine down to 0."""
     if step < num_warm_up:
         return (step + 1) / num_warm_up
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - num_warm_up) / max(1, num_steps - num_warm_up))))
@@ -80,16 +80,16 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="digits", description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--epochs", type=int, default=20, help="passes over the training set (default: 20)")
     parser.add_argument(
-        "--batch-size", "--batch_size", type=int, default=96, help="of one step, over all ranks (default: 96)"
+        "--batch-size", "--batch_size", type=int, default=96, help="samples of one step over all ranks (default: 96)"
     )
     parser.add_argument(
         "--micro-batch-size",
         "--micro_batch_size",
         type=int,
-        help="of one forward and backward (default: a quarter of the batch, so that up to 4 ranks can share a step)",
+        help="samples of one forward and backward (default: a quarter of the batch, for up to 4 ranks)",
     )
     parser.add_argument("--lr", type=float, default=3e-3, help="the highest learning rate (default: 0.003)")
-    parser.add_argument("--seed", type=int, default=0, help="of everything random but the split (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of everything random except the split (default: 0)")
     parser.add_argument(
         "--num-workers", "--num_workers", type=int, default=0, help="DataLoader workers per rank (default: 0)"
     )
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         optimizer, lambda step: warm_up_then_cosine(step, args.epochs * steps_per_epoch, steps_per_epoch)
     )
     run.prepare(model=model, optimizer=optimizer, scheduler=scheduler)
-    if "best" in run.state:  # restored: this run was here before
+    if "best" in run.state:  # the run was resumed
         run.summary["validation accuracy"] = f"best {run.state['best']:.2%}"
 
     def score(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:

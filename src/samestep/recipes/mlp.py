@@ -1,4 +1,4 @@
-"""The regression toy of many a tutorial: a two-layer perceptron on random pairs.
+"""The toy regression of PyTorch's tutorials: a two-layer perceptron on random pairs.
 
 samestep train mlp --total-epochs 50 --save-every 10 --batch-size 32
 samestep train mlp 50 10 --nproc-per-node 2 --show-ranks all
@@ -18,7 +18,7 @@ import samestep
 
 
 class CustomDataset(Dataset[tuple[Tensor, Tensor]]):
-    """Random pairs, from a generator of their own: the same on every rank, whatever else was drawn before."""
+    """Random pairs from a separate generator: the same on every rank, independent of other draws."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -33,7 +33,7 @@ class CustomDataset(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Trainer:
-    """The tutorials' Trainer. Gone: gpu_id, .to(), zero_grad, the checkpoint's code. New: run, prepare, one `for`."""
+    """The tutorials' Trainer, without gpu_id, .to(), zero_grad and checkpointing; with run, prepare and one `for`."""
 
     def __init__(
         self, run: samestep.Run, model: torch.nn.Module, train_data: CustomDataset, optimizer: torch.optim.Optimizer
@@ -67,8 +67,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--batch_size",
         type=int,
         default=32,
-        help="samples of one step over all ranks (default: 32). In the tutorials it is per device: what was 32 on "
-        "each of 4 GPUs is 128 here, and stays 128 on any number of ranks",
+        help="samples of one step over all ranks (default: 32). In the tutorials the size is per device: 32 on "
+        "each of 4 GPUs is 128 here, on any number of ranks",
     )
     parser.add_argument("--run-dir", "--run_dir", default="runs/mlp", help="default: runs/mlp")
     args = parser.parse_args(argv)
@@ -76,7 +76,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"TOTAL_EPOCHS and SAVE_EVERY are two numbers, not {len(args.counts)}")
     for name, count in zip(("total_epochs", "save_every"), args.counts, strict=False):
         if getattr(args, name) is not None:
-            parser.error(f"--{name.replace('_', '-')} was given twice: as an option and in its place")
+            parser.error(f"--{name.replace('_', '-')} was given twice: as an option and as a positional argument")
         setattr(args, name, count)
     del args.counts
     args.total_epochs = 50 if args.total_epochs is None else args.total_epochs

@@ -156,7 +156,7 @@ class _Audit:
             epochs = "1 complete epoch" if num_closed == 1 else f"{num_closed} complete epochs"
             parts.append(f"in {epochs} each of {self._plan.length} samples was used {how_often}{left_out}")
         if self._left:
-            parts.append(f"epoch {max(self._left)} is incomplete and used no sample twice")
+            parts.append(f"epoch {max(self._left)} is incomplete, no sample twice")
         return parts
 
     @cached_property

@@ -19,9 +19,7 @@ from samestep.errors import Error
 from samestep.world import slurm_tasks
 
 TRACE = PREFIX + "TRACE"
-HOOK = (
-    PREFIX + "HOOK"
-)  # JSON: a module of a tool, and the argument of its begin(), called in each rank before the script
+HOOK = PREFIX + "HOOK"  # JSON: a tool's module, and the argument of its begin(), called in each rank first
 TERMINAL = PREFIX + "TERMINAL"  # pid:file
 SRUN = PREFIX + "SRUN"  # the variables of this rank were derived from Slurm's
 LOG = PREFIX + "LOG"  # pid:file
