@@ -228,7 +228,7 @@ def test_a_run_that_has_not_begun(run: Path, inspect: Inspect) -> None:
     assert code == 0
     assert re.search(r"^  seed +1$", out, re.M)
     assert re.search(r"^  none$", out, re.M)
-    with pytest.raises(Error, match=r"run.json lacks 'data_length': the run has not begun"):
+    with pytest.raises(Error, match=r"run.json lacks 'data_length': the run has not started"):
         inspect("--samples")
 
 
