@@ -104,7 +104,7 @@ def test_numbers(tmp_path: Path, flags: list[str], said: list[str]) -> None:
         (["trian", "digits"], "there is no command trian; did you mean train?"),
         (["train", "mlp", "--bach-size", "3"], "train mlp has no option --bach-size; did you mean --batch-size?"),
         (["train", "mlp", "--sed=3"], "train mlp has no option --sed; did you mean --seed?"),
-        (["train", "mlp", "--batch-size", "many"], "--batch-size takes a whole number, not 'many'"),
+        (["train", "mlp", "--batch-size", "many"], "--batch-size must be a whole number, not 'many'"),
         (
             ["launch", "--nproc-per-nod", "2", "x.py"],
             "launch has no option --nproc-per-nod; did you mean --nproc-per-node?",

@@ -106,7 +106,7 @@ def test_it_is_found_before_the_next_snapshot(tmp_path: Path) -> None:
 
 
 def test_never(tmp_path: Path) -> None:
-    samestep.spawn(train, 2, (tmp_path / "run", 1, 7, "weight"), {"compare_every": 0})
+    samestep.spawn(train, 2, (tmp_path / "run", 1, 7, "weight"), {"compare_every": None})
 
 
 def test_the_command_ends_with_2_and_says_it_once(tmp_path: Path) -> None:

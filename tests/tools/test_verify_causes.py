@@ -4,6 +4,7 @@ The ranks are forked by this process's own server instead of by a `samestep laun
 """
 
 import re
+import subprocess
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from support import commands
 from support.selection import one_in
 from tools.planted import plant
 
 import samestep
-from samestep.launch import forkserver
 from samestep.snapshot.serialization import write_tensors
 from samestep.tools.verify.causes import measure_difference
 from samestep.tools.verify.command import Options, run_verify
@@ -44,14 +45,9 @@ def start_quickly(trials: Trials, command: list[str], variables: Mapping[str, st
 
 
 def start_with_hash_seed(trials: Trials, command: list[str], variables: Mapping[str, str], place: Path) -> int:
-    """As `start_quickly`, in ranks of an interpreter with the run's hash seed."""
-    forkserver._close_idle()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONHASHSEED", variables["PYTHONHASHSEED"])
-        try:
-            return start_quickly(trials, command, variables, place)
-        finally:
-            forkserver._close_idle()
+    """In place of `Trials._start`: a program whose interpreter has the run's hash seed."""
+    with open(place / "output", "w") as output:
+        return commands.run(command, env=variables, stdout=output, stderr=subprocess.STDOUT).returncode
 
 
 @pytest.fixture
