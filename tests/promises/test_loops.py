@@ -5,13 +5,14 @@ any kill or stop, inside a loop and between two of them.
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from promises.wrong import Pairs
-from support.runs import ask, digest
+from support.runs import ask, check, digest, run_command, samestep_command
 
 import samestep
 
@@ -173,3 +174,23 @@ def test_the_page(tmp_path: Path) -> None:
 
     assert samestep.spawn(run_page, 2) == 2 * 13 + 3 * 4 + 5
     assert "audit passed" in ask("inspect", tmp_path / "runs" / "phases", "--samples")
+
+
+def test_every_launcher(tmp_path: Path, undisturbed: Outcome) -> None:
+    """Started by python and killed in the second loop, restarted by `launch` in the third, ended by torchrun."""
+    script = tmp_path / "train.py"
+    tests = str(Path(__file__).parents[1])
+    script.write_text(
+        f"import os, sys\nsys.path.append({tests!r})\nfrom promises.test_loops import train\n"
+        "at, how = sys.argv[1:]\n"
+        "is_struck = os.environ.get('RANK', '0') == '0' and os.environ.get('TORCHELASTIC_RESTART_COUNT', '0') == '0'\n"
+        "train('run', {int(at): how} if is_struck else {})\n"
+    )
+    done = run_command(sys.executable, script, "10", "kill", cwd=tmp_path)
+    assert done.returncode == -signal.SIGKILL
+    restarted = ("launch", "--nproc-per-node", "3", "--max-restarts", "1", script, "19", "kill")
+    done = check(samestep_command(*restarted, cwd=tmp_path))
+    assert "resumed at step 10" in done.stdout + done.stderr
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", script, "-2", "nothing")
+    done = check(run_command(sys.executable, *torchrun, cwd=tmp_path))
+    assert read(tmp_path / "run") == undisturbed
