@@ -80,6 +80,20 @@ def test_forked_from_plain_python(tmp_path: Path) -> None:
 # --- ranks that leave early -------------------------------------------------------------------------------------------
 
 
+def test_a_rank_that_leaves_after_its_loop(tmp_path: Path) -> None:
+    """The loop is finished, but the script goes on: the rank that left is named, and not those that have lost it."""
+
+    def train() -> None:
+        run, model, optimizer = build(tmp_path / "x")
+        loop(run, model, optimizer)
+        if run.rank == 1:
+            os._exit(0)
+        run.evaluate(lambda batch: {"one": 1.0}, list(range(8)))
+
+    with pytest.raises(RuntimeError, match=r"^rank 1 ended before its run did, with exit code 0: let every rank"):
+        samestep.spawn(train, 2)
+
+
 def test_a_rank_that_leaves_early(tmp_path: Path) -> None:
     """It is named, and not the others that have lost it."""
 

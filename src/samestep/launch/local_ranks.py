@@ -314,11 +314,14 @@ class Ranks:
         return min(alike, key=lambda failure: (failure.rank not in self.shown, failure.rank), default=None)
 
     def _find_early(self) -> Failure | None:
-        """If ranks have only lost another one, find a rank that left its run with exit code 0."""
-        if not self._succeeded or any((self.directory / name).exists() for name in (FINISHED, STOPPED)):
+        """If ranks have only lost another one, find a rank that ended before them with exit code 0.
+
+        That a loop is finished does not matter: a further loop or an evaluation can follow it.
+        """
+        if not self._succeeded or (self.directory / STOPPED).exists():
             return None
         rank, time_s = min(self._succeeded.items(), key=lambda end: end[1])
-        message = "ended before its run did, with exit code 0: let every rank come to the end of the loop"
+        message = "ended before its run did, with exit code 0: let every rank come to the end of the script"
         return Failure(rank, time_s, 1, False, "died", message)
 
     def close(self) -> None:
