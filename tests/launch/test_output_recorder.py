@@ -160,6 +160,25 @@ def test_a_run_without_a_directory_has_no_logs(command: Command) -> None:
     command.assert_no_files_left()
 
 
+KILLS_RECORDER = """
+def at_step(number):
+    import psutil
+    [recorder] = [each for each in psutil.Process(os.getppid()).children() if each.pid != os.getpid()]
+    recorder.kill()
+    while recorder.status() != psutil.STATUS_ZOMBIE and recorder.is_running(): pass
+    print("lost", flush=True)
+"""
+
+
+def test_the_process_that_records_is_killed(command: Command) -> None:
+    """The rank that prints fails, and the cause is named before its traceback."""
+    write_script(command, KILLS_RECORDER)
+    done = command.run("launch", "--nproc-per-node", "1", "train.py", "kill")
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"(?s)the process that records .* was killed .*Traceback.*BrokenPipeError", done.stderr)
+    command.assert_no_files_left()
+
+
 def test_nobody_reads_any_more(command: Command) -> None:
     """As after `| head`: no reason to lose the run, or its log."""
     write_script(command, FLOODS)

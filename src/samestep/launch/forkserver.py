@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 from weakref import WeakSet
 
+from samestep.console import say
 from samestep.launch.lines import READ_BYTES, LineSplitter, MessageReader, encode_message, parse_message, wait_readable
 from samestep.launch.output_recorder import DRAIN_S, Recording
 from samestep.launch.rank_process import keep_signal, run_rank
@@ -241,7 +242,13 @@ class _Server:
                 self.woken.recv(READ_BYTES)
                 self.reap()
             if self.recording is not None and self.recording in ready:
-                self.send_ends(self.recording.receive())
+                if (written := self.recording.receive()) is None and not self.is_stopping:
+                    with suppress(OSError):
+                        say(
+                            "the process that records the ranks' output has died or was killed (out of memory?): from "
+                            "here on their output is lost, and a rank that prints can fail with BrokenPipeError"
+                        )
+                self.send_ends(written)
             if is_limited and not ready:
                 self.send_ends(None)
             if self.client in ready and not self.read():
