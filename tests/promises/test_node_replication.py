@@ -304,6 +304,17 @@ def test_a_node_comes_back_from_a_branch_that_was_left(cluster: Cluster, undistu
     assert "step-00000010" in {path.name.rpartition("-")[0] for path in (cluster.run_dir(1) / "abandoned").iterdir()}
 
 
+def test_an_older_record_is_replaced_even_if_it_is_longer(cluster: Cluster, undisturbed: Undisturbed) -> None:
+    cluster.spawn_to_fail([0, 1], 1, "kill all ranks at step 4 in forward", snapshot_every=3, settled=True)
+    cluster.spawn_to_fail([0], 2, KILLED, snapshot_every=3, settled=True)
+    path = cluster.run_dir(1) / "run.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "config": {"note": "x" * 1000}}))
+    cluster.spawn([1, 0], 1, snapshot_every=3)
+    assert_ended_as(cluster, [0, 1], undisturbed())
+    for node in (0, 1):
+        assert json.loads((cluster.run_dir(node) / "run.json").read_text())["changes"] == []
+
+
 @pytest.mark.parametrize("resume", one_in(2, ["best", 3]))
 def test_an_older_one_that_only_one_node_has(cluster: Cluster, undisturbed: Undisturbed, resume: str | int) -> None:
     cluster.spawn([0, 1], 1, "stop all ranks at step 7 in update", snapshot_every=3, keep_last=9)

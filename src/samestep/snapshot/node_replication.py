@@ -168,7 +168,9 @@ class NodeReplication:
         named: dict[str, list[Snapshot | None]] = {}
         if chosen is not None:
             orders = sorted({name for each in held for name in each["sizes"]} - {*SHARED})
-            wanted += [(name, max(each["sizes"].get(name, 0) for each in held), source) for name in (RECORD, *orders)]
+            # Another node's record can be longer and older, so its size does not count.
+            wanted.append((RECORD, held[source]["sizes"].get(RECORD, 0), source))
+            wanted += [(name, max(each["sizes"].get(name, 0) for each in held), source) for name in orders]
             wanted.append((METRICS, chosen.manifest["meta"]["metrics_bytes"], source))
             wanted.append((LEDGER, chosen.step * LEDGER_RECORD.size, source))
             for name in sorted({name for each in held for name in each["named"]} - {chosen.name}):
