@@ -31,6 +31,14 @@ def test_what_a_person_may_not_write(text: object) -> None:
         parse_interval("snapshot_every", text)
 
 
+@pytest.mark.parametrize(("name", "refused"), [("log_every", "never"), ("compare_every", "a time")])
+@pytest.mark.parametrize("text", ["0", "1.5s", "often"])
+def test_a_message_names_only_what_the_option_takes(name: str, refused: str, text: str) -> None:
+    with pytest.raises(Error, match=f"{name} is '{text}': give") as caught:
+        OPTIONS[name].check(name, text)
+    assert refused not in str(caught.value)
+
+
 def test_steps_are_due_anywhere() -> None:
     every = Interval(steps=3)
     assert [step for step in range(10) if every.is_due(step)] == [3, 6, 9]

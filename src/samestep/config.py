@@ -98,8 +98,17 @@ class Interval:
         return bool(self.epochs and epochs_done and epochs_done % self.epochs == 0)
 
 
-def parse_interval(name: str, value: Any) -> Interval | None:
+_INTERVALS = "give a number of steps such as 10, of epochs such as 2epochs, a time such as 30min, or never"
+_COMPARE_INTERVALS = "give a number of steps such as 100, of epochs such as 1epochs, or never"
+_LOG_INTERVALS = "give steps such as 10, epochs such as 1epochs, or a time such as 30s"
+
+
+def parse_interval(name: str, value: Any, allowed: str = _INTERVALS) -> Interval | None:
     """10, "10" and "10steps" are steps, "2epochs" is epochs, "30min" (s, min, h) is a time; None and "never" are None.
+
+    Args:
+        name: of the option, for the message.
+        allowed: the end of the message.
 
     Raises:
         Error: the value is none of these.
@@ -108,10 +117,7 @@ def parse_interval(name: str, value: Any) -> Interval | None:
         return None
     match = None if isinstance(value, bool) else _INTERVAL.fullmatch(str(value).strip())
     if match is None or int(match[1]) == 0:
-        raise InvalidValue(
-            f"{name} is {value!r}: give a number of steps such as 10, of epochs such as 2epochs, a time such as 30min, "
-            "or never"
-        )
+        raise InvalidValue(f"{name} is {value!r}: {allowed}")
     count, unit = int(match[1]), match[2] or ""
     if unit in _SECONDS:
         return Interval(seconds=count * _SECONDS[unit])
@@ -119,18 +125,16 @@ def parse_interval(name: str, value: Any) -> Interval | None:
 
 
 def _check_compare_every(name: str, value: Any) -> Interval | None:
-    interval = parse_interval(name, value)
+    interval = parse_interval(name, value, _COMPARE_INTERVALS)
     if interval is not None and interval.seconds is not None:
-        raise InvalidValue(
-            f"{name} is {value!r}: give a number of steps such as 100, of epochs such as 1epochs, or never"
-        )
+        raise InvalidValue(f"{name} is {value!r}: {_COMPARE_INTERVALS}")
     return interval
 
 
 def _check_log_every(name: str, value: Any) -> Interval:
-    interval = parse_interval(name, value)
+    interval = parse_interval(name, value, _LOG_INTERVALS)
     if interval is None:
-        raise InvalidValue(f"{name} is {value!r}: give steps such as 10, epochs such as 1epochs, or a time such as 30s")
+        raise InvalidValue(f"{name} is {value!r}: {_LOG_INTERVALS}")
     return interval
 
 
