@@ -76,6 +76,8 @@ def test_less_than_torchrun_says() -> None:
         ({**TORCHRUN, "RANK": "4"}, "RANK is 4 and WORLD_SIZE 4: ranks are 0 to WORLD_SIZE - 1"),
         ({**TORCHRUN, "RANK": "-1"}, "RANK is -1"),
         ({**TORCHRUN, "MASTER_PORT": ""}, "WORLD_SIZE is 4 and MASTER_PORT is not set"),
+        ({**TORCHRUN, "SAMESTEP_RESTART": "x"}, "SAMESTEP_RESTART is 'x': unset it"),
+        ({**TORCHRUN, "SAMESTEP_RESTART": "null"}, "SAMESTEP_RESTART is 'null': unset it"),
         ({**TORCHRUN, "SAMESTEP_KEEP_LAST": "all"}, "SAMESTEP_KEEP_LAST must be a whole number, not 'all'"),
     ],
 )

@@ -196,11 +196,21 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         local_world_size=local_world_size,
         launcher=launcher,
         error_dir=variables.get(PREFIX + "ERROR_DIR"),
-        restart=Restart(**json.loads(variables[PREFIX + "RESTART"])) if PREFIX + "RESTART" in variables else None,
+        restart=_read_restart(variables),
         overrides=read_overrides(variables),
         trace=variables.get(TRACE),
         secret=variables.get(SECRET, ""),
     )
+
+
+def _read_restart(variables: Mapping[str, str]) -> Restart | None:
+    name = PREFIX + "RESTART"
+    if name not in variables:
+        return None
+    try:
+        return Restart(**json.loads(variables[name]))
+    except (TypeError, ValueError):
+        raise Error(f"{name} is {variables[name]!r}: unset it, since only samestep launch sets it") from None
 
 
 def ready_standard_files() -> None:
