@@ -587,7 +587,7 @@ def test_nothing_left_to_do(trial: Trial, undisturbed: Undisturbed, capfd: pytes
     capfd.readouterr()
     trial.spawn(2)
     printed = capfd.readouterr().out
-    assert "nothing left to do: 15 of 15 steps are done; ask for more epochs, or begin anew with env=" in printed
+    assert "left to do in this loop: 15 of 15 steps are done; ask for more epochs, or begin anew with env=" in printed
     assert trial.outcome() == undisturbed()
     assert trial.num_ends == 2
 

@@ -161,7 +161,7 @@ def _(run_dir: RunDir) -> None:
     loop(*build(run_dir), body)
 
 
-@mistake("two step.backward", r"two step\.backward into one model in micro-batch \d of step 0: add the losses")
+@mistake("two step.backward", r"step\.backward was called twice for one model in micro-batch \d of step 0: add")
 def _(run_dir: RunDir) -> None:
     def body(step: Any, model: nn.Module, x: Tensor, y: Tensor) -> None:
         learn(step, model, x, y)

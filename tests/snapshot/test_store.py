@@ -102,7 +102,7 @@ def test_meta_that_is_no_json_leaves_nothing(store: Store) -> None:
 
 
 def test_what_is_absent_is_answered_with_what_there_is(store: Store) -> None:
-    with pytest.raises(Error, match=r"there is no snapshot named best in .*: there is no other"):
+    with pytest.raises(Error, match=r"there is no snapshot named best in .*: there are none yet"):
         store.find("best")
     store.write({}, step=1, meta={})
     store.write({}, step=3, name="best", meta={})

@@ -152,9 +152,9 @@ class GradientPass:
         slot = 0 if model is None else find_slot(self._modules, model)
         if losses and (slot in losses or slot == 0 or 0 in losses):
             raise Error(
-                f"two step.backward into one model in micro-batch {self._v} of step {self._step}: add the losses and "
-                "call it once (or, where their weights differ, step.backward({loss: weight, ...})), or name the model "
-                "that each is for, step.backward(loss, model=...)"
+                f"step.backward was called twice for one model in micro-batch {self._v} of step {self._step}: add the "
+                "losses and call it once (or, where their weights differ, step.backward({loss: weight, ...})), or name "
+                "the model that each is for, step.backward(loss, model=...)"
             )
         if isinstance(loss, Mapping) and (weight is not None or not loss):
             raise Error("step.backward takes several losses as {loss: weight, ...}: at least one, and without weight=")

@@ -145,7 +145,7 @@ class Store:
                 return None
             raise explain_no_sound(self._named, problem)
         sound = [s.name or f"step {s.step}" for s in found if s.problem is None and s.path not in self._damaged]
-        there = f"there is {', '.join(sound)}" if sound else "there is no other"
+        there = f"there is {', '.join(sound)}" if sound else "there is no other" if found else "there are none yet"
         what = describe_which(which)
         fault = f"the snapshot {what} is not sound ({problem})" if wanted else f"there is no snapshot {what}"
         raise Error(f"{fault} in {self._named}: {there}")

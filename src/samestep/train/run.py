@@ -637,7 +637,7 @@ class Run:
             size = LEAST_SAMPLES if self._resumed else self.micro_batch_size  # a run that goes on keeps its own
             self._say(describe(self.batch_size // self.micro_batch_size, self.world_size, size) + self._resumed)
         if self._stopping.ending and self._resumed and not place.is_further:
-            self._say(f"nothing left to do: {loop.explain_end()}, or begin anew with {advise(fresh=True)}")
+            self._say(f"nothing left to do in this loop: {loop.explain_end()}, or begin anew with {advise(fresh=True)}")
         epochs = num_epochs and batches.first_epoch + num_epochs
         self._progress.begin(total_steps=place.last_step, done_steps=self.steps_done, epochs=epochs)
         return loop
