@@ -212,7 +212,7 @@ def test_buffers_that_cannot_be_followed() -> None:
     buffers = build_others(model)
     buffers.begin()
     model._buffers["last"] = None
-    with pytest.raises(samestep.Error, match=r"buffer model\.last came or went inside the micro-batch loop"):
+    with pytest.raises(samestep.Error, match=r"buffer model\.last was added or removed inside the micro-batch loop"):
         buffers.fold(0)
 
 

@@ -211,7 +211,7 @@ def build_alone() -> tuple[Reducer, nn.Parameter]:
 
 def test_a_backward_by_hand() -> None:
     reducer, param = build_alone()
-    with pytest.raises(samestep.Error, match=r"loss\.backward\(\) by hand"):
+    with pytest.raises(samestep.Error, match=r"loss\.backward\(\) was called inside the micro-batch loop"):
         param.sum().backward()
     reducer.close()
     param.sum().backward()  # outside of a micro-batch it is the script's own affair
@@ -231,7 +231,7 @@ def test_a_gradient_that_is_gone() -> None:
     reducer, param = build_alone()
     reducer.backward(param.sum(), 1.0, ())
     param.grad = None
-    with pytest.raises(samestep.Error, match="the gradient of w is gone at the end of micro-batch 0: zero_grad"):
+    with pytest.raises(samestep.Error, match="the gradient of w is None at the end of micro-batch 0: remove zero_grad"):
         reducer.close()
 
 

@@ -147,12 +147,18 @@ def _(run_dir: RunDir) -> None:
     loop(run, model, optimizer, body)
 
 
-@mistake("loss.backward by hand", r"loss\.backward\(\) by hand .*: call step\.backward\(loss\)")
+@mistake(
+    "loss.backward by hand",
+    r"loss\.backward\(\) was called inside the micro-batch loop .*: call step\.backward\(loss\)",
+)
 def _(run_dir: RunDir) -> None:
     loop(*build(run_dir), lambda step, model, x, y: F.mse_loss(model(x), y).backward())
 
 
-@mistake("loss.backward by hand, too", r"loss\.backward\(\) by hand .*: call step\.backward\(loss\)")
+@mistake(
+    "loss.backward by hand, too",
+    r"loss\.backward\(\) was called inside the micro-batch loop .*: call step\.backward\(loss\)",
+)
 def _(run_dir: RunDir) -> None:
     def body(step: Any, model: nn.Module, x: Tensor, y: Tensor) -> None:
         learn(step, model, x, y)
@@ -274,7 +280,10 @@ def _(run_dir: RunDir) -> None:
     loop(run, model, optimizer, lambda step, model, x, y: run.once(os.getpid))
 
 
-@mistake("zero_grad after step.backward", r"the gradient of model\.\w+ is gone at the end of micro-batch \d: zero_grad")
+@mistake(
+    "zero_grad after step.backward",
+    r"the gradient of model\.\w+ is None at the end of micro-batch \d: remove zero_grad",
+)
 def _(run_dir: RunDir) -> None:
     run, model, optimizer = build(run_dir)
 
@@ -366,7 +375,10 @@ def _(run_dir: RunDir) -> None:
     loop(*build(run_dir), body)
 
 
-@mistake("gradients by backward, as of an attack", r"loss\.backward\(\) by hand .*torch\.autograd\.grad\(loss, x\)")
+@mistake(
+    "gradients by backward, as of an attack",
+    r"loss\.backward\(\) was called inside the micro-batch loop .*torch\.autograd\.grad\(loss, x\)",
+)
 def _(run_dir: RunDir) -> None:
     def body(step: Any, model: nn.Module, x: Tensor, y: Tensor) -> None:
         F.mse_loss(model(x.requires_grad_()), y).backward()
@@ -411,7 +423,7 @@ def _(run_dir: RunDir) -> None:
         loop(*build(run_dir), then=lambda _: None)
 
 
-@mistake("a loss of another model", r"no parameter that is trained got a gradient in step 0: compute the loss from the")
+@mistake("a loss of another model", r"no trained parameter got a gradient in step 0: compute the loss from the")
 def _(run_dir: RunDir) -> None:
     other = nn.Linear(4, 1)
     loop(*build(run_dir), lambda step, model, x, y: step.backward(other(x).mean()))
@@ -474,7 +486,7 @@ for number in (-1.0, float("nan"), float("inf"), "many", torch.ones(2), torch.te
         loop(*build(run_dir), lambda step, model, x, y: step.backward(F.mse_loss(model(x), y), weight=weight))
 
 
-@mistake("sparse gradients", r"model\.0\.weight has a sparse gradient: use sparse=False in its layer, Adam for S")
+@mistake("sparse gradients", r"model\.0\.weight has a sparse gradient: use sparse=False in its layer, not S")
 def _(run_dir: RunDir) -> None:
     def body(step: Any, model: nn.Module, x: Tensor, y: Tensor) -> None:
         step.backward(F.mse_loss(model(x[:, 0].abs().long()), y))
@@ -492,9 +504,7 @@ def _(run_dir: RunDir) -> None:
     loop(*build(run_dir, lambda: nn.Sequential(nn.Embedding(10, 4, max_norm=0.1), nn.Linear(4, 1))), body)
 
 
-@mistake(
-    "weights given other data in the forward", r"model\.1\.weight was changed inside .* giving it other \.data\?\)"
-)
+@mistake("weights given other data in the forward", r"model\.1\.weight was changed inside .* assigning \.data\?\)")
 def _(run_dir: RunDir) -> None:
     class Bounded(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -529,7 +539,7 @@ def _(run_dir: RunDir) -> None:
     loop(*build(run_dir), body)
 
 
-@mistake("a lone sample", r"micro-batch 4 of step 4 \(rank \d\) has one sample, and model\.1 cannot normalise one valu")
+@mistake("a lone sample", r"micro-batch 4 of step 4 \(rank \d\) has one sample, and model\.1 cannot normalize one valu")
 def _(run_dir: RunDir) -> None:
     # 49 samples in steps of 10: the last one has 2 + 2 + 2 + 2 + 1.
     model = lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))  # noqa: E731

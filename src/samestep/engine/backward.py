@@ -1,4 +1,4 @@
-"""What a backward begins with, and what its graph holds."""
+"""The initial gradient of a backward, and checks of its graph."""
 
 from functools import lru_cache
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def build_seed(factor: float | Tensor, loss: Tensor) -> Tensor:
-    """What a backward of `factor * loss` begins with."""
+    """Return the initial gradient for a backward of `factor * loss`."""
     if isinstance(factor, Tensor):
         return factor.to(loss).view_as(loss)
     return _build_constant(factor, loss.dtype, loss.device, loss.shape)
@@ -19,7 +19,7 @@ def _build_constant(value: float, dtype: torch.dtype, device: torch.device, shap
 
 
 def has_reentrant_checkpoint(loss: Tensor) -> bool:
-    """Whether a reentrant activation checkpoint is in the graph of `loss`."""
+    """Return whether the graph of `loss` contains a reentrant activation checkpoint."""
     stack, seen = [loss.grad_fn], set()
     while stack:
         node = stack.pop()

@@ -1,4 +1,4 @@
-"""The memory in which gradients travel: flat buckets of parameters, and a layout's parts and sum of each."""
+"""The memory for the exchange of gradients: flat buckets of parameters, with the parts and the sum of each."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,13 +13,13 @@ from samestep.torch_internals import count_storage_uses, get_storage
 from samestep.world.local_sockets import LocalSockets
 
 LEAST_BYTES, MOST_BYTES = 1 << 20, 25 << 20  # of a bucket
-NUM_BUCKETS = 16  # about, between hosts
-ALIGN_BYTES = 64  # of each gradient in a bucket: kernels may pick another code path, and other bits, when less aligned
+NUM_BUCKETS = 16  # approximately, between hosts
+ALIGN_BYTES = 64  # of each gradient in a bucket: with less, kernels may use other code paths and give other bits
 
 
 @dataclass
 class Bucket:
-    """Parameters whose gradients travel together, in the order in which a backward meets them."""
+    """Parameters whose gradients are exchanged together, in the order in which a backward computes them."""
 
     indices: list[int]
     params: list[nn.Parameter]
@@ -42,7 +42,7 @@ class Bucket:
         return self.params[0].device
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """Each parameter's piece of `flat`, shaped and strided as the parameter."""
+        """Return each parameter's part of `flat`, with the shape and strides of the parameter."""
         return [
             flat.as_strided(param.shape, dense_strides(param), flat.storage_offset() + offset)
             for param, offset in zip(self.params, self.offsets, strict=True)
@@ -50,11 +50,11 @@ class Bucket:
 
 
 class Transit:
-    """A bucket's memory for one layout: this rank's parts, and where the sum ends.
+    """A bucket's memory for one layout: this rank's parts, and the sum.
 
     Args:
-        control_bytes: of the control block that rides with the last bucket, 0 in the others.
-        local_sockets: the sockets that the last bucket may take.
+        control_bytes: size of the control block, which is sent with the last bucket; 0 for the others.
+        local_sockets: sockets that the last bucket may use.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Transit:
         part_bytes = n * bucket.params[0].element_size()
         new = {"dtype": bucket.dtype, "device": bucket.device}
         self.route = routes.choose_route(layout, part_bytes) if exact and world_size > 1 else "all-reduce"
-        self.blocks: list[memoryview] = []  # of the ranks' controls, where they ride here
+        self.blocks: list[memoryview] = []  # the ranks' control blocks, if sent with this bucket
         self._neighbors: LocalSockets | None = None
         self._receives: Sequence[routes.Work] | None = None
         if self.route == "direct":
@@ -104,23 +104,23 @@ class Transit:
         self.part_views = list(zip(*(bucket.views(part) for part in self.parts), strict=True))
         self.grads = bucket.views(self.root)
         self._storage = get_storage(self.root)
-        self._num_references = self._count_references()  # all of ours; what holds more is the script's
+        self._num_references = self._count_references()  # our own references; any further one is the script's
 
     def _count_references(self) -> tuple[int, int]:
         return sum(map(getrefcount, self.grads)), count_storage_uses(self._storage)
 
     @property
     def is_kept(self) -> bool:
-        """Whether the script has kept a gradient of the last step, or a view of one, so that it may not change."""
+        """Whether the script holds a gradient of the last step, or a view of one, which then must not change."""
         return self._count_references() != self._num_references
 
     def expect(self, tag: int) -> None:
-        """Gets ready for the other ranks' parts, where the route allows it before this rank has its own."""
+        """Prepare for the other ranks' parts, if the route can do so before this rank's own are complete."""
         if self.route == "direct" and self._neighbors is None:
             self._receives = routes.post_receives(self.rows, self.rank, tag)
 
     def start(self, tag: int) -> routes.Flight:
-        """Sends this rank's parts on their way."""
+        """Start the exchange of this rank's parts."""
         if self.route == "direct":
             receives, self._receives = self._receives, None
             direct = routes.run_direct(self.rows, self.rank, tag, receives=receives, local_sockets=self._neighbors)
@@ -132,23 +132,23 @@ class Transit:
         return routes.Flight(routes.run_all_reduce(self.root))
 
     def complete(self) -> None:
-        """After arrival: adds up what the route itself has not."""
+        """After the exchange: do the additions that the route does not do."""
         if self.route == "direct":
             routes.add_parts(self.slots, self.layout)
 
 
 def choose_cap_bytes(params: Sequence[nn.Parameter], *, one_host: bool) -> int:
-    """How large a bucket may grow: measured by benchmarks/links.py, see docs/decisions/routes.md.
+    """Return the maximum size of a bucket (docs/decisions/routes.md, measured by benchmarks/links.py).
 
-    On one host messages cost processor time, and few are best. Over a network the bucket that is full last hides
-    behind no computation: it is to be a small share of all.
+    On one host, messages cost processor time, so few are best. Over a network, no computation overlaps the exchange of
+    the last bucket, so it should be a small share of all gradients.
     """
     num_bytes = sum(param.numel() * param.element_size() for param in params)
     return MOST_BYTES if one_host else min(MOST_BYTES, max(LEAST_BYTES, num_bytes // NUM_BUCKETS))
 
 
 def build_buckets(params: Sequence[nn.Parameter], cap_bytes: int) -> list[Bucket]:
-    """Fills buckets in reverse order of the models' parameters, about the order in which a backward meets them."""
+    """Fill buckets in reverse order of the models' parameters, which is roughly the order of a backward."""
     groups: list[list[int]] = []
     size = 0
     for i in reversed(range(len(params))):
@@ -167,6 +167,6 @@ def build_buckets(params: Sequence[nn.Parameter], cap_bytes: int) -> list[Bucket
 
 
 def dense_strides(param: Tensor) -> tuple[int, ...]:
-    """The parameter's strides where it is dense, else those of a contiguous tensor."""
+    """Return the parameter's strides if it is dense, else those of a contiguous tensor."""
     stride: tuple[int, ...] = torch.empty_like(param, device="meta").stride()
     return stride

@@ -1,13 +1,13 @@
-"""Modules' buffers: after a step they hold what a single device would hold, whatever the number of ranks.
+"""Modules' buffers: after a step they have the values of a single device, at any number of ranks.
 
 Every micro-batch starts from the buffers' values at the beginning of the step, b0.
 
-BatchNorm's running statistics end where single-device accumulation over the n micro-batches ends. With momentum m
-that is `b0 + sum_v (1 - m)^(n - 1 - v) * delta_v`, where `delta_v` is the change that micro-batch v alone makes to
-b0. The sum runs along the canonical tree, in float64. A micro-batch that runs a layer c times counts as c updates;
-the formula is exact when c is the same for all micro-batches of the step.
+BatchNorm's running statistics get the values of single-device accumulation over the n micro-batches. With momentum m
+these are `b0 + sum_v (1 - m)^(n - 1 - v) * delta_v`, where `delta_v` is the change that micro-batch v alone makes to
+b0. The sum is computed along the canonical tree, in float64. A micro-batch that runs a layer c times counts as c
+updates; the formula is exact if c is the same for all micro-batches of the step.
 
-All other buffers end with the values that micro-batch 0 gives them.
+All other buffers get the values that micro-batch 0 gives them.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +24,7 @@ from samestep.errors import Error
 from samestep.plan.tree import Layout, merges
 from samestep.torch_internals import get_buffers, read_version
 
-PASSES_COMPARED = 4  # of a start, in which all buffers on the CPU are compared in full
+PASSES_COMPARED = 4  # first passes of a start, in which all buffers on the CPU are compared in full
 SAMPLE = 512  # elements of a large buffer that are compared afterwards
 
 
@@ -38,12 +38,12 @@ def check_module(name: str, module: nn.Module) -> None:
         if isinstance(part, nn.SyncBatchNorm):
             raise Error(
                 f"{name}.{path} is a SyncBatchNorm, whose statistics depend on the number of ranks: use BatchNorm; "
-                "its statistics are those of one micro-batch, and its running ones those of a single device"
+                "it normalizes over one micro-batch, and its running statistics are those of a single device"
             )
 
 
 def spread_buffers(module: nn.Module) -> None:
-    """Give buffers made by `expand`, whose elements share memory, memory that can be written to."""
+    """Replace buffers made by `expand`, whose elements share memory, by contiguous ones, which can be written."""
     for part in module.modules():
         for name, buffer in [*get_buffers(part).items()]:
             if buffer is not None and buffer.layout is torch.strided and 0 in buffer.stride():
@@ -51,13 +51,13 @@ def spread_buffers(module: nn.Module) -> None:
 
 
 def refuse_lone_sample(modules: Mapping[str, nn.Module], step: int, v: int, rank: int) -> list[RemovableHandle]:
-    """Let BatchNorm layers refuse micro-batch v, which has one sample, in a message that names the layer.
+    """Add hooks by which BatchNorm layers refuse micro-batch v, which has one sample, with the name of the layer.
 
     Returns:
         The hooks, to be removed after the micro-batch.
 
     Raises:
-        Error: (from a layer's forward) a layer in training would normalise a single value per channel.
+        Error: (from a layer's forward) a layer in training would normalize a single value per channel.
     """
 
     def build_check(path: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
@@ -65,7 +65,7 @@ def refuse_lone_sample(modules: Mapping[str, nn.Module], step: int, v: int, rank
             shape = inputs[0].shape
             if layer.training and inputs[0].numel() == shape[1]:
                 raise Error(
-                    f"micro-batch {v} of step {step} (rank {rank}) has one sample, and {path} cannot normalise one "
+                    f"micro-batch {v} of step {step} (rank {rank}) has one sample, and {path} cannot normalize one "
                     f"value per channel (shape {tuple(shape)}): choose a larger micro_batch_size that leaves no "
                     "remainder of 1, or drop_last=True",
                     rank=rank,
@@ -87,9 +87,8 @@ class BatchNormStatistics:
 
     Attributes:
         layers: the layers.
-        size: running statistics in all.
-        active: whether there are any layers, even if all of them are in eval mode: a micro-batch may change that on
-            the ranks that have one.
+        size: total number of running statistics.
+        active: whether there are any layers. Layers in eval mode count, because a micro-batch may change the mode.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -125,15 +124,15 @@ class BatchNormStatistics:
         self._scales: dict[tuple[int, int, tuple[int, ...], tuple[float | None, ...]], Tensor] = {}
 
     def begin(self, layout: Layout, rank: int) -> None:
-        """Begin a pass: the present values become b0."""
+        """Begin a pass: the current values become b0."""
         self._layout, self._first = layout, layout.ranges[rank].start
         self._deltas = []
         self.hold()
 
     def _move_in(self) -> None:
-        """Let all statistics live in the flat tensors. The layers keep their tensor objects.
+        """Make all statistics views of the flat tensors. The layers keep their tensor objects.
 
-        Repeated often, since a script or a layer's forward may have put another tensor in the place of one.
+        Called often, since a script or a layer's forward may have replaced a tensor.
         """
         for layer, name, buffer, view in self._homes:
             found = get_buffers(layer)[name]
@@ -143,14 +142,14 @@ class BatchNormStatistics:
                 get_buffers(layer)[name] = buffer
 
     def hold(self) -> None:
-        """Remember the present values for `undo`."""
+        """Remember the current values for `undo`."""
         if self.active:
             self._move_in()
             self._start.copy_(self._flat)
             self._start_counts.copy_(self._counts)
 
     def undo(self) -> None:
-        """Go back to the values that `hold` remembered."""
+        """Restore the values that `hold` remembered."""
         if self.active:
             self._move_in()
             self._go_back()
@@ -160,7 +159,7 @@ class BatchNormStatistics:
         self._counts.copy_(self._start_counts)
 
     def fold(self) -> None:
-        """End a micro-batch: keep what it changed, on the device, and go back to b0."""
+        """End a micro-batch: keep its changes, on the device, and restore b0."""
         if not self.active:
             return
         self._move_in()
@@ -168,7 +167,7 @@ class BatchNormStatistics:
         self._go_back()
 
     def _scale(self, n: int, v: int, counts: tuple[int, ...]) -> Tensor:
-        """The weight of micro-batch v's deltas at the end [size], if each of n micro-batches makes `counts` updates."""
+        """Return the weight of micro-batch v's deltas [size], if each of n micro-batches makes `counts` updates."""
         key = (n, v, counts, tuple(layer.momentum for layer in self.layers))  # a script may change the momentum
         if key in self._scales:
             return self._scales[key]
@@ -186,11 +185,11 @@ class BatchNormStatistics:
 
     @property
     def num_values(self) -> int:
-        """Values that travel per part: a weighted delta per statistic, a count per layer."""
+        """Number of exchanged values per part: a weighted delta per statistic, a count per layer."""
         return self.size + len(self.layers)
 
     def parts(self) -> NDArray[np.float64]:
-        """This rank's parts [max_parts, num_values]: its weighted deltas, folded. Reads back from a GPU, once."""
+        """Return this rank's parts [max_parts, num_values]: its weighted deltas, folded. One read-back from a GPU."""
         if not self.active:
             return self._no_parts
         out = np.zeros((self._layout.max_parts, self.num_values))
@@ -206,7 +205,7 @@ class BatchNormStatistics:
         return out
 
     def finish(self, parts: Sequence[NDArray[np.float64]]) -> None:
-        """Add up all ranks' parts along the tree and advance the statistics."""
+        """Sum all ranks' parts along the tree, and update the statistics."""
         if not self.active:
             return
         slots = np.concatenate(parts)
@@ -218,16 +217,16 @@ class BatchNormStatistics:
 
 
 def _weight(momentum: float | None, before: int, count: int, n: int, v: int) -> float:
-    if momentum is None:  # cumulative average: every update counts the same
+    if momentum is None:  # cumulative average: every update has the same weight
         return (before + count) / (before + count * n) if count else 0.0
     return float((1.0 - momentum) ** (count * (n - 1 - v)))
 
 
 class OtherBuffers:
-    """Every buffer that is not a running statistic: it ends a step with the value that micro-batch 0 gives it.
+    """All other buffers: each ends a step with the value that micro-batch 0 gives it.
 
     Attributes:
-        changed: this rank ran micro-batch 0 of the present pass, and it changed a buffer.
+        changed: this rank ran micro-batch 0 of the current pass, which changed a buffer.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], statistics: BatchNormStatistics) -> None:
@@ -251,14 +250,14 @@ class OtherBuffers:
         self._tensors = [self._read(place) for place in self._places]
         self._start = [tensor.clone() for tensor in self._tensors]
         self._versions = [read_version(tensor) for tensor in self._tensors]
-        self._unseen = [False] * len(self._places)  # it was changed in a way that its version does not show
+        self._unseen = [False] * len(self._places)  # was changed without a change of its version
         self.changed = False
 
     def _list(self) -> list[list[tuple[str, bool]]]:
         return [[(name, buffer is None) for name, buffer in buffers.items()] for buffers in self._dicts]
 
     def _have_none(self) -> bool:
-        """Whether no module has, or had, a buffer, as in most small models, whose steps are short."""
+        """Return whether no module has, or had, a buffer. A shortcut for small models, whose steps are short."""
         return not self._places and not any(self._dicts) and not any(self._known)
 
     def _check_known(self) -> None:
@@ -271,7 +270,7 @@ class OtherBuffers:
         ]
         path, name, _ = min(named[0] ^ named[1])
         raise Error(
-            f"buffer {path}.{name} came or went inside the micro-batch loop, on this rank alone: register it in "
+            f"buffer {path}.{name} was added or removed inside the micro-batch loop, on this rank only: register it in "
             "the module's __init__, as a tensor"
         )
 
@@ -280,11 +279,11 @@ class OtherBuffers:
         return cast(Tensor, place[0][place[1]])  # `_check_known` has found that none became None
 
     def begin(self) -> None:
-        """Begin a pass: each of its micro-batches starts from the buffers' present values."""
+        """Begin a pass: each of its micro-batches starts from the current values of the buffers."""
         self.changed = False
         if self._have_none():
             return
-        if self._list() != self._known:  # changed by the script between two passes, alike on all ranks
+        if self._list() != self._known:  # changed by the script between two passes, on all ranks
             self._find_all()
         for k in self._find_changes():
             self._accept(k, self._read(self._places[k]))
@@ -310,7 +309,7 @@ class OtherBuffers:
             self._restore(k)
 
     def finish(self) -> list[Tensor]:
-        """Advance the buffers, on the rank of micro-batch 0. Returns all buffers, to be broadcast from there."""
+        """Update the buffers, on the rank of micro-batch 0. Returns all buffers, to be broadcast from that rank."""
         if self.changed:
             with torch.no_grad():
                 for k, value in self._first.items():
@@ -318,11 +317,11 @@ class OtherBuffers:
         return self._tensors
 
     def _find_changes(self) -> list[int]:
-        """Places whose tensor was written or replaced.
+        """Return the places whose tensor was written or replaced.
 
-        A tensor's version counts in-place writes, but not those through `.data`. For these the values are compared,
-        on the CPU (on a GPU the host would have to wait): all of them in the first passes of a start; later on, of
-        large buffers that never changed this way (attention masks), a sample.
+        A tensor's version counts in-place writes, but not those through `.data`. To find these, values are compared on
+        the CPU (on a GPU this would need a synchronization): all values in the first passes of a start, later only a
+        sample of large buffers that never changed this way (attention masks).
         """
         changes = []
         for k, ((buffers, name), tensor) in enumerate(zip(self._places, self._tensors, strict=True)):
@@ -349,7 +348,7 @@ class OtherBuffers:
         buffers, name = self._places[k]
         tensor = self._tensors[k]
         if tensor.shape != self._start[k].shape:
-            raise Error(f"buffer {name} changed its shape during a step: {tuple(tensor.shape)}")
+            raise Error(f"buffer {name} changed its shape during a step to {tuple(tensor.shape)}: keep its shape")
         tensor.data.copy_(self._start[k])
         buffers[name] = tensor
         self._versions[k] = read_version(tensor)

@@ -1,4 +1,4 @@
-"""The control block: what each rank sends to all others once per pass beside its gradients. Gathered, never summed."""
+"""The control block, which each rank sends to all others once per pass with its gradients. Gathered, never summed."""
 
 from dataclasses import dataclass, field
 from struct import Struct
@@ -13,10 +13,10 @@ NOT_CALLED = -1.0  # the weight of a micro-batch that had no backward
 
 
 class Vote(NamedTuple):
-    """What one rank asks of the others after this step.
+    """One rank's requests to all ranks after this step.
 
     Attributes:
-        stop: the number of the signal that asked this rank to stop; 0 for none.
+        stop: the number of the signal by which this rank was asked to stop; 0 for none.
         snapshot: a snapshot is due by this rank's clock.
         copying: this rank is copying its state for a snapshot.
     """
@@ -34,12 +34,12 @@ class Control:
 
     Attributes:
         buffers_changed: micro-batch 0 ran here and changed a buffer.
-        has_new_names: this rank logged values under names that have no place in the block yet.
+        has_new_names: this rank logged values under names that are not in the block's format yet.
         losses, weights: per micro-batch, per slot.
-        fingerprints: per micro-batch, of its samples.
+        fingerprints: of the samples, per micro-batch.
         used: a byte per parameter: whether micro-batches used it, and whether others did not.
         parts: the BatchNorm statistics' parts [max_parts, num_values].
-        num_losses: the largest number of losses that one step.backward of this rank got.
+        num_losses: the largest number of losses passed to one step.backward on this rank.
         values, counts: of step.log, per micro-batch, per name: the mean value and the number of calls.
     """
 
@@ -60,7 +60,7 @@ class ControlFormat:
     """The memory layout of the control blocks for one `Layout`; all ranks' blocks have the same size.
 
     Attributes:
-        size_bytes: of one block, a multiple of 64.
+        size_bytes: size of one block, a multiple of 64.
     """
 
     def __init__(self, layout: Layout, num_slots: int, num_params: int, num_values: int, num_names: int = 0) -> None:
@@ -75,7 +75,7 @@ class ControlFormat:
         self._most = most
 
     def pack_into(self, block: memoryview, control: Control) -> None:
-        """Write a control block. Places of micro-batches that this rank does not have are set to 0."""
+        """Write a control block. Entries of micro-batches that this rank does not have are set to 0."""
         missing = self._most - len(control.fingerprints)
         numbers: list[float] = []
         for width, rows in zip(

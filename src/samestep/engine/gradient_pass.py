@@ -1,4 +1,4 @@
-"""One pass over a step's micro-batches: from the losses of every rank to the whole batch's gradient in `.grad`."""
+"""One pass over a step's micro-batches, which computes the gradient of the whole batch from all ranks' losses."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -16,19 +16,19 @@ from samestep.errors import Error
 from samestep.plan.tree import build_layout
 from samestep.world.group import Group
 
-Losses = Tensor | Mapping[Tensor, float | Tensor]  # one, or several and their weights
+Losses = Tensor | Mapping[Tensor, float | Tensor]  # one, or several with their weights
 Means = list[dict[str, tuple[float, float]]]  # per micro-batch: name -> the mean of its logged values, and their number
-MIN_WEIGHT, MAX_WEIGHT = 1e-20, 1e20  # beyond, products of weights and gradients leave the range of float32
+MIN_WEIGHT, MAX_WEIGHT = 1e-20, 1e20  # outside, products of weights and gradients can leave the range of float32
 
 
 class Report(NamedTuple):
-    """What all ranks contributed to a pass beside gradients: the same on every rank.
+    """The contributions of all ranks to a pass besides gradients. Equal on every rank.
 
     Attributes:
         votes: per rank.
-        fingerprints: per micro-batch of the step, of its samples.
+        fingerprints: of the samples, per micro-batch of the step.
         logged: per micro-batch of the step; empty if no rank has logged a value yet.
-        weights: per micro-batch of the step, per slot; `NOT_CALLED` where there was no step.backward.
+        weights: per micro-batch of the step, per slot; `NOT_CALLED` without a step.backward.
     """
 
     votes: list[Vote]
@@ -38,11 +38,11 @@ class Report(NamedTuple):
 
 
 class Result(NamedTuple):
-    """What a pass left.
+    """The result of a pass.
 
     Attributes:
-        loss: averaged by weight over the whole batch; None where no micro-batch counts.
-        has_gradients: there are gradients in `.grad`.
+        loss: weighted average over the whole batch; None if the total weight is 0.
+        has_gradients: whether `.grad` holds gradients.
     """
 
     loss: float | None
@@ -53,18 +53,18 @@ class GradientPass:
     """Passes over the micro-batches of steps, one after the other, for the models of one run.
 
     A pass is `start`, then for each of this rank's micro-batches `open`, `backward` (once per model) and `close`, then
-    `exchange` and `apply`. Between the last two nothing has changed yet that a snapshot holds.
+    `exchange` and `apply`. Between the last two, the state that a snapshot holds has not changed yet.
 
     Args:
-        modules: the prepared models by name. Slot i is for losses of the i-th of them, slot 0 for losses of all.
+        modules: the prepared models by name. Slot i holds losses of the i-th model, slot 0 losses of all models.
         group: the ranks.
         exact: sum along the canonical tree; else use the backend's all-reduce.
         bucket_cap_bytes: the largest size of a bucket of gradients; None: see `choose_cap_bytes`.
         micro_batch_size: samples of a whole micro-batch.
 
     Attributes:
-        reducer: sums gradients; there is one after `set_parameters`.
-        waited_s: how long the newest `backward` waited for other ranks.
+        reducer: sums gradients. Set by `set_parameters`.
+        waited_s: seconds that the last `backward` waited for other ranks.
     """
 
     reducer: Reducer
@@ -83,7 +83,7 @@ class GradientPass:
         self._exact, self._bucket_cap_bytes, self._micro_batch_size = exact, bucket_cap_bytes, micro_batch_size
         self._statistics = BatchNormStatistics(modules.values())
         self._buffers = OtherBuffers(modules, self._statistics)
-        self._names: list[str] = []  # of logged values, in the order of their places in the control block
+        self._names: list[str] = []  # of logged values, in the order of the control block
         self._hooks: Sequence[RemovableHandle] = ()
         self._has_reducer = False
         self.waited_s = 0.0
@@ -106,7 +106,7 @@ class GradientPass:
         self._statistics.hold()
 
     def undo_buffers(self) -> None:
-        """Set all buffers back to the values that `hold_buffers` remembered."""
+        """Restore the values of all buffers that `hold_buffers` remembered."""
         self._buffers.undo()
         self._statistics.undo()
 
@@ -116,9 +116,9 @@ class GradientPass:
         """Begin a pass.
 
         Args:
-            step: its number, for messages.
-            sizes: samples per micro-batch of the step.
-            number: of the pass over this step. From 1 on, gradients that the pass does not touch stay as they are.
+            step: number of the step, for messages.
+            sizes: number of samples of each micro-batch of the step.
+            number: number of the pass over this step. From 1 on, gradients that the pass does not compute are kept.
 
         Returns:
             This rank's micro-batches.
@@ -129,7 +129,7 @@ class GradientPass:
         self._num_losses = 1
         # Per micro-batch: slot -> (loss, weight) pairs.
         self._losses: list[dict[int, list[tuple[Tensor, float | Tensor]]]] = [{} for _ in held]
-        # A power of two, which changes no bit. With it, the sum over a full step of as many micro-batches is the mean.
+        # A power of two, which changes no bit. If the number of micro-batches is one too, the sum is then the mean.
         self._scale = self._precision.scale / 2 ** (layout.num_micro_batches - 1).bit_length()
         self.reducer.begin(layout, keep_grads=number > 0, num_names=len(self._names))
         self._statistics.begin(layout, self._group.rank)
@@ -162,7 +162,7 @@ class GradientPass:
         terms = [self._check_term(term, self._sizes[self._v] if own is None else own) for term, own in pairs]
         losses[slot] = [(term.detach(), own) for term, own in terms]
         self._num_losses = max(self._num_losses, len(terms))
-        # The first loss comes last: its backward frees the graph, and its sums travel meanwhile.
+        # The first loss comes last, because its backward frees the graph and starts the exchange.
         for k, (term, own) in reversed([*enumerate(terms)]):
             if isinstance(own, Tensor) or own:
                 self._run_backward(k, term, own / self._micro_batch_size * self._scale, slot)
@@ -190,10 +190,10 @@ class GradientPass:
 
     def _run_backward(self, k: int, loss: Tensor, factor: float | Tensor, slot: int) -> None:
         inputs = list_params(self._modules, self._trained, slot) if slot else ()
-        if slot and not inputs:  # autograd takes an empty list for all parameters
+        if slot and not inputs:  # for autograd, an empty list means all parameters
             raise Error(
-                f"step.backward(model=...) in step {self._step} got a model without a parameter to train: "
-                "pass its optimizer to run.prepare, and let its parameters require gradients"
+                f"step.backward(model=...) in step {self._step} got a model without trained parameters: "
+                "pass its optimizer to run.prepare, and set requires_grad of its parameters"
             )
         if slot or k:
             self.reducer.check_graph(loss, (self._number, slot, k))
@@ -213,10 +213,10 @@ class GradientPass:
         self._buffers.fold(self._v)
 
     def exchange(self, vote: Vote, fingerprints: list[int], logged: Means) -> Report:
-        """Sum the gradients over all ranks, and gather what each rank contributes beside them.
+        """Sum the gradients over all ranks, and gather the other contributions of each rank.
 
         Args:
-            vote, fingerprints, logged: this rank's; the last two per micro-batch of this rank.
+            vote, fingerprints, logged: of this rank; the last two per micro-batch.
 
         Raises:
             Error: a weight is out of range.
@@ -246,10 +246,10 @@ class GradientPass:
         )
 
     def _collect(self, logged: Means, controls: list[Control]) -> Means:
-        """The logged values of all ranks' micro-batches.
+        """Return the logged values of all ranks' micro-batches.
 
-        Names that a rank uses for the first time have no place in the control block: their values travel in an
-        exchange of their own, and the names get places.
+        The control block has no entries for names that a rank uses for the first time. Their values need one further
+        exchange, which also adds the names to the format of the block.
         """
         names = self._names
         has_new_names = any(control.has_new_names for control in controls)
@@ -284,8 +284,8 @@ class GradientPass:
         has_gradients = bool(means)
         if means and not self._number and all(param.grad is None for param in reducer.params):
             raise Error(
-                f"no parameter that is trained got a gradient in step {self._step}: compute the loss from the models "
-                "that run.prepare got, and do not detach it from them"
+                f"no trained parameter got a gradient in step {self._step}: compute the loss from the models "
+                "that were passed to run.prepare, and do not detach it from them"
             )
         if not self._precision.accepts(param.grad for param in reducer.params if param.grad is not None):
             has_gradients = False
@@ -298,7 +298,7 @@ class GradientPass:
         return Result(math.fsum(means) if means else None, has_gradients)
 
     def _read_losses(self, k: int) -> tuple[list[list[float]], list[list[float]]]:
-        """The values and the weights of loss k, per micro-batch of this rank, per slot."""
+        """Return the values and the weights of loss k, per micro-batch of this rank, per slot."""
         num_slots, held = len(self._modules) + 1, self._held
         values = [[0.0] * num_slots for _ in held]
         weights = [[NOT_CALLED] * num_slots for _ in held]
@@ -311,7 +311,7 @@ class GradientPass:
         return values, weights
 
     def _check_terms(self, k: int, first: list[Control], further: list[Control]) -> None:
-        """Raise Error where a step.backward got the first loss, and others got loss k as well."""
+        """Raise Error if one step.backward got only the first loss, and another one also loss k."""
         rows = [
             (v, [(one == NOT_CALLED, other == NOT_CALLED) for one, other in zip(*pair, strict=True)])
             for held, before, after in zip(self._layout.ranges, first, further, strict=True)
@@ -321,12 +321,12 @@ class GradientPass:
             for slot, (is_first_missing, is_missing) in enumerate(row):
                 if is_missing and not is_first_missing and any(not other[slot][1] for _, other in rows):
                     raise Error(
-                        f"step.backward got fewer losses in micro-batch {v} of step {self._step} than in others: give "
-                        "all of them each time, with weight 0 where one does not count"
+                        f"step.backward got fewer losses in micro-batch {v} of step {self._step} than in others: pass "
+                        "all of them each time, with weight 0 for one that does not count"
                     )
 
     def _average(self, controls: list[Control]) -> tuple[list[float], list[float]]:
-        """Per slot the factor for the sum of gradients; and the average losses of the slots that have any."""
+        """Return the factor for the sum of gradients per slot, and the average losses of the slots that have any."""
         rows = [row for control in controls for row in zip(control.losses, control.weights, strict=True)]
         totals: list[float] = []
         means: list[float] = []
@@ -352,30 +352,30 @@ class GradientPass:
                     if not math.isfinite(loss):
                         raise Error(
                             f"the loss of step {self._step} is {loss} in micro-batch {v} (rank {rank}): nothing of "
-                            "this step is saved; look at that batch, the learning rate and the precision"
+                            "this step is saved; check that batch, the learning rate and the precision"
                         )
         raise Error(f"the losses of step {self._step} are too large to be added up: scale the loss down")
 
 
 def describe(value: object) -> str:
-    """A value in a few words, for a message."""
+    """Describe a value in a few words, for a message."""
     if not isinstance(value, Tensor):
         return f"a {type(value).__name__}"
     return f"a tensor of shape {tuple(value.shape)}" + ("" if value.requires_grad else " without a gradient")
 
 
 def find_slot(modules: Mapping[str, nn.Module], model: nn.Module) -> int:
-    """The slot of a prepared model, counted from 1. Raises Error for a model that was not prepared."""
+    """Return the slot of a prepared model, counted from 1. Raises Error for a model that was not prepared."""
     for slot, module in enumerate(modules.values(), start=1):
         if module is model or getattr(model, "_orig_mod", None) is module:
             return slot
-    raise Error("step.backward(model=...) got a model that run.prepare does not know: pass it there, too")
+    raise Error("step.backward(model=...) got a model that was not passed to run.prepare: pass it there, too")
 
 
 def list_params(
     modules: Mapping[str, nn.Module], trained: Sequence[tuple[str, nn.Parameter, int]], slot: int
 ) -> tuple[nn.Parameter, ...]:
-    """The trained parameters of one model. Raises Error if it shares one with another model."""
+    """Return the trained parameters of one model. Raises Error if it shares one with another model."""
     held = {id(param) for param in list(modules.values())[slot - 1].parameters()}
     params = [(param, home) for _, param, home in trained if id(param) in held and param.requires_grad]
     if any(home != slot for _, home in params):

@@ -1,4 +1,4 @@
-"""Mixed precision: the context of `run.autocast()`, and the loss scale that float16 needs."""
+"""Mixed precision: the context of `run.autocast()`, and the loss scale for float16."""
 
 import math
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
-    """Full precision, or autocast to a 16-bit type; the base of the fp16 case is the no-op.
+    """Full precision, or autocast to bfloat16. `ScaledPrecision` handles float16.
 
     Args:
         name: "fp32", "bf16" or "fp16".
@@ -29,19 +29,19 @@ class Precision:
         self._device_type = device.type
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The context for a forward pass."""
+        """Return the context for a forward pass."""
         return nullcontext() if self._dtype is None else torch.autocast(self._device_type, dtype=self._dtype)
 
     def accepts(self, gradients: Iterable[Tensor]) -> bool:
-        """Whether an update may use the reduced gradients."""
+        """Return whether an update may use the reduced gradients."""
         return True
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a snapshot keeps."""
+        """Return the state for a snapshot."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores `state_dict`."""
+        """Restore the state of `state_dict`."""
 
 
 class ScaledPrecision(Precision):
@@ -59,7 +59,7 @@ class ScaledPrecision(Precision):
         self._good_steps = 0
 
     def accepts(self, gradients: Iterable[Tensor]) -> bool:
-        # The largest absolute value cannot overflow, as a sum of squares may. One read-back for all gradients.
+        # The largest absolute value, because a sum of squares may overflow. One read-back for all gradients.
         good = bool(get_total_norm([each for each in gradients if each.numel()], math.inf).isfinite())
         if good:
             self._good_steps += 1
@@ -77,7 +77,7 @@ class ScaledPrecision(Precision):
 
 
 def build_precision(name: str, device: torch.device) -> Precision:
-    """The precision called `name`. Raises Error for an unknown one."""
+    """Return the precision `name`. Raises Error if it is unknown."""
     if name not in PRECISIONS:
         raise Error(f"precision must be fp32, bf16 or fp16, not {name!r}")
     return ScaledPrecision(device) if name == "fp16" else Precision(name, device)

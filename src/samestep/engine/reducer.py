@@ -1,12 +1,12 @@
-"""One gradient from many: folds a rank's micro-batches, exchanges what all ranks hold, leaves the sum in `.grad`.
+"""Sums gradients: folds a rank's micro-batches, exchanges the parts of all ranks, leaves the sum in `.grad`.
 
-Post-accumulate-grad hooks and flat buckets over torch.distributed, as DDP has inside (Li et al. 2020, "PyTorch
-Distributed: Experiences on Accelerating Data Parallel Training"), but armed by the backward and not by a forward,
-summing along the canonical tree (`plan/tree.py`), and at ease with idle ranks and parameters that nobody used.
+Uses post-accumulate-grad hooks and flat buckets over torch.distributed, as in DDP (Li et al. 2020, "PyTorch
+Distributed: Experiences on Accelerating Data Parallel Training"). Unlike DDP, it is prepared by the backward and not by
+a forward, sums along the canonical tree (`plan/tree.py`), and supports idle ranks and unused parameters.
 
 A pass over a step's micro-batches is `begin`, then for each of this rank's micro-batches `open`, `backward` (once
-per model) and `close`, then `finish` and `assign`. Losses beyond the first that have a total weight of their own are
-added up apart: for each of them, `backward_further` in the micro-batches, and `finish_further` and `assign` at the end.
+per model) and `close`, then `finish` and `assign`. Further losses, which have separate total weights, are summed
+separately: for each of them, `backward_further` in the micro-batches, and `finish_further` and `assign` at the end.
 """
 
 import time
@@ -29,17 +29,17 @@ from samestep.world.group import Group
 
 
 class Reducer:
-    """Sums the gradients of `params` over a step's micro-batches, wherever they were computed.
+    """Sums the gradients of `params` over a step's micro-batches on all ranks.
 
     Args:
-        params: (name, parameter, slot) in the models' order; the slot says whose losses the parameter answers to.
+        params: (name, parameter, slot) in the models' order. The slot selects the losses of the parameter.
         group: the ranks.
-        exact: along the canonical tree; else by the backend's all-reduce.
-        bucket_cap_bytes: how large a bucket may grow; None: as `choose_cap_bytes` has it.
-        untrained: parameters that no optimizer holds; their gradients, of this rank alone, are dropped.
+        exact: sum along the canonical tree; else use the backend's all-reduce.
+        bucket_cap_bytes: maximum size of a bucket; None: the result of `choose_cap_bytes`.
+        untrained: parameters that no optimizer holds. Their gradients are not reduced, and are dropped.
 
     Attributes:
-        waited_s: how long the newest backward waited for exchanges, and so for other ranks.
+        waited_s: seconds that the last backward waited for exchanges, and so for other ranks.
         in_micro_batch: a micro-batch is open.
     """
 
@@ -81,18 +81,18 @@ class Reducer:
         self._hooks: dict[int, RemovableHandle] = {}
 
     def remove(self) -> None:
-        """Takes the hooks off the parameters."""
+        """Remove the hooks from the parameters."""
         for hook in self._hooks.values():
             hook.remove()
 
     # --- one pass over a step's micro-batches -----------------------------------------------------------------
 
     def begin(self, layout: Layout, *, keep_grads: bool, num_names: int = 0) -> None:
-        """A pass begins.
+        """Begin a pass.
 
         Args:
-            keep_grads: a further pass over the same step: gradients that it leaves alone stay as they are.
-            num_names: of values that the control block has places for.
+            keep_grads: this is a further pass over the same step: gradients that it does not compute are kept.
+            num_names: number of logged values in the control block.
         """
         if num_names != self._num_names:
             self._num_names = num_names
@@ -100,7 +100,7 @@ class Reducer:
         self.layout = layout
         self._range = layout.ranges[self._group.rank]
         self._kept: Grads = [None] * len(self.params)
-        if keep_grads:  # copies: the pass about to begin reuses the memory
+        if keep_grads:  # copies, because this pass reuses the memory
             self._kept = [None if param.grad is None else param.grad.clone() for param in self.params]
         for param in (*self.params, *self._untrained):
             param.grad = None
@@ -126,7 +126,7 @@ class Reducer:
                 transit.expect(tag)
 
     def open(self, v: int) -> None:
-        """Micro-batch v begins."""
+        """Begin micro-batch v."""
         self._v = v
         self._last = v == self._range.stop - 1 and self._group.world_size > 1
         self._fired[:] = bytes(len(self.params))
@@ -137,7 +137,7 @@ class Reducer:
         self.in_micro_batch = True
 
     def backward(self, loss: Tensor, factor: float | Tensor, inputs: tuple[Tensor, ...]) -> None:
-        """Runs the backward of `factor * loss` for all parameters (`inputs` empty) or for some."""
+        """Run the backward of `factor * loss` for all parameters (`inputs` empty) or for some."""
         gradient = build_seed(factor, loss)
         self._in_backward, self.waited_s = True, 0.0
         try:
@@ -146,7 +146,7 @@ class Reducer:
             self._in_backward = False
 
     def backward_further(self, k: int, loss: Tensor, factor: float | Tensor, inputs: tuple[Tensor, ...]) -> None:
-        """As `backward`, of further loss k (1, 2, ...); before that of the first loss, whose graph it leaves alone."""
+        """Same as `backward`, for further loss k (1, 2, ...). Call before `backward`, which frees the graph."""
         if k not in self._further:
             self._further[k] = self._build_further(has_missed=self._v > self._range.start)
         wanted = {id(param) for param in inputs}
@@ -154,20 +154,19 @@ class Reducer:
         params, seed = tuple(self.params[i] for i in indices), (build_seed(factor, loss),)
         found = run_backward((loss,), seed, True, False, params, allow_unreachable=True, accumulate_grad=False)
         for i, grad in zip(indices, found, strict=True):
-            if grad is not None:  # a copy: what autograd gives may be a view, or one tensor for two parameters
+            if grad is not None:  # a copy: autograd may return a view, or one tensor for two parameters
                 self._check_dense(i, grad)
                 self._further[k].grads[i] = lay_out(grad, self._strides[i])
 
     def check_graph(self, loss: Tensor, kind: tuple[int, ...]) -> None:
-        """Before a backward to given parameters: none may be within a reentrant checkpoint, which hides them, often
-        without an error of torch's.
+        """Refuse reentrant checkpoints before a backward to given parameters, which they hide, often without an error.
 
         Args:
-            kind: pass, slot, number of the loss. The first of each is looked at: models are checkpointed alike in all
-                steps.
+            kind: pass, slot, number of the loss. Only the first of each kind is checked, because models use checkpoints
+                in the same way in all steps.
 
         Raises:
-            Error: there is such a checkpoint.
+            Error: the graph contains such a checkpoint.
         """
         if kind in self._checked:
             return
@@ -179,14 +178,14 @@ class Reducer:
             )
 
     def close(self) -> None:
-        """The micro-batch is done: unless it is the last of this rank's, folds it into the parts held."""
+        """End the micro-batch, and fold it into the parts held unless it is the last of this rank."""
         self.in_micro_batch = False
         for param in self._untrained:
             param.grad = None
         for i, grad, version in self._grads:
             if self.params[i].grad is not grad or read_version(grad) != version:
                 self._refuse_change(i)
-        self._grads.clear()  # views of buckets, which nobody else is to hold when the next pass begins
+        self._grads.clear()  # views of buckets, to which no reference may remain when the next pass begins
         fired = int.from_bytes(self._fired)
         self._used |= fired * USED | (fired ^ self._all_fired) * MISSED
         is_last = self._v == self._range.stop - 1
@@ -194,7 +193,7 @@ class Reducer:
             further.close(None if is_last else self._num_merges())
         if is_last:
             self._check_unchanged()
-            return  # `finish` folds it, bucket by bucket, on the way out
+            return  # `finish` folds it, bucket by bucket, while sending
         grads: Grads = []
         for param in self.params:
             grads.append(param.grad)
@@ -202,7 +201,7 @@ class Reducer:
         fold(self._held, grads, self._num_merges())
 
     def finish(self, control: Control) -> list[Control]:
-        """Completes the pass: the sums are ready for `assign`. Returns every rank's control block."""
+        """Complete the sums, for `assign`. Returns every rank's control block."""
         if self._group.world_size == 1:
             self._finish_alone()
             return [control]
@@ -222,12 +221,12 @@ class Reducer:
             control if rank == self._group.rank else form.unpack_from(block, len(held))
             for rank, (block, held) in enumerate(zip(blocks, self.layout.ranges, strict=True))
         ]
-        for told in controls:
-            self._used |= int.from_bytes(told.used)
+        for each in controls:
+            self._used |= int.from_bytes(each.used)
         return controls
 
     def finish_further(self, k: int, control: Control) -> list[Control]:
-        """As `finish`, for further loss k; after `assign` for the one before it, whose memory serves again."""
+        """Same as `finish`, for further loss k. Call after `assign` for the one before it, whose memory is reused."""
         pairs = [*zip(self.params, self._kept, strict=True)]
         self._totals = [None if p.grad is None or p.grad is kept else p.grad.clone() for p, kept in pairs]
         further = self._further.pop(k, None) or self._build_further(has_missed=bool(self._range))
@@ -240,10 +239,10 @@ class Reducer:
         return self.finish(control)
 
     def assign(self, inverses: Sequence[float]) -> None:
-        """Leaves `sum * inverse` in `.grad`, None where no micro-batch of the step used the parameter.
+        """Set `.grad` to `sum * inverse`, or to None if no micro-batch of the step used the parameter.
 
         Args:
-            inverses: per slot, the inverse of the total weight; 0 where that is 0, so that nothing counts.
+            inverses: per slot, the inverse of the total weight; 0 if that is 0.
         """
         used = self._used.to_bytes(len(self.params))
         if self._group.world_size == 1:
@@ -272,8 +271,8 @@ class Reducer:
             if not self._in_backward:
                 if self.in_micro_batch:
                     raise Error(
-                        "loss.backward() by hand inside the micro-batch loop: call step.backward(loss), which "
-                        "weights the loss and adds up all ranks; for an input's gradient, torch.autograd.grad(loss, x)"
+                        "loss.backward() was called inside the micro-batch loop: call step.backward(loss), which "
+                        "weights the loss and sums over ranks; for an input's gradient, torch.autograd.grad(loss, x)"
                     )
                 return
             if self._fired[i]:
@@ -282,16 +281,16 @@ class Reducer:
                     "use torch.utils.checkpoint with use_reentrant=False"
                 )
             grad = param.grad
-            if grad is None:  # by an autograd.Function that gave none, or a hook that took it: as good as unused
+            if grad is None:  # an autograd.Function returned none, or a hook removed it: same as unused
                 return
             self._check_dense(i, grad)
             self._fired[i] = 1
             if self._last:
-                # Now, while it is in the cache; its own memory serves the next gradient. `.data`, since views of one
-                # bucket would share a version.
+                # Packed now, while it is in the cache, so that its memory is reused for the next gradient. `.data`,
+                # because views of one bucket would share a version.
                 param.grad = grad = self._pack(i, grad).data
             elif (place := get_storage(grad)) in self._places:
-                param.grad = grad = grad.clone()  # autograd's one tensor for two parameters, or views that may overlap
+                param.grad = grad = grad.clone()  # one tensor for two parameters, or views that may overlap
             else:
                 self._places.add(place)
             self._grads.append((i, grad, read_version(grad)))
@@ -308,10 +307,12 @@ class Reducer:
 
     def _check_dense(self, i: int, grad: Tensor) -> None:
         if grad.layout is not torch.strided:
-            raise Error(f"{self.names[i]} has a sparse gradient: use sparse=False in its layer, Adam for SparseAdam")
+            raise Error(
+                f"{self.names[i]} has a sparse gradient: use sparse=False in its layer, and Adam instead of SparseAdam"
+            )
 
     def _build_further(self, *, has_missed: bool) -> Further:
-        """A further loss that is new to this rank. `has_missed`: micro-batches before were without it."""
+        """Build a further loss that is new on this rank. `has_missed`: earlier micro-batches did not have it."""
         nothing: Grads = [None] * len(self.params)
         return Further([nothing for _ in self._held], [*nothing], self._all_fired * MISSED * has_missed)
 
@@ -319,16 +320,16 @@ class Reducer:
         return [(read_version(param), param.requires_grad) for param in self.params]
 
     def _find_params(self) -> list[int]:
-        """Where each lives: `param.data = ...` counts as no change of its version."""
+        """Return the address of each parameter, because `param.data = ...` does not change its version."""
         return [param.data_ptr() for param in self.params]
 
     def has_new_weights(self) -> bool:
-        """Whether any parameter was written to, or was given other memory, since the last pass began."""
+        """Return whether any parameter was written to, or got other memory, since the last pass began."""
         is_written = any(was[0] != now[0] for was, now in zip(self._marks, self._mark_params(), strict=True))
         return is_written or self._find_params() != self._places_of_params
 
     def _follow_params(self, places: list[int]) -> None:
-        """Takes note of parameters that the script has given other memory between two passes."""
+        """Accept parameters whose memory the script has replaced between two passes."""
         self._places_of_params = places
         for name, param, kind in zip(self.names, self.params, self._kinds, strict=True):
             if (param.shape, param.dtype) != kind:
@@ -337,13 +338,13 @@ class Reducer:
                 )
 
     def _check_unchanged(self) -> None:
-        """Raises Error where weights were changed, frozen or unfrozen since the pass began."""
+        """Raise Error if weights were changed, frozen or unfrozen since the pass began."""
         has_moved = map(int.__ne__, self._places_of_params, self._find_params())
         for name, before, now, moved in zip(self.names, self._marks, self._mark_params(), has_moved, strict=True):
             if before[0] != now[0] or moved:
                 raise Error(
                     f"{name} was changed inside the micro-batch loop (by the model's forward, as nn.Embedding(max_norm="
-                    "...) does, or by giving it other .data?), so that the gradient depends on the rank: change "
+                    "...) does, or by assigning .data?), so that the gradient depends on the rank: change "
                     "weights after the loop"
                 )
             if before[1] != now[1]:
@@ -355,20 +356,20 @@ class Reducer:
     def _refuse_change(self, i: int) -> NoReturn:
         if self.params[i].grad is None:
             raise Error(
-                f"the gradient of {self.names[i]} is gone at the end of micro-batch {self._v}: zero_grad() is not "
-                "needed, leave it out"
+                f"the gradient of {self.names[i]} is None at the end of micro-batch {self._v}: remove zero_grad(), "
+                "which is not needed"
             )
         raise Error(
             f"the gradient of {self.names[i]} was changed in micro-batch {self._v} (by zero_grad, clipping, or a hook "
-            "registered after run.prepare?), where it is only a part: change it after the micro-batch loop"
+            "registered after run.prepare?), while it is only a partial sum: change it after the micro-batch loop"
         )
 
     def _scale(self, grad: Tensor | None, inverse: float, used: int) -> None:
-        """Multiplies a sum in place.
+        """Multiply a sum in place.
 
-        0 + inverse * x: a sum of nothing but -0.0 would else keep a sign that depends on whether an absent gradient
-        travelled as +0.0. Where none was absent, and the weights need no more than a power of two, which the
-        backward has seen to, there is nothing to do: a sweep over all memory less.
+        Computes 0 + inverse * x, because the sign of a sum of -0.0 would otherwise depend on whether an absent gradient
+        was sent as +0.0. If no gradient was absent and the factor is 1 (a power of two is applied by the backward),
+        nothing has to be done, which saves a pass over all memory.
         """
         if grad is not None and used & USED and (inverse != 1.0 or used & MISSED):
             torch.add(self._zeros[grad.dtype], grad, alpha=inverse, out=grad)
@@ -378,11 +379,11 @@ class Reducer:
 
     def _num_merges(self) -> int:
         if not self._exact and self._v == self._range.stop - 1:
-            return len(self._held)  # the order does not matter: everything into one
+            return len(self._held)  # the order does not matter: merge all
         return len(merges(self.layout.num_micro_batches, self._range.start, self._v))
 
     def _launch(self) -> None:
-        """Sends the next bucket's parts; lets the bucket before it take its next stage."""
+        """Start the exchange of the next bucket, and advance that of the bucket before it."""
         position = len(self._flights)
         bucket, transit = self._buckets[position], self._transits[self.layout][position]
         if self._range:
@@ -392,12 +393,12 @@ class Reducer:
         elif not self._exact:
             transit.root.zero_()
         self._flights.append(transit.start(tag=position))
-        # At this fixed point, so that all ranks issue their messages in one order.
+        # At this fixed point, so that all ranks issue their messages in the same order.
         if position and self._transits[self.layout][position - 1].route in ("butterfly", "chunks"):
             self._flights[position - 1].advance()
 
     def _pack(self, i: int, grad: Tensor | None) -> Tensor:
-        """Puts what this rank has of parameter i into its bucket, and returns where it is there."""
+        """Copy this rank's parts of parameter i into its bucket. Returns the view that holds the last part."""
         views, num_stay = self._views[i], len(self._held) - self._merges_left
         for part, view in zip(self._held[:num_stay], views, strict=False):
             put(part[i], view)
@@ -415,7 +416,7 @@ class Reducer:
         sums: Grads = [param.grad for param in self.params]
         for part in reversed(self._held):
             sums = [add(left, right) for left, right in zip(part, sums, strict=True)]
-        # With more ranks, gradients come in the parameter's strides; norms add up in memory order.
+        # As with more ranks, gradients get the parameter's strides, because norms sum in memory order.
         self._sums = [
             grad if grad is None or grad.stride() == strides else lay_out(grad, strides)
             for grad, strides in zip(sums, self._strides, strict=True)
@@ -423,7 +424,7 @@ class Reducer:
 
     def _build_transits(self, layout: Layout) -> None:
         form = ControlFormat(layout, self._num_slots, len(self.params), self._num_values, self._num_names)
-        # On a GPU the control block stays on the host: it is the host that wants to know.
+        # With GPUs the control block stays in host memory, because only the host reads it.
         transits = [
             Transit(
                 bucket,

@@ -1,8 +1,8 @@
-"""The ways in which the parts of a gradient travel between ranks. Every route gives the same bits.
+"""The algorithms that exchange the parts of a gradient between ranks. Every route gives the same bits.
 
-A route is a generator. It issues its messages, yields the handles it waits for, and is resumed when they are
-done; the reducer decides when, so that messages travel while the backward goes on computing. Every rank must
-start and resume its routes in the same order, from the thread that runs the backward: never from a callback.
+A route is a generator. It issues its messages, yields the handles to wait for, and is resumed when they have completed.
+The reducer resumes it, so that the exchange overlaps with the backward. Every rank must start and resume its routes in
+the same order, from the thread that runs the backward, never from a callback.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,33 +24,33 @@ class Work(Protocol):
 Route = Iterator[Sequence[Work]]
 
 # Of all ranks' parts together. Gloo, 2 and 4 ranks (benchmarks/routes.py): below this, one message to each peer is the
-# fastest; above it, the log2 W exchanges of half the data at a time are, or chunks where ranks are no power of two.
+# fastest; above it, log2 W exchanges of half the data each, or chunks if the number of ranks is not a power of two.
 DIRECT_MAX_BYTES = 4 << 20
-# Of one rank's row. Above it, gloo's thread, which copies while this one goes on, is the faster one.
+# Of one rank's row. Above it, gloo is faster, because its thread copies while this one continues.
 NEIGHBORS_MAX_BYTES = 1 << 20
 
 
 def choose_route(layout: Layout, num_bytes: int) -> str:
-    """ "direct", "butterfly" or "chunks" for a bucket of `num_bytes`: the same on every rank."""
+    """Return "direct", "butterfly" or "chunks" for a bucket of `num_bytes`: the same on every rank."""
     if num_bytes * layout.max_parts * layout.world_size <= DIRECT_MAX_BYTES:
         return "direct"
     return "butterfly" if layout.butterfly else "chunks"
 
 
 def _exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], tag: int) -> Sequence[Work]:
-    """Issues point-to-point messages: (tensor, peer) pairs."""
+    """Issue point-to-point messages. `sends`, `receives`: (tensor, peer) pairs."""
     if sends and sends[0][0].is_cuda:
         ops = [dist.P2POp(dist.irecv, tensor, peer) for tensor, peer in receives]
         ops += [dist.P2POp(dist.isend, tensor, peer) for tensor, peer in sends]
         return dist.batch_isend_irecv(ops)
-    # batch_isend_irecv would do on gloo as well, at twice the cost of a small message.
+    # batch_isend_irecv works on gloo as well, but doubles the cost of a small message.
     works = [dist.irecv(tensor, peer, tag=tag) for tensor, peer in receives]
     works += [dist.isend(tensor, peer, tag=tag) for tensor, peer in sends]
     return [work for work in works if work is not None]  # None: a rank outside of the group
 
 
 def post_receives(rows: Tensor, rank: int, tag: int) -> Sequence[Work]:
-    """Gets ready to receive what `run_direct` sends. Early, so that no peer waits for this rank to get there."""
+    """Post the receives for `run_direct` early, so that no peer has to wait for this rank."""
     if rows.is_cuda:
         return ()
     works = [dist.irecv(rows[peer], peer, tag=tag) for peer in range(rows.shape[0]) if peer != rank]
@@ -65,11 +65,11 @@ def run_direct(
     receives: Sequence[Work] | None = None,
     local_sockets: LocalSockets | None = None,
 ) -> Route:
-    """Each rank sends its row of `rows` [W, n] to every other. Latency 1, W - 1 rows received.
+    """Send this rank's row of `rows` [W, n] to every other rank. Latency 1, W - 1 rows received.
 
     Args:
-        receives: of `post_receives`, for the same rows and tag; None: posts them now.
-        local_sockets: takes their sockets, and waits at once.
+        receives: from `post_receives`, for the same rows and tag; None: post them now.
+        local_sockets: exchange over these sockets, without yielding.
     """
     if local_sockets is not None:
         local_sockets.exchange([memoryview(row.numpy()) for row in rows])
@@ -84,17 +84,17 @@ def run_direct(
 
 
 def add_parts(slots: Sequence[Tensor] | Tensor, layout: Layout) -> Tensor:
-    """Adds up all ranks' parts, one slot each, along the canonical tree. Returns the root's slot."""
+    """Sum all ranks' parts, one slot each, along the canonical tree. Returns the root's slot."""
     for dst, src in layout.additions:
         slots[dst].add_(slots[src])
     return slots[layout.root]
 
 
 def run_butterfly(x: Tensor, spare: Tensor, rank: int, world_size: int, tag: int) -> Route:
-    """Recursive halving, then doubling: `x` [n] is this rank's one part, and the sum in the end.
+    """Recursive halving, then doubling: `x` [n] is this rank's only part, and finally the sum.
 
     Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH" (2005),
-    with the nearest rank first, as the canonical tree has it. `spare` [>= (n + 1) // 2] is scratch.
+    with the nearest rank first, in the order of the canonical tree. `spare` [>= (n + 1) // 2] is scratch memory.
     """
     lo, hi = 0, x.numel()
     path: list[tuple[int, tuple[int, int], tuple[int, int]]] = []
@@ -115,8 +115,8 @@ def run_chunks(parts: Tensor, chunks: Tensor, rank: int, layout: Layout, tag: in
     """All-to-all of chunks, completion, all-gather: any number of ranks, any number of parts.
 
     Args:
-        parts: [max_parts, n] this rank's parts, n a multiple of W; row 0 holds the sum in the end.
-        chunks: [W, max_parts, n // W] scratch: every rank's parts of this rank's chunk.
+        parts: [max_parts, n] this rank's parts, n a multiple of W; row 0 finally holds the sum.
+        chunks: [W, max_parts, n // W] scratch memory: every rank's parts of this rank's chunk.
     """
     world_size, num_parts, size = chunks.shape
     held = [len(parts_of) for parts_of in layout.parts]
@@ -138,19 +138,19 @@ def run_chunks(parts: Tensor, chunks: Tensor, rank: int, layout: Layout, tag: in
 
 
 def run_all_reduce(x: Tensor) -> Route:
-    """The backend's own all-reduce of `x`: as good an average, but its bits depend on the number of ranks."""
+    """All-reduce `x` with the backend. The bits of the sum depend on the number of ranks."""
     yield [dist.all_reduce(x, async_op=True)]
 
 
 class Flight:
-    """A route on its way."""
+    """A route that has started and may not be complete."""
 
     def __init__(self, route: Route) -> None:
         self._route = route
         self._works = next(route, None)
 
     def advance(self) -> bool:
-        """Waits for what the route waits for and lets it issue what comes next. False when it is done."""
+        """Wait for the issued messages, and let the route issue the next ones. Returns False when it is complete."""
         if self._works is None:
             return False
         for work in self._works:
@@ -160,7 +160,7 @@ class Flight:
 
 
 def land(flights: Sequence[Flight]) -> None:
-    """Advances routes in order, round after round, until all are done."""
+    """Advance routes in order, repeatedly, until all are complete."""
     under_way = list(flights)
     while under_way:
         under_way = [flight for flight in under_way if flight.advance()]
