@@ -409,7 +409,7 @@ def test_full_disk(disk: Disk) -> None:
     sound = [snapshot.step for snapshot in Store(run_dir).snapshots() if snapshot.problem is None]
     assert sound[:2] == [5, 10]
     assert {int(step) for step, _, _ in failed} == set(range(5, 60, 5)) - set(sound)
-    assert_refused(done, r"the snapshot of step 60 could not be written \(.*No space left on device.*; mend that, and ")
+    assert_refused(done, r"the snapshot of step 60 could not be written \(.*No space left on device.*; fix this, and ")
     assert all("No space left on device" in reason for _, reason, _ in failed)
     assert failed[-1][2] == f"the newest is that of step {max(sound)}"
     assert "steps       60" in done.stdout

@@ -204,7 +204,7 @@ def test_a_store_that_is_full_for_a_while(
     assert isinstance(error, Error)
     why = "(OSError: [Errno 28] No space left on device)"
     said = f"the snapshot of step 15 is in {cluster.copy(0)} only: it could not be uploaded to {cluster.url} {why}"
-    assert f"{said}; mend that, and start the same command again" in str(error)
+    assert f"{said}; fix this, and start the same command again" in str(error)
     assert "step-00000015" not in cluster.snapshots()
     assert "step-00000012" in cluster.snapshots()
     capfd.readouterr()

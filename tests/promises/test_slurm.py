@@ -216,7 +216,7 @@ def test_a_job_that_gets_nowhere(jobs: Jobs, trial: Trial) -> None:
     wait_until(lambda: (trial.faults / "heard-0").exists(), "it has heard")
     trial.go_on()
     said = finish(started, 2)
-    assert "samestep: error: 3 starts in a row were told to stop before they had saved more than step 0: " in said
+    assert "samestep: error: 3 starts in a row were stopped before they had saved more than step 0: " in said
     assert f"samestep: job {number} has ended: failed, exit code 2:0\n" in said
     assert jobs.cluster.show(number)["Restarts"] == "0"
 

@@ -153,7 +153,7 @@ def test_stopped_again_and_again(trial: Trial, undisturbed: Undisturbed) -> None
     trial.go_on()
     assert launch.wait() == 2, launch.output
     sentence = (
-        "3 starts in a row were told to stop before they had saved more than step 0: give each more time (of submit: a "
+        "3 starts in a row were stopped before they had saved more than step 0: give each more time (with submit: a "
         "longer --time), and start the same command again"
     )
     assert launch.err.read_text() == f"samestep: error: {sentence}\n"
@@ -456,7 +456,7 @@ def test_run_stop(
     assert (trial.dir / "ledger.bin").read_bytes() == before
     if stops_at < NUM_STEPS:
         assert (
-            f'this run; go on from here with env={{"SAMESTEP_RESUME": "{stops_at}"}} for samestep.spawn, or begin'
+            f'this run; continue from here with env={{"SAMESTEP_RESUME": "{stops_at}"}} for samestep.spawn, or begin'
             in printed
         )
         assert f"stopped at step {stops_at}: by a fault" in printed

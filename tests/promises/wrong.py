@@ -149,7 +149,7 @@ def _(run_dir: RunDir) -> None:
 
 @mistake(
     "loss.backward by hand",
-    r"loss\.backward\(\) was called inside the micro-batch loop .*: call step\.backward\(loss\)",
+    r"loss\.backward\(\) was called .*: call step\.backward\(loss\)",
 )
 def _(run_dir: RunDir) -> None:
     loop(*build(run_dir), lambda step, model, x, y: F.mse_loss(model(x), y).backward())
@@ -157,7 +157,7 @@ def _(run_dir: RunDir) -> None:
 
 @mistake(
     "loss.backward by hand, too",
-    r"loss\.backward\(\) was called inside the micro-batch loop .*: call step\.backward\(loss\)",
+    r"loss\.backward\(\) was called .*: call step\.backward\(loss\)",
 )
 def _(run_dir: RunDir) -> None:
     def body(step: Any, model: nn.Module, x: Tensor, y: Tensor) -> None:
@@ -282,7 +282,7 @@ def _(run_dir: RunDir) -> None:
 
 @mistake(
     "zero_grad after step.backward",
-    r"the gradient of model\.\w+ is None at the end of micro-batch \d: remove zero_grad",
+    r"the gradient of model\.\w+ is None at the end of .*: remove zero_grad",
 )
 def _(run_dir: RunDir) -> None:
     run, model, optimizer = build(run_dir)
@@ -377,7 +377,7 @@ def _(run_dir: RunDir) -> None:
 
 @mistake(
     "gradients by backward, as of an attack",
-    r"loss\.backward\(\) was called inside the micro-batch loop .*torch\.autograd\.grad\(loss, x\)",
+    r"loss\.backward\(\) was called .*torch\.autograd\.grad\(loss, x\)",
 )
 def _(run_dir: RunDir) -> None:
     def body(step: Any, model: nn.Module, x: Tensor, y: Tensor) -> None:
@@ -387,18 +387,20 @@ def _(run_dir: RunDir) -> None:
     loop(*build(run_dir), body)
 
 
-@mistake("gradients accumulated over steps", r"step 2 left gradients, and no optimizer\.step\(\) came .* raise bat")
+@mistake(
+    "gradients accumulated over steps", r"gradients of step 2 were not used by an optimizer\.step\(\) .* raise bat"
+)
 def _(run_dir: RunDir) -> None:
     run, model, optimizer = build(run_dir)
     loop(run, model, optimizer, then=lambda step: (step.number + 1) % 4 > 2 or optimizer.step())
 
 
-@mistake("optimizer.step forgotten", r"step 0 left gradients, and no optimizer\.step\(\) came before .*: call it aft")
+@mistake("optimizer.step forgotten", r"gradients of step 0 were not used by an optimizer\.step\(\) .*: call it aft")
 def _(run_dir: RunDir) -> None:
     loop(*build(run_dir), then=lambda step: None)
 
 
-@mistake("optimizer.step forgotten, and a second pass", r"step 0 left gradients, and no optimizer\.step\(\) came")
+@mistake("optimizer.step forgotten, and a second pass", r"gradients of step 0 were not used by an optimizer\.step\(\)")
 def _(run_dir: RunDir) -> None:
     run, model, optimizer = build(run_dir)
     loop(run, model, optimizer, then=lambda step: [learn(step, model, x, y) for x, y in step])

@@ -37,7 +37,7 @@ from samestep.world.environment import (
 )
 from samestep.world.private import make_private
 
-AFTER_LOOP = 2**31  # evaluations after a loop are counted from here on: they draw other noise than those inside it
+AFTER_LOOP = 2**31  # number of the first evaluation after a loop; evaluations inside it have other numbers and draws
 
 
 class Epoch:
@@ -105,16 +105,16 @@ class Loop:
     those of an epoch's last step wait for the epoch's body.
 
     Args:
-        unprepared: looks for state of the script that no snapshot holds.
+        unprepared: finds state of the script that no snapshot holds.
         saver: saves the snapshots that are due.
         on_end: called with rows for the table at the end, and with the status, when the loop has ended.
 
     Attributes:
-        step: the present step, or the last one.
-        repeats_head: an epoch has begun for the second time, and none of its steps yet; or the loop is past, so that
-            what follows it has run before.
-        failure: at its end, an Error if the snapshot that was due there could not be written, or if starting again
-            would not help; else None.
+        step: the current step, or the last one.
+        repeats_head: the script's current lines have run before the restart: the beginning of an epoch, or the lines
+            after a loop that is past.
+        failure: at the end, an Error if the last snapshot could not be written, or if another start would not help;
+            else None.
     """
 
     def __init__(
@@ -150,7 +150,7 @@ class Loop:
 
     @property
     def is_ended(self) -> bool:
-        """All of its steps are done, or it ended early."""
+        """Whether all steps are done, or the loop has ended early."""
         return self._stopping.is_ended
 
     def run_epochs(self, num_epochs: int) -> Generator[Epoch, None, None]:
@@ -176,13 +176,13 @@ class Loop:
             if not epoch.done:
                 raise Error(
                     f"the steps of epoch {number} were not iterated over: its body needs `for step in epoch`; to end "
-                    "early, call run.stop() and let the loop end by itself"
+                    "early, call run.stop() and continue the loop"
                 )
             self._stopping.vote_alone()
             self._unprepared.look(position.steps_done - position.began_step, ends_epoch=True)
             whole = position.steps_done == end
             self._watchdog.enter("script", position.steps_done)
-            if not whole:  # the body of an epoch that was cut short will run again, and ask for its snapshots again
+            if not whole:  # the body of an interrupted epoch will run again, and will request its snapshots again
                 self._snapshotter.drop_names()
             self._end_body(epochs_done=number + 1 if whole else None, numbered=whole)
         self._finish()
@@ -205,7 +205,7 @@ class Loop:
         self._finish()
 
     def _run_step(self, *, is_last: bool) -> Iterator[Step]:
-        """Yield the next step and, when its body is done, close it. `is_last`: of its epoch, whose body continues."""
+        """Yield the next step, and close it after its body. `is_last`: the body of the epoch continues after it."""
         position, number = self._position, self._position.steps_done
         self.repeats_head = False
         self._begin_body("step", number)
@@ -227,7 +227,7 @@ class Loop:
         if step.open or not step.num_passes:
             raise Error(
                 f"the micro-batches of step {number} were not iterated over: its body needs `for batch in step`; to "
-                "end early, call run.stop() and let the loop end by itself"
+                "end early, call run.stop() and continue the loop"
             )
         position.steps_done += 1
         for notify in self._on.end_step:
@@ -237,10 +237,10 @@ class Loop:
             self._end_body(epochs_done=None, numbered=True)
 
     def explain_end(self) -> str:
-        """Why no step is left to this start, and how to train longer."""
+        """Describe why this start has no step left, and how to train longer."""
         steps_done, last_step = self._position.steps_done, self.place.last_step
         if steps_done < last_step:
-            return f"run.stop() has ended this run; go on from here with {advise(resume=steps_done)}"
+            return f"run.stop() has ended this run; continue from here with {advise(resume=steps_done)}"
         is_cut = last_step < self.place.planned_step
         more = "a larger max_steps" if is_cut else "more epochs" if self.batches.steps_per_epoch else "more steps"
         return f"{steps_done} of {last_step} steps are done; ask for {more}"
@@ -252,7 +252,7 @@ class Loop:
             raise error
 
     def find_end(self) -> tuple[int, int]:
-        """The step and the epoch at which the next loop of the run begins. Raises Error before this one has ended."""
+        """Return the step and the epoch at which the next loop begins. Raises Error before this one has ended."""
         if not self.is_ended:
             raise Error(
                 "this run is inside another loop: call run.epochs() or run.steps() after that loop, not inside it "
@@ -261,16 +261,16 @@ class Loop:
         return self._position.steps_done, self.batches.next_epoch(self._position.steps_done)
 
     def find_failure(self) -> Error | None:
-        """At the end of the process: why the run has not ended as it should."""
+        """At the end of the process: return why the run has not ended correctly."""
         return self.build_left_error() or self.failure
 
     def build_left_error(self) -> Error | None:
-        """The error of a loop that the script left before its end."""
+        """Return the error of a loop that the script left before its end."""
         if not self._left:
             return None
         return Error(
-            f"{self._left}, so that what came after the last snapshot is lost: to end early, call run.stop() and let "
-            "the loop end by itself"
+            f"{self._left}, so that what came after the last snapshot is lost: to end early, call run.stop() and "
+            "continue the loop"
         )
 
     def _leave(self, loop: str, where: str) -> None:
@@ -280,7 +280,7 @@ class Loop:
             self._left = f"the loop over the {loop} was left by break (or return, or an error) in {where}"
 
     def _begin(self) -> None:
-        """Before the first step. A run that was already asked to stop ends here."""
+        """Begin the loop. A run that has already received a signal to stop ends here."""
         if self.place.is_past:
             return
         snapshotter, settings = self._snapshotter, self._context.config
@@ -304,7 +304,7 @@ class Loop:
         self._position.num_evaluations = 0
 
     def _end_body(self, *, epochs_done: int | None, numbered: bool) -> None:
-        """Save the snapshots that are due after a body, and leave if a signal says so.
+        """Save the snapshots that are due after a body, and end the process if a signal was voted.
 
         Args:
             epochs_done: at an epoch's end, after its body.
@@ -315,7 +315,7 @@ class Loop:
             for notify in self._on.end_body:
                 notify(step)
         self._saver.compare_if_due(steps_done, epochs_done)
-        # At an epoch's end, the next step's exchange may not be what follows.
+        # At an epoch's end, the next exchange may not be that of a step.
         stopping.agree(is_everyone_here=epochs_done is not None)
         if self._snapshotter.path is not None:
             stopped = {"stopped": stopping.reason} if stopping.reason and steps_done < self.place.last_step else {}
@@ -339,7 +339,7 @@ class Loop:
         saved = snapshotter.saved_step == steps_done
         self._context.say(
             f"stopped by a signal after step {steps_done}"
-            + (f", saved in {snapshotter.named}: the same command goes on from there" if saved else "")
+            + (f", saved in {snapshotter.named}: the same command continues from there" if saved else "")
         )
         if signals is not None:
             signals.leave()
@@ -350,15 +350,15 @@ class Loop:
         raise SystemExit(signals.exit_code if signals is not None else 0)
 
     def _tell_launcher(self, event: str, text: str = "") -> None:
-        """Leave a note for our launcher: torch's agent knows success and failure only."""
+        """Leave a note for samestep's launcher. An exit code can only express success and failure."""
         if self._environment.error_dir is not None:
             path = Path(self._environment.error_dir, event)
-            with suppress(OSError):  # the disk is full: the launcher then assumes the usual
+            with suppress(OSError):  # the disk is full: the launcher then assumes the default
                 make_private(path.parent)
                 path.write_bytes(os.fsencode(text))
 
     def _finish(self) -> None:
-        """The loop has run to its end."""
+        """End a loop that has completed."""
         if not self.place.is_past:
             reason = self._stopping.reason
             if reason:
@@ -390,10 +390,10 @@ class Loop:
         self._on_end(rows | time_row if steps_done > self._position.began_step else rows, status, self.failure)
 
     def _explain_failure(self) -> str:
-        """What went wrong at the run's end, on ranks that write it down; "" if nothing did."""
+        """Describe a failure at the run's end, on ranks that record it; "" if there was none."""
         snapshotter, position, signal = self._snapshotter, self._position, self._stopping.signal
         if snapshotter.unsaved is not None and snapshotter.unsaved[0] == position.steps_done:
-            return f"{snapshotter.unsaved[1]}; mend that, and start the same command again"
+            return f"{snapshotter.unsaved[1]}; fix this, and start the same command again"
         is_again = self._stopping.is_to_leave and stop_code(signal) == START_AGAIN
         if not is_again or self._context.rank != 0 or snapshotter.path is None:
             return ""
@@ -402,11 +402,11 @@ class Loop:
         count = count_idle_stops(snapshotter.path / RESTARTS) + 1
         if count < MOST_IDLE_STOPS:
             return ""
-        cure = "give each more time (of submit: a longer --time)"
+        cure = "give each more time (with submit: a longer --time)"
         if self._context.config.snapshot_every is None:
             cure = "let it save (--snapshot-every), or give it time for all of its steps"
         return (
-            f"{count} starts in a row were told to stop before they had saved more than step {position.resumed_step}: "
+            f"{count} starts in a row were stopped before they had saved more than step {position.resumed_step}: "
             f"{cure}, and start the same command again"
         )
 

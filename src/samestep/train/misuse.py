@@ -17,21 +17,21 @@ Signature = list[tuple[str, int, Any]]
 
 
 class MisuseChecks(StepObserver):
-    """Watches one run's loop, what it prepared, and all optimizers of the process."""
+    """Observes one run's loop, its prepared objects, and all optimizers of the process."""
 
     def __init__(self, objects: Mapping[str, Any], modules: Mapping[str, nn.Module], gradients: GradientPass) -> None:
         self._objects, self._modules, self._gradients = objects, modules, gradients
         self._optimizers: WeakSet[Optimizer] = WeakSet(o for o in objects.values() if isinstance(o, Optimizer))
         self._schedules = [(name, thing) for name, thing in objects.items() if isinstance(thing, LRScheduler)]
         self._signature = self._sign()
-        self._unused_step: int | None = None  # left gradients, and no optimizer of the run was called since
+        self._unused_step: int | None = None  # computed gradients, and no optimizer of the run was called since
         self._names = {number: path for path, number, _ in self._signature}
         self._step: Step | None = None
-        self._read: list[int] = []  # how far each schedule was when the pass began
+        self._read: list[int] = []  # position of each schedule when the pass began
         self._hook: Any = None
 
     def watch(self) -> None:
-        """The loop begins.
+        """Check the models at the begin of a loop.
 
         Raises:
             Error: a model is not the one that was prepared.
@@ -77,14 +77,14 @@ class MisuseChecks(StepObserver):
             self._unused_step = step.number
 
     def read_schedules(self) -> list[int]:
-        """How far each learning rate schedule is."""
+        """Return the position of each learning rate schedule."""
         return [getattr(schedule, "last_epoch", 0) for _, schedule in self._schedules]
 
     def _check_used(self) -> None:
-        """Before a step drops the gradients that the step before it left, check that an optimizer has used them.
+        """Check that an optimizer has used the gradients of the previous step, before this step drops them.
 
-        Some steps rightly have no update: the script has dropped the gradients or set them to 0, a gradient scaler
-        skips those that are not finite, or weights change without one of torch's optimizers.
+        Some steps correctly have no update: the script has dropped the gradients or set them to 0, a gradient scaler
+        skips non-finite ones, or weights are updated without an optimizer of torch.
 
         Raises:
             Error: no optimizer has used them.
@@ -96,9 +96,10 @@ class MisuseChecks(StepObserver):
         left = [param.grad for param in reducer.params if param.grad is not None]
         if any(bool(grad.any()) for grad in left) and all(bool(grad.isfinite().all()) for grad in left):
             raise Error(
-                f"step {number} left gradients, and no optimizer.step() came before the next step: call it after the "
-                "inner loop of every step; to accumulate more samples per update, raise batch_size, since each step "
-                "adds up all of its micro-batches; to skip an update, call optimizer.zero_grad() after the inner loop"
+                f"the gradients of step {number} were not used by an optimizer.step() before the next step: call it "
+                "after the inner loop of every step; to accumulate more samples per update, raise batch_size, since "
+                "each step sums all of its micro-batches; to skip an update, call optimizer.zero_grad() after the inner "
+                "loop"
             )
 
     def _check_update(self, optimizer: Optimizer, *_: Any) -> None:
@@ -111,12 +112,12 @@ class MisuseChecks(StepObserver):
             if (
                 step is not None
                 and step.has_gradients
-                and not _has_gradient(optimizer)  # or else there is no need to look at all of them
+                and not _has_gradient(optimizer)  # otherwise not all of them need to be checked
                 and all(param.grad is None for param in self._params())
             ):
                 raise Error(
                     f"optimizer.step() finds no gradient in step {step.number}: zero_grad() after the micro-batch loop "
-                    "takes away what the loop has left; leave it out"
+                    "drops the gradients of the loop; remove it"
                 )
         if name is not None:
             raise Error(

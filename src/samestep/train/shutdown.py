@@ -31,13 +31,13 @@ SAY_AFTER_S = 10.0
 
 
 class Resources:
-    """What one run holds: it is given up when nothing refers to the run any more, or at the end of the process.
+    """The resources of one run. They are closed when nothing refers to the run any more, or at the end of the process.
 
     Args:
-        error_dir: where the launcher looks for errors; None without one.
+        error_dir: directory in which the launcher looks for errors; None without one.
 
     Attributes:
-        find_failure: called at the end of the process; returns the error of a run that has not ended as it should.
+        find_failure: called at the end of the process; returns the error of a run that has not ended correctly.
     """
 
     def __init__(
@@ -50,21 +50,21 @@ class Resources:
         self._is_open = True
         self.find_failure: Callable[[], Error | None] = lambda: None
         if _ended:
-            gc.collect()  # closes runs that nothing refers to: they are cycles, which may stay for long
+            gc.collect()  # closes runs without references: as reference cycles, they could remain for long
         else:
             atexit.unregister(_close_all)
             atexit.register(_close_all)
         _open.append(self)
 
     def end_loop(self) -> None:
-        """The run's loop has ended well. From now on the run is closed when nothing refers to it."""
+        """End a loop without error. From now on the run is closed when nothing refers to it."""
         self._pools.close()
         if self._is_open:
             _open.remove(self)
             _ended.add(self)
 
     def begin_loop(self) -> None:
-        """A further loop begins: take back what the end of the last one gave up."""
+        """Begin a further loop: acquire again what the end of the last one released."""
         if self in _ended:
             _ended.remove(self)
             _open.append(self)
@@ -75,13 +75,13 @@ class Resources:
             self._signals.take()
 
     def close(self, failure: str = "") -> Error | None:
-        """Give everything up. A second call does nothing, nor does one in a process forked from the run's.
+        """Close everything. A second call has no effect, nor has one in a forked process.
 
         Args:
-            failure: why the process ends; "" if it ends well, or does not end.
+            failure: why the process ends; "" if it ends without error, or does not end.
 
         Returns:
-            The error of a run that has not ended as it should.
+            The error of a run that has not ended correctly.
         """
         if not self._is_open:
             return None
@@ -95,7 +95,7 @@ class Resources:
         return None if failure or not was_open else self.find_failure()
 
     def forget(self) -> None:
-        """In a forked child: the run belongs to the parent, with everything that it holds."""
+        """In a forked child: release the run, which belongs to the parent."""
         self._is_open = False
         self._context.group.close()
         if self._signals is not None:
@@ -107,7 +107,7 @@ _ended: WeakSet[Resources] = WeakSet()  # their loop is over
 
 
 def _close_all() -> None:
-    """At the end of the process."""
+    """Close all runs at the end of the process."""
     held = [*reversed(_open), *_ended]
     ends = [(each, each.close(find_failure(each.error_dir, each.rank))) for each in held]
     for each, error in ends:
@@ -184,7 +184,7 @@ def _say_once(error: Error, rank: int) -> None:
 
 
 def find_failure(error_dir: str | None, rank: int) -> str:
-    """The exception that ends this process, as a sentence; "" if there is none."""
+    """Describe the exception that ends this process; "" if there is none."""
     if error_dir is not None:
         with suppress(OSError, ValueError):
             record = json.loads((Path(error_dir) / f"{rank}.json").read_text())

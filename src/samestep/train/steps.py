@@ -1,4 +1,4 @@
-"""One optimizer step as a script iterates over it, and what may observe it."""
+"""One optimizer step, over which the script iterates, and the protocol of its observers."""
 
 import dis
 import math
@@ -25,53 +25,53 @@ from samestep.train.step_log import StepLog, Value, average, collect_values, rea
 
 
 class StepObserver:
-    """Base of what watches the steps of a run: every event does nothing here.
+    """Base class of the observers of a run's steps. Every event does nothing by default.
 
     A step calls only the events that a subclass overrides, in the order of the list given to `Observers`.
     """
 
     def begin_step(self, step: "Step") -> None:
-        """The loop hands the step to the script."""
+        """The loop yields the step to the script."""
 
     def begin_pass(self, step: "Step") -> None:
         """The script begins to iterate over the step's micro-batches. The last step's gradients are still there."""
 
     def probe(self, step: "Step") -> Iterator[Any]:
-        """Batches to run the script's body on first. Their step.backward and step.log reach observers alone."""
+        """Return batches to run the script's body on first. Only observers get their step.backward and step.log."""
         raise NotImplementedError
 
     def load(self, step: "Step") -> None:
         """A micro-batch is loaded next."""
 
     def forward(self, step: "Step", batch: Any) -> Any:
-        """The script gets this micro-batch next. Returns the batch to give to it."""
+        """The script gets this micro-batch next. Returns the batch to yield."""
 
     def backward(self, step: "Step", loss: Losses, weight: float | Tensor | None, model: nn.Module | None) -> None:
         """The script has called step.backward."""
 
     def end_backward(self, step: "Step", waited_s: float) -> None:
-        """step.backward is done; it waited so long for other ranks."""
+        """step.backward has returned. It waited `waited_s` for other ranks."""
 
     def end_micro_batch(self, step: "Step") -> None:
-        """The script's body for a micro-batch is done."""
+        """The script's body for a micro-batch has completed."""
 
     def exchange(self, step: "Step") -> None:
         """This rank's micro-batches are done; the exchange with the other ranks follows."""
 
     def exchange_failed(self, step: "Step", error: RuntimeError) -> None:
-        """The exchange raised `error`. May raise another error in its place."""
+        """The exchange raised `error`. May raise another error instead."""
 
     def exchanged(self, step: "Step", report: Report) -> None:
-        """All ranks' reports are here; `.grad` is not."""
+        """All ranks' reports have arrived; `.grad` is not set yet."""
 
     def reduced(self, step: "Step") -> None:
-        """The pass is over: `.grad` holds the whole batch's gradient."""
+        """The pass has completed: `.grad` holds the gradient of the whole batch."""
 
     def end_step(self, step: "Step") -> None:
-        """The script's body for the step is done."""
+        """The script's body for the step has completed."""
 
     def end_body(self, step: "Step") -> None:
-        """As `end_step`, but after the epoch's body for the last step of an epoch."""
+        """Same as `end_step`, but for the last step of an epoch called after the epoch's body."""
 
     def leave(self, step: int) -> None:
         """The script has left one of its loops within this step."""
@@ -167,12 +167,12 @@ class Step:
 
     @property
     def loaded_fingerprint(self) -> int:
-        """Of the samples of the present micro-batch."""
+        """Fingerprint of the samples of the current micro-batch."""
         return self._loaded[self.micro_batch - self.held.start].fingerprint
 
     @property
     def fingerprint(self) -> int:
-        """Of the samples used, for the ledger."""
+        """Fingerprint of the samples used, for the ledger."""
         return combine(self._fingerprints)
 
     @property
@@ -219,11 +219,11 @@ class Step:
         if self.open or not self.num_passes:
             raise Error(
                 f"{what} of step {self.number} was read {'inside' if self.open else 'before'} the micro-batch loop: "
-                "read it after the loop, when the values of all ranks are in"
+                "read it after the loop, when the values of all ranks have arrived"
             )
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield this rank's micro-batches; then leave the whole batch's gradient in `.grad`."""
+        """Yield this rank's micro-batches, then set `.grad` to the gradient of the whole batch."""
         self._begin_pass()
         for probe in self._on.probe:
             yield from self._rehearse(probe)

@@ -15,30 +15,29 @@ from samestep.launch.rank_process import kept_signals
 from samestep.watch.records import read_rows
 from samestep.world.environment import LEAVE, START_AGAIN, stop_code
 
-# For how long a further signal is the first one once more: who signals every process of a job reaches a rank directly
-# and by way of its launcher. Our launcher kills the ranks itself when a second one is meant.
-# Slurm kills by itself, some time after the signal that it sends at a job's limit.
+# Seconds in which a further signal counts as a repetition of the first one: a scheduler that signals every process of a
+# job reaches a rank directly and through its launcher. samestep's launcher kills the ranks after a second signal.
+# Slurm sends SIGKILL some time after the signal at a job's limit.
 SAME_SIGNAL_S = {"python": 0.0, "torchrun": 2.0, "samestep": math.inf, "srun": math.inf}
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
-# How often in a row a run may be told to stop before it has saved anything new, and ask to be started again. Once or
-# twice is bad luck on a busy cluster; then its time is too short, and would be again.
+# Maximum number of starts in a row that a signal may stop before they have saved anything new, and that may request
+# another start. Once or twice happens on a busy cluster; more often means that the time limit is too short.
 MOST_IDLE_STOPS = 3
 
 
 def describe_stop(signum: int) -> str:
-    """Why a run has stopped, as `status.json` and `restarts.jsonl` have it."""
+    """Return the reason of a stop, as in `status.json` and `restarts.jsonl`."""
     return f"stopped by {signal.Signals(signum).name}"
 
 
 def count_idle_stops(history: Path) -> int:
-    """How many starts in a row, up to the last one that has ended, were told to stop before they had saved anything
-    new, and have asked to be started again.
+    """Count the latest consecutive starts that a signal stopped before they saved anything new.
 
     Args:
-        history: `restarts.jsonl`, with the line of the present start.
+        history: `restarts.jsonl`, with the line of the current start.
     """
     rows = []
     with suppress(OSError):
@@ -53,15 +52,17 @@ def count_idle_stops(history: Path) -> int:
 
 
 class StopSignals:
-    """SIGINT, SIGTERM and SIGUSR1 as a wish to stop: heard at the end of a step by all ranks. A second one ends at
-    once; so does the first, where our launcher says that another rank has failed: there is no one to vote with.
+    """Treats SIGINT, SIGTERM and SIGUSR1 as requests to stop, on which all ranks vote at the end of a step.
+
+    A second signal ends the process at once. So does the first one if samestep's launcher has noted that another rank
+    has failed, because no vote is possible then.
 
     Args:
-        launcher: who started this rank, as in `Environment`.
-        error_dir: where that launcher says so.
+        launcher: the launcher of this rank, as in `Environment`.
+        error_dir: directory of that launcher's notes.
 
     Attributes:
-        heard: the first signal's number, 0 when there was none.
+        heard: number of the first signal; 0 for none.
     """
 
     def __init__(self, say: Callable[[str], None], launcher: str, error_dir: str | None) -> None:
@@ -76,7 +77,7 @@ class StopSignals:
         self.take()
 
     def take(self) -> None:
-        """Listens, again after `restore`. Only the main thread can."""
+        """Install the handlers, also again after `restore`. Works in the main thread only."""
         if not self._before and threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._hear) for number in STOP_SIGNALS}
         for number in kept_signals[:1]:
@@ -91,30 +92,33 @@ class StopSignals:
         if self.heard:
             return
         self.heard, self._heard_at_s = number, now_s
-        with suppress(RuntimeError, OSError):  # it interrupted a stuck print, or nobody reads: it is heard all the same
+        with suppress(RuntimeError, OSError):  # it interrupted a print, or the terminal is gone
             name = signal.Signals(number).name
             self._say(f"{name}: the run stops and saves within a step{self._then}")
 
     @property
     def exit_code(self) -> int:
-        """Of a run that has stopped, as our launcher has it: what follows in a shell's list must not take it for whole.
+        """Exit code of a run that was stopped: not 0, so that a shell does not treat the run as complete.
 
-        Under a launcher it is 0: that one must not take a rank that has done as it was told for one that has failed.
+        Under a launcher it is 0, so that the launcher does not treat a rank that stopped as requested as failed.
         """
         if not self._is_alone:
             return 0
         return stop_code(self.heard)
 
     def leave(self) -> None:
-        """All ranks have voted to stop, and this process ends. What its launcher passes on only now, or Slurm sends to
-        each node in its own time, is that same wish: it must not kill a rank that has done as it was told."""
+        """Ignore further signals, after all ranks have voted to stop.
+
+        The launcher, or Slurm on another node, may deliver the same request later. It must not kill a rank that is
+        already stopping.
+        """
         if math.isinf(self._same_for_s):
             for number in self._before:
                 signal.signal(number, signal.SIG_IGN)
             self._before = {}
 
     def restore(self) -> None:
-        """Gives the signals back to whoever had them."""
+        """Restore the previous handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}

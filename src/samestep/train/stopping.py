@@ -52,7 +52,7 @@ class Stopping(StepObserver):
         self.signal, self.is_ended, self._has_agreed = 0, False, False
 
     def ask(self, reason: str) -> None:
-        """The script has called run.stop()."""
+        """End the loop, because the script has called run.stop()."""
         self.reason, self.ending = reason, True
 
     @property
@@ -68,13 +68,15 @@ class Stopping(StepObserver):
         return Vote(heard, self._snapshotter.is_time(), self._snapshotter.is_copying)
 
     def take_votes(self, votes: Sequence[Vote]) -> None:
-        """Apply the votes of all ranks. Any rank's signal ends the loop after this step or epoch's body; a snapshot
-        that is due by a clock is taken there.
+        """Apply the votes of all ranks.
+
+        A signal on any rank ends the loop after this step or the epoch's body. Snapshots that are due by a clock are
+        taken there.
 
         Copies for snapshots are joined: the script may update the model as soon as this returns.
 
         Raises:
-            Error: only some ranks have a snapshot under way.
+            Error: only some ranks have a snapshot in progress.
         """
         if not self._has_begun:
             return
@@ -134,13 +136,13 @@ class Stopping(StepObserver):
     # --- run.stop() on some ranks alone -----------------------------------------------------------------------
 
     def exchange_failed(self, step: Step, error: RuntimeError) -> None:
-        """Raise Error if an exchange failed because another rank alone called run.stop()."""
+        """Raise Error if an exchange failed because only another rank called run.stop()."""
         stopped = self._context.group.find_stopped()
         if stopped is not None:
             raise self._build_stop_error(*stopped, other=self._context.rank) from error
 
     def agree(self, *, is_everyone_here: bool) -> None:
-        """Check that all ranks end the loop by run.stop(), or none.
+        """Check that either all ranks or none end the loop by run.stop().
 
         Args:
             is_everyone_here: all ranks call this, with and without a run.stop(). Otherwise only ranks with one do
@@ -167,6 +169,6 @@ class Stopping(StepObserver):
     def _build_stop_error(self, rank: int, step: int | str, other: int) -> Error:
         return Error(
             f"rank {rank} ended its loop after step {step} by run.stop(), and rank {other} did not: call it on every "
-            "rank, decided on what all ranks know (step.loss, step.metrics, epoch.metrics; not loss.item())",
+            "rank, based on values that are equal on all ranks (step.loss, step.metrics, epoch.metrics; not loss.item())",
             rank=self._context.rank,
         )

@@ -75,7 +75,7 @@ class Watchdog(PhaseClock, StepObserver):
         self.enter("script", step.number + 1)
 
     def leave(self, step: int) -> None:
-        """The script has left the loop. Other ranks may wait for this rank; a single rank has none that do."""
+        """The script has left the loop. Other ranks, if there are any, may wait for this rank."""
         self.enter("left", step)
         if self._context.world_size == 1:
             self.close()
@@ -83,16 +83,16 @@ class Watchdog(PhaseClock, StepObserver):
     # --- a loop -----------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """The loop begins: from here on, a phase that takes too long is reported."""
+        """Begin a loop. From here on, a phase that takes too long is reported."""
         context, stuck_after_s = self._context, self._environment.overrides.get("stuck_after_s")
         for earlier in list(_open):  # whose loop was left, as when a notebook's cell is run again
             earlier.close()
         self.enter("script", self._position.steps_done)
         is_alone = self._environment.launcher == "python" and context.world_size == 1
-        if stuck_after_s == 0 or (is_alone and hasattr(sys, "ps1")):  # a person at a prompt may take any time
+        if stuck_after_s == 0 or (is_alone and hasattr(sys, "ps1")):  # a user at a prompt may take any time
             return
         limits = build_limits(stuck_after_s)
-        if is_alone and stuck_after_s is None:  # no other rank waits, and no launcher would start it again
+        if is_alone and stuck_after_s is None:  # no other rank waits, and no launcher would restart it
             limits = replace(limits, stop_s=math.inf)
         facts = Facts(
             rank=context.rank,
@@ -113,7 +113,7 @@ class Watchdog(PhaseClock, StepObserver):
         atexit.register(self.close)  # a thread that needs Python must not outlive it
 
     def _may_write(self) -> bool:
-        """Whether the directory still belongs to this run: another run may have taken it over."""
+        """Return whether the directory still belongs to this run: another one may have taken it over."""
         directory = self._snapshotter.directory
         if self._context.rank == 0 and directory is not None:
             with suppress(Error):
@@ -122,7 +122,7 @@ class Watchdog(PhaseClock, StepObserver):
         return self._context.rank != 0
 
     def leave_saving(self, step: int) -> None:
-        """The script goes on after a step. Warn, once, if the run waits long for its snapshots to be written."""
+        """The script continues after a step. Warn once if the run waits long for its snapshots."""
         self.enter("script", step)
         snapshotter = self._snapshotter
         if self._has_warned_of_saving or snapshotter.directory is None:
@@ -132,13 +132,13 @@ class Watchdog(PhaseClock, StepObserver):
             self._context.say(warning)
 
     def measure(self, num_samples: int, wall_s: float) -> dict[str, Any]:
-        """The throughput of this start, and the shares of its time, for `status.json`; {} if it took no step."""
+        """Return the throughput of this start and the shares of its time, for `status.json`; {} without a step."""
         self.enter("script", self._position.steps_done)
         shares = share_spent(self.spent_s())
         return {"samples_per_s": num_samples / wall_s, "wall_s": wall_s, "time_share": shares} if num_samples else {}
 
     def close(self) -> dict[str, Any]:
-        """The loop has ended. Returns a row for the table at the end: where the time went."""
+        """End the loop. Returns a row for the table at the end: the shares of the time."""
         self.enter("script", self._position.steps_done)
         if self._heartbeat is not None:
             self._heartbeat.close()
@@ -149,7 +149,7 @@ class Watchdog(PhaseClock, StepObserver):
         return {"time": spent} if spent else {}
 
     def _end(self, sentence: str, is_first: bool) -> None:
-        """End this process, whose main thread cannot. The launcher shows the sentence of the first rank that ends."""
+        """End this process, because its main thread is stuck. The launcher shows the sentence of the first rank."""
         error = Stuck(sentence) if is_first else PeerFailed(sentence)
         self._leave_error(self._context.rank, error)
         directory = self._snapshotter.directory
@@ -170,9 +170,9 @@ class Watchdog(PhaseClock, StepObserver):
 
 
 def kill_sibling(pid: int) -> None:
-    """Kill a process of this user that has the same parent as this one, as the other ranks of this host have."""
+    """Kill a process of this user with the same parent as this one, such as another rank of this host."""
     with suppress(OSError, ValueError):
-        process = os.pidfd_open(pid)  # stays this process's, whatever takes its number
+        process = os.pidfd_open(pid)  # refers to this process even if its pid is reused
         try:
             with open(f"/proc/{pid}/stat") as file:
                 parent = int(file.read().rpartition(")")[2].split()[1])
