@@ -156,7 +156,7 @@ def test_a_loop_that_has_changed(tmp_path: Path, capfd: pytest.CaptureFixture[st
     with pytest.raises(samestep.Error, match=r"loop 2 of the run .* was another one \(data_length 22 there, 24"):
         samestep.spawn(train, 1, (run_dir,), {"length": 24})
     assert samestep.spawn(train, 1, (run_dir, {14: "stop"}), {"num_epochs": 3})
-    said = "loop 1 of this run ended at step 8 and is not gone back to, although its planned end is now step 12 (was 8)"
+    said = "loop 1 of this run ended at step 8 and is not continued, although its planned end is now step 12 (was 8)"
     assert said in capfd.readouterr().out
     assert samestep.spawn(train, 1, (run_dir,), {"num_epochs": 3, "length": 24}, env={"SAMESTEP_RESUME": "8"})
     assert "audit passed" in ask("inspect", run_dir, "--samples")

@@ -154,7 +154,7 @@ SCORES: dict[str, tuple[Any, str]] = {
     "a weight of nan": (lambda b: {"a": (1.0, float("nan"))}, r"score 'a' has weight nan"),
     "weights of 0": (lambda b: {"a": (1.0, 0)}, r"the total weight of score 'a' is 0: no sample of the data set count"),
     "sometimes a list": (lambda b: {"a": [1, 2] if len(b[0]) == 2 else 1.0}, r"score 'a' is not the same kind of valu"),
-    "sometimes nothing": (lambda b: {"a": 1.0} if len(b[0]) == 2 else {}, r"score 'a' is .* not there in some"),
+    "sometimes nothing": (lambda b: {"a": 1.0} if len(b[0]) == 2 else {}, r"score 'a' is .* missing in some"),
 }
 
 
@@ -212,7 +212,7 @@ ARGUMENTS: list[tuple[str, list[Any], str]] = [
     ("bucket_cap_mb", [0, -1, float("nan"), float("inf"), "25", [25]], "bucket_cap_mb must be a number above 0, not"),
     ("deterministic", ["no", None, 1], "deterministic must be True or False, not"),
     ("trackers", [None, "tensorboard", samestep.TensorBoard()], r"trackers must be a list such as \[samestep\.TensorB"),
-    ("trackers", [[3], ["wandb"], [samestep.TensorBoard]], r"trackers holds .*, which is no tracker: give objects"),
+    ("trackers", [[3], ["wandb"], [samestep.TensorBoard]], r"trackers holds .*, which is not a tracker: pass objects"),
     ("config", [3, "x", [1], [("a", 1)]], r"config must be a dict such as vars\(args\), not a"),
     ("run_dir", [3, b"x", ["x"], "", "a\0b"], "run_dir must be the path of a directory, or None"),
 ]

@@ -110,7 +110,7 @@ def test_what_cannot_be_restored(tmp_path: Path) -> None:
     for which, said in (("best", "no snapshot named best .* there is step 2"), (7, "no snapshot of step 7 .* step 2")):
         with pytest.raises(samestep.Error, match=said):
             run.restore(which)
-    with pytest.raises(samestep.Error, match=re.escape("got 'optimizer', and the models of run.prepare are model")):
+    with pytest.raises(samestep.Error, match=re.escape("got 'optimizer', but the models of run.prepare are model")):
         run.restore("latest", "optimizer")
 
 

@@ -408,7 +408,7 @@ def test_a_schedule_of_another_length(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert "own settings" not in capfd.readouterr().out
     samestep.spawn(train, 1, (4,))
     name = "schedule[1].T_max" if is_nested else "schedule.T_max"
-    assert f"settings it was begun with, not with the script's ({name} 6 -> 12)" in capfd.readouterr().out
+    assert f"settings of its first start, not with the script's ({name} 6 -> 12)" in capfd.readouterr().out
 
 
 def test_an_optimizer_of_ones_own(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_a_changed_learning_rate_is_noticed_and_overridden(tmp_path: Path, capfd
 
     kept = samestep.spawn(train, 1, (run_dir, 4, 0.01, 8))
     assert kept[:-2] == [schedule_at(3, 0.1, 8)] * 2
-    told = r"settings it was begun with, not with the script's \(optimizer.lr 0.1 -> 0.01\): .* override=True .*"
+    told = r"settings of its first start, not with the script's \(optimizer.lr 0.1 -> 0.01\): .* override=True .*"
     assert re.search(rf"{told}, or start with \S", capfd.readouterr().out)
     shown = ask("inspect", run_dir)
     assert re.search(r"^  optimizer.lr +0.1 +0.01$", shown, re.M)

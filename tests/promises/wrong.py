@@ -387,9 +387,7 @@ def _(run_dir: RunDir) -> None:
     loop(*build(run_dir), body)
 
 
-@mistake(
-    "gradients accumulated over steps", r"gradients of step 2 were not used by an optimizer\.step\(\) .* raise bat"
-)
+@mistake("gradients accumulated over steps", r"gradients of step 2 were not used by an optimizer\.step\(\).* raise bat")
 def _(run_dir: RunDir) -> None:
     run, model, optimizer = build(run_dir)
     loop(run, model, optimizer, then=lambda step: (step.number + 1) % 4 > 2 or optimizer.step())
@@ -848,7 +846,7 @@ SAMPLERS = {
     "a sampler that is a list": ([1, 2], r"sampler must be a function, sampler\(epoch\) -> .* not a list"),
     "a sampler of torch's": (DistributedSampler(Pairs(), 2, 0), r"sampler must be a function, .* not a DistributedSam"),
     "a sampler of nothing": (lambda epoch: [], r"the sampler gave no indices"),
-    "a sampler that gives None": (lambda epoch: None, r"sampler\(0\) gave None: give the epoch's sample indices"),
+    "a sampler that gives None": (lambda epoch: None, r"sampler\(0\) gave None: return the epoch's sample indices"),
     "a sampler of floats": (lambda epoch: [0.5], r"the sampler's indices are float64: give whole numbers"),
     "a sampler out of range": (
         lambda epoch: [3, 32],
@@ -867,7 +865,9 @@ def _(run_dir: RunDir) -> None:
     build(run_dir)[0].epochs(Pairs(), 1, sampler=range, shuffle=True)
 
 
-@mistake("a sampler of epochs of many lengths", r"sampler\(1\) gave 10 indices and sampler\(0\) 32: give equally many")
+@mistake(
+    "a sampler of epochs of many lengths", r"sampler\(1\) gave 10 indices and sampler\(0\) 32: return equally many"
+)
 def _(run_dir: RunDir) -> None:
     loop(*build(run_dir), sampler=lambda epoch: range(10 if epoch else 32))
 

@@ -1,4 +1,4 @@
-"""The arguments of `samestep.Run`, checked, with the options that were set outside the script in their place."""
+"""Checks the arguments of `samestep.Run`, and replaces those that were set outside the script."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,30 +29,30 @@ def build_config(environment: Environment, **arguments: Any) -> RunConfig:
 
 
 def check_extras(trackers: Any, config: Any) -> None:
-    """Raises InvalidType where `trackers` or `config` is of the wrong type."""
+    """Raise InvalidType if `trackers` or `config` has the wrong type."""
     needed = ("start", "log", "finish")
     if isinstance(trackers, str) or not isinstance(trackers, Sequence):
         raise InvalidType(f"trackers must be a list such as [samestep.TensorBoard()], not {trackers!r}")
     for tracker in trackers:
         if isinstance(tracker, type) or not all(callable(getattr(tracker, name, None)) for name in needed):
             raise InvalidType(
-                f"trackers holds {tracker!r}, which is no tracker: give objects such as samestep.TensorBoard()"
+                f"trackers holds {tracker!r}, which is not a tracker: pass objects such as samestep.TensorBoard()"
             )
     if config is not None and not isinstance(config, Mapping):
         raise InvalidType(f"config must be a dict such as vars(args), not a {type(config).__name__}")
 
 
 def check_count(what: str, count: Any) -> None:
-    """Raises Error where `run.epochs` or `run.steps` was not given a number of them."""
+    """Raise Error if `run.epochs` or `run.steps` did not get a number of them."""
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise InvalidValue(f"run.{what} needs a number of {what} of at least 1, not {count!r}")
 
 
 def _check_one_directory(said: str, given: Any) -> None:
-    """Refuses a script's further runs (the folds of a cross-validation): they would find the first one at its end."""
+    """Refuse further runs of a script (the folds of a cross-validation): they would resume the first one at its end."""
     before = _replaced.setdefault(said, str(given))
     if before != str(given):
         raise Error(
             f"this script makes several runs, one in {before} and one in {given}, and a launcher's --run-dir (or "
-            f"SAMESTEP_RUN_DIR) has them share {said}: leave it out, and the runs live where the script says"
+            f"SAMESTEP_RUN_DIR) has them share {said}: leave it out, and the script chooses their directories"
         )

@@ -1,4 +1,4 @@
-"""Which samples each step holds, and which of them this rank loads: the plan put to a data set."""
+"""Applies the plan to a data set: the samples of each step, and those that this rank loads."""
 
 import io
 from collections.abc import Callable, Iterable, Iterator
@@ -65,17 +65,17 @@ class Batches:
             return build_order(len(self.source), seed=self._seed, epoch=epoch, shuffle=self.source.shuffle)
         given = self._sampler(epoch)
         if not isinstance(given, Iterable):
-            raise Error(f"sampler({epoch}) gave {given!r}: give the epoch's sample indices, such as a list")
+            raise Error(f"sampler({epoch}) gave {given!r}: return the epoch's sample indices, such as a list")
         order = GivenOrder(given, len(self.source))
         if epoch > (first := self.first_epoch) and len(order) != self.length:
             raise Error(
-                f"sampler({epoch}) gave {len(order)} indices and sampler({first}) {self.length}: give equally many"
+                f"sampler({epoch}) gave {len(order)} indices and sampler({first}) {self.length}: return equally many"
             )
         return order
 
     @property
     def numbers(self) -> dict[str, Any]:
-        """What makes the loop this one and no other."""
+        """The numbers that identify the loop."""
         return {
             "data_length": self.length,
             "mode": "steps" if self.steps_per_epoch is None else "epochs",
@@ -85,32 +85,32 @@ class Batches:
         }
 
     def epoch_of(self, step: int) -> int:
-        """The epoch that step `step` of the run begins in."""
+        """Return the epoch in which step `step` of the run begins."""
         step -= self.first_step
         if self.steps_per_epoch is None:
             return self.first_epoch + self.schedule.span(step)[0] // self.length
         return self.first_epoch + step // self.steps_per_epoch
 
     def end_of(self, epoch: int) -> int:
-        """The steps of the run that are done when an epoch ends. (Not of endless batches.)"""
+        """Return the number of finished steps of the run when an epoch ends. Not for endless batches."""
         assert self.steps_per_epoch is not None
         return self.first_step + (epoch - self.first_epoch + 1) * self.steps_per_epoch
 
     def epochs_done(self, steps_done: int) -> int | None:
-        """The epochs that are done after `steps_done` steps of the run where that is the end of one, else None."""
+        """Return the number of finished epochs if `steps_done` steps of the run are the end of one, else None."""
         if self.steps_per_epoch is None or (steps_done - self.first_step) % self.steps_per_epoch:
             return None
         return self.epoch_of(steps_done)
 
     def epochs_of(self, step: int) -> range:
-        """The epochs that have a sample in step `step` of the run."""
+        """Return the epochs that have a sample in step `step` of the run."""
         if self.steps_per_epoch is not None:
             return range(self.epoch_of(step), self.epoch_of(step) + 1)
         start, stop = self.schedule.span(step - self.first_step)
         return range(self.first_epoch + start // self.length, self.first_epoch + (stop - 1) // self.length + 1)
 
     def next_epoch(self, steps_done: int) -> int:
-        """The first epoch of the loop that follows, if this one ends after `steps_done` steps of the run."""
+        """Return the first epoch of the next loop, if this one ends after `steps_done` steps of the run."""
         return self.epochs_of(steps_done - 1).stop if steps_done > self.first_step else self.first_epoch
 
     def _cut(self, step: int) -> tuple[Span, ...]:
@@ -118,7 +118,7 @@ class Batches:
         return self.schedule.micro_batches(step if self.steps_per_epoch is None else step % self.steps_per_epoch)
 
     def indices(self, step: int, span: Span) -> NDArray[np.int64]:
-        """The samples at a span of positions of step `step`."""
+        """Return the samples at a span of positions of step `step`."""
         start, stop = span
         if self.steps_per_epoch is not None:
             return self.order(self.epoch_of(step)).take(start, stop)
@@ -131,19 +131,19 @@ class Batches:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def tasks(self, start: int, stop: int, *, rank: int, world_size: int) -> Iterator[Task]:
-        """What this rank loads for steps start..stop-1 of the run, in order."""
+        """Yield the tasks of this rank for steps start..stop-1 of the run, in order."""
         for step in range(start, stop):
             spans = self.micro_batches(step)
             for v in build_layout(len(spans), world_size).ranges[rank]:
                 yield Task(self.indices(step, spans[v]), derive(self._seed, "data", step=step, micro_batch=v))
 
     def order_fingerprint(self, epoch: int) -> int:
-        """One number for the order of an epoch that a sampler gave: ranks compare theirs."""
+        """Return a hash of the order that a sampler gave for an epoch, so that ranks can compare it."""
         order = self.order(epoch)
         return fingerprint(order.take(0, len(order)))
 
     def keep_order(self, epoch: int, run_dir: Path, steps_done: int) -> str:
-        """Writes down the order that a sampler gave, for the audit of the ledger.
+        """Write the order that a sampler gave, for the audit of the ledger.
 
         Returns:
             What is wrong with the file of the order by which the epoch was begun; "" where nothing is.
@@ -164,11 +164,11 @@ class Batches:
         content = io.BytesIO()
         np.save(content, indices)
         replace_file(path, content.getbuffer(), sync=True)
-        return f"{problem}, and written anew from what sampler({epoch}) gives" if problem else ""
+        return f"{problem}, and written again from sampler({epoch})" if problem else ""
 
 
 def _read_order(path: Path) -> tuple[Any, str]:
-    """The array in a file; None, and what is wrong, where that is none. Raises OSError."""
+    """Read the array in a file. Returns None and the problem if there is none. Raises OSError."""
     try:
         with open(path, "rb", opener=open_regular) as file:
             return np.load(file, allow_pickle=False), ""
@@ -202,7 +202,7 @@ def build_batches(
             raise Error(f"{name} must be True or False, not {source[name]!r}")
     if sampler is not None and not callable(sampler):
         kind = type(sampler).__name__
-        raise Error(f"sampler must be a function, sampler(epoch) -> sample indices, alike on all ranks, not a {kind}")
+        raise Error(f"sampler must be a function, sampler(epoch) -> sample indices, equal on all ranks, not a {kind}")
     if sampler is not None and source.get("shuffle"):
         raise Error("sampler and shuffle=True were both given: the sampler decides the order, leave shuffle out")
     return Batches(

@@ -1,4 +1,4 @@
-"""What most modules of a run need to know: a small frozen value, without models, loop or snapshots."""
+"""The context of a run that most modules need: a small frozen value, without models, loop or snapshots."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Scores over a data set: every sample once, the same bits at any number of ranks."""
+"""Computes scores over a data set: every sample once, the same bits at any number of ranks."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +26,7 @@ from samestep.watch.heartbeat import PhaseClock
 
 Row = dict[str, Any]  # name -> list, or (value, weight)
 
-EVALUATES = 2**40  # plus an evaluation's number: the number that ranks exchange when they begin one
+EVALUATES = 2**40  # plus an evaluation's number; ranks exchange this when they begin one
 
 
 def open_source(data: Any, micro_batch_size: int | None, **arguments: Any) -> Source:
@@ -79,13 +79,13 @@ class Evaluator:
         rows = self._score(score, source)
         self._watchdog.enter("reducing", steps_done)
         gathered = group.gather((group.seal(rows), *self._cast_vote()))
-        # A validation can be long: a signal that came meanwhile does not wait for the next step.
+        # A validation can be long: react to a signal before the next step.
         self._take_votes([Vote(stop, copying=copying) for _, stop, _, copying in gathered])
         self._watchdog.enter("script", steps_done)
         return _merge([row for sealed, *_ in gathered for row in group.unseal(sealed)])
 
     def _score(self, score: Callable[[Any], Mapping[str, Any]], source: Source) -> list[Row]:
-        """The scores of this rank's micro-batches."""
+        """Return the scores of this rank's micro-batches."""
         context, position = self._context, self._position
         length, micro_batch_size = len(source), source.micro_batch_size or context.config.micro_batch_size
         spans = [(start, min(start + micro_batch_size, length)) for start in range(0, length, micro_batch_size)]
@@ -93,7 +93,7 @@ class Evaluator:
         order = build_order(length, seed=0, epoch=0, shuffle=False)
 
         def seed_of(purpose: str, v: int) -> int:
-            pass_ = 2**32 + position.num_evaluations  # apart from those of steps
+            pass_ = 2**32 + position.num_evaluations  # distinct from those of steps
             return derive(context.config.seed, purpose, step=position.steps_done, pass_=pass_, micro_batch=v)
 
         tasks = (Task(order.take(*spans[v]), seed_of("data", v)) for v in held)
@@ -130,8 +130,8 @@ def check_not_alone(marks: list[int]) -> None:
     if most >= EVALUATES and min(marks) != most:
         rank, other = marks.index(most), next(rank for rank, mark in enumerate(marks) if mark != most)
         raise Error(
-            f"rank {rank} has called run.evaluate and rank {other} has not: call it on every rank, since they share "
-            "out the data set, and print or save on rank 0 what it returns"
+            f"rank {rank} has called run.evaluate and rank {other} has not: call it on every rank, since they "
+            "divide the data set, and print or save the result on rank 0"
         )
 
 
@@ -148,7 +148,7 @@ def _set_gradients(gradients: Mapping[nn.Parameter, Tensor | None]) -> None:
 
 
 def _read(scores: Mapping[str, Any], num_samples: int) -> Row:
-    """A micro-batch's scores, checked, without a sync."""
+    """Check a micro-batch's scores, without a device synchronization."""
     if not isinstance(scores, Mapping):
         raise Error(f"the score function returned a {type(scores).__name__}: return a dict of name -> value")
     row: Row = {}
@@ -170,7 +170,7 @@ def _read(scores: Mapping[str, Any], num_samples: int) -> Row:
 
 
 def _settle(row: Row) -> Row:
-    """With Python's numbers."""
+    """Convert values to Python numbers."""
     settled = {name: v if isinstance(v, list) else (float(v[0]), float(v[1])) for name, v in row.items()}
     for name, value in settled.items():
         if isinstance(value, tuple) and not 0 <= value[1] < math.inf:
@@ -179,14 +179,14 @@ def _settle(row: Row) -> Row:
 
 
 def _merge(rows: list[Row]) -> dict[str, Any]:
-    """Rows of all micro-batches, in order, into means (exactly rounded sums, so in any grouping) and lists."""
+    """Combine the rows of all micro-batches, in order, into means (with exactly rounded sums) and lists."""
     merged: dict[str, Any] = {}
     kinds = [{name: type(value) for name, value in row.items()} for row in rows]
     for name in dict.fromkeys(name for row in rows for name in row):
         if len({kind.get(name) for kind in kinds}) > 1:
             raise Error(
-                f"score {name!r} is not the same kind of value in all micro-batches, or not there in some: return it "
-                "each time, with weight 0 where it does not count"
+                f"score {name!r} is not the same kind of value in all micro-batches, or is missing in some: return it "
+                "each time, with weight 0 if it does not count"
             )
         values = [row[name] for row in rows]
         if isinstance(values[0], list):
@@ -200,7 +200,7 @@ def _merge(rows: list[Row]) -> dict[str, Any]:
 
 
 def add_up(values: Sequence[float]) -> float:
-    """The exactly rounded sum; nan for infinities of both signs, and inf for what is too large."""
+    """Return the exactly rounded sum; nan for infinities of both signs, inf on overflow."""
     try:
         return math.fsum(values)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Random generators: those that a script made for itself, which nothing seeds per micro-batch, and where all stand."""
+"""Random generators: the state of the global ones, and those that a script creates, which are not seeded per step."""
 
 import hashlib
 import os
@@ -21,14 +21,14 @@ from samestep.world.group import Group
 T = TypeVar("T")
 MAX_DEPTH = 4
 MAX_LOOKS = 20_000
-# The global generators, as the objects that the functions of their modules are methods of.
+# The global generators. The functions of their modules are methods of these objects.
 PYTHON_GENERATOR: Any = random.seed.__self__  # type: ignore[attr-defined]
 NUMPY_GENERATOR: Any = np.random.random.__self__  # type: ignore[attr-defined]
 KINDS = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
 
 def read_generator(generator: Any) -> str:
-    """Where a generator stands, as a hash; "" where that cannot be told."""
+    """Return a hash of a generator's state; "" if it cannot be read."""
     try:
         if isinstance(generator, torch.Generator):
             state = generator.get_state().numpy().tobytes()
@@ -44,7 +44,7 @@ def read_generator(generator: Any) -> str:
 
 
 def call_on_rank_0(group: Group, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-    """What `fn` returns on rank 0, on all ranks; the global generators then stand where rank 0's do."""
+    """Call `fn` on rank 0, and return its result and the states of rank 0's global generators to all ranks."""
     value = group.unseal(group.once(lambda: group.seal(fn(*args, **kwargs))))
     if group.world_size > 1:
         _set_states(group.broadcast(_read_states()))
@@ -53,7 +53,7 @@ def call_on_rank_0(group: Group, fn: Callable[..., T], *args: Any, **kwargs: Any
 
 @contextmanager
 def keeping_generators() -> Iterator[None]:
-    """What is drawn in the block does not move the global generators."""
+    """Restore the states of the global generators at the end of the block."""
     states = _read_states()
     try:
         yield
@@ -76,9 +76,9 @@ def _set_states(states: tuple[Any, ...]) -> None:
 
 
 def find_generators(roots: Mapping[str, Any]) -> dict[str, Any]:
-    """Generators by the path at which they are found: from `roots`, and from the variables of the script's modules.
+    """Find the generators reachable from `roots` and from the variables of the script's modules: path -> generator.
 
-    Not the global ones, which are seeded.
+    The global ones, which are seeded, are omitted.
     """
     return find_things(roots, lambda thing: isinstance(thing, KINDS))
 
@@ -86,10 +86,10 @@ def find_generators(roots: Mapping[str, Any]) -> dict[str, Any]:
 def find_things(
     roots: Mapping[str, Any], is_wanted: Callable[[Any], bool], max_looks: int = MAX_LOOKS
 ) -> dict[str, Any]:
-    """What is wanted, by the path at which it is found: from `roots`, and from the script's variables.
+    """Find the wanted objects reachable from `roots` and from the script's variables: path -> object.
 
-    Those are the variables of its modules, and of the functions that are running and their closures. The global
-    generators are left out.
+    The variables are those of its modules, and of the functions that are running and their closures. The global
+    generators are omitted.
     """
     things: list[tuple[str, Any, int]] = [(name, root, 0) for name, root in roots.items()]
     frame: Any = sys._getframe(1)
@@ -106,7 +106,7 @@ def find_things(
     homes = {"__main__", *(module.__name__ for module in modules)}
     found: dict[str, Any] = {}
     seen = {id(PYTHON_GENERATOR), id(NUMPY_GENERATOR), id(torch.default_generator)}
-    for path, thing, depth in things:  # grows on the way
+    for path, thing, depth in things:  # grows during the loop
         if len(seen) > max_looks:
             break
         if id(thing) in seen:
@@ -121,10 +121,10 @@ def find_things(
 
 @lru_cache(maxsize=1)
 def find_own_modules(place: Path, num_modules: int) -> list[ModuleType]:
-    """The script's modules but `__main__`: in files below its directory or below `place`, and of no library.
+    """Return the script's modules except `__main__`: in files below its directory or `place`, not in a library.
 
     Args:
-        num_modules: how many there are in all; to find those that were imported since.
+        num_modules: total number of imported modules, so that the cached result is renewed after further imports.
     """
     main = getattr(sys.modules["__main__"], "__file__", None)
     places = [place] if main is None else [place, Path(main).absolute().parent]
@@ -140,7 +140,7 @@ def find_own_modules(place: Path, num_modules: int) -> list[ModuleType]:
 
 
 def look_into(thing: Any) -> list[tuple[str, Any]]:
-    """What an object holds, with what to add to its path: attributes, items, a function's closure and defaults."""
+    """Yield the contents of an object with path suffixes: attributes, items, a function's closure and defaults."""
     if type(thing).__module__.partition(".")[0] == "samestep" or isinstance(thing, ModuleType | torch.Tensor):
         return []
     if isinstance(thing, type):
@@ -156,7 +156,7 @@ def look_into(thing: Any) -> list[tuple[str, Any]]:
         looks.append(("", thing.__self__))
     if isinstance(thing, FunctionType):
         looks += [("", thing.__defaults__), ("", thing.__kwdefaults__)]
-    if isinstance(getattr(thing, "__closure__", None), tuple):  # an object may answer to any name
+    if isinstance(getattr(thing, "__closure__", None), tuple):  # some objects have every attribute
         names = thing.__code__.co_freevars
         for name, cell in zip(names, thing.__closure__, strict=True):
             try:

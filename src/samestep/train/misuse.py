@@ -98,8 +98,8 @@ class MisuseChecks(StepObserver):
             raise Error(
                 f"the gradients of step {number} were not used by an optimizer.step() before the next step: call it "
                 "after the inner loop of every step; to accumulate more samples per update, raise batch_size, since "
-                "each step sums all of its micro-batches; to skip an update, call optimizer.zero_grad() after the inner "
-                "loop"
+                "each step sums all of its micro-batches; to skip an update, call optimizer.zero_grad() after the "
+                "inner loop"
             )
 
     def _check_update(self, optimizer: Optimizer, *_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Settings of optimizers and schedulers: those of the script, and those that the run was begun with."""
+"""Settings of optimizers and schedulers: those of the script, and those of the run's first start."""
 
 import math
 import warnings
@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 Objects = Mapping[str, Any]
 Settings = Mapping[str, Any]  # "optimizer.lr" -> 0.1; a list if parameter groups differ
-# Entries of a scheduler's state that are no settings: its position, and copies of its optimizer's settings.
+# Entries of a scheduler's state that are not settings: its position, and copies of its optimizer's settings.
 _POSITION = {"last_epoch", "_step_count", "_last_lr", "base_lrs", "_get_lr_called_within_step", "_is_initial"}
 
 

@@ -1,4 +1,4 @@
-"""How far a run is: its steps, and the loops that they belong to."""
+"""The position of a run: its finished steps, and the loops that they belong to."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,18 +15,18 @@ ENDLESS = 2**63
 
 @dataclass(frozen=True)
 class Place:
-    """Where a loop lies in its run.
+    """The position of a loop in its run.
 
     Attributes:
-        number: of the loop, counted from 0 in the order of the script.
-        steps_done: the run's steps before the loop's next one.
-        last_step: the steps done when it ends, unless it ends early.
+        number: number of the loop, from 0, in the order of the script.
+        steps_done: number of steps of the run before the next one of the loop.
+        last_step: number of finished steps when it ends, unless it ends early.
         planned_step: the same without `max_steps`.
-        num_past: the loops that were over in the snapshot which the run was resumed from.
+        num_past: number of loops that had ended in the snapshot that the run was resumed from.
         is_past: this is one of them, so it has no step left.
         is_further: an earlier loop of this process has run.
         is_replayed: the script's lines before this loop have run again, on the restored state of a step inside it.
-        warning: what to say about a past loop whose length has changed; "" if it has not.
+        warning: a warning about a past loop whose length has changed; "" if it has not.
     """
 
     number: int
@@ -41,13 +41,13 @@ class Place:
 
 
 class Position:
-    """How far the run is. The ends of its loops are part of every snapshot.
+    """The position of the run. The ends of its loops are part of every snapshot.
 
     Attributes:
         steps_done: steps finished so far, over all restarts.
         resumed_step: `steps_done` of the snapshot that this start resumed from; 0 without one.
-        began_step: `steps_done` when the present loop began.
-        num_evaluations: since the present step or epoch began; evaluations with different numbers draw other noise.
+        began_step: `steps_done` when the current loop began.
+        num_evaluations: evaluations since the current step or epoch began; each has a different random seed.
     """
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Position:
 
     @property
     def num_ended(self) -> int:
-        """How many loops have ended, over all restarts."""
+        """Number of loops that have ended, over all restarts."""
         return len(self._ends)
 
     def state_dict(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class Position:
             warning = ""
             if planned_step != was:
                 warning = (
-                    f"loop {number + 1} of this run ended at step {end} and is not gone back to, although its planned "
+                    f"loop {number + 1} of this run ended at step {end} and is not continued, although its planned "
                     f"end is now step {planned_step} (was {was}): resume from a step before {end} to change it"
                 )
             place = Place(number, end, end, planned_step, self._num_past, is_past=True, warning=warning)
@@ -95,11 +95,11 @@ class Position:
         return place
 
     def enter(self, place: Place) -> None:
-        """The loop at `place` begins."""
+        """Begin the loop at `place`."""
         self.steps_done = self.began_step = place.steps_done
 
     def end(self, place: Place) -> None:
-        """The loop at `place` is over."""
+        """End the loop at `place`."""
         if not place.is_past:
             self._ends = [*self._ends, [self.steps_done, place.planned_step]]
 
@@ -121,10 +121,10 @@ def place_loop(
 
 
 def record_loop(directory: RunDirectory | None, place: Place, batches: Batches) -> None:
-    """Compares a loop with what the run's record says of it, or records it.
+    """Compare a loop with the run's record of it, or record it.
 
     The record's numbers are those of the first loop; the others are in a list. Entries of loops that the snapshot
-    knows nothing of are of steps that were never saved, and are replaced.
+    does not contain are of steps that were never saved, and are replaced.
 
     Raises:
         Error: the run was resumed inside this loop or after it, and the loop was another one.

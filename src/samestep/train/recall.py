@@ -1,4 +1,4 @@
-"""Models as a snapshot has them, given back to a script that stands outside its loop."""
+"""Loads the models of a snapshot into a script's models, outside of a loop."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,7 +17,7 @@ def recall(
     snapshotter: Snapshotter, known: Mapping[str, nn.Module], names: Sequence[str], which: int | str, group: Group,
     loop: Loop | None,
 ) -> bool:  # fmt: skip
-    """Gives models the parameters and buffers of a snapshot, in place. On all ranks.
+    """Load the parameters and buffers of a snapshot into models, in place. On all ranks.
 
     Rank 0 alone reads it, and sends what it has read: other nodes may not have this snapshot.
 
@@ -39,7 +39,7 @@ def recall(
         raise Error("run.restore needs snapshots, and this run has no directory: name one in samestep.Run(...)")
     for name in names:
         if name not in known:
-            raise Error(f"run.restore got {name!r}, and the models of run.prepare are {', '.join(known)}: name those")
+            raise Error(f"run.restore got {name!r}, but the models of run.prepare are {', '.join(known)}: name those")
     modules = {name: known[name] for name in names or known}
     snapshotter.settle()
     store = Store(snapshotter.path, snapshotter.named)

@@ -1,4 +1,4 @@
-"""A run's averages worked out a second way, for `samestep verify --gradients`.
+"""Computes a run's averages in a second way, for `samestep verify --gradients`.
 
 With `"reference": "float64"` the models compute in float64, and the first step's gradient is written down as autograd
 gives it, summed up by weight without the reducer. Before that step, a few of its samples go through the loop's body
@@ -23,13 +23,13 @@ from samestep.train.context import RunContext
 from samestep.train.steps import Step
 from samestep.train.trace import Trace, read_draws
 
-NUM_PROBES = 8  # samples that are looked at one by one
+NUM_PROBES = 8  # samples that are computed one by one
 Grads = list[Tensor | None]
 Key = tuple[int, int]  # a slot, and which of its losses
 
 
 class Reference(Trace):
-    """A trace of a run in float64, or in float32. It works out the average of the first step a second way."""
+    """A trace of a run in float64, or in float32. It computes the average of the first step in a second way."""
 
     def __init__(self, context: RunContext, run_dir: Path | None, options: Mapping[str, Any]) -> None:
         super().__init__(context, run_dir, options)
@@ -57,7 +57,7 @@ class Reference(Trace):
         self, evaluate: Callable[..., dict[str, Any]], score: Callable[[Any], Mapping[str, Any]], data: Any,
         **arguments: Any,
     ) -> dict[str, Any]:  # fmt: skip
-        """Score in micro-batches of the size asked for, the same once more, and in micro-batches of one sample."""
+        """Score in micro-batches of the given size, again in the same way, and in micro-batches of one sample."""
         if not self._is_double:
             return evaluate(score, data, **arguments)
 
@@ -104,7 +104,7 @@ class Reference(Trace):
             self._write_gradients()
 
     def _differentiate(self, loss: Tensor, slot: int) -> Grads:
-        """The loss's gradient for each parameter; None for those that this loss is not for, zeros where unused."""
+        """Return the loss's gradient for each parameter; None for those of other models, zeros for unused ones."""
         wanted = [p.requires_grad and slot in (0, home) for p, home in zip(self._params, self.gradients.reducer.slots,
                                                                            strict=True)]  # fmt: skip
         params = [param for param, is_wanted in zip(self._params, wanted, strict=True) if is_wanted]
@@ -167,7 +167,7 @@ class Reference(Trace):
                 self.write({"probe": summarize([row[0] for row in rows]) | about})
 
     def _load_probes(self, indices: list[int], step: int) -> Iterator[Any]:
-        """The samples as one batch, then each as one."""
+        """Return the samples as one batch, then each as a batch."""
         source, seed = self.batches.source, derive(self.context.config.seed, "data", step=step)
         seed_all(seed)
         many = getattr(source.dataset, "__getitems__", None)
@@ -205,7 +205,7 @@ def summarize(rows: list[tuple[float, float | None, Tensor]]) -> dict[str, Any]:
 
 
 def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
-    """A hook that lets a module compute in float64 whatever it is given."""
+    """A hook that makes a module compute in float64 for any input."""
     return cast(args), cast(kwargs)
 
 

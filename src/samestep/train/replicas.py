@@ -1,4 +1,4 @@
-"""The model and the optimizer's state on all ranks, compared from time to time."""
+"""Compares the models and the optimizers' state of all ranks at intervals."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -17,7 +17,7 @@ from samestep.world.group import Group
 
 
 def name_replicated(objects: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """What must be the same on all ranks after every step: the models' parameters, the optimizers' state.
+    """Yield the tensors that must be equal on all ranks after every step: parameters and the optimizers' state.
 
     Not the buffers: a script may keep a count in one that is its rank's own.
     """
@@ -49,12 +49,12 @@ class Replicas:
         self._alike_at: int | None = None
 
     def compare_if_due(self, step: int, epochs_done: int | None) -> None:
-        """`compare`, where the interval says so after `step` steps; `epochs_done` at the end of an epoch, else None."""
+        """Call `compare` if it is due after `step` steps. `epochs_done`: at the end of an epoch, else None."""
         if self._every is not None and self._every.is_due(step, epochs_done):
             self.compare(step)
 
     def compare(self, step: int) -> None:
-        """Compares after `step` steps, on all ranks: one exchange of 8 bytes.
+        """Compare after `step` steps, on all ranks: one exchange of 8 bytes.
 
         Raises:
             Error: they differ: names rank, host and tensor. On all ranks.
@@ -63,11 +63,11 @@ class Replicas:
             self.conclude(step, self._sum_up())
 
     def are_to_compare(self, step: int) -> bool:
-        """Whether `compare` would do anything after `step` steps."""
+        """Return whether `compare` would have an effect after `step` steps."""
         return self._every is not None and self._alike_at != step
 
     def conclude(self, step: int, checksums: Mapping[str, int]) -> None:
-        """The second half of `compare`, from the checksums that this rank's tensors had after `step` steps."""
+        """The second half of `compare`, with the checksums of this rank's tensors after `step` steps."""
         if len(set(self._group.gather_number(combine(checksums)))) > 1:
             replies = self._group.gather((read_host(), checksums))
             drift = find_drift([replica for _, replica in replies])
@@ -76,7 +76,7 @@ class Replicas:
         self._alike_at = step
 
     def describe(self, build: Callable[[], dict[str, Any]], step: int) -> TrainingState:
-        """What a snapshot after `step` steps is made of. `build`: see `TrainingState`."""
+        """Return the contents of a snapshot after `step` steps. `build`: see `TrainingState`."""
         return TrainingState(
             build,
             checked=list_checked(self._objects),
@@ -86,7 +86,7 @@ class Replicas:
         )
 
     def _sum_up(self) -> dict[str, int]:
-        """The checksums by name, brought to the host in one piece per device."""
+        """Return the checksums by name, copied to the host in one transfer per device."""
         by_device: dict[torch.device, dict[str, Tensor]] = {}
         for name, tensor in name_replicated(self._objects):
             by_device.setdefault(tensor.device, {})[name] = checksum(tensor)

@@ -68,7 +68,7 @@ class Structure:
         return {"groups": added} if added else {}
 
     def find_change(self, states: Mapping[str, Any]) -> str:
-        """A sentence, once, about a change after which the script cannot be resumed; "" if there is none.
+        """Describe, once, a change after which the script cannot be resumed; "" if there is none.
 
         Args:
             states: the objects' state_dicts.
@@ -154,7 +154,7 @@ class Contents:
             self.options = Options(asked, overridden=OVERRIDE + how)
         elif changed:
             self._say(
-                f"the run continues with the settings it was begun with, not with the script's "
+                f"the run continues with the settings of its first start, not with the script's "
                 f"({how}): for the script's, pass override=True to run.prepare, or start with {advise(override=True)}"
             )
             begun = {name: before for name, (before, _) in changed.items()}

@@ -1,4 +1,4 @@
-"""A few samples of the data set, by which a start notices that its data are not those of the run."""
+"""Hashes of a few samples, by which a start detects that its data set is not that of the run."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -26,12 +26,12 @@ def add_samples(
     options: Options, group: Group, snapshotter: Snapshotter, batches: Batches, seed: int, machine: Mapping[str, Any],
     overrides: bool,
 ) -> Options:  # fmt: skip
-    """The options with what `check_samples` gives on rank 0. Nothing is read for a run without a directory."""
+    """Return the options with the result of `check_samples` on rank 0. A run without a directory reads nothing."""
 
     def check() -> tuple[list[str], str]:
         if snapshotter.directory is None:
             return [], ""
-        snapshotter.directory.check_numbers(batches.numbers)  # says more than a sample does
+        snapshotter.directory.check_numbers(batches.numbers)  # gives a better error than a sample
         before = snapshotter.directory.record.get("samples", [])
         now = check_samples(batches.source, seed, snapshotter.directory.record, machine, overrides=overrides)
         return now, describe_changes({"samples": before or now}, {"samples": now})
@@ -43,7 +43,7 @@ def add_samples(
 def check_samples(
     source: Source, seed: int, record: Mapping[str, Any], machine: Mapping[str, Any], *, overrides: bool
 ) -> list[str]:
-    """Compares the first, the middle and the last sample with those of the run. On one rank.
+    """Compare the first, the middle and the last sample with those of the run. On one rank.
 
     Samples that are not the same when they are read twice in one start are not compared. On another kind of machine, a
     difference is no error: the same preprocessing may give other bits there.
@@ -74,7 +74,7 @@ def check_samples(
 
 
 def read_samples(source: Source, seed: int) -> list[str]:
-    """The hashes of a few samples, each read and collated alone, in the way that training reads them.
+    """Return the hashes of a few samples, each read and collated alone, in the same way as in training.
 
     With workers, one is started for it: a data set may open its files where it is first read, and a file that was
     opened before the training's workers are forked would be shared by all of them.
@@ -84,7 +84,7 @@ def read_samples(source: Source, seed: int) -> list[str]:
     with keeping_generators(), Loader(alone, tasks, device=torch.device("cpu")) as loader:
         found = []
         for _ in tasks:
-            with suppress(Error):  # the training says so, when it comes to this sample
+            with suppress(Error):  # the training will raise it for this sample
                 found.append(_hash(next(loader).batch))
                 continue
             found.append("")
@@ -104,7 +104,7 @@ def _hash(batch: Any) -> str:
 
 
 def _find_numbers(value: Any, depth: int = 0) -> Iterator[bytes | memoryview]:
-    """All tensors and numbers. Not strings: they may be paths, which differ from start to start."""
+    """Yield all tensors and numbers. Not strings: they may be paths, which differ between starts."""
     if depth > 8:
         return
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":

@@ -1,4 +1,4 @@
-"""What happens to a run's state between two steps: replicas are compared, and snapshots that are due are saved."""
+"""Compares the replicas and saves the snapshots that are due between two steps."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -16,7 +16,7 @@ from samestep.train.watchdog import Watchdog
 
 
 class Stopping(StepObserver):
-    """Decides which step of a loop is the last one, alike on all ranks, and joins the copies of snapshots.
+    """Decides which step of a loop is the last one, the same on all ranks, and joins the copies of snapshots.
 
     Each step's exchange carries a vote of every rank. An observer of steps.
 
@@ -169,6 +169,6 @@ class Stopping(StepObserver):
     def _build_stop_error(self, rank: int, step: int | str, other: int) -> Error:
         return Error(
             f"rank {rank} ended its loop after step {step} by run.stop(), and rank {other} did not: call it on every "
-            "rank, based on values that are equal on all ranks (step.loss, step.metrics, epoch.metrics; not loss.item())",
+            "rank, based on values that all ranks share (step.loss, step.metrics, epoch.metrics; not loss.item())",
             rank=self._context.rank,
         )

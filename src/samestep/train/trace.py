@@ -43,8 +43,8 @@ class Tracer(StepObserver):
     """Writes lines about one run on one rank.
 
     Args:
-        options: `dir`, and what a subclass takes.
-        run_dir: where the run lives; None without a directory.
+        options: `dir`, and the options of a subclass.
+        run_dir: the run's directory; None without one.
     """
 
     def __init__(self, context: RunContext, run_dir: Path | None, options: Mapping[str, Any]) -> None:
@@ -55,7 +55,7 @@ class Tracer(StepObserver):
         self.modules: Mapping[str, nn.Module] = {}
 
     def prepare(self, objects: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> None:
-        """The models are on the device. They are not alike on all ranks yet, and nothing has been restored."""
+        """The models are on the device. They are not equal on all ranks yet, and nothing has been restored."""
         self.objects, self.modules = objects, modules
 
     def begin_loop(
@@ -68,7 +68,7 @@ class Tracer(StepObserver):
         self, evaluate: Callable[..., dict[str, Any]], score: Callable[[Any], Mapping[str, Any]], data: Any,
         **arguments: Any,
     ) -> dict[str, Any]:  # fmt: skip
-        """Called in place of `run.evaluate`, which is the first argument."""
+        """Called instead of `run.evaluate`, which is the first argument."""
         return evaluate(score, data, **arguments)
 
     def write(self, line: dict[str, Any]) -> None:
@@ -77,7 +77,7 @@ class Tracer(StepObserver):
 
 
 class Trace(Tracer):
-    """Writes down each step. Options: `dir`, and perhaps `dump`, `kill` or `reread`."""
+    """Writes a line for each step. Options: `dir`, and optionally `dump`, `kill` or `reread`."""
 
     def __init__(self, context: RunContext, run_dir: Path | None, options: Mapping[str, Any]) -> None:
         super().__init__(context, run_dir, options)
@@ -117,7 +117,7 @@ class Trace(Tracer):
         }
 
     def end_body(self, step: Step) -> None:
-        """Write down the step."""
+        """Write the line of the step."""
         reread = {"reread": self._read_twice(step)} if self.options.get("reread") else {}
         line: dict[str, Any] = reread | {
             "step": step.number,
@@ -145,7 +145,7 @@ class Trace(Tracer):
         self.write(line)
 
     def _read_twice(self, step: Step) -> dict[str, Any]:
-        """Whether reading this rank's samples again, with the same seed, gives the same; and what changes meanwhile."""
+        """Read this rank's samples again, with the same seed. Returns whether they differ, and changed attributes."""
         source, context = self.batches.source, self.context
         fetcher, before = Fetcher(source.dataset, source.collate_fn), hash_attributes(source.dataset)
         differs, changed = False, set[str]()
@@ -200,19 +200,19 @@ class Trace(Tracer):
                     os.kill(os.getpid(), signal.SIGKILL)
 
         def guard(event: str, args: tuple[Any, ...]) -> None:
-            with suppress(TypeError, AttributeError):  # files that are opened by number, or named in bytes
+            with suppress(TypeError, AttributeError):  # files opened by descriptor, or named in bytes
                 on_event(event, args)
 
         sys.addaudithook(guard)
 
 
 def hash_tensor(tensor: Tensor) -> str:
-    """16 hexadecimal digits that stand for a tensor's elements."""
+    """Return a hash of a tensor's elements: 16 hexadecimal digits."""
     return hashlib.sha256(view_bytes(tensor)).hexdigest()[:16]
 
 
 def hash_batch(batch: Any) -> str:
-    """16 hexadecimal digits that stand for a micro-batch's content; "" if it cannot be hashed."""
+    """Return a hash of a micro-batch: 16 hexadecimal digits; "" if it cannot be hashed."""
     try:
         return digest(batch)[:16]
     except Error:
@@ -224,10 +224,10 @@ def hash_batch(batch: Any) -> str:
 
 
 def hash_attributes(dataset: Any) -> dict[str, str]:
-    """A hash of each attribute of a data set, and of those it wraps (`dataset.dataset`)."""
+    """Return a hash of each attribute of a data set and of those that it wraps (`dataset.dataset`)."""
     found: dict[str, str] = {}
     inside, thing = "", dataset
-    while thing is not None and len(inside) < 80:  # Subset and its kind, in few layers
+    while thing is not None and len(inside) < 80:  # Subset and similar wrappers, a few layers deep
         own = getattr(thing, "__dict__", {})
         found |= {inside + name: hash_batch(value) for name, value in own.items() if name != "dataset"}
         inside, thing = f"{inside}dataset.", own.get("dataset")
@@ -235,7 +235,7 @@ def hash_attributes(dataset: Any) -> dict[str, str]:
 
 
 def read_draws() -> dict[str, str]:
-    """A hash of each global generator's state."""
+    """Return a hash of each global generator's state."""
     return {
         "torch": read_generator(torch.default_generator),
         "numpy": read_generator(NUMPY_GENERATOR),
@@ -244,7 +244,7 @@ def read_draws() -> dict[str, str]:
 
 
 def flatten(structure: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The plain values of an encoded state, with their paths; an optimizer's numbering of parameters is left out."""
+    """Yield the plain values of an encoded state, with their paths. An optimizer's parameter numbers are omitted."""
     if isinstance(structure, list):
         pairs: list[tuple[Any, Any]] = list(enumerate(structure))
     elif isinstance(structure, dict) and structure.get(KIND) in ("tensor", "array"):

@@ -1,4 +1,4 @@
-"""Notices state of the script that changes from step to step and that no snapshot holds."""
+"""Detects state of the script that changes from step to step and that no snapshot holds."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
@@ -15,8 +15,8 @@ from samestep.snapshot.serialization import view_bytes
 from samestep.train.generators import KINDS, find_things, look_into, read_generator
 
 LOOK_AT = (1, 2, 4, 8, 16)  # steps of this start; the first look finds the objects, the others compare
-LOOK_AT_EPOCHS = 3  # and the ends of this many epochs
-MAX_THINGS = 2_000  # of the script, that are looked at in search of such objects: some milliseconds
+LOOK_AT_EPOCHS = 3  # also at the ends of this many epochs
+MAX_THINGS = 2_000  # objects of the script that are searched: some milliseconds
 MAX_TENSORS = 4_000
 MAX_ELEMENTS = 512  # of a tensor, evenly spaced
 
@@ -27,8 +27,8 @@ class Unprepared:
     Looks at a sample of each state, so that a look takes milliseconds. On one rank.
 
     Args:
-        objects: what was passed to `run.prepare`; None: it never looks.
-        roots: where to look beside the script's variables, such as the data set, by what to call them.
+        objects: the objects passed to `run.prepare`; None: disabled.
+        roots: name -> object to search besides the script's variables, such as the data set.
         say: takes a sentence.
     """
 
@@ -37,14 +37,14 @@ class Unprepared:
         objects = self._objects = objects or {}
         self._marks: dict[str, tuple[Any, str, int]] | None = None
         self._num_epochs = 0
-        # Parts of what is prepared, such as a scheduler's optimizer.
+        # Parts of prepared objects, such as a scheduler's optimizer.
         parts = [part for each in objects.values() for _, part in look_into(each)]
         parts += [part for each in objects.values() if isinstance(each, nn.Module) for part in each.modules()]
         self._own = {id(each) for each in objects.values()}
         self._parts = self._own | {id(part) for part in parts}
 
     def look(self, num_steps: int, *, ends_epoch: bool = False) -> None:
-        """To be called after each step of this start, and after each epoch's body; `num_steps`: those done by now."""
+        """Call after each step of this start, and after each epoch's body. `num_steps`: number of finished steps."""
         self._num_epochs += ends_epoch
         if not self._is_on or not (self._num_epochs <= LOOK_AT_EPOCHS if ends_epoch else num_steps in LOOK_AT):
             return
@@ -56,7 +56,7 @@ class Unprepared:
         changed = {
             path: thing
             for path, (thing, mark, seed) in self._marks.items()
-            # A generator that the steps seed is as good as a new one.
+            # A generator that the steps seed holds no state over steps.
             if mark != _mark(thing, known) and seed == _read_seed(thing)
         }
         for path in changed:
