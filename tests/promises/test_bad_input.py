@@ -241,7 +241,7 @@ def test_directories_of_others(tmp_path: Path) -> None:
     for name in ("snapshots/photo.jpg", "ledger.bin", "notes.txt"):
         (tmp_path / name).write_text("dear to someone")
     before = look(tmp_path)
-    with pytest.raises(samestep.Error, match="there is no sample"):
+    with pytest.raises(samestep.Error, match="a run needs at least one sample"):
         samestep.spawn(train, 1, ("an empty data set", tmp_path))
     assert look(tmp_path) == before
     assert not (tmp_path / "lock").exists()

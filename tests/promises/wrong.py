@@ -199,7 +199,9 @@ def _(run_dir: RunDir) -> None:
     loop(*build(run_dir), body)
 
 
-@mistake("step.backward for all models and for one", r"two step\.backward into one model in micro-batch \d of step 0")
+@mistake(
+    "step.backward for all models and for one", r"step\.backward was called twice for one model in micro-batch \d of"
+)
 def _(run_dir: RunDir) -> None:
     def body(step: Any, model: nn.Module, x: Tensor, y: Tensor) -> None:
         step.backward(F.mse_loss(model(x), y), model=model)
@@ -208,14 +210,12 @@ def _(run_dir: RunDir) -> None:
     loop(*build(run_dir), body)
 
 
-@mistake("step.backward for a strange model", r"a model that run\.prepare does not know: pass it there, too")
+@mistake("step.backward for a strange model", r"a model that was not passed to run\.prepare: pass it there, too")
 def _(run_dir: RunDir) -> None:
     loop(*build(run_dir), lambda step, model, x, y: step.backward(model(x).mean(), model=nn.Linear(1, 1)))
 
 
-@mistake(
-    "a model that no optimizer has", r"step\.backward\(model=\.\.\.\) in step 0 got a model without a parameter to tr"
-)
+@mistake("a model that no optimizer has", r"step\.backward\(model=\.\.\.\) in step 0 got a model without trained param")
 def _(run_dir: RunDir) -> None:
     run = samestep.Run(run_dir, batch_size=BATCH_SIZE, micro_batch_size=MICRO_BATCH_SIZE, device="cpu")
     model, critic = nn.Linear(4, 4), nn.Linear(4, 1)
@@ -486,7 +486,7 @@ for number in (-1.0, float("nan"), float("inf"), "many", torch.ones(2), torch.te
         loop(*build(run_dir), lambda step, model, x, y: step.backward(F.mse_loss(model(x), y), weight=weight))
 
 
-@mistake("sparse gradients", r"model\.0\.weight has a sparse gradient: use sparse=False in its layer, not S")
+@mistake("sparse gradients", r"model\.0\.weight has a sparse gradient: use sparse=False in its layer, and Adam")
 def _(run_dir: RunDir) -> None:
     def body(step: Any, model: nn.Module, x: Tensor, y: Tensor) -> None:
         step.backward(F.mse_loss(model(x[:, 0].abs().long()), y))
@@ -818,7 +818,7 @@ class Stream(IterableDataset[int]):
 
 
 DATA = {
-    "an empty data set": ([], r"the data set \(list\) is empty: there is no sample"),
+    "an empty data set": ([], r"the data set \(list\) is empty: a run needs at least one"),
     "no data": (None, r"NoneType does not support indexing"),
     "a generator": ((x for x in "ab"), r"generator does not support indexing, .*: pass a map-style data set"),
     "an IterableDataset": (Stream(), r"Stream does not support indexing, .*: pass a map-style data set"),

@@ -153,8 +153,8 @@ class GradientPass:
         if losses and (slot in losses or slot == 0 or 0 in losses):
             raise Error(
                 f"step.backward was called twice for one model in micro-batch {self._v} of step {self._step}: add the "
-                "losses and call it once (or, where their weights differ, step.backward({loss: weight, ...})), or name "
-                "the model that each is for, step.backward(loss, model=...)"
+                "losses and call it once (or, if their weights differ, step.backward({loss: weight, ...})), or name "
+                "the model of each, step.backward(loss, model=...)"
             )
         if isinstance(loss, Mapping) and (weight is not None or not loss):
             raise Error("step.backward takes several losses as {loss: weight, ...}: at least one, and without weight=")
