@@ -54,13 +54,14 @@ def main():
             scheduler.step()
             {in_step}
         {in_epoch}
+    {at_end}
 
 main()
 """
 
 PLACES = (
     "top", "in_data", "in_item", "in_model", "in_forward", "arguments", "before", "in_micro_batch", "weight",
-    "after_micro_batch", "in_step", "in_epoch",
+    "after_micro_batch", "in_step", "in_epoch", "at_end",
 )  # fmt: skip
 
 

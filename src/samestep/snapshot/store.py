@@ -113,6 +113,10 @@ class Store:
             problem = f"{MANIFEST} is of step {manifest['step']}"
         return Snapshot(path, step, None, manifest, problem)
 
+    def select(self, which: int | str) -> list[Snapshot]:
+        """The snapshots that match `which` (as for `find`), sound or not."""
+        return [s for s in self.snapshots() if which in ("latest", s.step if isinstance(which, int) else s.name)]
+
     def find(
         self, which: int | str, *, warn: Callable[[str], None] = warnings.warn,
         judge: Callable[[Snapshot], str] = lambda _: "",
@@ -130,8 +134,7 @@ class Store:
         Raises:
             Error: no snapshot that matches is sound.
         """
-        found = self.snapshots()
-        wanted = [each for each in found if which in ("latest", each.step if isinstance(which, int) else each.name)]
+        found, wanted = self.snapshots(), self.select(which)
         problem = ""
         for snapshot in reversed(wanted):
             problem = snapshot.problem or judge(snapshot) or find_damage(snapshot.path, snapshot.manifest) or ""

@@ -15,7 +15,7 @@ from samestep.world.group import Group
 
 def recall(
     snapshotter: Snapshotter, known: Mapping[str, nn.Module], names: Sequence[str], which: int | str, group: Group,
-    loop: Loop | None,
+    loop: Loop | None, *, may_lack: bool = False,
 ) -> bool:  # fmt: skip
     """Load the parameters and buffers of a snapshot into models, in place. On all ranks.
 
@@ -26,6 +26,7 @@ def recall(
         names: of those that are meant; all where it is empty.
         which: as for `Store.find`.
         loop: the run's, where it has begun one.
+        may_lack: do nothing if there is no such snapshot: a run of a few steps (`samestep verify`) may not reach it.
 
     Returns:
         Whether no loop has begun: one that begins now would train other weights than the run's.
@@ -44,7 +45,9 @@ def recall(
     snapshotter.settle()
     store = Store(snapshotter.path, snapshotter.named)
 
-    def read_and_load() -> dict[str, dict[str, Any]]:
+    def read_and_load() -> dict[str, dict[str, Any]] | None:
+        if may_lack and not store.select(which):
+            return None
         snapshotter.download(which)
         found = store.find(which)
         if found is None:
@@ -54,6 +57,8 @@ def recall(
         return {name: {k: v for k, v in saved[name].items() if not isinstance(v, Tensor)} for name in modules}
 
     others = group.once(read_and_load)  # such as extra_state; few modules have any
+    if others is None:
+        return False
     for name, module in modules.items():
         if group.rank != 0 and others[name]:
             module.load_state_dict({**module.state_dict(), **others[name]})

@@ -501,7 +501,10 @@ class Run:
         """
         self._check_call("run.restore", "call it after the loop")
         self._check_prepared("run.restore")
-        self._is_recalled = recall(self._snapshotter, self._modules, names, which, self._context.group, self._loop)
+        self._is_recalled = recall(
+            self._snapshotter, self._modules, names, which, self._context.group, self._loop,
+            may_lack=self._tracer is not None,
+        )  # fmt: skip
 
     def stop(self, reason: str = "") -> None:
         """End the loop after the current step (or the current epoch's body). Call it on all ranks.
