@@ -335,7 +335,7 @@ def explain_no_sound(place: object, problem: str) -> Error:
 
 
 def _delete(path: Path) -> None:
-    """Removes a directory, or the symbolic link that a user put in its place."""
+    """Removes a directory, or the symbolic link that a user has created instead."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     else:

@@ -1,4 +1,4 @@
-"""One training run, as a script sees it: the ranks, the data, the gradient, what is kept and what is said."""
+"""One training run: composes the ranks, the data, the gradient, snapshots and metrics into the API of a script."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
