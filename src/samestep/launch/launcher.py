@@ -124,9 +124,7 @@ def _open_server(overrides: Overrides, num_ranks: str) -> ForkServer:
         return ForkServer()  # not the program `samestep`: do not fork its state
     gc.disable()  # saves a quarter of the time of the imports
     # Before numpy is imported and starts threads, which a fork does not copy.
-    num_threads = overrides.get("num_threads", 1)
-    os.environ.update({} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)})
-    os.environ.update(child_variables())
+    os.environ.update({"OMP_NUM_THREADS": str(overrides.get("num_threads") or 1), **child_variables()})
     ranks = "1 rank" if num_ranks == "1" else f"{num_ranks} ranks" if num_ranks.isdecimal() else "ranks"
     with say_when_slow(f"starting {ranks}"):
         import torch  # noqa: F401

@@ -132,9 +132,8 @@ class Placement:
 
 def build_variables(num_ranks: int, place: Placement, overrides: Overrides) -> list[dict[str, str]]:
     """Build the environment of each of the `num_ranks` ranks on this machine."""
-    num_threads = overrides.get("num_threads", 1)  # None: `samestep doctor`, which looks at torch's own choice
     defaults = {
-        **({} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}),
+        "OMP_NUM_THREADS": str(overrides.get("num_threads") or 1),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # for determinism; read when CUDA starts
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
