@@ -94,6 +94,19 @@ def test_a_rank_that_leaves_after_its_loop(tmp_path: Path) -> None:
         samestep.spawn(train, 2)
 
 
+def test_a_rank_that_evaluates_alone_before_a_loop(tmp_path: Path) -> None:
+    """The other ranks begin the loop: no rank waits for the other one."""
+
+    def train() -> None:
+        run, model, optimizer = build(tmp_path / "x")
+        if run.rank == 0:
+            run.evaluate(lambda batch: {"one": 1.0}, list(range(8)))
+        loop(run, model, optimizer)
+
+    with pytest.raises(samestep.Error, match=r"rank 0 has called run\.evaluate and rank 1 has not"):
+        samestep.spawn(train, 2)
+
+
 def test_a_rank_that_leaves_early(tmp_path: Path) -> None:
     """It is named, and not the others that have lost it."""
 

@@ -321,7 +321,10 @@ class Ranks:
         if not self._succeeded or (self.directory / STOPPED).exists():
             return None
         rank, time_s = min(self._succeeded.items(), key=lambda end: end[1])
-        message = "ended before its run did, with exit code 0: let every rank come to the end of the script"
+        message = (
+            "ended before its run did, with exit code 0: let every rank make the same calls to the end of the script, "
+            "run.evaluate among them"
+        )
         return Failure(rank, time_s, 1, False, "died", message)
 
     def close(self) -> None:

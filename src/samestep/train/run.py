@@ -23,7 +23,7 @@ from samestep.train.arguments import build_config, check_count, check_extras
 from samestep.train.batches import Batches, Sampler, build_batches
 from samestep.train.context import RunContext
 from samestep.train.determinism import describe_machine, fix_compiler, fix_kernels
-from samestep.train.evaluate import Evaluator, open_source
+from samestep.train.evaluate import Evaluator, check_not_alone, open_source
 from samestep.train.generators import call_on_rank_0
 from samestep.train.loop import Epoch, Loop
 from samestep.train.misuse import MisuseChecks
@@ -599,6 +599,8 @@ class Run:
         position, snapshotter = self._position, self._snapshotter
         assert self._misuse is not None
         assert self._resources is not None
+        # A rank that evaluates alone exchanges numbers: any other exchange of these ranks would wait for it forever.
+        check_not_alone(context.group.gather_number(0))
         lengths = {"the number of steps": total_steps, "the length of the data set": len(batches.source)}
         context.group.agree(batches.numbers | lengths)
         if self._loop is None:
