@@ -121,7 +121,7 @@ TAILS = {
 }
 
 
-@pytest.mark.parametrize("world_size", one_in(3, reversed(WORLD_SIZES)))
+@pytest.mark.parametrize("world_size", one_in(6, reversed(WORLD_SIZES)))
 @pytest.mark.parametrize("length", TAILS.values(), ids=TAILS)
 def test_every_tail(tmp_path: Path, length: int, world_size: int) -> None:
     used, read = train(tmp_path, world_size, length, batch_size=24, micro_batch_size=4)

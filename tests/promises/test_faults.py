@@ -72,7 +72,7 @@ def build_faults() -> list[str]:
     return faults
 
 
-@pytest.mark.parametrize("fault", one_in(5, build_faults()))
+@pytest.mark.parametrize("fault", one_in(8, build_faults()))
 def test_at_every_moment(trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], fault: str) -> None:
     """keep_last=1, so that there is something to prune."""
     num_ranks_then = 1 + len(fault) % 4

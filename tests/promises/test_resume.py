@@ -70,7 +70,7 @@ def build_ends_of_launchers() -> list[tuple[str, str]]:
     return [(victims[i % 3], f"step {step} in {moment}") for i, (moment, step) in enumerate(steps.items())]
 
 
-@pytest.mark.parametrize(("victim", "held_at"), one_in(8, build_ends_of_launchers()))
+@pytest.mark.parametrize(("victim", "held_at"), one_in(12, build_ends_of_launchers()))
 def test_the_launcher_itself_is_killed(trial: Trial, undisturbed: Undisturbed, victim: str, held_at: str) -> None:
     """Its ranks, and their DataLoader workers, do not outlive it to write into the run of those that follow."""
     arguments = ["--num-workers", "1", "--settled"]
