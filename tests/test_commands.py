@@ -11,6 +11,7 @@ import psutil
 import pytest
 from support.commands import Popen, find_programs, is_forkable, run
 from support.runs import check, clean_variables, digest, run_command
+from support.selection import one_in
 from support.waiting import wait_until
 
 EVERYTHING = """
@@ -69,7 +70,7 @@ def run_twice(*words: str | Path, cwd: Path, **more: object) -> list[subprocess.
     ]
 
 
-@pytest.mark.parametrize("kind", ["script", "module", "code"])
+@pytest.mark.parametrize("kind", one_in(3, ["script", "module", "code"]))
 def test_a_program_finds_the_same(tmp_path: Path, kind: str) -> None:
     (tmp_path / "program.py").write_text(EVERYTHING)
     (tmp_path / "helper.py").write_text("NAME = 'beside the script'")

@@ -61,7 +61,7 @@ def reduce_on_a_rank(n: int, direct_max_bytes: int) -> list[bytes]:
     return gathered
 
 
-@pytest.mark.parametrize("world_size", one_in(2, [1, 2, 3, 8, 4, 5]))
+@pytest.mark.parametrize("world_size", one_in(4, [1, 2, 3, 8, 4, 5]))
 @pytest.mark.parametrize("direct_max_bytes", [0, 1 << 30])
 def test_all_ranks_get_the_canonical_sum(world_size: int, direct_max_bytes: int) -> None:
     for n in sorted({1, 2, world_size, 11}):

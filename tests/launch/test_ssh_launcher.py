@@ -91,7 +91,7 @@ def test_two_hosts_are_one_launch(command: Command, hosts: SshHosts) -> None:
     command.assert_nothing_left()
 
 
-@pytest.mark.parametrize(("signum", "code"), one_in(2, [(signal.SIGTERM, 75), (signal.SIGINT, 130)]))
+@pytest.mark.parametrize(("signum", "code"), one_in(4, [(signal.SIGTERM, 75), (signal.SIGINT, 130)]))
 def test_a_signal_is_passed_on(command: Command, hosts: SshHosts, signum: signal.Signals, code: int) -> None:
     """Once, to all: they end their step, save and leave."""
     command.write("stoppable.py", STOPPABLE)
@@ -115,7 +115,7 @@ def test_a_second_signal_kills(command: Command, hosts: SshHosts) -> None:
     command.assert_nothing_left()
 
 
-@pytest.mark.parametrize("victim", one_in(5, ["command", "rank", "launcher", "watcher", "sshd"]))
+@pytest.mark.parametrize("victim", one_in(10, ["command", "rank", "launcher", "watcher", "sshd"]))
 def test_nothing_is_left_of_a_launch(command: Command, hosts: SshHosts, victim: str) -> None:
     """Whatever is killed, everything ends on every host, and the command says what it was."""
     command.write("stoppable.py", STOPPABLE)
@@ -216,7 +216,7 @@ def test_nobody_says_anything_any_more(command: Command) -> None:
     watcher.stdout.close()
 
 
-@pytest.mark.parametrize("names", one_in(2, ["b6,c6", "b,c"]))
+@pytest.mark.parametrize("names", one_in(4, ["b6,c6", "b,c"]))
 def test_hosts_with_networks_of_their_own(command: Command, tmp_path: Path, names: str) -> None:
     """They meet by the address that ssh has reached the first one by, IPv4 or IPv6, without a name being known to all;
     one whose plug is pulled ends, and so do the others.

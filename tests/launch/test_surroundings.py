@@ -44,7 +44,7 @@ def find_steps(directory: Path) -> list[int]:
     return [snapshot.step for snapshot in store.snapshots()]
 
 
-@pytest.mark.parametrize("words", one_in(2, [["train.py"], ["-m", "samestep", "launch", "train.py"]]))
+@pytest.mark.parametrize("words", one_in(4, [["train.py"], ["-m", "samestep", "launch", "train.py"]]))
 def test_closed_standard_files(command: Command, words: list[str]) -> None:
     """As some daemons start programs. What C code prints then is not written into the run's files."""
     command.write("train.py", SCRIPT)
@@ -72,7 +72,7 @@ def test_output_that_cannot_be_written(command: Command) -> None:
             assert done.returncode == 2
 
 
-@pytest.mark.parametrize("program", one_in(2, ["samestep", ""]))
+@pytest.mark.parametrize("program", one_in(4, ["samestep", ""]))
 def test_names_that_the_output_lacks(command: Command, program: str) -> None:
     command.write("train.py", SCRIPT)
     name = os.fsdecode(b"r\xc3\xbcn \xff")  # no text in any encoding

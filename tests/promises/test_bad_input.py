@@ -292,7 +292,7 @@ def test_launched(tmp_path: Path, name: str, num_ranks: int) -> None:
         assert look(tmp_path) == {}
 
 
-@pytest.mark.parametrize("name", one_in(3, ["loss.item()", "break in the epochs", "a data set that fails in a worker"]))
+@pytest.mark.parametrize("name", one_in(6, ["loss.item()", "break in the epochs", "a data set that fails in a worker"]))
 def test_plain_python(tmp_path: Path, name: str) -> None:
     assert_refused(python(name, tmp_path / "x"), MISTAKES[name].said)
 
@@ -330,7 +330,7 @@ def start_by_hand(name: str, run_dir: Path, scripts: Sequence[Path] = (SCRIPT, S
     return [Done(rank.args, rank.returncode, *words) for rank, words in zip(ranks, said, strict=True)]
 
 
-@pytest.mark.parametrize("name", one_in(2, ["a data set that fails", "optimizer.step not dedented"]))
+@pytest.mark.parametrize("name", one_in(4, ["a data set that fails", "optimizer.step not dedented"]))
 def test_once_where_nobody_filters(tmp_path: Path, name: str) -> None:
     """Said by one rank, whichever it is; another one says at most that it has lost that one."""
     ranks = start_by_hand(name, tmp_path / "x")

@@ -184,7 +184,7 @@ def test_no_restarts_are_left(trial: Trial, undisturbed: Undisturbed, port: int)
     assert trial.outcome() == undisturbed()
 
 
-@pytest.mark.parametrize("signum", one_in(2, [signal.SIGTERM, signal.SIGUSR1]))
+@pytest.mark.parametrize("signum", one_in(4, [signal.SIGTERM, signal.SIGUSR1]))
 def test_a_signal_to_one_launcher(trial: Trial, undisturbed: Undisturbed, port: int, signum: signal.Signals) -> None:
     """All ranks of all nodes end the same step, save once, and every launcher says: start me again."""
     nodes = [

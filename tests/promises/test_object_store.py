@@ -176,7 +176,7 @@ def test_killed_in_the_midst_of_an_upload(cluster: Cluster, undisturbed: Undistu
     assert not list(cluster.store.rglob(".*")), "nothing half done"
 
 
-@pytest.mark.parametrize("file", one_in(2, ["tensors.safetensors", "manifest.json"]))
+@pytest.mark.parametrize("file", one_in(4, ["tensors.safetensors", "manifest.json"]))
 def test_a_flipped_bit(
     cluster: Cluster, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], file: str
 ) -> None:  # fmt: skip

@@ -88,7 +88,7 @@ def test_the_last_failure_is_told_as_ever(trial: Trial, undisturbed: Undisturbed
     assert trial.outcome() == undisturbed()
 
 
-@pytest.mark.parametrize("flag", one_in(2, ["--fresh", "--resume=5"]))
+@pytest.mark.parametrize("flag", one_in(4, ["--fresh", "--resume=5"]))
 def test_a_restart_goes_on_with_what_the_first_start_began(trial: Trial, undisturbed: Undisturbed, flag: str) -> None:
     """Not from an older snapshot once more, nor in one more new directory."""
     trial.spawn(1, max_steps=10)

@@ -94,7 +94,7 @@ def test_the_launcher_itself_is_killed(trial: Trial, undisturbed: Undisturbed, v
 # --- one after the other, and other loops -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", one_in(3, range(3)))
+@pytest.mark.parametrize("seed", one_in(6, range(3)))
 def test_killed_again_and_again(trial: Trial, undisturbed: Undisturbed, seed: int) -> None:
     """One crash after the other, at other numbers of ranks each time, until there is none left."""
     draw = random.Random(seed)
@@ -268,7 +268,7 @@ def test_a_backup_of_another_run(tmp_path: Path, capfd: pytest.CaptureFixture[st
 # --- where to go on from ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("which", one_in(2, [6, "6", "best", "latest"]))
+@pytest.mark.parametrize("which", one_in(4, [6, "6", "best", "latest"]))
 def test_resume_from_an_older_snapshot(
     trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], which: int | str
 ) -> None:
@@ -353,7 +353,7 @@ def test_fresh_starts_beside(trial: Trial, undisturbed: Undisturbed) -> None:
 
 @pytest.mark.parametrize(
     ("max_steps", "every"),
-    one_in(2, [(3, 3), (10, 3), (7, "1epochs"), (14, "1epochs"), (3, "2epochs"), (10, "2epochs")]),
+    one_in(4, [(3, 3), (10, 3), (7, "1epochs"), (14, "1epochs"), (3, "2epochs"), (10, "2epochs")]),
 )
 def test_max_steps_and_then_more(
     trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], max_steps: int, every: int | str

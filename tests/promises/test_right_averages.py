@@ -370,7 +370,7 @@ def measure_statistics(momentum: float | None, is_scheduled: bool) -> list[float
 
 @pytest.mark.parametrize("world_size", [1, 3, 5])
 @pytest.mark.parametrize(
-    ("momentum", "is_scheduled"), one_in(3, [(0.1, False), (0.9, False), (None, False), (0.1, True)])
+    ("momentum", "is_scheduled"), one_in(6, [(0.1, False), (0.9, False), (None, False), (0.1, True)])
 )
 def test_statistics_are_those_of_one_device(momentum: float | None, is_scheduled: bool, world_size: int) -> None:
     errors = samestep.spawn(measure_statistics, world_size, (momentum, is_scheduled))
@@ -441,7 +441,7 @@ def train_reduced(run_dir: Path, reduction: str, kind: type[nn.Module], bucket_c
 
 
 @pytest.mark.parametrize("bucket_cap_mb", [25.0, 0.0002])
-@pytest.mark.parametrize("kind", one_in(3, [Branches, Kinds]))
+@pytest.mark.parametrize("kind", one_in(6, [Branches, Kinds]))
 @pytest.mark.parametrize("world_size", [1, 2, 5])
 def test_fast_keeps_all_but_the_bits(
     tmp_path: Path, kind: type[nn.Module], bucket_cap_mb: float, world_size: int

@@ -117,7 +117,7 @@ def test_places(jobs: Jobs) -> None:
     assert read_places(batch.read_text()) == [alone, alone]
 
 
-@pytest.mark.parametrize(("num_tasks", "shares"), one_in(2, [(2, "2 ranks: 2+2"), (3, "3 ranks: 2+1+1")]))
+@pytest.mark.parametrize(("num_tasks", "shares"), one_in(4, [(2, "2 ranks: 2+2"), (3, "3 ranks: 2+1+1")]))
 def test_tasks_are_ranks(jobs: Jobs, trial: Trial, undisturbed: Undisturbed, num_tasks: int, shares: str) -> None:
     """No launcher of ours; on two nodes, evenly or not."""
     said = finish(jobs.start("srun", "-N2", f"-n{num_tasks}", sys.executable, SCRIPT, trial.dir))
@@ -135,7 +135,7 @@ def test_a_task_fails(jobs: Jobs, trial: Trial) -> None:
     trial.note_strike(fault)
 
 
-@pytest.mark.parametrize("name", one_in(2, ["TERM", "USR1"]))
+@pytest.mark.parametrize("name", one_in(4, ["TERM", "USR1"]))
 def test_tasks_are_signalled(jobs: Jobs, trial: Trial, undisturbed: Undisturbed, name: str) -> None:
     """As before a limit, with loader workers that hear it as well: all ranks save and end well, as under torchrun."""
     words = ["srun", "-N2", "-n2", "--job-name=signalled", jobs.python, SCRIPT, trial.dir]

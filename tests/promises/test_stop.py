@@ -43,7 +43,7 @@ def assert_goes_on(trial: Trial, undisturbed: Undisturbed, then: Started, step: 
 # --- the launcher -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("signum", one_in(2, CODES))
+@pytest.mark.parametrize("signum", one_in(4, CODES))
 def test_signal_to_the_launcher(trial: Trial, undisturbed: Undisturbed, signum: signal.Signals) -> None:
     """In the middle of an epoch, with DataLoader workers."""
     arguments = ["--num-workers", "1"]
@@ -60,7 +60,7 @@ def test_signal_to_the_launcher(trial: Trial, undisturbed: Undisturbed, signum: 
     assert_goes_on(trial, undisturbed, trial.run("launch", 2, HELD, arguments=arguments), step=8)
 
 
-@pytest.mark.parametrize("signum", one_in(2, [signal.SIGTERM, signal.SIGINT]))
+@pytest.mark.parametrize("signum", one_in(4, [signal.SIGTERM, signal.SIGINT]))
 def test_second_signal_to_the_launcher(trial: Trial, undisturbed: Undisturbed, signum: signal.Signals) -> None:
     """Nobody waits for the rank that is stuck."""
     launch = trial.start("launch", 2, HELD, "--snapshot-every", "3", arguments=["--settled"])
@@ -124,7 +124,7 @@ def test_signal_at_other_moments(trial: Trial, undisturbed: Undisturbed, moment:
     assert trial.outcome() == undisturbed()
 
 
-@pytest.mark.parametrize("done", one_in(2, [0, 10]))
+@pytest.mark.parametrize("done", one_in(4, [0, 10]))
 def test_signal_before_the_first_step(trial: Trial, undisturbed: Undisturbed, done: int) -> None:
     """As while data is read: nobody waits for a step, which may take minutes when it is the first."""
     if done:
@@ -248,7 +248,7 @@ def test_a_late_signal(trial: Trial) -> None:
 # --- other ways to start it -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("signum", one_in(2, [signal.SIGTERM, signal.SIGINT]))
+@pytest.mark.parametrize("signum", one_in(4, [signal.SIGTERM, signal.SIGINT]))
 def test_signal_to_plain_python(trial: Trial, undisturbed: Undisturbed, signum: signal.Signals) -> None:
     """And, as Ctrl-C in a terminal does, to its DataLoader workers."""
     arguments = ["--num-workers", "2"]
@@ -268,7 +268,7 @@ def test_signal_to_plain_python(trial: Trial, undisturbed: Undisturbed, signum: 
     assert trial.outcome() == undisturbed()
 
 
-@pytest.mark.parametrize("signum", one_in(2, [signal.SIGTERM, signal.SIGINT]))
+@pytest.mark.parametrize("signum", one_in(4, [signal.SIGTERM, signal.SIGINT]))
 def test_second_signal_to_plain_python(trial: Trial, undisturbed: Undisturbed, signum: signal.Signals) -> None:
     python = trial.start("python", 1, HELD, arguments=["--num-workers", "2", "--settled"])
     trial.wait_held()
@@ -285,7 +285,7 @@ def test_second_signal_to_plain_python(trial: Trial, undisturbed: Undisturbed, s
     assert trial.outcome() == undisturbed()
 
 
-@pytest.mark.parametrize(("moment", "step", "stops_at"), one_in(2, [("update", 7, 8), ("after schedule", 10, 10)]))
+@pytest.mark.parametrize(("moment", "step", "stops_at"), one_in(4, [("update", 7, 8), ("after schedule", 10, 10)]))
 def test_signal_after_the_exchange(
     trial: Trial, undisturbed: Undisturbed, moment: str, step: int, stops_at: int
 ) -> None:
@@ -300,6 +300,7 @@ def test_signal_after_the_exchange(
     assert trial.outcome() == undisturbed()
 
 
+@pytest.mark.soak
 def test_signal_to_a_rank_of_torchrun(trial: Trial, undisturbed: Undisturbed) -> None:
     torchrun = trial.start("torchrun", 2, HELD)
     trial.wait_held()
@@ -399,7 +400,7 @@ def test_signal_while_the_output_is_stuck(trial: Trial, undisturbed: Undisturbed
     assert trial.outcome() == undisturbed()
 
 
-@pytest.mark.parametrize("how", one_in(2, ["launch", "python"]))
+@pytest.mark.parametrize("how", one_in(4, ["launch", "python"]))
 def test_ctrl_c_before_tee(trial: Trial, undisturbed: Undisturbed, how: str) -> None:
     """`samestep launch ... | tee log`: the Ctrl-C that stops the run ends tee as well, and nobody reads any more."""
     reader, writer = os.pipe()

@@ -27,6 +27,7 @@ def read_digests(run_dir: Path) -> dict[str, str]:
     return {path.path.name: path.manifest["digest"] for path in Store(run_dir).snapshots()}
 
 
+@pytest.mark.soak
 def test_digits_learns_to_read(tmp_path: Path) -> None:
     run_dir = tmp_path / "digits"
     said = run_train("digits", "--nproc-per-node", "2", "--run-dir", str(run_dir))
