@@ -449,7 +449,7 @@ def test_full_disk_at_the_end(disk: Disk, tmp_path: Path, num_ranks: int, how: s
         loop(run, model, optimizer, then=then)
         (tmp_path / f"after-{run.rank}").touch()
 
-    said = r"the snapshot of step \d could not be written \(.*No space left.*\): the newest is that of step 2; mend th"
+    said = r"the snapshot of step \d could not be written \(.*No space left.*\): the newest is that of step 2; fix th"
     with pytest.raises(samestep.Error, match=said):
         samestep.spawn(train, num_ranks)
     assert len(list(tmp_path.glob("after-*"))) == (num_ranks if how == "at its end" else 0)
