@@ -10,7 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from samestep.engine.gradient_pass import GradientPass
-from samestep.errors import Error
+from samestep.errors import UsageError
 from samestep.train.steps import Step, StepObserver
 
 Signature = list[tuple[str, int, Any]]
@@ -38,9 +38,9 @@ class MisuseChecks(StepObserver):
         """
         for (path, *there), (now_path, *here) in zip(self._signature, self._sign(), strict=False):
             if path != now_path or there != here:
-                raise Error(f"{now_path} was replaced or converted after run.prepare: change the model before it")
+                raise UsageError(f"{now_path} was replaced or converted after run.prepare: change the model before it")
         if len(self._signature) != len(self._sign()):
-            raise Error("a model got or lost parameters after run.prepare: change the model before it")
+            raise UsageError("a model got or lost parameters after run.prepare: change the model before it")
         self._hook = register_optimizer_step_pre_hook(self._check_update)
 
     def close(self) -> None:
@@ -54,7 +54,7 @@ class MisuseChecks(StepObserver):
         step = self._step
         if step is not None and step.open:
             step.check_not_left()
-            raise Error(f"{what} inside the micro-batch loop of step {step.number}: {instead}")
+            raise UsageError(f"{what} inside the micro-batch loop of step {step.number}: {instead}")
 
     def begin_step(self, step: Step) -> None:
         self._step = step
@@ -67,7 +67,7 @@ class MisuseChecks(StepObserver):
     def exchange(self, step: Step) -> None:
         for (name, _), was, now in zip(self._schedules, self._read, self.read_schedules(), strict=True):
             if was != now:
-                raise Error(
+                raise UsageError(
                     f"{name}.step() inside the micro-batch loop of step {step.number}: each rank calls it as often as "
                     "it has micro-batches; dedent it by one level"
                 )
@@ -95,7 +95,7 @@ class MisuseChecks(StepObserver):
             return
         left = [param.grad for param in reducer.params if param.grad is not None]
         if any(bool(grad.any()) for grad in left) and all(bool(grad.isfinite().all()) for grad in left):
-            raise Error(
+            raise UsageError(
                 f"the gradients of step {number} were not used by an optimizer.step() before the next step: call it "
                 "after the inner loop of every step; to accumulate more samples per update, raise batch_size, since "
                 "each step sums all of its micro-batches; to skip an update, call optimizer.zero_grad() after the "
@@ -115,12 +115,12 @@ class MisuseChecks(StepObserver):
                 and not _has_gradient(optimizer)  # otherwise not all of them need to be checked
                 and all(param.grad is None for param in self._params())
             ):
-                raise Error(
+                raise UsageError(
                     f"optimizer.step() finds no gradient in step {step.number}: zero_grad() after the micro-batch loop "
                     "drops the gradients of the loop; remove it"
                 )
         if name is not None:
-            raise Error(
+            raise UsageError(
                 f"an optimizer ({type(optimizer).__name__}) that run.prepare did not get updates {name}: pass it too, "
                 "or its state is in no snapshot"
             )

@@ -13,7 +13,7 @@ from samestep.data.loader import seed_all
 from samestep.data.pools import Pools
 from samestep.engine.gradient_pass import GradientPass
 from samestep.engine.precision import build_precision
-from samestep.errors import Error
+from samestep.errors import Error, UsageError
 from samestep.plan.schedule import LEAST_SAMPLES, describe
 from samestep.plan.seeds import derive
 from samestep.snapshot.serialization import encode
@@ -216,9 +216,9 @@ class Run:
             >>> run.prepare(model=model, optimizer=optimizer)
         """
         if unnamed:
-            raise Error("run.prepare takes everything by name, run.prepare(model=model, ...), and returns nothing")
+            raise UsageError("run.prepare takes everything by name, run.prepare(model=model, ...), and returns nothing")
         if self._objects:
-            raise Error("run.prepare was called twice: pass all objects in one call")
+            raise UsageError("run.prepare was called twice: pass all objects in one call")
         context, config = self._context, self._context.config
         self._modules = modules = prepared.check(objects, self._old_params)
         self._objects.update(objects)
@@ -590,7 +590,9 @@ class Run:
         start = (0, 0) if self._loop is None else self._loop.find_end()
         self._check_prepared("the loop")
         if self._is_recalled:
-            raise Error("run.restore was called before the loop, which would train other weights: call it after it")
+            raise UsageError(
+                "run.restore was called before the loop, which would train other weights: call it after it"
+            )
         return build_batches(data, self.seed, self.batch_size, self.micro_batch_size, start, **arguments)
 
     def _begin(self, batches: Batches, total_steps: int, num_epochs: int | None) -> Loop:
@@ -689,7 +691,7 @@ class Run:
 
     def _check_prepared(self, what: str) -> None:
         if not self._objects:
-            raise Error(f"call run.prepare(model=..., optimizer=...) before {what}: it makes all ranks alike")
+            raise UsageError(f"call run.prepare(model=..., optimizer=...) before {what}: it makes all ranks alike")
 
     def _check_left(self) -> None:
         if self._loop is not None:

@@ -15,7 +15,7 @@ from samestep.data.failure import write_traceback
 from samestep.data.loader import Loaded, Loader, seed_all, to_device
 from samestep.engine.control import Vote
 from samestep.engine.gradient_pass import GradientPass, Losses, Report
-from samestep.errors import Error
+from samestep.errors import Error, UsageError
 from samestep.plan.ledger import combine
 from samestep.plan.schedule import Span
 from samestep.plan.seeds import derive
@@ -217,7 +217,7 @@ class Step:
     def _check_is_over(self, what: str) -> None:
         self.check_not_left()
         if self.open or not self.num_passes:
-            raise Error(
+            raise UsageError(
                 f"{what} of step {self.number} was read {'inside' if self.open else 'before'} the micro-batch loop: "
                 "read it after the loop, when the values of all ranks have arrived"
             )
@@ -251,9 +251,9 @@ class Step:
             refuse_unpacking(sys._getframe(2), "a step", "for batch in step")
         self.check_not_left()
         if self.is_over:
-            raise Error(f"step {self.number} is over, since step {self._position.steps_done} has begun")
+            raise UsageError(f"step {self.number} is over, since step {self._position.steps_done} has begun")
         if self.open:
-            raise Error(f"step {self.number} is iterated over inside its own loop: use one loop after the other")
+            raise UsageError(f"step {self.number} is iterated over inside its own loop: use one loop after the other")
         for notify in self._on.begin_pass:
             notify(self)
         self.open = True
@@ -330,7 +330,7 @@ class Step:
     def check_not_left(self) -> None:
         """Raise Error if the script left the loop over the micro-batches before its end."""
         if self._is_left:
-            raise Error(
+            raise UsageError(
                 f"the loop over the micro-batches of step {self.number} was left by break (or return, or an error), so "
                 "its gradient is not complete: let it run to its end; to end early, call run.stop()"
             )
@@ -391,7 +391,7 @@ class Step:
         """
         is_past = self.is_over or self._position.steps_done > self.number
         if is_past or not (self.open or self.num_passes):
-            raise Error(
+            raise UsageError(
                 f"step.log of step {self.number} was called outside of its body: call it in or after its micro-batch "
                 "loop, or run.log elsewhere"
             )
@@ -408,7 +408,7 @@ class Step:
 def refuse_unpacking(frame: FrameType, what: str, instead: str) -> None:
     """Raise Error if the current line of `frame` assigns to several names, as `for x, y in epoch` does."""
     if dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("UNPACK"):
-        raise Error(
+        raise UsageError(
             f"{what} was unpacked like a batch: loop over it first, `{instead}`; the loops are run.epochs() (or "
             "run.steps()), `for step in epoch`, and `for x, y in step`"
         )
