@@ -185,7 +185,7 @@ def _start_on_hosts(target: "Target", values: dict[str, Any]) -> int:
     hosts, endpoint = parse_hosts(values.pop("hosts")), values.pop("rdzv_endpoint", None)
     for name in ("nnodes", "node_rank"):
         if name in values:
-            raise Error(f"--hosts sets the number of nodes: leave out --{name.replace('_', '-')}")
+            raise Error(f"--hosts sets the number of nodes: leave out {name_flag(name)}")
     if "rdzv_secret" in values:
         raise Error("--hosts creates a secret for each launch: leave out --rdzv-secret")
     check_target(target)

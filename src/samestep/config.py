@@ -124,18 +124,18 @@ def parse_interval(name: str, value: Any, allowed: str = _INTERVALS) -> Interval
     return Interval(epochs=count) if unit.startswith("epoch") else Interval(steps=count)
 
 
-def _check_compare_every(name: str, value: Any) -> Interval | None:
-    interval = parse_interval(name, value, _COMPARE_INTERVALS)
-    if interval is not None and interval.seconds is not None:
-        raise InvalidValue(f"{name} is {value!r}: {_COMPARE_INTERVALS}")
-    return interval
+def _interval_if(is_allowed: Callable[[Interval | None], bool], allowed: str) -> Callable[[str, Any], Interval | None]:
+    def check(name: str, value: Any) -> Interval | None:
+        interval = parse_interval(name, value, allowed)
+        if not is_allowed(interval):
+            raise InvalidValue(f"{name} is {value!r}: {allowed}")
+        return interval
+
+    return check
 
 
-def _check_log_every(name: str, value: Any) -> Interval:
-    interval = parse_interval(name, value, _LOG_INTERVALS)
-    if interval is None:
-        raise InvalidValue(f"{name} is {value!r}: {_LOG_INTERVALS}")
-    return interval
+_check_compare_every = _interval_if(lambda it: it is None or it.seconds is None, _COMPARE_INTERVALS)
+_check_log_every = _interval_if(lambda it: it is not None, _LOG_INTERVALS)
 
 
 def is_url(run_dir: object) -> bool:
@@ -349,9 +349,18 @@ def name_flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def to_flags(options: Mapping[str, Any]) -> list[str]:
+    """The words of a command line that set options: keep_last=5, fresh=True -> ["--keep-last", "5", "--fresh"]."""
+    return [
+        word
+        for name, value in options.items()
+        for word in ([name_flag(name)] if value is True else [name_flag(name), str(value)])
+    ]
+
+
 def format_flags(**options: Any) -> str:
     """Options as they are written on the command line: keep_last=5, fresh=True -> "--keep-last 5 --fresh"."""
-    return " ".join(name_flag(name) + ("" if value is True else f" {value}") for name, value in options.items())
+    return " ".join(to_flags(options))
 
 
 def to_variables(overrides: Overrides) -> dict[str, str]:

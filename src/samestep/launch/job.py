@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from samestep.config import OPTIONS, name_flag
+from samestep.config import OPTIONS, name_flag, to_flags
 from samestep.console import say
 from samestep.errors import Error
 from samestep.launch.launcher import check_target
@@ -91,10 +91,7 @@ def build_job(target: Target, values: Mapping[str, Any]) -> Job:
             f"--time {values['time']} leaves {limit_s - grace_s} s before the signal to stop, which Slurm can send up "
             f"to 60 s early: give {LEAST_S} s and the time of some steps and a snapshot, or it may save nothing new"
         )
-    launch = []
-    for name, value in values.items():
-        if name in ("show_ranks", "max_restarts", *OPTIONS) and name not in ("run_dir", "grace_s"):
-            launch += [name_flag(name)] if value is True else [name_flag(name), str(value)]
+    passed_on = {"show_ranks", "max_restarts", *OPTIONS} - {"run_dir", "grace_s"}
     default_names = {"module": target.name, "recipe": target.name.rpartition(".")[2]}
     name = values.get("job_name") or default_names.get(target.kind, Path(target.name).stem)
     return Job(
@@ -105,7 +102,7 @@ def build_job(target: Target, values: Mapping[str, Any]) -> Job:
         num_gpus=num_gpus,
         num_cpus=num_ranks * values.get("cpus_per_rank", 4 if num_gpus else 1),
         grace_s=grace_s,
-        launch=launch,
+        launch=to_flags({name: value for name, value in values.items() if name in passed_on}),
         run_dir=values.get("run_dir", ""),
         options=values,
     )

@@ -17,7 +17,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from samestep.config import Overrides, to_variables
+from samestep.config import PREFIX, Overrides, name_flag, to_variables
 from samestep.errors import Error
 from samestep.launch.handshake import is_proven, make_nonce, prove
 from samestep.launch.links import Link, check_fields
@@ -252,7 +252,7 @@ def find_difference(hello: Hello, others: Sequence[Hello]) -> str | None:
     for other in others:
         compared = [(what, getattr(hello, name), getattr(other, name)) for name, what in kinds.items()]
         for variable in sorted({*hello.overrides, *other.overrides}):
-            option = "--" + variable.removeprefix("SAMESTEP_").lower().replace("_", "-")
+            option = name_flag(variable.removeprefix(PREFIX).lower())
             mine, theirs = (each.overrides.get(variable, "none") for each in (hello, other))
             compared.append((f"another {option} (or {variable})", mine, theirs))
         for what, mine, theirs in compared:

@@ -94,16 +94,17 @@ def read_overrides(variables: Mapping[str, str] | None = None) -> Overrides:
 
 def advise(**options: Any) -> str:
     """Format options for the command that started this process, to follow "start with" in a message."""
-    settings = [f"{name}={value}" for name, value in to_variables(options).items()]
+    variables = to_variables(options)
+    settings = " ".join(f"{name}={value}" for name, value in variables.items())
     launcher = os.environ.get(PREFIX + "LAUNCHER")  # "call": samestep.spawn started this rank.
     if launcher == "call":
-        pairs = ", ".join(f'"{name}": "{value}"' for name, value in to_variables(options).items())
+        pairs = ", ".join(f'"{name}": "{value}"' for name, value in variables.items())
         return f"env={{{pairs}}} for samestep.spawn"
     if launcher is not None or Path(sys.argv[0]).name == "samestep":
         return format_flags(**options)
     if "RANK" in os.environ or "ipykernel" in sys.modules:
-        return f"{' '.join(settings)} in the environment"
-    return f"{' '.join(settings)} {shlex.join(sys.orig_argv)}"
+        return f"{settings} in the environment"
+    return f"{settings} {shlex.join(sys.orig_argv)}"
 
 
 def read_rank() -> int:

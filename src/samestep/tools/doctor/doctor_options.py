@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from samestep.config import name_flag, to_flags
 from samestep.errors import Error
 
 DESCRIPTION = """\
@@ -47,12 +48,8 @@ class Options:
 
     def to_arguments(self) -> list[str]:
         """Return the words that `parse` converts to these options."""
-        words = ["--json"] if self.json else []
-        for name in ("run_dir", "device", "num_threads", "batch_size", "micro_batch_size"):
-            value = getattr(self, name)
-            if value is not None:
-                words += [f"--{name.replace('_', '-')}", str(value)]
-        return words + (["--script", *self.script] if self.script else [])
+        given = {name: value for name, value in vars(self).items() if name != "script" and value not in (None, False)}
+        return to_flags(given) + (["--script", *self.script] if self.script else [])
 
 
 @dataclass(frozen=True)
@@ -70,7 +67,7 @@ class Start:
     @property
     def given(self) -> list[str]:
         """The options that were given, as they are written."""
-        return [f"--{name.replace('_', '-')}" for name, value in vars(self).items() if value is not None]
+        return [name_flag(name) for name, value in vars(self).items() if value is not None]
 
 
 def parse(arguments: Sequence[str]) -> tuple[Options, Start]:
