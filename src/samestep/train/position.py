@@ -55,11 +55,6 @@ class Position:
         self._ends: list[list[int]] = []  # per finished loop: its end, and its planned end
         self._num_begun = self._num_past = 0
 
-    @property
-    def num_ended(self) -> int:
-        """Number of loops that have ended, over all restarts."""
-        return len(self._ends)
-
     def state_dict(self) -> dict[str, Any]:
         """The ends of the loops; empty before the first loop has ended."""
         return {"loops": self._ends} if self._ends else {}
@@ -81,18 +76,16 @@ class Position:
                     f"loop {number + 1} of this run ended at step {end} and is not continued, although its planned "
                     f"end is now step {planned_step} (was {was}): resume from a step before {end} to change it"
                 )
-            place = Place(number, end, end, planned_step, self._num_past, is_past=True, warning=warning)
-        else:
-            place = Place(
-                number,
-                steps_done=max(first_step, self.resumed_step),
-                last_step=min(planned_step, max_steps or ENDLESS),
-                planned_step=planned_step,
-                num_past=self._num_past,
-                is_further=number > self._num_past,
-                is_replayed=0 < number == self._num_past,
-            )
-        return place
+            return Place(number, end, end, planned_step, self._num_past, is_past=True, warning=warning)
+        return Place(
+            number,
+            steps_done=max(first_step, self.resumed_step),
+            last_step=min(planned_step, max_steps or ENDLESS),
+            planned_step=planned_step,
+            num_past=self._num_past,
+            is_further=number > self._num_past,
+            is_replayed=0 < number == self._num_past,
+        )
 
     def enter(self, place: Place) -> None:
         """Begin the loop at `place`."""
