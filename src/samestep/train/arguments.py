@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from samestep.config import OPTIONS, RunConfig
-from samestep.errors import Error, InvalidType, InvalidValue
+from samestep.errors import InvalidType, InvalidValue, UsageError
 from samestep.plan.schedule import check_numbers, default_micro_batch_size
 from samestep.world.environment import Environment, advise
 
@@ -52,7 +52,7 @@ def _check_one_directory(said: str, given: Any) -> None:
     """Refuse further runs of a script (the folds of a cross-validation): they would resume the first one at its end."""
     before = _replaced.setdefault(said, str(given))
     if before != str(given):
-        raise Error(
+        raise UsageError(
             f"this script makes several runs, one in {before} and one in {given}, and a launcher's --run-dir (or "
             f"SAMESTEP_RUN_DIR) has them share {said}: leave it out, and the script chooses their directories"
         )

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from samestep.data.loader import Task
 from samestep.data.source import Source, understand
-from samestep.errors import Error
+from samestep.errors import Error, InvalidType, InvalidValue
 from samestep.files import open_regular, replace_file
 from samestep.plan.ledger import fingerprint
 from samestep.plan.order import GivenOrder, Order, build_order
@@ -65,10 +65,10 @@ class Batches:
             return build_order(len(self.source), seed=self._seed, epoch=epoch, shuffle=self.source.shuffle)
         given = self._sampler(epoch)
         if not isinstance(given, Iterable):
-            raise Error(f"sampler({epoch}) gave {given!r}: return the epoch's sample indices, such as a list")
+            raise InvalidType(f"sampler({epoch}) gave {given!r}: return the epoch's sample indices, such as a list")
         order = GivenOrder(given, len(self.source))
         if epoch > (first := self.first_epoch) and len(order) != self.length:
-            raise Error(
+            raise InvalidValue(
                 f"sampler({epoch}) gave {len(order)} indices and sampler({first}) {self.length}: return equally many"
             )
         return order
@@ -199,12 +199,14 @@ def build_batches(
     """
     for name in ("shuffle", "drop_last", "pin_memory"):
         if not isinstance(source.get(name), bool | None):
-            raise Error(f"{name} must be True or False, not {source[name]!r}")
+            raise InvalidValue(f"{name} must be True or False, not {source[name]!r}")
     if sampler is not None and not callable(sampler):
         kind = type(sampler).__name__
-        raise Error(f"sampler must be a function, sampler(epoch) -> sample indices, equal on all ranks, not a {kind}")
+        raise InvalidType(
+            f"sampler must be a function, sampler(epoch) -> sample indices, equal on all ranks, not a {kind}"
+        )
     if sampler is not None and source.get("shuffle"):
-        raise Error("sampler and shuffle=True were both given: the sampler decides the order, leave shuffle out")
+        raise InvalidValue("sampler and shuffle=True were both given: the sampler decides the order, leave shuffle out")
     return Batches(
         understand(data, micro_batch_size=micro_batch_size, **source),
         seed=seed,

@@ -16,7 +16,7 @@ from samestep.data.pools import Pools
 from samestep.data.source import Source, understand
 from samestep.engine.control import Vote
 from samestep.engine.gradient_pass import GradientPass
-from samestep.errors import Error
+from samestep.errors import Error, InvalidType, InvalidValue, UsageError
 from samestep.plan.order import build_order
 from samestep.plan.schedule import rank_range
 from samestep.plan.seeds import derive
@@ -37,7 +37,7 @@ def open_source(data: Any, micro_batch_size: int | None, **arguments: Any) -> So
     """
     size = 1 if micro_batch_size is None else micro_batch_size
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise Error(f"micro_batch_size must be a whole number above 0, not {micro_batch_size!r}")
+        raise InvalidValue(f"micro_batch_size must be a whole number above 0, not {micro_batch_size!r}")
     source = understand(data, **arguments)
     return replace(source, shuffle=False, micro_batch_size=micro_batch_size or source.micro_batch_size)
 
@@ -72,7 +72,7 @@ class Evaluator:
     def evaluate(self, score: Callable[[Any], Mapping[str, Any]], source: Source) -> dict[str, Any]:
         """Score every sample. Arguments, result and errors as for `Run.evaluate`."""
         if not callable(score):
-            raise Error(f"run.evaluate needs a function score(batch) -> dict, not {score!r}")
+            raise InvalidType(f"run.evaluate needs a function score(batch) -> dict, not {score!r}")
         group, steps_done = self._context.group, self._position.steps_done
         self._watchdog.enter("reducing", steps_done)
         check_not_alone(group.gather_number(EVALUATES + self._position.num_evaluations))
@@ -118,7 +118,7 @@ class Evaluator:
         except Error as error:
             where = write_traceback(error, self._logs(), context.rank)
             message = f"{str(error).rstrip('.')}, on rank {context.rank} in run.evaluate{where}"
-            raise Error(message, rank=context.rank) from error.__cause__
+            raise type(error)(message, rank=context.rank) from error.__cause__
         finally:
             _set_modes(modes)
             _set_gradients(gradients)
@@ -129,7 +129,7 @@ def check_not_alone(marks: list[int]) -> None:
     most = max(marks)
     if most >= EVALUATES and min(marks) != most:
         rank, other = marks.index(most), next(rank for rank, mark in enumerate(marks) if mark != most)
-        raise Error(
+        raise UsageError(
             f"rank {rank} has called run.evaluate and rank {other} has not: call it on every rank, since they "
             "divide the data set, and print or save the result on rank 0"
         )
@@ -150,18 +150,20 @@ def _set_gradients(gradients: Mapping[nn.Parameter, Tensor | None]) -> None:
 def _read(scores: Mapping[str, Any], num_samples: int) -> Row:
     """Check a micro-batch's scores, without a device synchronization."""
     if not isinstance(scores, Mapping):
-        raise Error(f"the score function returned a {type(scores).__name__}: return a dict of name -> value")
+        raise InvalidType(f"the score function returned a {type(scores).__name__}: return a dict of name -> value")
     row: Row = {}
     for name, value in scores.items():
         if isinstance(value, list):
             if len(value) != num_samples:
-                raise Error(f"score {name!r} has {len(value)} entries for {num_samples} samples: give one per sample")
+                raise InvalidValue(
+                    f"score {name!r} has {len(value)} entries for {num_samples} samples: give one per sample"
+                )
             row[name] = value
             continue
         mean, weight = value if isinstance(value, tuple) and len(value) == 2 else (value, num_samples)
         for number in (mean, weight):
             if not isinstance(number, Real) and not (isinstance(number, Tensor) and number.numel() == 1):
-                raise Error(
+                raise InvalidType(
                     f"score {name!r} is neither a number, nor (number, weight), nor a list with one entry per sample, "
                     f"but {type(number).__name__}: average it, or turn it into a list"
                 )
@@ -174,7 +176,7 @@ def _settle(row: Row) -> Row:
     settled = {name: v if isinstance(v, list) else (float(v[0]), float(v[1])) for name, v in row.items()}
     for name, value in settled.items():
         if isinstance(value, tuple) and not 0 <= value[1] < math.inf:
-            raise Error(f"score {name!r} has weight {value[1]}: a weight is a finite number of at least 0")
+            raise InvalidValue(f"score {name!r} has weight {value[1]}: a weight is a finite number of at least 0")
     return settled
 
 
@@ -184,7 +186,7 @@ def _merge(rows: list[Row]) -> dict[str, Any]:
     kinds = [{name: type(value) for name, value in row.items()} for row in rows]
     for name in dict.fromkeys(name for row in rows for name in row):
         if len({kind.get(name) for kind in kinds}) > 1:
-            raise Error(
+            raise InvalidValue(
                 f"score {name!r} is not the same kind of value in all micro-batches, or is missing in some: return it "
                 "each time, with weight 0 if it does not count"
             )
@@ -194,7 +196,7 @@ def _merge(rows: list[Row]) -> dict[str, Any]:
             continue
         total = math.fsum(weight for _, weight in values)
         if total == 0:
-            raise Error(f"the total weight of score {name!r} is 0: no sample of the data set counts")
+            raise InvalidValue(f"the total weight of score {name!r} is 0: no sample of the data set counts")
         merged[name] = add_up([value * weight for value, weight in values if weight]) / total
     return merged
 

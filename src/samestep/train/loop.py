@@ -11,7 +11,7 @@ from typing import Any
 from samestep.data.attributes import Attributes
 from samestep.data.loader import Loader, seed_all
 from samestep.engine.gradient_pass import GradientPass
-from samestep.errors import Error
+from samestep.errors import Error, InvalidValue, UsageError
 from samestep.plan.seeds import derive
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.batches import Batches
@@ -75,7 +75,7 @@ class Epoch:
 
     def __iter__(self) -> Iterator[Step]:
         if self._is_begun:
-            raise Error(f"the steps of epoch {self.number} can be iterated over once: take the next epoch")
+            raise UsageError(f"the steps of epoch {self.number} can be iterated over once: take the next epoch")
         self._is_begun = True
         refuse_unpacking(sys._getframe(1), "an epoch", "for step in epoch")
         yield from self._loop.run_steps_of_epoch(self._end)
@@ -91,7 +91,7 @@ class Epoch:
         Example: see `Epoch`.
         """
         if self._tally.epoch != self.number:
-            raise Error(
+            raise UsageError(
                 f"epoch.metrics of epoch {self.number} was read before its first step was done, or in another epoch: "
                 "read it in the epoch's body, after the loop over its steps"
             )
@@ -174,7 +174,7 @@ class Loop:
                 raise
             self.check_not_left()
             if not epoch.done:
-                raise Error(
+                raise UsageError(
                     f"the steps of epoch {number} were not iterated over: its body needs `for step in epoch`; to end "
                     "early, call run.stop() and continue the loop"
                 )
@@ -225,7 +225,7 @@ class Loop:
             raise
         step.check_not_left()
         if step.open or not step.num_passes:
-            raise Error(
+            raise UsageError(
                 f"the micro-batches of step {number} were not iterated over: its body needs `for batch in step`; to "
                 "end early, call run.stop() and continue the loop"
             )
@@ -254,7 +254,7 @@ class Loop:
     def find_end(self) -> tuple[int, int]:
         """Return the step and the epoch at which the next loop begins. Raises Error before this one has ended."""
         if not self.is_ended:
-            raise Error(
+            raise UsageError(
                 "this run is inside another loop: call run.epochs() or run.steps() after that loop, not inside it "
                 "or before it has begun"
             )
@@ -416,7 +416,9 @@ class Loop:
             return
         self._agreed_epoch = epoch
         if len(set(self._context.group.gather(self.batches.order_fingerprint(epoch)))) > 1:
-            raise Error(f"sampler({epoch}) gave other indices on other ranks: seed it from the epoch, not the rank")
+            raise InvalidValue(
+                f"sampler({epoch}) gave other indices on other ranks: seed it from the epoch, not the rank"
+            )
         if self._snapshotter.path is not None:
             directory = self._snapshotter.path
             self._snapshotter.once(lambda: self._keep_order(epoch, directory))

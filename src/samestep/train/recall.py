@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from samestep.errors import Error
+from samestep.errors import Error, InvalidValue, UsageError
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.snapshot.store import Store
 from samestep.train.loop import Loop
@@ -35,12 +35,14 @@ def recall(
         Error: there is no such snapshot or model, a model does not take its state, or the loop is not over.
     """
     if loop is not None and not loop.is_ended:
-        raise Error("run.restore in the loop would change what is trained: call it after the loop")
+        raise UsageError("run.restore in the loop would change what is trained: call it after the loop")
     if snapshotter.path is None:
-        raise Error("run.restore needs snapshots, and this run has no directory: name one in samestep.Run(...)")
+        raise UsageError("run.restore needs snapshots, and this run has no directory: name one in samestep.Run(...)")
     for name in names:
         if name not in known:
-            raise Error(f"run.restore got {name!r}, but the models of run.prepare are {', '.join(known)}: name those")
+            raise InvalidValue(
+                f"run.restore got {name!r}, but the models of run.prepare are {', '.join(known)}: name those"
+            )
     modules = {name: known[name] for name in names or known}
     snapshotter.settle()
     store = Store(snapshotter.path, snapshotter.named)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from samestep.engine.precision import Precision
-from samestep.errors import Error
+from samestep.errors import Error, InvalidType
 from samestep.snapshot.run_record import OVERRIDE, Options, describe_changes
 from samestep.train.optimizer_settings import Override, find_changed, read_settings
 from samestep.train.stateful import Objects, states, unwrap
@@ -122,7 +122,7 @@ class Contents:
     def build(self, position: Mapping[str, Any], state: Any) -> dict[str, Any]:
         """The state for a snapshot. `state`: `run.state`."""
         if not isinstance(state, dict):
-            raise Error(f"run.state has become a {type(state).__name__}: keep it a dict, run.state[name] = value")
+            raise InvalidType(f"run.state has become a {type(state).__name__}: keep it a dict, run.state[name] = value")
         saved = states(self._objects)
         if change := self._structure.find_change(saved):
             self._say(change)

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.swa_utils import AveragedModel
 
 from samestep.engine.buffers import check_module, spread_buffers
-from samestep.errors import Error
+from samestep.errors import InvalidType, InvalidValue, UsageError
 
 Objects = Mapping[str, Any]
 OldParams = dict[int, ref[nn.Parameter]]
@@ -35,20 +35,26 @@ def check(objects: Objects, old_params: OldParams) -> dict[str, nn.Module]:
     modules: dict[str, nn.Module] = {}
     for name, thing in objects.items():
         if not (callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))):
-            raise Error(f"run.prepare got {name}, a {type(thing).__name__} without state_dict and load_state_dict")
+            raise InvalidType(
+                f"run.prepare got {name}, a {type(thing).__name__} without state_dict and load_state_dict"
+            )
         if isinstance(thing, DistributedDataParallel | DataParallel):
-            raise Error(f"{name} is wrapped in {type(thing).__name__}: pass the bare model, samestep reduces gradients")
+            raise InvalidType(
+                f"{name} is wrapped in {type(thing).__name__}: pass the bare model, samestep reduces gradients"
+            )
         if isinstance(thing, torch.amp.GradScaler):
-            raise Error(f"{name} is a GradScaler: leave it out, samestep.Run(precision='fp16') scales the loss itself")
+            raise InvalidType(
+                f"{name} is a GradScaler: leave it out, samestep.Run(precision='fp16') scales the loss itself"
+            )
         if not isinstance(thing, nn.Module):
             continue
         check_module(name, thing)
         for path, tensor in [*thing.named_parameters(), *thing.named_buffers()]:
             if is_lazy(tensor):
-                raise Error(f"{name}.{path} has no shape yet: run a batch through the model before run.prepare")
+                raise UsageError(f"{name}.{path} has no shape yet: run a batch through the model before run.prepare")
         spread_buffers(thing)
         if any(id(param) in old_params and old_params[id(param)]() is param for param in thing.parameters()):
-            raise Error(
+            raise UsageError(
                 f"{name} was built before samestep.Run(...), so its initial weights do not follow from the run's seed: "
                 "build it after the Run"
             )
@@ -58,7 +64,7 @@ def check(objects: Objects, old_params: OldParams) -> dict[str, nn.Module]:
         if isinstance(thing, torch.optim.Optimizer) and any(
             id(param) not in known for group in thing.param_groups for param in group["params"]
         ):
-            raise Error(
+            raise InvalidValue(
                 f"{name} holds parameters of a model that was not passed: pass it too, run.prepare(model=...); put a "
                 "parameter of no model into one, such as nn.ParameterList([parameter])"
             )

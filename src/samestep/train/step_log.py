@@ -10,7 +10,7 @@ from torch import Tensor
 
 from samestep.engine.control import NOT_CALLED
 from samestep.engine.gradient_pass import Means, describe
-from samestep.errors import Error, InvalidType
+from samestep.errors import InvalidType
 from samestep.train.evaluate import add_up
 
 Value = float | Tensor  # a tensor only on a GPU: float64, not read back yet
@@ -50,7 +50,7 @@ def collect_values(what: str, values: Mapping[str, Any] | None, named: Mapping[s
 def read_number(name: str, given: object) -> Value:
     """A value of step.log, without waiting for a GPU. Raises Error for anything but a number."""
     if not (given.numel() == 1 if isinstance(given, Tensor) else isinstance(given, Real)):
-        raise Error(f"step.log needs a number as {name}, not {describe(given)}: take its mean")
+        raise InvalidType(f"step.log needs a number as {name}, not {describe(given)}: take its mean")
     if isinstance(given, Tensor):
         given = given.detach()
         return float(given) if given.device.type == "cpu" else given.double().reshape(())

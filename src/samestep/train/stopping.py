@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from samestep.engine.control import Vote
 from samestep.engine.gradient_pass import Report
-from samestep.errors import Error
+from samestep.errors import Error, UsageError
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.context import RunContext
 from samestep.train.evaluate import check_not_alone
@@ -82,7 +82,7 @@ class Stopping(StepObserver):
             return
         copying = [vote.copying for vote in votes]
         if True in copying and False in copying:
-            raise Error(
+            raise UsageError(
                 f"rank {copying.index(True)} takes a snapshot of step {self._position.steps_done}, and rank "
                 f"{copying.index(False)} does not: call run.snapshot on every rank; one of them writes it"
             )
