@@ -17,8 +17,8 @@ from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.batches import Batches
 from samestep.train.context import RunContext
 from samestep.train.position import Place, Position
+from samestep.train.replicas import Replicas
 from samestep.train.run_metrics import RunMetrics, Tally
-from samestep.train.state_saver import StateSaver
 from samestep.train.steps import Observers, Step, refuse_unpacking
 from samestep.train.stop_signals import MOST_IDLE_STOPS, count_idle_stops, describe_stop
 from samestep.train.stopping import Stopping
@@ -106,7 +106,7 @@ class Loop:
 
     Args:
         unprepared: finds state of the script that no snapshot holds.
-        saver: saves the snapshots that are due.
+        build_state: position -> the state that a snapshot holds.
         on_end: called with rows for the table at the end, and with the status, when the loop has ended.
 
     Attributes:
@@ -132,13 +132,15 @@ class Loop:
         metrics: RunMetrics,
         observers: Observers,
         unprepared: Unprepared,
-        saver: StateSaver,
+        replicas: Replicas,
+        build_state: Callable[[dict[str, Any]], dict[str, Any]],
         on_end: Callable[[dict[str, Any], str, Error | None], None],
     ) -> None:
         self._context, self.batches, self.place, self._environment = context, batches, place, environment
         self._position, self._gradients, self._snapshotter = position, gradients, snapshotter
         self._stopping, self._watchdog, self._metrics, self._on = stopping, watchdog, metrics, observers
-        self._unprepared, self._saver, self._on_end = unprepared, saver, on_end
+        self._unprepared, self._replicas, self._build_state = unprepared, replicas, build_state
+        self._on_end = on_end
         self.step: Step | None = None
         self._left = ""
         self.repeats_head = place.is_past
@@ -209,7 +211,9 @@ class Loop:
         position, number = self._position, self._position.steps_done
         self.repeats_head = False
         self._begin_body("step", number)
-        if self.step is not None:
+        if self.step is None:
+            self._replicas.watch(self._snapshotter)
+        else:
             self.step.is_over = True
         self.step = step = Step(
             number, self.batches.epoch_of(number), self.batches.micro_batches(number), self._loader,
@@ -310,23 +314,25 @@ class Loop:
             epochs_done: at an epoch's end, after its body.
             numbered: the position can be resumed from, so that a numbered snapshot may be written.
         """
-        step, steps_done, stopping, tally = self.step, self._position.steps_done, self._stopping, self._metrics.tally
-        if step is not None:
+        steps_done, stopping, snapshotter = self._position.steps_done, self._stopping, self._snapshotter
+        if self.step is not None:
             for notify in self._on.end_body:
-                notify(step)
-        self._saver.compare_if_due(steps_done, epochs_done)
+                notify(self.step)
+        self._replicas.compare_if_due(steps_done, epochs_done)
         # At an epoch's end, the next exchange may not be that of a step.
         stopping.agree(is_everyone_here=epochs_done is not None)
-        if self._snapshotter.path is not None:
+        if snapshotter.path is not None:
+            epoch = self.batches.epoch_of(steps_done) if epochs_done is None else epochs_done
+            position = {"step": steps_done, "epoch": epoch}
             stopped = {"stopped": stopping.reason} if stopping.reason and steps_done < self.place.last_step else {}
             self._watchdog.enter("saving", steps_done)
-            self._saver.save(
+            snapshotter.save_what_is_due(
+                lambda: self._replicas.describe(lambda: self._build_state(position), steps_done),
                 step=steps_done,
-                epoch=self.batches.epoch_of(steps_done) if epochs_done is None else epochs_done,
                 epochs_done=epochs_done,
                 numbered=numbered,
                 ending=stopping.ending,
-                notes={"tally": tally.state_dict()} | stopped,
+                notes={"tally": self._metrics.tally.state_dict()} | stopped,
             )
             self._watchdog.leave_saving(steps_done)
         self._leave_if_told()
@@ -367,7 +373,7 @@ class Loop:
             self._tell_launcher(FINISHED)
             self._stopping.reason = ""  # it does not stop a further loop
         self._stopping.is_ended = True
-        self._position.end(self.place)
+        self._position.end_loop(self.place)
         # What follows the loop draws the same when a later start finds nothing left to do.
         self._begin_body("after", self._position.steps_done)
         self._position.num_evaluations = AFTER_LOOP

@@ -15,29 +15,23 @@ ENDLESS = 2**63
 
 @dataclass(frozen=True)
 class Place:
-    """The position of a loop in its run.
+    """The place of a loop in its run.
 
     Attributes:
         number: number of the loop, from 0, in the order of the script.
-        steps_done: number of steps of the run before the next one of the loop.
         last_step: number of finished steps when it ends, unless it ends early.
         planned_step: the same without `max_steps`.
-        num_past: number of loops that had ended in the snapshot that the run was resumed from.
-        is_past: this is one of them, so it has no step left.
+        is_past: it had ended in the snapshot that the run was resumed from, so it has no step left.
         is_further: an earlier loop of this process has run.
         is_replayed: the script's lines before this loop have run again, on the restored state of a step inside it.
-        warning: a warning about a past loop whose length has changed; "" if it has not.
     """
 
     number: int
-    steps_done: int
     last_step: int
     planned_step: int
-    num_past: int
-    is_past: bool = False
-    is_further: bool = False
-    is_replayed: bool = False
-    warning: str = ""
+    is_past: bool
+    is_further: bool
+    is_replayed: bool
 
 
 class Position:
@@ -64,76 +58,58 @@ class Position:
         self._ends, self.steps_done = position.get("loops", []), position["step"]
         self.resumed_step, self._num_past = self.steps_done, len(self._ends)
 
-    def begin(self, first_step: int, num_steps: int, max_steps: int | None) -> Place:
-        """Place the script's next loop, of `num_steps` steps, which follows `first_step` steps of the run."""
+    def begin_loop(
+        self, batches: Batches, num_steps: int, max_steps: int | None, snapshotter: Snapshotter,
+        say: Callable[[str], None],
+    ) -> Place:  # fmt: skip
+        """Move to the script's next loop, and record it. On all ranks.
+
+        Raises:
+            Error: the run was resumed inside this loop or after it, and the loop was another one.
+        """
         number, self._num_begun = self._num_begun, self._num_begun + 1
-        planned_step = first_step + num_steps
-        if number < self._num_past:
-            end, was = self._ends[number]
-            warning = ""
-            if planned_step != was:
-                warning = (
-                    f"loop {number + 1} of this run ended at step {end} and is not continued, although its planned "
-                    f"end is now step {planned_step} (was {was}): resume from a step before {end} to change it"
-                )
-            return Place(number, end, end, planned_step, self._num_past, is_past=True, warning=warning)
-        return Place(
+        planned_step = batches.first_step + num_steps
+        end, was = self._ends[number] if number < self._num_past else (None, planned_step)
+        place = Place(
             number,
-            steps_done=max(first_step, self.resumed_step),
-            last_step=min(planned_step, max_steps or ENDLESS),
+            last_step=min(planned_step, max_steps or ENDLESS) if end is None else end,
             planned_step=planned_step,
-            num_past=self._num_past,
+            is_past=end is not None,
             is_further=number > self._num_past,
             is_replayed=0 < number == self._num_past,
         )
+        snapshotter.once(lambda: self._record(snapshotter.directory, place, batches))
+        if planned_step != was:
+            say(
+                f"loop {number + 1} of this run ended at step {end} and is not continued, although its planned "
+                f"end is now step {planned_step} (was {was}): resume from a step before {end} to change it"
+            )
+        self.steps_done = self.began_step = max(batches.first_step, self.resumed_step) if end is None else end
+        return place
 
-    def enter(self, place: Place) -> None:
-        """Begin the loop at `place`."""
-        self.steps_done = self.began_step = place.steps_done
+    def _record(self, directory: RunDirectory | None, place: Place, batches: Batches) -> None:
+        """Compare a loop with the run's record of it, or record it.
 
-    def end(self, place: Place) -> None:
+        The record's numbers are those of the first loop; the others are in a list. Entries of loops that the snapshot
+        does not contain are of steps that were never saved, and are replaced.
+        """
+        if directory is None:
+            return
+        recorded = directory.record.get("loops", [])
+        loops = recorded if place.is_further else recorded[: self._num_past]
+        numbers = {"first_step": batches.first_step, "first_epoch": batches.first_epoch, **batches.numbers}
+        if 0 < place.number <= len(loops):
+            if different := find_different(loops[place.number - 1], numbers):
+                raise Error(
+                    f"loop {place.number + 1} of the run in {directory.named} was another one ({different}): use its "
+                    f"numbers, or resume from step {batches.first_step} or before"
+                )
+        elif place.number:
+            loops = [*loops, numbers]
+        if loops != recorded:
+            directory.write_loops(loops)
+
+    def end_loop(self, place: Place) -> None:
         """End the loop at `place`."""
         if not place.is_past:
             self._ends = [*self._ends, [self.steps_done, place.planned_step]]
-
-
-def place_loop(
-    position: Position,
-    snapshotter: Snapshotter,
-    batches: Batches,
-    num_steps: int,
-    max_steps: int | None,
-    say: Callable[[str], None],
-) -> Place:
-    """Places the script's next loop, and records it. On all ranks. Errors as for `record_loop`."""
-    place = position.begin(batches.first_step, num_steps, max_steps)
-    snapshotter.once(lambda: record_loop(snapshotter.directory, place, batches))
-    if place.warning:
-        say(place.warning)
-    return place
-
-
-def record_loop(directory: RunDirectory | None, place: Place, batches: Batches) -> None:
-    """Compare a loop with the run's record of it, or record it.
-
-    The record's numbers are those of the first loop; the others are in a list. Entries of loops that the snapshot
-    does not contain are of steps that were never saved, and are replaced.
-
-    Raises:
-        Error: the run was resumed inside this loop or after it, and the loop was another one.
-    """
-    if directory is None:
-        return
-    recorded = directory.record.get("loops", [])
-    loops = recorded if place.is_further else recorded[: place.num_past]
-    numbers = {"first_step": batches.first_step, "first_epoch": batches.first_epoch, **batches.numbers}
-    if 0 < place.number <= len(loops):
-        if different := find_different(loops[place.number - 1], numbers):
-            raise Error(
-                f"loop {place.number + 1} of the run in {directory.named} was another one ({different}): use its "
-                f"numbers, or resume from step {batches.first_step} or before"
-            )
-    elif place.number:
-        loops = [*loops, numbers]
-    if loops != recorded:
-        directory.write_loops(loops)

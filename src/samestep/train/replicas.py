@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from samestep.config import Interval
 from samestep.errors import Error
 from samestep.snapshot.inspection import TrainingState
+from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.stateful import list_calm, list_checked, unwrap
 from samestep.watch.replica_checksums import checksum, combine, explain_drift, find_drift
 from samestep.world.environment import read_host
@@ -48,6 +49,10 @@ class Replicas:
         self._every = every if group.world_size > 1 else None
         self._alike_at: int | None = None
 
+    def watch(self, snapshotter: Snapshotter) -> None:
+        """Call before the first step of a loop, so that a change of the state before its update is noticed."""
+        snapshotter.watch(list_calm(self._objects))
+
     def compare_if_due(self, step: int, epochs_done: int | None) -> None:
         """Call `compare` if it is due after `step` steps. `epochs_done`: at the end of an epoch, else None."""
         if self._every is not None and self._every.is_due(step, epochs_done):
@@ -59,15 +64,19 @@ class Replicas:
         Raises:
             Error: they differ: names rank, host and tensor. On all ranks.
         """
-        if self.are_to_compare(step):
-            self.conclude(step, self._sum_up())
+        if self._alike_at == step:
+            return
+        by_device: dict[torch.device, dict[str, Tensor]] = {}
+        for name, tensor in name_replicated(self._objects):
+            by_device.setdefault(tensor.device, {})[name] = checksum(tensor)
+        checksums = {
+            name: value
+            for sums in by_device.values()  # one transfer per device
+            for name, value in zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)
+        }
+        self._compare(step, checksums)
 
-    def are_to_compare(self, step: int) -> bool:
-        """Return whether `compare` would have an effect after `step` steps."""
-        return self._every is not None and self._alike_at != step
-
-    def conclude(self, step: int, checksums: Mapping[str, int]) -> None:
-        """The second half of `compare`, with the checksums of this rank's tensors after `step` steps."""
+    def _compare(self, step: int, checksums: Mapping[str, int]) -> None:
         if len(set(self._group.gather_number(combine(checksums)))) > 1:
             replies = self._group.gather((read_host(), checksums))
             drift = find_drift([replica for _, replica in replies])
@@ -77,21 +86,11 @@ class Replicas:
 
     def describe(self, build: Callable[[], dict[str, Any]], step: int) -> TrainingState:
         """Return the contents of a snapshot after `step` steps. `build`: see `TrainingState`."""
+        is_due = self._every is not None and self._alike_at != step
         return TrainingState(
             build,
             checked=list_checked(self._objects),
             calm=list_calm(self._objects),
             replicated=[*name_replicated(self._objects)],
-            compare=partial(self.conclude, step) if self.are_to_compare(step) else None,
+            compare=partial(self._compare, step) if is_due else None,
         )
-
-    def _sum_up(self) -> dict[str, int]:
-        """Return the checksums by name, copied to the host in one transfer per device."""
-        by_device: dict[torch.device, dict[str, Tensor]] = {}
-        for name, tensor in name_replicated(self._objects):
-            by_device.setdefault(tensor.device, {})[name] = checksum(tensor)
-        return {
-            name: value
-            for sums in by_device.values()
-            for name, value in zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)
-        }

@@ -28,14 +28,13 @@ from samestep.train.generators import call_on_rank_0
 from samestep.train.loop import Epoch, Loop
 from samestep.train.misuse import MisuseChecks
 from samestep.train.parameters import TrainedParameters
-from samestep.train.position import Position, place_loop
+from samestep.train.position import Position
 from samestep.train.recall import recall
 from samestep.train.replicas import Replicas
 from samestep.train.restoring import Contents
 from samestep.train.run_metrics import RunMetrics
 from samestep.train.samples import add_samples
 from samestep.train.shutdown import Resources, report_errors
-from samestep.train.state_saver import StateSaver
 from samestep.train.step_log import collect_values
 from samestep.train.steps import Observers, Step
 from samestep.train.stop_signals import StopSignals
@@ -611,15 +610,13 @@ class Run:
             options = add_samples(options, context.group, snapshotter, batches, self.seed, machine, self._overrides)
             snapshotter.record(self._numbers | batches.numbers, machine, self._config, options)
             fix_compiler()
-        place = place_loop(position, snapshotter, batches, total_steps, config.max_steps, self._say)
+        place = position.begin_loop(batches, total_steps, config.max_steps, snapshotter, self._say)
         if place.is_further:
             self._resources.begin_loop()
         if place.is_replayed:
             self.state = self._contents.restore_again(snapshotter.read_again())
-        position.enter(place)
         self._stopping.begin_loop(place)
         self._metrics.begin_loop(batches)
-        saver = StateSaver(snapshotter, self._objects, self._replicas, self._build_state)
         observers = [self._misuse, self._parameters, self._watchdog, self._metrics, self._stopping]
         if self._tracer is not None:
             self._tracer.begin_loop(batches, place, self._gradients, self._build_state)
@@ -630,8 +627,8 @@ class Run:
         self._loop = loop = Loop(
             context, batches, place, environment=self._environment, position=position, gradients=self._gradients,
             snapshotter=snapshotter, stopping=self._stopping, watchdog=self._watchdog, metrics=self._metrics,
-            observers=Observers([*observers, saver]), saver=saver, on_end=self._end_loop,
-            unprepared=Unprepared(self._objects if looks else None, roots, self._say),
+            observers=Observers(observers), replicas=self._replicas, build_state=self._build_state,
+            on_end=self._end_loop, unprepared=Unprepared(self._objects if looks else None, roots, self._say),
         )  # fmt: skip
         self._resources.find_failure = loop.find_failure
         if place.is_past:

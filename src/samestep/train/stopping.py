@@ -27,7 +27,7 @@ class Stopping(StepObserver):
         reason: why the script called run.stop(); "" if it did not.
         signal: the signal that stops the run on all ranks; 0 for none.
         ending: no further step begins.
-        is_ended: all steps of the loop are done, or it ended early.
+        is_ended: there is no loop, all its steps are done, or it ended early.
         last_step: the steps done when the loop ends, unless it ends early.
     """
 
@@ -42,12 +42,12 @@ class Stopping(StepObserver):
         self._context, self._position, self._snapshotter = context, position, snapshotter
         self._watchdog, self.signals, self._grace_s = watchdog, signals, context.config.grace_s
         self.reason, self.signal, self.last_step = "", 0, 0
-        self.ending = self.is_ended = self._has_agreed = self._has_begun = False
+        self.ending, self.is_ended, self._has_agreed = False, True, False
         self._began_s = 0.0
 
     def begin_loop(self, place: Place) -> None:
         """A loop begins."""
-        self.last_step, self._has_begun = place.last_step, True
+        self.last_step = place.last_step
         self.ending = self._position.steps_done >= self.last_step or bool(self.reason)
         self.signal, self.is_ended, self._has_agreed = 0, False, False
 
@@ -78,8 +78,6 @@ class Stopping(StepObserver):
         Raises:
             Error: only some ranks have a snapshot in progress.
         """
-        if not self._has_begun:
-            return
         copying = [vote.copying for vote in votes]
         if True in copying and False in copying:
             raise UsageError(
@@ -92,8 +90,8 @@ class Stopping(StepObserver):
         self._snapshotter.join_copy()
         if is_copying:
             self._watchdog.enter(before, self._position.steps_done)
-        self._snapshotter.is_wanted |= any(vote.snapshot for vote in votes)
         if not self.is_ended:
+            self._snapshotter.is_wanted |= any(vote.snapshot for vote in votes)
             self.signal = max(vote.stop for vote in votes)
             self.ending |= bool(self.signal)
 

@@ -89,7 +89,7 @@ class Trace(Tracer):
     def begin_step(self, step: Step) -> None:
         if not self._has_begun:
             self._has_begun = True
-            self._write_begin()
+            self._write_begin(step.number)
         kill = self.options.get("kill")
         if kill and kill["rank"] == self.context.rank and kill["step"] == step.number:
             self._arm(kill)
@@ -156,7 +156,7 @@ class Trace(Tracer):
             changed |= {name for name, now in hash_attributes(source.dataset).items() if before.get(name) != now}
         return {"differs": differs, "changed": sorted(changed)}
 
-    def _write_begin(self) -> None:
+    def _write_begin(self, first_step: int) -> None:
         settings = self.context.config
         buffers = [
             f"objects/{name}/{path}" for name, module in self.modules.items() for path, _ in module.named_buffers()
@@ -166,7 +166,7 @@ class Trace(Tracer):
         self.write(
             {
                 "world_size": self.context.world_size,
-                "begin": self.place.steps_done,
+                "begin": first_step,
                 "last": self.place.last_step,
                 "num_micro_batches": settings.batch_size // settings.micro_batch_size,
                 "micro_batch_size": settings.micro_batch_size,
