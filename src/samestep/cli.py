@@ -1,9 +1,8 @@
 """The `samestep` command. Nothing here imports torch: `--help` and mistakes in the arguments answer at once."""
 
-import difflib
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,13 +12,14 @@ from samestep.console import escape, say
 from samestep.errors import Error, explain
 from samestep.launch.flags import (
     FLAGS,
-    INSTEAD,
     TORCHRUN,
-    describe_flags,
+    describe_command_flags,
     find_misplaced,
     name_flags,
     name_option,
+    suggest,
     take_flags,
+    take_target,
     translate_torchrun,
 )
 from samestep.recipes import describe_recipes, find_recipes, read_options, show_recipe_help
@@ -100,7 +100,6 @@ Exit code: 0 if all runs are the same; 1 if they differ or if no kill happened; 
 """
 
 DEFAULT_RECIPE = "digits"
-MAX_NAMED = 8  # suggestions in one message
 
 
 VERIFIED = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "reduction", "device")
@@ -165,16 +164,8 @@ def _dispatch(arguments: list[str]) -> int:
     if first not in commands:
         kind = "option" if first.startswith("-") else "command"
         known = ["--help", "--version"] if kind == "option" else list(commands)
-        raise Error(f"there is no {kind} {first}{_suggest(first, known)}")
+        raise Error(f"there is no {kind} {first}{suggest(first, known)}")
     return commands[first](rest)
-
-
-def _suggest(word: str, known: Iterable[str]) -> str:
-    known = sorted(known)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
-    if close:
-        return f"; did you mean {close[0]}?"
-    return f"; there are {', '.join(known)}" if len(known) <= MAX_NAMED else "; see --help"
 
 
 def _start_on_hosts(target: "Target", values: dict[str, Any]) -> int:
@@ -222,10 +213,10 @@ def _start(target: "Target", values: dict[str, Any]) -> int:
 def _launch(arguments: list[str]) -> int:
     values, left = take_flags(arguments, stop_at_first=True, flags=FLAGS | TORCHRUN)
     if left and left[0] in ("-h", "--help"):
-        print(f"{LAUNCH_HELP}\n{describe_flags()}", end="")
+        print(f"{LAUNCH_HELP}\n{describe_command_flags()}", end="")
         return 0
     translate_torchrun(values)
-    target = _take_target("launch", left)
+    target = take_target("launch", left)
     if arguments[-len(left) - 1 : -len(left)] != ["--"]:
         _warn_of_misplaced(target)
     return _start(target, values)
@@ -245,20 +236,6 @@ def _warn_of_misplaced(target: "Target") -> None:
         )
 
 
-def _take_target(command: str, left: list[str], flags: Mapping[str, Option] = FLAGS) -> "Target":
-    """The target: a script or -m MODULE, and its arguments. Raises Error if it is neither."""
-    kind, left = ("module", left[1:]) if left[:1] == ["-m"] else ("script", left)
-    if left and left[0].startswith("-"):
-        if instead := INSTEAD.get(name_option(left[0]).strip("-").replace("-", "_")):
-            raise Error(f"{command} has no {left[0].partition('=')[0]}: {instead}")
-        raise Error(f"{command} has no option {left[0]}{_suggest(name_option(left[0]), [*name_flags(flags), '-m'])}")
-    if not left:
-        raise Error(f"{command} needs a {kind} to start; see samestep {command} --help")
-    from samestep.launch.local_ranks import Target
-
-    return Target(kind, left[0], left[1:])
-
-
 def _take_flags_and_target(
     command: str, arguments: list[str], flags: Mapping[str, Option]
 ) -> tuple[dict[str, Any], "Target | None"]:
@@ -276,7 +253,7 @@ def _take_flags_and_target(
         return values, None
     if is_recipe:
         return values, _build_recipe_target(command, left[0], left[1:], values, flags)
-    return values, _take_target(command, left, flags)
+    return values, take_target(command, left, flags)
 
 
 def _build_recipe_target(
@@ -284,14 +261,14 @@ def _build_recipe_target(
 ) -> "Target":
     """The target of a recipe. Raises Error for an option that neither the command nor the recipe has."""
     if recipe not in find_recipes():
-        raise Error(f"there is no recipe {recipe}{_suggest(recipe, find_recipes())}")
+        raise Error(f"there is no recipe {recipe}{suggest(recipe, find_recipes())}")
     if "batch_size" in values:
         arguments = [*arguments, f"--batch-size={values['batch_size']}"]  # The recipe derives other numbers from it.
     known = {name_option(option) for option in read_options(find_recipes()[recipe])}
     for token in arguments:
         if token.startswith("--") and name_option(token) not in known:
             message = f"{command} {recipe} has no option {token.partition('=')[0]}"
-            raise Error(message + _suggest(name_option(token), [*known, *name_flags(flags)]))
+            raise Error(message + suggest(name_option(token), [*known, *name_flags(flags)]))
     from samestep.launch.local_ranks import Target
 
     return Target("recipe", f"samestep.recipes.{recipe}", arguments)
@@ -302,7 +279,7 @@ def _submit(arguments: list[str]) -> int:
 
     values, target = _take_flags_and_target("submit", arguments, submit.FLAGS)
     if target is None:
-        print(f"{submit.HELP}\n{describe_flags(submit.FLAGS)}", end="")
+        print(f"{submit.HELP}\n{describe_command_flags(submit.FLAGS)}", end="")
         return 0
     return submit.run_submit(target, values)
 
@@ -316,7 +293,7 @@ def _train(arguments: list[str]) -> int:
     if "-h" in left or "--help" in left:
         if recipe is not None:
             show_recipe_help(recipe)
-        print(("" if recipe else f"{TRAIN_HELP}\nRecipes:\n{describe_recipes()}\n") + describe_flags(), end="")
+        print(("" if recipe else f"{TRAIN_HELP}\nRecipes:\n{describe_recipes()}\n") + describe_command_flags(), end="")
         return 0
     return _start(_build_recipe_target("train", recipe or DEFAULT_RECIPE, left, values, FLAGS), values)
 
@@ -324,7 +301,7 @@ def _train(arguments: list[str]) -> int:
 def _verify(arguments: list[str]) -> int:
     values, target = _take_flags_and_target("verify", arguments, VERIFY_FLAGS)
     if target is None:
-        print(f"{VERIFY_HELP}\n{describe_flags(VERIFY_FLAGS)}", end="")
+        print(f"{VERIFY_HELP}\n{describe_command_flags(VERIFY_FLAGS)}", end="")
         return 0
     from samestep.launch.launcher import check_target
     from samestep.tools.verify.command import Options, parse_world_sizes, run_verify
@@ -357,7 +334,7 @@ def _watch(arguments: list[str]) -> int:
 def _doctor(arguments: list[str]) -> int:
     from samestep.tools.doctor.run_doctor import run_doctor
 
-    return run_doctor(arguments)
+    return run_doctor(arguments, _start)
 
 
 def _export(arguments: list[str]) -> int:
@@ -370,7 +347,7 @@ def _take_recipe(left: list[str]) -> tuple[str | None, list[str]]:
     """The recipe, which is the first argument that names one, and the other arguments."""
     names = [i for i, token in enumerate(left) if token in find_recipes()]
     if not names and left and not left[0].startswith("-"):
-        raise Error(f"there is no recipe {left[0]}{_suggest(left[0], find_recipes())}")
+        raise Error(f"there is no recipe {left[0]}{suggest(left[0], find_recipes())}")
     if not names:
         return None, left
     first = 0 if left[0] in find_recipes() else names[0]

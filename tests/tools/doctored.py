@@ -11,9 +11,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from samestep.tools.doctor.doctor_options import parse
-from samestep.tools.doctor.examination import CHECKS, Context, examine
-from samestep.tools.doctor.findings import Check
+from samestep.tools.doctor.checks import Check, Context
+from samestep.tools.doctor.examination import CHECKS, examine
+from samestep.tools.doctor.run_doctor import parse
 from samestep.world.environment import read_environment, read_host
 
 Look = Callable[[Context], Any]

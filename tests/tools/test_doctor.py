@@ -13,21 +13,21 @@ import pytest
 from support.runs import check, run_command, samestep_command
 
 from samestep.errors import Error
-from samestep.tools.doctor.collectives import OPERATIONS, judge_collectives, judge_links, plan_rounds
-from samestep.tools.doctor.data_loading import judge_data_loading, measure_rank
-from samestep.tools.doctor.disk import find_existing, find_marks, judge_disk, measure_speed
-from samestep.tools.doctor.doctor_options import Options, parse
-from samestep.tools.doctor.examination import CHECKS, describe_error
-from samestep.tools.doctor.findings import (
+from samestep.tools.doctor.checks import (
     Check,
     Facts,
     Finding,
+    Options,
     Participants,
     format_bytes,
-    format_rate,
     format_s,
     judge_answers,
+    run_judge,
 )
+from samestep.tools.doctor.collectives import OPERATIONS, judge_collectives, judge_links, plan_rounds
+from samestep.tools.doctor.data_loading import judge_data_loading, measure_rank
+from samestep.tools.doctor.disk import find_existing, find_marks, judge_disk, measure_speed
+from samestep.tools.doctor.examination import CHECKS, describe_error
 from samestep.tools.doctor.gpus import judge_gpus, read_gpus
 from samestep.tools.doctor.host_resources import (
     judge_cores,
@@ -37,8 +37,8 @@ from samestep.tools.doctor.host_resources import (
     read_memory_room,
     read_quota,
 )
-from samestep.tools.doctor.network import Echo, judge_network, ping
-from samestep.tools.doctor.run_doctor import run_doctor
+from samestep.tools.doctor.network import Echo, judge_clocks, judge_network, ping
+from samestep.tools.doctor.run_doctor import parse, run_doctor
 
 DOCTORED = Path(__file__).with_name("doctored.py")
 ALONE = Participants(("a",), (0,))
@@ -49,7 +49,7 @@ GB = 1 << 30
 
 
 def judge(judgement: Any, participants: Participants, *facts: Any) -> list[Finding]:
-    return judgement(Facts(participants, dict(enumerate(facts))))
+    return run_judge("the check", judgement, Facts(participants, dict(enumerate(facts))))
 
 
 def only(findings: list[Finding], status: str) -> Finding:
@@ -83,7 +83,6 @@ def test_numbers_for_a_person() -> None:
         "256 MB",
         "1.5 GB",
     ]
-    assert [format_rate(n) for n in (12, 1.25e6, 1.25e9)] == ["12 B/s", "1.25 MB/s", "1.25 GB/s"]
     assert [format_s(s) for s in (2.1e-5, 0.0034, 1.25)] == ["21 us", "3.4 ms", "1.25 s"]
 
 
@@ -94,7 +93,7 @@ def test_what_cannot_be_looked_at_is_a_failure_and_the_others_are_judged() -> No
     assert [(f.check, f.status) for f in findings] == [("limits", "fail"), ("limits", "fail"), ("limits", "pass")]
     assert findings[0].found == "could not be checked on rank 1 (a): OSError: no"
     assert findings[1].found == "could not be checked on b: it did not answer"
-    broken = Check("x", lambda context: None, lambda facts: [][0])
+    broken = Check(lambda context: None, {"x": lambda facts: [][0]})
     assert only(judge_answers(broken, ALONE, {0: {"facts": 1}}), "fail").found.startswith(
         "could not be judged: IndexError"
     )
@@ -304,9 +303,8 @@ def host(number: int, ahead_s: float = 0.0, **more: Any) -> dict[str, Any]:
 
 
 def judge_hosts(*hosts: dict[str, Any]) -> dict[str, Finding]:
-    findings = judge(judge_network, THREE_HOSTS, *hosts)
-    assert len({finding.check for finding in findings}) == len(findings), findings
-    return {finding.check: finding for finding in findings}
+    (network,), (clocks,) = (judge(judgement, THREE_HOSTS, *hosts) for judgement in (judge_network, judge_clocks))
+    return {"network": network, "clocks": clocks}
 
 
 def test_a_network_that_is_well() -> None:
@@ -315,7 +313,8 @@ def test_a_network_that_is_well() -> None:
         "all hosts reach each other by IPv4 over eth0, MTU 1500, a round trip takes"
     )
     assert found["clocks"].found == "at most 0 us apart (to within 50 us, half a round trip)"
-    assert [f.status for f in judge(judge_network, ALONE, None)] == ["pass", "pass"]
+    for judgement in (judge_network, judge_clocks):
+        assert only(judge(judgement, ALONE, None), "pass").found.startswith("one host")
 
 
 @pytest.mark.parametrize(
@@ -461,14 +460,16 @@ def test_collectives() -> None:
 
 def test_links() -> None:
     pairs = [(0, 1), (1, 0), (0, 2), (2, 0), (1, 2), (2, 1)]
-    even = only(judge_links(THREE_HOSTS, [link(*pair, 1e9 + pair[0] * 1e8) for pair in pairs]), "pass")
-    assert even.found.endswith("slowest: a -> b, 1 GB/s")
-    slow = only(judge_links(THREE_HOSTS, [link(*pair, 12e6 if pair[0] == 1 else 1e9) for pair in pairs]), "warn")
+    even = told(link(*pair, 1e9 + pair[0] * 1e8) for pair in pairs)
+    assert only(judge(judge_links, THREE_HOSTS, even), "pass").found.endswith("slowest: a -> b, 1 GB/s")
+    slow = only(
+        judge(judge_links, THREE_HOSTS, told(link(*pair, 12e6 if pair[0] == 1 else 1e9) for pair in pairs)), "warn"
+    )
     assert slow.found == "the slowest link is b -> a, 12 MB/s; and b -> c, 12 MB/s; the median is 1 GB/s"
     assert "switch port of b" in slow.advice
-    two = only(judge_links(TWO_HOSTS, [link(0, 1, 1e9), link(1, 0, 12e6)]), "warn")
+    two = only(judge(judge_links, TWO_HOSTS, told([link(0, 1, 1e9), link(1, 0, 12e6)])), "warn")
     assert two.found == "the slowest link is b -> a, 12 MB/s; the median is 1 GB/s"
-    assert judge_links(ALONE, []) == []
+    assert judge(judge_links, ALONE, told()) == []
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2, 3, 4, 7, 16])
@@ -609,9 +610,10 @@ def test_a_rank_that_hangs_in_the_group(tmp_path: Path) -> None:
     done = samestep_command("launch", "--nproc-per-node", "2", DOCTORED, *words, "--json", cwd=tmp_path)
     check(done, 1)
     record = json.loads(done.stdout)
-    name, found = record["hosts"][0], record["findings"][-1]
-    assert (found["check"], found["status"]) == ("collectives", "fail")
-    assert f"rank 1 ({name}) in a call that does not return" in found["found"]
+    failures = [finding["found"] for finding in record["findings"] if finding["status"] == "fail"]
+    which = f"could not be checked on rank 1 ({record['hosts'][0]})"
+    assert f"{which}: it hung in a call that does not return, and was abandoned after 2 s" in failures
+    assert {finding["check"] for finding in record["findings"] if finding["status"] == "fail"} == {"collectives"}
 
 
 def test_under_torchrun(tmp_path: Path) -> None:
@@ -643,7 +645,7 @@ def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
     ):
         variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         script = "import sys; from samestep.tools.doctor import examination as e; e.MEET_S = 1.0; "
-        script += "from samestep.cli import main; main(['doctor'])"
+        script += "from samestep.cli import main; sys.exit(main(['doctor']))"
         done = check(run_command(sys.executable, "-c", script, cwd=tmp_path, env=variables), 1)
         assert words in done.stdout + done.stderr
         assert "Traceback" not in done.stderr
@@ -652,49 +654,56 @@ def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
 # --- bad input --------------------------------------------------------------------------------------------------------
 
 
+def refuse(target: Any, values: dict[str, Any]) -> int:
+    raise AssertionError(f"{target} was started")
+
+
 def test_help_teaches_without_torch() -> None:
-    script = "import sys; from samestep.tools.doctor.run_doctor import run_doctor\ntry: run_doctor(['--help'])\n"
-    script += "finally: print('torch' in sys.modules)"
+    script = "import sys; from samestep.cli import main; main(['doctor', '--help']); print('torch' in sys.modules)"
     done = run_command(sys.executable, "-c", script, cwd=Path.cwd(), real=True)
     assert done.stdout.endswith("\nFalse\n"), done.stdout + done.stderr
     for words in ("--nnodes 2 --rdzv-endpoint", "torchrun", "srun", "--script train.py", "Exit code: 0; 1 if"):
         assert words in done.stdout
 
 
-def test_options_travel() -> None:
-    options, start = parse(["--run-dir", "x", "--num-threads", "2", "--nnodes", "2", "--script", "train.py", "--json"])
-    assert options == Options(run_dir="x", num_threads=2, script=("train.py", "--json"))
-    assert start.given == ["--nnodes"]
-    assert parse(options.to_arguments())[0] == options
+def test_options_travel(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    words = ["--run-dir", "x", "--json", "--num-threads", "2", "--nnodes", "2", "--script", str(script), "--json"]
+    options, starting = parse(words)
+    assert options == Options(json=True, run_dir="x", num_threads=2, script=(str(script), "--json"))
+    assert starting == {"nnodes": "2"}
+    started: list[Any] = []
+    run_doctor(words, lambda target, values: started.append((target, values)) or 0)
+    ((target, values),) = started
+    assert parse(target.arguments[1:]) == (options, {})
+    assert values == {"nnodes": "2", "num_threads": 2, "device": None}
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--jsn"], "unrecognized arguments: --jsn"),
-        (["here"], "unrecognized arguments: here"),
-        (["--num-threads", "0"], "--num-threads"),
-        (["--device", "tpu"], "--device"),
-        (["--script"], "--script needs a script"),
-        (["--script", "-m"], "--script needs a script"),
-    ],
-)
-def test_arguments_that_make_no_sense(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        run_doctor(arguments)
-    assert left.value.code == 2
-    assert words in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
+        (["--jsn"], "doctor has no option --jsn; did you mean --json?"),
+        (["here"], "doctor has no option here; see --help"),
+        (["--num-threads", "0"], "--num-threads must be a whole number from 1 to"),
+        (["--device", "tpu"], "--device must be cpu, cuda or one GPU"),
+        (["--script"], "doctor needs a script to start"),
+        (["--script", "-m"], "doctor needs a module to start"),
         (["--script", "nowhere.py"], "there is no script nowhere.py"),
-        (["--nproc-per-node", "none"], "--nproc-per-node takes a number, gpu, cpu or auto, not 'none'"),
-        (["--nnodes", "2"], "--nnodes 2 needs --rdzv-endpoint HOST:PORT"),
         (["--device", "cpu", "--nproc-per-node", "gpu"], "contradict each other"),
     ],
 )
 def test_what_it_refuses(arguments: list[str], words: str) -> None:
-    with pytest.raises(Error, match=words):
-        run_doctor(arguments)
+    with pytest.raises(Error, match=re.escape(words)):
+        run_doctor(arguments, refuse)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--nproc-per-node", "none"], "--nproc-per-node takes a number, gpu, cpu or auto, not 'none'"),
+        (["--nnodes", "2"], "--nnodes 2 needs --rdzv-endpoint HOST:PORT"),
+    ],
+)
+def test_what_the_launcher_refuses(arguments: list[str], words: str, tmp_path: Path) -> None:
+    assert words in check(samestep_command("doctor", *arguments, cwd=tmp_path), 2).stderr

@@ -1,12 +1,18 @@
 """The options of `launch`, and taking options out of a command's arguments. Imports nothing slow."""
 
+import difflib
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from samestep.config import OPTIONS, Option, name_flag
 from samestep.errors import Error
+
+if TYPE_CHECKING:
+    from samestep.launch.local_ranks import Target
+
+MAX_NAMED = 8  # suggestions in one message
 
 FLAGS: dict[str, Option] = {
     "nproc_per_node": Option(
@@ -145,12 +151,41 @@ def take_flags(
     return values, left
 
 
-def describe_flags(flags: Mapping[str, Option] = FLAGS) -> str:
-    lines = ["Options of launch:" if flags is FLAGS else "Options:"]
-    first = next(name for name in flags if name in OPTIONS)
+def take_target(command: str, left: list[str], flags: Mapping[str, Option] = FLAGS) -> "Target":
+    """Return the target: a script or -m MODULE, and its arguments. Raises Error if it is neither."""
+    kind, left = ("module", left[1:]) if left[:1] == ["-m"] else ("script", left)
+    if left and left[0].startswith("-"):
+        if instead := INSTEAD.get(name_option(left[0]).strip("-").replace("-", "_")):
+            raise Error(f"{command} has no {left[0].partition('=')[0]}: {instead}")
+        raise Error(f"{command} has no option {left[0]}{suggest(name_option(left[0]), [*name_flags(flags), '-m'])}")
+    if not left:
+        raise Error(f"{command} needs a {kind} to start; see samestep {command} --help")
+    from samestep.launch.local_ranks import Target
+
+    return Target(kind, left[0], left[1:])
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """Return the end of a sentence that rejects `word`: the most similar known one, or all."""
+    known = sorted(known)
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean {close[0]}?"
+    return f"; there are {', '.join(known)}" if len(known) <= MAX_NAMED else "; see --help"
+
+
+def describe_command_flags(flags: Mapping[str, Option] = FLAGS) -> str:
+    """Format the options of a command that trains, for its --help."""
+    own = {name: flag for name, flag in flags.items() if name not in OPTIONS}
+    of_run = {name: flag for name, flag in flags.items() if name in OPTIONS}
+    described = describe_flags("Options of launch:" if flags is FLAGS else "Options:", own)
+    return f"{described}\n{describe_flags('Instead of what the script gives to samestep.Run:', of_run)}"
+
+
+def describe_flags(title: str, flags: Mapping[str, Option]) -> str:
+    """Format options for --help, under a title."""
+    lines = [title]
     for name, flag in flags.items():
-        if name == first:
-            lines += ["", "Instead of what the script gives to samestep.Run:"]
         option = f"  {name_flag(name)} {flag.metavar}".rstrip()
         wrapped = textwrap.wrap(flag.help, width=82)
         lines += [f"{option:<26}{wrapped[0]}", *(" " * 26 + line for line in wrapped[1:])]

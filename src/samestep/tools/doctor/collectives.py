@@ -6,7 +6,7 @@ all-to-all. The size is that of the whole buffer; for an all-gather, of the resu
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from statistics import median_high
@@ -16,19 +16,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from samestep.tools.doctor.context import Context, Participants
-from samestep.tools.doctor.findings import (
-    FAIL,
-    PASS,
-    WARN,
+from samestep.console import describe_size
+from samestep.errors import Error
+from samestep.tools.doctor.checks import (
+    Context,
     Facts,
     Finding,
+    Participants,
+    failure,
     format_bytes,
-    format_rate,
     format_s,
+    warning,
+    well,
 )
 from samestep.tools.doctor.host_resources import read_memory_room
-from samestep.world.group import Group, close_group, open_group
+from samestep.world.group import Group, choose_device, close_group, open_group
 
 TIMEOUT_S = 10.0
 FIRST_BYTES, LAST_BYTES, GROWTH = 1 << 10, 256 << 20, 8
@@ -47,15 +49,14 @@ class Operation:
     Attributes:
         call: takes (output, input). An operation in place has its input in both.
         expect: (rank, world size, elements per part) -> the expected output for the numbers of `_fill`.
-        wide_input, wide_output: whether the tensor holds a part for each rank, or one part.
+        is_input_wide: whether the input holds a part for each rank, as the output does, or one part.
         factor: number of ranks -> factor of the bus bandwidth.
     """
 
     name: str
     call: Callable[[Tensor, Tensor], object]
     expect: Callable[[int, int, int], Tensor]
-    wide_input: bool
-    wide_output: bool
+    is_input_wide: bool
     factor: Callable[[int], float]
 
 
@@ -84,9 +85,9 @@ def _expect_shares(rank: int, world_size: int, num: int) -> Tensor:
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
 OPERATIONS = (
-    Operation("all-reduce", _all_reduce, _expect_sum, True, True, lambda n: 2 * (n - 1) / n),
-    Operation("all-gather", _all_gather, _expect_all, False, True, lambda n: (n - 1) / n),
-    Operation("all-to-all", dist.all_to_all_single, _expect_shares, True, True, lambda n: (n - 1) / n),
+    Operation("all-reduce", _all_reduce, _expect_sum, True, lambda n: 2 * (n - 1) / n),
+    Operation("all-gather", _all_gather, _expect_all, False, lambda n: (n - 1) / n),
+    Operation("all-to-all", dist.all_to_all_single, _expect_shares, True, lambda n: (n - 1) / n),
 )
 
 
@@ -98,15 +99,21 @@ def look_at_collectives(context: Context) -> dict[str, Any] | None:
     if context.environment.world_size == 1:
         return None
     context.doing = "joining the ranks"
-    kinds = context.exchange.exchange("collectives/device", context.device.type, TIMEOUT_S)
-    device = context.device if set(kinds.values()) == {"cuda"} else torch.device("cpu")
+    try:
+        device = choose_device(context.environment, context.options.device)
+    except Error:  # a finding of `judge_gpus`
+        device = torch.device("cpu")
+    if set(context.exchange.exchange("collectives/device", device.type, TIMEOUT_S).values()) != {"cuda"}:
+        device = torch.device("cpu")
     began_s = time.monotonic()
     group = open_group(context.environment, device, timeout_s=TIMEOUT_S, compares=False)
     joined_s = time.monotonic() - began_s
     try:
-        wrong = check_results(context, group, OPERATIONS)
-        limit = min(group.gather(_find_room(context)))
-        curves = {} if any(group.gather(bool(wrong))) else measure_operations(context, group, limit)
+        wrong = check_results(context, group)
+        last_bytes = min(LAST_BYTES, *group.gather(_find_room(context, device)))
+        curves = {}
+        if not any(group.gather(bool(wrong))):
+            curves = {each.name: _measure_operation(context, group, each, last_bytes) for each in OPERATIONS}
         links = measure_links(context, group)
         return {"wrong": wrong, "curves": curves, "links": links, "device": device.type, "joined_s": joined_s}
     finally:
@@ -115,15 +122,14 @@ def look_at_collectives(context: Context) -> dict[str, Any] | None:
             close_group()
 
 
-def check_results(context: Context, group: Group, operations: Sequence[Operation]) -> list[str]:
+def check_results(context: Context, group: Group) -> list[str]:
     """Return a sentence for each operation whose result is not exact."""
     wrong = {}
-    for operation in operations:
+    for operation in OPERATIONS:
         for num in EXACT_SIZES:
             context.doing = f"an {operation.name} of {num} numbers per rank"
-            rows = group.world_size if operation.wide_input else 1
-            given = _fill(group.rank, num * rows).to(group.device)
-            output = torch.full((num * (group.world_size if operation.wide_output else 1),), -1.0, device=group.device)
+            given = _fill(group.rank, num * (group.world_size if operation.is_input_wide else 1)).to(group.device)
+            output = torch.full((num * group.world_size,), -1.0, device=group.device)
             if operation.call is _all_reduce:
                 output.copy_(given)
             operation.call(output, given)
@@ -134,33 +140,26 @@ def check_results(context: Context, group: Group, operations: Sequence[Operation
     return list(wrong.values())
 
 
-def _find_room(context: Context) -> int:
+def _find_room(context: Context, device: torch.device) -> int:
     """Return the largest buffer that this rank can use, in bytes. Three exist at a time."""
     room = read_memory_room() // (8 * context.environment.local_world_size)
-    if context.device.type == "cuda":
-        room = min(room, int(torch.cuda.mem_get_info(context.device)[0]) // 8)
+    if device.type == "cuda":
+        room = min(room, int(torch.cuda.mem_get_info(device)[0]) // 8)
     return max(FIRST_BYTES, room)
 
 
-def measure_operations(context: Context, group: Group, limit_bytes: int) -> dict[str, list[dict[str, float]]]:
-    """Return operation -> a row per size, {"bytes", "time_s", "bus_bytes_per_s"}. The same on all ranks.
-
-    Stops each operation at `limit_bytes` or after its time budget.
-    """
-    return {
-        operation.name: _measure_operation(context, group, operation, min(limit_bytes, LAST_BYTES))
-        for operation in OPERATIONS
-    }
-
-
 def _measure_operation(context: Context, group: Group, operation: Operation, last_bytes: int) -> list[dict[str, float]]:
+    """Return a row per size, {"bytes", "time_s", "bus_bytes_per_s"}, up to `last_bytes` or the end of the time budget.
+
+    The rows are the same on all ranks.
+    """
     rows: list[dict[str, float]] = []
     size, num_ranks, began_s = FIRST_BYTES, group.world_size, time.monotonic()
     while size <= last_bytes:
         context.doing = f"an {operation.name} of {format_bytes(size)}"
         share = max(1, size // 4 // num_ranks)
-        given = torch.zeros(share * (num_ranks if operation.wide_input else 1), device=group.device)
-        output = torch.zeros(share * (num_ranks if operation.wide_output else 1), device=group.device)
+        given = torch.zeros(share * (num_ranks if operation.is_input_wide else 1), device=group.device)
+        output = torch.zeros(share * num_ranks, device=group.device)
         first_s = _time(group, operation, output, given, 1)
         slowest_s, _ = _agree(group, first_s, 0.0)
         repeats = int(min(MOST_REPEATS, max(2, SAMPLE_S / slowest_s)))
@@ -222,35 +221,35 @@ def measure_links(context: Context, group: Group) -> list[dict[str, Any]]:
     num_nodes = len(context.participants.leaders)
     if num_nodes == 1:
         return []
-    links: list[dict[str, Any]] = []
-    for pairs in plan_rounds(num_nodes):
-        for one, other in pairs:
-            links += _measure_link(context, group, one, other)
-            links += _measure_link(context, group, other, one)
-    links = [link for theirs in group.gather(links) for link in theirs]
-    slow = find_slow(links)[:MOST_AGAIN]
-    again: list[dict[str, Any]] = []
-    for link in slow:
+    pairs = [
+        pair for round_ in plan_rounds(num_nodes) for one, other in round_ for pair in ((one, other), (other, one))
+    ]
+    links = _gather_links(group, [_measure_link(context, group, *pair) for pair in pairs])
+    again = []
+    for slow in find_slow([*links.values()])[:MOST_AGAIN]:
         group.barrier()
-        again += _measure_link(context, group, link["from"], link["to"])
-    for better in [link for theirs in group.gather(again) for link in theirs]:
-        for link in slow:
-            if (link["from"], link["to"]) == (better["from"], better["to"]):
-                link["bytes_per_s"] = max(link["bytes_per_s"], better["bytes_per_s"])
-                link["latency_s"] = min(link["latency_s"], better["latency_s"])
-    return links
+        again.append(_measure_link(context, group, slow["from"], slow["to"]))
+    for pair, better in _gather_links(group, again).items():
+        links[pair]["bytes_per_s"] = max(links[pair]["bytes_per_s"], better["bytes_per_s"])
+        links[pair]["latency_s"] = min(links[pair]["latency_s"], better["latency_s"])
+    return [*links.values()]
 
 
-def _measure_link(context: Context, group: Group, sender: int, receiver: int) -> list[dict[str, Any]]:
-    """Return the measurement on the sender; nothing on other ranks."""
+def _gather_links(group: Group, links: Sequence[dict[str, Any] | None]) -> dict[tuple[int, int], dict[str, Any]]:
+    measured = [link for theirs in group.gather(links) for link in theirs if link is not None]
+    return {(link["from"], link["to"]): link for link in measured}
+
+
+def _measure_link(context: Context, group: Group, sender: int, receiver: int) -> dict[str, Any] | None:
+    """Return the measurement on the sender; None on other ranks."""
     participants = context.participants
     start, end = participants.leaders[sender], participants.leaders[receiver]
     context.doing = f"sending from {participants.name_node(sender)} to {participants.name_node(receiver)}"
     if group.rank == start:
-        return [{"from": sender, "to": receiver, **_send(group, end)}]
+        return {"from": sender, "to": receiver, **_send(group, end)}
     if group.rank == end:
         _take(group, start)
-    return []
+    return None
 
 
 def find_slow(links: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -305,62 +304,56 @@ def _take(group: Group, peer: int) -> None:
 # --- findings -----------------------------------------------------------------------------------------------------
 
 
-def judge_collectives(facts: Facts) -> list[Finding]:
-    """Return the findings on collectives and links."""
-    participants = facts.participants
+def judge_collectives(facts: Facts) -> Iterator[Finding]:
+    """Report wrong results, or the speed."""
     known = {rank: fact for rank, fact in facts.by_rank.items() if fact is not None}
     if not known:
-        advice = "" if len(participants.hosts) > 1 else " (more with --nproc-per-node 2)"
-        return [Finding("collectives", PASS, f"one rank: nothing to exchange{advice}")]
-    findings = []
+        advice = "" if len(facts.participants.hosts) > 1 else " (more with --nproc-per-node 2)"
+        yield well(f"one rank: nothing to exchange{advice}")
+        return
     for sentence in dict.fromkeys(text for fact in known.values() for text in fact["wrong"]):
         ranks = [rank for rank, fact in known.items() if sentence in fact["wrong"]]
         advice = "do not train here: look for failing memory, GPUs or network cards there (devices above, dmesg)"
-        findings.append(Finding("collectives", FAIL, f"{sentence}: {participants.name_ranks(ranks)}", advice))
-    curves = known[min(known)]["curves"]
-    if not findings:
-        shown = [f"{name} {_describe_curve(rows)}" for name, rows in curves.items() if rows]
-        backend = "NCCL" if known[min(known)]["device"] == "cuda" else "gloo"
-        found = f"right, over {backend}; " + "; ".join(shown) + " (bus bandwidth)"
-        findings.append(Finding("collectives", PASS, found, measured={"backend": backend, "curves": curves}))
-    return findings + judge_links(participants, known[min(known)]["links"])
+        yield failure(f"{sentence}: {facts.participants.name_ranks(ranks)}", advice)
+    first = known[min(known)]
+    backend = "NCCL" if first["device"] == "cuda" else "gloo"
+    shown = "; ".join(f"{name} {_describe_curve(rows)}" for name, rows in first["curves"].items() if rows)
+    measured = {"backend": backend, "curves": first["curves"]}
+    yield well(f"right, over {backend}; {shown} (bus bandwidth)", measured)
 
 
 def _describe_curve(rows: Sequence[dict[str, float]]) -> str:
     first, best = rows[0], max(rows, key=lambda row: row["bus_bytes_per_s"])
     return (
-        f"{format_s(first['time_s'])} at {format_bytes(first['bytes'])}, {format_rate(best['bus_bytes_per_s'])} at "
+        f"{format_s(first['time_s'])} at {format_bytes(first['bytes'])}, {describe_size(best['bus_bytes_per_s'])}/s at "
         f"{format_bytes(best['bytes'])}"
     )
 
 
-def judge_links(participants: Participants, links: Sequence[dict[str, Any]]) -> list[Finding]:
+def judge_links(facts: Facts) -> Iterator[Finding]:
     """Report the slowest link; warn about links much slower than the others."""
+    participants = facts.participants
+    links: list[dict[str, Any]] = next((fact["links"] for fact in facts.by_rank.values() if fact is not None), [])
     if not links:
-        return []
+        return
     usual = median_high([link["bytes_per_s"] for link in links])
     ordered = sorted(links, key=lambda link: link["bytes_per_s"])
     measured = [{**link, **{end: participants.name_node(link[end]) for end in ("from", "to")}} for link in ordered]
-    slow = find_slow(links)
-    first = _describe_link(participants, ordered[0])
-    if not slow:
-        latency = max(link["latency_s"] for link in links)
-        found = (
-            f"{format_rate(usual)} from host to host (median), {format_s(latency)} at most for 1 KB; slowest: {first}"
-        )
-        return [Finding("links", PASS, found, measured=measured)]
-    more = f"; and {', '.join(_describe_link(participants, link) for link in slow[1:4])}" if len(slow) > 1 else ""
-    more += f" and {len(slow) - 4} more" if len(slow) > 4 else ""
-    senders, receivers = {link["from"] for link in slow}, {link["to"] for link in slow}
-    nodes = range(len(participants.leaders))
-    common = [node for node in nodes if all(node in (link["from"], link["to"]) for link in slow)]
-    suspect = common if len(common) == 1 else sorted(senders) if len(senders) == 1 else sorted(receivers)
-    where = f" of {participants.name_node(suspect[0])}" if len(suspect) == 1 else ""
-    advice = f"check the network card, cable and switch port{where} (ethtool: speed, errors), or leave it out"
-    found = f"the slowest link is {first}{more}; the median is {format_rate(usual)}"
-    return [Finding("links", WARN, found, advice, measured)]
+    if slow := find_slow(links):
+        shown = [_describe_link(participants, link) for link in slow]
+        found = f"the slowest link is {shown[0]}{'; and ' if shown[1:] else ''}{', '.join(shown[1:4])}"
+        found += f" and {len(slow) - 4} more" if len(slow) > 4 else ""
+        senders, receivers = {link["from"] for link in slow}, {link["to"] for link in slow}
+        common = [node for node in senders | receivers if all(node in (link["from"], link["to"]) for link in slow)]
+        suspects = common if len(common) == 1 else [*senders] if len(senders) == 1 else [*receivers]
+        where = f" of {participants.name_node(suspects[0])}" if len(suspects) == 1 else ""
+        advice = f"check the network card, cable and switch port{where} (ethtool: speed, errors), or leave it out"
+        yield warning(f"{found}; the median is {describe_size(usual)}/s", advice)
+    latency_s = max(link["latency_s"] for link in links)
+    found = f"{describe_size(usual)}/s from host to host (median), {format_s(latency_s)} at most for 1 KB; "
+    yield well(f"{found}slowest: {_describe_link(participants, ordered[0])}", measured)
 
 
 def _describe_link(participants: Participants, link: dict[str, Any]) -> str:
     start, end = (participants.name_node(link[name]) for name in ("from", "to"))
-    return f"{start} -> {end}, {format_rate(link['bytes_per_s'])}"
+    return f"{start} -> {end}, {describe_size(link['bytes_per_s'])}/s"

@@ -7,15 +7,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from samestep.config import to_variables
-from samestep.tools.doctor.context import Context
-from samestep.tools.doctor.findings import FAIL, PASS, WARN, Facts, Finding
+from samestep.tools.doctor.checks import FAIL, WARN, Context, Facts, Finding, format_count, well
 from samestep.tools.traced_script import read_lines, start
 from samestep.world.environment import TRACE, child_variables
 from samestep.world.workdir import WorkDir
@@ -116,35 +115,37 @@ def measure_rank(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     }
 
 
-def judge_data_loading(facts: Facts) -> list[Finding]:
+def judge_data_loading(facts: Facts) -> Iterator[Finding]:
     """Return the finding. With workers, the loading time is the time that the model waits for them."""
     fact = facts.by_rank.get(0)
     if fact is None:
-        return []
+        return
     ranks = [rank for rank in fact["ranks"] if rank is not None]
-    if not ranks or not sum(rank["num_samples"] for rank in ranks):
-        said = " / ".join(line.strip() for line in fact["last_words"]) or "no output"
-        how = f"ended with exit code {fact['code']}" if fact["code"] is not None else f"was busy for {LIMIT_S:g} s"
-        found = f"{fact['script']} {how}, before it had done {WARM_UP + 2} steps: {said}"
-        advice = "start it with samestep launch; it must train with samestep.Run, for some steps"
-        return [Finding("loader", FAIL if fact["code"] else WARN, found, advice, fact)]
     num_samples = sum(rank["num_samples"] for rank in ranks)
+    if not num_samples:
+        output = " / ".join(line.strip() for line in fact["last_words"]) or "no output"
+        how = f"ended with exit code {fact['code']}" if fact["code"] is not None else f"was busy for {LIMIT_S:g} s"
+        found = f"{fact['script']} {how}, before it had done {WARM_UP + 2} steps: {output}"
+        advice = "start it with samestep launch; it must train with samestep.Run, for some steps"
+        yield Finding(FAIL if fact["code"] else WARN, found, advice, fact)
+        return
     loading_s, model_s = (sum(rank[name] for rank in ranks) / len(ranks) for name in ("loading_s", "model_s"))
     num_workers = ranks[0]["num_workers"]
-    eats = num_samples / max(model_s, 1e-9)
+    used_per_s = num_samples / max(model_s, 1e-9)
     # Workers load while the model computes: if it waits for them, they determine the time of the whole step.
-    feeds = num_samples / max(loading_s + (model_s if num_workers else 0.0), 1e-9)
+    loaded_per_s = num_samples / max(loading_s + (model_s if num_workers else 0.0), 1e-9)
     waiting = loading_s / max(loading_s + model_s, 1e-9)
     measured = {
-        **fact, "feeds_per_s": feeds, "eats_per_s": eats, "waiting": waiting, "num_workers": num_workers,
+        **fact, "feeds_per_s": loaded_per_s, "eats_per_s": used_per_s, "waiting": waiting, "num_workers": num_workers,
     }  # fmt: skip
-    is_well = waiting <= (MOST_WAITING if num_workers else MOST_LOADING)
     share = f"{waiting:.0%} of a step goes to waiting for data"
-    if is_well:
-        found = f"the data loader keeps up with the model, which uses {eats:,.0f} samples/s: {share}"
-        return [Finding("loader", PASS, found, measured=measured)]
-    found = f"the data loader delivers {feeds:,.0f} samples/s, the model uses {eats:,.0f}: {share}"
-    return [Finding("loader", WARN, found, _advise(fact, num_workers, eats / feeds), measured)]
+    if waiting <= (MOST_WAITING if num_workers else MOST_LOADING):
+        yield well(
+            f"the data loader keeps up with the model, which uses {used_per_s:,.0f} samples/s: {share}", measured
+        )
+    else:
+        found = f"the data loader delivers {loaded_per_s:,.0f} samples/s, the model uses {used_per_s:,.0f}: {share}"
+        yield Finding(WARN, found, _advise(fact, num_workers, used_per_s / loaded_per_s), measured)
 
 
 def _advise(fact: Mapping[str, Any], num_workers: int, lack: float) -> str:
@@ -154,7 +155,7 @@ def _advise(fact: Mapping[str, Any], num_workers: int, lack: float) -> str:
     if room < 1 or num_workers >= room:
         with_them = f"and their {num_workers * num_ranks} workers " if num_workers else ""
         return (
-            f"{num_cores} cores for {num_ranks} rank{'s' if num_ranks > 1 else ''} {with_them}leave none free to load: "
+            f"{num_cores} cores for {format_count(num_ranks, 'rank')} {with_them}leave none free to load: "
             "make a sample cheaper to load (decode and resize once, beforehand), or take a machine with more cores"
         )
     give = min(needed, room)

@@ -3,18 +3,17 @@
 import os
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from samestep.config import is_url
+from samestep.console import describe_size
 from samestep.errors import Error
 from samestep.snapshot.object_store import ObjectStore, Unreachable, find_copies
-from samestep.tools.doctor.context import Context
-from samestep.tools.doctor.findings import FAIL, PASS, WARN, Facts, Finding, format_bytes, format_rate, format_s
+from samestep.tools.doctor.checks import Context, Facts, Finding, failure, format_bytes, format_s, warning, well
 
 DEFAULT = "runs"
 CHUNK_BYTES, MOST_BYTES = 4 << 20, 64 << 20
@@ -37,38 +36,31 @@ def find_existing(path: Path) -> Path:
 
 def look_at_disk(context: Context) -> dict[str, Any] | None:
     """On the first rank of each node: check the directory as the node sees it. Leaves no files."""
-    leaders = context.participants.leaders
+    rank, exchange, leaders = context.environment.rank, context.exchange, context.participants.leaders
     if is_url(context.options.run_dir):
-        return _look_at_store(context, str(context.options.run_dir)) if context.environment.rank == 0 else None
+        return _look_at_store(context, str(context.options.run_dir)) if rank == 0 else None
     wanted = Path(context.options.run_dir or DEFAULT)
-    if context.environment.rank == 0:
-        context.exchange.post("disk/token", uuid.uuid4().hex)
+    if rank == 0:
+        exchange.post("disk/token", uuid.uuid4().hex)
     if not context.is_leader:
         return None
-    token: str = context.exchange.collect("disk/token", EXCHANGE_S, [0])[0]
+    token: str = exchange.collect("disk/token", EXCHANGE_S, [0])[0]
     place = find_existing(wanted)
-    node = context.participants.nodes[context.environment.rank]
-    mark = place / f"{MARK}{token}-{node}"
+    mark = place / f"{MARK}{token}-{leaders.index(rank)}"
     facts: dict[str, Any] = {"wanted": str(wanted), "place": str(place), "problem": ""}
     try:
         mark.touch(exist_ok=False)
     except OSError as error:
         facts["problem"] = error.strerror or str(error)
     try:
-        made = context.exchange.exchange("disk/made", not facts["problem"], EXCHANGE_S, leaders)
-        nodes = [node for node, leader in enumerate(leaders) if made.get(leader)]
-        facts["sees"] = find_marks(place, token, nodes)
-        context.exchange.exchange("disk/seen", True, EXCHANGE_S, leaders)
-        if not facts["problem"]:
-            facts["free_bytes"] = _measure_room(place)
-            if node == 0:  # rank 0 writes the snapshots, and all nodes at once would share the disk
-                facts |= measure_speed(place / f"{MARK}{token}-speed", facts["free_bytes"])
-    except OSError as error:
-        facts["problem"] = error.strerror or str(error)
+        made = exchange.exchange("disk/made", not facts["problem"], EXCHANGE_S, leaders)
+        facts["sees"] = find_marks(place, token, [node for node, leader in enumerate(leaders) if made.get(leader)])
+        exchange.exchange("disk/seen", True, EXCHANGE_S, leaders)
     finally:
         with suppress(OSError):
             mark.unlink()
-    return facts
+    # Rank 0 writes the snapshots, and all nodes at once would share the disk.
+    return facts if facts["problem"] else facts | _measure(place, is_timed=rank == 0)
 
 
 def _look_at_store(context: Context, url: str) -> dict[str, Any]:
@@ -79,17 +71,17 @@ def _look_at_store(context: Context, url: str) -> dict[str, Any]:
         return {"wanted": url, "place": url, "problem": str(error)}
     place = find_existing(find_copies(context.environment.overrides.get("local_dir")))
     facts = {"wanted": f"the working copy of {url}, in {place}", "place": str(place), "problem": "", "sees": [0]}
+    return facts | _measure(place, is_timed=True)
+
+
+def _measure(place: Path, *, is_timed: bool) -> dict[str, Any]:
     try:
-        free_bytes = _measure_room(place)
-        speed = measure_speed(place / f"{MARK}{uuid.uuid4().hex}-speed", free_bytes)
+        room = os.statvfs(place)
+        free_bytes = room.f_bavail * room.f_frsize
+        speed = measure_speed(place / f"{MARK}{uuid.uuid4().hex}-speed", free_bytes) if is_timed else {}
     except OSError as error:
-        return facts | {"problem": error.strerror or str(error)}
-    return facts | {"free_bytes": free_bytes} | speed
-
-
-def _measure_room(place: Path) -> int:
-    room = os.statvfs(place)
-    return room.f_bavail * room.f_frsize
+        return {"problem": error.strerror or str(error)}
+    return {"free_bytes": free_bytes, **speed}
 
 
 def find_marks(place: Path, token: str, nodes: Sequence[int]) -> list[int]:
@@ -128,45 +120,36 @@ def measure_speed(path: Path, free_bytes: int) -> dict[str, float]:
     return {"write_bytes_per_s": written / took_s, "fsync_s": median(waits)}
 
 
-def judge_disk(facts: Facts) -> list[Finding]:
-    """Return the findings on free space, sharing and speed."""
-    participants, by_node = facts.participants, facts.by_node
-    findings = []
+def judge_disk(facts: Facts) -> Iterator[Finding]:
+    """Report problems of free space, sharing and speed."""
+    by_node, name_node, name_nodes = facts.by_node, facts.participants.name_node, facts.participants.name_nodes
     if not by_node:
-        return []
-    shown = next(iter(by_node.values()))["wanted"]
+        return
+    writable = {node: fact for node, fact in by_node.items() if not fact["problem"]}
     for node, fact in by_node.items():
         if fact["problem"]:
-            found = f"{fact['place']} cannot be written on {participants.name_node(node)} ({fact['problem']})"
-            findings.append(Finding("run_dir", FAIL, found, "name another with --run-dir, and make it writable"))
-    well = {node: fact for node, fact in by_node.items() if not fact["problem"]}
-    first = by_node.get(0)
-    if first is not None and not first["problem"]:
-        apart = [node for node in well if node not in first["sees"] or 0 not in well[node]["sees"]]
-        if apart:
-            names, first_name = participants.name_nodes(apart), participants.name_node(0)
-            found = f"{shown} on {names} differs from that on {first_name}: a run keeps a copy on each such host"
-            advice = "use a file system that all nodes share, if there is one, and give the full path"
-            findings.append(Finding("run_dir", WARN, found, advice))
-    for node, fact in well.items():
-        free, name = fact["free_bytes"], participants.name_node(node)
-        if free < FEW_BYTES:
-            found = f"{format_bytes(free)} are left at {fact['place']} on {name}"
+            found = f"{fact['place']} cannot be written on {name_node(node)} ({fact['problem']})"
+            yield failure(found, "name another with --run-dir, and make it writable")
+    first = writable.get(0, {})
+    wanted = next(iter(by_node.values()))["wanted"]
+    if first and (apart := [n for n, fact in writable.items() if n not in first["sees"] or 0 not in fact["sees"]]):
+        found = f"{wanted} on {name_nodes(apart)} differs from that on {name_node(0)}: "
+        found += "a run keeps a copy on each such host"
+        yield warning(found, "use a file system that all nodes share, if there is one, and give the full path")
+    for node, fact in writable.items():
+        if fact["free_bytes"] < FEW_BYTES:
+            found = f"{format_bytes(fact['free_bytes'])} are left at {fact['place']} on {name_node(node)}"
             advice = "make room: a snapshot holds the model and the optimizer's state, and keep_last=3 of them stay"
-            findings.append(Finding("run_dir", FAIL if free < LEAST_BYTES else WARN, found, advice))
-    speed, fsync_s = (well.get(0, {}).get(name) for name in ("write_bytes_per_s", "fsync_s"))
-    where = f"{by_node[0]['place']} on {participants.name_node(0)}" if 0 in by_node else ""
-    if speed is not None and speed < SLOW_BYTES_PER_S:
-        found = f"{where} takes {format_rate(speed)}: a snapshot of 1 GB takes {1e9 / speed:.0f} s"
-        findings.append(Finding("run_dir", WARN, found, "choose a faster disk, or save less often (--snapshot-every)"))
-    if fsync_s is not None and fsync_s > SLOW_FSYNC_S:
-        found = f"{where} needs {format_s(fsync_s)} to make a small file durable"
-        findings.append(Finding("run_dir", WARN, found, "choose a faster disk: every snapshot waits for several"))
-    measured = {participants.name_node(node): fact for node, fact in by_node.items()}
-    if findings:
-        return [replace(finding, measured=measured) for finding in findings]
-    free = min(fact["free_bytes"] for fact in well.values())
-    one = " is one for all hosts," if len(by_node) > 1 else ":"
-    said = f"{shown}{one} {format_bytes(free)} left"
-    said += f", takes {format_rate(speed)}, fsync {format_s(fsync_s)}" if speed and fsync_s else ""
-    return [Finding("run_dir", PASS, said, measured=measured)]
+            yield (failure if fact["free_bytes"] < LEAST_BYTES else warning)(found, advice)
+    shown = f"{wanted}{' is one for all hosts,' if len(by_node) > 1 else ':'} "
+    shown += f"{format_bytes(min((fact['free_bytes'] for fact in writable.values()), default=0))} left"
+    if "fsync_s" in first:
+        where, speed, fsync_s = f"{first['place']} on {name_node(0)}", first["write_bytes_per_s"], first["fsync_s"]
+        if speed < SLOW_BYTES_PER_S:
+            found = f"{where} takes {describe_size(speed)}/s: a snapshot of 1 GB takes {1e9 / speed:.0f} s"
+            yield warning(found, "choose a faster disk, or save less often (--snapshot-every)")
+        if fsync_s > SLOW_FSYNC_S:
+            found = f"{where} needs {format_s(fsync_s)} to make a small file durable"
+            yield warning(found, "choose a faster disk: every snapshot waits for several")
+        shown += f", takes {describe_size(speed)}/s, fsync {format_s(fsync_s)}"
+    yield well(shown, {name_node(node): fact for node, fact in by_node.items()})

@@ -8,12 +8,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from samestep.tools.doctor.collectives import judge_collectives, look_at_collectives
-from samestep.tools.doctor.context import Context, Participants
+from samestep.tools.doctor.checks import FAIL, Check, Context, Finding, Options, Participants, judge_answers
+from samestep.tools.doctor.collectives import judge_collectives, judge_links, look_at_collectives
 from samestep.tools.doctor.data_loading import judge_data_loading, look_at_data_loading
 from samestep.tools.doctor.disk import judge_disk, look_at_disk
-from samestep.tools.doctor.doctor_options import Options
-from samestep.tools.doctor.findings import FAIL, Check, Finding, judge_answers
 from samestep.tools.doctor.gpus import judge_gpus, look_at_gpus
 from samestep.tools.doctor.host_resources import (
     judge_cores,
@@ -23,7 +21,7 @@ from samestep.tools.doctor.host_resources import (
     look_at_limits,
     look_at_versions,
 )
-from samestep.tools.doctor.network import judge_network, look_at_network
+from samestep.tools.doctor.network import judge_clocks, judge_network, look_at_network
 from samestep.tools.doctor.report import Report
 from samestep.world.environment import Environment, read_host
 from samestep.world.host import read_host_id
@@ -41,67 +39,47 @@ GROUP_ADVICE = (
 )
 
 CHECKS = (
-    Check("versions", look_at_versions, judge_versions),
-    Check("devices", look_at_gpus, judge_gpus, limit_s=20.0),
-    Check("cores", look_at_cores, judge_cores),
-    Check("limits", look_at_limits, judge_limits),
-    Check("network", look_at_network, judge_network, limit_s=20.0),
-    Check("run_dir", look_at_disk, judge_disk, limit_s=15.0),
-    Check("collectives", look_at_collectives, judge_collectives, limit_s=45.0, advice=GROUP_ADVICE, in_thread=False),
+    Check(look_at_versions, {"versions": judge_versions}),
+    Check(look_at_gpus, {"devices": judge_gpus}, limit_s=20.0),
+    Check(look_at_cores, {"cores": judge_cores}),
+    Check(look_at_limits, {"limits": judge_limits}),
+    Check(look_at_network, {"network": judge_network, "clocks": judge_clocks}, limit_s=20.0),
+    Check(look_at_disk, {"run_dir": judge_disk}, limit_s=15.0),
+    Check(look_at_collectives, {"collectives": judge_collectives, "links": judge_links}, 45.0, GROUP_ADVICE),
 )
-FEEDING = Check("loader", look_at_data_loading, judge_data_loading, limit_s=90.0, in_thread=False)
+LOADER = Check(look_at_data_loading, {"loader": judge_data_loading}, limit_s=None)
 
 
 def examine(
     environment: Environment,
     options: Options,
     *,
-    checks: Sequence[Check] | None = None,
+    checks: Sequence[Check] = CHECKS,
     clock: Callable[[], float] = time.time,
 ) -> int:
-    """Run the checks as one of the ranks. Returns the exit code: 1 on rank 0 if a check has failed, else 0.
-
-    Args:
-        environment: this rank's environment.
-        options: the options of the command.
-        checks: replaces the list of all checks.
-        clock: the clock of this host.
-    """
-    if checks is None:
-        checks = (*CHECKS, FEEDING) if options.script else CHECKS
+    """Run the checks as one of the ranks. Returns the exit code: 1 on rank 0 if a check has failed, else 0."""
     report = Report(as_json=options.json) if environment.rank == 0 else None
-    exchange = None
+    problem = "cannot reach"
     try:
         exchange = StoreExchange(environment, MEET_S)
-        return _examine(environment, options, checks, clock, exchange, report)
-    except (OSError, RuntimeError) as error:  # from the store; those of a check are caught there
-        what = "cannot reach" if exchange is None else "has lost"
-        return _end_alone(report, f"rank {environment.rank} {what} the rendezvous store: {describe_error(error)}")
-
-
-def _examine(
-    environment: Environment,
-    options: Options,
-    checks: Sequence[Check],
-    clock: Callable[[], float],
-    exchange: StoreExchange,
-    report: Report | None,
-) -> int:
-    hellos = exchange.exchange("hello", [read_host(), f"{read_host()}/{read_host_id('net')}"], MEET_S)
-    missing = sorted(set(range(environment.world_size)) - set(hellos))
-    if missing:
-        names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
-        return _end_alone(report, f"{names} did not come within {MEET_S:g} s")
-    hosts, keys = zip(*(hellos[rank] for rank in sorted(hellos)), strict=True)
-    nodes = list(dict.fromkeys(keys))
-    participants = Participants(hosts, [nodes.index(key) for key in keys])
-    context = Context(environment, options, exchange, participants, clock)
-    if report is not None:
-        report.open(participants)
-    for number, check in enumerate(checks):
-        _check_one(context, check, f"check/{number}", report)
-    code = 0 if report is None else report.close()
-    _part(exchange)
+        problem = "has lost"
+        hellos = exchange.exchange("hello", [read_host(), f"{read_host()}/{read_host_id('net')}"], MEET_S)
+        if missing := sorted(set(range(environment.world_size)) - set(hellos)):
+            names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
+            return _end_alone(report, f"{names} did not come within {MEET_S:g} s")
+        hosts, keys = zip(*(hellos[rank] for rank in sorted(hellos)), strict=True)
+        nodes = list(dict.fromkeys(keys))
+        context = Context(environment, options, exchange, Participants(hosts, [*map(nodes.index, keys)]), clock)
+        if report is not None:
+            report.open(context.participants)
+        have_hung = [_check(context, check, report) for check in (*checks, *([LOADER] if options.script else []))]
+        code = 0 if report is None else report.close()
+        _wait_for_rank_0(exchange)
+    except (OSError, RuntimeError) as error:  # of the store; `look` returns those of a check
+        return _end_alone(report, f"rank {environment.rank} {problem} the rendezvous store: {describe_error(error)}")
+    if any(have_hung):
+        sys.stdout.flush()
+        os._exit(code)  # a thread that hangs in a collective would also block the end of the interpreter
     return code
 
 
@@ -112,27 +90,22 @@ def _end_alone(report: Report | None, what: str) -> int:
         return 1
     report.begin("rendezvous")
     advice = "see the output of those ranks; the port of the endpoint must be open to all hosts"
-    report.add(Finding("rendezvous", FAIL, what, advice))
+    report.add(Finding(FAIL, what, advice, check="rendezvous"))
     return report.close()
 
 
-def _check_one(context: Context, check: Check, name: str, report: Report | None) -> None:
+def _check(context: Context, check: Check, report: Report | None) -> bool:
+    """Run one check. Returns whether it hung on this rank."""
     if report is not None:
         report.begin(check.name)
     context.doing, began_s = "", time.monotonic()
-    watchdog = threading.Timer(check.limit_s, _give_up, (context, check, name, report))
-    watchdog.daemon = True
-    if check.in_thread:
-        answer = look_bounded(context, check)
-    else:
-        watchdog.start()
-        answer = look(context, check)
-        watchdog.cancel()
-    context.exchange.post(name, answer)
+    answer = look(context, check) if check.limit_s is None else look_bounded(context, check, check.limit_s)
+    context.exchange.post(f"check/{check.name}", answer or {"error": _describe_hang(context, check)})
     if report is not None:
-        left_s = began_s + check.limit_s - time.monotonic() if "facts" in answer else GRACE_S
-        answers = context.exchange.collect(name, left_s + GRACE_S)
+        left_s = (check.limit_s or 0.0) + began_s - time.monotonic() if answer and "facts" in answer else 0.0
+        answers = context.exchange.collect(f"check/{check.name}", max(left_s, 0.0) + GRACE_S)
         report.add(*judge_answers(check, context.participants, answers))
+    return answer is None
 
 
 def look(context: Context, check: Check) -> dict[str, Any]:
@@ -140,20 +113,24 @@ def look(context: Context, check: Check) -> dict[str, Any]:
     try:
         return {"facts": check.look(context)}
     except Exception as error:
-        at = f" in {context.doing}" if context.doing else ""
-        return {"error": describe_error(error) + at}
+        return {"error": describe_error(error) + _format_activity(context)}
 
 
-def look_bounded(context: Context, check: Check) -> dict[str, Any]:
-    """`look` in a thread, with a time limit. A thread that hangs is abandoned."""
+def look_bounded(context: Context, check: Check, limit_s: float) -> dict[str, Any] | None:
+    """`look` in a thread. Returns None if it hangs; the thread is abandoned."""
     answers: list[dict[str, Any]] = []
     thread = threading.Thread(target=lambda: answers.append(look(context, check)), daemon=True)
     thread.start()
-    thread.join(check.limit_s)
-    if answers:
-        return answers[0]
-    at = f" in {context.doing}" if context.doing else ""
-    return {"error": f"it hung{at}, and was abandoned after {check.limit_s:g} s"}
+    thread.join(limit_s)
+    return answers[0] if answers else None
+
+
+def _format_activity(context: Context) -> str:
+    return f" in {context.doing}" if context.doing else ""
+
+
+def _describe_hang(context: Context, check: Check) -> str:
+    return f"it hung{_format_activity(context)}, and was abandoned after {check.limit_s:g} s"
 
 
 def describe_error(error: BaseException) -> str:
@@ -162,34 +139,8 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0].strip()}"[:MAX_REASON] if lines else type(error).__name__
 
 
-def _give_up(context: Context, check: Check, name: str, report: Report | None) -> None:
-    """End this process, after rank 0's report: the main thread hangs."""
-    with suppress(RuntimeError):
-        context.exchange.post(f"{name}/hanging", context.doing or "it")
-        if report is None:
-            context.exchange.collect("end", GRACE_S, [0])
-    if report is not None:
-        hanging: dict[int, str] = {}
-        with suppress(RuntimeError):
-            hanging = context.exchange.collect(f"{name}/hanging", PARTING_S)
-        places: dict[str, list[int]] = {}
-        for rank, place in hanging.items():
-            places.setdefault(place, []).append(rank)
-        silent = set(range(context.environment.world_size)) - set(hanging)
-        parts = [f"{context.participants.name_ranks(ranks)} in {place}" for place, ranks in places.items()]
-        parts += [f"{context.participants.name_ranks(silent)} without an answer"] if silent else []
-        found = f"could not be checked: after {check.limit_s:g} s still hanging: {', and '.join(parts)}"
-        report.add(Finding(check.name, FAIL, found, check.advice))
-        report.close()
-        with suppress(RuntimeError):
-            context.exchange.post("end", True)
-    with suppress(OSError):
-        sys.stdout.flush()
-    os._exit(1)
-
-
-def _part(exchange: StoreExchange) -> None:
-    """Wait so that rank 0, whose process can hold the store, ends last."""
+def _wait_for_rank_0(exchange: StoreExchange) -> None:
+    """Wait for the report. Rank 0, whose process can hold the store, ends last."""
     with suppress(RuntimeError):
         if exchange.rank == 0:
             exchange.post("end", True)

@@ -1,14 +1,12 @@
 """Checks the GPUs of each node: number, free memory, connections and health."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from samestep.errors import Error
-from samestep.tools.doctor.context import Context, Participants
-from samestep.tools.doctor.findings import FAIL, PASS, WARN, Facts, Finding, format_bytes
+from samestep.tools.doctor.checks import Context, Facts, Finding, failure, format_bytes, warning, well
 
 LEAST_FREE = 0.9  # fraction of a GPU's memory
 # Bits of nvmlDeviceGetCurrentClocksEventReasons that a healthy GPU never sets, busy or idle.
@@ -104,79 +102,70 @@ def _text(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-def judge_gpus(facts: Facts) -> list[Finding]:
-    """Return the findings on missing, different, occupied, throttled or failing GPUs."""
+def judge_gpus(facts: Facts) -> Iterator[Finding]:
+    """Report missing, different, occupied, throttled and failing GPUs."""
     participants, by_node = facts.participants, facts.by_node
-    findings = [
-        Finding("devices", FAIL, f"{fact['problem']} (on {participants.name_ranks([rank])})")
-        for rank, fact in facts.by_rank.items()
-        if fact["problem"]
-    ][:1]  # the other ranks have the same
+    problems = {rank: fact["problem"] for rank, fact in facts.by_rank.items() if fact["problem"]}
+    for rank in sorted(problems)[:1]:  # the other ranks have the same one
+        found = f"{problems[rank]} (on {participants.name_ranks([rank])})"
+        yield failure(found, "give every rank a GPU, or use --device cpu")
     for node, fact in by_node.items():
         if fact["num_present"] and not fact["num_gpus"]:
             found = f"torch {fact['torch']} cannot use the {fact['num_present']} GPUs of {participants.name_node(node)}"
             advice = "install a build of torch for CUDA, and a driver that is new enough for it (nvidia-smi)"
-            findings.append(Finding("devices", FAIL, found, advice))
+            yield failure(found, advice)
     counts = {node: fact["num_gpus"] for node, fact in by_node.items()}
     if len(set(counts.values())) > 1:
         shown = ", ".join(f"{num} on {participants.name_node(node)}" for node, num in counts.items())
         advice = "check with nvidia-smi whether a GPU is missing; all nodes need as many as --nproc-per-node"
-        findings.append(Finding("devices", WARN, f"GPUs: {shown}", advice))
+        yield warning(f"GPUs: {shown}", advice)
     for node, fact in by_node.items():
-        findings += _judge_node(participants.name_node(node), fact)
-    kinds = {(gpu["name"], node) for node, fact in by_node.items() for gpu in fact["gpus"] or ()}
-    names = sorted({name for name, _ in kinds})
+        yield from _judge_node(participants.name_node(node), fact)
+    gpus = [gpu for fact in by_node.values() for gpu in fact["gpus"] or ()]
+    names = sorted({gpu["name"] for gpu in gpus})
     if len(names) > 1:
         advice = "results are bitwise equal on GPUs of one model only: leave the others out (CUDA_VISIBLE_DEVICES)"
-        findings.append(Finding("devices", WARN, f"GPUs of several models: {', '.join(names)}", advice))
-    devices = {fact["device"] for fact in facts.by_rank.values()}
-    if len(devices) > 1:
-        there = [rank for rank, fact in facts.by_rank.items() if fact["device"] == "cpu"]
-        found = f"{participants.name_ranks(there)}: on the CPU, the others on GPUs"
-        findings.append(Finding("devices", FAIL, found, "give every rank a GPU, or use --device cpu"))
-    measured = {participants.name_node(node): fact["gpus"] for node, fact in by_node.items()}
-    if findings:
-        return [replace(finding, measured=measured) for finding in findings]
-    return [Finding("devices", PASS, _describe(participants, by_node, devices, names), measured=measured)]
+        yield warning(f"GPUs of several models: {', '.join(names)}", advice)
+    on_cpu = [rank for rank, fact in facts.by_rank.items() if fact["device"] == "cpu"]
+    if 0 < len(on_cpu) < len(facts.by_rank):
+        found = f"{participants.name_ranks(on_cpu)}: on the CPU, the others on GPUs"
+        yield failure(found, "give every rank a GPU, or use --device cpu")
+    if any(counts.values()):
+        shown = f"{max(counts.values())} x {names[0] if names else 'GPU'}"
+        shown += f"{' on each host' if len(participants.leaders) > 1 else ''}, nothing wrong with them"
+        links = sorted({link for gpu in gpus for link in gpu["links"]})
+        shown += f", {' or '.join(links)} between them" if links else ""
+        shown += "; ranks run on the CPU as asked for" if on_cpu else ""
+    else:
+        shown = "no GPU: ranks run on the CPU"
+    yield well(shown, {participants.name_node(node): fact["gpus"] for node, fact in by_node.items()})
 
 
-def _judge_node(name: str, fact: dict[str, Any]) -> list[Finding]:
-    findings = []
+def _judge_node(name: str, fact: dict[str, Any]) -> Iterator[Finding]:
     if fact["num_gpus"] and fact["gpus"] is None:
         found = f"nvidia-ml-py is missing on {name}: memory, ECC errors and throttling were not checked"
-        findings.append(Finding("devices", WARN, found, "pip install 'samestep[nvidia]'"))
+        yield warning(found, "pip install 'samestep[nvidia]'")
     for number, gpu in enumerate(fact["gpus"] or ()):
         where = f"GPU {number} of {name}"
         if gpu["free_bytes"] < LEAST_FREE * gpu["total_bytes"]:
             free, total = format_bytes(gpu["free_bytes"]), format_bytes(gpu["total_bytes"])
             advice = "nvidia-smi shows the processes that hold the rest: end those of earlier runs"
-            findings.append(Finding("devices", WARN, f"{where} has {free} free of {total}", advice))
+            yield warning(f"{where} has {free} free of {total}", advice)
         for what in gpu.get("slowdowns", ()):
             heat = f", at {gpu['temperature']} C" if "temperature" in gpu else ""
             advice = "all ranks wait for it: check cooling and power, or leave it out (CUDA_VISIBLE_DEVICES)"
-            findings.append(Finding("devices", WARN, f"{where} is {what}{heat}", advice))
+            yield warning(f"{where} is {what}{heat}", advice)
         if gpu.get("ecc_errors"):
             found = f"{where} has had {gpu['ecc_errors']} memory errors that ECC could not correct"
-            findings.append(Finding("devices", FAIL, found, "drain the node, reset the GPU, and have it examined"))
-        if gpu.get("rows"):
-            found = f"{where} has memory rows to be remapped ({gpu['rows']})"
-            status, advice = (WARN, "reset it") if gpu["rows"] == "pending" else (FAIL, "have it replaced")
-            findings.append(Finding("devices", status, found, advice))
+            yield failure(found, "drain the node, reset the GPU, and have it examined")
+        rows = f"{where} has memory rows to be remapped ({gpu.get('rows')})"
+        if gpu.get("rows") == "pending":
+            yield warning(rows, "reset it")
+        elif gpu.get("rows"):
+            yield failure(rows, "have it replaced")
     if fact["no_peers"]:
         one, other = fact["no_peers"][0]
         found = f"GPUs {one} and {other} of {name} cannot reach each other's memory"
         found += f" ({len(fact['no_peers']) // 2} such pairs)" if len(fact["no_peers"]) > 2 else ""
         advice = "they exchange through the host, more slowly: see nvidia-smi topo -m; in a VM, turn ACS off"
-        findings.append(Finding("devices", WARN, found, advice))
-    return findings
-
-
-def _describe(participants: Participants, by_node: dict[int, Any], devices: set[str], names: list[str]) -> str:
-    if not any(fact["num_gpus"] for fact in by_node.values()):
-        return "no GPU: ranks run on the CPU"
-    per_node = max(fact["num_gpus"] for fact in by_node.values())
-    each = " on each host" if len(participants.leaders) > 1 else ""
-    links = {link for fact in by_node.values() for gpu in fact["gpus"] or () for link in gpu["links"]}
-    said = f"{per_node} x {names[0] if names else 'GPU'}{each}, nothing wrong with them"
-    said += f", {' or '.join(sorted(links))} between them" if links else ""
-    return said + ("" if devices != {"cpu"} else "; ranks run on the CPU as asked for")
+        yield warning(found, advice)

@@ -4,19 +4,28 @@ import os
 import platform
 import re
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from samestep.tools.doctor.context import Context
-from samestep.tools.doctor.findings import FAIL, PASS, WARN, Facts, Finding, format_bytes
+from samestep.tools.doctor.checks import (
+    Context,
+    Facts,
+    Finding,
+    failure,
+    format_bytes,
+    format_count,
+    warning,
+    well,
+)
 from samestep.version import __version__
 
 MUST_AGREE = ("python", "torch", "CUDA", "NCCL", "samestep")  # a driver serves several CUDA versions
 LEAST_SHM_BYTES = 512 << 20
 FEWEST_FILES, FEW_FILES = 256, 1024
 FILES_PER_RANK = 16  # a connection per backend and direction, and the files of a data loader
+UNLIMITED_FILES = 1 << 20
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
@@ -42,35 +51,26 @@ def look_at_versions(context: Context) -> dict[str, str]:
 
 def read_driver(file: Path = Path("/proc/driver/nvidia/version")) -> str:
     """Return the version of NVIDIA's driver, or ""."""
-    try:
-        found = re.search(r"Kernel Module(?: for \S+)?\s+([\d.]+)", file.read_text())
-    except OSError:
-        return ""
+    found = re.search(r"Kernel Module(?: for \S+)?\s+([\d.]+)", _read(file))
     return found[1] if found else ""
 
 
-def judge_versions(facts: Facts) -> list[Finding]:
+def judge_versions(facts: Facts) -> Iterator[Finding]:
     """Report the ranks that differ from the majority (from rank 0 if there is none)."""
-    findings = []
     names = {name: None for versions in facts.by_rank.values() for name in versions}
     for name in names:
         values = {rank: versions.get(name, "") for rank, versions in facts.by_rank.items()}
         counts = Counter(values.values())
         usual = max(counts, key=lambda value: (counts[value], value == values[min(values)]))
-        for value in counts:
-            if value == usual:
-                continue
+        for value in [value for value in counts if value != usual]:
             where = facts.participants.name_ranks(rank for rank, other in values.items() if other == value)
             found = f"{name} is {value or 'missing'} on {where}, and {usual or 'missing'} on the others"
             advice = f"install {name} {usual} there" if usual else f"remove {name} there, or install it on all"
-            status = FAIL if name in MUST_AGREE else WARN
-            findings.append(Finding("versions", status, found, advice, values))
-    if findings:
-        return findings
+            yield (failure if name in MUST_AGREE else warning)(found, advice)
     versions = next(iter(facts.by_rank.values()))
     shown = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     everywhere = "" if len(facts.by_rank) == 1 else " on all ranks"
-    return [Finding("versions", PASS, shown + everywhere, measured=versions)]
+    yield well(shown + everywhere, versions)
 
 
 # --- cores --------------------------------------------------------------------------------------------------------
@@ -92,14 +92,9 @@ def look_at_cores(context: Context) -> dict[str, Any]:
 
 def read_quota(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> float | None:
     """Return the CPU quota of this process's control groups, in cores; None: unlimited."""
-    quotas = []
-    for group in _find_groups(root, own):
-        words = _read(group / "cpu.max").split()
-        if len(words) == 2 and words[0] != "max":
-            quotas.append(int(words[0]) / int(words[1]))
-    quota, period = _read(root / "cpu/cpu.cfs_quota_us"), _read(root / "cpu/cpu.cfs_period_us")  # version 1
-    if quota and period and int(quota) > 0:
-        quotas.append(int(quota) / int(period))
+    limits = [_read(group / "cpu.max").split() for group in _find_groups(root, own)]
+    limits.append([_read(root / "cpu/cpu.cfs_quota_us"), _read(root / "cpu/cpu.cfs_period_us")])  # version 1
+    quotas = [int(limit[0]) / int(limit[1]) for limit in limits if len(limit) == 2 and limit[0].isdecimal()]
     return min(quotas, default=None)
 
 
@@ -130,18 +125,17 @@ def _read(file: Path) -> str:
         return ""
 
 
-def judge_cores(facts: Facts) -> list[Finding]:
+def judge_cores(facts: Facts) -> Iterator[Finding]:
     """Compare ranks times threads with the cores of each node."""
-    participants, findings, measured = facts.participants, [], {}
-    texts: dict[str, list[int]] = {}
-    crowded: dict[str, list[int]] = {}
-    loads: dict[int, float] = {}
-    counts = {fact["threads"] for fact in facts.by_rank.values()}
-    if len(counts) > 1:
-        found = f"ranks compute with {' and '.join(map(str, sorted(counts)))} threads"
+    participants, measured = facts.participants, {}
+    all_threads = sorted({fact["threads"] for fact in facts.by_rank.values()})
+    if len(all_threads) > 1:
         advice = "set the same OMP_NUM_THREADS for all, or give --num-threads: results depend on it"
-        findings.append(Finding("cores", FAIL, found, advice))
-    most_threads = max(counts)
+        yield failure(f"ranks compute with {' and '.join(map(str, all_threads))} threads", advice)
+    most_threads = all_threads[-1]
+    nodes_by_text: dict[str, list[int]] = {}
+    most_ranks: dict[str, int] = {}  # of an overloaded node
+    loads: dict[int, float] = {}
     for node in range(len(participants.leaders)):
         ranks = [facts.by_rank[rank] for rank in participants.of_node(node) if rank in facts.by_rank]
         if not ranks:
@@ -153,29 +147,26 @@ def judge_cores(facts: Facts) -> list[Finding]:
             "cores": num_cores, "ranks": len(ranks), "numa_nodes": num_numa_nodes, "load": load,
             "threads": [rank["threads"] for rank in ranks],
         }  # fmt: skip
-        text = f"{_count(len(ranks), 'rank')} x {_count(most_threads, 'thread')} on {_count(num_cores, 'core')}"
+        text = f"{format_count(len(ranks), 'rank')} x {format_count(most_threads, 'thread')}"
+        text += f" on {format_count(num_cores, 'core')}"
         text += f" (a control group allows no more of {num_allowed})" if num_cores < num_allowed else ""
         text += f" of {num_numa_nodes} NUMA nodes" if num_numa_nodes > 1 else ""
-        is_crowded = sum(rank["threads"] for rank in ranks) > num_cores
-        (crowded if is_crowded else texts).setdefault(text, []).append(node)
+        nodes_by_text.setdefault(text, []).append(node)
+        if sum(rank["threads"] for rank in ranks) > num_cores:
+            most_ranks[text] = max(1, int(num_cores // most_threads))
         if load > num_cores:
             loads[node] = load
-    for text, nodes in crowded.items():
-        num_cores = measured[participants.name_node(nodes[0])]["cores"]
-        advice = f"start at most {_count(max(1, int(num_cores // most_threads)), 'rank')} there"
+    for text, most in most_ranks.items():
+        advice = f"start at most {format_count(most, 'rank')} there"
         advice += ", or give each fewer threads (--num-threads, samestep.Run)" if most_threads > 1 else ""
-        findings.append(Finding("cores", WARN, f"{text}: {participants.name_nodes(nodes)}", advice))
+        yield warning(f"{text}: {participants.name_nodes(nodes_by_text[text])}", advice)
     if loads:
         found = f"other programs compute on {participants.name_nodes(loads)}: up to {max(loads.values()):.1f} at a time"
-        findings.append(Finding("cores", WARN, found, "see top; they distort the measurements"))
-    if findings:
-        return [replace(finding, measured=measured) for finding in findings]
-    shown = [text if len(texts) == 1 else f"{text}: {participants.name_nodes(nodes)}" for text, nodes in texts.items()]
-    return [Finding("cores", PASS, "; ".join(shown), measured=measured)]
-
-
-def _count(number: float, what: str) -> str:
-    return f"{number:g} {what}{'s' if number != 1 else ''}"
+        yield warning(found, "see top; they distort the measurements")
+    shown = [*nodes_by_text]
+    if len(shown) > 1:
+        shown = [f"{text}: {participants.name_nodes(nodes)}" for text, nodes in nodes_by_text.items()]
+    yield well("; ".join(shown), measured)
 
 
 # --- limits -------------------------------------------------------------------------------------------------------
@@ -189,42 +180,29 @@ def look_at_limits(context: Context) -> dict[str, Any]:
     with suppress(OSError):
         shm = os.statvfs("/dev/shm")
         free_bytes = shm.f_bavail * shm.f_frsize
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    unlimited = 1 << 20
-    return {
-        "shm_free_bytes": free_bytes,
-        "files": unlimited if soft < 0 else soft,
-        "files_at_most": unlimited if hard < 0 else hard,
-    }
+    soft, hard = (UNLIMITED_FILES if limit < 0 else limit for limit in resource.getrlimit(resource.RLIMIT_NOFILE))
+    return {"shm_free_bytes": free_bytes, "files": soft, "files_at_most": hard}
 
 
-def judge_limits(facts: Facts) -> list[Finding]:
+def judge_limits(facts: Facts) -> Iterator[Finding]:
     """Check the room for a data loader's workers and the ranks' connections."""
-    participants, findings = facts.participants, []
-    needed = max(FEW_FILES, FILES_PER_RANK * len(participants.hosts))
-    missing = [rank for rank, fact in facts.by_rank.items() if fact["shm_free_bytes"] is None]
-    free = {rank: fact["shm_free_bytes"] for rank, fact in facts.by_rank.items() if rank not in missing}
-    tight = [rank for rank, free_bytes in free.items() if free_bytes < LEAST_SHM_BYTES]
-    if missing:
-        findings.append(
-            Finding("limits", FAIL, f"there is no /dev/shm on {participants.name_ranks(missing)}",
-                    "mount a tmpfs there: workers of data loaders and NCCL pass data through it")
-        )  # fmt: skip
-    if tight:
-        least = format_bytes(min(free[rank] for rank in tight))
-        found = f"/dev/shm has {least} left on {participants.name_ranks(tight)}"
+    name_ranks = facts.participants.name_ranks
+    needed = max(FEW_FILES, FILES_PER_RANK * len(facts.participants.hosts))
+    shm = {rank: fact["shm_free_bytes"] for rank, fact in facts.by_rank.items()}
+    free = {rank: free_bytes for rank, free_bytes in shm.items() if free_bytes is not None}
+    if missing := shm.keys() - free.keys():
+        advice = "mount a tmpfs there: workers of data loaders and NCCL pass data through it"
+        yield failure(f"there is no /dev/shm on {name_ranks(missing)}", advice)
+    if tight := [rank for rank, free_bytes in free.items() if free_bytes < LEAST_SHM_BYTES]:
+        found = f"/dev/shm has {format_bytes(min(free.values()))} left on {name_ranks(tight)}"
         advice = "make room (docker run --ipc=host or --shm-size=8g; mount -o remount,size=8g /dev/shm): "
-        findings.append(Finding("limits", WARN, found, f"{advice}workers of data loaders pass samples through it"))
+        yield warning(found, f"{advice}workers of data loaders pass samples through it")
     files = {rank: fact["files"] for rank, fact in facts.by_rank.items()}
-    low = [rank for rank, num in files.items() if num < needed]
-    if low:
-        fewest = min(files[rank] for rank in low)
-        found = f"only {fewest} files may be open at a time on {participants.name_ranks(low)}, {needed} should be"
+    fewest, least_bytes = min(files.values()), min(free.values(), default=None)
+    if low := [rank for rank, num in files.items() if num < needed]:
+        found = f"only {fewest} files may be open at a time on {name_ranks(low)}, {needed} should be"
         hard = min(facts.by_rank[rank]["files_at_most"] for rank in low)
         advice = f"ulimit -n {max(needed, 65536)}" if hard >= needed else "raise nofile in /etc/security/limits.conf"
-        findings.append(Finding("limits", FAIL if fewest < FEWEST_FILES else WARN, found, advice))
-    measured = {"shm_free_bytes": min(free.values(), default=None), "files": min(files.values())}
-    if not findings:
-        shown = f"/dev/shm has {format_bytes(min(free.values()))} left, {min(files.values())} files may be open"
-        return [Finding("limits", PASS, shown, measured=measured)]
-    return [replace(finding, measured=measured) for finding in findings]
+        yield (failure if fewest < FEWEST_FILES else warning)(found, advice)
+    shown = f"/dev/shm has {format_bytes(least_bytes or 0)} left, {fewest} files may be open"
+    yield well(shown, {"shm_free_bytes": least_bytes, "files": fewest})

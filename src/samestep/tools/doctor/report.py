@@ -3,14 +3,12 @@
 import json
 import sys
 import textwrap
-import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
-from samestep.tools.doctor.context import Participants
-from samestep.tools.doctor.findings import FAIL, PASS, WARN, Finding
+from samestep.tools.doctor.checks import FAIL, PASS, WARN, Finding, Participants, format_count
 
 COLOURS = {PASS: "\x1b[32m", WARN: "\x1b[33m", FAIL: "\x1b[1;31m"}
 CLEAR, PLAIN = "\r\x1b[2K", "\x1b[0m"
@@ -19,21 +17,20 @@ INDENT = 22
 
 
 class Report:
-    """Collects findings, and prints them unless `as_json`. Another thread can close it."""
+    """Collects findings, and prints them unless `as_json`."""
 
     def __init__(self, *, as_json: bool) -> None:
         self.findings: list[Finding] = []
         self._as_json = as_json
-        self._members = Participants(("?",), (0,))
+        self._participants = Participants(("?",), (0,))
         self._began_s = time.monotonic()
         self._seconds: dict[str, float] = {}
         self._check, self._check_s = "", 0.0
         self._is_terminal = not as_json and sys.stdout.isatty()
-        self._closing, self._is_closed = threading.Lock(), False
 
     def open(self, participants: Participants) -> None:
         """Print the participants."""
-        self._members = participants
+        self._participants = participants
         if not self._as_json:
             print(f"samestep doctor: {participants.describe()}", flush=True)
 
@@ -46,9 +43,9 @@ class Report:
     def add(self, *findings: Finding) -> None:
         """Add the findings of the current check."""
         self._seconds[self._check] = round(time.monotonic() - self._check_s, 3)
-        for finding in findings:
-            self.findings.append(finding)
-            if not self._as_json:
+        self.findings += findings
+        if not self._as_json:
+            for finding in findings:
                 print(self._format(finding), flush=True)
 
     def _format(self, finding: Finding) -> str:
@@ -57,48 +54,30 @@ class Report:
         if self._is_terminal:
             status, clear = f"{COLOURS[finding.status]}{status}{PLAIN}", CLEAR
         lines = textwrap.wrap(finding.found, WIDTH)
-        if finding.advice:
-            lines += [
-                f"-> {line}" if i == 0 else f"   {line}"
-                for i, line in enumerate(textwrap.wrap(finding.advice, WIDTH - 3))
-            ]
+        lines += textwrap.wrap(finding.advice, WIDTH, initial_indent="-> ", subsequent_indent="   ")
         text = ("\n" + " " * INDENT).join(lines)
         return f"{clear}  {status}  {finding.check:<{INDENT - 8}}{text}"
 
-    @property
-    def code(self) -> int:
-        """The exit code: 1 if a check has failed."""
-        return int(any(finding.status == FAIL for finding in self.findings))
-
     def close(self) -> int:
-        """Print the summary, once. Returns the exit code."""
-        with self._closing:
-            if not self._is_closed:
-                self._is_closed = True
-                seconds = time.monotonic() - self._began_s
-                print(json.dumps(self._build_record(seconds), indent=1) if self._as_json else self._sum_up(seconds))
-                sys.stdout.flush()
-        return self.code
-
-    def _sum_up(self, seconds: float) -> str:
+        """Print the summary. Returns the exit code: 1 if a check has failed."""
+        seconds = time.monotonic() - self._began_s
         counts = Counter(finding.status for finding in self.findings)
-        parts = [f"{counts[PASS]} passed"]
-        for status, word in ((WARN, "warning"), (FAIL, "failure")):
-            if counts[status]:
-                parts.append(f"{counts[status]} {word}{'s' if counts[status] > 1 else ''}")
-        clear = CLEAR if self._is_terminal else ""
-        return f"{clear}{', '.join(reversed(parts))}, in {seconds:.1f} s"
+        if self._as_json:
+            print(json.dumps(self._build_record(seconds, counts), indent=1), flush=True)
+        else:
+            parts = [format_count(counts[FAIL], "failure")] if counts[FAIL] else []
+            parts += [format_count(counts[WARN], "warning")] if counts[WARN] else []
+            clear = CLEAR if self._is_terminal else ""
+            print(f"{clear}{', '.join([*parts, f'{counts[PASS]} passed'])}, in {seconds:.1f} s", flush=True)
+        return int(counts[FAIL] > 0)
 
-    def _build_record(self, seconds: float) -> Mapping[str, Any]:
-        worst = next((s for s in (FAIL, WARN) if any(f.status == s for f in self.findings)), PASS)
+    def _build_record(self, seconds: float, counts: Counter[str]) -> dict[str, Any]:
+        participants = self._participants
         return {
-            "status": worst,
-            "world_size": len(self._members.hosts),
-            "hosts": [self._members.name_node(node) for node in range(len(self._members.leaders))],
+            "status": next((status for status in (FAIL, WARN) if counts[status]), PASS),
+            "world_size": len(participants.hosts),
+            "hosts": [participants.name_node(node) for node in range(len(participants.leaders))],
             "seconds": round(seconds, 3),
             "seconds_by_check": self._seconds,
-            "findings": [
-                {"check": f.check, "status": f.status, "found": f.found, "advice": f.advice, "measured": f.measured}
-                for f in self.findings
-            ],
+            "findings": [asdict(finding) for finding in self.findings],
         }
