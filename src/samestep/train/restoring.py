@@ -1,82 +1,71 @@
 """The state of a run in a snapshot: built from the objects of `run.prepare`, and restored to them."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from samestep.engine.precision import Precision
-from samestep.errors import Error, InvalidType
+from samestep.errors import Error, InvalidType, InvalidValue, UsageError
 from samestep.snapshot.run_record import OVERRIDE, Options, describe_changes
+from samestep.snapshot.snapshotter import Snapshotter
+from samestep.snapshot.store import Store
 from samestep.train.optimizer_settings import Override, find_changed, read_settings
 from samestep.train.stateful import Objects, states, unwrap
 from samestep.world.environment import advise
+from samestep.world.group import Group
 
-Groups = Mapping[str, list[list[str]]]  # optimizer -> for each parameter group the names of its parameters
 MAX_SHOWN = 600
 
 
-class Freezing:
-    """Which parameters are frozen. A script that sets `requires_grad` in its loop does not do so again on resume."""
+class Layout:
+    """What a script can change in its loop besides values, and does not change again on resume.
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
-        self._modules = modules
-        self._at_start = self._find_frozen()
-
-    def state_dict(self, *, is_first_loop: bool) -> dict[str, Any]:
-        """The names frozen now and before the first loop; in that loop, {} if they are the same."""
-        frozen = self._find_frozen()
-        if is_first_loop and frozen == self._at_start:
-            return {}
-        return {"frozen": frozen, "frozen_at_start": self._at_start}
-
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Freezes what was frozen, if the script begins as it did then; otherwise the script was changed on purpose."""
-        if saved.get("frozen_at_start") == self._at_start:
-            for name, param in self._params():
-                param.requires_grad_(name not in saved["frozen"])
-
-    def _find_frozen(self) -> list[str]:
-        return [name for name, param in self._params() if not param.requires_grad]
-
-    def _params(self) -> list[tuple[str, nn.Parameter]]:
-        return [
-            (f"{name}.{path}", p) for name, module in self._modules.items() for path, p in module.named_parameters()
-        ]
-
-
-class Structure:
-    """The keys of the models' states and the parameter groups of the optimizers, as the script built them.
-
-    A script that changes them in its loop does not do so again on resume.
+    Which parameters are frozen (`requires_grad`) and added parameter groups are restored. A change of the keys of a
+    model's state cannot be restored.
     """
 
     def __init__(self, objects: Objects, modules: Mapping[str, nn.Module]) -> None:
         self._objects, self._modules = objects, modules
-        self._names = {
-            id(param): f"{name}.{path}" for name, module in modules.items() for path, param in module.named_parameters()
-        }
+        self._names = {id(param): name for name, param in self._params().items()}
+        self._frozen, self._groups = self._find_frozen(), self._read_groups()
         self._keys = {name: {*module.state_dict()} for name, module in modules.items()}
-        self._groups = self._read_groups()
-        self._has_told = False
+        self._has_changed_keys = False
 
-    def state_dict(self) -> dict[str, Any]:
-        """The parameter groups of the optimizers that got more of them; {} if none did."""
-        groups = self._read_groups()
-        added = {name: groups[name] for name in groups if groups[name] != self._groups[name]}
-        return {"groups": added} if added else {}
-
-    def find_change(self, states: Mapping[str, Any]) -> str:
-        """Describe, once, a change after which the script cannot be resumed; "" if there is none.
-
-        Args:
-            states: the objects' state_dicts.
+    def state_dict(self, *, is_first_loop: bool) -> dict[str, Any]:
+        """The names of the frozen parameters, now and at the start (in the first loop, only if they differ), and the
+        parameter groups of the optimizers that got more of them.
         """
-        for name, keys in {} if self._has_told else self._keys.items():
+        frozen, groups, state = self._find_frozen(), self._read_groups(), dict[str, Any]()
+        if not is_first_loop or frozen != self._frozen:
+            state = {"frozen": frozen, "frozen_at_start": self._frozen}
+        if added := {name: groups[name] for name in groups if groups[name] != self._groups[name]}:
+            state["groups"] = added
+        return state
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Freeze what was frozen, if the script begins as it did then; otherwise the script was changed on purpose."""
+        if saved.get("frozen_at_start") == self._frozen:
+            for name, param in self._params().items():
+                param.requires_grad_(name not in saved["frozen"])
+
+    def add_groups(self, saved: Mapping[str, Any]) -> None:
+        """Add the parameter groups that only the snapshot has. `load` restores their options."""
+        params = self._params()
+        for name, groups in saved.get("groups", {}).items():
+            own = self._groups.get(name, [])
+            if own != groups[: len(own)] or not all(each in params for group in groups for each in group):
+                continue  # `load` raises
+            for group in groups[len(own) :]:
+                self._objects[name].add_param_group({"params": [params[each] for each in group]})
+
+    def find_changed_keys(self, states: Mapping[str, Any]) -> str:
+        """Describe, once, a change of the keys of a model's state; "" if there is none. `states`: the state_dicts."""
+        for name, keys in {} if self._has_changed_keys else self._keys.items():
             now = {*states[name]}
             if now != keys:
-                self._has_told = True
+                self._has_changed_keys = True
                 parts = (("got", now - keys), ("lost", keys - now))
                 how = " and ".join(f"{what} {_list(some)}" for what, some in parts if some)
                 return (
@@ -86,15 +75,11 @@ class Structure:
                 )
         return ""
 
-    def add_groups(self, saved: Groups) -> None:
-        """Adds the parameter groups that only the snapshot has. `load` restores their options."""
-        params = {f"{n}.{path}": p for n, module in self._modules.items() for path, p in module.named_parameters()}
-        for name, groups in saved.items():
-            own = self._groups.get(name, [])
-            if own != groups[: len(own)] or not all(each in params for group in groups for each in group):
-                continue  # `load` raises
-            for group in groups[len(own) :]:
-                self._objects[name].add_param_group({"params": [params[each] for each in group]})
+    def _params(self) -> dict[str, nn.Parameter]:
+        return {f"{name}.{path}": p for name, module in self._modules.items() for path, p in module.named_parameters()}
+
+    def _find_frozen(self) -> list[str]:
+        return [name for name, param in self._params().items() if not param.requires_grad]
 
     def _read_groups(self) -> dict[str, list[list[str]]]:
         return {
@@ -115,7 +100,7 @@ class Contents:
         self, objects: Objects, modules: Mapping[str, nn.Module], precision: Precision, say: Callable[[str], None]
     ) -> None:
         self._objects, self._precision, self._say = objects, precision, say
-        self._freezing, self._structure = Freezing(modules), Structure(objects, modules)
+        self._layout = Layout(objects, modules)
         self._override: Override | None = None
         self.options = Options(read_settings(objects))
 
@@ -124,9 +109,9 @@ class Contents:
         if not isinstance(state, dict):
             raise InvalidType(f"run.state has become a {type(state).__name__}: keep it a dict, run.state[name] = value")
         saved = states(self._objects)
-        if change := self._structure.find_change(saved):
+        if change := self._layout.find_changed_keys(saved):
             self._say(change)
-        changes = self._freezing.state_dict(is_first_loop="loops" not in position) | self._structure.state_dict()
+        changes = self._layout.state_dict(is_first_loop="loops" not in position)
         return {
             "objects": saved,
             "position": {**position, "precision": self._precision.state_dict(), **changes},
@@ -134,7 +119,7 @@ class Contents:
         }
 
     def restore(self, contents: Mapping[str, Any], begun_with: Mapping[str, Any], *, overrides: bool) -> None:
-        """Restores all objects, and compares the script's settings of optimizers and schedulers with the run's.
+        """Restore all objects, and compares the script's settings of optimizers and schedulers with the run's.
 
         Args:
             begun_with: the settings in force when the snapshot was written.
@@ -144,11 +129,14 @@ class Contents:
             Error: the names differ, or an object refuses its state.
         """
         objects, saved, asked = self._objects, contents["objects"], self.options.in_force
-        _check_names(objects, saved)
+        if objects.keys() != saved.keys():
+            raise Error(
+                f"the snapshot holds {', '.join(saved)}, and run.prepare got {', '.join(objects)}: pass the same names"
+            )
         changed = find_changed(begun_with, asked)
         how = describe_changes({name: begun_with[name] for name in changed}, {name: asked[name] for name in changed})
         self._override = Override(objects, saved, changed) if changed and overrides else None
-        self._structure.add_groups(contents["position"].get("groups", {}))
+        self._layout.add_groups(contents["position"])
         self.restore_again(contents)
         if self._override is not None:
             self.options = Options(asked, overridden=OVERRIDE + how)
@@ -161,7 +149,7 @@ class Contents:
             self.options = Options({**asked, **begun}, {name: asked[name] for name in changed})
 
     def restore_again(self, contents: Mapping[str, Any]) -> dict[str, Any]:
-        """Undoes changes since `restore`, when the script's lines before a later loop have run again.
+        """Undo changes since `restore`, when the script's lines before a later loop have run again.
 
         Returns:
             `run.state`.
@@ -170,26 +158,25 @@ class Contents:
         if self._override is not None:
             self._override.apply()
         self._precision.load_state_dict(contents["position"]["precision"])
-        self._freezing.load_state_dict(contents["position"])
+        self._layout.load_state_dict(contents["position"])
         return contents["state"]  # type: ignore[no-any-return]
 
 
-def _check_names(objects: Objects, saved: Mapping[str, Any]) -> None:
-    if objects.keys() != saved.keys():
-        raise Error(
-            f"the snapshot holds {', '.join(saved)}, and run.prepare got {', '.join(objects)}: pass the same names"
-        )
-
-
 def load(objects: Objects, saved: Mapping[str, Any], *, leave: Collection[str] = ()) -> None:
-    """Restores every object's state, except those in `leave`. Raises Error if an object rejects it."""
+    """Restore every object's state, except those in `leave`. Raises Error if an object rejects it."""
     for name, thing in objects.items():
         if name in leave:
             continue
+        defaults: set[str] = set()
         if isinstance(thing, torch.optim.Optimizer):
-            _check_groups(name, len(thing.param_groups), len(saved[name].get("param_groups", ())))
-        # Read first: torch adds to them when it loads.
-        defaults = {*thing.defaults} if isinstance(thing, torch.optim.Optimizer) else set()
+            defaults = {*thing.defaults}  # read first: torch adds to them when it loads
+            num_groups, num_saved = len(thing.param_groups), len(saved[name].get("param_groups", ()))
+            if num_groups < num_saved:
+                raise Error(
+                    f"{name} has {num_groups} of the {num_saved} groups of parameters in the snapshot: give it all of "
+                    "them before run.prepare, not by add_param_group in the loop; a frozen parameter (requires_grad) "
+                    "is not updated"
+                )
         try:
             unwrap(thing).load_state_dict(saved[name])
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
@@ -207,21 +194,66 @@ def load(objects: Objects, saved: Mapping[str, Any], *, leave: Collection[str] =
                 )
 
 
+def recall(
+    snapshotter: Snapshotter, known: Mapping[str, nn.Module], names: Sequence[str], which: int | str, group: Group,
+    *, may_lack: bool,
+) -> bool:  # fmt: skip
+    """Load the parameters and buffers of a snapshot into models, in place. On all ranks.
+
+    Rank 0 alone reads it, and sends what it has read: other nodes may not have this snapshot.
+
+    Args:
+        known: the run's models.
+        names: which of them to load; empty: all.
+        which: as for `Store.find`.
+        may_lack: do nothing if there is no such snapshot: a run of a few steps (`samestep verify`) may not reach it.
+
+    Returns:
+        Whether the models were loaded.
+
+    Raises:
+        Error: there is no such snapshot or model, or a model does not take its state.
+    """
+    if snapshotter.path is None:
+        raise UsageError("run.restore needs snapshots, and this run has no directory: name one in samestep.Run(...)")
+    for name in names:
+        if name not in known:
+            raise InvalidValue(
+                f"run.restore got {name!r}, but the models of run.prepare are {', '.join(known)}: name those"
+            )
+    modules = {name: known[name] for name in names or known}
+    snapshotter.settle()
+    store = Store(snapshotter.path, snapshotter.named)
+
+    def read_and_load() -> dict[str, dict[str, Any]] | None:
+        if may_lack and not store.select(which):
+            return None
+        snapshotter.download(which)
+        found = store.find(which)
+        if found is None:
+            raise Error(f"there is no snapshot in {snapshotter.shown} yet")
+        saved = store.read(found)["objects"]
+        load(modules, saved)
+        return {name: {k: v for k, v in saved[name].items() if not isinstance(v, Tensor)} for name in modules}
+
+    others = group.once(read_and_load)  # such as extra_state; few modules have any
+    if others is None:
+        return False
+    for name, module in modules.items():
+        if group.rank != 0 and others[name]:
+            module.load_state_dict({**module.state_dict(), **others[name]})
+    tensors = [each for module in modules.values() for each in module.state_dict().values()]
+    group.broadcast_tensors([each for each in tensors if isinstance(each, Tensor)])
+    return True
+
+
 def _list(keys: set[str]) -> str:
     shown = sorted(keys)
     return ", ".join(shown[:3]) + (f" and {len(shown) - 3} more" if len(shown) > 3 else "")
 
 
-def _check_groups(name: str, num_groups: int, num_saved: int) -> None:
-    if num_groups < num_saved:
-        raise Error(
-            f"{name} has {num_groups} of the {num_saved} groups of parameters in the snapshot: give it all of them "
-            "before run.prepare, not by add_param_group in the loop; a frozen parameter (requires_grad) is not updated"
-        )
-
-
 def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Undoes torch's cast of an optimizer's state to the dtypes of its parameters (bfloat16, for example)."""
+    """Undo torch's cast of an optimizer's state to the dtypes of its parameters (bfloat16, for example)."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     numbers = [number for group in saved.get("param_groups", ()) for number in group["params"]]
     for param, number in zip(params, numbers, strict=False):
@@ -230,7 +262,7 @@ def _restore_dtypes(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) 
 
 
 def _with_dtypes(now: Any, was: Any) -> Any:
-    if isinstance(now, torch.Tensor) and isinstance(was, torch.Tensor):
+    if isinstance(now, Tensor) and isinstance(was, Tensor):
         return now if now.dtype == was.dtype else was.to(now.device, copy=True)
     if type(now) is dict and isinstance(was, dict):
         return {key: _with_dtypes(value, was.get(key)) for key, value in now.items()}

@@ -29,9 +29,8 @@ from samestep.train.loop import Epoch, Loop
 from samestep.train.misuse import MisuseChecks
 from samestep.train.parameters import TrainedParameters
 from samestep.train.position import Position
-from samestep.train.recall import recall
 from samestep.train.replicas import Replicas
-from samestep.train.restoring import Contents
+from samestep.train.restoring import Contents, recall
 from samestep.train.run_metrics import RunMetrics
 from samestep.train.samples import add_samples
 from samestep.train.shutdown import Resources, report_errors
@@ -500,10 +499,11 @@ class Run:
         """
         self._check_call("run.restore", "call it after the loop")
         self._check_prepared("run.restore")
-        self._is_recalled = recall(
-            self._snapshotter, self._modules, names, which, self._context.group, self._loop,
-            may_lack=self._tracer is not None,
-        )  # fmt: skip
+        if self._loop is not None and not self._loop.is_ended:
+            raise UsageError("run.restore in the loop would change what is trained: call it after the loop")
+        may_lack = self._tracer is not None
+        is_loaded = recall(self._snapshotter, self._modules, names, which, self._context.group, may_lack=may_lack)
+        self._is_recalled = is_loaded and self._loop is None
 
     def stop(self, reason: str = "") -> None:
         """End the loop after the current step (or the current epoch's body). Call it on all ranks.

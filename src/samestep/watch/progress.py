@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
 from time import monotonic
-from typing import IO, TYPE_CHECKING, Any, Protocol, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from samestep.console import escape
 from samestep.world.environment import drop_output
@@ -21,8 +21,11 @@ LOSSES = ("train/loss", "loss")
 LEAST_BAR = 12  # minimum width of the bar and its gaps, in columns; the fields share the rest
 
 
-class Progress(Protocol):
-    """The display. A loop calls `begin`, `step` after each step, `log` for new numbers, and `end`."""
+class Progress:
+    """The display of one rank. Each loop calls `begin`, `step` after each step, `log` for new numbers, and `end`.
+
+    This class shows nothing: it is the display of ranks other than 0.
+    """
 
     def begin(self, *, total_steps: int | None, done_steps: int, epochs: int | None) -> None:
         """Start a loop.
@@ -36,7 +39,7 @@ class Progress(Protocol):
     def step(self, number: int, num_samples: int, epoch: int) -> None:
         """Report `number` completed steps, the last with `num_samples` samples of epoch `epoch`."""
 
-    def log(self, values: Mapping[str, float]) -> None:
+    def log(self, values: Mapping[str, Any]) -> None:
         """Show numbers: "validation/..." on a line each time, others in the bar or on a line at intervals."""
 
     def print(self, *args: Any, **kw: Any) -> None:
@@ -56,7 +59,7 @@ def build_progress(*, rank: int, terminal: bool | None = None) -> Progress:
         terminal: whether to draw a bar; None: if both standard output and standard error are terminals.
     """
     if rank != 0:
-        return Silent()
+        return Progress()
     if terminal is None:
         terminal = sys.stdout.isatty() and sys.stderr.isatty()
     if terminal:
@@ -69,28 +72,6 @@ def build_progress(*, rank: int, terminal: bool | None = None) -> Progress:
 def say_above(progress: Progress, sentence: str) -> None:
     """Print a message of samestep, with control characters escaped."""
     progress.print(f"samestep: {escape(sentence)}")
-
-
-class Silent:
-    """The display of ranks other than 0."""
-
-    def begin(self, *, total_steps: int | None, done_steps: int, epochs: int | None) -> None:
-        pass
-
-    def step(self, number: int, num_samples: int, epoch: int) -> None:
-        pass
-
-    def log(self, values: Mapping[str, float]) -> None:
-        pass
-
-    def print(self, *args: Any, **kw: Any) -> None:
-        pass
-
-    def end(self, rows: Mapping[str, Any]) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class Pace:
@@ -144,12 +125,12 @@ class Pace:
         return f"step {self.number}{total}{epoch}"
 
 
-class Lines:
+class Lines(Progress):
     """Plain lines for files and pipes: at most one per `LINE_EVERY_S`, plus validations and the last one."""
 
     def __init__(self) -> None:
         self._pace = Pace()
-        self._news: dict[str, Any] = {}
+        self._news: dict[str, Any] = {}  # not shown yet
         self._news_place = ""
         self._said_at = float("-inf")
 
@@ -160,16 +141,20 @@ class Lines:
     def step(self, number: int, num_samples: int, epoch: int) -> None:
         self._pace.step(number, num_samples, epoch)
 
-    def log(self, values: Mapping[str, float]) -> None:
-        validation, news = _split(values)
-        if news:
+    def log(self, values: Mapping[str, Any]) -> None:
+        line = self._take(values)
+        if self._news and (line or monotonic() - self._said_at >= LINE_EVERY_S):
+            self._say_news()
+        if line:
+            self.print(line)
+
+    def _take(self, values: Mapping[str, Any]) -> str:
+        """Keep numbers to show later. Returns the line for those of validation; "" if there are none."""
+        validation = {name: value for name, value in values.items() if name.startswith("validation/")}
+        if news := {name: value for name, value in values.items() if name not in validation}:
             self._news.update(news)
             self._news_place = self._pace.place()
-            if monotonic() - self._said_at >= LINE_EVERY_S:
-                self._say_news()
-        if validation:
-            self._say_news()  # in order
-            self.print("  ".join([self._pace.place(), *_texts(validation)]))
+        return "  ".join([self._pace.place(), *_texts(validation)]) if validation else ""
 
     def print(self, *args: Any, **kw: Any) -> None:
         try:
@@ -196,9 +181,7 @@ class Lines:
 
 
 class Terminal:
-    """Standard output beneath rich's proxy. Drops what cannot be written, so that a closed terminal does not end the
-    run.
-    """
+    """Standard output beneath rich's proxy. Drops output to a closed terminal, so that the run continues."""
 
     @property
     def _file(self) -> IO[str]:
@@ -217,15 +200,14 @@ class Terminal:
             self._file.flush()
 
 
-class Bar:
+class Bar(Lines):
     """A bar on a terminal, drawn by `step`: a thread would endanger the forks of data workers."""
 
     def __init__(self) -> None:
         from rich.console import Console  # imported here, because it is slow
 
+        super().__init__()
         self.console = Console(force_terminal=True, file=cast(IO[str], Terminal()))
-        self._pace = Pace()
-        self._news: dict[str, Any] = {}
         self._place_width = 0
         self._live: RichProgress | None = None
 
@@ -234,8 +216,7 @@ class Bar:
         from rich.progress import Progress as RichProgress
         from rich.table import Column
 
-        self.close()
-        self._pace = Pace(total_steps=total_steps, done_steps=done_steps, epochs=epochs)
+        super().begin(total_steps=total_steps, done_steps=done_steps, epochs=epochs)
         self._news.clear()
         longest = "" if total_steps is None else f"{total_steps}/{total_steps}  epoch {epochs}"
         self._place_width = len(longest)
@@ -256,12 +237,10 @@ class Bar:
         if self._pace.step(number, num_samples, epoch):
             self._draw()
 
-    def log(self, values: Mapping[str, float]) -> None:
-        validation, news = _split(values)
-        self._news.update(news)  # the next draw shows them
-        if validation:
+    def log(self, values: Mapping[str, Any]) -> None:
+        if line := self._take(values):
             self._draw()
-            self.print("  ".join([self._pace.place(), *_texts(validation)]))
+            self.print(line)
 
     def print(self, *args: Any, **kw: Any) -> None:
         if self._live is None or kw.get("file") is not None:
@@ -298,28 +277,16 @@ class Bar:
             place = self._pace.place().removeprefix("step ")
             losses = {name: value for name, value in self._news.items() if name in LOSSES}
             rates = {name: value for name, value in self._news.items() if _is_rate(name)}
-            rest = {name: value for name, value in self._news.items() if name not in losses | rates}
-            loss, rate, pace = _texts(losses), _texts(rates), self._pace.texts()
+            others = {name: value for name, value in self._news.items() if name not in losses | rates}
+            loss, rate, rest, pace = _texts(losses), _texts(rates), _texts(others), self._pace.texts()
             width = self.console.width - max(len(place), self._place_width) - LEAST_BAR
-            kept = _fit([*loss, *reversed(pace), *rate, *_texts(rest)], width)
-            news = "  ".join(text for text in [*loss, *rate, *pace, *_texts(rest)] if text in kept)
+            kept: list[str] = []  # the most important ones that fit
+            for text in [*loss, *reversed(pace), *rate, *rest]:
+                if len("  ".join([*kept, text])) <= width:
+                    kept.append(text)
+            news = "  ".join(text for text in [*loss, *rate, *pace, *rest] if text in kept)
             self._live.update(task, completed=self._pace.number, description=place, news=news)
             self._live.refresh()
-
-
-def _fit(texts: list[str], width: int) -> list[str]:
-    """Select the texts, most important first, that fit into `width` columns with two spaces between them."""
-    kept: list[str] = []
-    for text in texts:
-        if len("  ".join([*kept, text])) <= width:
-            kept.append(text)
-    return kept
-
-
-def _split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split into the values of validation and the others."""
-    validation = {name: value for name, value in values.items() if name.startswith("validation/")}
-    return validation, {name: value for name, value in values.items() if name not in validation}
 
 
 def _texts(values: Mapping[str, Any]) -> list[str]:
