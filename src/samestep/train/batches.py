@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep.data.loader import Task
-from samestep.data.source import Source, understand
+from samestep.data.source import understand
 from samestep.errors import Error, InvalidType, InvalidValue
 from samestep.files import open_regular, replace_file
 from samestep.plan.ledger import fingerprint
@@ -26,7 +26,16 @@ Sampler = Callable[[int], Iterable[int]]
 class Batches:
     """The samples of one loop's steps. Steps and epochs are numbered over all loops of the run.
 
+    Args:
+        data, sampler, arguments: what the script passed to `run.epochs` or `run.steps`.
+        endless: as `run.steps`: the data set is repeated, and no step is short.
+        start: the step and the epoch where the loop begins.
+
+    Raises:
+        Error: that is no data, or its arguments contradict each other.
+
     Attributes:
+        source: the data set.
         first_step, first_epoch: where the loop begins.
         length: samples of one epoch.
         steps_per_epoch: None for endless batches (`run.steps`).
@@ -37,16 +46,31 @@ class Batches:
 
     def __init__(
         self,
-        source: Source,
+        data: Any,
         *,
         seed: int,
         batch_size: int,
         micro_batch_size: int,
         endless: bool,
-        sampler: Sampler | None,
+        sampler: Any,
         start: tuple[int, int],
+        **arguments: Any,
     ) -> None:
-        self.source, self._seed, self._sampler = source, seed, sampler
+        for name in ("shuffle", "drop_last", "pin_memory"):
+            if not isinstance(arguments.get(name), bool | None):
+                raise InvalidValue(f"{name} must be True or False, not {arguments[name]!r}")
+        if sampler is not None and not callable(sampler):
+            kind = type(sampler).__name__
+            raise InvalidType(
+                f"sampler must be a function, sampler(epoch) -> sample indices, equal on all ranks, not a {kind}"
+            )
+        if sampler is not None and arguments.get("shuffle"):
+            raise InvalidValue(
+                "sampler and shuffle=True were both given: the sampler decides the order, leave shuffle out"
+            )
+        source = self.source = understand(data, micro_batch_size=micro_batch_size, **arguments)
+        self._seed = seed
+        self._sampler: Sampler | None = sampler
         self.first_step, self.first_epoch = start
         self.has_sampler = sampler is not None
         self.order = lru_cache(maxsize=2)(self._build_order)
@@ -146,73 +170,37 @@ class Batches:
         """Write the order that a sampler gave, for the audit of the ledger.
 
         Returns:
-            What is wrong with the file of the order by which the epoch was begun; "" where nothing is.
+            A problem with the file; "" if there is none.
 
         Raises:
-            Error: it is not the one by which the epoch was begun, before a restart.
-            OSError: the disk is full or gone.
+            Error: the epoch was begun by another order, before a restart.
         """
         path, order = run_dir / order_file(epoch), self.order(epoch)
         indices = order.take(0, len(order))
         local_epoch, local_step = epoch - self.first_epoch, steps_done - self.first_step
         first = local_epoch * (self.steps_per_epoch or self.length)
         is_begun = (local_step if self.steps_per_epoch else self.schedule.span(local_step)[0]) > first
-        kept, problem = _read_order(path) if is_begun and path.exists() else (None, "")
-        if kept is not None and not np.array_equal(kept, indices):
-            raise Error(f"sampler({epoch}) gave other indices than before the restart: make them depend on epoch alone")
-        path.parent.mkdir(exist_ok=True)
-        content = io.BytesIO()
-        np.save(content, indices)
-        replace_file(path, content.getbuffer(), sync=True)
-        return f"{problem}, and written again from sampler({epoch})" if problem else ""
+        problem = ""
+        try:
+            if is_begun and path.exists():
+                problem = _compare_order(path, epoch, indices)
+            path.parent.mkdir(exist_ok=True)
+            content = io.BytesIO()
+            np.save(content, indices)
+            replace_file(path, content.getbuffer(), sync=True)
+        except OSError as error:
+            return f"the order of epoch {epoch} could not be written ({error}): the run continues"
+        return problem
 
 
-def _read_order(path: Path) -> tuple[Any, str]:
-    """Read the array in a file. Returns None and the problem if there is none. Raises OSError."""
+def _compare_order(path: Path, epoch: int, indices: NDArray[np.int64]) -> str:
+    """Compare an epoch's order with the one in its file. Returns a problem with the file. Raises Error and OSError."""
+    with open(path, "rb", opener=open_regular) as file:
+        content = io.BytesIO(file.read())
     try:
-        with open(path, "rb", opener=open_regular) as file:
-            return np.load(file, allow_pickle=False), ""
-    except OSError:
-        raise
+        kept = np.load(content, allow_pickle=False)
     except Exception as error:  # of several kinds
-        return None, f"{path} is damaged ({error})"
-
-
-def build_batches(
-    data: Any,
-    seed: int,
-    batch_size: int,
-    micro_batch_size: int,
-    start: tuple[int, int],
-    *,
-    endless: bool,
-    sampler: Any,
-    **source: Any,
-) -> Batches:
-    """Build the batches of one loop from the data that a script passed to `run.epochs` or `run.steps`.
-
-    Args:
-        start: the step and epoch where the loop begins.
-
-    Raises:
-        Error: that is no data, or its arguments contradict each other.
-    """
-    for name in ("shuffle", "drop_last", "pin_memory"):
-        if not isinstance(source.get(name), bool | None):
-            raise InvalidValue(f"{name} must be True or False, not {source[name]!r}")
-    if sampler is not None and not callable(sampler):
-        kind = type(sampler).__name__
-        raise InvalidType(
-            f"sampler must be a function, sampler(epoch) -> sample indices, equal on all ranks, not a {kind}"
-        )
-    if sampler is not None and source.get("shuffle"):
-        raise InvalidValue("sampler and shuffle=True were both given: the sampler decides the order, leave shuffle out")
-    return Batches(
-        understand(data, micro_batch_size=micro_batch_size, **source),
-        seed=seed,
-        batch_size=batch_size,
-        micro_batch_size=micro_batch_size,
-        endless=endless,
-        sampler=sampler,
-        start=start,
-    )
+        return f"{path} is damaged ({error}), and written again from sampler({epoch})"
+    if not np.array_equal(kept, indices):
+        raise Error(f"sampler({epoch}) gave other indices than before the restart: make them depend on epoch alone")
+    return ""

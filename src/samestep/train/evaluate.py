@@ -22,6 +22,7 @@ from samestep.plan.schedule import rank_range
 from samestep.plan.seeds import derive
 from samestep.train.context import RunContext
 from samestep.train.position import Position
+from samestep.train.step_log import average
 from samestep.watch.heartbeat import PhaseClock
 
 Row = dict[str, Any]  # name -> list, or (value, weight)
@@ -194,18 +195,7 @@ def _merge(rows: list[Row]) -> dict[str, Any]:
         if isinstance(values[0], list):
             merged[name] = [entry for value in values for entry in value]
             continue
-        total = math.fsum(weight for _, weight in values)
+        merged[name], total = average(values)
         if total == 0:
             raise InvalidValue(f"the total weight of score {name!r} is 0: no sample of the data set counts")
-        merged[name] = add_up([value * weight for value, weight in values if weight]) / total
     return merged
-
-
-def add_up(values: Sequence[float]) -> float:
-    """Return the exactly rounded sum; nan for infinities of both signs, inf on overflow."""
-    try:
-        return math.fsum(values)
-    except ValueError:
-        return math.nan
-    except OverflowError:
-        return math.inf

@@ -426,12 +426,6 @@ class Loop:
                 f"sampler({epoch}) gave other indices on other ranks: seed it from the epoch, not the rank"
             )
         if self._snapshotter.path is not None:
-            directory = self._snapshotter.path
-            self._snapshotter.once(lambda: self._keep_order(epoch, directory))
-
-    def _keep_order(self, epoch: int, directory: Path) -> None:
-        try:
-            if problem := self.batches.keep_order(epoch, directory, self._position.steps_done):
+            directory, steps_done = self._snapshotter.path, self._position.steps_done
+            if problem := self._snapshotter.once(lambda: self.batches.keep_order(epoch, directory, steps_done)):
                 self._context.say(problem)
-        except OSError as error:
-            self._context.say(f"the order of epoch {epoch} could not be written down ({error}): the run goes on")

@@ -1,11 +1,12 @@
-"""Follows the parameters that the optimizers hold, whose gradients are reduced."""
+"""Which parameters are trained: those that the optimizers hold, whose gradients are reduced."""
 
 from collections.abc import Mapping
 
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from samestep.engine.gradient_pass import GradientPass
-from samestep.train.stateful import Objects, find_trained, find_untrained, held_params
+from samestep.train.stateful import Objects, optimizers
 from samestep.train.steps import Step, StepObserver
 
 
@@ -15,13 +16,23 @@ class TrainedParameters(StepObserver):
     def __init__(self, objects: Objects, modules: Mapping[str, nn.Module], gradients: GradientPass) -> None:
         self._objects, self._modules, self._gradients = objects, modules, gradients
         self._held: list[int] | None = None
-        self.follow()
+        self._follow()
 
     def begin_pass(self, step: Step) -> None:
-        self.follow()
+        self._follow()
 
-    def follow(self) -> None:
-        """Look for a change."""
-        if (held := held_params(self._objects)) != self._held:
-            self._held, trained = held, find_trained(self._objects, self._modules)
-            self._gradients.set_parameters(trained, find_untrained(self._modules, trained))
+    def _follow(self) -> None:
+        held = [id(param) for o in optimizers(self._objects) for group in o.param_groups for param in group["params"]]
+        if held == self._held:
+            return
+        self._held, wanted = held, {*held}
+        trained: dict[int, tuple[str, nn.Parameter, int]] = {}  # name, parameter, slot of its module
+        others: list[nn.Parameter] = []
+        for slot, (name, module) in enumerate(self._modules.items(), start=1):
+            for path, param in module.named_parameters():
+                # Without an optimizer, all parameters are trained except those of averaged models.
+                if id(param) in wanted if wanted else not isinstance(module, AveragedModel):
+                    trained.setdefault(id(param), (f"{name}.{path}", param, slot))
+                else:
+                    others.append(param)
+        self._gradients.set_parameters([*trained.values()], [param for param in others if id(param) not in trained])

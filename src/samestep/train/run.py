@@ -20,7 +20,7 @@ from samestep.snapshot.serialization import encode
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train import stateful as prepared
 from samestep.train.arguments import build_config, check_count, check_extras
-from samestep.train.batches import Batches, Sampler, build_batches
+from samestep.train.batches import Batches, Sampler
 from samestep.train.context import RunContext
 from samestep.train.determinism import describe_machine, fix_compiler, fix_kernels
 from samestep.train.evaluate import Evaluator, check_not_alone, open_source
@@ -592,7 +592,10 @@ class Run:
             raise UsageError(
                 "run.restore was called before the loop, which would train other weights: call it after it"
             )
-        return build_batches(data, self.seed, self.batch_size, self.micro_batch_size, start, **arguments)
+        return Batches(
+            data, seed=self.seed, batch_size=self.batch_size, micro_batch_size=self.micro_batch_size, start=start,
+            **arguments,
+        )  # fmt: skip
 
     def _begin(self, batches: Batches, total_steps: int, num_epochs: int | None) -> Loop:
         """Prepare everything between the check of the arguments and the first step of a loop."""

@@ -3,7 +3,7 @@
 import gc
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 from weakref import ref
 
@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
-from torch.optim.swa_utils import AveragedModel
 
 from samestep.engine.buffers import check_module, spread_buffers
 from samestep.errors import InvalidType, InvalidValue, UsageError
@@ -83,41 +82,11 @@ def optimizers(objects: Objects) -> list[torch.optim.Optimizer]:
 
 def learning_rates(objects: Objects) -> dict[str, float]:
     """The learning rate of each optimizer's first parameter group, by the name in a row of metrics."""
-    rates = {
-        name: float(o.param_groups[0]["lr"]) for name, o in objects.items() if isinstance(o, torch.optim.Optimizer)
-    }
+    named = [(name, thing) for name, thing in objects.items() if isinstance(thing, torch.optim.Optimizer)]
     return {
-        "train/learning_rate" if len(rates) == 1 else f"train/learning_rate/{name}": rate
-        for name, rate in rates.items()
+        "train/learning_rate" if len(named) == 1 else f"train/learning_rate/{name}": float(thing.param_groups[0]["lr"])
+        for name, thing in named
     }
-
-
-def held_params(objects: Objects) -> list[int]:
-    """The ids of the optimizers' parameters."""
-    return [id(param) for o in optimizers(objects) for group in o.param_groups for param in group["params"]]
-
-
-def find_trained(objects: Objects, modules: Mapping[str, nn.Module]) -> list[tuple[str, nn.Parameter, int]]:
-    """(name, parameter, slot of its module) for all trained parameters, in the models' order.
-
-    These are the optimizers' parameters; without an optimizer, all except those of averaged models.
-    """
-    held = {*held_params(objects)}
-    found: dict[int, tuple[str, nn.Parameter, int]] = {}
-    for slot, (name, module) in enumerate(modules.items(), start=1):
-        for path, param in module.named_parameters():
-            wanted = id(param) in held if held else not isinstance(module, AveragedModel)
-            if wanted:
-                found.setdefault(id(param), (f"{name}.{path}", param, slot))
-    return list(found.values())
-
-
-def find_untrained(
-    modules: Mapping[str, nn.Module], trained: Sequence[tuple[str, nn.Parameter, int]]
-) -> list[nn.Parameter]:
-    """The models' other parameters. `trained`: see `find_trained`."""
-    known = {id(param) for _, param, _ in trained}
-    return [param for module in modules.values() for param in module.parameters() if id(param) not in known]
 
 
 def describe(modules: Mapping[str, nn.Module]) -> dict[str, str]:

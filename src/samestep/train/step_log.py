@@ -11,7 +11,6 @@ from torch import Tensor
 from samestep.engine.control import NOT_CALLED
 from samestep.engine.gradient_pass import Means, describe
 from samestep.errors import InvalidType
-from samestep.train.evaluate import add_up
 
 Value = float | Tensor  # a tensor only on a GPU: float64, not read back yet
 
@@ -57,8 +56,19 @@ def read_number(name: str, given: object) -> Value:
     return float(given)  # type: ignore[arg-type]
 
 
-def average(means: Means, weights: list[list[float]], sizes: Sequence[int]) -> Mapping[str, tuple[float, float]]:
-    """name -> the average over the batch, and the total of its weights.
+def average(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the mean of (value, weight) pairs and the total weight, from exactly rounded sums. 0 without weight."""
+    total = math.fsum(weight for _, weight in pairs)
+    try:
+        return (math.fsum(value * weight for value, weight in pairs if weight) / total if total else 0.0), total
+    except ValueError:  # infinities of both signs
+        return math.nan, total
+    except OverflowError:
+        return math.inf, total
+
+
+def average_batch(means: Means, weights: list[list[float]], sizes: Sequence[int]) -> dict[str, tuple[float, float]]:
+    """Return name -> the average over the batch, and the total of its weights.
 
     Args:
         weights: per micro-batch, those of step.backward; the first one counts.
@@ -71,8 +81,4 @@ def average(means: Means, weights: list[list[float]], sizes: Sequence[int]) -> M
         weight = next((weight for weight in row if weight != NOT_CALLED), float(size))
         for name, (value, count) in values.items():
             pairs.setdefault(name, []).append((value, weight * count))
-    totals = {name: math.fsum(weight for _, weight in of_name) for name, of_name in pairs.items()}
-    return {
-        name: (add_up([v * w for v, w in of_name if w]) / totals[name] if totals[name] else 0.0, totals[name])
-        for name, of_name in pairs.items()
-    }
+    return {name: average(of_name) for name, of_name in pairs.items()}

@@ -21,7 +21,7 @@ from samestep.plan.schedule import Span
 from samestep.plan.seeds import derive
 from samestep.train.context import RunContext
 from samestep.train.position import Position
-from samestep.train.step_log import StepLog, Value, average, collect_values, read_number
+from samestep.train.step_log import StepLog, Value, average_batch, collect_values, read_number
 
 
 class StepObserver:
@@ -317,7 +317,7 @@ class Step:
             weight = math.fsum([weight for row in report.weights for weight in row if weight > 0])
             self.averages["loss"] = (self.averaged_loss, weight)
         if report.logged:
-            self.averages |= average(report.logged, report.weights, self.sizes)
+            self.averages |= average_batch(report.logged, report.weights, self.sizes)
         if self.num_passes == 0:
             self._fingerprints = report.fingerprints
 
