@@ -87,10 +87,7 @@ class Lock:
             Error: another process has taken the run over.
         """
         if text := self._read_successor():
-            raise Error(
-                f"the run in {self._named} was taken over by {_name_holder(text)}: this process ends, and leaves the "
-                "files as they are"
-            )
+            raise explain_takeover(self._named, text)
 
     def _read_successor(self) -> bytes:
         """The token of the process that has taken the run over; empty if none has."""
@@ -138,6 +135,12 @@ def detach(path: Path) -> None:
             open(copy, "xb", opener=open_regular) as new,
         ):
             shutil.copyfileobj(old, new)
+
+
+def explain_takeover(place: object, token: bytes) -> Error:
+    """The error of a writer of `place` that finds the token of another process there."""
+    holder = _name_holder(token)
+    return Error(f"the run in {place} was taken over by {holder}: this process ends, and leaves the files as they are")
 
 
 def _name_holder(text: bytes) -> str:

@@ -11,9 +11,8 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,7 +24,7 @@ from samestep.plan.ledger import RECORD as LEDGER_RECORD
 from samestep.snapshot.manifest import find_damage
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.store import SNAPSHOTS, Snapshot
-from samestep.watch.records import LEDGER, METRICS, RECORD, RESTARTS, SHARED, STATUS, count_lines, list_orders
+from samestep.watch.records import LEDGER, METRICS, RECORD, RESTARTS, STATUS, count_lines, list_orders
 from samestep.world.environment import read_host
 from samestep.world.group import Group
 
@@ -34,24 +33,6 @@ T = TypeVar("T")
 PIECE_BYTES = 16 << 20
 _TOKEN = ".samestep-node-"
 _OLD_S = 3600.0
-
-
-@dataclass(frozen=True)
-class _Transfer:
-    """Files, or their first bytes, that one writer sends and others lack.
-
-    Attributes:
-        sizes: by name, how many bytes are sent.
-        source, targets: indices of writers.
-        snapshot: the one that the files make; None for a single file.
-        sha256: of the bytes of a single file.
-    """
-
-    sizes: dict[str, int]
-    source: int
-    targets: list[int]
-    snapshot: Snapshot | None = None
-    sha256: str = ""
 
 
 class NodeReplication:
@@ -64,12 +45,14 @@ class NodeReplication:
     Attributes:
         path: the run's directory, the same on all nodes.
         writers: the ranks that write: [0] if all nodes share the directory.
+        directory: on writers, after `open`: the directory itself.
     """
 
     def __init__(self, group: Group, run_dir: Path, say: Callable[[str], None], *, fresh: bool) -> None:
         self._group, self._say = group, say
         self._notes: list[str] = []  # of this node, to be printed on rank 0: a launcher may show no other rank's output
         self._num_sent = 0  # bytes of rank 0's rows that all writers have
+        self.directory: RunDirectory | None = None
         self.path, self.writers = find_writers(group, run_dir)
         if fresh:
             self.path = self._choose_fresh(self.path)
@@ -87,6 +70,31 @@ class NodeReplication:
             if not any(self.each(lambda: chosen.exists() and any(chosen.iterdir()))):  # noqa: B023
                 return chosen
         raise AssertionError
+
+    def open(self, check: Callable[[RunDirectory], None], warn: Callable[[str], None]) -> None:
+        """Opens the directory on each writer.
+
+        Args:
+            check: see `find`.
+            warn: prints a sentence about this rank's directory.
+
+        Raises:
+            Error: one of them cannot be used, after all were closed.
+        """
+
+        def open_one() -> None:
+            self.directory = RunDirectory(self.path, warn=warn)
+            check(self.directory)
+
+        try:
+            self.each(open_one)
+        except Error:
+            if self.directory is not None:
+                self.directory.close()
+            raise
+        if self.is_replicated:
+            num_writers = len(self.writers)
+            self._say(f"{self.path} is not shared by all nodes: {num_writers} of them keep a copy of the run each")
 
     def each(self, fn: Callable[[], T]) -> list[T]:
         """Calls `fn` on the writers. Returns their results on every rank.
@@ -114,41 +122,44 @@ class NodeReplication:
         say(f"{read_host()}: {sentence}")
         self._notes.append(f"{read_host()}: {sentence}")
 
+    def _on_directories(self, fn: Callable[[RunDirectory], T]) -> list[T]:
+        """`each`, with the writer's directory."""
+
+        def call() -> T:
+            assert self.directory is not None
+            return fn(self.directory)
+
+        return self.each(call)
+
     # --- start ------------------------------------------------------------------------------------------------
 
-    def find(
-        self, directory: RunDirectory | None, resume: str | int | None, check: Callable[[RunDirectory], None]
-    ) -> Snapshot | None:
+    def find(self, resume: str | int | None, check: Callable[[RunDirectory], None]) -> Snapshot | None:
         """The newest sound snapshot of all nodes, after it and its files were copied to every node; None to begin.
 
         Args:
-            directory: of this writer.
             check: compares a directory with the run. Raises Error if it is another one.
 
         Raises:
             Error: no node has a sound one, though there should be; raised by `check`; a node's disk is full.
         """
 
-        def on_writers(fn: Callable[[RunDirectory], T]) -> list[T]:
-            return self.each(lambda: fn(directory))  # type: ignore[arg-type]
-
         def begin(directory: RunDirectory) -> list[int]:
             check(directory)
             return directory.rewinds
 
-        rewinds = max(on_writers(begin), key=len)
-        held = on_writers(lambda directory: _look(directory, resume, rewinds))
+        rewinds = max(self._on_directories(begin), key=len)
+        held = self._on_directories(lambda directory: _look(directory, resume, rewinds))
         self._print_notes()
         found = [None if each["found"] is None else Snapshot.from_plain(each["found"]) for each in held]
         source = max(range(len(held)), key=lambda node: -1 if (own := found[node]) is None else own.step)
         chosen = found[source]
         if chosen is None and (problem := next((each["problem"] for each in held if each["problem"]), "")):
             raise Error(problem)
+        directory = self.directory
         if self.is_replicated:
             if directory is not None:
-                directory.num_recorded = max(each["sizes"].get(LEDGER, 0) for each in held) // LEDGER_RECORD.size
-                directory.rewinds = rewinds
-            self._copy_files(directory, held, source, found)
+                directory.num_recorded = max(each["num_recorded"] for each in held)
+            self._copy_parts(held, chosen, source)
             if directory is not None and chosen is not None:
                 directory.is_rewound = any(each["newest"] > chosen.step for each in held)
         if chosen is not None:
@@ -157,92 +168,88 @@ class NodeReplication:
                 directory.resume_from(chosen)
         return chosen
 
-    def _copy_files(
-        self, directory: RunDirectory | None, held: Sequence[dict[str, Any]], source: int,
-        found: Sequence[Snapshot | None],
-    ) -> None:  # fmt: skip
+    def _copy_parts(self, held: Sequence[dict[str, Any]], chosen: Snapshot | None, source: int) -> None:
         """Copies to every node what a resume or an audit reads and the node lacks."""
-        chosen = found[source]
-        oldest = max(range(len(held)), key=lambda node: (held[node]["num_starts"], STATUS in held[node]["sizes"]))
-        wanted = [(name, held[oldest]["sizes"].get(name, 0), oldest) for name in (RESTARTS, STATUS)]
-        named: dict[str, list[Snapshot | None]] = {}
-        if chosen is not None:
-            orders = sorted({name for each in held for name in each["sizes"]} - {*SHARED})
-            # Another node's record can be longer and older, so its size does not count.
-            wanted.append((RECORD, held[source]["sizes"].get(RECORD, 0), source))
-            wanted += [(name, max(each["sizes"].get(name, 0) for each in held), source) for name in orders]
-            wanted.append((METRICS, chosen.manifest["meta"]["metrics_bytes"], source))
-            wanted.append((LEDGER, chosen.step * LEDGER_RECORD.size, source))
-            for name in sorted({name for each in held for name in each["named"]} - {chosen.name}):
-                owned = [each["named"].get(name) for each in held]
-                named[name] = [None if each is None else Snapshot.from_plain(each) for each in owned]
+        last = None if chosen is None else f"{SNAPSHOTS}/{chosen.label}"  # it makes the copy complete
+        snapshots: list[dict[str, Snapshot]] = [{} for _ in held]
+        for own, node in zip(snapshots, held, strict=True):
+            if chosen is not None:
+                named = [each for each in map(Snapshot.from_plain, node["named"]) if each.label != chosen.label]
+                own |= {f"{SNAPSHOTS}/{each.label}": each for each in named if each.step <= chosen.step}
+                if node["found"] is not None and Snapshot.from_plain(node["found"]).is_same(chosen):
+                    own[f"{SNAPSHOTS}/{chosen.label}"] = Snapshot.from_plain(node["found"])
 
-        def examine() -> tuple[list[str | None], dict[str, bool]]:
-            assert directory is not None
-            own = {name: each[self.writers.index(self._group.rank)] for name, each in named.items()}
-            sound = {
-                name: snapshot is not None and not _are_same(named[name]) and _is_sound(directory, snapshot)
-                for name, snapshot in own.items()
-            }
-            return [_hash_start(directory.path / name, size) for name, size, _ in wanted], sound
+        def examine(directory: RunDirectory) -> dict[str, Any]:
+            node = self.writers.index(self._group.rank)
+            parts = _list_files(directory, chosen, is_source=node == source)
+            for name, own in snapshots[node].items():
+                is_alike = all(name in others and own.is_same(others[name]) for others in snapshots)
+                if is_alike or name == last or find_damage(own.path, own.manifest) is None:
+                    parts[name] = {"size": 0, "content": own.identity, "worth": [own.step, node == source]}
+            return parts
 
-        replies = self.each(examine)
-        transfers = []
-        for place, (name, size, preferred) in enumerate(wanted):
-            hashes = [hashes[place] for hashes, _ in replies]
-            having = [node for node in (preferred, *range(len(held))) if hashes[node]]
-            if having:  # otherwise `RunDirectory.begin` warns that a part is missing
-                wanting = [node for node, each in enumerate(hashes) if each != hashes[having[0]]]
-                transfers.append(_Transfer({name: size}, having[0], wanting, sha256=str(hashes[having[0]])))
-        for name, owned in named.items():  # the newest one that is sound and no later than the chosen snapshot
-            sound = [node for node, (_, are_sound) in enumerate(replies) if are_sound[name]]
-            usable = [node for node in sound if chosen and owned[node].step <= chosen.step]  # type: ignore[union-attr]
-            if usable:
-                transfers.append(_copy_snapshot(owned, max(usable, key=lambda node: owned[node].step)))  # type: ignore[union-attr]
-        if chosen is not None:
-            transfers.append(_copy_snapshot(found, source))  # last: it makes the copy complete
-        for transfer in transfers:
-            if transfer.targets:
-                self._run(directory, transfer)
+        parts = self._on_directories(examine)
+        for name in sorted({name for each in parts for name in each}, key=lambda name: (name == last, name)):
+            holders = {node: each[name] for node, each in enumerate(parts) if name in each}
+            sender, part = max(holders.items(), key=lambda item: item[1]["worth"])
+            having = [node for node, each in holders.items() if each["content"] == part["content"]]
+            if targets := {*range(len(parts))} - {*having}:
+                self._send(name, part, snapshots[sender].get(name), sender, targets)
 
-    def _run(self, directory: RunDirectory | None, transfer: _Transfer) -> None:
-        """Broadcasts the files of a transfer. A disk that fails does not stop it: the error is raised at its end."""
-        source, targets = self.writers[transfer.source], [self.writers[node] for node in transfer.targets]
-        is_target = self._group.rank in targets
+    def _send(
+        self, name: str, part: Mapping[str, Any], snapshot: Snapshot | None, sender: int, targets: Collection[int]
+    ) -> None:
+        """Broadcasts a file, or the files of a snapshot, to some nodes.
+
+        A disk that fails does not stop the broadcast, so that no rank waits: the error is raised at the end.
+        """
+        sizes = {name: part["size"]}
+        if snapshot is not None:
+            sizes = {f"{name}/{file}": each["size"] for file, each in snapshot.manifest["files"].items()}
+        source, directory = self.writers[sender], self.directory
+        is_target = self._group.rank in [self.writers[node] for node in targets]
         failures: list[OSError] = []
 
-        def attempt(fn: Callable[[RunDirectory], T], *, on: bool) -> T | None:
+        @contextmanager
+        def keeping_failure() -> Iterator[None]:
             try:
-                return fn(directory) if on and directory is not None and not failures else None
+                yield
             except OSError as error:
                 failures.append(error)
-                return None
 
-        attempt(lambda directory: directory.store.make_inbox(), on=is_target)
-        for name, size in transfer.sizes.items():
+        if directory is not None and is_target:
+            with keeping_failure():
+                directory.store.make_inbox()
+        for file, size in sizes.items():
             for start in range(0, size, PIECE_BYTES):
-                place = name, start, min(PIECE_BYTES, size - start)
-                data = attempt(lambda directory: _read_piece(directory, *place), on=self._group.rank == source)  # noqa: B023
-                piece = self._group.broadcast(data or b"", source)
-                attempt(lambda directory: _append_piece(directory.store.inbox / Path(name).name, piece), on=is_target)  # noqa: B023
+                piece = b""
+                if directory is not None and self._group.rank == source and not failures:
+                    with keeping_failure():
+                        piece = _read_piece(directory.path / file, start, min(PIECE_BYTES, size - start))
+                piece = self._group.broadcast(piece, source)
+                if directory is not None and is_target and not failures:
+                    with keeping_failure():
+                        _append_piece(directory.store.inbox / Path(file).name, piece)
 
-        def put() -> None:
-            assert directory is not None
+        def finish(directory: RunDirectory) -> None:
             try:
                 if failures:
                     raise failures[0]
                 if is_target:
                     directory.check_still_ours()
-                    _put(directory, transfer)
+                    problem = _put_file(directory, name, part) if snapshot is None else directory.store.adopt(snapshot)
+                    if problem:
+                        where = f"the copy of {directory.path / name} from another node"
+                        raise Error(f"{where} is damaged ({problem}): start again")
             finally:
                 if is_target:
                     shutil.rmtree(directory.store.inbox, ignore_errors=True)
 
-        self.each(put)
+        self._on_directories(finish)
 
     # --- under way --------------------------------------------------------------------------------------------
 
-    def share(self, directory: RunDirectory | None, value: Any = None) -> Any:
+    def share(self, value: Any = None) -> Any:
         """Brings the rows that rank 0 has written to the other writers. Returns rank 0's `value` on every rank.
 
         Raises:
@@ -251,7 +258,8 @@ class NodeReplication:
         self._print_notes()
         if not self.is_replicated:
             return value
-        rows = _read_rows(directory, self._num_sent) if self._group.rank == 0 else b""
+        directory = self.directory
+        rows = _read_rows(directory, self._num_sent) if directory is not None and self._group.rank == 0 else b""
         rows, value = self._group.broadcast((rows, value))
         self._num_sent += len(rows)
         if directory is not None and self._group.rank != 0:
@@ -285,8 +293,8 @@ def find_writers(group: Group, run_dir: Path) -> tuple[Path, list[int]]:
         places = (path, *path.parents)
         writer = None
         if group.rank in firsts:
-            seen = (rank for rank in firsts if names[rank] and any(_exists(place / names[rank]) for place in places))
-            writer = next(seen, group.rank)
+            paths = {rank: [place / names[rank] for place in places] for rank in firsts if names[rank]}
+            writer = next((rank for rank in paths if any(map(os.path.exists, paths[rank]))), group.rank)
         writers = group.gather(writer)
     finally:
         if token is not None:
@@ -312,13 +320,6 @@ def _create_token(path: Path) -> Path | None:
     return None
 
 
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except OSError:
-        return False
-
-
 # --- one directory ----------------------------------------------------------------------------------------------------
 
 
@@ -327,13 +328,11 @@ def _look(directory: RunDirectory, resume: str | int | None, rewinds: Sequence[i
 
     Returns:
         found: the snapshot that it would resume from, after checking every byte; problem: why there is none; newest:
-        the step of the newest snapshot, judged by sizes; named: the named ones, judged by sizes; sizes: of the other
-        files, in bytes; num_starts: the lines in `restarts.jsonl`.
+        the step of the newest snapshot, judged by sizes; named: the named ones, judged by sizes; num_recorded: the
+        number of steps in the ledger.
     """
     found, problem = None, ""
-    if resume is not None:  # the run may have gone back behind some of them while this node did not take part
-        directory.store.clean()
-        directory.store.abandon([each for each in directory.store.snapshots() if each.was_left(rewinds)])
+    directory.rewinds = [*rewinds]  # this node may not have taken part when the run went back
     try:
         found = directory.find(resume)
     except Error as error:
@@ -341,55 +340,59 @@ def _look(directory: RunDirectory, resume: str | int | None, rewinds: Sequence[i
             raise
         problem = str(error)
     sound = [each for each in directory.store.snapshots() if each.problem is None]
-    sizes = {}
-    for name in (*SHARED, *list_orders(directory.path)):
-        with suppress(OSError):
-            sizes[name] = (directory.path / name).stat().st_size
     return {
         "found": None if found is None else found.to_plain(),
         "problem": problem,
         "newest": max((each.step for each in sound), default=0),
-        "named": {each.name: each.to_plain() for each in sound if each.name is not None},
-        "sizes": sizes,
-        "num_starts": count_lines(directory.path / RESTARTS),
+        "named": [each.to_plain() for each in sound if each.name is not None],
+        "num_recorded": _measure(directory.path / LEDGER) // LEDGER_RECORD.size,
     }
 
 
-def _is_sound(directory: RunDirectory, snapshot: Snapshot) -> bool:
-    return find_damage(directory.store.path / snapshot.path.name, snapshot.manifest) is None
+def _list_files(directory: RunDirectory, chosen: Snapshot | None, *, is_source: bool) -> dict[str, Any]:
+    """The files that belong to a snapshot, as one node holds them.
 
+    Args:
+        is_source: the chosen snapshot is this node's.
 
-def _are_same(copies: Sequence[Snapshot | None]) -> bool:
-    first = copies[0]
-    return first is not None and all(each is not None and first.is_same(each) for each in copies)
-
-
-def _copy_snapshot(copies: Sequence[Snapshot | None], source: int) -> _Transfer:
-    snapshot = copies[source]
-    assert snapshot is not None
-    sizes = {
-        f"{SNAPSHOTS}/{snapshot.path.name}/{file}": each["size"] for file, each in snapshot.manifest["files"].items()
+    Returns:
+        By name: size, how many of the first bytes belong to the snapshot; content, their sha256; worth: the node with
+        the greatest one sends the file to those that hold another one.
+    """
+    # These two are of the last start, which may have begun without the node that has the snapshot.
+    last_start = [count_lines(directory.path / RESTARTS), (directory.path / STATUS).exists()]
+    wanted: dict[str, tuple[int, list[int]]] = {
+        name: (_measure(directory.path / name), last_start) for name in (RESTARTS, STATUS)
     }
-    targets = [node for node, other in enumerate(copies) if other is None or not snapshot.is_same(other)]
-    return _Transfer(sizes, source, targets, snapshot)
+    if chosen is not None:
+        wanted[RECORD] = _measure(directory.path / RECORD), [is_source]
+        wanted[METRICS] = chosen.manifest["meta"]["metrics_bytes"], [is_source]
+        wanted[LEDGER] = chosen.step * LEDGER_RECORD.size, [is_source]
+        sizes = {name: _measure(directory.path / name) for name in list_orders(directory.path)}
+        wanted |= {name: (size, [size, is_source]) for name, size in sizes.items()}
+    return {
+        name: {"size": size, "content": content, "worth": worth}
+        for name, (size, worth) in wanted.items()
+        if size and (content := _hash_start(directory.path / name, size))
+    }
 
 
-def _put(directory: RunDirectory, transfer: _Transfer) -> None:
-    """Checks the files in the inbox and moves them to their place."""
-    inbox, [name, *_] = directory.store.inbox, transfer.sizes
+def _measure(path: Path) -> int:
+    """The size of a file in bytes; 0 if it does not exist."""
+    return os.path.getsize(path) if os.path.exists(path) else 0
+
+
+def _put_file(directory: RunDirectory, name: str, part: Mapping[str, Any]) -> str | None:
+    """Moves a file from the inbox to its place. Returns what is wrong with it; None if nothing is."""
     path = directory.path / name
-    if transfer.snapshot is not None:
-        problem = directory.store.adopt(transfer.snapshot)
-    elif _hash_start(inbox / path.name, transfer.sizes[name]) == transfer.sha256:
-        problem = None
-        path.parent.mkdir(exist_ok=True)
-        os.replace(inbox / path.name, path)
-        if name == RECORD:
-            directory.read_record()
-    else:
-        problem = "other bytes than were sent"
-    if problem:
-        raise Error(f"the copy of {path} from another node is damaged ({problem}): start again")
+    received = directory.store.inbox / path.name
+    if _hash_start(received, part["size"]) != part["content"]:
+        return "other bytes than were sent"
+    path.parent.mkdir(exist_ok=True)
+    os.replace(received, path)
+    if name == RECORD:
+        directory.read_record()
+    return None
 
 
 def _hash_start(path: Path, size: int) -> str | None:
@@ -402,8 +405,8 @@ def _hash_start(path: Path, size: int) -> str | None:
     return None if left else sha.hexdigest()
 
 
-def _read_piece(directory: RunDirectory, name: str, start: int, size: int) -> bytes:
-    with open(directory.path / name, "rb", opener=open_regular) as file:
+def _read_piece(path: Path, start: int, size: int) -> bytes:
+    with open(path, "rb", opener=open_regular) as file:
         file.seek(start)
         return file.read(size)
 
@@ -415,11 +418,10 @@ def _append_piece(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _read_rows(directory: RunDirectory | None, start: int) -> bytes:
+def _read_rows(directory: RunDirectory, start: int) -> bytes:
     """The rows from byte `start` of their file, as far as they can be written and read."""
-    assert directory is not None
     with suppress(OSError):
         directory.write_rows()
     with suppress(OSError):
-        return _read_piece(directory, METRICS, start, -1)
+        return _read_piece(directory.path / METRICS, start, -1)
     return b""

@@ -20,13 +20,13 @@ from samestep.config import is_url
 from samestep.console import say
 from samestep.errors import Error, explain
 from samestep.files import MOST_BYTES, open_regular, replace_file
-from samestep.snapshot.lock import build_token
-from samestep.snapshot.manifest import FILE, MANIFEST, NAME, describe_wrong_size, find_damage, parse_manifest
-from samestep.snapshot.run_directory import RunDirectory, explain_never
-from samestep.snapshot.run_record import read_record
-from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Snapshot, Store, describe_which, explain_no_sound
-from samestep.watch.records import LOCK, ORDERS, RECORD, SHARED, list_orders, parse_record
-from samestep.world.environment import advise, read_cache_dir, read_host
+from samestep.snapshot.lock import build_token, explain_takeover
+from samestep.snapshot.manifest import FILE, MANIFEST, NAME, describe_wrong_size, parse_manifest
+from samestep.snapshot.run_directory import RunDirectory
+from samestep.snapshot.run_record import parse_run_record, read_record
+from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Elsewhere, Snapshot, Store
+from samestep.watch.records import LOCK, ORDERS, RECORD, SHARED, list_orders
+from samestep.world.environment import read_cache_dir, read_host
 from samestep.world.forking import at_rest
 from samestep.world.workdir import WorkDir
 
@@ -67,6 +67,17 @@ def reaching(url: str, what: str = "be read") -> Iterator[None]:
         raise Error(f"the run directory {url} cannot {what} ({error}): fix that, or name another one") from None
 
 
+@contextmanager
+def _requesting() -> Iterator[None]:
+    """Turns the exceptions of a store into `Unreachable`: each store has its own."""
+    try:
+        yield
+    except (Error, Unreachable):
+        raise
+    except Exception as error:
+        raise Unreachable(_describe(error)) from error
+
+
 class ObjectStore:
     """The files at a URL. Methods raise `Unreachable` if the store fails.
 
@@ -93,37 +104,43 @@ class ObjectStore:
 
     # --- files ------------------------------------------------------------------------------------------------
 
+    @_requesting()
     def is_empty(self) -> bool:
         """Whether there are no files at the URL."""
-        with self._requesting():
-            self._fs.invalidate_cache()
-            return not self._find("")
+        self._fs.invalidate_cache()
+        return not self._find("")
 
+    @_requesting()
     def read(self, name: str) -> bytes | None:
         """The content of a file; None if it does not exist."""
-        with self._requesting():
-            try:
-                content: bytes = self._fs.cat_file(self._at(name))
-            except FileNotFoundError:
-                return None
-            return content
+        try:
+            return bytes(self._fs.cat_file(self._at(name)))
+        except FileNotFoundError:
+            return None
 
+    @_requesting()
     def write(self, name: str, content: bytes) -> None:
         """Writes or replaces a file. Object stores do this atomically; for a local disk, a rename does."""
-        with self._requesting():
-            if not getattr(self._fs, "local_file", False):
-                self._in_parent(name, lambda: self._fs.pipe_file(self._at(name), content))
-                return
-            folder, _, last = name.rpartition("/")
-            partial = f"{folder}/.{last}".lstrip("/")
-            self._in_parent(partial, lambda: self._fs.pipe_file(self._at(partial), content))
-            self._fs.mv(self._at(partial), self._at(name))
+        if not getattr(self._fs, "local_file", False):
+            self._put(name, lambda path: self._fs.pipe_file(path, content))
+            return
+        folder, _, last = name.rpartition("/")
+        partial = f"{folder}/.{last}".lstrip("/")
+        self._put(partial, lambda path: self._fs.pipe_file(path, content))
+        self._fs.mv(self._at(partial), self._at(name))
 
+    @_requesting()
     def list_files(self) -> list[str]:
         """The names of files that a copy of the run holds besides its snapshots. Some of them may not exist."""
-        with self._requesting():
-            names = [path.rpartition("/")[2] for path in self._find(ORDERS)]
+        names = [path.rpartition("/")[2] for path in self._find(ORDERS)]
         return [*SHARED, *(f"{ORDERS}/{name}" for name in names if _ORDER.fullmatch(name))]
+
+    def download(self, names: Sequence[str], directory: Path) -> None:
+        """Downloads those of some files that exist to the same places in a directory. Raises OSError, too."""
+        for name in names:
+            if (content := self.read(name)) is not None:
+                (directory / name).parent.mkdir(exist_ok=True)
+                replace_file(directory / name, content)
 
     def _find(self, name: str) -> dict[str, Any]:
         try:
@@ -135,37 +152,28 @@ class ObjectStore:
     def _at(self, name: str) -> str:
         return f"{self._root}/{name}".rstrip("/")
 
-    def _in_parent(self, name: str, put: Callable[[], None]) -> None:
-        """Calls `put`, and again after creating the directory if the store has directories."""
+    def _put(self, name: str, put: Callable[[str], None]) -> None:
+        """Calls `put` with a file's path, and again after creating the directory if the store has directories."""
+        path = self._at(name)
         try:
-            put()
+            put(path)
         except FileNotFoundError:
             top = self._root[: f"{self._root}/".index("/", 1)]
             if not self._fs.exists(top):  # a bucket with a mistyped name must not be created
                 raise
-            self._fs.makedirs(self._at(name).rpartition("/")[0], exist_ok=True)
-            put()
-
-    @contextmanager
-    def _requesting(self) -> Iterator[None]:
-        try:
-            yield
-        except Unreachable:
-            raise
-        except Exception as error:  # each store has exceptions of its own
-            raise Unreachable(_describe(error)) from error
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            put(path)
 
     # --- snapshots --------------------------------------------------------------------------------------------
 
-    def snapshots(self) -> dict[str, Snapshot]:
-        """Snapshots with a manifest, by the names of their directories; judged by manifests and file sizes.
+    @_requesting()
+    def snapshots(self) -> list[Snapshot]:
+        """Snapshots with a manifest, the oldest first; judged by manifests and file sizes.
 
-        Their paths are the names that they have in a run's directory on a disk.
+        Their paths are the names of their directories.
         """
-        with self._requesting():
-            return {
-                place: self._read_manifest(place, sizes) for place, sizes in self._list().items() if MANIFEST in sizes
-            }
+        found = [self._read_manifest(place, sizes) for place, sizes in self._list().items() if MANIFEST in sizes]
+        return sorted(found, key=lambda snapshot: snapshot.age)
 
     def _list(self) -> dict[str, dict[str, int]]:
         """The size of each file in the snapshots' directories.
@@ -187,18 +195,57 @@ class ObjectStore:
         name, step = (match[1], int(match[2])) if match else (place, manifest.get("step", -1))
         for file, expected in manifest.get("files", {}).items():
             problem = problem or describe_wrong_size(file, sizes.get(file), expected["size"])
-        return Snapshot(Path(name or f"step-{step:08d}"), step, name, manifest, problem)
+        return Snapshot(Path(place), step, name, manifest, problem)
 
     def _at_place(self, place: str, file: str = "") -> str:
         return self._at(f"{SNAPSHOTS}/{place}/{file}")
 
+    def find_elsewhere(self, rewinds: Sequence[int] = (), before_fetch: Callable[[], None] = lambda: None) -> Elsewhere:
+        """The snapshots here as `Store.find` takes them. Its errors are those of `reaching`.
+
+        Args:
+            rewinds: as in `run.json`; snapshots that the run went back behind are left out.
+            before_fetch: called before a snapshot is downloaded.
+        """
+
+        def fetch(snapshot: Snapshot, directory: Path) -> None:
+            with reaching(self.url):
+                before_fetch()
+                self._fetch(snapshot.path.name, snapshot.manifest["files"], directory)
+
+        with reaching(self.url):
+            return Elsewhere(self.url, [each for each in self.snapshots() if not each.was_left(rewinds)], fetch)
+
+    @_requesting()
+    def _fetch(self, place: str, files: Sequence[str], directory: Path) -> None:
+        for file in files:
+            self._fs.get_file(self._at_place(place, file), str(directory / file))
+
+    @_requesting()
+    def copy_snapshots(self, directory: Path, *, is_whole: bool) -> None:
+        """Downloads all snapshots to a directory, damaged or not.
+
+        Args:
+            is_whole: if False, creates empty files of the same sizes for all but the manifests.
+        """
+        sizes = self._list()
+        for snapshot in self.snapshots():
+            target = directory / snapshot.label
+            target.mkdir(parents=True, exist_ok=True)
+            present = [file for file in sizes[snapshot.path.name] if FILE.fullmatch(file)]
+            self._fetch(snapshot.path.name, present if is_whole else [MANIFEST], target)
+            for file in () if is_whole else {*present} - {MANIFEST}:
+                (target / file).touch()
+                os.truncate(target / file, sizes[snapshot.path.name][file])
+
+    @_requesting()
     def clean(self) -> None:
         """Removes incomplete snapshots of killed writers."""
-        with self._requesting():
-            incomplete = [place for place, sizes in self._list().items() if MANIFEST not in sizes]
-        for place in incomplete:
-            self.remove(place)
+        for place, sizes in self._list().items():
+            if MANIFEST not in sizes:
+                self.remove(place)
 
+    @_requesting()
     def push(self, snapshot: Snapshot) -> None:
         """Uploads a snapshot of a `Store`. Its directory at the URL must not have a manifest.
 
@@ -207,98 +254,27 @@ class ObjectStore:
         """
         place = f"{SNAPSHOTS}/{place_of(snapshot)}"
         for file in snapshot.manifest["files"]:
-            with self._requesting():
-                target = f"{place}/{file}"
-                self._in_parent(target, lambda: self._fs.put_file(str(snapshot.path / file), self._at(target)))  # noqa: B023
+            self._put(f"{place}/{file}", lambda path: self._fs.put_file(str(snapshot.path / file), path))  # noqa: B023
         self.check()
         self.write(f"{place}/{MANIFEST}", (snapshot.path / MANIFEST).read_bytes())
 
+    @_requesting()
     def remove(self, place: str) -> None:
         """Removes a snapshot, or the rest of one."""
-        with self._requesting():
-            if self._fs.exists(self._at_place(place, MANIFEST)):
-                self._fs.rm_file(self._at_place(place, MANIFEST))
-            with suppress(FileNotFoundError):  # in an object store, a directory is gone with its last file
-                self._fs.rm(self._at_place(place), recursive=True)
+        if self._fs.exists(self._at_place(place, MANIFEST)):
+            self._fs.rm_file(self._at_place(place, MANIFEST))
+        with suppress(FileNotFoundError):  # in an object store, a directory is gone with its last file
+            self._fs.rm(self._at_place(place), recursive=True)
 
-    def abandon(self, place: str, snapshot: Snapshot) -> None:
+    @_requesting()
+    def abandon(self, snapshot: Snapshot) -> None:
         """Moves a snapshot to `abandoned/`."""
+        place = snapshot.path.name
         target = f"{ABANDONED}/{place}-{time.time_ns()}"
-        with self._requesting():
-            for file in (*snapshot.manifest.get("files", {}), MANIFEST):
-                source = self._at_place(place, file)
-                if self._fs.exists(source):
-                    goal = f"{target}/{file}"
-                    self._in_parent(goal, lambda: self._fs.cp_file(source, self._at(goal)))  # noqa: B023
+        for file in (*snapshot.manifest.get("files", {}), MANIFEST):
+            if self._fs.exists(source := self._at_place(place, file)):
+                self._put(f"{target}/{file}", lambda path: self._fs.cp_file(source, path))
         self.remove(place)
-
-    def pull(
-        self, store: Store, which: int | str, *, rewinds: Sequence[int] = (), warn: Callable[[str], None] = say,
-        before_put: Callable[[], None] = lambda: None,
-    ) -> None:  # fmt: skip
-        """Downloads the newest sound snapshot that matches, unless `store` has it, or has a newer one.
-
-        Args:
-            which: as for `Store.find`.
-            rewinds: as in `run.json`; snapshots that the run went back behind are ignored.
-            warn: called with a sentence for each unsound snapshot that is skipped.
-            before_put: called before a snapshot is put into the store.
-
-        Raises:
-            Error: no snapshot that matches is sound.
-        """
-        usable = [(place, each) for place, each in sorted(self.snapshots().items()) if not each.was_left(rewinds)]
-        places = {each.path.name: place for place, each in usable}
-        there = {each.path.name: each for _, each in usable}
-        here = {each.path.name: each for each in store.snapshots() if each.problem is None}
-        newer = {name: each for name, each in here.items() if name not in there or each.step >= there[name].step}
-        problem = ""
-        for name, each in sorted((there | newer).items(), key=lambda item: _order(item[1]), reverse=True):
-            if which not in ("latest", each.name, each.step):
-                continue
-            local, remote, place = here.get(name), there.get(name), places.get(name, "")
-            is_current = local is not None and (remote is None or local.is_same(remote) or local.step > remote.step)
-            if local is not None and is_current and find_damage(local.path, local.manifest) is None:
-                return
-            if remote is None:
-                continue
-            problem = remote.problem or ""
-            if not problem:
-                before_put()
-                problem = self._download(store, place, remote) or ""
-            if not problem:
-                return
-            problem = f"{self.url}/{SNAPSHOTS}/{place}: {problem}"
-            warn(f"skipping a snapshot that is not sound: {problem}")
-        if problem and which == "latest":
-            raise explain_no_sound(self.url, problem)
-        if which != "latest":
-            sound = ", ".join(places[name] for name, each in there.items() if each.problem is None)
-            what = describe_which(which)
-            raise Error(f"there is no sound snapshot {what} in {self.url}: there is {sound or 'no other'}")
-
-    def _download(self, store: Store, place: str, snapshot: Snapshot) -> str | None:
-        """Puts a snapshot into a store. Returns what is wrong with it; None if nothing is."""
-        store.make_inbox()
-        for file in snapshot.manifest["files"]:
-            with self._requesting():
-                self._fs.get_file(self._at_place(place, file), str(store.inbox / file))
-        return store.adopt(snapshot)
-
-    def copy(self, place: str, directory: Path, *, is_whole: bool) -> None:
-        """Downloads a snapshot's files to a directory, damaged or not.
-
-        Args:
-            is_whole: if False, creates empty files of the same sizes for all but the manifest.
-        """
-        directory.mkdir(parents=True, exist_ok=True)
-        with self._requesting():
-            for file, size in self._list()[place].items():
-                if file == MANIFEST or (is_whole and FILE.fullmatch(file)):
-                    self._fs.get_file(self._at_place(place, file), str(directory / file))
-                elif FILE.fullmatch(file):
-                    (directory / file).touch()
-                    os.truncate(directory / file, size)
 
     # --- lock -------------------------------------------------------------------------------------------------
 
@@ -321,13 +297,9 @@ class ObjectStore:
         text = self.read(LOCK)
         if text is None:
             self.write(LOCK, self._token.encode())
-            return False
-        if text.decode(errors="replace") != self._token:
-            holder = self.read_lock()[0] or "another process"
-            raise Error(
-                f"the run in {self.url} was taken over by {holder}: this process ends, and leaves the files as they are"
-            )
-        return True
+        elif text != self._token.encode():
+            raise explain_takeover(self.url, text)
+        return text is not None
 
 
 class RemoteRun:
@@ -361,47 +333,41 @@ class RemoteRun:
         self._run = run or uuid.uuid4().hex
         self.path = find_copy(self.url, self._run, local_dir)
 
-    def pull(self, directory: RunDirectory, resume: str | int | None) -> None:
-        """Downloads the snapshot to resume from and the files that belong to it, unless the working copy has them.
+    def pull(self, directory: RunDirectory) -> Elsewhere:
+        """Downloads `run.json` unless the working copy has one.
+
+        Returns:
+            The snapshots at the URL. Fetching one also downloads the files that belong to it.
 
         Raises:
-            Error: nothing that matches is sound, or the URL cannot be read.
+            Error: the URL does not hold a run, or cannot be read.
             OSError: the working copy cannot be written.
         """
+
+        def download_files() -> None:
+            self._store.download([name for name in self._store.list_files() if name != RECORD], directory.path)
+
         with reaching(self.url):
-            record, there = self._store.read(RECORD), self._store.snapshots()
-            if record is None:
-                if there:
-                    raise Error(f"{self.url} holds snapshots but no {RECORD}: name another run directory")
-                return
+            text = self._store.read(RECORD)
+        if text is not None:
+            record = parse_run_record(text, self.url)
             if not directory.record:
-                replace_file(directory.path / RECORD, record)
+                replace_file(directory.path / RECORD, text)
                 directory.read_record()
-            try:
-                directory.rewinds = max(directory.rewinds, parse_record(RECORD, record).get("rewinds", []), key=len)
-            except ValueError:
-                what = f"{self.url}/{RECORD} cannot be read as JSON"
-                raise Error(f"{what}: repair it, or start with {advise(fresh=True)}") from None
-            if resume is None:
-                if there:
-                    raise explain_never(self.url)
-                return
-            directory.store.clean()
-            directory.store.abandon([each for each in directory.store.snapshots() if each.was_left(directory.rewinds)])
-            self.download(directory, resume, before_put=lambda: self._download_files(directory))
+            directory.rewinds = max(directory.rewinds, record.get("rewinds", []), key=len)
+        elsewhere = self._store.find_elsewhere(directory.rewinds, download_files)
+        if text is None and elsewhere.snapshots:
+            raise Error(f"{self.url} holds snapshots but no {RECORD}: name another run directory")
+        return elsewhere
 
-    def download(self, directory: RunDirectory, which: int | str, **more: Any) -> None:
-        """Downloads a snapshot to the working copy, unless it is there. Raises Error as `pull`."""
-        with reaching(self.url):
-            self._store.pull(directory.store, which, rewinds=directory.rewinds, warn=self._warn, **more)
-
-    def _download_files(self, directory: RunDirectory) -> None:
-        download_files(self._store, directory.path, [name for name in self._store.list_files() if name != RECORD])
+    def find_elsewhere(self, directory: RunDirectory) -> Elsewhere:
+        """The snapshots at the URL. Raises Error as `pull`."""
+        return self._store.find_elsewhere(directory.rewinds)
 
     def is_ahead(self, step: int) -> bool:
         """Whether there are snapshots of later steps. Raises Error as `pull`."""
         with reaching(self.url):
-            return any(each.step > step for each in self._store.snapshots().values())
+            return any(each.step > step for each in self._store.snapshots())
 
     def begin(self, directory: RunDirectory, step: int) -> None:
         """Makes this process the writer, and moves snapshots of later steps to `abandoned/`. Only the first call.
@@ -417,9 +383,9 @@ class RemoteRun:
             self._store.take(self._run)
             self._store.clean()
             self._push_file(directory, RECORD)  # first: it lists the steps that the run went back to
-            for place, each in sorted(self._store.snapshots().items(), key=lambda item: -item[1].step):
+            for each in reversed(self._store.snapshots()):
                 if each.step > step:
-                    self._store.abandon(place, each)
+                    self._store.abandon(each)
         self._is_begun = True
 
     @at_rest()  # the network may take long
@@ -433,15 +399,15 @@ class RemoteRun:
             Unpushed: the URL cannot be written; what was there is unchanged.
         """
         try:
-            self._push(directory, keep)
+            if not self._store.check():
+                self._pushed.clear()
+            self._push_files(directory)
+            self._push_snapshots(directory, keep)
         except (Unreachable, OSError) as error:
             raise Unpushed(f"is in {self.path} only: it could not be uploaded to {self.url} ({error})") from error
 
-    def _push(self, directory: RunDirectory, keep: int) -> None:
-        if not self._store.check():
-            self._pushed.clear()
-        self._push_files(directory)
-        there = self._store.snapshots()
+    def _push_snapshots(self, directory: RunDirectory, keep: int) -> None:
+        there = {each.path.name: each for each in self._store.snapshots()}
         sound = {place: each for place, each in there.items() if each.problem is None}
         own = {place_of(each): each for each in directory.store.snapshots() if each.problem is None}
         steps: dict[str | None, list[int]] = {}
@@ -481,14 +447,6 @@ class RemoteRun:
             self._pushed[name] = now
 
 
-def download_files(store: ObjectStore, directory: Path, names: Sequence[str]) -> None:
-    """Downloads those of some files that exist. Raises Unreachable or OSError."""
-    for name in names:
-        if (content := store.read(name)) is not None:
-            (directory / name).parent.mkdir(exist_ok=True)
-            replace_file(directory / name, content)
-
-
 @contextmanager
 def open_run(run: str, *, which: int | str | None = None, is_whole: bool = False) -> Iterator[Path]:
     """A run's directory for a tool to read; for a URL, a copy that is removed at the end of the block.
@@ -515,13 +473,13 @@ def open_run(run: str, *, which: int | str | None = None, is_whole: bool = False
     remote = ObjectStore(run)
     with WorkDir() as home:
         with reaching(run):
-            download_files(remote, home.path, remote.list_files())
+            remote.download(remote.list_files(), home.path)
             store = Store(home.path)
-            if which is not None:
-                remote.pull(store, which, rewinds=read_run(home.path, remote.url).get("rewinds", []))
+            if which is None:
+                remote.copy_snapshots(store.path, is_whole=is_whole)
             else:
-                for place, snapshot in sorted(remote.snapshots().items()):
-                    remote.copy(place, store.path / snapshot.path.name, is_whole=is_whole)
+                rewinds = read_run(home.path, remote.url).get("rewinds", [])
+                store.find(which, warn=say, elsewhere=remote.find_elsewhere(rewinds))
         yield home.path
 
 
@@ -539,11 +497,7 @@ def read_run(run: Path, called: str) -> dict[str, Any]:
 
 def place_of(snapshot: Snapshot) -> str:
     """The name of a snapshot's directory at a URL."""
-    return f"{snapshot.name}.step-{snapshot.step:08d}" if snapshot.name else f"step-{snapshot.step:08d}"
-
-
-def _order(snapshot: Snapshot) -> tuple[int, bool, str]:
-    return snapshot.step, snapshot.name is None, snapshot.path.name  # of one step, the numbered one is the newest
+    return f"{snapshot.name}.step-{snapshot.step:08d}" if snapshot.name else snapshot.label
 
 
 def _describe(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from samestep.plan.ledger import RECORD as LEDGER_RECORD
 from samestep.snapshot.append_log import AppendLog, format_row
 from samestep.snapshot.lock import Lock, detach, refuse_links
 from samestep.snapshot.run_record import Options, build_record, find_different, read_record
-from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Snapshot, Store
+from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Elsewhere, Snapshot, Store
 from samestep.watch.records import (
     LEDGER,
     LOCK,
@@ -55,6 +55,7 @@ class RunDirectory:
         num_recorded: the steps in the ledger of another copy of this run, if there are more.
         is_rewound: whether another copy of this run has later snapshots.
         rewinds: the steps to which the run went back although there were later snapshots.
+        elsewhere: the snapshots at the run's URL; None without one.
         lost: see `find_lost`.
 
     Raises:
@@ -69,6 +70,7 @@ class RunDirectory:
         self._metrics: AppendLog | None = None
         self._ledger: AppendLog | None = None
         self._early_rows: list[Mapping[str, Any]] = []
+        self.elsewhere: Elsewhere | None = None
         self._snapshot: Snapshot | None = None
         self._is_begun, self._lost_steps = False, 0
         self._warned: set[str] = set()  # logs that could not be written
@@ -163,17 +165,22 @@ class RunDirectory:
     # --- start ------------------------------------------------------------------------------------------------
 
     def find(self, resume: str | int | None) -> Snapshot | None:
-        """The snapshot to resume from; None to begin. Removes what killed writers left.
+        """The snapshot to resume from; None to begin.
+
+        Removes what killed writers left, and abandons snapshots that the run went back behind in another copy.
 
         Raises:
             Error: there is no sound snapshot, or there are snapshots and `resume` is None.
         """
         self.store.clean()
+        there = self.elsewhere.snapshots if self.elsewhere is not None else ()
         if resume is None:
-            if self.store.snapshots():
-                raise explain_never(self.named)
+            if self.store.snapshots() or there:
+                ways = f"{advise(resume='latest')}, or {advise(fresh=True)}"
+                raise Error(f"{self.named} already has snapshots and resume is never: start with {ways}")
             return None
-        self._snapshot = self.store.find(resume, warn=self._warn, judge=self._judge)
+        self.store.abandon([each for each in self.store.snapshots() if each.was_left(self.rewinds)])
+        self._snapshot = self.store.find(resume, warn=self._warn, judge=self._judge, elsewhere=self.elsewhere)
         return self._snapshot
 
     def _judge(self, snapshot: Snapshot) -> str:
@@ -431,12 +438,6 @@ class RunDirectory:
             for path in self._made_directories:
                 with suppress(OSError):  # another process uses it by now
                     path.rmdir()
-
-
-def explain_never(place: object) -> Error:
-    """The error of a run with resume=False where there are snapshots."""
-    ways = f"{advise(resume='latest')}, or {advise(fresh=True)}"
-    return Error(f"{place} already has snapshots and resume is never: start with {ways}")
 
 
 def _describe_end(status: Mapping[str, Any]) -> str:

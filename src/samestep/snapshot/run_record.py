@@ -47,11 +47,18 @@ def read_record(run_dir: Path, called: object) -> dict[str, Any]:
         Error: it cannot be read, or a newer samestep wrote it.
     """
     try:
-        record = parse_record(RECORD, read_bytes(run_dir / RECORD))
+        text = read_bytes(run_dir / RECORD)
     except FileNotFoundError:
         raise
     except OSError as error:
         raise Error(f"{called}/{RECORD} cannot be read ({error.strerror}): repair it") from None
+    return parse_run_record(text, called)
+
+
+def parse_run_record(text: bytes, called: object) -> dict[str, Any]:
+    """Parses the content of `run.json`. `called` and errors as for `read_record`."""
+    try:
+        record = parse_record(RECORD, text)
     except ValueError as error:
         what = f"{called}/{RECORD} cannot be read as JSON ({error})"
         raise Error(f"{what}: repair it, or start with {advise(fresh=True)}") from None

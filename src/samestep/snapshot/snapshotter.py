@@ -20,7 +20,7 @@ from samestep.snapshot.object_store import RemoteRun, Unpushed
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import Options
 from samestep.snapshot.serialization import encode
-from samestep.snapshot.store import OF_RUN, Store
+from samestep.snapshot.store import OF_RUN, Snapshot, Store
 from samestep.snapshot.writer import Refused, Writer
 from samestep.watch.records import LOGS
 from samestep.world.group import Group
@@ -97,7 +97,10 @@ class Snapshotter:
             (run_dir, self._url), fresh = group.once(self._open_remote, run_dir), False
         if run_dir is not None:
             self._nodes = NodeReplication(group, Path(run_dir), say, fresh=fresh)
-            self._open_all(self._nodes)
+            self._nodes.open(lambda directory: directory.check_numbers(config.identity()), self._warn)
+            self.directory = self._nodes.directory
+            if self.directory is not None:
+                self.directory.before_close = self._settle_alone
         self.named = None if self._nodes is None else self._nodes.path
         self.path = None if self.named is None else self.named.absolute()
 
@@ -106,22 +109,6 @@ class Snapshotter:
         self._remote = remote = RemoteRun(url, fresh=config.fresh, local_dir=config.local_dir, warn=self._say)
         self._say(f"the working copy of {remote.url} is {remote.path}")
         return str(remote.path), remote.url
-
-    def _open_all(self, nodes: NodeReplication) -> None:
-        def open_one() -> None:
-            self.directory = RunDirectory(nodes.path, warn=self._warn)
-            self.directory.before_close = self._settle_alone
-            self.directory.check_numbers(self._config.identity())
-
-        try:
-            nodes.each(open_one)
-        except Error:
-            if self.directory is not None:
-                self.directory.close()
-            raise
-        if nodes.is_replicated:
-            num_writers = len(nodes.writers)
-            self._say(f"{nodes.path} is not shared by all nodes: {num_writers} of them keep a copy of the run each")
 
     @property
     def shown(self) -> str:
@@ -152,10 +139,10 @@ class Snapshotter:
 
         def check(directory: RunDirectory) -> None:
             if self._remote is not None:
-                self._remote.pull(directory, self._config.resume)
+                directory.elsewhere = self._remote.pull(directory)
             directory.check_numbers(numbers)
 
-        found = self._nodes.find(self.directory, self._config.resume, check)
+        found = self._nodes.find(self._config.resume, check)
         if found is None:
             return None
         self.read_again = partial(Store(self.path).read, found, OF_RUN)
@@ -163,10 +150,13 @@ class Snapshotter:
         self.saved_step = state["position"]["step"]
         return state, found.manifest["meta"]
 
-    def download(self, which: int | str) -> None:
-        """Downloads a snapshot to the working copy if the run is at a URL. On rank 0. Raises Error."""
+    def find(self, which: int | str) -> Snapshot | None:
+        """`Store.find` in the run's directory and at its URL. Call on rank 0."""
+        assert self.path is not None
+        elsewhere = None
         if self._remote is not None and self.directory is not None:
-            self._remote.download(self.directory, which)
+            elsewhere = self._remote.find_elsewhere(self.directory)
+        return Store(self.path, self.named).find(which, warn=self._say, elsewhere=elsewhere)
 
     def record(
         self, numbers: Mapping[str, Any], machine: Mapping[str, Any], config: Mapping[str, Any], options: Options
@@ -294,7 +284,7 @@ class Snapshotter:
             }
             message = (order.names, order.structure, list(order.tensors), own, order.meta)
         try:
-            names, structure, tensors, own, meta = nodes.share(self.directory, message)
+            names, structure, tensors, own, meta = nodes.share(message)
         except OSError as error:
             if order.names:  # otherwise it was reported before
                 self._report(order.step, order.names, error)
@@ -457,7 +447,7 @@ class Snapshotter:
                     self._report(step, [None], error)
         if self._nodes is not None:
             with suppress(OSError):  # `find_lost` tells it
-                self._nodes.share(self.directory)
+                self._nodes.share()
         is_unsaved = self.unsaved is not None and self.unsaved[0] == step
         if self.directory is not None and self.directory.find_lost() and not is_unsaved:
             self._warn(self.directory.lost)

@@ -61,21 +61,58 @@ class Snapshot:
         return {**vars(self), "path": str(self.path)}
 
     @property
+    def label(self) -> str:
+        """The name of its directory in a `Store`."""
+        return self.name or f"step-{self.step:08d}"
+
+    @property
+    def age(self) -> tuple[int, bool, str]:
+        """Sorts snapshots, the oldest first. Of one step, the numbered one is the newest."""
+        return self.step, self.name is None, self.label
+
+    @property
     def size_bytes(self) -> int:
         """Total size of the files; 0 if the manifest cannot be read."""
         return sum(file["size"] for file in self.manifest.get("files", {}).values())
 
+    @property
+    def identity(self) -> str:
+        """The same for snapshots of the same name and content in two copies of the run; "" without a manifest."""
+        content = [self.manifest.get(key) for key in ("digest", "step", "meta")]
+        return json.dumps([self.label, *content], sort_keys=True) if self.manifest else ""
+
     def is_same(self, other: "Snapshot") -> bool:
         """Whether a snapshot in another copy of the run has the same name and content."""
-        if not self.manifest or not other.manifest or self.path.name != other.path.name:
-            return False
-        return all(self.manifest[key] == other.manifest[key] for key in ("digest", "step", "meta"))
+        return self.identity == other.identity != ""
+
+    def matches(self, which: int | str) -> bool:
+        """Whether this is one that was asked for: "latest", a number of steps done, or a name."""
+        return which in ("latest", self.name, self.step)
+
+    def is_replaced_by(self, other: "Snapshot | None") -> bool:
+        """Whether a snapshot of the same name in another copy of the run is not older, and differs."""
+        return other is not None and other.step >= self.step and not self.is_same(other)
 
     def was_left(self, rewinds: Sequence[int]) -> bool:
         """Whether the run has since gone back to an earlier step. `rewinds`: as in `run.json`."""
         if not self.manifest:
             return False
         return self.step > min(rewinds[self.manifest["meta"].get("rewinds", 0) :], default=self.step)
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """Snapshots of the same run in another place, such as a URL.
+
+    Attributes:
+        where: the place, for messages.
+        snapshots: the names of their paths are those of their directories there.
+        fetch: copies the files of one of them, but not its manifest, to a directory. Raises Error or OSError.
+    """
+
+    where: str
+    snapshots: Sequence[Snapshot]
+    fetch: Callable[[Snapshot, Path], None]
 
 
 class Store:
@@ -101,7 +138,7 @@ class Store:
         aside = {entry.removeprefix(_ASIDE) for entry in present if entry.startswith(_ASIDE)} - present
         found = [self._read(entry, self.path / entry) for entry in present if not entry.startswith(".")]
         found += [self._read(entry, self.path / (_ASIDE + entry)) for entry in aside]
-        return sorted(found, key=lambda snapshot: (snapshot.step, snapshot.name is None, snapshot.path.name))
+        return sorted(found, key=lambda snapshot: snapshot.age)
 
     def _read(self, name: str, path: Path) -> Snapshot:
         manifest, problem = read_manifest(path)
@@ -113,45 +150,61 @@ class Store:
             problem = f"{MANIFEST} is of step {manifest['step']}"
         return Snapshot(path, step, None, manifest, problem)
 
-    def select(self, which: int | str) -> list[Snapshot]:
-        """The snapshots that match `which` (as for `find`), sound or not."""
-        return [s for s in self.snapshots() if which in ("latest", s.step if isinstance(which, int) else s.name)]
-
     def find(
         self, which: int | str, *, warn: Callable[[str], None] = warnings.warn,
-        judge: Callable[[Snapshot], str] = lambda _: "",
+        judge: Callable[[Snapshot], str] = lambda _: "", elsewhere: Elsewhere | None = None,
     ) -> Snapshot | None:  # fmt: skip
-        """Finds the snapshot to read, and checks every byte of it.
+        """Finds the snapshot to read, and checks every byte of it. Copies it here if it is elsewhere.
 
         Args:
             which: "latest", a number of steps done, or a name.
             warn: called with a sentence for each unsound snapshot that is skipped.
             judge: returns a further problem of a snapshot whose manifest is sound; "" for none.
+            elsewhere: replaces snapshots here of the same name and step that differ.
 
         Returns:
             The newest one that matches and is sound; None if `which` is "latest" and there are no snapshots.
 
         Raises:
-            Error: no snapshot that matches is sound.
+            Error: no snapshot that matches is sound; raised by `elsewhere`.
+            OSError: the disk is full or gone.
         """
-        found, wanted = self.snapshots(), self.select(which)
+        there = {} if elsewhere is None else {each.label: each for each in elsewhere.snapshots}
+        here = [each for each in self.snapshots() if not each.is_replaced_by(there.get(each.label))]
+        found = sorted([*there.values(), *here], key=lambda each: each.age)  # of two alike, the one here is last
+        wanted = [each for each in found if each.matches(which)]
         problem = ""
         for snapshot in reversed(wanted):
-            problem = snapshot.problem or judge(snapshot) or find_damage(snapshot.path, snapshot.manifest) or ""
+            if elsewhere is not None and snapshot is there.get(snapshot.label):
+                place = f"{elsewhere.where}/{SNAPSHOTS}/{snapshot.path.name}"
+                problem = snapshot.problem or judge(snapshot) or self._copy(snapshot, elsewhere) or ""
+                copy = self._read(snapshot.label, self.path / snapshot.label)
+            else:
+                place = str(snapshot.path.relative_to(self.path.parent))
+                problem = snapshot.problem or judge(snapshot) or find_damage(snapshot.path, snapshot.manifest) or ""
+                copy = snapshot
             if not problem:
-                return snapshot
+                return copy
             self._damaged.add(snapshot.path)
-            problem = f"{snapshot.path.relative_to(self.path.parent)}: {problem}"
+            problem = f"{place}: {problem}"
             warn(f"skipping a snapshot that is not sound: {problem}")
+        where = self._named if elsewhere is None else elsewhere.where
         if which == "latest":
             if not found:
                 return None
-            raise explain_no_sound(self._named, problem)
+            advice = f"restore one from a backup, or start with {advise(fresh=True)}"
+            raise Error(f"no snapshot in {where} is sound ({problem}): {advice}")
         sound = [s.name or f"step {s.step}" for s in found if s.problem is None and s.path not in self._damaged]
-        there = f"there is {', '.join(sound)}" if sound else "there is no other" if found else "there are none yet"
-        what = describe_which(which)
+        others = f"there is {', '.join(sound)}" if sound else "there is no other" if found else "there are none yet"
+        what = f"of step {which}" if isinstance(which, int) else f"named {which}"
         fault = f"the snapshot {what} is not sound ({problem})" if wanted else f"there is no snapshot {what}"
-        raise Error(f"{fault} in {self._named}: {there}")
+        raise Error(f"{fault} in {where}: {others}")
+
+    def _copy(self, snapshot: Snapshot, elsewhere: Elsewhere) -> str | None:
+        """Copies a snapshot here. Returns what is wrong with it, as `adopt`."""
+        self.make_inbox()
+        elsewhere.fetch(snapshot, self.inbox)
+        return self.adopt(snapshot)
 
     def read(self, snapshot: Snapshot, shape: Any = is_object) -> dict[str, Any]:
         """The state in a snapshot that `find` returned, here or on another node; its tensors are in host memory.
@@ -252,7 +305,7 @@ class Store:
             shutil.rmtree(self.inbox)
             return problem
         _write_json(self.inbox / MANIFEST, seal(snapshot.manifest))
-        self._put(self.inbox, self.path / snapshot.path.name)
+        self._put(self.inbox, self.path / snapshot.label)
         return None
 
     def prune(self, keep: int) -> None:
@@ -320,18 +373,6 @@ class Store:
         shutil.rmtree(doomed, ignore_errors=True)
         os.rename(path, doomed)
         _delete(doomed)
-
-
-def describe_which(which: int | str) -> str:
-    """A snapshot that was asked for, in words."""
-    return f"of step {which}" if isinstance(which, int) else f"named {which}"
-
-
-def explain_no_sound(place: object, problem: str) -> Error:
-    """The error of a start that finds damaged snapshots only."""
-    return Error(
-        f"no snapshot in {place} is sound ({problem}): restore one from a backup, or start with {advise(fresh=True)}"
-    )
 
 
 def _delete(path: Path) -> None:

@@ -226,10 +226,9 @@ def recall(
     store = Store(snapshotter.path, snapshotter.named)
 
     def read_and_load() -> dict[str, dict[str, Any]] | None:
-        if may_lack and not store.select(which):
+        if may_lack and not any(each.matches(which) for each in store.snapshots()):
             return None
-        snapshotter.download(which)
-        found = store.find(which)
+        found = snapshotter.find(which)
         if found is None:
             raise Error(f"there is no snapshot in {snapshotter.shown} yet")
         saved = store.read(found)["objects"]
