@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from samestep.snapshot.serialization import is_dense
 from samestep.world.forking import at_rest
 
 if TYPE_CHECKING:
@@ -164,8 +165,7 @@ def is_watchable(tensor: "Tensor") -> bool:
     size_bytes = tensor.numel() * tensor.element_size()
     if size_bytes < LARGE_BYTES or tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
         return False
-    dims = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-    return tensor.permute(dims).is_contiguous()
+    return is_dense(tensor)
 
 
 def _flatten(tensor: "Tensor") -> "Tensor":

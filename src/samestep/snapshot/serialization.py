@@ -13,11 +13,9 @@ import math
 import os
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from queue import Queue
-from threading import Semaphore, Thread
+from threading import Thread
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
@@ -26,13 +24,12 @@ from numpy.typing import NDArray
 from samestep.errors import Error
 from samestep.files import MOST_BYTES, fits, is_count, is_object, is_text, open_regular, parse_json
 from samestep.snapshot.manifest import Pieces
-from samestep.world.forking import at_rest
+from samestep.world.forking import at_rest, at_work
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 KIND = "$"
-_LARGE_BYTES = 1 << 18
 
 # torch's names of dtypes -> those of safetensors.
 _CODES = {
@@ -63,7 +60,53 @@ def encode(state: Any) -> tuple[Any, dict[str, "Tensor"]]:
 
 def decode(structure: Any, tensors: Mapping[str, "Tensor"]) -> Any:
     """The inverse of `encode`. Tensors with one name become one tensor."""
-    return _Decoder(tensors).decode(structure)
+    import torch
+
+    made: dict[str, Tensor] = {}
+
+    def visit(value: Any) -> Any:
+        if isinstance(value, list):
+            return [visit(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        if KIND not in value:
+            return {key: visit(item) for key, item in value.items()}
+        match value[KIND]:
+            case "tuple":
+                return tuple(visit(value["items"]))
+            case "set":
+                return set(visit(value["items"]))
+            case "dict":
+                return visit_items(value)
+            case "counter":
+                return Counter(visit_items(value))
+            case "state_dict":
+                state_dict = OrderedDict(visit_items(value))
+                state_dict._metadata = OrderedDict(visit(value["versions"]))  # type: ignore[attr-defined]
+                return state_dict
+            case "tensor":
+                name = value["name"]
+                if name not in made:
+                    made[name] = _restore_tensor(tensors[name], value)
+                return made[name]
+            case "array":
+                return _restore_array(tensors[value["name"]].numpy().tobytes(), value).copy()
+            case "scalar":
+                return _restore_array(bytes.fromhex(value["hex"]), value)[()]
+            case "float":
+                return struct.unpack(">d", bytes.fromhex(value["hex"]))[0]
+            case "complex":
+                return complex(*struct.unpack(">dd", bytes.fromhex(value["hex"])))
+            case "bytes":
+                return base64.b64decode(value["base64"])
+            case "dtype" if isinstance(dtype := getattr(torch, value["name"]), torch.dtype):
+                return dtype
+        raise ValueError(f"samestep does not write {value}")
+
+    def visit_items(value: Any) -> dict[Any, Any]:
+        return {visit(key): visit(item) for key, item in value["items"]}
+
+    return visit(structure)
 
 
 def digest(state: Any) -> str:
@@ -96,7 +139,8 @@ def view_bytes(tensor: "Tensor") -> memoryview:
 def write_tensors(file: BinaryIO, tensors: Mapping[str, "Tensor"]) -> tuple[Pieces, dict[str, str]]:
     """Writes a safetensors file, one tensor after the other, the widest dtypes first so that all are aligned.
 
-    Returns when the file is on the disk. Hashing and syncing overlap.
+    Returns when the file is on the disk. Another thread hashes meanwhile, which takes as long as writing and syncing.
+    Each thread copies at most one tensor at a time, and only if it is on a device or not contiguous.
 
     Returns:
         The pieces of the file, and by name the sha256 of each tensor's bytes.
@@ -115,15 +159,26 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, "Tensor"]) -> tuple[Piec
     text = struct.pack("<Q", len(text)) + text
     file.write(text)
     hashes: dict[str, str] = {}
-    with _hashing(hashes) as submit:  # as slow as writing and syncing; all release the GIL
+
+    def hash_all() -> None:
         for name, tensor in ordered:
+            with at_work():
+                data = view_bytes(tensor)
+            hashes[name] = _hash(data)
+
+    # Not an executor: that of concurrent.futures starts no thread after the main thread has ended.
+    hashing = Thread(target=hash_all, name="samestep hashing")
+    hashing.start()
+    try:
+        for _, tensor in ordered:
             data = view_bytes(tensor)
-            submit(name, data, not (tensor.is_cpu and tensor.is_contiguous()))
             with at_rest():
                 file.write(data)
         with at_rest():
             file.flush()
             os.fsync(file.fileno())
+    finally:
+        hashing.join()
     lengths = [(name, tensor.numel() * tensor.element_size()) for name, tensor in ordered]
     return [(len(text), _hash(text)), *((length, hashes[name]) for name, length in lengths)], hashes
 
@@ -240,7 +295,7 @@ class _Encoder:
             stored = torch.view_as_real(tensor.resolve_conj()) if dtype in _AS_REAL else tensor
             self._names[key] = self._add(stored, path)
         encoded = {KIND: "tensor", "name": self._names[key], "dtype": dtype, "shape": shape}
-        if strides != torch.empty(shape, device="meta").stride() and _is_dense(tensor):
+        if strides != torch.empty(shape, device="meta").stride() and is_dense(tensor):
             encoded["strides"] = list(strides)  # the next update has the same bits in the same layout only
         return encoded
 
@@ -264,71 +319,21 @@ class _Encoder:
         return name
 
 
-class _Decoder:
-    def __init__(self, tensors: Mapping[str, "Tensor"]) -> None:
-        self._stored = tensors
-        self._tensors: dict[str, Tensor] = {}
-        self._kinds: dict[str, Callable[[Any], Any]] = {
-            "tuple": lambda value: tuple(map(self.decode, value["items"])),
-            "set": lambda value: set(map(self.decode, value["items"])),
-            "dict": self._decode_items,
-            "counter": lambda value: Counter(self._decode_items(value)),
-            "state_dict": self._decode_state_dict,
-            "tensor": self._decode_tensor,
-            "array": lambda value: _decode_array(self._stored[value["name"]].numpy().tobytes(), value).copy(),
-            "scalar": lambda value: _decode_array(bytes.fromhex(value["hex"]), value)[()],
-            "float": lambda value: struct.unpack(">d", bytes.fromhex(value["hex"]))[0],
-            "complex": lambda value: complex(*struct.unpack(">dd", bytes.fromhex(value["hex"]))),
-            "bytes": lambda value: base64.b64decode(value["base64"]),
-            "dtype": _decode_dtype,
-        }
+def _restore_tensor(stored: "Tensor", value: Mapping[str, Any]) -> "Tensor":
+    import torch
 
-    def decode(self, value: Any) -> Any:
-        if isinstance(value, list):
-            return list(map(self.decode, value))
-        if not isinstance(value, dict):
-            return value
-        if KIND in value:
-            return self._kinds[value[KIND]](value)
-        return {key: self.decode(item) for key, item in value.items()}
-
-    def _decode_items(self, value: Any) -> dict[Any, Any]:
-        return {self.decode(key): self.decode(item) for key, item in value["items"]}
-
-    def _decode_state_dict(self, value: Any) -> Any:
-        state_dict = OrderedDict(self._decode_items(value))
-        state_dict._metadata = OrderedDict(self.decode(value["versions"]))  # type: ignore[attr-defined]
-        return state_dict
-
-    def _decode_tensor(self, value: Any) -> "Tensor":
-        import torch
-
-        name = value["name"]
-        if name not in self._tensors:
-            tensor = self._stored[name]
-            if value["dtype"] in _AS_REAL:
-                tensor = torch.view_as_complex(tensor)
-            if "strides" in value:
-                tensor = torch.empty_strided(value["shape"], value["strides"], dtype=tensor.dtype).copy_(tensor)
-            self._tensors[name] = tensor
-        return self._tensors[name]
+    tensor = torch.view_as_complex(stored) if value["dtype"] in _AS_REAL else stored
+    if "strides" not in value:
+        return tensor
+    return torch.empty_strided(value["shape"], value["strides"], dtype=tensor.dtype).copy_(tensor)
 
 
-def _decode_array(data: bytes, value: Any) -> "NDArray[Any]":
+def _restore_array(data: bytes, value: Mapping[str, Any]) -> "NDArray[Any]":
     dtype = np.dtype(value["dtype"])
     if dtype.kind not in _ARRAY_KINDS:
         raise ValueError(f"an array of {dtype} is not what samestep writes")
     # NumPy accepts no buffer of 0 bytes for strings of length 0.
     return np.ndarray(value["shape"], dtype, data) if data else np.zeros(value["shape"], dtype)
-
-
-def _decode_dtype(value: Any) -> Any:
-    import torch
-
-    dtype = getattr(torch, value["name"])
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"torch.{value['name']} is no dtype")
-    return dtype
 
 
 def _canonical(value: Any, hashes: Mapping[str, str]) -> Any:
@@ -348,7 +353,7 @@ def _canonical(value: Any, hashes: Mapping[str, str]) -> Any:
     return value if "items" not in value else plain | {"items": _canonical(value["items"], hashes)}
 
 
-def _is_dense(tensor: "Tensor") -> bool:
+def is_dense(tensor: "Tensor") -> bool:
     """Whether the elements fill a block of memory, in some order of the dims."""
     dims = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     return tensor.permute(dims).is_contiguous()
@@ -360,42 +365,6 @@ def _name_of(dtype: Any) -> str:
 
 def _hash(data: bytes | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()
-
-
-@contextmanager
-def _hashing(hashes: dict[str, str]) -> Iterator[Callable[[str, memoryview, bool], None]]:
-    """Hashes in a second thread what is submitted in the block. `hashes` is complete when the block ends.
-
-    Submitting a copy waits for earlier copies, so that few are in memory. (An executor of concurrent.futures accepts
-    nothing after the main thread has ended.)
-    """
-    waiting: Queue[tuple[str, memoryview, bool] | None] = Queue()
-    room = Semaphore(2)
-
-    def submit(name: str, data: memoryview, is_copy: bool) -> None:
-        if len(data) < _LARGE_BYTES:
-            hashes[name] = _hash(data)
-            return
-        if thread.ident is None:
-            thread.start()
-        if is_copy:
-            room.acquire()
-        waiting.put((name, data, is_copy))
-
-    def run() -> None:
-        while (item := waiting.get()) is not None:
-            name, data, is_copy = item
-            hashes[name] = _hash(data)
-            if is_copy:
-                room.release()
-
-    thread = Thread(target=run, name="samestep hashing")
-    try:
-        yield submit
-    finally:
-        if thread.ident is not None:
-            waiting.put(None)
-            thread.join()
 
 
 def _refusal(path: tuple[Any, ...], what: str) -> Error:
