@@ -6,8 +6,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from samestep.snapshot.async_copy import LARGE_BYTES, Copy, Staging, Watch, is_finite, is_watchable, locate
-from samestep.snapshot.writer import Refused, Writer
+from samestep.snapshot.async_copy import (
+    LARGE_BYTES,
+    Copy,
+    Refused,
+    Staging,
+    Watch,
+    Writer,
+    is_finite,
+    is_watchable,
+    locate,
+)
 
 NUM_LARGE = LARGE_BYTES // 4
 

@@ -1,15 +1,18 @@
-"""Copies of a state's tensors in host memory, made while training continues.
+"""Copies of a state's tensors in host memory, made and written while training continues.
 
 Parameters and the optimizer's state change in an update only. Their copy may run during the next forward and backward,
 and is joined before the next update. All other tensors are copied at once.
 """
 
+import os
+import sys
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from samestep.snapshot.serialization import is_dense
-from samestep.world.forking import at_rest
+from samestep.world.forking import at_rest, at_work
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -17,6 +20,8 @@ if TYPE_CHECKING:
 LARGE_BYTES = 1 << 18  # smaller tensors are copied at once, which takes no longer than watching them
 _CHUNK = 1 << 17  # elements
 _NUM_SAMPLED = 32
+_NICER = 10
+_POLL_S = 0.05
 
 
 class Watch:
@@ -66,7 +71,6 @@ class Copy:
     Attributes:
         torn: the addresses of tensors that were written to before the copy was joined.
         has_failed: `run` raised an exception, so the copy is incomplete.
-        is_joined: the copy is complete, and `torn` is final.
     """
 
     def __init__(
@@ -78,7 +82,7 @@ class Copy:
         look: Callable[[int, "Tensor"], None],
     ) -> None:
         self.torn: list[int] = []
-        self.is_joined = self.has_failed = False
+        self.has_failed = self._is_joined = False
         self._look = look
         self._copied = threading.Event()
         self._later: list[tuple[Tensor, Tensor | None]] = []
@@ -91,14 +95,10 @@ class Copy:
         self._watch = Watch(tensor for tensor, _ in self._later)
         self._stream: Any = None
         if any(tensor.is_cuda for tensor in tensors.values()):
-            self._open_stream()
+            import torch
 
-    def _open_stream(self) -> None:
-        """A separate stream for copies from the GPU, after all work that is queued so far."""
-        import torch
-
-        torch.cuda.current_stream().synchronize()  # the tensors copied at once are complete
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            torch.cuda.current_stream().synchronize()  # the tensors copied at once are complete
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def run(self) -> None:
         """Copies the remaining tensors. Call in a background thread."""
@@ -120,9 +120,9 @@ class Copy:
     def join(self) -> None:
         """Waits for the copy and finds torn tensors. Call before the next update, in the thread that makes it."""
         self._copied.wait()
-        if not self.is_joined:
+        if not self._is_joined:
             self.torn = [locate(tensor) for tensor in self._watch.find_changed()]
-            self.is_joined = True
+            self._is_joined = True
 
     def _take_later(self) -> None:
         for tensor, target in self._later:
@@ -145,6 +145,85 @@ class Copy:
             target.copy_(tensor, non_blocking=tensor.is_cuda)
         # The tensor in GPU memory is faster to look at than its copy.
         self._look(locate(tensor), tensor if target is None or tensor.is_cuda else target)
+
+
+class Refused(Exception):
+    """The main thread decided against the snapshot."""
+
+
+class Writer:
+    """A thread that runs `copy` and `write`. The thread that makes the updates joins `copy` and calls `decide`.
+
+    It is no daemon thread: a process whose main thread has ended exits when the snapshot is written.
+
+    Args:
+        copy: created between two steps.
+        write: writes the copy. It calls its argument before the snapshot becomes visible; that raises `Refused`.
+        is_sound: checks the joined copy if the main thread ends without a decision.
+
+    Attributes:
+        failure: why there is no snapshot; None before the end, and if there is one.
+    """
+
+    def __init__(
+        self, copy: Copy, write: Callable[[Callable[[], None]], None], is_sound: Callable[[], bool] = lambda: True
+    ) -> None:
+        self.copy = copy
+        self.failure: Exception | None = None
+        self._write, self._is_sound = write, is_sound
+        self._is_refused = False
+        self._decided = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="samestep snapshot")
+        self._thread.start()
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether `decide` was called."""
+        return self._decided.is_set()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the thread has ended."""
+        return not self._thread.is_alive()
+
+    def decide(self, accept: bool) -> None:
+        """Accepts the copy as a snapshot, or refuses it. Call after joining the copy."""
+        self._is_refused = not accept
+        self._decided.set()
+
+    def settle(self) -> None:
+        """Waits until the snapshot is complete or has failed."""
+        if not self.is_decided:
+            self._decide_alone()
+        self._thread.join()
+
+    def _decide_alone(self) -> None:
+        self.copy.join()
+        self.decide(not self.copy.torn and self._is_sound())
+
+    def _run(self) -> None:
+        try:
+            with at_work():
+                self.copy.run()
+                _lower_priority()
+                self._write(self._confirm)
+        except Exception as error:
+            self.failure = error
+
+    def _confirm(self) -> None:
+        with at_rest():
+            while not self._decided.wait(_POLL_S):
+                if not threading.main_thread().is_alive():  # it makes no further update
+                    self._decide_alone()
+        if self._is_refused:
+            raise Refused
+
+
+def _lower_priority() -> None:
+    """Lowers this thread's priority (nice +10)."""
+    if sys.platform == "linux":  # where each thread has a priority of its own
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICER)
 
 
 def locate(tensor: "Tensor") -> int:

@@ -40,8 +40,11 @@ _CODES = {
 }  # fmt: skip
 _NAMES = {code: name for name, code in _CODES.items()}
 _ARRAY_KINDS = "biufcSUmM"
-_MOST_DIMS = 64
-_ENTRY = {"dtype": lambda value: is_text(value) and value in _NAMES, "shape": [is_count], "data_offsets": [is_count]}
+_ENTRY = {
+    "dtype": lambda value: is_text(value) and value in _NAMES,
+    "shape": lambda value: fits(value, [is_count]) and len(value) <= 64,
+    "data_offsets": lambda value: fits(value, [is_count]) and len(value) == 2,
+}
 _AS_REAL = ("complex32", "complex128")  # safetensors lacks them: stored as pairs of reals
 
 
@@ -203,28 +206,20 @@ def read_tensors(path: Path) -> dict[str, "Tensor"]:
             raise ValueError(f"{path.name} has no header")
         header.pop("__metadata__", None)
         for name, entry in header.items():
-            if not (fits(entry, _ENTRY) and _is_consistent(entry)):
+            if not fits(entry, _ENTRY):
                 raise ValueError(f"{path.name} has a header that does not fit it")
-            if entry["data_offsets"][1] > size - 8 - length:
+            dtype, (start, end) = getattr(torch, _NAMES[entry["dtype"]]), entry["data_offsets"]
+            if end - start != math.prod(entry["shape"]) * dtype.itemsize:
+                raise ValueError(f"{path.name} has a header that does not fit it")
+            if end > size - 8 - length:
                 raise EOFError(f"{path} ends within {name}")
-            file.seek(8 + length + entry["data_offsets"][0])
-            tensor = torch.empty(entry["shape"], dtype=getattr(torch, _NAMES[entry["dtype"]]))
+            file.seek(8 + length + start)
+            tensor = torch.empty(entry["shape"], dtype=dtype)
             data = view_bytes(tensor)
             if file.readinto(data) != len(data):
                 raise EOFError(f"{path} ends within {name}")
             tensors[name] = tensor
     return tensors
-
-
-def _is_consistent(entry: Mapping[str, Any]) -> bool:
-    """Whether a tensor's number of bytes agrees with its shape."""
-    import torch
-
-    if len(entry["shape"]) > _MOST_DIMS or len(entry["data_offsets"]) != 2:
-        return False
-    start, end = entry["data_offsets"]
-    num_bytes = math.prod(entry["shape"]) * getattr(torch, _NAMES[entry["dtype"]]).itemsize
-    return bool(end == start + num_bytes)
 
 
 class _Encoder:

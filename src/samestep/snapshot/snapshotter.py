@@ -13,7 +13,7 @@ from torch import Tensor
 from samestep.config import RunConfig
 from samestep.errors import Error
 from samestep.launch.output_recorder import start_log
-from samestep.snapshot.async_copy import Copy, Staging, Watch, is_watchable, locate
+from samestep.snapshot.async_copy import Copy, Refused, Staging, Watch, Writer, is_watchable, locate
 from samestep.snapshot.inspection import Inspection, TrainingState
 from samestep.snapshot.node_replication import NodeReplication
 from samestep.snapshot.object_store import RemoteRun, Unpushed
@@ -21,7 +21,6 @@ from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import Options
 from samestep.snapshot.serialization import encode
 from samestep.snapshot.store import OF_RUN, Snapshot, Store
-from samestep.snapshot.writer import Refused, Writer
 from samestep.watch.records import LOGS
 from samestep.world.group import Group
 
@@ -81,10 +80,9 @@ class Snapshotter:
         self.logs: Path | None = None
         self.saved_step: int | None = None
         self.unsaved: tuple[int, str] | None = None
-        self.is_wanted = self._is_ending = self._is_unpushed = False
+        self.is_wanted = self._is_ending = False
         self.read_again: Callable[[], dict[str, Any]] = dict
         self._names_due: list[str] = []
-        self._problems: list[str] = []  # found by the writer's thread
         self._watch: Watch | None = None
         self._restless: set[int] = set()  # addresses of tensors that the script writes to between updates
         self._staging, self._saved_s = Staging(), time.monotonic()
@@ -392,10 +390,13 @@ class Snapshotter:
         except Error:
             raise
         except Exception as error:
-            self._problems.append(f"old snapshots could not be removed ({error}): the run continues")
-        if self._remote is not None:
+            self._warn(f"old snapshots could not be removed ({error}): the run continues")
+        if self._remote is not None and not self._is_ending:  # `end` uploads the last one
             began_s = time.monotonic()
-            self._remote.push(self.directory, self._config.keep_last)
+            try:
+                self._remote.push(self.directory, self._config.keep_last)
+            except Unpushed as error:
+                self._warn(f"the snapshot of step {order.step} {error}, and the run continues")
             self.directory.save_s += time.monotonic() - began_s
 
     def _take_again(self, order: _Order) -> None:
@@ -413,9 +414,6 @@ class Snapshotter:
         if self._pending is None or not self._pending.writer.has_ended:
             return
         pending, self._pending = self._pending, None
-        problems, self._problems = self._problems, []
-        for problem in problems:
-            self._warn(problem)
         failure = pending.writer.failure
         if isinstance(failure, Error):
             raise failure
@@ -426,9 +424,7 @@ class Snapshotter:
         if None in names:
             self.saved_step = None
         if self.directory is not None:
-            self._is_unpushed = isinstance(error, Unpushed)
-            unpushed = f"the snapshot of step {step} {error}" if self._is_unpushed else ""
-            self.unsaved = step, unpushed or self.directory.explain_failure(step, error)
+            self.unsaved = step, self.directory.explain_failure(step, error)
             self._warn(self.unsaved[1] + ("" if self._is_ending else ", and the run continues"))
 
     # --- end --------------------------------------------------------------------------------------------------
@@ -439,12 +435,10 @@ class Snapshotter:
         if self._remote is not None and self.directory is not None:
             try:
                 self._remote.push(self.directory, self._config.keep_last)
-                if self._is_unpushed:
-                    self.unsaved = None
             except Unpushed as error:
                 if self.unsaved is None or self.unsaved[0] != step:
-                    self._is_ending = True
-                    self._report(step, [None], error)
+                    self.unsaved = step, f"the snapshot of step {step} {error}"
+                    self._warn(self.unsaved[1])
         if self._nodes is not None:
             with suppress(OSError):  # `find_lost` tells it
                 self._nodes.share()
