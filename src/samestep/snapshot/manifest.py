@@ -6,10 +6,10 @@ import os
 import platform
 import re
 import stat
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from itertools import accumulate
+from itertools import accumulate, repeat
 from pathlib import Path
 from typing import Any
 
@@ -121,13 +121,26 @@ def find_damage(directory: Path, manifest: Mapping[str, Any]) -> str | None:
     """What differs from the manifest's checksums, after reading every byte of all files; None if nothing does."""
     with ThreadPoolExecutor(_NUM_READERS) as pool:  # hashing takes the time, and releases the GIL
         for file, expected in manifest["files"].items():
+            lengths, checksums = [length for length, _ in expected["pieces"]], [each for _, each in expected["pieces"]]
+            starts = [0, *accumulate(lengths)]
             try:
-                problem = _find_damaged_piece(directory / file, expected["pieces"], pool)
+                with open(directory / file, "rb", buffering=0, opener=open_regular) as opened:
+                    found = [*pool.map(_hash_range, repeat(opened.fileno()), starts, lengths)]
             except OSError as error:
                 return f"{file} cannot be read ({error.strerror})"
-            if problem:
-                return f"{file} is damaged ({problem})"
+            for k, (checksum, right) in enumerate(zip(found, checksums, strict=True)):
+                if checksum != right:
+                    return f"{file} is damaged (somewhere in bytes {starts[k]} to {starts[k + 1]})"
     return None
+
+
+def _hash_range(file: int, start: int, length: int) -> str:
+    """The sha256 of some bytes of a file, or of fewer if it ends within them. Any thread may call it."""
+    sha, end = hashlib.sha256(), start + length
+    while data := os.pread(file, min(end - start, _BUFFER_BYTES), start):
+        sha.update(data)
+        start += len(data)
+    return sha.hexdigest()
 
 
 def _find_wrong_size(directory: Path, files: Mapping[str, Any]) -> str | None:
@@ -151,28 +164,6 @@ def describe_wrong_size(file: str, size: int | None, expected: int) -> str | Non
     if size == expected:
         return None
     return f"{file} is missing" if size is None else f"{file} has {size} bytes, not {expected}"
-
-
-def _find_damaged_piece(path: Path, pieces: Sequence[tuple[int, str]], pool: Executor) -> str | None:
-    starts = [0, *accumulate(length for length, _ in pieces)]
-    shares = [range(k, len(pieces), _NUM_READERS) for k in range(_NUM_READERS)]
-
-    def find(share: range) -> int | None:
-        buffer = memoryview(bytearray(_BUFFER_BYTES))
-        with open(path, "rb", buffering=0, opener=open_regular) as file:
-            for k in share:
-                length, checksum = pieces[k]
-                sha, left = hashlib.sha256(), length
-                file.seek(starts[k])
-                while left and (count := file.readinto(buffer[: min(left, _BUFFER_BYTES)])):
-                    sha.update(buffer[:count])
-                    left -= count
-                if left or sha.hexdigest() != checksum:
-                    return k
-        return None
-
-    damaged = [k for k in pool.map(find, shares) if k is not None]
-    return f"somewhere in bytes {starts[min(damaged)]} to {starts[min(damaged) + 1]}" if damaged else None
 
 
 def _checksum(manifest: Mapping[str, Any]) -> str:

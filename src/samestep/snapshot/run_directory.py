@@ -48,7 +48,6 @@ class RunDirectory:
 
     Attributes:
         path: the absolute path.
-        store: the snapshots.
         record: the content of `run.json`; {} if there is none.
         before_close: called at the start of `close`.
         save_s: duration of writing the last snapshot, in seconds; 0 before the first one.
@@ -67,8 +66,7 @@ class RunDirectory:
         self.before_close: Callable[[], None] = lambda: None
         self.save_s, self.num_recorded, self.is_rewound, self.lost = 0.0, 0, False, ""
         self._lock: Lock | None = None
-        self._metrics: AppendLog | None = None
-        self._ledger: AppendLog | None = None
+        self._logs: tuple[AppendLog, AppendLog] | None = None  # metrics and ledger
         self._early_rows: list[Mapping[str, Any]] = []
         self.elsewhere: Elsewhere | None = None
         self._snapshot: Snapshot | None = None
@@ -154,13 +152,21 @@ class RunDirectory:
         self.record = record
 
     def check_still_ours(self) -> None:
-        """Raises Error if another process, perhaps on another machine, has taken the run over."""
-        if self._lock is None:
-            raise self._explain_closed()
-        self._lock.check()
+        """Raises Error if another process, or a later run of this process, has taken the run over."""
+        self._get_lock().check()
 
-    def _explain_closed(self) -> Error:
-        return Error(f"the run in {self.named} was ended by a later samestep.Run of this process in the same directory")
+    def _get_lock(self) -> Lock:
+        if self._lock is None:
+            raise Error(
+                f"the run in {self.named} was ended by a later samestep.Run of this process in the same directory"
+            )
+        return self._lock
+
+    def _get_logs(self) -> tuple[AppendLog, AppendLog]:
+        """The metrics and the ledger, after `begin`. Raises Error if a later run of this process has closed them."""
+        self._get_lock()
+        assert self._logs is not None
+        return self._logs
 
     # --- start ------------------------------------------------------------------------------------------------
 
@@ -200,9 +206,8 @@ class RunDirectory:
         Cuts later rows and records. Moves snapshots of later steps, which exist after a resume from an older one, to
         `abandoned/`.
         """
-        if self._lock is None:
-            raise self._explain_closed()
-        if self._ledger is not None:
+        lock = self._get_lock()
+        if self._logs is not None:
             return
         step = 0 if self._snapshot is None else self._snapshot.step
         later = [other for other in self.store.snapshots() if self._snapshot is not None and other.step > step]
@@ -214,30 +219,24 @@ class RunDirectory:
             self._warn(f"{len(later)} snapshot{plural} after step {step} went to {self.named / ABANDONED}")
         rows, records = self.path / METRICS, self.path / LEDGER
         self._made_files += [path for path in (rows, records) if not path.exists()]
-        if self._lock.was_elsewhere:
+        if lock.was_elsewhere:
             for path in (rows, records):
                 detach(path)
-        self._forget_end()
-        self._metrics = AppendLog(rows, flush_s=METRICS_FLUSH_S)
-        self._ledger = AppendLog(records, flush_s=LEDGER_FLUSH_S, record_bytes=LEDGER_RECORD.size)
-        num_recorded = max(self._ledger.flush() // LEDGER_RECORD.size, self.num_recorded)
+        status = read_or_empty(self.path / STATUS)
+        if "steps" in status:  # those in the ledger, which is about to be cut
+            with suppress(OSError):
+                self._overwrite_status({**status, "steps": 0})
+        metrics = AppendLog(rows, flush_s=METRICS_FLUSH_S)
+        ledger = AppendLog(records, flush_s=LEDGER_FLUSH_S, record_bytes=LEDGER_RECORD.size)
+        self._logs = metrics, ledger
+        num_recorded = max(ledger.flush() // LEDGER_RECORD.size, self.num_recorded)
         self._lost_steps = max(num_recorded - step, 0)
         metrics_bytes = 0 if self._snapshot is None else self._snapshot.manifest["meta"]["metrics_bytes"]
-        for path, log, size in (
-            (rows, self._metrics, metrics_bytes),
-            (records, self._ledger, step * LEDGER_RECORD.size),
-        ):
+        for path, log, size in ((rows, metrics, metrics_bytes), (records, ledger, step * LEDGER_RECORD.size)):
             if not log.cut(size):
                 self._warn(f"{path} is shorter than when step {step} was saved: a part of it is missing")
         for row in self._early_rows if self._snapshot is None else ():
-            self._metrics.append(format_row(row))
-
-    def _forget_end(self) -> None:
-        """Removes the number of steps from `status.json`, because the ledger is about to be cut."""
-        status = read_or_empty(self.path / STATUS)
-        if "steps" in status:
-            with suppress(OSError):
-                self._overwrite_status({**status, "steps": 0})
+            metrics.append(format_row(row))
 
     def find_restart(self) -> int:
         """The number of this start: 0 for the run's first, then as in `restarts.jsonl`, skipping those with logs."""
@@ -293,13 +292,11 @@ class RunDirectory:
 
     def write_row(self, row: Mapping[str, Any]) -> None:
         """Adds a row to the metrics. Before `begin`, holds it back: the run's first start may have written it."""
-        if self._lock is None:
-            raise self._explain_closed()
-        if self._metrics is None:
+        self._get_lock()
+        if self._logs is None:
             self._early_rows.append(row)
         else:
-            self._metrics.append(format_row(row))
-            self._warn_of_failure(METRICS, self._metrics)
+            self._append(METRICS, self._logs[0], format_row(row))
 
     def write_rows(self, rows: bytes = b"") -> None:
         """Adds rows as they are in another copy of the file, and writes all that are pending.
@@ -307,18 +304,18 @@ class RunDirectory:
         Raises:
             OSError: they could not be written; they stay pending.
         """
-        if self._metrics is not None:
-            self._metrics.append(rows)
-            self._metrics.flush()
+        if self._logs is not None:
+            metrics, _ = self._logs
+            metrics.append(rows)
+            metrics.flush()
 
     def enter(self, step: int, epoch: int, num_samples: int, fingerprint: int) -> None:
         """Adds a finished step, counted from 0, to the ledger."""
-        if self._ledger is None:
-            raise self._explain_closed()
-        self._ledger.append(LEDGER_RECORD.pack(step, epoch, num_samples, fingerprint))
-        self._warn_of_failure(LEDGER, self._ledger)
+        _, ledger = self._get_logs()
+        self._append(LEDGER, ledger, LEDGER_RECORD.pack(step, epoch, num_samples, fingerprint))
 
-    def _warn_of_failure(self, name: str, log: AppendLog) -> None:
+    def _append(self, name: str, log: AppendLog, record: bytes) -> None:
+        log.append(record)
         if log.problem and name not in self._warned:
             self._warned.add(name)
             self._warn(
@@ -328,16 +325,17 @@ class RunDirectory:
 
     def find_lost(self) -> str:
         """A sentence about rows and records that cannot be written; "" if all are in their files."""
-        if self._metrics is None or self._ledger is None:
+        if self._logs is None:
             return ""
+        metrics, ledger = self._logs
         problem = self.lost = ""
-        for log in (self._metrics, self._ledger):
+        for log in self._logs:
             try:
                 log.flush()
             except OSError as error:
                 problem = _reason(error)
         if problem:
-            lacks = f"its last {self._metrics.num_pending} rows and {LEDGER} its last {self._ledger.num_pending} steps"
+            lacks = f"its last {metrics.num_pending} rows and {LEDGER} its last {ledger.num_pending} steps"
             self.lost = f"{self.named} could not be written ({problem}): {METRICS} lacks {lacks}"
         elif not (self.path / LEDGER).exists():
             self.lost = f"{self.named} was removed during the run: nothing of what the run wrote there is left"
@@ -355,13 +353,12 @@ class RunDirectory:
             Error: another process has taken the run over.
             OSError: the disk is full or gone.
         """
-        if self._ledger is None or self._metrics is None:
-            raise self._explain_closed()
+        metrics, ledger = self._get_logs()
         self.check_still_ours()
-        self._ledger.flush()
+        ledger.flush()
         return {
             "epoch": epoch,
-            "metrics_bytes": self._metrics.flush(),
+            "metrics_bytes": metrics.flush(),
             "world_size": world_size,
             "numbers": self.record["numbers"],
             "settings": self.record["settings"],
@@ -379,11 +376,9 @@ class RunDirectory:
             Error: another process has taken the run over.
             OSError: the disk is full or gone; older snapshots are unchanged.
         """
-        if self._ledger is None or self._metrics is None:
-            raise self._explain_closed()
         began_s = time.monotonic()
-        self._ledger.sync()  # first: a power cut must not leave a snapshot of steps that the ledger lacks
-        self._metrics.sync()
+        for log in self._get_logs():
+            log.sync()  # first: a power cut must not leave a snapshot of steps that the ledger lacks
 
         def confirm_all() -> None:
             nonlocal began_s
@@ -422,11 +417,10 @@ class RunDirectory:
         self.before_close()
         if self._is_begun and not self.lost and self.find_lost():
             self._warn(self.lost)
-        logs, self._metrics, self._ledger = (self._metrics, self._ledger), None, None
-        for log in logs:
+        logs, self._logs = self._logs, None
+        for log in logs or ():
             with suppress(OSError):  # already warned about
-                if log is not None:
-                    log.close()
+                log.close()
         if not self._is_begun:
             for path in self._made_files:
                 path.unlink(missing_ok=True)

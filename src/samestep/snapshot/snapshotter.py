@@ -1,9 +1,9 @@
 """Saves and restores a run. One rank of each run directory writes; all ranks call the same methods."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,14 +38,10 @@ class _Order:
     """
 
     step: int
-    names: list[str | None]
-    structure: Any
-    tensors: dict[str, Tensor]
-    meta: Mapping[str, Any]
-
-    def skip(self) -> "_Order":
-        """The same, of which nothing is written."""
-        return _Order(self.step, [], None, {}, {})
+    names: Sequence[str | None] = ()
+    structure: Any = None
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    meta: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -250,9 +246,8 @@ class Snapshotter:
     def _build_order(
         self, state: TrainingState, step: int, names: list[str | None], notes: Mapping[str, Any]
     ) -> _Order:
-        order = _Order(step, names, None, {}, {})
         if self.directory is None:
-            return order.skip()
+            return _Order(step)
         contents = state.build()
         structure, tensors = encode(contents)
         try:
@@ -260,8 +255,8 @@ class Snapshotter:
             meta = self.directory.mark(epoch=epoch, world_size=world_size, notes=notes)
         except OSError as error:
             self._report(step, names, error)
-            return order.skip()
-        return replace(order, structure=structure, tensors=tensors, meta=meta)
+            return _Order(step)
+        return _Order(step, names, structure, tensors, meta)
 
     def _align(self, order: _Order, state: TrainingState) -> _Order:
         """The order as rank 0 has it, on other nodes that write.
@@ -280,17 +275,17 @@ class Snapshotter:
                 for name, tensor in order.tensors.items()
                 if locate(tensor) not in same or not tensor.numel()  # an empty tensor has no address
             }
-            message = (order.names, order.structure, list(order.tensors), own, order.meta)
+            message = (list(order.names), order.structure, list(order.tensors), own, order.meta)
         try:
             names, structure, tensors, own, meta = nodes.share(message)
         except OSError as error:
             if order.names:  # otherwise it was reported before
                 self._report(order.step, order.names, error)
-            return order.skip()
+            return _Order(order.step)
         if self._group.rank == 0:
             return order
         if self.directory is None or not names or not order.names:
-            return order.skip()
+            return _Order(order.step)
         if missing := [name for name in tensors if name not in own and name not in order.tensors]:
             raise Error(
                 f"{missing[0]} is in the state of rank 0, and not in that of rank {self._group.rank}: make the objects "
@@ -326,7 +321,7 @@ class Snapshotter:
             self._watch = None
         if self._pending is None or self._pending.writer.is_decided:
             return
-        writer, copy = self._pending.writer, self._pending.writer.copy
+        writer, copy, inspection = self._pending.writer, self._pending.writer.copy, self._pending.inspection
         copy.join()
         if copy.torn:
             writer.decide(False)
@@ -335,9 +330,9 @@ class Snapshotter:
             return
         try:
             if copy.has_failed:
-                self._pending.inspection.look_again()
-            self._pending.inspection.conclude()
-        except Error:
+                inspection.look_again()
+            inspection.conclude()
+        except Error:  # after another exception, the check of this rank decides
             writer.decide(False)
             raise
         writer.decide(True)
@@ -420,7 +415,7 @@ class Snapshotter:
         if failure is not None and not isinstance(failure, Refused):
             self._report(pending.order.step, pending.order.names, failure)
 
-    def _report(self, step: int, names: list[str | None], error: Exception) -> None:
+    def _report(self, step: int, names: Sequence[str | None], error: Exception) -> None:
         if None in names:
             self.saved_step = None
         if self.directory is not None:
