@@ -111,6 +111,7 @@ def read_here(place: Path) -> Any:
 
 def read_from_bucket(place: Path) -> Any:
     store = Store(place / "copy")
+    store.path.parent.mkdir(exist_ok=True)
     elsewhere = ObjectStore(f"file://{place / 'run'}").find_elsewhere()
     store.find("latest", warn=lambda sentence: None, elsewhere=elsewhere)
     return read_here_at(store)

@@ -7,8 +7,8 @@ import re
 import shutil
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -241,13 +241,13 @@ class Store:
         """Writes a snapshot, replacing one of the same step or name. After a crash, the old or the new one is there.
 
         Args:
-            state: nested dicts, lists and tuples of tensors, NumPy arrays and scalars, as state_dicts have.
+            state: as for `encode`.
             step: the number of steps done.
             name: of a named snapshot.
             meta: JSON for the manifest.
 
         Raises:
-            Error: the state holds something else, or the name is not valid.
+            Error: the state cannot be encoded, or the name is not valid.
             OSError: the disk is full, read-only or gone. The incomplete snapshot is removed, older ones are unchanged.
         """
         return self.write_encoded(*encode(state), step=step, name=name, meta=meta)
@@ -256,18 +256,15 @@ class Store:
         self, structure: Any, tensors: Mapping[str, "Tensor"], *, step: int, name: str | None,
         meta: Mapping[str, Any], confirm: Callable[[], None] = lambda: None,
     ) -> Path:  # fmt: skip
-        """`write` for an encoded state.
-
-        Args:
-            structure, tensors: as `encode` returns them.
-            confirm: called when all but the manifest is written. If it raises, the snapshot is removed.
-        """
+        """`write` for what `encode` returned. Calls `confirm` before the manifest is written, which may raise."""
         import torch
 
         if name is not None and not NAME.fullmatch(name):
             raise Error(f"a snapshot cannot be named {name!r}: use letters, digits and underscores, such as best")
         target = self.path / (name or f"step-{step:08d}")
-        with self._making(target) as directory:
+        directory = self.path / f"{_WRITING}{target.name}"
+        try:
+            self._create(directory)
             with open(directory / TENSORS, "xb", _BUFFER_BYTES, opener=open_regular) as file:
                 pieces, hashes = write_tensors(file, tensors)
             files = {TENSORS: pieces, STATE: _write_json(directory / STATE, structure)}
@@ -278,6 +275,9 @@ class Store:
             )  # fmt: skip
             _write_json(directory / MANIFEST, manifest)
             self._put(directory, target)
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
         return target
 
     @property
@@ -287,19 +287,13 @@ class Store:
 
     def make_inbox(self) -> None:
         """Creates the inbox, empty. Raises OSError."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        if self.inbox.is_symlink() or self.inbox.exists():
-            _delete(self.inbox)
-        self.inbox.mkdir()
+        self._create(self.inbox)
 
     def adopt(self, snapshot: Snapshot) -> str | None:
         """Makes the files in the inbox this snapshot of another store, replacing one of the same name.
 
         Returns:
             What is wrong with the files, after which they are removed; None if nothing is.
-
-        Raises:
-            OSError: the disk is full or gone.
         """
         if problem := find_damage(self.inbox, snapshot.manifest):
             shutil.rmtree(self.inbox)
@@ -332,20 +326,14 @@ class Store:
             elif entry.name.startswith((_ASIDE, _WRITING)):
                 _delete(entry)
 
-    @contextmanager
-    def _making(self, target: Path) -> Iterator[Path]:
-        """A directory for the files of a snapshot, removed if the block raises."""
+    def _create(self, directory: Path) -> None:
+        """Creates a directory for the files of a snapshot, empty."""
         if not self.path.exists():
             self.path.mkdir()
             _sync(self.path.parent)
-        directory = self.path / f"{_WRITING}{target.name}"
-        shutil.rmtree(directory, ignore_errors=True)
-        try:
-            directory.mkdir()
-            yield directory
-        except BaseException:
-            shutil.rmtree(directory, ignore_errors=True)
-            raise
+        if directory.is_symlink() or directory.exists():
+            _delete(directory)
+        directory.mkdir()
 
     def _put(self, directory: Path, target: Path) -> None:
         """Renames a complete snapshot to its name. At every moment, either it or the old one can be found."""
