@@ -71,19 +71,15 @@ class NodeReplication:
                 return chosen
         raise AssertionError
 
-    def open(self, check: Callable[[RunDirectory], None], warn: Callable[[str], None]) -> None:
-        """Opens the directory on each writer.
-
-        Args:
-            check: see `find`.
-            warn: prints a sentence about this rank's directory.
+    def open(self, check: Callable[[RunDirectory], None]) -> None:
+        """Opens the directory on each writer. `check`: see `find`.
 
         Raises:
             Error: one of them cannot be used, after all were closed.
         """
 
         def open_one() -> None:
-            self.directory = RunDirectory(self.path, warn=warn)
+            self.directory = RunDirectory(self.path, warn=self.warn)
             check(self.directory)
 
         try:
@@ -117,10 +113,13 @@ class NodeReplication:
 
         return self._group.each(call, on=self.writers)
 
-    def note(self, sentence: str) -> None:
-        """Prints a sentence about this node's directory: here, and later on rank 0."""
-        say(f"{read_host()}: {sentence}")
-        self._notes.append(f"{read_host()}: {sentence}")
+    def warn(self, sentence: str) -> None:
+        """Prints a sentence about this rank's directory. On a node without rank 0: here, and later on rank 0."""
+        if self._group.rank == 0:
+            self._say(sentence)
+        else:
+            say(f"{read_host()}: {sentence}")
+            self._notes.append(f"{read_host()}: {sentence}")
 
     def _on_directories(self, fn: Callable[[RunDirectory], T]) -> list[T]:
         """`each`, with the writer's directory."""
@@ -165,7 +164,7 @@ class NodeReplication:
         if chosen is not None:
             self._num_sent = chosen.manifest["meta"]["metrics_bytes"]
             if directory is not None:
-                directory.resume_from(chosen)
+                directory.snapshot = chosen
         return chosen
 
     def _copy_parts(self, held: Sequence[dict[str, Any]], chosen: Snapshot | None, source: int) -> None:

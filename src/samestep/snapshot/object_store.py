@@ -364,11 +364,6 @@ class RemoteRun:
         """The snapshots at the URL. Raises Error as `pull`."""
         return self._store.find_elsewhere(directory.rewinds)
 
-    def is_ahead(self, step: int) -> bool:
-        """Whether there are snapshots of later steps. Raises Error as `pull`."""
-        with reaching(self.url):
-            return any(each.step > step for each in self._store.snapshots())
-
     def begin(self, directory: RunDirectory, step: int) -> None:
         """Makes this process the writer, and moves snapshots of later steps to `abandoned/`. Only the first call.
 

@@ -52,9 +52,10 @@ class RunDirectory:
         before_close: called at the start of `close`.
         save_s: duration of writing the last snapshot, in seconds; 0 before the first one.
         num_recorded: the steps in the ledger of another copy of this run, if there are more.
-        is_rewound: whether another copy of this run has later snapshots.
+        is_rewound: whether another node's copy of this run has later snapshots.
         rewinds: the steps to which the run went back although there were later snapshots.
         elsewhere: the snapshots at the run's URL; None without one.
+        snapshot: the one that `begin` goes back to; None for the beginning.
         lost: see `find_lost`.
 
     Raises:
@@ -69,7 +70,7 @@ class RunDirectory:
         self._logs: tuple[AppendLog, AppendLog] | None = None  # metrics and ledger
         self._early_rows: list[Mapping[str, Any]] = []
         self.elsewhere: Elsewhere | None = None
-        self._snapshot: Snapshot | None = None
+        self.snapshot: Snapshot | None = None
         self._is_begun, self._lost_steps = False, 0
         self._warned: set[str] = set()  # logs that could not be written
         self._made_directories: list[Path] = []
@@ -88,12 +89,11 @@ class RunDirectory:
             elif self._is_used(self._lock):
                 raise Error(f"{named} holds files of a run but no {RECORD}: name another run directory")
             self.rewinds: list[int] = self.record.get("rewinds", [])
-        except OSError as error:
+        except (Error, OSError) as error:
             self.close()
+            if isinstance(error, Error):
+                raise
             raise Error(f"the run directory {named} cannot be written ({_reason(error)}): name another one") from None
-        except Error:
-            self.close()
-            raise
         _open[self._key] = self
 
     # --- identity ---------------------------------------------------------------------------------------------
@@ -133,14 +133,15 @@ class RunDirectory:
         self, numbers: Mapping[str, Any], machine: Mapping[str, Any], config: Mapping[str, Any], options: Options
     ) -> None:
         """Begins the run, or continues it: writes `run.json`, and warns about changes. Arguments as `build_record`."""
-        step = 0 if self._snapshot is None else self._snapshot.step
+        step = 0 if self.snapshot is None else self.snapshot.step
+        self.begin()
         record, warnings = build_record(
-            self.record, step=step, numbers=numbers, machine=machine, config=config, options=options, rewinds=()
-        )
+            self.record, step=step, numbers=numbers, machine=machine, config=config, options=options,
+            rewinds=self.rewinds,
+        )  # fmt: skip
         for warning in warnings:
             self._warn(warning)
-        self.begin()
-        self._replace_record({**record, "rewinds": self.rewinds})
+        self._replace_record(record)
         self._is_begun = True
 
     def write_loops(self, loops: Sequence[Mapping[str, Any]]) -> None:
@@ -171,7 +172,7 @@ class RunDirectory:
     # --- start ------------------------------------------------------------------------------------------------
 
     def find(self, resume: str | int | None) -> Snapshot | None:
-        """The snapshot to resume from; None to begin.
+        """Finds the snapshot to resume from; None to begin.
 
         Removes what killed writers left, and abandons snapshots that the run went back behind in another copy.
 
@@ -186,8 +187,8 @@ class RunDirectory:
                 raise Error(f"{self.named} already has snapshots and resume is never: start with {ways}")
             return None
         self.store.abandon([each for each in self.store.snapshots() if each.was_left(self.rewinds)])
-        self._snapshot = self.store.find(resume, warn=self._warn, judge=self._judge, elsewhere=self.elsewhere)
-        return self._snapshot
+        self.snapshot = self.store.find(resume, warn=self._warn, judge=self._judge, elsewhere=self.elsewhere)
+        return self.snapshot
 
     def _judge(self, snapshot: Snapshot) -> str:
         """Finds a snapshot of another run, which a restored backup may contain."""
@@ -195,10 +196,6 @@ class RunDirectory:
             return "its manifest is not that of a run"
         different = find_different(meta["numbers"], self.record.get("numbers", {}))
         return f"it is of another run ({different})" if different else ""
-
-    def resume_from(self, snapshot: Snapshot) -> None:
-        """Makes this the snapshot that `begin` goes back to."""
-        self._snapshot = snapshot
 
     def begin(self) -> None:
         """Takes the directory back to the snapshot found, or to the beginning. A second call does nothing.
@@ -209,10 +206,11 @@ class RunDirectory:
         lock = self._get_lock()
         if self._logs is not None:
             return
-        step = 0 if self._snapshot is None else self._snapshot.step
-        later = [other for other in self.store.snapshots() if self._snapshot is not None and other.step > step]
+        step = 0 if self.snapshot is None else self.snapshot.step
+        later = [other for other in self.store.snapshots() if self.snapshot is not None and other.step > step]
         self.store.abandon(later)  # before rows are cut: after a crash in between, the newest one left is whole
-        if later or self.is_rewound:
+        remote = self.elsewhere.snapshots if self.elsewhere is not None else ()
+        if later or self.is_rewound or any(each.step > step for each in remote):
             self.rewinds = [*self.rewinds, step]
         if later:
             plural = "s" if len(later) > 1 else ""
@@ -231,11 +229,11 @@ class RunDirectory:
         self._logs = metrics, ledger
         num_recorded = max(ledger.flush() // LEDGER_RECORD.size, self.num_recorded)
         self._lost_steps = max(num_recorded - step, 0)
-        metrics_bytes = 0 if self._snapshot is None else self._snapshot.manifest["meta"]["metrics_bytes"]
+        metrics_bytes = 0 if self.snapshot is None else self.snapshot.manifest["meta"]["metrics_bytes"]
         for path, log, size in ((rows, metrics, metrics_bytes), (records, ledger, step * LEDGER_RECORD.size)):
             if not log.cut(size):
                 self._warn(f"{path} is shorter than when step {step} was saved: a part of it is missing")
-        for row in self._early_rows if self._snapshot is None else ():
+        for row in self._early_rows if self.snapshot is None else ():
             metrics.append(format_row(row))
 
     def find_restart(self) -> int:
@@ -248,7 +246,7 @@ class RunDirectory:
         """Adds a line to `restarts.jsonl`, unless this is the run's first start.
 
         Args:
-            restart: what the launcher knows about the end of the last start; None: `status.json` tells it.
+            restart: what the launcher knows about the end of the last start; None: read it from `status.json`.
             from_step: the number of steps done.
         """
         path = self.path / RESTARTS

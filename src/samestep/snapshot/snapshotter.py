@@ -71,7 +71,7 @@ class Snapshotter:
     """
 
     def __init__(self, config: RunConfig, group: Group, say: Callable[[str], None]) -> None:
-        self._config, self._group, self._say = config, group, say
+        self._config, self._group, self._say, self._warn = config, group, say, say
         self.directory: RunDirectory | None = None
         self.logs: Path | None = None
         self.saved_step: int | None = None
@@ -91,7 +91,8 @@ class Snapshotter:
             (run_dir, self._url), fresh = group.once(self._open_remote, run_dir), False
         if run_dir is not None:
             self._nodes = NodeReplication(group, Path(run_dir), say, fresh=fresh)
-            self._nodes.open(lambda directory: directory.check_numbers(config.identity()), self._warn)
+            self._warn = self._nodes.warn
+            self._nodes.open(lambda directory: directory.check_numbers(config.identity()))
             self.directory = self._nodes.directory
             if self.directory is not None:
                 self.directory.before_close = self._settle_alone
@@ -108,13 +109,6 @@ class Snapshotter:
     def shown(self) -> str:
         """The run's directory or URL, for messages."""
         return self._url or str(self.named)
-
-    def _warn(self, sentence: str) -> None:
-        """Prints a sentence about this rank's directory."""
-        if self._group.rank == 0:
-            self._say(sentence)
-        elif self._nodes is not None:
-            self._nodes.note(sentence)
 
     def once(self, fn: Callable[[], T]) -> T:
         """Calls `fn` on each rank that writes. Returns rank 0's result on every rank. Raises Error as `each`."""
@@ -160,8 +154,6 @@ class Snapshotter:
         def write() -> int:
             assert self.directory is not None
             self.directory.check_numbers(numbers)
-            if self._remote is not None:
-                self.directory.is_rewound |= self._remote.is_ahead(self.saved_step or 0)
             self.directory.write_record(numbers, machine, config, options)
             if self._remote is not None:
                 self._remote.begin(self.directory, self.saved_step or 0)
