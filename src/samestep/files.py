@@ -11,6 +11,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def replace_file(path: Path, content: bytes | memoryview, *, sync: bool = False)
 
 @contextmanager
 def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
-    """A temporary path beside `path`. The file that the block writes there replaces `path` atomically at its end.
+    """A temporary path beside `path`. At the end of the block, the file that it wrote there replaces `path` atomically.
 
     If the block raises, the temporary file is removed and `path` is unchanged. `sync` as in `replace_file`.
     """
@@ -110,26 +111,19 @@ def parse_json(text: bytes | str) -> Any:
         ValueError: the text is something else.
     """
     try:
-        value = json.loads(text, parse_constant=_refuse, parse_float=_parse_float)
+        value = json.loads(text, parse_constant=_parse_finite, parse_float=_parse_finite)
     except RecursionError:
         raise ValueError("the JSON is nested too deeply") from None
     level = [value]
     for _ in range(MOST_DEPTH):
-        level = [inner for each in level if isinstance(each, dict | list) for inner in _list_inner(each)]
+        level = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        level = [*chain.from_iterable(level)]
         if not level:
             return value
     raise ValueError("the JSON is nested too deeply")
 
 
-def _list_inner(value: dict[str, Any] | list[Any]) -> Any:
-    return value.values() if isinstance(value, dict) else value
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
-
-
-def _parse_float(text: str) -> float:
+def _parse_finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
         raise ValueError(f"{text} is not finite")

@@ -12,9 +12,10 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import wraps
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from samestep.config import is_url
 from samestep.console import say
@@ -30,12 +31,19 @@ from samestep.world.environment import read_cache_dir, read_host
 from samestep.world.forking import at_rest
 from samestep.world.workdir import WorkDir
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 _PLACE = re.compile(rf"(?:({NAME.pattern})\.)?step-(\d{{8,18}})")
 _ORDER = re.compile(r"epoch-\d{8,}\.npy")
 
 
-class Unreachable(Exception):
-    """A request to the store failed. The message is the store's."""
+class Unreachable(Error):
+    """A request to the store failed. `reason`: the store's message."""
+
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(f"the run directory {url} cannot be reached ({reason}): fix that, or name another one")
+        self.reason = reason
 
 
 class Unpushed(Exception):
@@ -58,24 +66,19 @@ def find_copy(url: str, run: str, local_dir: str | None) -> Path:
     return find_copies(local_dir) / f"{name}-{run[:12]}"
 
 
-@contextmanager
-def reaching(url: str, what: str = "be read") -> Iterator[None]:
-    """Turns `Unreachable` into an Error: the run directory cannot `what`."""
-    try:
-        yield
-    except Unreachable as error:
-        raise Error(f"the run directory {url} cannot {what} ({error}): fix that, or name another one") from None
+def _requests(method: "Callable[Concatenate[ObjectStore, P], T]") -> "Callable[Concatenate[ObjectStore, P], T]":
+    """Converts the exceptions of the store, which are different ones for each, to `Unreachable`."""
 
+    @wraps(method)
+    def request(self: "ObjectStore", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(self, *args, **kwargs)
+        except Error:
+            raise
+        except Exception as error:
+            raise Unreachable(self.url, _describe(error)) from error
 
-@contextmanager
-def _requesting() -> Iterator[None]:
-    """Turns the exceptions of a store into `Unreachable`: each store has its own."""
-    try:
-        yield
-    except (Error, Unreachable):
-        raise
-    except Exception as error:
-        raise Unreachable(_describe(error)) from error
+    return request
 
 
 class ObjectStore:
@@ -99,18 +102,18 @@ class ObjectStore:
         except (ImportError, ValueError) as error:  # fsspec says what to install
             raise Error(f"the run directory {url} cannot be used: {error}") from None
         except Exception as error:
-            raise Error(f"the run directory {url} cannot be reached ({_describe(error)})") from None
+            raise Unreachable(url, _describe(error)) from None
         self._root = str(root).rstrip("/")
 
     # --- files ------------------------------------------------------------------------------------------------
 
-    @_requesting()
+    @_requests
     def is_empty(self) -> bool:
         """Whether there are no files at the URL."""
         self._fs.invalidate_cache()
         return not self._find("")
 
-    @_requesting()
+    @_requests
     def read(self, name: str) -> bytes | None:
         """The content of a file; None if it does not exist."""
         try:
@@ -118,7 +121,7 @@ class ObjectStore:
         except FileNotFoundError:
             return None
 
-    @_requesting()
+    @_requests
     def write(self, name: str, content: bytes) -> None:
         """Writes or replaces a file. Object stores do this atomically; for a local disk, a rename does."""
         if not getattr(self._fs, "local_file", False):
@@ -129,7 +132,7 @@ class ObjectStore:
         self._put(partial, lambda path: self._fs.pipe_file(path, content))
         self._fs.mv(self._at(partial), self._at(name))
 
-    @_requesting()
+    @_requests
     def list_files(self) -> list[str]:
         """The names of files that a copy of the run holds besides its snapshots. Some of them may not exist."""
         names = [path.rpartition("/")[2] for path in self._find(ORDERS)]
@@ -166,7 +169,7 @@ class ObjectStore:
 
     # --- snapshots --------------------------------------------------------------------------------------------
 
-    @_requesting()
+    @_requests
     def snapshots(self) -> list[Snapshot]:
         """Snapshots with a manifest, the oldest first; judged by manifests and file sizes.
 
@@ -201,7 +204,7 @@ class ObjectStore:
         return self._at(f"{SNAPSHOTS}/{place}/{file}")
 
     def find_elsewhere(self, rewinds: Sequence[int] = (), before_fetch: Callable[[], None] = lambda: None) -> Elsewhere:
-        """The snapshots here as `Store.find` takes them. Its errors are those of `reaching`.
+        """The snapshots here as `Store.find` takes them.
 
         Args:
             rewinds: as in `run.json`; snapshots that the run went back behind are left out.
@@ -209,19 +212,17 @@ class ObjectStore:
         """
 
         def fetch(snapshot: Snapshot, directory: Path) -> None:
-            with reaching(self.url):
-                before_fetch()
-                self._fetch(snapshot.path.name, snapshot.manifest["files"], directory)
+            before_fetch()
+            self._fetch(snapshot.path.name, snapshot.manifest["files"], directory)
 
-        with reaching(self.url):
-            return Elsewhere(self.url, [each for each in self.snapshots() if not each.was_left(rewinds)], fetch)
+        return Elsewhere(self.url, [each for each in self.snapshots() if not each.was_left(rewinds)], fetch)
 
-    @_requesting()
+    @_requests
     def _fetch(self, place: str, files: Sequence[str], directory: Path) -> None:
         for file in files:
             self._fs.get_file(self._at_place(place, file), str(directory / file))
 
-    @_requesting()
+    @_requests
     def copy_snapshots(self, directory: Path, *, is_whole: bool) -> None:
         """Downloads all snapshots to a directory, damaged or not.
 
@@ -238,14 +239,14 @@ class ObjectStore:
                 (target / file).touch()
                 os.truncate(target / file, sizes[snapshot.path.name][file])
 
-    @_requesting()
+    @_requests
     def clean(self) -> None:
         """Removes incomplete snapshots of killed writers."""
         for place, sizes in self._list().items():
             if MANIFEST not in sizes:
                 self.remove(place)
 
-    @_requesting()
+    @_requests
     def push(self, snapshot: Snapshot) -> None:
         """Uploads a snapshot of a `Store`. Its directory at the URL must not have a manifest.
 
@@ -258,7 +259,7 @@ class ObjectStore:
         self.check()
         self.write(f"{place}/{MANIFEST}", (snapshot.path / MANIFEST).read_bytes())
 
-    @_requesting()
+    @_requests
     def remove(self, place: str) -> None:
         """Removes a snapshot, or the rest of one."""
         if self._fs.exists(self._at_place(place, MANIFEST)):
@@ -266,7 +267,7 @@ class ObjectStore:
         with suppress(FileNotFoundError):  # in an object store, a directory is gone with its last file
             self._fs.rm(self._at_place(place), recursive=True)
 
-    @_requesting()
+    @_requests
     def abandon(self, snapshot: Snapshot) -> None:
         """Moves a snapshot to `abandoned/`."""
         place = snapshot.path.name
@@ -323,12 +324,11 @@ class RemoteRun:
         self._pushed: dict[str, str] = {}  # file -> sha256 of the content uploaded last
         self._is_begun = False
         store = ObjectStore(url)
-        with reaching(store.url, "be reached"):
-            for number in count(2) if fresh else ():
-                if store.is_empty():
-                    break
-                store = ObjectStore(f"{url.rstrip('/')}-{number}")
-            self._holder, run = store.read_lock()
+        for number in count(2) if fresh else ():
+            if store.is_empty():
+                break
+            store = ObjectStore(f"{url.rstrip('/')}-{number}")
+        self._holder, run = store.read_lock()
         self._store, self.url = store, store.url
         self._run = run or uuid.uuid4().hex
         self.path = find_copy(self.url, self._run, local_dir)
@@ -347,8 +347,7 @@ class RemoteRun:
         def download_files() -> None:
             self._store.download([name for name in self._store.list_files() if name != RECORD], directory.path)
 
-        with reaching(self.url):
-            text = self._store.read(RECORD)
+        text = self._store.read(RECORD)
         if text is not None:
             record = parse_run_record(text, self.url)
             if not directory.record:
@@ -374,13 +373,12 @@ class RemoteRun:
             return
         if self._holder and f" on {read_host()} since " not in self._holder:
             self._warn(f"{self.url} was written by {self._holder}: if it still runs, it ends at its next snapshot")
-        with reaching(self.url, "be written"):
-            self._store.take(self._run)
-            self._store.clean()
-            self._push_file(directory, RECORD)  # first: it lists the steps that the run went back to
-            for each in reversed(self._store.snapshots()):
-                if each.step > step:
-                    self._store.abandon(each)
+        self._store.take(self._run)
+        self._store.clean()
+        self._push_file(directory, RECORD)  # first: it lists the steps that the run went back to
+        for each in reversed(self._store.snapshots()):
+            if each.step > step:
+                self._store.abandon(each)
         self._is_begun = True
 
     @at_rest()  # the network may take long
@@ -399,7 +397,8 @@ class RemoteRun:
             self._push_files(directory)
             self._push_snapshots(directory, keep)
         except (Unreachable, OSError) as error:
-            raise Unpushed(f"is in {self.path} only: it could not be uploaded to {self.url} ({error})") from error
+            why = error.reason if isinstance(error, Unreachable) else error
+            raise Unpushed(f"is in {self.path} only: it could not be uploaded to {self.url} ({why})") from error
 
     def _push_snapshots(self, directory: RunDirectory, keep: int) -> None:
         there = {each.path.name: each for each in self._store.snapshots()}
@@ -422,7 +421,7 @@ class RemoteRun:
 
     def push_status(self, directory: RunDirectory) -> None:
         """Uploads how the run ended, if possible."""
-        with suppress(Error, Unreachable, OSError):
+        with suppress(Error, OSError):
             self._store.check()
             self._push_files(directory)
 
@@ -467,14 +466,13 @@ def open_run(run: str, *, which: int | str | None = None, is_whole: bool = False
         return
     remote = ObjectStore(run)
     with WorkDir() as home:
-        with reaching(run):
-            remote.download(remote.list_files(), home.path)
-            store = Store(home.path)
-            if which is None:
-                remote.copy_snapshots(store.path, is_whole=is_whole)
-            else:
-                rewinds = read_run(home.path, remote.url).get("rewinds", [])
-                store.find(which, warn=say, elsewhere=remote.find_elsewhere(rewinds))
+        remote.download(remote.list_files(), home.path)
+        store = Store(home.path)
+        if which is None:
+            remote.copy_snapshots(store.path, is_whole=is_whole)
+        else:
+            rewinds = read_run(home.path, remote.url).get("rewinds", [])
+            store.find(which, warn=say, elsewhere=remote.find_elsewhere(rewinds))
         yield home.path
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from samestep.config import is_url
 from samestep.console import escape
 from samestep.errors import Error
-from samestep.snapshot.object_store import ObjectStore, find_copy, reaching, read_run
+from samestep.snapshot.object_store import ObjectStore, find_copy, read_run
 from samestep.watch.records import RANKS, STATUS, read_or_empty
 from samestep.watch.stall_diagnosis import describe_seconds
 from samestep.world.environment import read_host, read_overrides
@@ -86,8 +86,7 @@ def find_directory(run: str, local_dir: str | None) -> Path:
     if not is_url(run):
         return Path(run)
     remote = ObjectStore(run)
-    with reaching(run):
-        holder, number = remote.read_lock()
+    holder, number = remote.read_lock()
     if not number:
         raise Error(f"there is no run at {run}: name a run's URL or directory")
     copy = find_copy(remote.url, number, local_dir)

@@ -12,7 +12,7 @@ from typing import Any
 from samestep.config import is_url
 from samestep.console import describe_size
 from samestep.errors import Error
-from samestep.snapshot.object_store import ObjectStore, Unreachable, find_copies
+from samestep.snapshot.object_store import ObjectStore, find_copies
 from samestep.tools.doctor.checks import Context, Facts, Finding, failure, format_bytes, format_s, warning, well
 
 DEFAULT = "runs"
@@ -67,7 +67,7 @@ def _look_at_store(context: Context, url: str) -> dict[str, Any]:
     """On rank 0, which alone uses the URL: check that it is reachable, and the disk of the working copy."""
     try:
         ObjectStore(url).is_empty()
-    except (Error, Unreachable) as error:
+    except Error as error:
         return {"wanted": url, "place": url, "problem": str(error)}
     place = find_existing(find_copies(context.environment.overrides.get("local_dir")))
     facts = {"wanted": f"the working copy of {url}, in {place}", "place": str(place), "problem": "", "sees": [0]}
