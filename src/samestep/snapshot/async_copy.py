@@ -221,7 +221,7 @@ class Writer:
 
 def _lower_priority() -> None:
     """Lowers this thread's priority (nice +10)."""
-    if sys.platform == "linux":  # where each thread has a priority of its own
+    if sys.platform == "linux":  # where each thread has its own priority
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICER)
 

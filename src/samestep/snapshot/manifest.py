@@ -65,7 +65,18 @@ def read_manifest(directory: Path) -> tuple[dict[str, Any], str | None]:
         return {}, f"{MANIFEST} is missing"
     except OSError as error:
         return {}, f"{MANIFEST} cannot be read ({error.strerror})"
-    return manifest, problem or _find_wrong_size(directory, manifest["files"])
+    sizes = {}
+    for file in manifest.get("files", {}):
+        try:
+            status = os.lstat(directory / file)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            return manifest, f"{file} cannot be read ({error.strerror})"
+        if not stat.S_ISREG(status.st_mode):
+            return manifest, f"{file} is not a regular file"
+        sizes[file] = status.st_size
+    return manifest, problem or find_wrong_size(manifest["files"], sizes)
 
 
 def parse_manifest(text: bytes) -> tuple[dict[str, Any], str | None]:
@@ -143,27 +154,14 @@ def _hash_range(file: int, start: int, length: int) -> str:
     return sha.hexdigest()
 
 
-def _find_wrong_size(directory: Path, files: Mapping[str, Any]) -> str | None:
+def find_wrong_size(files: Mapping[str, Any], sizes: Mapping[str, int]) -> str | None:
+    """What is wrong with the sizes (in bytes) of a manifest's files; None if nothing is."""
     for file, expected in files.items():
-        try:
-            status = os.lstat(directory / file)
-            if not stat.S_ISREG(status.st_mode):
-                return f"{file} is not a regular file"
-            size: int | None = status.st_size
-        except FileNotFoundError:
-            size = None
-        except OSError as error:
-            return f"{file} cannot be read ({error.strerror})"
-        if problem := describe_wrong_size(file, size, expected["size"]):
-            return problem
+        if file not in sizes:
+            return f"{file} is missing"
+        if sizes[file] != expected["size"]:
+            return f"{file} has {sizes[file]} bytes, not {expected['size']}"
     return None
-
-
-def describe_wrong_size(file: str, size: int | None, expected: int) -> str | None:
-    """What is wrong with the size of a file (None: the file is missing); None if nothing is."""
-    if size == expected:
-        return None
-    return f"{file} is missing" if size is None else f"{file} has {size} bytes, not {expected}"
 
 
 def _checksum(manifest: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""A run on nodes that do not share its directory: each node keeps a complete one of its own.
+"""A run on nodes that do not share its directory: each node keeps a complete copy.
 
 Every rank holds the whole training state, so the first rank of each node (a *writer*) writes the same snapshots. Only
 values that may differ between ranks come from rank 0, with each snapshot: buffers, `run.state`, the structure of the

@@ -22,7 +22,7 @@ from samestep.console import say
 from samestep.errors import Error, explain
 from samestep.files import MOST_BYTES, open_regular, replace_file
 from samestep.snapshot.lock import build_token, explain_takeover
-from samestep.snapshot.manifest import FILE, MANIFEST, NAME, describe_wrong_size, parse_manifest
+from samestep.snapshot.manifest import FILE, MANIFEST, NAME, find_wrong_size, parse_manifest
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import parse_run_record, read_record
 from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Elsewhere, Snapshot, Store
@@ -196,8 +196,7 @@ class ObjectStore:
         manifest, problem = parse_manifest(text)
         match = _PLACE.fullmatch(place)
         name, step = (match[1], int(match[2])) if match else (place, manifest.get("step", -1))
-        for file, expected in manifest.get("files", {}).items():
-            problem = problem or describe_wrong_size(file, sizes.get(file), expected["size"])
+        problem = problem or find_wrong_size(manifest["files"], sizes)
         return Snapshot(Path(place), step, name, manifest, problem)
 
     def _at_place(self, place: str, file: str = "") -> str:
@@ -207,7 +206,7 @@ class ObjectStore:
         """The snapshots here as `Store.find` takes them.
 
         Args:
-            rewinds: as in `run.json`; snapshots that the run went back behind are left out.
+            rewinds: as in `run.json`; snapshots that the run has left (`Snapshot.was_left`) are omitted.
             before_fetch: called before a snapshot is downloaded.
         """
 

@@ -174,7 +174,7 @@ class RunDirectory:
     def find(self, resume: str | int | None) -> Snapshot | None:
         """Finds the snapshot to resume from; None to begin.
 
-        Removes what killed writers left, and abandons snapshots that the run went back behind in another copy.
+        Removes incomplete snapshots, and abandons those that the run has left in another copy.
 
         Raises:
             Error: there is no sound snapshot, or there are snapshots and `resume` is None.
@@ -397,11 +397,11 @@ class RunDirectory:
         """A sentence about a snapshot that could not be written."""
         try:
             sound = [other.step for other in self.store.snapshots() if other.problem is None]
-            stands = f"the newest is that of step {max(sound)}" if sound else "there is none yet"
+            others = f"the newest is that of step {max(sound)}" if sound else "there is none yet"
         except OSError:
-            stands = "older ones cannot be read"
+            others = "older ones cannot be read"
         why = str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        return f"the snapshot of step {step} could not be written ({why}): {stands}"
+        return f"the snapshot of step {step} could not be written ({why}): {others}"
 
     # --- end --------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 The structure is JSON; types that JSON lacks are objects with the key "$", which names the type. Tensors are in files of
 the safetensors format (https://github.com/huggingface/safetensors). It is implemented here, because that library
 needs all tensors in host memory at once, refuses two views of one memory, reads lazily from files that may have been
-pruned by then, and reports a full disk with an exception of its own.
+pruned by then, and reports a full disk with an exception that is no `OSError`.
 """
 
 import base64

@@ -184,7 +184,7 @@ class Snapshotter:
         self._names_due = []
 
     def is_time(self) -> bool:
-        """Whether a snapshot is due by this rank's clock. Rank 0 tells the others in the next exchange."""
+        """Whether a snapshot is due by this rank's clock. Rank 0's is announced in the next exchange."""
         every = self._config.snapshot_every
         if self.directory is None or every is None or every.seconds is None:
             return False
@@ -427,7 +427,7 @@ class Snapshotter:
                     self.unsaved = step, f"the snapshot of step {step} {error}"
                     self._warn(self.unsaved[1])
         if self._nodes is not None:
-            with suppress(OSError):  # `find_lost` tells it
+            with suppress(OSError):  # `find_lost` reports it
                 self._nodes.share()
         is_unsaved = self.unsaved is not None and self.unsaved[0] == step
         if self.directory is not None and self.directory.find_lost() and not is_unsaved:
