@@ -8,18 +8,21 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from support.hosts import Host, open_hosts, why_not
+from support.preloaded import use_for_spawn
 from support.strikes import Strike, format_tables, read_strikes
 
 LAUNCHERS = ("SAMESTEP_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
-SERVERS = ("samestep.launch.forkserver", "support.command_server", "multiprocessing.resource_tracker")
+SERVERS = ("samestep.launch.forkserver", "support.preloaded", "support.command_server", "multiprocessing.resource_tracker")
 GRACE_S = 20.0
 LONG = ("test_slurm.py", "test_docs.py")
 
+use_for_spawn()
 strikes: list[Strike] = []  # of all tests, also of those that ran in pytest-xdist's workers
 stalls: list[Any] = []
 
@@ -32,16 +35,28 @@ def find_children() -> dict[int, psutil.Process]:
     resource tracker.
     """
     found: dict[int, psutil.Process] = {}
-    for child in psutil.Process().children():
-        try:
-            if _is_server(child):
-                below = child.children(recursive=True)
-                found.update((process.pid, process) for process in below if not _is_server(process))
-            elif child.status() != psutil.STATUS_ZOMBIE:
-                found.update((process.pid, process) for process in [child, *child.children(recursive=True)])
-        except psutil.Error:
-            continue
+    seek = [(os.getpid(), True)]
+    for pid, is_server in seek:  # grows
+        for child in _list_children(pid):
+            try:
+                process = psutil.Process(child)
+                is_child_server = is_server and _is_server(process)
+                is_zombie = pid == os.getpid() and process.status() == psutil.STATUS_ZOMBIE
+                if not is_child_server and not is_zombie:
+                    found[child] = process
+            except psutil.Error:
+                continue
+            seek.append((child, is_child_server))
     return found
+
+
+def _list_children(pid: int) -> list[int]:
+    """The children of a process. psutil would read the state of every process of this machine."""
+    try:
+        tasks = [Path(f"/proc/{pid}/task/{task}/children") for task in os.listdir(f"/proc/{pid}/task")]
+        return [int(child) for task in tasks for child in task.read_text().split()]
+    except OSError:  # It has ended.
+        return []
 
 
 def _is_server(process: psutil.Process) -> bool:

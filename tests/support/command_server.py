@@ -89,6 +89,7 @@ def serve(life_fd: int, listener_fd: int, base_path: list[str]) -> None:
     import samestep
     from samestep.launch.forkserver import preload
     from support import commands  # noqa: F401  which keeps the environment of now
+    from support.preloaded import make_forks_cheap
 
     gc.disable()
     preload()
@@ -98,6 +99,7 @@ def serve(life_fd: int, listener_fd: int, base_path: list[str]) -> None:
     gc.collect()
     gc.freeze()
     gc.enable()
+    make_forks_cheap()
     _Server(socket.socket(fileno=life_fd), socket.socket(fileno=listener_fd), base_path).run()
 
 

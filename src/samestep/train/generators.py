@@ -130,12 +130,16 @@ def find_own_modules(place: Path, num_modules: int) -> list[ModuleType]:
     places = [place] if main is None else [place, Path(main).absolute().parent]
     homes = tuple(f"{home}{os.sep}" for each in places for home in (each, each.resolve()))
     libraries = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", sysconfig.get_path("stdlib"))
-    found = []
+    found, others = [], {"__main__", "samestep"}
     for name, module in [*sys.modules.items()]:
+        root = name.partition(".")[0]
+        if root in others:
+            continue
         file = getattr(module, "__file__", None) or ""
-        is_own = file.startswith(homes) and file.endswith(".py") and not any(each in file for each in libraries)
-        if is_own and name != "__main__" and name.partition(".")[0] != "samestep":
+        if file.startswith(homes) and file.endswith(".py") and not any(each in file for each in libraries):
             found.append(module)
+        elif name == root and file:  # nor are the modules of this package, of which torch alone has 1,500
+            others.add(root)
     return found
 
 
