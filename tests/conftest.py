@@ -18,7 +18,7 @@ from support.preloaded import use_for_spawn
 from support.strikes import Strike, format_tables, read_strikes
 
 LAUNCHERS = ("SAMESTEP_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
-SERVERS = ("samestep.launch.forkserver", "support.preloaded", "support.command_server", "multiprocessing.resource_tracker")
+SERVERS = ("launch.forkserver", "support.preloaded", "support.command_server", "multiprocessing.resource_tracker")
 GRACE_S = 20.0
 LONG = ("test_slurm.py", "test_docs.py")
 

@@ -39,7 +39,7 @@ def sum_ranks(scale: int = 1) -> tuple[torch.Tensor, int]:
 
 def children() -> list[psutil.Process]:
     """Ranks and their children: what lives under a fork server of this process."""
-    servers = psutil.Process().children()
+    servers = [child for child in psutil.Process().children() if "serve(3)" in " ".join(child.cmdline())]
     return [rank for server in servers for rank in server.children(recursive=True)]
 
 
