@@ -22,7 +22,6 @@ from samestep.train.run_metrics import RunMetrics, Tally
 from samestep.train.steps import Observers, Step, refuse_unpacking
 from samestep.train.stop_signals import MOST_IDLE_STOPS, count_idle_stops, describe_stop
 from samestep.train.stopping import Stopping
-from samestep.train.unprepared import Unprepared
 from samestep.train.watchdog import Watchdog
 from samestep.watch.records import RESTARTS
 from samestep.world.environment import (
@@ -105,7 +104,6 @@ class Loop:
     those of an epoch's last step wait for the epoch's body.
 
     Args:
-        unprepared: finds state of the script that no snapshot holds.
         build_state: position -> the state that a snapshot holds.
         on_end: called with rows for the table at the end, and with the status, when the loop has ended.
 
@@ -131,7 +129,6 @@ class Loop:
         watchdog: Watchdog,
         metrics: RunMetrics,
         observers: Observers,
-        unprepared: Unprepared,
         replicas: Replicas,
         build_state: Callable[[dict[str, Any]], dict[str, Any]],
         on_end: Callable[[dict[str, Any], str, Error | None], None],
@@ -139,21 +136,15 @@ class Loop:
         self._context, self.batches, self.place, self._environment = context, batches, place, environment
         self._position, self._gradients, self._snapshotter = position, gradients, snapshotter
         self._stopping, self._watchdog, self._metrics, self._on = stopping, watchdog, metrics, observers
-        self._unprepared, self._replicas, self._build_state = unprepared, replicas, build_state
-        self._on_end = on_end
+        self._replicas, self._build_state, self._on_end = replicas, build_state, on_end
         self.step: Step | None = None
-        self._left = ""
+        self._left_error: Error | None = None  # the script left the loop before its end
         self.repeats_head = place.is_past
         self.failure: Error | None = None
         self._agreed_epoch = -1
         tasks = batches.tasks(position.steps_done, place.last_step, rank=context.rank, world_size=context.world_size)
         source = replace(batches.source, num_workers=0) if place.is_past else batches.source
         self._loader, self._attributes = Loader(source, tasks, device=context.device), Attributes(batches.source)
-
-    @property
-    def is_ended(self) -> bool:
-        """Whether all steps are done, or the loop has ended early."""
-        return self._stopping.is_ended
 
     def run_epochs(self, num_epochs: int) -> Generator[Epoch, None, None]:
         """Yield the epochs from the run's position on."""
@@ -181,7 +172,6 @@ class Loop:
                     "early, call run.stop() and continue the loop"
                 )
             self._stopping.vote_alone()
-            self._unprepared.look(position.steps_done - position.began_step, ends_epoch=True)
             whole = position.steps_done == end
             self._watchdog.enter("script", position.steps_done)
             if not whole:  # the body of an interrupted epoch will run again, and will request its snapshots again
@@ -236,7 +226,6 @@ class Loop:
         position.steps_done += 1
         for notify in self._on.end_step:
             notify(step)
-        self._unprepared.look(position.steps_done - position.began_step)
         if not is_last:
             self._end_body(epochs_done=None, numbered=True)
 
@@ -251,13 +240,12 @@ class Loop:
 
     def check_not_left(self) -> None:
         """Raise Error if the script left one of the loops before its end."""
-        error = self.build_left_error()
-        if error is not None:
-            raise error
+        if self._left_error is not None:
+            raise self._left_error
 
     def find_end(self) -> tuple[int, int]:
-        """Return the step and the epoch at which the next loop begins. Raises Error before this one has ended."""
-        if not self.is_ended:
+        """Return the step and the epoch at which the next loop begins. Raises Error before this loop has ended."""
+        if not self._stopping.is_ended:
             raise UsageError(
                 "this run is inside another loop: call run.epochs() or run.steps() after that loop, not inside it "
                 "or before it has begun"
@@ -266,22 +254,16 @@ class Loop:
 
     def find_failure(self) -> Error | None:
         """At the end of the process: return why the run has not ended correctly."""
-        return self.build_left_error() or self.failure
-
-    def build_left_error(self) -> Error | None:
-        """Return the error of a loop that the script left before its end."""
-        if not self._left:
-            return None
-        return Error(
-            f"{self._left}, so that what came after the last snapshot is lost: to end early, call run.stop() and "
-            "continue the loop"
-        )
+        return self._left_error or self.failure
 
     def _leave(self, loop: str, where: str) -> None:
         for notify in self._on.leave:
             notify(self._position.steps_done)
-        if not self.is_ended and not self._left:
-            self._left = f"the loop over the {loop} was left by break (or return, or an error) in {where}"
+        if not self._stopping.is_ended and self._left_error is None:
+            self._left_error = Error(
+                f"the loop over the {loop} was left by break (or return, or an error) in {where}, so that what came "
+                "after the last snapshot is lost: to end early, call run.stop() and continue the loop"
+            )
 
     def _begin(self) -> None:
         """Begin the loop. A run that has already received a signal to stop ends here."""

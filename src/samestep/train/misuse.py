@@ -1,6 +1,7 @@
 """Detects mistakes of a script around a step, such as an update from a gradient that is not complete."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 from weakref import WeakSet
 
@@ -24,8 +25,8 @@ class MisuseChecks(StepObserver):
         self._optimizers: WeakSet[Optimizer] = WeakSet(o for o in objects.values() if isinstance(o, Optimizer))
         self._schedules = [(name, thing) for name, thing in objects.items() if isinstance(thing, LRScheduler)]
         self._signature = self._sign()
-        self._unused_step: int | None = None  # computed gradients, and no optimizer of the run was called since
         self._names = {number: path for path, number, _ in self._signature}
+        self._unused_step: int | None = None  # computed gradients, and no optimizer of the run was called since
         self._step: Step | None = None
         self._read: list[int] = []  # position of each schedule when the pass began
         self._hook: Any = None
@@ -48,13 +49,6 @@ class MisuseChecks(StepObserver):
         self._step = None
         if self._hook is not None:
             self._hook.remove()
-
-    def refuse_in_step(self, what: str, instead: str) -> None:
-        """Raise Error inside the micro-batch loop of a step."""
-        step = self._step
-        if step is not None and step.open:
-            step.check_not_left()
-            raise UsageError(f"{what} inside the micro-batch loop of step {step.number}: {instead}")
 
     def begin_step(self, step: Step) -> None:
         self._step = step
@@ -105,16 +99,12 @@ class MisuseChecks(StepObserver):
     def _check_update(self, optimizer: Optimizer, *_: Any) -> None:
         is_known = optimizer in self._optimizers
         name = None if is_known else self._find_ours(optimizer)
-        if is_known or name is not None:
-            self.refuse_in_step("optimizer.step()", "its gradient is not complete there; dedent it by one level")
+        if (step := self._step) is not None and (is_known or name is not None):
+            step.refuse_inside("optimizer.step()", "its gradient is not complete there; dedent it by one level")
             self._unused_step = None
-            step = self._step
-            if (
-                step is not None
-                and step.has_gradients
-                and not _has_gradient(optimizer)  # otherwise not all of them need to be checked
-                and all(param.grad is None for param in self._params())
-            ):
+            own = (param for group in optimizer.param_groups for param in group["params"])
+            others = (param for module in self._modules.values() for param in module.parameters())
+            if step.has_gradients and all(param.grad is None for param in chain(own, others)):
                 raise UsageError(
                     f"optimizer.step() finds no gradient in step {step.number}: zero_grad() after the micro-batch loop "
                     "drops the gradients of the loop; remove it"
@@ -124,9 +114,6 @@ class MisuseChecks(StepObserver):
                 f"an optimizer ({type(optimizer).__name__}) that run.prepare did not get updates {name}: pass it too, "
                 "or its state is in no snapshot"
             )
-
-    def _params(self) -> Iterator[nn.Parameter]:
-        return (param for module in self._modules.values() for param in module.parameters())
 
     def _find_ours(self, optimizer: Optimizer) -> str | None:
         """A prepared parameter that an unprepared optimizer holds, unless that is part of a prepared object."""
@@ -144,6 +131,3 @@ class MisuseChecks(StepObserver):
             for path, param in module.named_parameters()
         ]
 
-
-def _has_gradient(optimizer: Optimizer) -> bool:
-    return any(param.grad is not None for group in optimizer.param_groups for param in group["params"])

@@ -35,7 +35,7 @@ from samestep.train.run_metrics import RunMetrics
 from samestep.train.samples import add_samples
 from samestep.train.shutdown import Resources, report_errors
 from samestep.train.step_log import collect_values
-from samestep.train.steps import Observers, Step
+from samestep.train.steps import Observers, Step, StepObserver
 from samestep.train.stop_signals import StopSignals
 from samestep.train.stopping import Stopping
 from samestep.train.tracing import open_tracer
@@ -111,8 +111,6 @@ class Run:
         8
     """
 
-    _resources: Resources | None = None
-
     def __init__(
         self,
         run_dir: str | Path | None,
@@ -171,7 +169,6 @@ class Run:
         self._metrics = RunMetrics(context, self._snapshotter, self._progress, self._trackers, self._objects)
         self._old_params = prepared.find_params()
         self._loop: Loop | None = None
-        self._misuse: MisuseChecks | None = None
         self._resumed, self._is_recalled = "", False
         self._tracer = None
         if environment.trace is not None:
@@ -499,7 +496,7 @@ class Run:
         """
         self._check_call("run.restore", "call it after the loop")
         self._check_prepared("run.restore")
-        if self._loop is not None and not self._loop.is_ended:
+        if not self._stopping.is_ended:
             raise UsageError("run.restore in the loop would change what is trained: call it after the loop")
         may_lack = self._tracer is not None
         is_loaded = recall(self._snapshotter, self._modules, names, which, self._context.group, may_lack=may_lack)
@@ -601,8 +598,6 @@ class Run:
         """Prepare everything between the check of the arguments and the first step of a loop."""
         context, config = self._context, self._context.config
         position, snapshotter = self._position, self._snapshotter
-        assert self._misuse is not None
-        assert self._resources is not None
         # A rank that evaluates alone exchanges numbers: any other exchange of these ranks would wait for it forever.
         check_not_alone(context.group.gather_number(0))
         lengths = {"the number of steps": total_steps, "the length of the data set": len(batches.source)}
@@ -620,18 +615,17 @@ class Run:
             self.state = self._contents.restore_again(snapshotter.read_again())
         self._stopping.begin_loop(place)
         self._metrics.begin_loop(batches)
-        observers = [self._misuse, self._parameters, self._watchdog, self._metrics, self._stopping]
+        observers: list[StepObserver] = [self._misuse, self._parameters, self._watchdog, self._metrics, self._stopping]
         if self._tracer is not None:
             self._tracer.begin_loop(batches, place, self._gradients, self._build_state)
             observers.append(self._tracer)
-        # One rank looks for unprepared state, in a run that can be resumed.
-        looks = self.rank == 0 and self.dir is not None and self._tracer is None and not place.is_further
-        roots = {"the data set": batches.source.dataset, "collate_fn": batches.source.collate_fn}
+        elif self.rank == 0 and self.dir is not None and not place.is_further:  # a run that can be resumed
+            observers.append(Unprepared(self._objects, batches, self._say))
         self._loop = loop = Loop(
             context, batches, place, environment=self._environment, position=position, gradients=self._gradients,
             snapshotter=snapshotter, stopping=self._stopping, watchdog=self._watchdog, metrics=self._metrics,
             observers=Observers(observers), replicas=self._replicas, build_state=self._build_state,
-            on_end=self._end_loop, unprepared=Unprepared(self._objects if looks else None, roots, self._say),
+            on_end=self._end_loop,
         )  # fmt: skip
         self._resources.find_failure = loop.find_failure
         if place.is_past:
@@ -651,8 +645,6 @@ class Run:
 
     def _end_loop(self, rows: dict[str, Any], status: str, failure: Error | None) -> None:
         """The loop is over: show the table, end the trackers, give signals and workers back."""
-        assert self._misuse is not None
-        assert self._resources is not None
         if self.dir is not None:
             rows["written to"] = self._snapshotter.shown
         self._progress.end(self.summary | rows)
@@ -686,8 +678,8 @@ class Run:
         self._refuse_in_step(what, instead)
 
     def _refuse_in_step(self, what: str, instead: str) -> None:
-        if self._misuse is not None:
-            self._misuse.refuse_in_step(what, instead)
+        if self._loop is not None and self._loop.step is not None:
+            self._loop.step.refuse_inside(what, instead)
 
     def _check_prepared(self, what: str) -> None:
         if not self._objects:
@@ -701,5 +693,5 @@ class Run:
         say_above(self._progress, sentence)
 
     def __del__(self) -> None:
-        if self._resources is not None:
+        if hasattr(self, "_resources"):  # false if `__init__` has failed
             self._resources.close()

@@ -327,6 +327,12 @@ class Step:
         for notify in self._on.reduced:
             notify(self)
 
+    def refuse_inside(self, what: str, instead: str) -> None:
+        """Raise Error inside the loop over the micro-batches."""
+        if self.open:
+            self.check_not_left()
+            raise UsageError(f"{what} inside the micro-batch loop of step {self.number}: {instead}")
+
     def check_not_left(self) -> None:
         """Raise Error if the script left the loop over the micro-batches before its end."""
         if self._is_left:

@@ -12,7 +12,9 @@ from torch.utils.data import DataLoader
 
 from samestep.snapshot.async_copy import locate
 from samestep.snapshot.serialization import view_bytes
+from samestep.train.batches import Batches
 from samestep.train.generators import KINDS, find_things, look_into, read_generator
+from samestep.train.steps import Step, StepObserver
 
 LOOK_AT = (1, 2, 4, 8, 16)  # steps of this start; the first look finds the objects, the others compare
 LOOK_AT_EPOCHS = 3  # also at the ends of this many epochs
@@ -21,36 +23,45 @@ MAX_TENSORS = 4_000
 MAX_ELEMENTS = 512  # of a tensor, evenly spaced
 
 
-class Unprepared:
+class Unprepared(StepObserver):
     """Watches the objects that the script's modules and functions hold, over the first steps of a start.
 
     Looks at a sample of each state, so that a look takes milliseconds. On one rank.
 
     Args:
-        objects: the objects passed to `run.prepare`; None: disabled.
-        roots: name -> object to search besides the script's variables, such as the data set.
+        objects: the objects passed to `run.prepare`.
         say: takes a sentence.
     """
 
-    def __init__(self, objects: Mapping[str, Any] | None, roots: Mapping[str, Any], say: Callable[[str], None]) -> None:
-        self._is_on, self._roots, self._say = objects is not None, roots, say
-        objects = self._objects = objects or {}
+    def __init__(self, objects: Mapping[str, Any], batches: Batches, say: Callable[[str], None]) -> None:
+        self._objects, self._batches, self._say = objects, batches, say
         self._marks: dict[str, tuple[Any, str, int]] | None = None
-        self._num_epochs = 0
+        self._num_steps = self._num_epochs = 0
         # Parts of prepared objects, such as a scheduler's optimizer.
         parts = [part for each in objects.values() for _, part in look_into(each)]
         parts += [part for each in objects.values() if isinstance(each, nn.Module) for part in each.modules()]
         self._own = {id(each) for each in objects.values()}
         self._parts = self._own | {id(part) for part in parts}
 
-    def look(self, num_steps: int, *, ends_epoch: bool = False) -> None:
-        """Call after each step of this start, and after each epoch's body. `num_steps`: number of finished steps."""
-        self._num_epochs += ends_epoch
-        if not self._is_on or not (self._num_epochs <= LOOK_AT_EPOCHS if ends_epoch else num_steps in LOOK_AT):
-            return
-        known = self._find_known()
+    def end_step(self, step: Step) -> None:
+        self._num_steps += 1
+        if self._num_steps in LOOK_AT:
+            self._look()
+
+    def end_body(self, step: Step) -> None:
+        if self._batches.epochs_done(step.number + 1) is not None:
+            self._num_epochs += 1
+            if self._num_epochs <= LOOK_AT_EPOCHS:
+                self._look()
+
+    def _look(self) -> None:
+        # The tensors of prepared models, which other objects may hold as well.
+        modules = [thing for thing in self._objects.values() if isinstance(thing, nn.Module)]
+        known = {locate(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
         if self._marks is None:
-            found = find_things(self._roots, self._is_wanted, max_looks=MAX_THINGS)
+            source = self._batches.source
+            roots = {"the data set": source.dataset, "collate_fn": source.collate_fn}
+            found = find_things(roots, self._is_wanted, max_looks=MAX_THINGS)
             self._marks = {path: (thing, _mark(thing, known), _read_seed(thing)) for path, thing in found.items()}
             return
         changed = {
@@ -77,11 +88,6 @@ class Unprepared:
             if things:
                 names = ", ".join(f"{path} ({type(thing).__name__})" for path, thing in things.items())
                 self._say(f"not in any snapshot, but changed by the steps: {names}; a resumed run may differ: {cure}")
-
-    def _find_known(self) -> set[int]:
-        """Where the tensors of prepared models live, which other objects may hold as well."""
-        modules = [thing for thing in self._objects.values() if isinstance(thing, nn.Module)]
-        return {locate(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
 
     def _is_wanted(self, thing: Any) -> bool:
         if isinstance(thing, KINDS):

@@ -7,7 +7,6 @@ import json
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -154,7 +153,7 @@ class Heartbeat:
         self._orders: dict[str, Any] = {}
         self._has_written_stacks = False
         self._reported: Stall | None = None
-        self._paces: deque[tuple[float, dict[int, Beat]]] = deque()
+        self._window: tuple[float, dict[int, Beat]] | None = None  # its begin, in which paces are compared
         self._reported_slow: set[int] = set()
         self._still_s = 0.0
         loops = [self._watch] if mail is None else [self._exchange, self._watch]
@@ -243,8 +242,7 @@ class Heartbeat:
         facts, is_all_there = self._facts, False
         while not self._closed.is_set():
             with suppress(RuntimeError, OSError, ValueError), at_work():
-                text = json.dumps({"beat": asdict(self._build_beat()), "orders": self._orders})
-                self._mail.put(f"beat/{facts.rank}", text)
+                self._put(self._mail, self._build_beat(), self._orders)
                 ranks = range(facts.world_size) if self._leads() else range(min(facts.rank, NUM_LEADERS))
                 texts = self._mail.read([f"beat/{rank}" for rank in ranks])
                 if texts is not None:
@@ -254,8 +252,10 @@ class Heartbeat:
                     self._exchanged_s = time.monotonic()
             self._closed.wait(self._interval_s)
         with suppress(RuntimeError, OSError), at_work():
-            ended = replace(self._build_beat(), phase="ended")
-            self._mail.put(f"beat/{facts.rank}", json.dumps({"beat": asdict(ended), "orders": {}}))
+            self._put(self._mail, replace(self._build_beat(), phase="ended"), {})
+
+    def _put(self, mail: Mail, beat: Beat, orders: Mapping[str, Any]) -> None:
+        mail.put(f"beat/{beat.rank}", json.dumps({"beat": asdict(beat), "orders": orders}))
 
     def _process(self, texts: Sequence[str]) -> None:
         now_s = time.monotonic()
@@ -401,22 +401,15 @@ class Heartbeat:
     # --- slow ranks, and ranks.json ---------------------------------------------------------------------------------
 
     def _report_slow(self, ranks: Sequence[RankState], now_s: float) -> None:
-        """Print each rank, once, that has computed more slowly than the others over the last steps."""
+        """Print each rank, once, that computes more slowly than the others over `SLOW_AFTER_STEPS` steps."""
         if len(ranks) < 2:
             return
         beats = {rank.beat.rank: rank.beat for rank in ranks}
-        if self._paces and now_s - self._paces[-1][0] < self._facts.limits.floor_s / 4:
-            return
-        self._paces.append((now_s, beats))
-        first_s, first = self._paces[0]
+        first_s, first = self._window = self._window or (now_s, beats)
         if beats[0].step - first[0].step < SLOW_AFTER_STEPS or now_s - first_s < self._facts.limits.floor_s:
             return
-        while len(self._paces) > 2 and (
-            beats[0].step - self._paces[1][1][0].step >= SLOW_AFTER_STEPS
-            and now_s - self._paces[1][0] >= self._facts.limits.floor_s
-        ):
-            self._paces.popleft()
-        for rank, (phase, mine_s, usual_s) in find_slow(_compute_paces(self._paces[0][1], beats)).items():
+        self._window = now_s, beats
+        for rank, (phase, mine_s, usual_s) in find_slow(_compute_paces(first, beats)).items():
             if rank not in self._reported_slow:
                 self._reported_slow.add(rank)
                 what = "loading data" if phase == "loading" else f"in the {phase}" if phase != "updating" else phase
