@@ -14,7 +14,6 @@ from samestep.watch.stall_diagnosis import (
     WARM_UP,
     Beat,
     Limits,
-    RankState,
     build_limits,
     describe_ranks,
     describe_spent,
@@ -26,19 +25,20 @@ from samestep.watch.stall_diagnosis import (
 FRESH = {"num_seen": WARM_UP + 100, "longest_s": 0.02}
 
 
-def hear(rank: int, phase: str, still_s: float, **more: Any) -> RankState:
+def hear(rank: int, phase: str, still_s: float, **more: Any) -> Beat:
     """A rank that has not moved for `still_s`, at a phase that it knows."""
     process, is_silent, age_s = more.pop("process", ""), more.pop("is_silent", False), more.pop("age_s", 0.0)
     facts = {"host": f"h{rank // 4}", "pid": rank, "number": 1, "step": 120, **FRESH, **more}
-    return RankState(Beat(rank=rank, phase=phase, for_s=still_s - age_s, **facts), age_s, is_silent, process)
+    more = {"for_s": still_s - age_s, "age_s": age_s, "is_silent": is_silent, "process": process, **facts}
+    return Beat(rank=rank, phase=phase, **more)
 
 
-def wait(rank: int, still_s: float, **more: Any) -> RankState:
+def wait(rank: int, still_s: float, **more: Any) -> Beat:
     return hear(rank, "reducing", still_s, **{"waits_in": "the reduction", **more})
 
 
 @st.composite
-def worlds(draw: st.DrawFn) -> list[RankState]:
+def worlds(draw: st.DrawFn) -> list[Beat]:
     ranks = []
     for rank in range(draw(st.integers(1, 6))):
         waits_in = draw(st.sampled_from(["", "the reduction", "all_reduce"]))
@@ -65,35 +65,35 @@ LIMITS = st.sampled_from([Limits(), build_limits(3), build_limits(60), build_lim
 
 
 @given(worlds(), LIMITS)
-def test_nobody_is_accused_while_anybody_moves(ranks: list[RankState], limits: Limits) -> None:
-    moving = replace(ranks[0], beat=replace(ranks[0].beat, for_s=limits.floor_s * 0.99, phase="forward"), age_s=0.0)
+def test_nobody_is_accused_while_anybody_moves(ranks: list[Beat], limits: Limits) -> None:
+    moving = replace(ranks[0], for_s=limits.floor_s * 0.99, phase="forward", age_s=0.0)
     assert diagnose([moving, *ranks[1:]], limits) is None
 
 
 @given(worlds(), LIMITS, st.floats(0, 0.99))
-def test_who_slept_accuses_nobody(ranks: list[RankState], limits: Limits, share: float) -> None:
+def test_who_slept_accuses_nobody(ranks: list[Beat], limits: Limits, share: float) -> None:
     assert diagnose(ranks, limits, awake_s=share * limits.floor_s) is None
 
 
 @given(worlds(), LIMITS)
-def test_a_rank_that_waits_is_not_guilty_while_another_does_not(ranks: list[RankState], limits: Limits) -> None:
+def test_a_rank_that_waits_is_not_guilty_while_another_does_not(ranks: list[Beat], limits: Limits) -> None:
     verdict = diagnose(ranks, limits)
     if verdict is None:
         return
-    by_rank = {heard.beat.rank: heard for heard in ranks}
+    by_rank = {heard.rank: heard for heard in ranks}
     guilty = [by_rank[rank] for rank in verdict.guilty]
-    active = [heard for heard in ranks if heard.beat.phase != "ended"]
+    active = [heard for heard in ranks if heard.phase != "ended"]
     if any(heard.is_silent for heard in active):
         assert all(heard.is_silent for heard in guilty)
-    elif any(not heard.beat.waits_in for heard in active):
+    elif any(not heard.waits_in for heard in active):
         assert guilty
-        assert not any(heard.beat.waits_in for heard in guilty)
+        assert not any(heard.waits_in for heard in guilty)
     for heard in guilty:
-        assert str(heard.beat.rank) in verdict.sentence
+        assert str(heard.rank) in verdict.sentence
 
 
 @given(worlds(), LIMITS, st.floats(1, 100))
-def test_what_is_stuck_stays_stuck(ranks: list[RankState], limits: Limits, more_s: float) -> None:
+def test_what_is_stuck_stays_stuck(ranks: list[Beat], limits: Limits, more_s: float) -> None:
     later = [replace(heard, age_s=heard.age_s + more_s) for heard in ranks]
     now, then = diagnose(ranks, limits), diagnose(later, limits)
     if now is not None:
@@ -103,14 +103,14 @@ def test_what_is_stuck_stays_stuck(ranks: list[RankState], limits: Limits, more_
 
 
 @given(worlds())
-def test_a_run_is_stopped_late(ranks: list[RankState]) -> None:
+def test_a_run_is_stopped_late(ranks: list[Beat]) -> None:
     """Never before the default's 300 s, and never while a rank computes, unless a person said so."""
     verdict = diagnose(ranks, Limits())
     if verdict is not None and verdict.is_final:
-        active = [heard for heard in ranks if heard.beat.phase != "ended"]
+        active = [heard for heard in ranks if heard.phase != "ended"]
         assert min(heard.still_s for heard in active) >= STOP_S
         if not any(heard.is_silent for heard in active):
-            assert not any(by.beat.is_busy and not by.beat.waits_in for by in active)
+            assert not any(by.is_busy and not by.waits_in for by in active)
 
 
 def test_the_sentence() -> None:
@@ -139,7 +139,7 @@ def test_the_sentence() -> None:
         (hear(1, "ended", 0), "left the run at step 120"),
     ],
 )
-def test_each_ailment_has_its_words(guilty: RankState, words: str) -> None:
+def test_each_ailment_has_its_words(guilty: Beat, words: str) -> None:
     verdict = diagnose([wait(0, 20), guilty, wait(2, 20)], Limits())
     assert verdict is not None
     assert verdict.guilty == (1,)

@@ -21,7 +21,6 @@ from samestep.watch.stall_diagnosis import (
     WARM_UP,
     Beat,
     Limits,
-    RankState,
     Stall,
     describe_seconds,
     diagnose,
@@ -279,10 +278,10 @@ class Heartbeat:
             other in self._beats and self._is_silent(other, now_s) for other in range(rank)
         )
 
-    def _collect(self) -> list[RankState] | None:
+    def _collect(self) -> list[Beat] | None:
         """Return the state of all ranks; None before the first beat of each."""
         if self._mail is None:
-            return [RankState(self._build_beat())]
+            return [self._build_beat()]
         now_s = time.monotonic()
         if len(self._beats) < self._facts.world_size:
             return None
@@ -291,7 +290,7 @@ class Heartbeat:
             is_silent = self._is_silent(rank, now_s)
             is_here = (beat.host, beat.system) == (self._facts.host, self._system)
             process = read_process_state(beat.pid) if is_silent and is_here else ""
-            ranks.append(RankState(beat, now_s - came_s, is_silent, process))
+            ranks.append(replace(beat, age_s=now_s - came_s, is_silent=is_silent, process=process))
         return ranks
 
     # --- the clock --------------------------------------------------------------------------------------------------
@@ -335,10 +334,10 @@ class Heartbeat:
             self._facts.say(f"the run goes on, after {describe_seconds(self._still_s)}")
             self._reported, self._orders = None, {}
 
-    def _report(self, stall: Stall, ranks: Sequence[RankState]) -> None:
+    def _report(self, stall: Stall, ranks: Sequence[Beat]) -> None:
         """Print the diagnosis, and order the stacks of the guilty ranks, or of all if these wait in a collective."""
         self._reported = stall
-        responding = [rank.beat for rank in ranks if not rank.is_silent]
+        responding = [beat for beat in ranks if not beat.is_silent]
         guilty = [beat for beat in responding if beat.rank in stall.guilty]
         shown = [beat.rank for beat in (responding if any(beat.waits_in for beat in guilty) else guilty)][:16]
         where = ""
@@ -350,13 +349,11 @@ class Heartbeat:
         if self._facts.rank in shown:
             self._write_stacks()
 
-    def _end(self, stall: Stall, ranks: Sequence[RankState]) -> None:
-        guilty = [rank for rank in ranks if rank.beat.rank in stall.guilty]
-        able = [rank.beat.rank for rank in guilty if not rank.is_silent]
+    def _end(self, stall: Stall, ranks: Sequence[Beat]) -> None:
+        guilty = [beat for beat in ranks if beat.rank in stall.guilty]
+        able = [beat.rank for beat in guilty if not beat.is_silent]
         frozen = [
-            (rank.beat.rank, rank.beat.pid)
-            for rank in guilty
-            if rank.is_silent and rank.process in ("stopped", "alive")
+            (beat.rank, beat.pid) for beat in guilty if beat.is_silent and beat.process in ("stopped", "alive")
         ]
         first = able or ([] if frozen else [self._facts.rank])
         self._orders = {**self._orders, "end": {"first": first, "sentence": stall.sentence}}
@@ -400,11 +397,11 @@ class Heartbeat:
 
     # --- slow ranks, and ranks.json ---------------------------------------------------------------------------------
 
-    def _report_slow(self, ranks: Sequence[RankState], now_s: float) -> None:
+    def _report_slow(self, ranks: Sequence[Beat], now_s: float) -> None:
         """Print each rank, once, that computes more slowly than the others over `SLOW_AFTER_STEPS` steps."""
         if len(ranks) < 2:
             return
-        beats = {rank.beat.rank: rank.beat for rank in ranks}
+        beats = {beat.rank: beat for beat in ranks}
         first_s, first = self._window = self._window or (now_s, beats)
         if beats[0].step - first[0].step < SLOW_AFTER_STEPS or now_s - first_s < self._facts.limits.floor_s:
             return
@@ -418,12 +415,12 @@ class Heartbeat:
                     f"the others {1000 * usual_s:.1f} ms; it loses time {what}"
                 )
 
-    def _publish(self, ranks: Sequence[RankState]) -> None:
+    def _publish(self, ranks: Sequence[Beat]) -> None:
         """Write ranks.json for `samestep watch`."""
         facts = self._facts
         if facts.run_dir is None or not facts.may_write():
             return
-        rows = [{**asdict(rank.beat), "age_s": rank.age_s, "is_silent": rank.is_silent} for rank in ranks]
+        rows = [asdict(beat) for beat in ranks]
         record = {"time_s": time.time(), "micro_batch_size": facts.micro_batch_size, "ranks": rows}
         text = json.dumps(record).encode()
         with suppress(OSError):

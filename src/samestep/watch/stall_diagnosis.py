@@ -47,7 +47,7 @@ SLOW_LEAST_S = 1e-3  # per micro-batch; smaller differences are noise
 
 @dataclass(frozen=True)
 class Beat:
-    """The published state of a rank.
+    """The state of a rank: what it publishes, and in the last three attributes how the leader sees it.
 
     Attributes:
         number: sequence number.
@@ -64,6 +64,9 @@ class Beat:
         spent_s: phase -> total seconds.
         num_steps: steps since the last start of the run.
         num_micro_batches: micro-batches loaded so far.
+        age_s: seconds since this arrived.
+        is_silent: the next beat is overdue.
+        process: state of its process: "stopped", "dead", "alive", or "" on another host.
     """
 
     rank: int
@@ -85,20 +88,6 @@ class Beat:
     spent_s: Mapping[str, float] = field(default_factory=dict)
     num_steps: int = 0
     num_micro_batches: int = 0
-
-
-@dataclass(frozen=True)
-class RankState:
-    """A rank as the leader sees it.
-
-    Attributes:
-        beat: its newest beat.
-        age_s: seconds since that arrived.
-        is_silent: the next beat is overdue.
-        process: state of its process: "stopped", "dead", "alive", or "" on another host.
-    """
-
-    beat: Beat
     age_s: float = 0.0
     is_silent: bool = False
     process: str = ""
@@ -106,7 +95,7 @@ class RankState:
     @property
     def still_s(self) -> float:
         """Seconds without progress."""
-        return self.beat.for_s + self.age_s
+        return self.for_s + self.age_s
 
 
 @dataclass(frozen=True)
@@ -153,54 +142,51 @@ class Stall:
     is_final: bool
 
 
-def diagnose(ranks: Sequence[RankState], limits: Limits, awake_s: float = float("inf")) -> Stall | None:
+def diagnose(ranks: Sequence[Beat], limits: Limits, awake_s: float = float("inf")) -> Stall | None:
     """Return why the run does not move; None if a rank moves, or can still be expected to.
 
     Args:
         ranks: all ranks.
         awake_s: how long the caller has run without interruption: its process may have been stopped.
     """
-    ended = [rank for rank in ranks if rank.beat.phase == "ended"]
-    ranks = [rank for rank in ranks if rank.beat.phase != "ended"]
+    ended = [rank for rank in ranks if rank.phase == "ended"]
+    ranks = [rank for rank in ranks if rank.phase != "ended"]
     if not ranks:
         return None
     still_s = min([awake_s, *[rank.still_s for rank in ranks]])
     silent = [rank for rank in ranks if rank.is_silent]
     responding = [rank for rank in ranks if not rank.is_silent]
-    waiting = [rank.beat for rank in responding if rank.beat.waits_in]
-    others = [rank.beat for rank in responding if not rank.beat.waits_in]
-    is_busy = False
+    waiting = [rank for rank in responding if rank.waits_in]
+    others = [rank for rank in responding if not rank.waits_in]
+    is_known, is_busy = True, False
     if silent:
-        unclear = [rank.beat for rank in silent if rank.process == "alive"]
-        limit_s = max([limits.floor_s, *[limits.of(beat) for beat in unclear]])
+        limit_s = max([limits.floor_s, *[limits.of(rank) for rank in silent if rank.process == "alive"]])
         guilty, sentence = silent, _describe_silent(silent, responding, still_s)
-        is_known = True
     elif others:
-        limit_s = max([limits.of(beat) for beat in others])
-        guilty = [rank for rank in responding if not rank.beat.waits_in]
-        sentence, is_busy = _describe_others(others, still_s), any(beat.is_busy for beat in others)
-        is_known = limit_s != limits.first_s
+        limit_s = max([limits.of(rank) for rank in others])
+        guilty, sentence = others, _describe_others(others, still_s)
+        is_known, is_busy = limit_s != limits.first_s, any(rank.is_busy for rank in others)
     elif ended:
-        limit_s, guilty, is_known = limits.floor_s, ended, True
-        beats = [rank.beat for rank in ended]
-        sentence = f"{_name(beats)} left the run at step {max(beat.step for beat in beats)}"
+        limit_s, guilty = limits.floor_s, ended
+        sentence = f"{_name(ended)} left the run at step {max(rank.step for rank in ended)}"
     else:
         groups = _group(waiting)
-        apart = len(groups) > 1
-        limit_s = 2 * limits.floor_s if apart else max([limits.of(beat) for beat in waiting])
-        guilty = [rank for rank in responding if rank.beat in groups[0]] if apart else []
         sentence = _describe_waiting(groups, still_s)
-        is_known = apart or limit_s != limits.first_s
+        if len(groups) > 1:
+            limit_s, guilty = 2 * limits.floor_s, groups[0]
+        else:
+            limit_s, guilty = max([limits.of(rank) for rank in waiting]), []
+            is_known = limit_s != limits.first_s
     if still_s < limit_s:
         return None
     if silent or others or ended:
         sentence += _describe_wait(waiting, len(guilty))
     stop_s = limits.stop_s
     if stop_s is None:
-        stop_s = max(STOP_S, 2 * limit_s) if is_known else max(UNKNOWN_STOP_S, 2 * limit_s)
+        stop_s = max(STOP_S if is_known else UNKNOWN_STOP_S, 2 * limit_s)
         if is_busy:  # it computes, and is not stuck; the other ranks' collectives have a timeout
             stop_s = float("inf")
-    return Stall(tuple(rank.beat.rank for rank in guilty), sentence, still_s >= stop_s)
+    return Stall(tuple(rank.rank for rank in guilty), sentence, still_s >= stop_s)
 
 
 def find_slow(paces: Mapping[int, Mapping[str, float]]) -> dict[int, tuple[str, float, float]]:
@@ -306,27 +292,23 @@ def _describe_others(others: Sequence[Beat], still_s: float) -> str:
     return "; ".join(parts)
 
 
-def _describe_silent(silent: Sequence[RankState], responding: Sequence[RankState], still_s: float) -> str:
+def _describe_silent(silent: Sequence[Beat], responding: Sequence[Beat], still_s: float) -> str:
     """Describe ranks whose beats have stopped."""
-    beats = [rank.beat for rank in silent]
-    steps = sorted({beat.step for beat in beats})
+    who, for_s, processes = _name(silent), describe_seconds(still_s), {rank.process for rank in silent}
+    steps = sorted({rank.step for rank in silent})
     last = f"last heard of at step {steps[0]}" + (f" to {steps[-1]}" if len(steps) > 1 else "")
-    processes = {rank.process for rank in silent}
-    for_s = describe_seconds(still_s)
     if processes == {"stopped"}:
-        was = "was" if len(beats) == 1 else "were"
-        return f"{_name(beats)} {was} stopped (SIGSTOP) {for_s} ago, {last}"
+        return f"{who} {'was' if len(silent) == 1 else 'were'} stopped (SIGSTOP) {for_s} ago, {last}"
     if processes == {"dead"}:
-        return f"{_name(beats)} died {for_s} ago, {last}"
-    hosts = {beat.host for beat in beats}
-    if processes == {""} and not any(rank.beat.host in hosts for rank in responding):
-        return f"nothing was heard of {_name(beats)} for {for_s}, {last}: the host or its network is down"
+        return f"{who} died {for_s} ago, {last}"
     if processes == {"alive"}:
         return (
-            f"{_name(beats)} sent no heartbeat for {for_s}, {last}: the process lives, but its main thread is in a "
+            f"{who} sent no heartbeat for {for_s}, {last}: the process lives, but its main thread is in a "
             "call that does not let other threads run"
         )
-    return f"nothing was heard of {_name(beats)} for {for_s}, {last}: stopped, dead, or cut off"
+    is_host_silent = processes == {""} and not {rank.host for rank in silent} & {rank.host for rank in responding}
+    why = "the host or its network is down" if is_host_silent else "stopped, dead, or cut off"
+    return f"nothing was heard of {who} for {for_s}, {last}: {why}"
 
 
 def _group(waiting: Sequence[Beat]) -> list[list[Beat]]:
