@@ -7,6 +7,7 @@ import torch
 
 from samestep.config import RunConfig
 from samestep.engine.precision import Precision
+from samestep.world.environment import Environment
 from samestep.world.group import Group
 
 
@@ -15,6 +16,7 @@ class RunContext:
     """A run on this rank.
 
     Attributes:
+        environment: the environment of this process.
         config: the run's options, checked.
         group: the ranks.
         device: where this rank computes.
@@ -22,6 +24,7 @@ class RunContext:
         say: prints a sentence for a person, on rank 0.
     """
 
+    environment: Environment
     config: RunConfig
     group: Group
     device: torch.device

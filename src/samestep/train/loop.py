@@ -30,7 +30,6 @@ from samestep.world.environment import (
     ROOM,
     START_AGAIN,
     STOPPED,
-    Environment,
     advise,
     stop_code,
 )
@@ -121,7 +120,6 @@ class Loop:
         batches: Batches,
         place: Place,
         *,
-        environment: Environment,
         position: Position,
         gradients: GradientPass,
         snapshotter: Snapshotter,
@@ -133,7 +131,7 @@ class Loop:
         build_state: Callable[[dict[str, Any]], dict[str, Any]],
         on_end: Callable[[dict[str, Any], str, Error | None], None],
     ) -> None:
-        self._context, self.batches, self.place, self._environment = context, batches, place, environment
+        self._context, self.batches, self.place = context, batches, place
         self._position, self._gradients, self._snapshotter = position, gradients, snapshotter
         self._stopping, self._watchdog, self._metrics, self._on = stopping, watchdog, metrics, observers
         self._replicas, self._build_state, self._on_end = replicas, build_state, on_end
@@ -269,14 +267,14 @@ class Loop:
         """Begin the loop. A run that has already received a signal to stop ends here."""
         if self.place.is_past:
             return
-        snapshotter, settings = self._snapshotter, self._context.config
+        snapshotter, settings, environment = self._snapshotter, self._context.config, self._context.environment
         self._watchdog.begin()
         if self.place.is_further:
             snapshotter.write_status("running", "", None)
         elif snapshotter.directory is not None:
             from_step, world_size = self._position.steps_done, self._context.world_size
-            snapshotter.directory.write_start(self._environment.restart, from_step=from_step, world_size=world_size)
-        if self._environment.local_rank == 0:
+            snapshotter.directory.write_start(environment.restart, from_step=from_step, world_size=world_size)
+        if environment.local_rank == 0:
             self._tell_launcher(ROOM, str(settings.batch_size // settings.micro_batch_size))
             if snapshotter.path is not None:
                 self._tell_launcher(BEGUN, snapshotter.shown)
@@ -329,18 +327,18 @@ class Loop:
             f"stopped by a signal after step {steps_done}"
             + (f", saved in {snapshotter.named}: the same command continues from there" if saved else "")
         )
-        if signals is not None:
-            signals.leave()
+        signals.leave()
         self._end("stopped", describe_stop(self._stopping.signal))
         if self.failure is not None:
             raise self.failure
         self._tell_launcher(STOPPED)
-        raise SystemExit(signals.exit_code if signals is not None else 0)
+        raise SystemExit(signals.exit_code)
 
     def _tell_launcher(self, event: str, text: str = "") -> None:
         """Leave a note for samestep's launcher. An exit code can only express success and failure."""
-        if self._environment.error_dir is not None:
-            path = Path(self._environment.error_dir, event)
+        error_dir = self._context.environment.error_dir
+        if error_dir is not None:
+            path = Path(error_dir, event)
             with suppress(OSError):  # the disk is full: the launcher then assumes the default
                 make_private(path.parent)
                 path.write_bytes(os.fsencode(text))

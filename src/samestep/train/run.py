@@ -152,18 +152,13 @@ class Run:
         self.state: dict[str, Any] = {}
         self.summary: dict[str, Any] = {}
         self._progress, self._config = build_progress(rank=self.rank), dict(config or {})
-        self._environment = environment
-        self._context = context = RunContext(settings, group, self.device, precision_of_run, self._say)
+        self._context = context = RunContext(environment, settings, group, self.device, precision_of_run, self._say)
         self._trackers, self._pools, self._position = Trackers(trackers, self._say), Pools(), Position()
         self._snapshotter = Snapshotter(settings, group, self._say)
         self.dir = self._snapshotter.path
-        self._signals = None
-        if self.dir is not None:
-            self._signals = StopSignals(self._say, environment.launcher, environment.error_dir)
-        self._resources = Resources(
-            context, self._snapshotter, self._signals, self._progress, self._pools, environment.error_dir
-        )
-        self._watchdog = Watchdog(context, environment, self._snapshotter, self._position)
+        self._signals = StopSignals(environment, self._say, is_on=self.dir is not None)
+        self._resources = Resources(context, self._snapshotter, self._signals, self._progress, self._pools)
+        self._watchdog = Watchdog(context, self._snapshotter, self._position)
         self._stopping = Stopping(context, self._position, self._snapshotter, self._watchdog, self._signals)
         self._objects: dict[str, Any] = {}
         self._metrics = RunMetrics(context, self._snapshotter, self._progress, self._trackers, self._objects)
@@ -622,7 +617,7 @@ class Run:
         elif self.rank == 0 and self.dir is not None and not place.is_further:  # a run that can be resumed
             observers.append(Unprepared(self._objects, batches, self._say))
         self._loop = loop = Loop(
-            context, batches, place, environment=self._environment, position=position, gradients=self._gradients,
+            context, batches, place, position=position, gradients=self._gradients,
             snapshotter=snapshotter, stopping=self._stopping, watchdog=self._watchdog, metrics=self._metrics,
             observers=Observers(observers), replicas=self._replicas, build_state=self._build_state,
             on_end=self._end_loop,
@@ -651,8 +646,7 @@ class Run:
         if self.rank == 0:
             self._trackers.finish(status)
         self._misuse.close()
-        if self._signals is not None:
-            self._signals.restore()
+        self._signals.restore()
         if failure is None:
             self._resources.end_loop()
 

@@ -34,17 +34,17 @@ class Resources:
     """The resources of one run. They are closed when nothing refers to the run any more, or at the end of the process.
 
     Args:
-        error_dir: directory in which the launcher looks for errors; None without one.
+        pools: of data workers.
 
     Attributes:
+        error_dir: directory in which the launcher looks for errors; None without one.
         find_failure: called at the end of the process; returns the error of a run that has not ended correctly.
     """
 
     def __init__(
-        self, context: RunContext, snapshotter: Snapshotter, signals: StopSignals | None, progress: Progress,
-        pools: Pools, error_dir: str | None,
-    ) -> None:  # fmt: skip
-        self.rank, self.error_dir = context.rank, error_dir
+        self, context: RunContext, snapshotter: Snapshotter, signals: StopSignals, progress: Progress, pools: Pools
+    ) -> None:
+        self.rank, self.error_dir = context.rank, context.environment.error_dir
         self._context, self._snapshotter, self._signals = context, snapshotter, signals
         self._progress, self._pools = progress, pools
         self._is_open = True
@@ -71,8 +71,7 @@ class Resources:
         if self.error_dir is not None:
             Path(self.error_dir, FINISHED).unlink(missing_ok=True)
         self._context.group.forget_stops()
-        if self._signals is not None:
-            self._signals.take()
+        self._signals.take()
 
     def close(self, failure: str = "") -> Error | None:
         """Close everything. A second call has no effect, nor has one in a forked process.
@@ -98,8 +97,7 @@ class Resources:
         """In a forked child: release the run, which belongs to the parent."""
         self._is_open = False
         self._context.group.close()
-        if self._signals is not None:
-            self._signals.restore()
+        self._signals.restore()
 
 
 _open: list[Resources] = []  # of this process

@@ -13,7 +13,7 @@ from typing import Any
 
 from samestep.launch.rank_process import kept_signals
 from samestep.watch.records import read_rows
-from samestep.world.environment import LEAVE, START_AGAIN, stop_code
+from samestep.world.environment import LEAVE, START_AGAIN, Environment, stop_code
 
 # Seconds in which a further signal counts as a repetition of the first one: a scheduler that signals every process of a
 # job reaches a rank directly and through its launcher. samestep's launcher kills the ranks after a second signal.
@@ -57,27 +57,23 @@ class StopSignals:
     A second signal ends the process at once. So does the first one if samestep's launcher has noted that another rank
     has failed, because no vote is possible then.
 
-    Args:
-        launcher: the launcher of this rank, as in `Environment`.
-        error_dir: directory of that launcher's notes.
-
     Attributes:
+        is_on: whether a signal is a request; False in a run without a directory, which it ends at once.
         heard: number of the first signal; 0 for none.
     """
 
-    def __init__(self, say: Callable[[str], None], launcher: str, error_dir: str | None) -> None:
-        self.heard = 0
-        self._leave = None if error_dir is None else Path(error_dir, LEAVE)
-        self._say = say
-        self._is_alone = launcher == "python"
-        self._then = "" if launcher == "srun" else "; a second one ends at once"
-        self._same_for_s = SAME_SIGNAL_S[launcher]
+    def __init__(self, environment: Environment, say: Callable[[str], None], *, is_on: bool) -> None:
+        self.heard, self.is_on, self._say = 0, is_on, say
+        self._leave = None if environment.error_dir is None else Path(environment.error_dir, LEAVE)
+        self._launcher, self._same_for_s = environment.launcher, SAME_SIGNAL_S[environment.launcher]
         self._heard_at_s = 0.0
         self._before: dict[int, Any] = {}
         self.take()
 
     def take(self) -> None:
         """Install the handlers, also again after `restore`. Works in the main thread only."""
+        if not self.is_on:
+            return
         if not self._before and threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._hear) for number in STOP_SIGNALS}
         for number in kept_signals[:1]:
@@ -93,8 +89,8 @@ class StopSignals:
             return
         self.heard, self._heard_at_s = number, now_s
         with suppress(RuntimeError, OSError):  # it interrupted a print, or the terminal is gone
-            name = signal.Signals(number).name
-            self._say(f"{name}: the run stops and saves within a step{self._then}")
+            then = "" if self._launcher == "srun" else "; a second one ends at once"
+            self._say(f"{signal.Signals(number).name}: the run stops and saves within a step{then}")
 
     @property
     def exit_code(self) -> int:
@@ -102,9 +98,7 @@ class StopSignals:
 
         Under a launcher it is 0, so that the launcher does not treat a rank that stopped as requested as failed.
         """
-        if not self._is_alone:
-            return 0
-        return stop_code(self.heard)
+        return stop_code(self.heard) if self._launcher == "python" else 0
 
     def leave(self) -> None:
         """Ignore further signals, after all ranks have voted to stop.

@@ -21,7 +21,7 @@ class Stopping(StepObserver):
     Each step's exchange carries a vote of every rank. An observer of steps.
 
     Args:
-        signals: None in a run without a directory, which signals end at once.
+        signals: those that this rank has received.
 
     Attributes:
         reason: why the script called run.stop(); "" if it did not.
@@ -37,7 +37,7 @@ class Stopping(StepObserver):
         position: Position,
         snapshotter: Snapshotter,
         watchdog: Watchdog,
-        signals: StopSignals | None,
+        signals: StopSignals,
     ) -> None:
         self._context, self._position, self._snapshotter = context, position, snapshotter
         self._watchdog, self.signals, self._grace_s = watchdog, signals, context.config.grace_s
@@ -64,8 +64,7 @@ class Stopping(StepObserver):
 
     def cast_vote(self) -> Vote:
         """This rank's vote."""
-        heard = self.signals.heard if self.signals else 0
-        return Vote(heard, self._snapshotter.is_time(), self._snapshotter.is_copying)
+        return Vote(self.signals.heard, self._snapshotter.is_time(), self._snapshotter.is_copying)
 
     def take_votes(self, votes: Sequence[Vote]) -> None:
         """Apply the votes of all ranks.
@@ -100,12 +99,12 @@ class Stopping(StepObserver):
 
     def vote_alone(self) -> None:
         """With one rank, react to a signal in the last lines of a body at its end."""
-        if self._context.world_size == 1 and self.signals is not None:
+        if self._context.world_size == 1 and self.signals.heard:
             self.take_votes([Vote(self.signals.heard)])
 
     def vote_together(self) -> None:
         """Exchange votes outside of a step, on all ranks."""
-        if self.signals is not None:
+        if self.signals.is_on:
             self.take_votes([Vote(signal) for signal in self._context.group.gather_number(self.signals.heard)])
 
     # --- steps ------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from samestep.train.position import Position
 from samestep.train.steps import Step, StepObserver
 from samestep.watch.heartbeat import Facts, Heartbeat, PhaseClock
 from samestep.watch.stall_diagnosis import build_limits, describe_spent, explain_slow_saving, share_spent
-from samestep.world.environment import Environment, read_host, read_terminal
+from samestep.world.environment import read_host, read_terminal
 
 EXIT_CODE = 1
 
@@ -38,12 +38,9 @@ class Watchdog(PhaseClock, StepObserver):
         now: see `PhaseClock`.
     """
 
-    def __init__(
-        self, context: RunContext, environment: Environment, snapshotter: Snapshotter, position: Position
-    ) -> None:
+    def __init__(self, context: RunContext, snapshotter: Snapshotter, position: Position) -> None:
         super().__init__()
-        self._context, self._environment = context, environment
-        self._snapshotter, self._position = snapshotter, position
+        self._context, self._snapshotter, self._position = context, snapshotter, position
         self._terminal = read_terminal()
         self._heartbeat: Heartbeat | None = None
         self._has_warned_of_saving = False
@@ -84,11 +81,11 @@ class Watchdog(PhaseClock, StepObserver):
 
     def begin(self) -> None:
         """Begin a loop. From here on, a phase that takes too long is reported."""
-        context, stuck_after_s = self._context, self._environment.overrides.get("stuck_after_s")
+        context, stuck_after_s = self._context, self._context.config.stuck_after_s
         for earlier in list(_open):  # whose loop was left, as when a notebook's cell is run again
             earlier.close()
         self.enter("script", self._position.steps_done)
-        is_alone = self._environment.launcher == "python" and context.world_size == 1
+        is_alone = context.environment.launcher == "python" and context.world_size == 1
         if stuck_after_s == 0 or (is_alone and hasattr(sys, "ps1")):  # a user at a prompt may take any time
             return
         limits = build_limits(stuck_after_s)
@@ -164,7 +161,7 @@ class Watchdog(PhaseClock, StepObserver):
             kill_sibling(pid)
 
     def _leave_error(self, rank: int, error: BaseException) -> None:
-        error_dir = self._environment.error_dir
+        error_dir = self._context.environment.error_dir
         if error_dir is not None and Path(error_dir).is_dir():
             write_error(rank, error_dir, error, EXIT_CODE)
 
