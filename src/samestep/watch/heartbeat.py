@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from samestep.files import replace_file
 from samestep.watch.records import RANKS
@@ -36,6 +36,7 @@ from samestep.watch.thread_state import (
 )
 from samestep.world.forking import at_rest, at_work
 from samestep.world.host import read_host_id
+from samestep.world.notes import Mail
 
 INTERVAL_S = 1.0
 NUM_LEADERS = 8  # ranks that can lead if those before them are silent
@@ -45,59 +46,46 @@ WRITTEN_BYTES = 1 << 16  # written since the last beat: the snapshot makes progr
 COMPUTE = ("loading", "forward", "backward", "updating")
 
 
-class Mail(Protocol):
-    """Exchanges texts between ranks: `world.notes.Mail`."""
+@dataclass(slots=True)
+class Tally:
+    """How often a phase has ended, its total duration, and its longest one without the first `WARM_UP`."""
 
-    def put(self, name: str, text: str) -> None: ...
-
-    def read(self, names: Sequence[str]) -> list[str] | None: ...
-
-
-class _Tally:
-    __slots__ = ("longest_s", "num", "total_s")
-
-    def __init__(self) -> None:
-        self.num, self.total_s, self.longest_s = 0, 0.0, 0.0
+    num: int = 0
+    total_s: float = 0.0
+    longest_s: float = 0.0
 
 
 class PhaseClock:
     """Measures the phases of the main thread. `enter` is called 5 times per micro-batch and takes 0.4 us.
 
     Attributes:
-        now: (phase, step, number of changes, time of the last change on the monotonic clock).
+        now: (phase, step, time of the last change on the monotonic clock). Replaced as a whole, for other threads.
+        tallies: by phase.
     """
 
     def __init__(self) -> None:
-        self.now: tuple[str, int, int, float] = ("starting", 0, 0, time.monotonic())
-        self._tallies = {phase: _Tally() for phase in PHASES}
+        self.now: tuple[str, int, float] = ("starting", 0, time.monotonic())
+        self.tallies = {phase: Tally() for phase in PHASES}
 
     def enter(self, phase: str, step: int) -> None:
         """Start `phase` of step `step`."""
         now_s = time.monotonic()
-        before, _, count, since_s = self.now
-        tally, took_s = self._tallies[before], now_s - since_s
+        before, _, since_s = self.now
+        tally, took_s = self.tallies[before], now_s - since_s
         tally.num += 1
         tally.total_s += took_s
         if took_s > tally.longest_s and tally.num > WARM_UP:
             tally.longest_s = took_s
-        self.now = (phase, step, count + 1, now_s)
+        self.now = (phase, step, now_s)
 
     def move(self, before: str, after: str, seconds: float) -> None:
         """Reassign some seconds from the phase `before` to `after`."""
-        self._tallies[before].total_s -= seconds
-        self._tallies[after].total_s += seconds
-
-    def count(self, phase: str) -> int:
-        """Return how often a phase has ended."""
-        return self._tallies[phase].num
-
-    def longest_s(self, phase: str) -> float:
-        """Return the longest duration of a phase, without the first ones."""
-        return self._tallies[phase].longest_s
+        self.tallies[before].total_s -= seconds
+        self.tallies[after].total_s += seconds
 
     def spent_s(self) -> dict[str, float]:
         """Return the total seconds of each phase, without the current one."""
-        return {phase: tally.total_s for phase, tally in self._tallies.items() if tally.num}
+        return {phase: tally.total_s for phase, tally in self.tallies.items() if tally.num}
 
 
 @dataclass(frozen=True)
@@ -175,7 +163,7 @@ class Heartbeat:
 
     def _build_beat(self) -> Beat:
         now_s = time.monotonic()
-        phase, step, _, since_s = self._clock.now
+        phase, step, since_s = self._clock.now
         state, faults_per_s, is_busy = ThreadState(), 0.0, False
         if now_s - since_s > self._interval_s:
             state = read_thread_state(self._ident, self._native_id)
@@ -201,8 +189,8 @@ class Heartbeat:
             phase=phase,
             for_s=now_s - max(since_s, self._moved_s),
             system=self._system,
-            num_seen=self._clock.count(phase),
-            longest_s=self._clock.longest_s(phase),
+            num_seen=self._clock.tallies[phase].num,
+            longest_s=self._clock.tallies[phase].longest_s,
             waits_in=state.waits_in,
             place=state.place,
             blocked=state.blocked,
@@ -211,7 +199,7 @@ class Heartbeat:
             faults_per_s=faults_per_s,
             spent_s={name: round(spent_s, 6) for name, spent_s in self._clock.spent_s().items()},
             num_steps=step - self._facts.began_step,
-            num_micro_batches=self._clock.count("loading"),
+            num_micro_batches=self._clock.tallies["loading"].num,
         )
 
     def _write_stacks(self) -> None:
@@ -220,7 +208,7 @@ class Heartbeat:
             return
         stacks = read_stacks()
         names = {thread.ident: thread.name for thread in threading.enumerate()}
-        phase, step, _, since_s = self._clock.now
+        phase, step, since_s = self._clock.now
         lines = [f"rank {self._facts.rank}, step {step}, {phase} for {time.monotonic() - since_s:.1f} s", ""]
         for ident in sorted(stacks, key=lambda ident: ident != self._ident):
             name = names.get(ident, "unknown")
