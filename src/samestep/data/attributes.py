@@ -1,6 +1,18 @@
 """Detects changes of a data set during a loop, which the copies in DataLoader workers do not see."""
 
+from collections.abc import Iterator
+from typing import Any
+
 from samestep.data.source import Source
+
+
+def walk_attributes(dataset: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of a data set and of those that it wraps (`dataset.dataset`), with their paths."""
+    inside, thing = "", dataset
+    while thing is not None and len(inside) < 80:  # Subset and similar wrappers, a few layers deep
+        own = getattr(thing, "__dict__", {})
+        yield from ((inside + name, value) for name, value in own.items() if name != "dataset")
+        inside, thing = f"{inside}dataset.", own.get("dataset")
 
 
 class Attributes:
@@ -11,13 +23,7 @@ class Attributes:
         self._known = self._read() if source.num_workers else {}
 
     def _read(self) -> dict[str, str]:
-        found: dict[str, str] = {}
-        inside, thing = "", self._dataset
-        while thing is not None and len(inside) < 80:  # Subset and similar wrappers, a few layers deep
-            own = getattr(thing, "__dict__", {})
-            found |= {inside + k: repr(v) for k, v in own.items() if type(v) in (int, float, str, bool)}
-            inside, thing = f"{inside}dataset.", own.get("dataset")
-        return found
+        return {k: repr(v) for k, v in walk_attributes(self._dataset) if type(v) in (int, float, str, bool)}
 
     def find_change(self) -> str | None:
         """Return a sentence on the first attribute that has changed. Only the first change is returned."""

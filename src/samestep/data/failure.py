@@ -38,6 +38,15 @@ def unpack(failure: Failure) -> Error:
     return error
 
 
+def locate_error(error: Error, logs: Path | None, rank: int, place: str) -> Error:
+    """Return an Error of the data set or collate_fn with the rank, the place in the run and the path of its traceback.
+
+    Raise it from `error.__cause__`.
+    """
+    where = write_traceback(error, logs, rank)
+    return type(error)(f"{str(error).rstrip('.')}, on rank {rank} in {place}{where}", rank=rank)
+
+
 def write_traceback(error: Error, logs: Path | None, rank: int) -> str:
     """Write the exception of the data set or collate_fn to the rank's log.
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.data.failure import write_traceback
+from samestep.data.failure import locate_error
 from samestep.data.loader import Loader, Task, seed_all, to_device
 from samestep.data.pools import Pools
 from samestep.data.source import Source, understand
@@ -117,9 +117,7 @@ class Evaluator:
                     self._watchdog.enter("validating", position.steps_done)
             return [_settle(row) for row in rows]
         except Error as error:
-            where = write_traceback(error, self._logs(), context.rank)
-            message = f"{str(error).rstrip('.')}, on rank {context.rank} in run.evaluate{where}"
-            raise type(error)(message, rank=context.rank) from error.__cause__
+            raise locate_error(error, self._logs(), context.rank, "run.evaluate") from error.__cause__
         finally:
             _set_modes(modes)
             _set_gradients(gradients)

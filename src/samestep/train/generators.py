@@ -75,21 +75,13 @@ def _set_states(states: tuple[Any, ...]) -> None:
         torch.cuda.set_rng_state(on_gpu)
 
 
-def find_generators(roots: Mapping[str, Any]) -> dict[str, Any]:
-    """Find the generators reachable from `roots` and from the variables of the script's modules: path -> generator.
-
-    The global ones, which are seeded, are omitted.
-    """
-    return find_things(roots, lambda thing: isinstance(thing, KINDS))
-
-
 def find_things(
     roots: Mapping[str, Any], is_wanted: Callable[[Any], bool], max_looks: int = MAX_LOOKS
 ) -> dict[str, Any]:
     """Find the wanted objects reachable from `roots` and from the script's variables: path -> object.
 
     The variables are those of its modules, and of the functions that are running and their closures. The global
-    generators are omitted.
+    generators, which are seeded, are omitted.
     """
     things: list[tuple[str, Any, int]] = [(name, root, 0) for name, root in roots.items()]
     frame: Any = sys._getframe(1)

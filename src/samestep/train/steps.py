@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.data.failure import write_traceback
+from samestep.data.failure import locate_error
 from samestep.data.loader import Loaded, Loader, seed_all, to_device
 from samestep.engine.control import Vote
 from samestep.engine.gradient_pass import GradientPass, Losses, Report
@@ -276,10 +276,8 @@ class Step:
             try:
                 self._loaded.append(next(self._loader))
             except Error as error:
-                rank, cause = self._context.rank, error.__cause__
-                where = write_traceback(error, self._logs, rank)
-                message = f"{str(error).rstrip('.')}, on rank {rank} in step {self.number}{where}"
-                raise Error(message, rank=rank) from cause
+                place = f"step {self.number}"
+                raise locate_error(error, self._logs, self._context.rank, place) from error.__cause__
         return to_device(self._loaded[v - self.held.start].batch, self._context.device, non_blocking=True)
 
     def _hand_over(self, batch: Any) -> Any:

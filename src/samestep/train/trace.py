@@ -14,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from samestep.data.attributes import walk_attributes
 from samestep.data.loader import Fetcher
 from samestep.engine.gradient_pass import GradientPass, Losses
 from samestep.errors import Error
@@ -29,10 +29,11 @@ from samestep.snapshot.serialization import KIND, digest, digest_of, encode, vie
 from samestep.train.batches import Batches
 from samestep.train.context import RunContext
 from samestep.train.generators import (
+    KINDS,
     NUMPY_GENERATOR,
     PYTHON_GENERATOR,
-    find_generators,
     find_own_modules,
+    find_things,
     read_generator,
 )
 from samestep.train.position import Place
@@ -147,13 +148,13 @@ class Trace(Tracer):
     def _read_twice(self, step: Step) -> dict[str, Any]:
         """Read this rank's samples again, with the same seed. Returns whether they differ, and changed attributes."""
         source, context = self.batches.source, self.context
-        fetcher, before = Fetcher(source.dataset, source.collate_fn), hash_attributes(source.dataset)
-        differs, changed = False, set[str]()
+        fetcher, differs, changed = Fetcher(source.dataset, source.collate_fn), False, set[str]()
+        before = {name: hash_batch(value) for name, value in walk_attributes(source.dataset)}
         tasks = self.batches.tasks(step.number, step.number + 1, rank=context.rank, world_size=context.world_size)
         for task in tasks:
             one, other = (hash_batch(fetcher.load(task).batch) for _ in range(2))
             differs |= one != other
-            changed |= {name for name, now in hash_attributes(source.dataset).items() if before.get(name) != now}
+            changed |= {name for name, now in walk_attributes(source.dataset) if before.get(name) != hash_batch(now)}
         return {"differs": differs, "changed": sorted(changed)}
 
     def _write_begin(self, first_step: int) -> None:
@@ -181,7 +182,8 @@ class Trace(Tracer):
 
     def _find_generators(self) -> dict[str, Any]:
         source = self.batches.source
-        return find_generators({"the data set": source.dataset, "collate_fn": source.collate_fn, **self.modules})
+        roots = {"the data set": source.dataset, "collate_fn": source.collate_fn, **self.modules}
+        return find_things(roots, lambda thing: isinstance(thing, KINDS))
 
     def _arm(self, kill: dict[str, Any]) -> None:
         """Kill this process after some time, or at one of its next operations on a snapshot's files."""
@@ -194,16 +196,12 @@ class Trace(Tracer):
 
         def on_event(event: str, args: tuple[Any, ...]) -> None:
             nonlocal left
-            if event in ("open", "os.mkdir", "os.rename", "os.remove") and os.fspath(args[0] or "").startswith(home):
+            if event in ("open", "os.mkdir", "os.rename", "os.remove") and str(args[0]).startswith(home):
                 left -= 1
                 if left == 0:
                     os.kill(os.getpid(), signal.SIGKILL)
 
-        def guard(event: str, args: tuple[Any, ...]) -> None:
-            with suppress(TypeError, AttributeError):  # files opened by descriptor, or named in bytes
-                on_event(event, args)
-
-        sys.addaudithook(guard)
+        sys.addaudithook(on_event)
 
 
 def hash_tensor(tensor: Tensor) -> str:
@@ -221,17 +219,6 @@ def hash_batch(batch: Any) -> str:
         return hashlib.sha256(pickle.dumps(batch)).hexdigest()[:16]
     except Exception:
         return ""
-
-
-def hash_attributes(dataset: Any) -> dict[str, str]:
-    """Return a hash of each attribute of a data set and of those that it wraps (`dataset.dataset`)."""
-    found: dict[str, str] = {}
-    inside, thing = "", dataset
-    while thing is not None and len(inside) < 80:  # Subset and similar wrappers, a few layers deep
-        own = getattr(thing, "__dict__", {})
-        found |= {inside + name: hash_batch(value) for name, value in own.items() if name != "dataset"}
-        inside, thing = f"{inside}dataset.", own.get("dataset")
-    return found
 
 
 def read_draws() -> dict[str, str]:
