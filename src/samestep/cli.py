@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from samestep.config import OPTIONS, Option, name_flag
+from samestep.config import Option, name_flag
 from samestep.console import escape, say
 from samestep.errors import Error, explain
 from samestep.launch.flags import (
@@ -88,30 +88,7 @@ SIGTERM or SIGUSR1 if the run has saved (the same command resumes it); 2 after a
 run could not be saved, or if three starts in a row were stopped without saving anything new.
 """
 
-VERIFY_HELP = """\
-usage: samestep verify [options] SCRIPT [arguments of the script]
-       samestep verify [options] -m MODULE [arguments of the module]
-       samestep verify RECIPE [options, also those of the recipe, in any order]
-
-Trains for a few steps on several numbers of ranks, and once more while ranks are killed at random moments, also during
-a save, and resumed on another number of ranks each time. Compares the state after every step, the losses and the
-samples. Names the first difference and its likely cause. Writes nothing to the run directory that the script names.
-Exit code: 0 if all runs are the same; 1 if they differ or if no kill happened; 2 if the script does not train.
-"""
-
 DEFAULT_RECIPE = "digits"
-
-
-VERIFIED = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "reduction", "device")
-VERIFY_FLAGS: dict[str, Option] = {
-    "steps": Option(int, "N", "steps of each run; default: 20"),
-    "world_sizes": Option(str, "N,N", "numbers of ranks, each compared with the first; default: 1,2,3,4"),
-    "kills": Option(int, "K", "number of kills in the interrupted run; default: 2"),
-    "kill_seed": Option(int, "N", "seed of the moments of the kills; default: random"),
-    "gradients": Option(bool, "", "first compare the averages with float64 and single samples"),
-    "keep_runs": Option(str, "DIR", "keep the run directories and traces here"),
-    **{name: FLAGS[name] for name in VERIFIED},
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -299,24 +276,13 @@ def _train(arguments: list[str]) -> int:
 
 
 def _verify(arguments: list[str]) -> int:
-    values, target = _take_flags_and_target("verify", arguments, VERIFY_FLAGS)
-    if target is None:
-        print(f"{VERIFY_HELP}\n{describe_command_flags(VERIFY_FLAGS)}", end="")
-        return 0
-    from samestep.launch.launcher import check_target
-    from samestep.tools.verify.command import Options, parse_world_sizes, run_verify
-    from samestep.tools.verify.trials import Subject
+    from samestep.tools.verify import command
 
-    check_target(target)
-    names = {"steps": "num_steps", "kills": "num_kills"}
-    options = {names.get(name, name): values.pop(name) for name in list(values) if name not in OPTIONS}
-    if "world_sizes" in options:
-        options["world_sizes"] = parse_world_sizes(options["world_sizes"])
-    if "keep_runs" in options:
-        options["keep_runs"] = Path(options["keep_runs"])
-    command, words = target.to_command()
-    subject = Subject(command, tuple(words), values)
-    return run_verify(subject, Options(**options))
+    values, target = _take_flags_and_target("verify", arguments, command.FLAGS)
+    if target is None:
+        print(f"{command.HELP}\n{describe_command_flags(command.FLAGS)}", end="")
+        return 0
+    return command.run_verify(target, values)
 
 
 def _inspect(arguments: list[str]) -> int:

@@ -10,6 +10,9 @@ from typing import Any
 # C0 except tab and newline, DEL, C1, marks that change the direction of text, surrogates.
 _UNSAFE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
+COLOURS = {"green": "\x1b[32m", "yellow": "\x1b[33m", "red": "\x1b[1;31m"}
+_CLEAR_LINE = "\r\x1b[2K"
+
 
 def escape(text: str) -> str:
     r"""The text with control characters escaped, such as `\x1b`. Tabs and newlines are kept."""
@@ -19,6 +22,20 @@ def escape(text: str) -> str:
 def say(sentence: str) -> None:
     """Prints one line on standard error."""
     print(f"samestep: {escape(sentence)}".replace("\n", "\\n"), file=sys.stderr, flush=True)
+
+
+def show_activity(text: str) -> None:
+    """Show what is being done, on a terminal, in a line that the next `print_result` replaces."""
+    if sys.stdout.isatty():
+        print(f"{_CLEAR_LINE}{escape(text)}", end="", flush=True)
+
+
+def print_result(text: str, word: str, colour: str) -> None:
+    """Print a line in place of the activity. On a terminal, `word` has a colour of `COLOURS`."""
+    text = escape(text)
+    if sys.stdout.isatty():
+        text = _CLEAR_LINE + text.replace(word, f"{COLOURS[colour]}{word}\x1b[0m", 1)
+    print(text, flush=True)
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -13,6 +13,7 @@ from support import commands
 from samestep import cli
 from samestep.errors import Error
 from samestep.launch.flags import FLAGS, TORCHRUN, find_misplaced, take_flags, translate_torchrun
+from samestep.tools.verify.command import FLAGS as VERIFY_FLAGS
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -174,7 +175,7 @@ def test_flags_of_train_mix_with_the_recipes_own() -> None:
 @pytest.mark.parametrize("words", [["--kills", "0", "digits", "--steps=3", "--epochs", "1"], ["digits", "--epochs", "1",
                                    "--steps", "3", "--kills", "0"]])  # fmt: skip
 def test_flags_of_verify_stand_after_a_recipe_too(words: list[str]) -> None:
-    values, target = cli._take_flags_and_target("verify", words, cli.VERIFY_FLAGS)
+    values, target = cli._take_flags_and_target("verify", words, VERIFY_FLAGS)
     assert values == {"kills": 0, "steps": 3}
     assert target is not None
     assert target.to_command() == ("train", ["digits", "--epochs", "1"])

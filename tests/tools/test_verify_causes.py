@@ -17,10 +17,11 @@ from support.selection import one_in
 from tools.planted import plant
 
 import samestep
+from samestep.launch.local_ranks import Target
 from samestep.snapshot.serialization import write_tensors
 from samestep.tools.verify.causes import measure_difference
-from samestep.tools.verify.command import Options, run_verify
-from samestep.tools.verify.trials import Subject, Trials
+from samestep.tools.verify.command import run_verify
+from samestep.tools.verify.trials import Trials
 
 
 def run_script(path: str) -> None:
@@ -63,9 +64,11 @@ def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
             monkeypatch.setattr(Trials, "_start", start_with_hash_seed)
         script = tmp_path / "planted.py"
         script.write_text(plant(**faults))
-        subject = Subject("launch", (str(script),), {})
-        options = Options(num_steps, (1, 3), num_kills, kill_seed, gradients, keep_runs=tmp_path / "runs")
-        code = run_verify(subject, options)
+        options = {
+            "steps": num_steps, "world_sizes": "1,3", "kills": num_kills, "kill_seed": kill_seed,
+            "gradients": gradients, "keep_runs": str(tmp_path / "runs"),
+        }  # fmt: skip
+        code = run_verify(Target("script", str(script)), options)
         return code, capsys.readouterr().out
 
     return run

@@ -1,17 +1,16 @@
 """The report of the doctor: a line per finding, or one JSON object at the end."""
 
 import json
-import sys
 import textwrap
 import time
 from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
+from samestep.console import print_result, show_activity
 from samestep.tools.doctor.checks import FAIL, PASS, WARN, Finding, Participants, format_count
 
-COLOURS = {PASS: "\x1b[32m", WARN: "\x1b[33m", FAIL: "\x1b[1;31m"}
-CLEAR, PLAIN = "\r\x1b[2K", "\x1b[0m"
+COLOURS = {PASS: "green", WARN: "yellow", FAIL: "red"}
 WIDTH = 100  # of the text after status and name
 INDENT = 22
 
@@ -26,7 +25,6 @@ class Report:
         self._began_s = time.monotonic()
         self._seconds: dict[str, float] = {}
         self._check, self._check_s = "", 0.0
-        self._is_terminal = not as_json and sys.stdout.isatty()
 
     def open(self, participants: Participants) -> None:
         """Print the participants."""
@@ -37,26 +35,19 @@ class Report:
     def begin(self, check: str) -> None:
         """Start a check."""
         self._check, self._check_s = check, time.monotonic()
-        if self._is_terminal:
-            print(f"{CLEAR}  ...   {check}", end="", flush=True)
+        if not self._as_json:
+            show_activity(f"  ...   {check}")
 
     def add(self, *findings: Finding) -> None:
         """Add the findings of the current check."""
         self._seconds[self._check] = round(time.monotonic() - self._check_s, 3)
         self.findings += findings
-        if not self._as_json:
-            for finding in findings:
-                print(self._format(finding), flush=True)
-
-    def _format(self, finding: Finding) -> str:
-        status = finding.status.upper() if finding.status == FAIL else finding.status
-        clear = ""
-        if self._is_terminal:
-            status, clear = f"{COLOURS[finding.status]}{status}{PLAIN}", CLEAR
-        lines = textwrap.wrap(finding.found, WIDTH)
-        lines += textwrap.wrap(finding.advice, WIDTH, initial_indent="-> ", subsequent_indent="   ")
-        text = ("\n" + " " * INDENT).join(lines)
-        return f"{clear}  {status}  {finding.check:<{INDENT - 8}}{text}"
+        for finding in findings if not self._as_json else ():
+            status = finding.status.upper() if finding.status == FAIL else finding.status
+            lines = textwrap.wrap(finding.found, WIDTH)
+            lines += textwrap.wrap(finding.advice, WIDTH, initial_indent="-> ", subsequent_indent="   ")
+            text = ("\n" + " " * INDENT).join(lines)
+            print_result(f"  {status}  {finding.check:<{INDENT - 8}}{text}", status, COLOURS[finding.status])
 
     def close(self) -> int:
         """Print the summary. Returns the exit code: 1 if a check has failed."""
@@ -67,8 +58,8 @@ class Report:
         else:
             parts = [format_count(counts[FAIL], "failure")] if counts[FAIL] else []
             parts += [format_count(counts[WARN], "warning")] if counts[WARN] else []
-            clear = CLEAR if self._is_terminal else ""
-            print(f"{clear}{', '.join([*parts, f'{counts[PASS]} passed'])}, in {seconds:.1f} s", flush=True)
+            show_activity("")
+            print(f"{', '.join([*parts, f'{counts[PASS]} passed'])}, in {seconds:.1f} s", flush=True)
         return int(counts[FAIL] > 0)
 
     def _build_record(self, seconds: float, counts: Counter[str]) -> dict[str, Any]:

@@ -1,39 +1,42 @@
 """Finds the causes of a difference between two runs, and describes what to change."""
 
+import ast
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
-from samestep.tools.verify.experiments import Experiments
+from samestep.tools.verify.experiments import MAX_NAMED, RunAgain, find_operator, find_sources, read_twice
 from samestep.tools.verify.fixed import CLOCK, ENTROPY, HASH
-from samestep.tools.verify.source import find_rank_readers
 from samestep.tools.verify.traces import Difference, Traced, name_tensor
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def explain(
-    one: Traced, other: Traced, difference: Difference, *, is_resumed: bool, experiments: Experiments
-) -> list[str]:
+RANK_NAMES = {"rank", "local_rank", "world_size", "get_rank", "get_world_size", "is_main_process"}
+RANK_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
+
+
+def explain(one: Traced, other: Traced, difference: Difference, *, is_resumed: bool, run_again: RunAgain) -> list[str]:
     """Return the likely causes, the most likely first.
 
     Args:
         one: the reference run.
         other: the run that differs: at the same number of ranks, at another one, or resumed.
-        experiments: runs the script again, at the reference's number of ranks.
+        run_again: runs the script again, on as many ranks as the reference, up to the difference.
     """
     repeats = one.settings["world_size"] != other.settings["world_size"]  # at one number of ranks, the run repeats
-    files = one.settings["files"]
-    causes = [*_find_settings(one, other)]
+    causes = _find_settings(one, other)
     if difference.what == "samples":
         causes.append("the steps use other samples: the sampler must depend on the epoch alone, not on the rank")
     moved = ", ".join(dict.fromkeys([*one.moved, *other.moved]))
     if not is_resumed and not repeats:
-        return causes + _explain_unrepeatable(difference, moved, experiments)
+        return causes + _explain_unrepeatable(difference, moved, run_again)
     if moved and not is_resumed:
-        causes.append(explain_generators(moved))
-    if difference.what == "input" and not (moved and not is_resumed):
-        causes.append(_explain_input(difference, experiments))
+        causes.append(_explain_generators(moved))
+    elif difference.what == "input":
+        causes.append(_explain_input(difference, run_again))
     if difference.what == "draws":
         causes.append(_explain_draws(difference))
     if is_resumed:  # uninterrupted runs were equal, otherwise none would have been interrupted
@@ -42,12 +45,11 @@ def explain(
             f"it differs from step {difference.step} on, after a resume at step {other.settings['begin']}: state that "
             f"the script keeps from step to step{which} is in no snapshot; pass it to run.prepare, or use run.state"
         )
-    elif repeats:
-        causes += _explain_ranks(one, difference, files, known=bool(causes))
-    return causes
+        return causes
+    return causes + _explain_ranks(one, difference, known=bool(causes))
 
 
-def explain_generators(moved: str) -> str:
+def _explain_generators(moved: str) -> str:
     """Describe generators of the script that drew in the steps."""
     return (
         f"{moved} draws in the steps, and is not seeded per micro-batch: use the global generators of torch, "
@@ -76,13 +78,13 @@ def _find_settings(one: Traced, other: Traced) -> list[str]:
     return causes
 
 
-def _explain_input(difference: Difference, experiments: Experiments) -> str:
-    reads = experiments.read_twice()
+def _explain_input(difference: Difference, run_again: RunAgain) -> str:
+    changed = read_twice(run_again)
     must = "a sample must depend only on its index and on torch, numpy.random and random, which samestep seeds"
-    if reads.differ:
-        changed = f" ({', '.join(reads.changed)} changes)" if reads.changed else ""
+    if changed is not None:
+        which = f" ({', '.join(changed)} changes)" if changed else ""
         return (
-            f"the data set, or collate_fn, keeps state between reads{changed}: two reads of a sample with one seed "
+            f"the data set, or collate_fn, keeps state between reads{which}: two reads of a sample with one seed "
             f"differ; {must}"
         )
     return (
@@ -91,9 +93,9 @@ def _explain_input(difference: Difference, experiments: Experiments) -> str:
     )
 
 
-def _explain_unrepeatable(difference: Difference, moved: str, experiments: Experiments) -> list[str]:
+def _explain_unrepeatable(difference: Difference, moved: str, run_again: RunAgain) -> list[str]:
     """Find why two runs at one number of ranks differ. Names only sources that make a difference."""
-    sources = experiments.find_sources()
+    sources = find_sources(run_again)
     causes = []
     if CLOCK in sources:
         causes.append(
@@ -102,7 +104,7 @@ def _explain_unrepeatable(difference: Difference, moved: str, experiments: Exper
         )
     if ENTROPY in sources:
         begun = f"a generator has another seed in each process ({sources[ENTROPY]})"
-        causes.append(f"{begun}: {explain_generators(moved)}" if moved else f"{begun}: give it a seed")
+        causes.append(f"{begun}: {_explain_generators(moved)}" if moved else f"{begun}: give it a seed")
     if HASH in sources:
         causes.append(
             "the order of a set of strings, or hash() of a string, affects training: it differs with each "
@@ -110,13 +112,13 @@ def _explain_unrepeatable(difference: Difference, moved: str, experiments: Exper
         )
     if causes:
         return causes
-    if (operator := experiments.find_operator()) is not None:
+    if (operator := find_operator(run_again)) is not None:
         return [
             f"{operator} is an operator that is not deterministic, and the script allows it: remove "
             "deterministic=False, and replace the operators that torch then refuses"
         ]
     if moved:
-        return [explain_generators(moved)]
+        return [_explain_generators(moved)]
     if difference.what == "draws":
         return [_explain_draws(difference)]
     return [
@@ -126,9 +128,9 @@ def _explain_unrepeatable(difference: Difference, moved: str, experiments: Exper
     ]
 
 
-def _explain_ranks(one: Traced, difference: Difference, files: list[str], *, known: bool) -> list[str]:
+def _explain_ranks(one: Traced, difference: Difference, *, known: bool) -> list[str]:
     causes = []
-    readers = find_rank_readers(files)
+    readers = find_rank_readers(one.settings["files"])
     if difference.what == "state" and difference.tensor in one.settings["buffers"]:
         causes.append(
             f"{name_tensor(difference.tensor or '')} is a buffer that depends on the number of ranks: its value "
@@ -150,6 +152,24 @@ def _explain_ranks(one: Traced, difference: Difference, files: list[str], *, kno
     ]
 
 
+def find_rank_readers(files: Iterable[str]) -> str:
+    """Where a rank or the number of ranks is read, such as "train.py:31 (run.rank)"; "" if nowhere."""
+    found = []
+    for file in map(Path, files):
+        with suppress(OSError, ValueError, SyntaxError):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if _reads_rank(node):
+                    found.append(f"{file.name}:{node.lineno} ({ast.unparse(node)[:60]})")
+    more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
+    return ", ".join(found[:MAX_NAMED]) + more
+
+
+def _reads_rank(node: ast.AST) -> TypeGuard[ast.expr]:
+    if isinstance(node, ast.Attribute):
+        return node.attr in RANK_NAMES and isinstance(node.ctx, ast.Load)
+    return isinstance(node, ast.Constant) and node.value in RANK_VARIABLES
+
+
 def explain_drift(one: Traced, output: str) -> list[str]:
     """Find why the models of the ranks differ, if the run ended because of that."""
     if "hold the same model" not in output and "another model than" not in output:
@@ -166,8 +186,7 @@ def measure_difference(one: Path, other: Path, name: str) -> str:
 
     from samestep.snapshot.serialization import read_tensors
 
-    pair = [read_tensors(place / "dump.safetensors").get(name) for place in (one, other)]
-    a, b = pair
+    a, b = (read_tensors(place / "dump.safetensors").get(name) for place in (one, other))
     if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
         return "it has another shape, or exists in only one of them"
     flat_a, flat_b = a.flatten(), b.flatten()

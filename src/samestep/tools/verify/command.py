@@ -3,25 +3,53 @@
 import random
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
-from samestep.config import format_flags
+from samestep.config import OPTIONS, Option, format_flags
+from samestep.console import print_result, show_activity
 from samestep.errors import Error
+from samestep.launch.flags import FLAGS as LAUNCH_FLAGS
+from samestep.launch.launcher import check_target
+from samestep.launch.local_ranks import Target
 from samestep.plan.schedule import check_numbers
 from samestep.tools.verify.causes import explain, explain_drift, measure_difference
-from samestep.tools.verify.experiments import Experiments
 from samestep.tools.verify.gradients import check_gradients, check_schedules
-from samestep.tools.verify.table import Table
 from samestep.tools.verify.traces import Difference, Traced, find_difference, name_tensor
 from samestep.tools.verify.trials import LEAST_DEADLINE_S, Outcome, Subject, Trials
 from samestep.world.workdir import WorkDir
 
+HELP = """\
+usage: samestep verify [options] SCRIPT [arguments of the script]
+       samestep verify [options] -m MODULE [arguments of the module]
+       samestep verify RECIPE [options, also those of the recipe, in any order]
+
+Trains for a few steps on several numbers of ranks, and once more while ranks are killed at random moments, also during
+a save, and resumed on another number of ranks each time. Compares the state after every step, the losses and the
+samples. Names the first difference and its likely cause. Writes nothing to the run directory that the script names.
+Exit code: 0 if all runs are the same; 1 if they differ or if no kill happened; 2 if the script does not train.
+"""
+
+OF_RUN = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "reduction", "device")
+FLAGS: dict[str, Option] = {
+    "steps": Option(int, "N", "steps of each run; default: 20"),
+    "world_sizes": Option(str, "N,N", "numbers of ranks, each compared with the first; default: 1,2,3,4"),
+    "kills": Option(int, "K", "number of kills in the interrupted run; default: 2"),
+    "kill_seed": Option(int, "N", "seed of the moments of the kills; default: random"),
+    "gradients": Option(bool, "", "first compare the averages with float64 and single samples"),
+    "keep_runs": Option(str, "DIR", "keep the run directories and traces here"),
+    **{name: LAUNCH_FLAGS[name] for name in OF_RUN},
+}
+
 KILLED = 128 + 9
 MAX_EVENTS = 12  # file accesses during a snapshot, after one of which a rank is killed
+ROW = "  {:<24} {:<10} {:>7}  {:<44} {}"
+COLOURS = {"same": "green", "skipped": "yellow", "the reference": "yellow"}
 
 
 @dataclass(frozen=True)
@@ -29,56 +57,67 @@ class Options:
     """The options of `samestep verify`.
 
     Attributes:
-        num_steps: steps of each run.
-        world_sizes: numbers of ranks. The first is the reference for all others.
-        num_kills: kills of the interrupted run; 0: no run is interrupted.
+        steps: number of steps of each run.
+        world_sizes: numbers of ranks, such as "1,2,3,4". The first is the reference for all others.
+        kills: number of kills of the interrupted run; 0: no run is interrupted.
         kill_seed: seed of the moments of the kills; None: random.
         gradients: whether to check the averages first.
         keep_runs: directory in which the runs are kept; None: they are removed.
     """
 
-    num_steps: int = 20
-    world_sizes: Sequence[int] = (1, 2, 3, 4)
-    num_kills: int = 2
+    steps: int = 20
+    world_sizes: str = "1,2,3,4"
+    kills: int = 2
     kill_seed: int | None = None
     gradients: bool = False
-    keep_runs: Path | None = None
+    keep_runs: str | None = None
+
+    def parse_world_sizes(self) -> list[int]:
+        """Parse the numbers of ranks. Raises Error if they are not."""
+        parts = [part.strip() for part in self.world_sizes.split(",") if part.strip()]
+        if not parts or not all(part.isdecimal() and int(part) for part in parts):
+            raise Error(f"--world-sizes takes numbers of ranks such as 1,2,3,4, not {self.world_sizes!r}")
+        return [*dict.fromkeys(map(int, parts))]
 
 
-def parse_world_sizes(text: str) -> tuple[int, ...]:
-    """Parse numbers of ranks such as "1,2,3,4". Raises Error if they are not."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts or not all(part.isdecimal() and int(part) for part in parts):
-        raise Error(f"--world-sizes takes numbers of ranks such as 1,2,3,4, not {text!r}")
-    return tuple(dict.fromkeys(map(int, parts)))
-
-
-def run_verify(subject: Subject, options: Options) -> int:
-    """Run and compare everything.
+def run_verify(target: Target, values: Mapping[str, Any]) -> int:
+    """Run and compare everything, with the options of FLAGS.
 
     Returns:
         The exit code: 0 if all runs are equal; 1 if not, or if no kill occurred before the end of its run.
 
     Raises:
-        Error: the script does not train with samestep, or fails on its own.
+        Error: an option is invalid, the script does not train with samestep, or it fails without verify.
     """
-    if options.num_steps < 1 or options.num_kills < 0:
+    check_target(target)
+    options = Options(**{name: value for name, value in values.items() if name not in OPTIONS})
+    command, words = target.to_command()
+    subject = Subject(command, tuple(words), {name: value for name, value in values.items() if name in OPTIONS})
+    world_sizes = options.parse_world_sizes()
+    if options.steps < 1 or options.kills < 0:
         raise Error("verify needs at least one step, and at least 0 kills")
-    if (kept := options.keep_runs) is not None:
-        if kept.exists() and (not kept.is_dir() or any(kept.iterdir())):
-            raise Error(f"--keep-runs {kept} exists and is not empty: name a new or an empty directory")
-        try:
-            kept.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise Error(f"--keep-runs {kept} cannot be created ({error.strerror}): name another directory") from None
+    kept = None if options.keep_runs is None else _make_empty(Path(options.keep_runs))
     before = signal.signal(signal.SIGTERM, _leave)
     try:
         with nullcontext() if kept is not None else WorkDir("verify-") as home:
             path, locks = (kept, ()) if home is None else (home.path, (home.lock.fileno(),))
             assert path is not None
-            return _Verification(subject, options, path.resolve(), locks).run()
+            every = max(1, options.steps // (2 * (options.kills + 1)))
+            trials = Trials(subject, path.resolve(), options.steps, every, locks)
+            return _Verification(trials, options, world_sizes).run()
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _make_empty(directory: Path) -> Path:
+    """Create a directory. Raises Error if it cannot be created, or is not empty."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise Error(f"--keep-runs {directory} exists and is not empty: name a new or an empty directory")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Error(f"--keep-runs {directory} cannot be created ({error.strerror}): name another directory") from None
+    return directory
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
@@ -86,163 +125,142 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 
 class _Verification:
-    def __init__(self, subject: Subject, options: Options, home: Path, locks: Sequence[int]) -> None:
-        self._options = options
-        self._subject = subject
-        every = max(1, options.num_steps // (2 * (options.num_kills + 1)))
-        self._trials = Trials(subject, home, options.num_steps, every, locks)
+    """Runs and compares, prints a row per run, and collects the explanations for the end."""
+
+    def __init__(self, trials: Trials, options: Options, world_sizes: Sequence[int]) -> None:
+        self._trials, self._options, self._world_sizes = trials, options, world_sizes
         self._lines: list[str] = []
         self._is_same = True
-        self._num_struck = 0
+        self._num_kills = 0  # that occurred
 
     def run(self) -> int:
-        self._table = Table(f"samestep verify {' '.join(self._subject.words)}")
-        try:
-            self._compare_all()
-        finally:
-            self._table.close()
-        for line in self._lines:
-            print(line)
-        num_struck, num_kills = self._num_struck, self._options.num_kills
+        print(f"samestep verify {' '.join(self._trials.subject.words)}", flush=True)
+        print(ROW.format("run", "ranks", "steps", "result", "time"), flush=True)
+        self._compare_all()
+        print("".join(f"{line}\n" for line in self._lines), end="")
+        wanted = self._options.kills
         if not self._is_same:
             print("it is NOT the same")
             return 1
-        if num_kills and not num_struck:
+        if wanted and not self._num_kills:
             print(
                 "all runs are the same, but no kill occurred before the end of the run, so nothing was resumed: use "
                 "more --steps or fewer --kills (0: none)"
             )
             return 1
-        if num_struck < num_kills:
-            print(f"{num_struck} of {num_kills} kills occurred before the end of the run: for all, use more --steps")
+        if self._num_kills < wanted:
+            print(f"{self._num_kills} of {wanted} kills occurred before the end of the run: for all, use more --steps")
         print("everything is the same")
         return 0
 
     def _compare_all(self) -> None:
-        first, *others = self._options.world_sizes
-        self._reference = reference = self._run_reference(first)
-        assert reference.trace is not None
-        most = reference.trace.settings["num_micro_batches"]
+        first, *others = self._world_sizes
+        self._reference, self._expected = self._run_reference(first)
+        trace = self._expected
+        most = trace.settings["num_micro_batches"]
         allowed = [size for size in (first, *others) if size <= most]
         if others and len(allowed) == 1:
-            size = reference.trace.settings["micro_batch_size"]
+            size = trace.settings["micro_batch_size"]
             check_numbers(most * size, size, min(max(others), most * size), format_flags)
         if self._options.gradients:
-            self._table.begin("averages", _count(max(allowed)))
-            found = check_gradients(self._trials, max(allowed))
-            faults = found.faults + check_schedules(reference.trace)
-            result = "WRONG" if faults else "not checked" if found.failure else "same"
-            self._table.add("averages", f"1 and {max(allowed)}", "", result, found.seconds)
-            self._lines += [*faults, *found.notes, *([found.failure] if found.failure else [])]
-            self._is_same &= result == "same"
-        if not self._run_and_compare("again", first):
+            self._check_averages(max(allowed))
+        # Equal runs must not depend on Python's hash seed either: plain python uses a new one at each start.
+        if self._run_and_compare("again", first, hash_seed="1") != "same":
             return  # a difference between two equal runs would appear in all comparisons
         for size in others:
-            if size not in allowed:
+            if size in allowed:
+                self._run_and_compare("train", size)
+            else:
                 why = f"skipped: a step has {most} micro-batch{'es' if most > 1 else ''} only"
-                self._table.add("train", _count(size), "", why)
-                continue
-            self._run_and_compare("train", size)
-        if self._is_same and self._options.num_kills:
+                self._print_row("train", _count(size), "", why)
+        if self._is_same and self._options.kills:
             self._interrupt(allowed)
 
     # --- the runs ---------------------------------------------------------------------------------------------
 
-    def _run_reference(self, size: int) -> Outcome:
-        self._table.begin("train", _count(size))
-        outcome = self._trials.run(size)
+    def _run_reference(self, size: int) -> tuple[Outcome, Traced]:
+        show_activity(f"train on {_count(size)} ...")
+        outcome, name = self._trials.run(size), self._trials.subject.name
         if outcome.code or outcome.trace is None or not outcome.trace.steps:
-            self._table.close()
+            show_activity("")
             print(outcome.last_words, file=sys.stderr)
             if outcome.code:
                 raise Error(
-                    f"{self._subject.name} ends with exit code {outcome.code} on {_count(size)}, before anything "
-                    "can be compared: see its output above"
+                    f"{name} ends with exit code {outcome.code} on {_count(size)}, before anything can be compared: "
+                    "see its output above"
                 )
             raise Error(
-                f"{self._subject.name} ended without a step of samestep.Run (on {_count(size)}): verify needs a "
-                "script that trains with run.epochs or run.steps"
+                f"{name} ended without a step of samestep.Run (on {_count(size)}): verify needs a script that trains "
+                "with run.epochs or run.steps"
             )
-        found = outcome.trace.settings["world_size"]
-        if found != size:
-            raise Error(f"{self._subject.name} starts {found} ranks itself: pass the script that each rank runs")
+        if (found := outcome.trace.settings["world_size"]) != size:
+            raise Error(f"{name} starts {found} ranks itself: pass the script that each rank runs")
         if outcome.trace.settings["begin"]:
-            raise Error(f"{self._subject.name} did not begin at step 0: it must leave the run's directory to samestep")
+            raise Error(f"{name} did not begin at step 0: it must leave the run's directory to samestep")
         self._trials.deadline_s = max(LEAST_DEADLINE_S, 10 * outcome.seconds)
-        self._table.add("train", _count(size), str(len(outcome.trace.steps)), "the reference", outcome.seconds)
-        return outcome
+        self._print_run("train", outcome, "the reference")
+        return outcome, outcome.trace
 
-    def _run_and_compare(self, name: str, size: int) -> bool:
-        self._table.begin(name, _count(size))
-        # Equal runs must not depend on Python's hash seed either: plain python uses a new one at each start.
-        outcome = self._trials.run(size, hash_seed="1" if name == "again" else "0")
-        result = self._judge(outcome)
-        steps = 0 if outcome.trace is None else len(outcome.trace.steps)
-        self._table.add(name, _count(size), str(steps), result, outcome.seconds)
-        return result == "same"
+    def _run_and_compare(self, name: str, size: int, **how: Any) -> str:
+        """Run, compare with the reference, and print the row. Returns the result: "same", or what is not."""
+        show_activity(f"{name} on {_count(size)} ...")
+        outcome = self._trials.run(size, **how)
+        is_killed = "kill" in how and outcome.code == KILLED
+        self._num_kills += is_killed
+        result = self._judge(outcome, is_cut=is_killed)
+        if "kill" in how and not outcome.code:
+            result += " (it ended before it was killed)"
+        self._print_run(name, outcome, result)
+        return result
+
+    def _check_averages(self, size: int) -> None:
+        show_activity(f"averages on {_count(size)} ...")
+        found = check_gradients(self._trials, size)
+        faults = found.faults + check_schedules(self._expected)
+        result = "WRONG" if faults else "not checked" if found.failure else "same"
+        self._print_row("averages", f"1 and {size}", "", result, f"{found.seconds:.1f} s")
+        self._lines += [*faults, *found.notes, *([found.failure] if found.failure else [])]
+        self._is_same &= result == "same"
 
     def _interrupt(self, sizes: Sequence[int]) -> None:
         """Kill one run several times, and resume it at another number of ranks each time."""
-        seed = self._options.kill_seed
-        chance = random.Random(random.randrange(2**32) if seed is None else seed)
-        assert self._reference.trace is not None
-        num_steps, num_kills = len(self._reference.trace.steps), self._options.num_kills
+        chance = random.Random(self._options.kill_seed)
+        num_steps, num_kills = len(self._expected.steps), self._options.kills
         run_dir = self._trials.home / "interrupted"
-        step_s = self._reference.trace.step_s
         size = 0
-        for number in range(num_kills + 1):
-            size = chance.choice([other for other in sizes if other != size] or list(sizes))
-            if number == num_kills:
-                self._table.begin("resumed", _count(size))
-                outcome = self._trials.run(size, run_dir=run_dir)
-                result = self._judge(outcome, is_resumed=True)
-                self._table.add("resumed", _count(size), _describe_steps(outcome.trace), result, outcome.seconds)
-                return
+        for number in range(num_kills):
+            size = _choose_other(chance, sizes, size)
             # Each kill in a separate range of steps; the first after the first snapshot, the last before the end.
             low, high = number * num_steps // num_kills, max((number + 1) * num_steps // num_kills - 2, 0)
-            low = max(low, self._trials.snapshot_every + 1)
-            step = chance.randint(min(low, high), high)
-            kill: dict[str, float] = {"step": step, "rank": chance.randrange(size), "after_s": chance.random() * step_s}
-            if number == 0:  # while a snapshot is written
-                kill = {"step": step, "rank": 0, "events": chance.randint(1, MAX_EVENTS)}
-            if not self._kill(size, run_dir, kill, is_resumed=number > 0):
+            step = chance.randint(min(max(low, self._trials.snapshot_every + 1), high), high)
+            rank, after_s = chance.randrange(size), chance.random() * self._expected.step_s
+            name, kill = f"killed rank {rank}", {"step": step, "rank": rank, "after_s": after_s}
+            if number == 0:
+                name, kill = "killed in a save", {"step": step, "rank": 0, "events": chance.randint(1, MAX_EVENTS)}
+            if self._run_and_compare(name, size, run_dir=run_dir, kill=kill) != "same":
                 return
-
-    def _kill(self, size: int, run_dir: Path, kill: dict[str, float], *, is_resumed: bool) -> bool:
-        """Run until a rank is killed. Returns whether to continue: a rank was killed, and no difference was found."""
-        where = "in a save" if "events" in kill else f"rank {kill['rank']}"
-        self._table.begin(f"killed {where}", _count(size))
-        outcome = self._trials.run(size, run_dir=run_dir, kill=kill)
-        struck = outcome.code == KILLED
-        self._num_struck += struck
-        result = self._judge(outcome, is_resumed=is_resumed, is_cut=struck)
-        shown = result if outcome.code else f"{result} (it ended before it was killed)"
-        self._table.add(f"killed {where}", _count(size), _describe_steps(outcome.trace), shown, outcome.seconds)
-        return struck and result == "same"
+        self._run_and_compare("resumed", _choose_other(chance, sizes, size), run_dir=run_dir)
 
     # --- the verdict ------------------------------------------------------------------------------------------
 
-    def _judge(self, outcome: Outcome, *, is_resumed: bool = False, is_cut: bool = False) -> str:
+    def _judge(self, outcome: Outcome, *, is_cut: bool) -> str:
         """Compare with the reference, and explain a difference. Returns the entry for the table."""
-        reference, trace = self._reference, outcome.trace
-        assert reference.trace is not None
-        difference = None if trace is None else find_difference(reference.trace, trace)
-        if trace is not None and difference is not None:
+        reference, trace, where = self._reference, outcome.trace, f"on {_count(outcome.world_size)}"
+        if trace is not None and (difference := find_difference(self._expected, trace)) is not None:
             self._is_same = False
-            self._explain(outcome, trace, difference, is_resumed=is_resumed)
+            self._explain(outcome, trace, difference)
             return f"differs from step {difference.step}"
         if is_cut:
             return "same"
         if outcome.code:
+            result = f"exit code {outcome.code}"
+            self._lines += [f"{where} it ends with {result}:", outcome.last_words]
+            self._lines += explain_drift(self._expected, outcome.output)
             self._is_same = False
-            self._lines += [
-                f"on {_count(outcome.world_size)} it ends with exit code {outcome.code}:",
-                outcome.last_words,
-                *explain_drift(reference.trace, outcome.output),
-            ]
-            return f"exit code {outcome.code}"
-        last = max(reference.trace.steps)
-        if (trace is None and not is_resumed) or (trace is not None and max(trace.steps, default=last) != last):
+            return result
+        last = max(self._expected.steps)
+        # A run that is resumed after its last step has no trace.
+        if (not outcome.is_resumed) if trace is None else max(trace.steps, default=last) != last:
             result = "other steps"
         elif outcome.final != reference.final:
             result = "another last snapshot"
@@ -251,29 +269,25 @@ class _Verification:
         else:
             return "same"
         self._is_same = False
-        self._lines.append(f"on {_count(outcome.world_size)}: {result}, though the digests of all steps are the same")
+        self._lines.append(f"{where}: {result}, though the digests of all steps are the same")
         return result
 
-    def _explain(self, outcome: Outcome, trace: Traced, difference: Difference, *, is_resumed: bool) -> None:
-        reference = self._reference
-        assert reference.trace is not None
+    def _explain(self, outcome: Outcome, trace: Traced, difference: Difference) -> None:
+        reference, resumed = self._reference, ", resumed" if outcome.is_resumed else ""
+        whose = f"in two runs on {_count(reference.world_size)}"
         if outcome.world_size != reference.world_size:
             whose = f"on {_count(outcome.world_size)} and on {_count(reference.world_size)}"
-        else:
-            whose = f"in two runs on {_count(reference.world_size)}"
-        self._lines.append(f"step {difference.step} is not the same {whose}" + (", resumed" if is_resumed else ""))
+        self._lines.append(f"step {difference.step} is not the same {whose}{resumed}")
         if difference.tensor is not None:
             count = difference.num_tensors
             others = f"of {count} tensors that differ" if count > 1 else "the only tensor that differs"
-            self._lines.append(
-                f"  first: {name_tensor(difference.tensor)}, {others}: "
-                + self._measure(outcome, difference.step, difference.tensor)
-            )
+            measured = self._measure(outcome, difference.step, difference.tensor)
+            self._lines.append(f"  first: {name_tensor(difference.tensor)}, {others}: {measured}")
         elif difference.what in ("value", "loss"):
             name = name_tensor(difference.name) or "the loss"
             self._lines.append(f"  first: {name}, {difference.values[0]} and {difference.values[1]}")
-        experiments = Experiments(self._trials, reference.world_size, difference.step + 1)
-        causes = explain(reference.trace, trace, difference, is_resumed=is_resumed, experiments=experiments)
+        run_again = partial(self._trials.run, reference.world_size, num_steps=difference.step + 1)
+        causes = explain(self._expected, trace, difference, is_resumed=outcome.is_resumed, run_again=run_again)
         self._lines += [f"  likely: {cause}" for cause in causes]
 
     def _measure(self, outcome: Outcome, step: int, name: str) -> str:
@@ -288,12 +302,20 @@ class _Verification:
             places.append(again.place)
         return measure_difference(places[0], places[1], name)
 
+    # --- the table --------------------------------------------------------------------------------------------
+
+    def _print_run(self, name: str, outcome: Outcome, result: str) -> None:
+        steps = "none" if outcome.trace is None else outcome.trace.describe_steps()
+        self._print_row(name, _count(outcome.world_size), steps, result, f"{outcome.seconds:.1f} s")
+
+    def _print_row(self, name: str, ranks: str, steps: str, result: str, time: str = "") -> None:
+        colour = next((colour for text, colour in COLOURS.items() if result.startswith(text)), "red")
+        print_result(ROW.format(name, ranks, steps, result, time).rstrip(), result, colour)
+
+
+def _choose_other(chance: random.Random, sizes: Sequence[int], size: int) -> int:
+    return chance.choice([other for other in sizes if other != size] or list(sizes))
+
 
 def _count(size: int) -> str:
     return f"{size} rank{'s' if size > 1 else ''}"
-
-
-def _describe_steps(trace: Traced | None) -> str:
-    if trace is None or not trace.steps:
-        return "0"
-    return f"{min(trace.steps)}-{max(trace.steps)}"

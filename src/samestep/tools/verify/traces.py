@@ -36,6 +36,10 @@ class Traced:
         ends = [line["at_s"] for line in self.steps.values()]
         return median(b - a for a, b in pairwise(ends)) if len(ends) > 1 else 0.0
 
+    def describe_steps(self) -> str:
+        """Return the range of the steps."""
+        return f"{min(self.steps)}-{max(self.steps)}" if self.steps else "none"
+
 
 def read_traces(directory: Path) -> Traced | None:
     """Read the traces of all ranks. Returns None if no step was begun."""

@@ -44,27 +44,30 @@ class Outcome:
 
     Attributes:
         world_size: number of ranks.
+        hash_seed: PYTHONHASHSEED, unless it is set for this process.
+        place: the directory with its traces.
+        begun_from: a copy of the run's directory as this start found it; None: a new run.
         code: the launcher's exit code.
         output: output of the launcher and rank 0.
         trace: the traces of the ranks; None: they did not reach a first step.
         final: the digest of the newest snapshot.
-        place: the directory with its traces.
-        begun_from: a copy of the run's directory as this start found it; None: a new run.
         ledger: the fingerprint of each step's samples.
-        hash_seed: PYTHONHASHSEED, unless it is set for this process.
     """
 
     world_size: int
-    code: int
-    output: str
-    seconds: float
-    trace: Traced | None
-    run_dir: Path
+    hash_seed: str
     place: Path
-    begun_from: Path | None = None
-    final: str | None = None
-    ledger: tuple[int, ...] = ()
-    hash_seed: str = "0"
+    begun_from: Path | None
+    code: int
+    seconds: float
+    output: str
+    trace: Traced | None
+    final: str | None
+    ledger: tuple[int, ...]
+
+    @property
+    def is_resumed(self) -> bool:
+        return self.begun_from is not None
 
     @property
     def last_words(self) -> str:
@@ -134,23 +137,23 @@ class Trials:
         command, words = self.subject.command, self.subject.words
         recipe, own = (words[:1], words[1:]) if command == "train" else ((), words)
         ranks = ("--nproc-per-node", str(world_size))
-        began = time.monotonic()
+        began_s = time.monotonic()
         code = self._start([sys.executable, "-m", "samestep", command, *recipe, *ranks, *own], variables, place)
         ledger = run_dir / "ledger.bin"
         records = ledger.read_bytes() if ledger.exists() else b""
+        records = records[: len(records) // RECORD.size * RECORD.size]
         final = Store(run_dir).find("latest", warn=lambda _: None) if run_dir.exists() else None
         return Outcome(
-            world_size,
-            code,
-            (place / "output").read_text(errors="replace"),
-            time.monotonic() - began,
-            read_traces(place),
-            run_dir,
-            place,
-            begun_from,
-            None if final is None else final.manifest["digest"],
-            tuple(record[3] for record in RECORD.iter_unpack(records[: len(records) // RECORD.size * RECORD.size])),
-            hash_seed,
+            world_size=world_size,
+            hash_seed=hash_seed,
+            place=place,
+            begun_from=begun_from,
+            code=code,
+            seconds=time.monotonic() - began_s,
+            output=(place / "output").read_text(errors="replace"),
+            trace=read_traces(place),
+            final=None if final is None else final.manifest["digest"],
+            ledger=tuple(record[3] for record in RECORD.iter_unpack(records)),
         )
 
     def _start(self, command: list[str], variables: Mapping[str, str], place: Path) -> int:
