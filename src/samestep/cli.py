@@ -285,6 +285,12 @@ def _verify(arguments: list[str]) -> int:
     return command.run_verify(target, values)
 
 
+def _doctor(arguments: list[str]) -> int:
+    from samestep.tools.doctor.run_doctor import run_doctor
+
+    return run_doctor(arguments, _start)
+
+
 def _inspect(arguments: list[str]) -> int:
     from samestep.tools.inspect import run_inspect
 
@@ -295,12 +301,6 @@ def _watch(arguments: list[str]) -> int:
     from samestep.tools.watch import run_watch
 
     return run_watch(arguments)
-
-
-def _doctor(arguments: list[str]) -> int:
-    from samestep.tools.doctor.run_doctor import run_doctor
-
-    return run_doctor(arguments, _start)
 
 
 def _export(arguments: list[str]) -> int:

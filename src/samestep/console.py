@@ -39,22 +39,34 @@ def print_result(text: str, word: str, colour: str) -> None:
 
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Prints a table: with rich on a terminal, otherwise as plain columns. Escapes control characters."""
-    rows = [[escape(cell).replace("\n", "\\n") for cell in row] for row in rows]
+    """Print a table: with rich on a terminal, otherwise as plain columns. Escapes control characters."""
     if sys.stdout.isatty():
         from rich.console import Console
-        from rich.markup import escape as escape_markup
-        from rich.table import Table
 
-        table = Table(*header, title=escape_markup(title), title_justify="left")
-        for row in rows:
-            table.add_row(*map(escape_markup, row))
-        Console().print(table)
+        Console().print(build_table(title, header, rows))
         return
+    rows = [[_to_cell(text) for text in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
     print(title)
     for row in (header, *rows):
         print("  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def build_table(
+    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str | None] | None = None
+) -> Any:
+    """Build a table of rich. Escapes control characters and markup. `styles`: of rich, one per row."""
+    from rich.markup import escape as escape_markup
+    from rich.table import Table
+
+    table = Table(*header, title=escape_markup(title), title_justify="left")
+    for row, style in zip(rows, styles or [None] * len(rows), strict=True):
+        table.add_row(*(escape_markup(_to_cell(text)) for text in row), style=style)
+    return table
+
+
+def _to_cell(text: str) -> str:
+    return escape(text).replace("\n", "\\n")
 
 
 def list_values(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:

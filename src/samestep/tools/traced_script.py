@@ -1,19 +1,30 @@
 """Runs a user's script for a tool: in a new process group, traced, with its output in a file."""
 
 import json
+import os
+import signal
 import subprocess
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 
+@contextmanager
 def start(
     command: Sequence[str], variables: Mapping[str, str], output: Path, inherited: Sequence[int] = ()
-) -> "subprocess.Popen[bytes]":
-    """Start a command. Its standard output and error go to `output`. `inherited`: file descriptors to pass on."""
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """Start a command, and kill its process group at the end of the block.
+
+    Args:
+        command: the program and its arguments.
+        variables: its environment.
+        output: file for its standard output and error.
+        inherited: file descriptors to pass on.
+    """
     with open(output, "w") as file:
-        return subprocess.Popen(
+        process = subprocess.Popen(
             command,
             env=dict(variables),
             stdin=subprocess.DEVNULL,
@@ -22,6 +33,26 @@ def start(
             process_group=0,
             pass_fds=inherited,
         )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@contextmanager
+def exiting_on_sigterm() -> Iterator[None]:
+    """Raise SystemExit for SIGTERM in the block, so that the script is ended and its files are removed."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

@@ -5,12 +5,11 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from samestep.config import is_url
-from samestep.console import escape
+from samestep.console import build_table, escape, print_table
 from samestep.errors import Error
 from samestep.snapshot.object_store import ObjectStore, find_copy, read_run
 from samestep.watch.records import RANKS, STATUS, read_or_empty
@@ -41,14 +40,6 @@ compute/step and samples/s cover the last {WINDOW_S:g} s; in a single output, th
 """
 
 
-@dataclass(frozen=True)
-class Rates:
-    """The speed of one rank; None if unknown. `compute_s` is per step, without waits for other ranks."""
-
-    compute_s: float | None
-    samples_per_s: float | None
-
-
 def run_watch(args: list[str]) -> int:
     """Run the command with the arguments after its name. Returns the exit code.
 
@@ -72,8 +63,7 @@ def run_watch(args: list[str]) -> int:
     if not record or not is_running or time.time() - record["time_s"] > STALE_S:
         print(escape(describe_end(run_dir)))
         return 0
-    for row in format_rows(record, None):
-        print("  ".join(row).rstrip())
+    print_table(_name_table(record), *format_rows(record, None))
     return 0
 
 
@@ -107,7 +97,11 @@ def _follow(run_dir: Path) -> int:
         while (record := read_or_empty(run_dir / RANKS)) or not has_ended(run_dir):
             if record and (not records or record["time_s"] != records[-1]["time_s"]):
                 records = [old for old in records if record["time_s"] - old["time_s"] < WINDOW_S] + [record]
-                live.update(build_table(record, records[0]), refresh=True)
+                styles = [
+                    "red" if r["is_silent"] else "yellow" if r["for_s"] > WINDOW_S else None for r in record["ranks"]
+                ]
+                table = build_table(_name_table(record), *format_rows(record, records[0]), styles)
+                live.update(table, refresh=True)
             elif record and time.time() - record["time_s"] > RESTART_S and has_ended(run_dir):
                 break
             time.sleep(POLL_S)
@@ -141,26 +135,36 @@ def describe_end(run_dir: Path) -> str:
     return f"{run_dir}: {how}" + (f": {status['reason']}" if status.get("reason") else "")
 
 
-def compute_rates(rank: Mapping[str, Any], before: Mapping[str, Any] | None, micro_batch_size: int) -> Rates:
-    """Compute the speed of a rank since `before`; None: since the last start of the run."""
-    spent_s = dict(rank["spent_s"])
-    was: Mapping[str, Any] = before if before is not None else {"spent_s": {}, "num_steps": 0, "num_micro_batches": 0}
-    num_steps = rank["num_steps"] - was["num_steps"]
-    passed_s = {name: seconds - was["spent_s"].get(name, 0.0) for name, seconds in spent_s.items()}
-    total_s = sum(passed_s.values()) - (passed_s.get("starting", 0.0) if before is None else 0.0)
-    num_samples = (rank["num_micro_batches"] - was["num_micro_batches"]) * micro_batch_size
-    return Rates(
-        (passed_s.get("forward", 0.0) + passed_s.get("backward", 0.0)) / num_steps if num_steps > 0 else None,
-        num_samples / total_s if total_s > 0 else None,
+def compute_rates(
+    rank: Mapping[str, Any], before: Mapping[str, Any] | None, micro_batch_size: int
+) -> tuple[float | None, float | None]:
+    """Compute the speed of a rank since `before`; None: since the last start of the run.
+
+    Returns:
+        Seconds of computation per step, without waits for other ranks, and samples per second; None if unknown.
+    """
+    passed_s = dict(rank["spent_s"])
+    num_steps, num_micro_batches = rank["num_steps"], rank["num_micro_batches"]
+    if before is None:
+        passed_s.pop("starting", None)
+    else:
+        passed_s = {name: seconds - before["spent_s"].get(name, 0.0) for name, seconds in passed_s.items()}
+        num_steps, num_micro_batches = num_steps - before["num_steps"], num_micro_batches - before["num_micro_batches"]
+    compute_s, total_s = passed_s.get("forward", 0.0) + passed_s.get("backward", 0.0), sum(passed_s.values())
+    return (
+        compute_s / num_steps if num_steps > 0 else None,
+        num_micro_batches * micro_batch_size / total_s if total_s > 0 else None,
     )
 
 
-def format_rows(record: Mapping[str, Any], before: Mapping[str, Any] | None) -> list[Sequence[str]]:
-    """Format the table, header first, without the last column if it is empty."""
+def format_rows(
+    record: Mapping[str, Any], before: Mapping[str, Any] | None
+) -> tuple[Sequence[str], Sequence[Sequence[str]]]:
+    """Return the header and a row per rank, without the last column if it is empty."""
     then = {} if before is None or before is record else {rank["rank"]: rank for rank in before["ranks"]}
-    rows: list[Sequence[str]] = [HEADER]
+    rows = []
     for rank in record["ranks"]:
-        rates = compute_rates(rank, then.get(rank["rank"]), record["micro_batch_size"])
+        compute_s, samples_per_s = compute_rates(rank, then.get(rank["rank"]), record["micro_batch_size"])
         note = "silent" if rank["is_silent"] else f"waits in {rank['waits_in']}" if rank["waits_in"] else rank["place"]
         rows.append(
             (
@@ -169,27 +173,18 @@ def format_rows(record: Mapping[str, Any], before: Mapping[str, Any] | None) -> 
                 str(rank["step"]),
                 rank["phase"],
                 describe_seconds(rank["for_s"] + rank["age_s"]),
-                "" if rates.compute_s is None else f"{1000 * rates.compute_s:.1f} ms",
-                "" if rates.samples_per_s is None else f"{rates.samples_per_s:,.0f}",
+                "" if compute_s is None else f"{1000 * compute_s:.1f} ms",
+                "" if samples_per_s is None else f"{samples_per_s:,.0f}",
                 note if rank["is_silent"] or rank["for_s"] > POLL_S else "",
             )
         )
-    if not any(row[-1] for row in rows[1:]):
-        rows = [row[:-1] for row in rows]
-    rows = [[escape(cell).replace("\n", "\\n") for cell in row] for row in rows]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [[cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows]
+    is_wide = any(row[-1] for row in rows)
+    return (HEADER, rows) if is_wide else (HEADER[:-1], [row[:-1] for row in rows])
 
 
-def build_table(record: Mapping[str, Any], before: Mapping[str, Any] | None) -> Any:
-    """Build the table for a terminal."""
-    from rich.table import Table
+def _choose_style(rank: Mapping[str, Any]) -> str | None:
+    return "red" if rank["is_silent"] else "yellow" if rank["for_s"] > WINDOW_S else None
 
-    header, *rows = format_rows(record, before)
-    table = Table(title=f"{len(rows)} ranks", title_justify="left")
-    for name in header:
-        table.add_column(name.strip(), no_wrap=True)
-    for rank, row in zip(record["ranks"], rows, strict=True):
-        style = "red" if rank["is_silent"] else "yellow" if rank["for_s"] > WINDOW_S else None
-        table.add_row(*[cell.strip() for cell in row], style=style)
-    return table
+
+def _name_table(record: Mapping[str, Any]) -> str:
+    return f"{len(record['ranks'])} ranks"

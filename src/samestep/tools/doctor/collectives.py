@@ -37,7 +37,8 @@ FIRST_BYTES, LAST_BYTES, GROWTH = 1 << 10, 256 << 20, 8
 BUDGET_S, MOST_S = 0.8, 2.0  # per operation: elapsed, and expected after the next size
 SAMPLE_S, MOST_REPEATS = 0.05, 50  # per size
 EXACT_SIZES = (1, 1000, 65537)  # elements per rank
-LINK_BYTES, LINK_CHUNK_BYTES, LINK_S = 64 << 20, 256 << 10, 0.1
+LINK_BYTES, LINK_CHUNK_BYTES, LINK_GROWTH, LINK_S = 64 << 20, 256 << 10, 4, 0.1
+PING_SIZE = 256  # numbers
 NUM_LINK_PINGS = 10
 SLOW_LINK, MOST_AGAIN = 0.5, 24  # fraction of the median; number of links that are measured again
 
@@ -261,23 +262,19 @@ def find_slow(links: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _send(group: Group, peer: int) -> dict[str, float]:
     """Measure the latency, then send chunks of growing size until one takes long enough to time."""
-    small = torch.zeros(256, device=group.device)
-    latency_s = float("inf")
-    for _ in range(NUM_LINK_PINGS):
-        latency_s = min(latency_s, _send_once(group, peer, small))
+    latency_s = min(_send_once(group, peer, torch.zeros(PING_SIZE)) for _ in range(NUM_LINK_PINGS))
     num_bytes, took_s = LINK_CHUNK_BYTES, 0.0
-    while num_bytes <= LINK_BYTES:
-        dist.send(torch.tensor([num_bytes], device=group.device), peer)
-        took_s = _send_once(group, peer, torch.zeros(num_bytes // 4, device=group.device))
-        if took_s > LINK_S or num_bytes == LINK_BYTES:
-            break
-        num_bytes *= 4
-    dist.send(torch.tensor([0], device=group.device), peer)
-    return {"latency_s": latency_s / 2, "bytes_per_s": num_bytes / max(took_s - latency_s / 2, 1e-9)}
+    while True:
+        # Each chunk takes LINK_GROWTH times as long as the one before; the numbers of the last one are 1.
+        is_last = num_bytes >= LINK_BYTES or LINK_GROWTH * took_s > LINK_S
+        took_s = _send_once(group, peer, torch.full((num_bytes // 4,), float(is_last)))
+        if is_last:
+            return {"latency_s": latency_s / 2, "bytes_per_s": num_bytes / max(took_s - latency_s / 2, 1e-9)}
+        num_bytes *= LINK_GROWTH
 
 
 def _send_once(group: Group, peer: int, data: Tensor) -> float:
-    answer = torch.zeros(1, device=group.device)
+    data, answer = data.to(group.device), torch.zeros(1, device=group.device)
     _wait(group.device)
     began_s = time.perf_counter()
     dist.send(data, peer)
@@ -288,17 +285,18 @@ def _send_once(group: Group, peer: int, data: Tensor) -> float:
 
 def _take(group: Group, peer: int) -> None:
     """Answer `_send`."""
-    answer = torch.zeros(1, device=group.device)
-    small, size = torch.zeros(256, device=group.device), torch.zeros(1, dtype=torch.int64, device=group.device)
     for _ in range(NUM_LINK_PINGS):
-        dist.recv(small, peer)
-        dist.send(answer, peer)
-    while True:
-        dist.recv(size, peer)
-        if not int(size):
-            return
-        dist.recv(torch.zeros(int(size) // 4, device=group.device), peer)
-        dist.send(answer, peer)
+        _answer(group, peer, PING_SIZE)
+    num_bytes = LINK_CHUNK_BYTES
+    while not _answer(group, peer, num_bytes // 4)[0]:
+        num_bytes *= LINK_GROWTH
+
+
+def _answer(group: Group, peer: int, size: int) -> Tensor:
+    data = torch.empty(size, device=group.device)
+    dist.recv(data, peer)
+    dist.send(torch.zeros(1, device=group.device), peer)
+    return data
 
 
 # --- findings -----------------------------------------------------------------------------------------------------

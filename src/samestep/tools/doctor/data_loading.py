@@ -3,19 +3,17 @@
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from samestep.config import to_variables
 from samestep.tools.doctor.checks import FAIL, WARN, Context, Facts, Finding, format_count, well
-from samestep.tools.traced_script import read_lines, start
+from samestep.tools.traced_script import exiting_on_sigterm, read_lines, start
 from samestep.world.environment import TRACE, child_variables
 from samestep.world.workdir import WorkDir
 
@@ -33,32 +31,26 @@ def look_at_data_loading(context: Context) -> dict[str, Any] | None:
     """On rank 0: train the script on as many ranks as this node has, in a temporary directory."""
     if context.environment.rank != 0:
         return None
-    options, opened = context.options, WorkDir("doctor-")
-    home = opened.path
-    num_ranks = context.environment.local_world_size
-    overrides = {
-        "run_dir": str(home / "run"),
-        "max_steps": MOST_STEPS,
-        "snapshot_every": "never",
-        "resume": "never",
-        "compare_every": "never",
-        "device": options.device,
-        "num_threads": options.num_threads,
-        "batch_size": options.batch_size,
-        "micro_batch_size": options.micro_batch_size,
-    }
-    variables = child_variables() | to_variables(overrides) | {"WANDB_MODE": "disabled"}
-    variables[TRACE] = json.dumps({"dir": str(home), "paces": True})
-    command = [sys.executable, "-m", "samestep", "launch", "--nproc-per-node", str(num_ranks), *options.script]
+    options, num_ranks = context.options, context.environment.local_world_size
     context.doing = f"training {' '.join(options.script)}"
-    before = signal.signal(signal.SIGTERM, _leave)
-    try:
-        code = _train(command, variables, home)
-        ranks = [measure_rank(read_lines(home / f"rank-{rank}.jsonl")) for rank in range(num_ranks)]
-        output = (home / "output").read_text(errors="replace").rstrip().splitlines()
-    finally:
-        signal.signal(signal.SIGTERM, before)
-        opened.close()
+    with exiting_on_sigterm(), WorkDir("doctor-") as home:
+        overrides = {
+            "run_dir": str(home.path / "run"),
+            "max_steps": MOST_STEPS,
+            "snapshot_every": "never",
+            "resume": "never",
+            "compare_every": "never",
+            "device": options.device,
+            "num_threads": options.num_threads,
+            "batch_size": options.batch_size,
+            "micro_batch_size": options.micro_batch_size,
+        }
+        variables = child_variables() | to_variables(overrides) | {"WANDB_MODE": "disabled"}
+        variables[TRACE] = json.dumps({"dir": str(home.path), "paces": True})
+        command = [sys.executable, "-m", "samestep", "launch", "--nproc-per-node", str(num_ranks), *options.script]
+        code = _train(command, variables, home.path)
+        ranks = [measure_rank(read_lines(home.path / f"rank-{rank}.jsonl")) for rank in range(num_ranks)]
+        output = (home.path / "output").read_text(errors="replace").rstrip().splitlines()
     return {
         "script": " ".join(options.script),
         "code": code,
@@ -68,32 +60,22 @@ def look_at_data_loading(context: Context) -> dict[str, Any] | None:
     }
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)  # unwinds, which ends the script and removes its files
-
-
 def _train(command: Sequence[str], variables: Mapping[str, str], home: Path) -> int | None:
     """Start the script and end it after enough steps. Returns its exit code; None if it was ended."""
-    process = start(command, variables, home / "output")
     deadline_s = time.monotonic() + LIMIT_S
-    try:
+    with start(command, variables, home / "output") as process:
         while process.poll() is None and time.monotonic() < deadline_s:
             time.sleep(POLL_S)
             lines = read_lines(home / "rank-0.jsonl")[WARM_UP:]
             if len(lines) > 1 and lines[-1]["at_s"] - lines[0]["at_s"] > MEASURED_S:
                 break
-        return process.poll()
-    finally:
+        code = process.poll()
         for _ in range(2):  # after the first, the run saves; the second makes the launcher kill its ranks
-            with suppress(ProcessLookupError):
-                process.send_signal(signal.SIGTERM)
+            process.terminate()
             time.sleep(POLL_S)
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(LEAVE_S)
-        except subprocess.TimeoutExpired:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        return code
 
 
 def measure_rank(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

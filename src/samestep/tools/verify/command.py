@@ -1,14 +1,12 @@
 """`samestep verify`: runs the script several times, one run after the other, and compares the runs."""
 
 import random
-import signal
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from samestep.config import OPTIONS, Option, format_flags
@@ -18,6 +16,7 @@ from samestep.launch.flags import FLAGS as LAUNCH_FLAGS
 from samestep.launch.launcher import check_target
 from samestep.launch.local_ranks import Target
 from samestep.plan.schedule import check_numbers
+from samestep.tools.traced_script import exiting_on_sigterm
 from samestep.tools.verify.causes import explain, explain_drift, measure_difference
 from samestep.tools.verify.gradients import check_gradients, check_schedules
 from samestep.tools.verify.traces import Difference, Traced, find_difference, name_tensor
@@ -97,16 +96,12 @@ def run_verify(target: Target, values: Mapping[str, Any]) -> int:
     if options.steps < 1 or options.kills < 0:
         raise Error("verify needs at least one step, and at least 0 kills")
     kept = None if options.keep_runs is None else _make_empty(Path(options.keep_runs))
-    before = signal.signal(signal.SIGTERM, _leave)
-    try:
-        with nullcontext() if kept is not None else WorkDir("verify-") as home:
-            path, locks = (kept, ()) if home is None else (home.path, (home.lock.fileno(),))
-            assert path is not None
-            every = max(1, options.steps // (2 * (options.kills + 1)))
-            trials = Trials(subject, path.resolve(), options.steps, every, locks)
-            return _Verification(trials, options, world_sizes).run()
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with exiting_on_sigterm(), nullcontext() if kept is not None else WorkDir("verify-") as home:
+        path, locks = (kept, ()) if home is None else (home.path, (home.lock.fileno(),))
+        assert path is not None
+        every = max(1, options.steps // (2 * (options.kills + 1)))
+        trials = Trials(subject, path.resolve(), options.steps, every, locks)
+        return _Verification(trials, options, world_sizes).run()
 
 
 def _make_empty(directory: Path) -> Path:
@@ -118,10 +113,6 @@ def _make_empty(directory: Path) -> Path:
     except OSError as error:
         raise Error(f"--keep-runs {directory} cannot be created ({error.strerror}): name another directory") from None
     return directory
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)  # runs the cleanup that ends the current run and removes its files
 
 
 class _Verification:

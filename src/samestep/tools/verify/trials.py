@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -157,18 +156,13 @@ class Trials:
         )
 
     def _start(self, command: list[str], variables: Mapping[str, str], place: Path) -> int:
-        process = start(command, variables, place / "output", self.locks)
-        try:
-            return process.wait(self.deadline_s)
-        except subprocess.TimeoutExpired:
-            with open(place / "output", "a") as output:
-                print(f"\nsamestep: error: it was stuck, and was killed after {self.deadline_s:.0f} s", file=output)
-            return STUCK
-        finally:
-            if process.poll() is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        with start(command, variables, place / "output", self.locks) as process:
+            try:
+                return process.wait(self.deadline_s)
+            except subprocess.TimeoutExpired:
+                with open(place / "output", "a") as output:
+                    print(f"\nsamestep: error: it was stuck, and was killed after {self.deadline_s:.0f} s", file=output)
+                return STUCK
 
 
 def _copy_run(run_dir: Path, to: Path) -> Path | None:
