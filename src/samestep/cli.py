@@ -1,4 +1,4 @@
-"""The `samestep` command. Nothing here imports torch: `--help` and mistakes in the arguments answer at once."""
+"""The `samestep` command. Does not import torch, so that `--help` and errors in the arguments are fast."""
 
 import signal
 import sys
@@ -92,7 +92,7 @@ DEFAULT_RECIPE = "digits"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command and returns its exit code. With `arguments` None, as the program itself, exits with it."""
+    """Run the command and return its exit code. Without `arguments`, take those of the process, and exit."""
     try:
         if arguments is None:
             if sys.argv[1:2] in (["launch"], ["train"]):
@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             check_surroundings()
         code = _dispatch(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
-    except BrokenPipeError:  # As of `| head`.
+    except BrokenPipeError:  # such as of `| head`
         drop_output()
         code = 128 + signal.SIGPIPE
     except (Error, OSError) as error:
@@ -146,7 +146,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _start_on_hosts(target: "Target", values: dict[str, Any]) -> int:
-    """As `_start`, over ssh on several hosts."""
+    """Start the ranks over ssh on several hosts."""
     from samestep.launch.launcher import check_target
     from samestep.launch.ssh_launcher import parse_hosts, run_hosts
 
@@ -200,8 +200,8 @@ def _launch(arguments: list[str]) -> int:
 
 
 def _warn_of_misplaced(target: "Target") -> None:
-    """Warns about options after the script that only `launch` knows, since the script gets them."""
-    text = "arguments"  # A module may read arguments of any name.
+    """Warn about options of `launch` after the script, which are passed to the script."""
+    text = "arguments"  # a module can read arguments of any name
     if target.kind == "script":
         with suppress(OSError):
             text = Path(target.name).read_text(errors="replace")
@@ -216,9 +216,12 @@ def _warn_of_misplaced(target: "Target") -> None:
 def _take_flags_and_target(
     command: str, arguments: list[str], flags: Mapping[str, Option]
 ) -> tuple[dict[str, Any], "Target | None"]:
-    """The options and the target: a script, -m MODULE, or a recipe, which may be followed by options.
+    """Return the options and the target: a script, -m MODULE, or a recipe, which can be followed by options.
 
-    The target is None if help was asked for. Raises Error if there is no target.
+    The target is None if the arguments ask for help.
+
+    Raises:
+        Error: there is no target, or an option is invalid.
     """
     values, left = take_flags(arguments, stop_at_first=True, flags=flags)
     if not left:
@@ -236,11 +239,9 @@ def _take_flags_and_target(
 def _build_recipe_target(
     command: str, recipe: str, arguments: list[str], values: Mapping[str, Any], flags: Mapping[str, Option]
 ) -> "Target":
-    """The target of a recipe. Raises Error for an option that neither the command nor the recipe has."""
-    if recipe not in find_recipes():
-        raise Error(f"there is no recipe {recipe}{suggest(recipe, find_recipes())}")
+    """Return the target of a recipe. Raises Error for an option that neither the command nor the recipe has."""
     if "batch_size" in values:
-        arguments = [*arguments, f"--batch-size={values['batch_size']}"]  # The recipe derives other numbers from it.
+        arguments = [*arguments, f"--batch-size={values['batch_size']}"]  # the recipe derives other numbers from it
     known = {name_option(option) for option in read_options(find_recipes()[recipe])}
     for token in arguments:
         if token.startswith("--") and name_option(token) not in known:
@@ -310,11 +311,11 @@ def _export(arguments: list[str]) -> int:
 
 
 def _take_recipe(left: list[str]) -> tuple[str | None, list[str]]:
-    """The recipe, which is the first argument that names one, and the other arguments."""
-    names = [i for i, token in enumerate(left) if token in find_recipes()]
-    if not names and left and not left[0].startswith("-"):
-        raise Error(f"there is no recipe {left[0]}{suggest(left[0], find_recipes())}")
-    if not names:
-        return None, left
-    first = 0 if left[0] in find_recipes() else names[0]
-    return left[first], left[:first] + left[first + 1 :]
+    """Return the first argument that names a recipe, and the other arguments."""
+    recipes = find_recipes()
+    place = next((place for place, token in enumerate(left) if token in recipes), None)
+    if place is not None:
+        return left[place], left[:place] + left[place + 1 :]
+    if left and not left[0].startswith("-"):
+        raise Error(f"there is no recipe {left[0]}{suggest(left[0], recipes)}")
+    return None, left

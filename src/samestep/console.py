@@ -1,4 +1,4 @@
-"""Printing text from other sources to a terminal, without its control characters."""
+"""Prints text to a terminal, without the control characters that it may contain."""
 
 import json
 import re
@@ -15,12 +15,12 @@ _CLEAR_LINE = "\r\x1b[2K"
 
 
 def escape(text: str) -> str:
-    r"""The text with control characters escaped, such as `\x1b`. Tabs and newlines are kept."""
+    r"""Escape control characters, such as `\x1b`, except tabs and newlines."""
     return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def say(sentence: str) -> None:
-    """Prints one line on standard error."""
+    """Print one line on standard error."""
     print(f"samestep: {escape(sentence)}".replace("\n", "\\n"), file=sys.stderr, flush=True)
 
 
@@ -70,7 +70,7 @@ def _to_cell(text: str) -> str:
 
 
 def list_values(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """The leaves of nested dicts with their paths: {"a": {"b": 1}} gives ("a.b", "1")."""
+    """Return the leaves of nested dicts with their paths: {"a": {"b": 1}} gives ("a.b", "1")."""
     rows = []
     for name, value in values.items():
         if isinstance(value, dict):
@@ -81,12 +81,12 @@ def list_values(values: Mapping[str, Any], prefix: str = "") -> list[tuple[str, 
 
 
 def to_text(value: Any) -> str:
-    """A string unchanged, anything else as JSON."""
+    """Return a string unchanged, any other value as JSON."""
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def describe_size(size_bytes: float) -> str:
-    """A text such as "12.3 MB"."""
+    """Format a size in powers of 1000, such as "12.3 MB"."""
     for unit in ("B", "KB", "MB", "GB"):
         if size_bytes < 1000:
             return f"{size_bytes:.3g} {unit}"
@@ -95,7 +95,7 @@ def describe_size(size_bytes: float) -> str:
 
 
 def describe_age(time: str | None) -> str:
-    """The age of a time in ISO 8601, such as "5 min"; "?" if it is unknown."""
+    """Format the age of a time in ISO 8601, such as "5 min"; "?" if it is unknown."""
     try:
         age_s = max((datetime.now(UTC) - datetime.fromisoformat(time or "")).total_seconds(), 0.0)
     except (TypeError, ValueError):

@@ -93,7 +93,7 @@ def test_version() -> None:
         (["launch", "--standalone", "--nnodes", "2", __file__], "--standalone is for one node, and --nnodes is 2"),
         (["launch", "--rdzv_backend=etcd", __file__], "launch has no --rdzv-backend etcd"),
         (["launch", "--nnodes=2", "--master_port=1", __file__], "or --master-addr and --master-port: give one"),
-        (["launch", "--tee", "3", __file__], "launch has no --tee: all that ranks print is in logs/"),
+        (["launch", "--tee", "3", __file__], "launch has no --tee: all output of the ranks is in logs/"),
         (["launch", "--rdzv_conf=timeout=3", __file__], "launch has no --rdzv_conf: use --rdzv-timeout"),
         (["train", "digitz"], "there is no recipe digitz; did you mean digits?"),
         (["train", "mlp", "--total-epocs", "5"], "train mlp has no option --total-epocs; did you mean --total-epochs?"),

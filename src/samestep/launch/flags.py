@@ -1,4 +1,4 @@
-"""The options of `launch`, and taking options out of a command's arguments. Imports nothing slow."""
+"""The options of `launch`, and the parser of a command's arguments. Imports nothing slow."""
 
 import difflib
 import re
@@ -24,7 +24,7 @@ FLAGS: dict[str, Option] = {
     ),
     "nnodes": Option(str, "N", "number of nodes, or MIN:MAX if nodes may join and leave; default: 1"),
     "node_rank": Option(int, "R", "rank of this node, from 0; default: in the order in which nodes connect"),
-    "rdzv_endpoint": Option(str, "H:P", "where the nodes meet: the address of one node ([v6]) and a free port there"),
+    "rdzv_endpoint": Option(str, "H:P", "rendezvous: the address of one node ([v6]) and a free port there"),
     "rdzv_id": Option(str, "ID", "name of the launch, the same on all nodes; separates launches at one endpoint"),
     "rdzv_secret": Option(
         str, "FILE", "file with a secret that all nodes share and only you can read; default: SAMESTEP_RDZV_SECRET"
@@ -34,14 +34,14 @@ FLAGS: dict[str, Option] = {
     **OPTIONS,
 }
 
-# Options of torchrun that `launch` takes as well, and what stands in the place of others.
+# Options of torchrun that `launch` accepts, and what to use instead of the others.
 TORCHRUN: dict[str, Option] = {
     "standalone": Option(bool, "", "one node"),
     "rdzv_backend": Option(str, "B", "c10d or static"),
     "master_addr": Option(str, "HOST", "the host of --rdzv-endpoint"),
     "master_port": Option(int, "PORT", "the port of --rdzv-endpoint"),
 }
-_LOGS = "all that ranks print is in logs/ below the run's directory, and --show-ranks says whose is shown"
+_LOGS = "all output of the ranks is in logs/ in the run directory, and --show-ranks selects what is shown"
 INSTEAD = {
     "module": "write -m MODULE",
     "rdzv_conf": "use --rdzv-timeout",
@@ -56,10 +56,12 @@ INSTEAD = {
 
 
 def translate_torchrun(values: dict[str, Any]) -> None:
-    """Puts options of `launch` in the place of those of TORCHRUN. Raises Error where they have no meaning here."""
+    """Replace the options of TORCHRUN by those of `launch`. Raises Error if they have no equivalent."""
     backend = values.pop("rdzv_backend", "c10d")
     if backend not in ("c10d", "static"):
-        raise Error(f"launch has no --rdzv-backend {backend}: nodes meet at one of them, as with c10d; leave it out")
+        raise Error(
+            f"launch has no --rdzv-backend {backend}: one of the nodes is the rendezvous, as with c10d; leave it out"
+        )
     host, port = values.pop("master_addr", None), values.pop("master_port", None)
     nnodes = values.get("nnodes", "1")
     if values.pop("standalone", False):
@@ -68,20 +70,19 @@ def translate_torchrun(values: dict[str, Any]) -> None:
         values.pop("rdzv_endpoint", None)
     elif nnodes not in ("1", "1:1") and (host or port):
         if host is None or "rdzv_endpoint" in values:
-            raise Error(
-                "where the nodes meet is --rdzv-endpoint HOST:PORT, or --master-addr and --master-port: give one"
-            )
+            raise Error("the rendezvous is --rdzv-endpoint HOST:PORT, or --master-addr and --master-port: give one")
         host = f"[{host}]" if ":" in host else host
         values["rdzv_endpoint"] = host if port is None else f"{host}:{port}"
 
 
 def find_misplaced(arguments: Sequence[str], text: str) -> list[str]:
-    """Options of `launch` among the arguments of a script that does not seem to know them.
+    """Find options of `launch` among the arguments of a script that does not seem to define them.
 
-    Options for `Run`, such as --seed, are common names: a script that reads any arguments may have them from elsewhere.
+    Options for `Run`, such as --seed, are common names: a script that reads any arguments can define them elsewhere.
 
     Args:
-        text: of the script.
+        arguments: of the script.
+        text: the script's source.
     """
     words = set(re.findall(r"\w+", text.replace("-", "_"))) | set(re.findall(r"--([\w-]+)", text))
     reads = re.search(r"arg|\b(click|fire|hydra|typer)\b", text) is not None
@@ -95,29 +96,30 @@ def find_misplaced(arguments: Sequence[str], text: str) -> list[str]:
 
 
 def name_option(token: str) -> str:
-    """The name of an option as a person would write it: --nproc_per_node=2 -> --nproc-per-node."""
+    """Return the name of an option in its usual form: --nproc_per_node=2 -> --nproc-per-node."""
     return token.partition("=")[0].replace("_", "-")
 
 
 def name_flags(flags: Mapping[str, Option] = FLAGS) -> list[str]:
+    """Return the options as they are written on the command line."""
     return [name_flag(name) for name in flags]
 
 
 def take_flags(
     arguments: Sequence[str], *, stop_at_first: bool, flags: Mapping[str, Option] = FLAGS
 ) -> tuple[dict[str, Any], list[str]]:
-    """Takes `flags` out of `arguments`.
+    """Take `flags` out of `arguments`.
 
     Args:
         arguments: of the command.
-        stop_at_first: leave everything from the first one on that is not such a flag.
-        flags: those of `launch`, or of another command.
+        stop_at_first: leave the first argument that is not such a flag, and all after it.
+        flags: the options of the command.
 
     Returns:
-        The values by name, and the arguments that are left, in order; all that follows `--` is left.
+        The values by name, and the other arguments, in order, with all after `--`.
 
     Raises:
-        Error: a value is missing or is not a number.
+        Error: a value is missing or invalid.
     """
     values: dict[str, Any] = {}
     left: list[str] = []

@@ -1,6 +1,5 @@
 """Audit of the samples that each step of a run used. Does not import torch."""
 
-import argparse
 import json
 import sys
 from bisect import bisect_right
@@ -16,13 +15,12 @@ from numpy.typing import NDArray
 from samestep.console import escape
 from samestep.errors import Error
 from samestep.files import is_count, open_regular
-from samestep.plan.ledger import RECORD, combine, fingerprint
+from samestep.plan.ledger import combine, count_records, fingerprint, read_records
 from samestep.plan.order import GivenOrder, Order, build_order
 from samestep.plan.schedule import EndlessSchedule, Schedule, Span
 from samestep.watch.records import LEDGER, STATUS, order_file, read_or_empty
 
 _NUM_SHOWN = 10
-_NUM_READ = 1 << 16  # records at a time
 _MOST_PROBLEMS = 1000  # an audit stops after these
 _MOST_SEARCHED = 1_000_000  # steps that are searched for the samples of a record
 _MOST_MICRO_BATCHES = 1 << 20
@@ -195,24 +193,24 @@ def _summarize(problems: Sequence[str], parts: Sequence[str]) -> str:
     return f"audit passed: {'; '.join(parts) or 'there are no steps yet'}"
 
 
-def show_samples(options: argparse.Namespace, record: Mapping[str, Any]) -> int:
-    """Print the samples of each step, and the audit. Returns the exit code: 1 if the audit failed."""
+def show_samples(run: Path, record: Mapping[str, Any], *, which: int | str, is_json: bool) -> int:
+    """Print the samples of a step, or with `which` "latest" of all, and the audit. Returns 1 if the audit failed."""
     numbers = record.get("numbers", {})
-    plans = [_Plan(options.run, numbers | loop) for loop in ({}, *record.get("loops", []))]
-    path, status = options.run / LEDGER, read_or_empty(options.run / STATUS)
-    num_steps = (path.stat().st_size if path.exists() else 0) // RECORD.size  # the last record may be incomplete
+    plans = [_Plan(run, numbers | loop) for loop in ({}, *record.get("loops", []))]
+    path, status = run / LEDGER, read_or_empty(run / STATUS)
+    num_steps = count_records(path)
     ends = [*(plan.first_step for plan in plans[1:]), num_steps]
     audits = [_Audit(plan, min(end, num_steps)) for plan, end in zip(plans, ends, strict=True)]
     steps = []
-    for step, entry in enumerate(_read_ledger(path) if num_steps else ()):
+    for step, entry in enumerate(read_records(path)):
         audit = audits[bisect_right(ends[:-1], step)]
         if len(audit.problems) > _MOST_PROBLEMS:
             audit.problems.append(f"steps {step} to {num_steps - 1}: they were not checked")
             break
         used = audit.add(step, entry)
-        if options.step not in ("latest", step):
+        if which not in ("latest", step):
             continue
-        if options.json:
+        if is_json:
             epoch, samples = used.pieces[0][0], used.samples.tolist()
             steps.append({"step": step, "epoch": epoch, "num_samples": len(samples), "samples": samples})
         else:
@@ -221,18 +219,11 @@ def show_samples(options: argparse.Namespace, record: Mapping[str, Any]) -> int:
         why = status.get("lost", "ledger.bin was truncated")
         audits[-1].problems.append(f"steps {num_steps} to {num_done - 1}: the ledger has no record of them, {why}")
     problems = [problem for audit in audits for problem in audit.problems]
-    if options.json:
+    if is_json:
         print(json.dumps({"steps": steps, "audit": {"passed": not problems, "problems": problems}}))
     else:
         print(escape(_summarize(problems, [part for audit in audits for part in audit.describe()])))
     return 1 if problems else 0
-
-
-def _read_ledger(path: Path) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the records of a ledger, reading in parts: the file may have any size. Raises OSError."""
-    with open(path, "rb", opener=open_regular) as file:
-        while len(data := file.read(_NUM_READ * RECORD.size)) >= RECORD.size:
-            yield from RECORD.iter_unpack(data[: len(data) // RECORD.size * RECORD.size])
 
 
 def _format_step(step: int, used: _Planned, num_shown: int) -> str:

@@ -8,12 +8,11 @@ from typing import Any
 
 from samestep.console import describe_age, list_values, print_table, to_text
 from samestep.files import parse_json, read_bytes
-from samestep.plan.ledger import RECORD
+from samestep.plan.ledger import count_records, read_records
 from samestep.snapshot.manifest import STATE
 from samestep.snapshot.object_store import open_run, read_run
 from samestep.snapshot.store import Store
-from samestep.watch.records import LEDGER, METRICS, STATUS, read_last_rows, read_or_empty
-from samestep.watch.records import RECORD as RUN_RECORD
+from samestep.watch.records import LEDGER, METRICS, RECORD, STATUS, read_last_rows, read_or_empty
 
 SHORT = 12  # of a digest's 64 digits
 PLACE = ("step", "epoch")  # entries of a row that are not metrics
@@ -44,19 +43,18 @@ def _find_sound(run: Path) -> list[Any]:
 
 def find_runs(directory: Path) -> list[Path]:
     """Return the runs in a directory; [] if it is a run itself."""
-    if not directory.is_dir() or (directory / RUN_RECORD).exists():
+    if not directory.is_dir() or (directory / RECORD).exists():
         return []
-    return sorted(path.parent for path in directory.glob(f"*/{RUN_RECORD}"))
+    return sorted(path.parent for path in directory.glob(f"*/{RECORD}"))
 
 
 def describe_run(run: Path) -> dict[str, Any]:
     """Return facts about a run for a list or a comparison."""
     status, sound = read_or_empty(run / STATUS), _find_sound(run)
-    ledger = run / LEDGER
     return {
         "name": run.name,
         "status": status.get("status", "not begun"),
-        "steps": ledger.stat().st_size // RECORD.size if ledger.exists() else 0,
+        "steps": count_records(run / LEDGER),
         "snapshot": sound[-1].step if sound else None,
         "digest": sound[-1].manifest.get("digest") if sound else None,
         "time": status.get("time"),
@@ -96,7 +94,7 @@ def compare_runs(one: str, other: str, *, is_json: bool) -> int:
     with open_run(one) as first, open_run(other) as second:
         records = [read_run(first, one), read_run(second, other)]
         described = [describe_run(first), describe_run(second)]
-        step, is_cut = _find_first_difference(first, second)
+        step = _find_first_difference(first, second)
     differences = _find_differences(records, described)
     a, b = ((each["snapshot"], each["digest"]) for each in described)
     is_same = a == b and a[1] is not None
@@ -115,7 +113,7 @@ def compare_runs(one: str, other: str, *, is_json: bool) -> int:
         print_table("last metrics, and their steps", ("name", one, other), rows)
     if step is not None:
         print(f"step {step} is the first that used other samples")
-    elif is_cut:
+    elif described[0]["steps"] != described[1]["steps"]:
         print("all steps that both runs have used the same samples")
     print("identical: the newest snapshots have one digest" if is_same else "NOT identical")
     return 0 if is_same else 1
@@ -140,15 +138,7 @@ def _find_differences(
     return found
 
 
-def _find_first_difference(one: Path, other: Path) -> tuple[int | None, bool]:
-    """Return the first step in which two runs used different samples, and whether one has fewer steps."""
-    ledgers = []
-    for run in (one, other):
-        content = b""
-        with suppress(FileNotFoundError):
-            content = read_bytes(run / LEDGER)
-        whole = content[: len(content) // RECORD.size * RECORD.size]
-        ledgers.append([record[1:] for record in RECORD.iter_unpack(whole)])
-    pairs = zip(*ledgers, strict=False)
-    step = next((step for step, (a, b) in enumerate(pairs) if a != b), None)
-    return step, len(ledgers[0]) != len(ledgers[1])
+def _find_first_difference(one: Path, other: Path) -> int | None:
+    """Return the first step in which two runs used different samples."""
+    pairs = zip(read_records(one / LEDGER), read_records(other / LEDGER), strict=False)
+    return next((step for step, (a, b) in enumerate(pairs) if a[1:] != b[1:]), None)

@@ -22,17 +22,15 @@ SUFFIXES = (".safetensors", ".pt", ".pth")  # they choose the format
 
 
 def run_export(args: list[str]) -> int:
-    """Runs the command with the arguments after its name. Returns the exit code.
+    """Run the command with the arguments after its name. Returns the exit code.
 
     Raises:
         Error: there is no run, no sound snapshot or no such object, the file's suffix is unknown, or a file exists
-            already (then none is written).
+            (then none is written).
     """
     options = _build_parser().parse_args(args)
     if options.file.suffix not in SUFFIXES:
         raise Error(f"{options.file} ends in none of {', '.join(SUFFIXES)}: name a file that does")
-    if not options.force:
-        _check_free(options.file)
     with open_run(options.run, which=options.snapshot) as run:
         read_run(run, options.run)
         store = Store(run)
@@ -46,10 +44,10 @@ def run_export(args: list[str]) -> int:
     files = {name: options.file}
     if options.object is None:
         averages = [other for other, state in objects.items() if other != name and _is_average(state)]
-        files |= {average: _place(options.file, average) for average in averages}
-    if not options.force:
-        for file in files.values():
-            _check_free(file)
+        files |= {average: _name_file(options.file, average) for average in averages}
+    existing = [file for file in files.values() if file.exists()]
+    if existing and not options.force:
+        raise Error(f"{existing[0]} exists already: name another file, or replace it with --force")
     run_name = os.fsencode(options.run).decode(errors="replace")
     for name, file in files.items():
         tensors, others = _take_tensors(objects[name])
@@ -59,71 +57,60 @@ def run_export(args: list[str]) -> int:
         num_bytes = _write(file, tensors | kept, {"run": run_name, "step": str(snapshot.step), "object": name})
         left_out = ", ".join(others.keys() - kept.keys())
         without = f", without {left_out}, which the format does not hold" if left_out else ""
-        print(
-            escape(f"{file}: {len(tensors)} tensors of {name} after step {snapshot.step}, {num_bytes:,} bytes{without}")
-        )
+        written = f"{len(tensors)} tensors of {name} after step {snapshot.step}, {num_bytes:,} bytes{without}"
+        print(escape(f"{file}: {written}"))
     return 0
 
 
-def _check_free(file: Path) -> None:
-    if file.exists():
-        raise Error(f"{file} exists already: name another file, or replace it with --force")
-
-
-def _place(file: Path, name: str) -> Path:
-    """The file of an average, beside the model's: `out.ema.safetensors` for `out.safetensors`."""
+def _name_file(file: Path, name: str) -> Path:
+    """Return the file of an average, beside the model's: `out.ema.safetensors` for `out.safetensors`."""
     return file.with_name(f"{file.stem}.{name.replace(os.sep, '.')}{file.suffix}")
 
 
 def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="samestep export",
-        description="Writes a model's weights under the model's own names. The suffix of FILE chooses the format: "
-        ".safetensors is read by model.load_state_dict(safetensors.torch.load_file(FILE)), .pt and .pth by "
-        "model.load_state_dict(torch.load(FILE)). Each average that the run has of a model (AveragedModel, such as an "
-        "EMA) goes into a file beside it, under the same names: what run.prepare got as ema into "
-        "model.ema.safetensors, where FILE is model.safetensors.",
+        description="Writes a model's weights under the names of its state_dict. The suffix of FILE chooses the "
+        "format: load .safetensors with model.load_state_dict(safetensors.torch.load_file(FILE)), .pt and .pth with "
+        "model.load_state_dict(torch.load(FILE)). Each AveragedModel, such as an EMA, is written to a file beside it: "
+        "for FILE model.safetensors, the object ema of run.prepare to model.ema.safetensors.",
     )
     parser.add_argument("run", metavar="RUN", help="the run's directory, or its URL")
-    parser.add_argument("file", type=Path, metavar="FILE", help="to be written: NAME.safetensors, NAME.pt or NAME.pth")
+    parser.add_argument("file", type=Path, metavar="FILE", help="file to write: NAME.safetensors, NAME.pt or NAME.pth")
     parser.add_argument(
         "--snapshot", metavar="STEP|NAME", default="latest", type=parse_which, help="default: the newest sound one"
     )
     parser.add_argument(
         "--object",
         metavar="NAME",
-        help="this one alone, as run.prepare got it, such as model or ema; default: the only model, and all averages",
+        help="only this object of run.prepare, such as model or ema; default: the only model, and all averages",
     )
-    parser.add_argument("--force", action="store_true", help="replace files that are there")
+    parser.add_argument("--force", action="store_true", help="replace existing files")
     return parser
 
 
 def _choose(objects: Mapping[str, Any]) -> str:
-    """The default object: `model`, or the only one that can be a model and is no average."""
+    """Return the default object: `model`, or the only module that is no average."""
     if "model" in objects:
         return "model"
-    models = [name for name, state in objects.items() if _is_of_module(state)]
+    models = [name for name, state in objects.items() if isinstance(state, dict) and hasattr(state, "_metadata")]
     models = [name for name in models if not _is_average(objects[name])] or models
     if len(models) != 1:
         raise Error(f"the snapshot holds {', '.join(objects)}: name the model by --object")
     return models[0]
 
 
-def _is_of_module(state: Any) -> bool:
-    return isinstance(state, dict) and hasattr(state, "_metadata")
-
-
 def _is_average(state: Any) -> bool:
-    """Whether it is the state of an AveragedModel."""
+    """Return whether it is the state of an AveragedModel."""
     if not isinstance(state, dict) or "n_averaged" not in state or len(state) == 1:
         return False
     return all(key == "n_averaged" or key.startswith("module.") for key in state)
 
 
 def _take_tensors(state: Any) -> tuple[dict[str, "Tensor"], dict[str, Any]]:
-    """Copies of the tensors of a module's state_dict, and its other entries.
+    """Copy the tensors of a module's state_dict. Returns them and the other entries.
 
-    An AveragedModel is exported as the model: without the prefix of its names, and without its count of updates.
+    An AveragedModel is exported under the names of its model, without the count of updates.
     """
     import torch
 
@@ -138,7 +125,7 @@ def _take_tensors(state: Any) -> tuple[dict[str, "Tensor"], dict[str, Any]]:
 
 
 def _is_loadable(value: Any) -> bool:
-    """Whether torch.load(weights_only=True) can read an entry that is no tensor."""
+    """Return whether torch.load(weights_only=True) can read an entry that is no tensor."""
     import torch
 
     buffer = io.BytesIO()
@@ -152,7 +139,7 @@ def _is_loadable(value: Any) -> bool:
 
 
 def _write(file: Path, entries: Mapping[str, Any], metadata: Mapping[str, str]) -> int:
-    """Writes or replaces a file atomically. Returns its size in bytes."""
+    """Write or replace a file atomically. Returns its size in bytes."""
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import save_file

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +19,28 @@ _RESTART = ("time", "reason", "rank", "from_step", "lost_steps", "world_size")
 
 
 def run_inspect(args: list[str]) -> int:
-    """Runs the command with the arguments after its name. Returns the exit code: 1 if an audit or a check failed.
+    """Run the command with the arguments after its name. Returns the exit code: 1 if an audit or a check failed.
 
     Raises:
-        Error: there is no run, or it lacks what was asked for.
+        Error: there is no run, or it has no such snapshot.
     """
     options = _build_parser().parse_args(args)
     if options.other is not None:
         return compare_runs(options.run, options.other, is_json=options.json)
     if found := find_runs(Path(options.run)):
         return list_runs(found, is_json=options.json)
-    options.called = options.run
-    with open_run(options.run, which=options.step if options.digest else None, is_whole=options.check) as options.run:
-        record = read_run(options.run, options.called)
+    which = options.step if options.digest else None
+    with open_run(options.run, which=which, is_whole=options.check) as directory:
+        record = read_run(directory, options.run)
         if options.digest:
-            return _show_digest(options)
+            return _show_digest(directory, options)
         if options.samples:
             try:
-                return show_samples(options, record)
+                return show_samples(directory, record, which=options.step, is_json=options.json)
             except (MemoryError, OverflowError, ValueError) as error:
                 why = f"{type(error).__name__}: {error}"
-                raise Error(f"{options.called}/run.json has numbers that no run has ({why}): repair it") from None
-        return _show_run(options, record)
+                raise Error(f"{options.run}/run.json has numbers that no run has ({why}): repair it") from None
+        return _show_run(directory, options, record)
 
 
 def _build_parser() -> argparse.ArgumentParser:
@@ -66,17 +66,14 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def parse_which(text: str) -> int | str:
-    """A snapshot as the user names it: a step, a name, or "latest"."""
+    """Parse a snapshot's step, name, or "latest"."""
     return int(text) if text.isdecimal() else text
 
 
-# --- the digest ---------------------------------------------------------------------------------------------------
-
-
-def _show_digest(options: argparse.Namespace) -> int:
-    snapshot = Store(options.run).find(options.step, warn=say)
+def _show_digest(directory: Path, options: argparse.Namespace) -> int:
+    snapshot = Store(directory).find(options.step, warn=say)
     if snapshot is None:
-        raise Error(f"{options.called} has no snapshot yet")
+        raise Error(f"{options.run} has no snapshot yet")
     digest = snapshot.manifest["digest"]
     if options.json:
         print(json.dumps({"step": snapshot.step, "name": snapshot.name, "digest": digest}))
@@ -85,62 +82,70 @@ def _show_digest(options: argparse.Namespace) -> int:
     return 0
 
 
-# --- the run ------------------------------------------------------------------------------------------------------
-
-
-def _show_run(options: argparse.Namespace, record: Mapping[str, Any]) -> int:
+def _show_run(directory: Path, options: argparse.Namespace, record: Mapping[str, Any]) -> int:
     wanted = [
-        snapshot for snapshot in Store(options.run).snapshots()
+        snapshot for snapshot in Store(directory).snapshots()
         if options.step == "latest" or options.step in (snapshot.name, snapshot.step)
     ]  # fmt: skip
     if options.step != "latest" and not wanted:
-        raise Error(f"{options.called} has no snapshot {options.step}: leave out --snapshot to see what it has")
-    snapshots = [_describe(snapshot, options.called, check=options.check) for snapshot in wanted]
-    code = 1 if options.check and any(snapshot["problem"] for snapshot in snapshots) else 0
-    metrics, restarts = read_last_values(options.run), read_rows(options.run / RESTARTS)
-    status, state = read_or_empty(options.run / STATUS), read_state(options.run)
+        raise Error(f"{options.run} has no snapshot {options.step}: leave out --snapshot to see what it has")
+    snapshots = [_describe(snapshot, options.run, check=options.check) for snapshot in wanted]
+    status = read_or_empty(directory / STATUS)
+    shown = {
+        "run": record,
+        "snapshots": snapshots,
+        "restarts": read_rows(directory / RESTARTS),
+        "metrics": read_last_values(directory),
+        "state": read_state(directory),
+        "status": status,
+        "lost": status.get("lost"),
+        "checked": options.check,
+    }
     if options.json:
-        shown: dict[str, Any] = {"run": record, "snapshots": snapshots, "restarts": restarts, "metrics": metrics}
-        shown |= {"state": state, "status": status, "lost": status.get("lost"), "checked": options.check}
         print(json.dumps(shown, indent=1))
-        return code
-    print(escape(f"run {options.called}, samestep {record.get('samestep')}"))
+    else:
+        print(escape(f"run {options.run}, samestep {record.get('samestep')}"))
+        for title, header, rows in _build_tables(shown):
+            if rows:
+                print_table(title, header, rows)
+        if status.get("lost"):
+            print(escape(f"when the run ended, {status['lost']}"))
+    return 1 if options.check and any(snapshot["problem"] for snapshot in snapshots) else 0
+
+
+def _build_tables(shown: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
+    """Yield title, header and rows of the tables. Some have no rows."""
+    record = shown["run"]
+    named = ("name", "value")
     for section in ("numbers", "machine", "config"):
-        if record.get(section):
-            print_table(section, ("name", "value"), list_values(record[section]))
+        yield section, named, list_values(record.get(section) or {})
     for number, loop in enumerate(record.get("loops", []), start=2):
-        print_table(f"loop {number}", ("name", "value"), list_values(loop))
-    if settings := record.get("settings"):
-        asked = record.get("asked", {})
-        values = [(name, to_text(value), to_text(asked.get(name, value))) for name, value in settings.items()]
-        title = "settings of optimizers and schedules, before any schedule changed them"
-        print_table(title, ("name", "in force", "in the script"), values)
-    if changes := record.get("changes"):
-        changed = [(str(change["after_step"]), change["changed"]) for change in changes]
-        print_table("changes of machine, config and settings", ("after step", "changed"), changed)
+        yield f"loop {number}", named, list_values(loop)
+    settings, asked = record.get("settings") or {}, record.get("asked", {})
+    yield (
+        "settings of optimizers and schedules, before any schedule changed them",
+        ("name", "in force", "in the script"),
+        [(name, to_text(value), to_text(asked.get(name, value))) for name, value in settings.items()],
+    )
+    changes = [(str(change["after_step"]), change["changed"]) for change in record.get("changes") or []]
+    yield "changes of machine, config and settings", ("after step", "changed"), changes
     rows = [
         (str(s["step"]) if s["step"] >= 0 else "?", s["name"] or "", describe_size(s["size_bytes"]),
-         describe_age(s["time"]), s["problem"] or ("sound" if options.check else "whole"))
-        for s in snapshots
+         describe_age(s["time"]), s["problem"] or ("sound" if shown["checked"] else "whole"))
+        for s in shown["snapshots"]
     ]  # fmt: skip
-    title = "snapshots" if options.check else "snapshots, by their sizes (--check reads them)"
-    print_table(title, ("step", "name", "size", "age", "state"), rows or [("none", "", "", "", "")])
-    if restarts:
-        print_table("restarts", _RESTART, [[_format_cell(row.get(key)) for key in _RESTART] for row in restarts])
-    if state:
-        print_table("run.state, in the newest snapshot", ("name", "value"), list_values(state))
-    if metrics:
-        values = [(name, to_text(last["value"]), str(last["step"])) for name, last in metrics.items()]
-        print_table("last metrics", ("name", "value", "step"), values)
-    if measured := status.get("measured"):
-        print_table("measured, from the last start on", ("name", "value"), list_values(measured))
-    if status.get("lost"):
-        print(escape(f"when the run ended, {status['lost']}"))
-    return code
+    title = "snapshots" if shown["checked"] else "snapshots, by their sizes (--check reads them)"
+    yield title, ("step", "name", "size", "age", "state"), rows or [("none", "", "", "", "")]
+    cells = [["" if row.get(key) is None else str(row[key]) for key in _RESTART] for row in shown["restarts"]]
+    yield "restarts", _RESTART, cells
+    yield "run.state, in the newest snapshot", named, list_values(shown["state"])
+    last = [(name, to_text(last["value"]), str(last["step"])) for name, last in shown["metrics"].items()]
+    yield "last metrics", ("name", "value", "step"), last
+    yield "measured, from the last start on", named, list_values(shown["status"].get("measured") or {})
 
 
 def _describe(snapshot: Snapshot, run: str, *, check: bool) -> dict[str, Any]:
-    """A snapshot as JSON. `check`: read every byte of it."""
+    """Return a snapshot as JSON. `check`: read every byte of it."""
     problem = snapshot.problem
     if problem is None and check:
         problem = find_damage(snapshot.path, snapshot.manifest)
@@ -155,7 +160,3 @@ def _describe(snapshot: Snapshot, run: str, *, check: bool) -> dict[str, Any]:
         "meta": snapshot.manifest.get("meta"),
         "problem": problem,
     }
-
-
-def _format_cell(value: Any) -> str:
-    return "" if value is None else str(value)

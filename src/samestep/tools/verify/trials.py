@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from samestep.config import Overrides, to_variables
-from samestep.plan.ledger import RECORD
+from samestep.plan.ledger import read_records
 from samestep.snapshot.store import Store
 from samestep.tools.traced_script import start
 from samestep.tools.verify.traces import Traced, read_traces
+from samestep.watch.records import LEDGER
 from samestep.world.environment import HOOK, TRACE, child_variables
 
 SHOWN_LINES = 30
@@ -138,9 +139,6 @@ class Trials:
         ranks = ("--nproc-per-node", str(world_size))
         began_s = time.monotonic()
         code = self._start([sys.executable, "-m", "samestep", command, *recipe, *ranks, *own], variables, place)
-        ledger = run_dir / "ledger.bin"
-        records = ledger.read_bytes() if ledger.exists() else b""
-        records = records[: len(records) // RECORD.size * RECORD.size]
         final = Store(run_dir).find("latest", warn=lambda _: None) if run_dir.exists() else None
         return Outcome(
             world_size=world_size,
@@ -152,7 +150,7 @@ class Trials:
             output=(place / "output").read_text(errors="replace"),
             trace=read_traces(place),
             final=None if final is None else final.manifest["digest"],
-            ledger=tuple(record[3] for record in RECORD.iter_unpack(records)),
+            ledger=tuple(record[3] for record in read_records(run_dir / LEDGER)),
         )
 
     def _start(self, command: list[str], variables: Mapping[str, str], place: Path) -> int:
