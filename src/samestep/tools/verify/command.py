@@ -3,7 +3,6 @@
 import random
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -96,11 +95,10 @@ def run_verify(target: Target, values: Mapping[str, Any]) -> int:
     if options.steps < 1 or options.kills < 0:
         raise Error("verify needs at least one step, and at least 0 kills")
     kept = None if options.keep_runs is None else _make_empty(Path(options.keep_runs))
-    with exiting_on_sigterm(), nullcontext() if kept is not None else WorkDir("verify-") as home:
-        path, locks = (kept, ()) if home is None else (home.path, (home.lock.fileno(),))
-        assert path is not None
+    with exiting_on_sigterm(), WorkDir("verify-") as temporary:
         every = max(1, options.steps // (2 * (options.kills + 1)))
-        trials = Trials(subject, path.resolve(), options.steps, every, locks)
+        home = (kept or temporary.path).resolve()
+        trials = Trials(subject, home, options.steps, every, (temporary.lock.fileno(),))
         return _Verification(trials, options, world_sizes).run()
 
 
