@@ -18,16 +18,7 @@ MAX_NAMED = 6
 
 @dataclass(frozen=True)
 class Options:
-    """The options for every rank.
-
-    Attributes:
-        json: print one JSON object instead of the table.
-        run_dir: directory for runs, or a URL; None: `runs` in the working directory.
-        device: as for `samestep.Run`; None: CUDA if available.
-        num_threads: per rank; None: torch's default.
-        batch_size, micro_batch_size: replace those of the script.
-        script: a script, or -m and a module, and its arguments; trained for a moment.
-    """
+    """The options for every rank, as in RANK_FLAGS. `script`: the words after --script."""
 
     json: bool = False
     run_dir: str | None = None

@@ -19,7 +19,7 @@ from samestep.tools.traced_script import exiting_on_sigterm
 from samestep.tools.verify.causes import explain, explain_drift, measure_difference
 from samestep.tools.verify.gradients import check_gradients, check_schedules
 from samestep.tools.verify.traces import Difference, Traced, find_difference, name_tensor
-from samestep.tools.verify.trials import LEAST_DEADLINE_S, Outcome, Subject, Trials
+from samestep.tools.verify.trials import LEAST_DEADLINE_S, Outcome, Trials
 from samestep.world.workdir import WorkDir
 
 HELP = """\
@@ -44,6 +44,7 @@ FLAGS: dict[str, Option] = {
     **{name: LAUNCH_FLAGS[name] for name in OF_RUN},
 }
 
+RECIPES = "samestep.recipes."
 KILLED = 128 + 9
 MAX_EVENTS = 12  # file accesses during a snapshot, after one of which a rank is killed
 ROW = "  {:<24} {:<10} {:>7}  {:<44} {}"
@@ -52,16 +53,7 @@ COLOURS = {"same": "green", "skipped": "yellow", "the reference": "yellow"}
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `samestep verify`.
-
-    Attributes:
-        steps: number of steps of each run.
-        world_sizes: numbers of ranks, such as "1,2,3,4". The first is the reference for all others.
-        kills: number of kills of the interrupted run; 0: no run is interrupted.
-        kill_seed: seed of the moments of the kills; None: random.
-        gradients: whether to check the averages first.
-        keep_runs: directory in which the runs are kept; None: they are removed.
-    """
+    """The options of `samestep verify`, as in FLAGS. The first of `world_sizes` is the reference for all others."""
 
     steps: int = 20
     world_sizes: str = "1,2,3,4"
@@ -89,8 +81,7 @@ def run_verify(target: Target, values: Mapping[str, Any]) -> int:
     """
     check_target(target)
     options = Options(**{name: value for name, value in values.items() if name not in OPTIONS})
-    command, words = target.to_command()
-    subject = Subject(command, tuple(words), {name: value for name, value in values.items() if name in OPTIONS})
+    overrides = {name: value for name, value in values.items() if name in OPTIONS}
     world_sizes = options.parse_world_sizes()
     if options.steps < 1 or options.kills < 0:
         raise Error("verify needs at least one step, and at least 0 kills")
@@ -98,7 +89,7 @@ def run_verify(target: Target, values: Mapping[str, Any]) -> int:
     with exiting_on_sigterm(), WorkDir("verify-") as temporary:
         every = max(1, options.steps // (2 * (options.kills + 1)))
         home = (kept or temporary.path).resolve()
-        trials = Trials(subject, home, options.steps, every, (temporary.lock.fileno(),))
+        trials = Trials(target, overrides, home, options.steps, every, (temporary.lock.fileno(),))
         return _Verification(trials, options, world_sizes).run()
 
 
@@ -123,7 +114,7 @@ class _Verification:
         self._num_kills = 0  # that occurred
 
     def run(self) -> int:
-        print(f"samestep verify {' '.join(self._trials.subject.words)}", flush=True)
+        print(f"samestep verify {' '.join(self._trials.target.to_command()[1])}", flush=True)
         print(ROW.format("run", "ranks", "steps", "result", "time"), flush=True)
         self._compare_all()
         print("".join(f"{line}\n" for line in self._lines), end="")
@@ -169,7 +160,7 @@ class _Verification:
 
     def _run_reference(self, size: int) -> tuple[Outcome, Traced]:
         show_activity(f"train on {_count(size)} ...")
-        outcome, name = self._trials.run(size), self._trials.subject.name
+        outcome, name = self._trials.run(size), self._trials.target.name.removeprefix(RECIPES)
         if outcome.code or outcome.trace is None or not outcome.trace.steps:
             show_activity("")
             print(outcome.last_words, file=sys.stderr)

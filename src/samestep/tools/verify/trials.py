@@ -8,11 +8,12 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from samestep.config import Overrides, to_variables
+from samestep.launch.local_ranks import Target
 from samestep.plan.ledger import read_records
 from samestep.snapshot.store import Store
 from samestep.tools.traced_script import start
@@ -22,20 +23,7 @@ from samestep.world.environment import HOOK, TRACE, child_variables
 
 SHOWN_LINES = 30
 LEAST_DEADLINE_S = 120.0
-STUCK = 124  # as timeout(1) has it
-
-
-@dataclass(frozen=True)
-class Subject:
-    """The command to verify. `command`: "launch" or "train"; `words`: the script and its arguments."""
-
-    command: str
-    words: tuple[str, ...]
-    overrides: Overrides
-
-    @property
-    def name(self) -> str:
-        return self.words[1] if self.words[0] == "-m" else self.words[0]
+STUCK = 124  # the exit code of timeout(1)
 
 
 @dataclass(frozen=True)
@@ -67,11 +55,12 @@ class Outcome:
 
     @property
     def is_resumed(self) -> bool:
+        """Whether it continued an earlier start."""
         return self.begun_from is not None
 
     @property
     def last_words(self) -> str:
-        """The error that it ended with; without one, the end of the output."""
+        """The error at the end; without one, the end of the output."""
         lines = self.output.rstrip().splitlines()
         errors = [line for line in lines if line.startswith("samestep: error: ")]
         return "\n".join(errors or lines[-SHOWN_LINES:])
@@ -79,20 +68,22 @@ class Outcome:
 
 @dataclass
 class Trials:
-    """Starts runs of one subject, each in a numbered directory in `home`.
+    """Starts runs of one target, each in a numbered directory in `home`.
 
     Attributes:
+        overrides: options of `Run` that replace those of the script.
         locks: file descriptors that each run inherits.
         deadline_s: time after which a run counts as stuck and is killed.
     """
 
-    subject: Subject
+    target: Target
+    overrides: Overrides
     home: Path
     num_steps: int
     snapshot_every: int
     locks: Sequence[int] = ()
     deadline_s: float | None = None
-    _count: int = field(default=0)
+    _count: int = 0
 
     def run(
         self,
@@ -121,7 +112,7 @@ class Trials:
         begun_from = None if run_dir is None else _copy_run(run_dir, place / "begun-from")
         run_dir = run_dir or place / "run"
         options = {
-            **self.subject.overrides,
+            **self.overrides,
             "run_dir": run_dir,
             "max_steps": num_steps or self.num_steps,
             "snapshot_every": self.snapshot_every,
@@ -134,8 +125,8 @@ class Trials:
         if fixed:
             variables[HOOK] = json.dumps(["samestep.tools.verify.fixed", {"dir": str(place), "fixed": list(fixed)}])
         variables[TRACE] = json.dumps({"dir": str(place), **trace})
-        command, words = self.subject.command, self.subject.words
-        recipe, own = (words[:1], words[1:]) if command == "train" else ((), words)
+        command, words = self.target.to_command()
+        recipe, own = (words[:1], words[1:]) if command == "train" else ([], words)
         ranks = ("--nproc-per-node", str(world_size))
         began_s = time.monotonic()
         code = self._start([sys.executable, "-m", "samestep", command, *recipe, *ranks, *own], variables, place)
