@@ -106,9 +106,7 @@ def look_at_collectives(context: Context) -> dict[str, Any] | None:
         device = torch.device("cpu")
     if set(context.exchange.exchange("collectives/device", device.type, TIMEOUT_S).values()) != {"cuda"}:
         device = torch.device("cpu")
-    began_s = time.monotonic()
     group = open_group(context.environment, device, timeout_s=TIMEOUT_S, compares=False)
-    joined_s = time.monotonic() - began_s
     try:
         wrong = check_results(context, group)
         last_bytes = min(LAST_BYTES, *group.gather(_find_room(context, device)))
@@ -116,7 +114,7 @@ def look_at_collectives(context: Context) -> dict[str, Any] | None:
         if not any(group.gather(bool(wrong))):
             curves = {each.name: _measure_operation(context, group, each, last_bytes) for each in OPERATIONS}
         links = measure_links(context, group)
-        return {"wrong": wrong, "curves": curves, "links": links, "device": device.type, "joined_s": joined_s}
+        return {"wrong": wrong, "curves": curves, "links": links, "device": device.type}
     finally:
         group.close()
         with suppress(RuntimeError):
