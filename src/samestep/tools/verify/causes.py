@@ -26,12 +26,12 @@ def explain(one: Traced, other: Traced, difference: Difference, *, is_resumed: b
         other: the run that differs: at the same number of ranks, at another one, or resumed.
         run_again: runs the script again, on as many ranks as the reference, up to the difference.
     """
-    repeats = one.settings["world_size"] != other.settings["world_size"]  # at one number of ranks, the run repeats
+    is_other_size = one.settings["world_size"] != other.settings["world_size"]
     causes = _find_settings(one, other)
     if difference.what == "samples":
         causes.append("the steps use other samples: the sampler must depend on the epoch alone, not on the rank")
     moved = ", ".join(dict.fromkeys([*one.moved, *other.moved]))
-    if not is_resumed and not repeats:
+    if not is_resumed and not is_other_size:
         return causes + _explain_unrepeatable(difference, moved, run_again)
     if moved and not is_resumed:
         causes.append(_explain_generators(moved))
