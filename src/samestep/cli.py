@@ -17,6 +17,7 @@ from samestep.launch.flags import (
     find_misplaced,
     name_flags,
     name_option,
+    reject_option,
     suggest,
     take_flags,
     take_target,
@@ -245,8 +246,7 @@ def _build_recipe_target(
     known = {name_option(option) for option in read_options(find_recipes()[recipe])}
     for token in arguments:
         if token.startswith("--") and name_option(token) not in known:
-            message = f"{command} {recipe} has no option {token.partition('=')[0]}"
-            raise Error(message + suggest(name_option(token), [*known, *name_flags(flags)]))
+            raise reject_option(f"{command} {recipe}", token, [*known, *name_flags(flags)])
     from samestep.launch.local_ranks import Target
 
     return Target("recipe", f"samestep.recipes.{recipe}", arguments)

@@ -159,12 +159,17 @@ def take_target(command: str, left: list[str], flags: Mapping[str, Option] = FLA
     if left and left[0].startswith("-"):
         if instead := INSTEAD.get(name_option(left[0]).strip("-").replace("-", "_")):
             raise Error(f"{command} has no {left[0].partition('=')[0]}: {instead}")
-        raise Error(f"{command} has no option {left[0]}{suggest(name_option(left[0]), [*name_flags(flags), '-m'])}")
+        raise reject_option(command, left[0], [*name_flags(flags), "-m"])
     if not left:
         raise Error(f"{command} needs a {kind} to start; see samestep {command} --help")
     from samestep.launch.local_ranks import Target
 
     return Target(kind, left[0], left[1:])
+
+
+def reject_option(command: str, token: str, known: Iterable[str]) -> Error:
+    """Build the error for an option that a command does not have."""
+    return Error(f"{command} has no option {token.partition('=')[0]}{suggest(name_option(token), known)}")
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

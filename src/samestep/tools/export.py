@@ -1,6 +1,5 @@
 """`samestep export`: writes the weights in a snapshot as files for other programs: safetensors, or torch.save's."""
 
-import argparse
 import io
 import os
 import pickle
@@ -13,7 +12,7 @@ from samestep.errors import Error
 from samestep.files import is_object, replacing
 from samestep.snapshot.object_store import open_run, read_run
 from samestep.snapshot.store import Store
-from samestep.tools.inspect import parse_which
+from samestep.tools.inspect import CommandParser, parse_which
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,8 +66,8 @@ def _name_file(file: Path, name: str) -> Path:
     return file.with_name(f"{file.stem}.{name.replace(os.sep, '.')}{file.suffix}")
 
 
-def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _build_parser() -> CommandParser:
+    parser = CommandParser(
         prog="samestep export",
         description="Writes a model's weights under the names of its state_dict. The suffix of FILE chooses the "
         "format: load .safetensors with model.load_state_dict(safetensors.torch.load_file(FILE)), .pt and .pth with "

@@ -4,7 +4,7 @@ import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from samestep.console import describe_age, describe_size, escape, list_values, print_table, say, to_text
 from samestep.errors import Error
@@ -43,8 +43,16 @@ def run_inspect(args: list[str]) -> int:
         return _show_run(directory, options, record)
 
 
-def _build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+class CommandParser(argparse.ArgumentParser):
+    """A parser that raises Error, in one sentence, for invalid arguments."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise Error."""
+        raise Error(f"{self.prog}: {message}; see {self.prog} --help")
+
+
+def _build_parser() -> CommandParser:
+    parser = CommandParser(
         prog="samestep inspect", description="Shows what a run's directory holds: numbers, snapshots, samples."
     )
     parser.add_argument("run", metavar="RUN", help="the run's directory, or its URL; a directory of runs: lists them")

@@ -12,6 +12,7 @@ from samestep.config import is_url
 from samestep.console import build_table, escape, print_table
 from samestep.errors import Error
 from samestep.snapshot.object_store import ObjectStore, find_copy, read_run
+from samestep.tools.inspect import CommandParser
 from samestep.watch.records import RANKS, STATUS, read_or_empty
 from samestep.watch.stall_diagnosis import describe_seconds
 from samestep.world.environment import read_host, read_overrides
@@ -46,7 +47,7 @@ def run_watch(args: list[str]) -> int:
     Raises:
         Error: there is no run.
     """
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="samestep watch",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -130,4 +130,3 @@ class MisuseChecks(StepObserver):
             for name, module in self._modules.items()
             for path, param in module.named_parameters()
         ]
-

@@ -340,9 +340,7 @@ class Heartbeat:
     def _end(self, stall: Stall, ranks: Sequence[Beat]) -> None:
         guilty = [beat for beat in ranks if beat.rank in stall.guilty]
         able = [beat.rank for beat in guilty if not beat.is_silent]
-        frozen = [
-            (beat.rank, beat.pid) for beat in guilty if beat.is_silent and beat.process in ("stopped", "alive")
-        ]
+        frozen = [(beat.rank, beat.pid) for beat in guilty if beat.is_silent and beat.process in ("stopped", "alive")]
         first = able or ([] if frozen else [self._facts.rank])
         self._orders = {**self._orders, "end": {"first": first, "sentence": stall.sentence}}
         self._facts.say("nothing has moved for too long: the run is stopped")

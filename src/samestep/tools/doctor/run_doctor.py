@@ -6,7 +6,7 @@ from typing import Any
 
 from samestep.config import Option, to_flags
 from samestep.errors import Error
-from samestep.launch.flags import FLAGS, describe_flags, name_flags, name_option, suggest, take_flags, take_target
+from samestep.launch.flags import FLAGS, describe_flags, name_flags, reject_option, take_flags, take_target
 from samestep.launch.launcher import check_target
 from samestep.launch.local_ranks import Target
 from samestep.tools.doctor.checks import Options
@@ -88,7 +88,7 @@ def parse(arguments: Sequence[str]) -> tuple[Options, dict[str, Any]]:
     if left[:1] == ["--script"]:
         check_target(take_target("doctor", left[1:], flags))
     elif left:
-        raise Error(f"doctor has no option {left[0]}{suggest(name_option(left[0]), [*name_flags(flags), '--script'])}")
+        raise reject_option("doctor", left[0], [*name_flags(flags), "--script"])
     starting = {name: values.pop(name) for name in START_FLAGS if name in values}
     if values.get("device") == "cpu" and starting.get("nproc_per_node") == "gpu":
         raise Error("--nproc-per-node gpu and --device cpu contradict each other: leave one of them out")
