@@ -13,6 +13,7 @@ train: $(VENV)/installed
 test: $(VENV)/installed-dev
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/mypy
+	$(BIN)/basedpyright --level error --pythonpath $(BIN)/python
 	$(BIN)/pytest -n 3 --dist worksteal -m "not soak"
 
 # Run the same tests with the oldest supported torch, in a separate environment.
