@@ -71,7 +71,7 @@ def run_exchange(shape: Shape, route: str) -> Iterator[None]:
     spare = torch.empty((gradients.numel() + 1) // 2)
     while True:
         if route == HALVES:
-            routes.land([routes.Flight(routes.run_butterfly(gradients, spare, dist.get_rank(), 2, tag=0))])
+            routes.wait_all([routes.PendingOp(routes.run_butterfly(gradients, spare, dist.get_rank(), 2, tag=0))])
         else:
             dist.all_reduce(gradients)
         yield

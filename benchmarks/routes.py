@@ -38,7 +38,7 @@ def build_exchange(name: str, num_elements: int, world_size: int, rank: int) -> 
 
     def run() -> Tensor:
         if name == DIRECT:
-            routes.land([routes.Flight(routes.run_direct(rows, rank, tag=0))])
+            routes.wait_all([routes.PendingOp(routes.run_direct(rows, rank, tag=0))])
             return routes.add_parts(slots, layout)
         if name == BUTTERFLY:
             route = routes.run_butterfly(own, scratch, rank, world_size, tag=0)
@@ -46,7 +46,7 @@ def build_exchange(name: str, num_elements: int, world_size: int, rank: int) -> 
             route = routes.run_chunks(rows, scratch, rank, layout, tag=0)
         else:
             route = routes.run_all_reduce(own)
-        routes.land([routes.Flight(route)])
+        routes.wait_all([routes.PendingOp(route)])
         return own
 
     return own, run

@@ -221,10 +221,10 @@ def run_exchange(route: str) -> Iterator[None]:
     gradients = torch.zeros(world_size, sum(param.numel() for param in build_model().parameters()))
     while True:
         if route == "direct":
-            routes.land([routes.Flight(routes.run_direct(gradients, rank, tag=0))])
+            routes.wait_all([routes.PendingOp(routes.run_direct(gradients, rank, tag=0))])
         elif route == "sockets":
             direct = routes.run_direct(gradients.view(torch.uint8), rank, 0, local_sockets=local_sockets)
-            routes.land([routes.Flight(direct)])
+            routes.wait_all([routes.PendingOp(direct)])
         else:
             dist.all_reduce(gradients[rank])
         yield

@@ -82,7 +82,7 @@ def lose_a_peer() -> None:
     if group.rank == 1:
         raise RuntimeError("rank 1 has had enough")
     rows = torch.zeros(2, 64, dtype=torch.uint8)
-    routes.land([routes.Flight(routes.run_direct(rows, group.rank, 0))])
+    routes.wait_all([routes.PendingOp(routes.run_direct(rows, group.rank, 0))])
     dist.barrier()
 
 

@@ -49,7 +49,7 @@ class Bucket:
         ]
 
 
-class Transit:
+class BucketBuffers:
     """A bucket's memory for one layout: this rank's parts, and the sum.
 
     Args:
@@ -119,17 +119,17 @@ class Transit:
         if self.route == "direct" and self._neighbors is None:
             self._receives = routes.post_receives(self.rows, self.rank, tag)
 
-    def start(self, tag: int) -> routes.Flight:
+    def start(self, tag: int) -> routes.PendingOp:
         """Start the exchange of this rank's parts."""
         if self.route == "direct":
             receives, self._receives = self._receives, None
             direct = routes.run_direct(self.rows, self.rank, tag, receives=receives, local_sockets=self._neighbors)
-            return routes.Flight(direct)
+            return routes.PendingOp(direct)
         if self.route == "butterfly":
-            return routes.Flight(routes.run_butterfly(self.root, self.spare, self.rank, self.layout.world_size, tag))
+            return routes.PendingOp(routes.run_butterfly(self.root, self.spare, self.rank, self.layout.world_size, tag))
         if self.route == "chunks":
-            return routes.Flight(routes.run_chunks(self.whole, self.chunks, self.rank, self.layout, tag))
-        return routes.Flight(routes.run_all_reduce(self.root))
+            return routes.PendingOp(routes.run_chunks(self.whole, self.chunks, self.rank, self.layout, tag))
+        return routes.PendingOp(routes.run_all_reduce(self.root))
 
     def complete(self) -> None:
         """After the exchange: do the additions that the route does not do."""

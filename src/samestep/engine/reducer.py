@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from samestep.engine import routes
 from samestep.engine.backward import build_seed, has_reentrant_checkpoint
-from samestep.engine.buckets import Bucket, Transit, build_buckets, choose_cap_bytes, dense_strides
+from samestep.engine.buckets import Bucket, BucketBuffers, build_buckets, choose_cap_bytes, dense_strides
 from samestep.engine.control import Control, ControlFormat
 from samestep.engine.folding import MISSED, USED, Further, Grads, add, fold, lay_out, put
 from samestep.errors import Error
@@ -71,7 +71,7 @@ class Reducer:
         self._fired = bytearray(len(self.params))
         self._used = 0  # a byte per parameter, see USED
         self._all_fired = int.from_bytes(b"\1" * len(self.params))
-        self._transits: dict[Layout, list[Transit]] = {}
+        self._buffers: dict[Layout, list[BucketBuffers]] = {}
         self._views_of: dict[Layout, list[tuple[Tensor, ...]]] = {}  # each parameter's pieces of this rank's parts
         self._controls: dict[Layout, tuple[ControlFormat, Tensor | None, list[memoryview]]] = {}
         self.in_micro_batch = self._in_backward = self._last = False
@@ -96,7 +96,7 @@ class Reducer:
         """
         if num_names != self._num_names:
             self._num_names = num_names
-            self._transits.clear()
+            self._buffers.clear()
         self.layout = layout
         self._range = layout.ranges[self._group.rank]
         self._kept: Grads = [None] * len(self.params)
@@ -111,7 +111,7 @@ class Reducer:
         self._used = 0
         self._further: dict[int, Further] = {}
         self._totals: Grads = []  # of the losses before the one that is being finished
-        self._flights: list[routes.Flight] = []
+        self._pending: list[routes.PendingOp] = []
         for i, param in enumerate(self.params):
             if param.requires_grad and i not in self._hooks:  # a script may unfreeze it at any step
                 hook = param.register_post_accumulate_grad_hook(self._build_hook(i))  # type: ignore[no-untyped-call]
@@ -119,11 +119,11 @@ class Reducer:
         for bucket in self._buckets:
             bucket.missing = sum(param.requires_grad for param in bucket.params)
         if self._group.world_size > 1:
-            if layout not in self._transits or any(transit.is_kept for transit in self._transits[layout]):
-                self._build_transits(layout)
+            if layout not in self._buffers or any(buffers.is_kept for buffers in self._buffers[layout]):
+                self._build_buffers(layout)
             self._views = self._views_of[layout]
-            for tag, transit in enumerate(self._transits[layout]):
-                transit.expect(tag)
+            for tag, buffers in enumerate(self._buffers[layout]):
+                buffers.expect(tag)
 
     def open(self, v: int) -> None:
         """Begin micro-batch v."""
@@ -208,15 +208,15 @@ class Reducer:
         form, rows, blocks = self._controls[self.layout]
         control.used = self._used.to_bytes(len(self.params))
         form.pack_into(blocks[self._group.rank], control)
-        for _ in range(len(self._flights), len(self._buckets)):
+        for _ in range(len(self._pending), len(self._buckets)):
             self._launch()
         if rows is not None:
             sockets = self._group.local_sockets
             direct = routes.run_direct(rows, self._group.rank, len(self._buckets), local_sockets=sockets)
-            self._flights.append(routes.Flight(direct))
-        routes.land(self._flights)
-        for transit in self._transits[self.layout]:
-            transit.complete()
+            self._pending.append(routes.PendingOp(direct))
+        routes.wait_all(self._pending)
+        for buffers in self._buffers[self.layout]:
+            buffers.complete()
         controls = [
             control if rank == self._group.rank else form.unpack_from(block, len(held))
             for rank, (block, held) in enumerate(zip(blocks, self.layout.ranges, strict=True))
@@ -230,12 +230,12 @@ class Reducer:
         pairs = [*zip(self.params, self._kept, strict=True)]
         self._totals = [None if p.grad is None or p.grad is kept else p.grad.clone() for p, kept in pairs]
         further = self._further.pop(k, None) or self._build_further(has_missed=bool(self._range))
-        self._held, self._used, self._flights = further.held, further.used, []
+        self._held, self._used, self._pending = further.held, further.used, []
         self._fired[:] = bytes(len(self.params))
         for param, grad in zip(self.params, further.grads, strict=True):
             param.grad = grad
-        for tag, transit in enumerate(self._transits.get(self.layout, ())):
-            transit.expect(tag)
+        for tag, buffers in enumerate(self._buffers.get(self.layout, ())):
+            buffers.expect(tag)
         return self.finish(control)
 
     def assign(self, inverses: Sequence[float]) -> None:
@@ -250,12 +250,12 @@ class Reducer:
                 inverse = inverses[self.slots[i]]
                 self._scale(grad, inverse, used[i])
                 param.grad = grad if inverse and grad is not None else self._kept[i]
-        for bucket, transit in zip(self._buckets, self._transits.get(self.layout, ()), strict=False):  # none at 1 rank
+        for bucket, buffers in zip(self._buckets, self._buffers.get(self.layout, ()), strict=False):  # none at 1 rank
             shared = {inverses[self.slots[i]] for i in bucket.indices}
             is_whole = len(shared) == 1 and shared != {1.0}
             if is_whole:
-                self._scale(transit.root, shared.pop(), USED)
-            for i, grad in zip(bucket.indices, transit.grads, strict=True):
+                self._scale(buffers.root, shared.pop(), USED)
+            for i, grad in zip(bucket.indices, buffers.grads, strict=True):
                 if not is_whole:
                     self._scale(grad, inverses[self.slots[i]], used[i])
                 self.params[i].grad = grad if used[i] & USED and inverses[self.slots[i]] else self._kept[i]
@@ -298,7 +298,7 @@ class Reducer:
                 bucket = self._bucket_of[i]
                 bucket.missing -= 1
                 # The last bucket waits for the control block, in `finish`.
-                while len(self._flights) < len(self._buckets) - 1 and not self._next_bucket().missing:
+                while len(self._pending) < len(self._buckets) - 1 and not self._next_bucket().missing:
                     began_s = time.monotonic()
                     self._launch()
                     self.waited_s += time.monotonic() - began_s
@@ -375,7 +375,7 @@ class Reducer:
             torch.add(self._zeros[grad.dtype], grad, alpha=inverse, out=grad)
 
     def _next_bucket(self) -> Bucket:
-        return self._buckets[len(self._flights)]
+        return self._buckets[len(self._pending)]
 
     def _num_merges(self) -> int:
         if not self._exact and self._v == self._range.stop - 1:
@@ -384,18 +384,18 @@ class Reducer:
 
     def _launch(self) -> None:
         """Start the exchange of the next bucket, and advance that of the bucket before it."""
-        position = len(self._flights)
-        bucket, transit = self._buckets[position], self._transits[self.layout][position]
+        position = len(self._pending)
+        bucket, buffers = self._buckets[position], self._buffers[self.layout][position]
         if self._range:
             for i in bucket.indices:
                 if not self._fired[i]:
                     self._pack(i, self.params[i].grad)
         elif not self._exact:
-            transit.root.zero_()
-        self._flights.append(transit.start(tag=position))
+            buffers.root.zero_()
+        self._pending.append(buffers.start(tag=position))
         # At this fixed point, so that all ranks issue their messages in the same order.
-        if position and self._transits[self.layout][position - 1].route in ("butterfly", "chunks"):
-            self._flights[position - 1].advance()
+        if position and self._buffers[self.layout][position - 1].route in ("butterfly", "chunks"):
+            self._pending[position - 1].advance()
 
     def _pack(self, i: int, grad: Tensor | None) -> Tensor:
         """Copy this rank's parts of parameter i into its bucket. Returns the view that holds the last part."""
@@ -422,11 +422,11 @@ class Reducer:
             for grad, strides in zip(sums, self._strides, strict=True)
         ]
 
-    def _build_transits(self, layout: Layout) -> None:
+    def _build_buffers(self, layout: Layout) -> None:
         form = ControlFormat(layout, self._num_slots, len(self.params), self._num_values, self._num_names)
         # With GPUs the control block stays in host memory, because only the host reads it.
-        transits = [
-            Transit(
+        all_buffers = [
+            BucketBuffers(
                 bucket,
                 layout,
                 self._group.rank,
@@ -436,15 +436,15 @@ class Reducer:
             )
             for bucket in self._buckets
         ]
-        blocks, own_rows = transits[-1].blocks, None
+        blocks, own_rows = all_buffers[-1].blocks, None
         if not blocks:
             own_rows = torch.zeros(layout.world_size, form.size_bytes, dtype=torch.uint8)
             blocks = [memoryview(row.numpy()) for row in own_rows]
-        self._transits[layout] = transits
+        self._buffers[layout] = all_buffers
         views = {
             i: pieces
-            for bucket, transit in zip(self._buckets, transits, strict=True)
-            for i, pieces in zip(bucket.indices, transit.part_views, strict=True)
+            for bucket, buffers in zip(self._buckets, all_buffers, strict=True)
+            for i, pieces in zip(bucket.indices, buffers.part_views, strict=True)
         }
         self._views_of[layout] = [views[i] for i in range(len(self.params))]
         self._controls[layout] = (form, own_rows, blocks)

@@ -142,7 +142,7 @@ def run_all_reduce(x: Tensor) -> Route:
     yield [dist.all_reduce(x, async_op=True)]
 
 
-class Flight:
+class PendingOp:
     """A route that has started and may not be complete."""
 
     def __init__(self, route: Route) -> None:
@@ -159,8 +159,8 @@ class Flight:
         return self._works is not None
 
 
-def land(flights: Sequence[Flight]) -> None:
+def wait_all(ops: Sequence[PendingOp]) -> None:
     """Advance routes in order, repeatedly, until all are complete."""
-    under_way = list(flights)
+    under_way = list(ops)
     while under_way:
-        under_way = [flight for flight in under_way if flight.advance()]
+        under_way = [op for op in under_way if op.advance()]
