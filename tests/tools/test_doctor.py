@@ -49,7 +49,8 @@ GB = 1 << 30
 
 
 def judge(judgement: Any, participants: Participants, *facts: Any) -> list[Finding]:
-    return run_judge("the check", judgement, Facts(participants, dict(enumerate(facts))))
+    by_rank = {rank: fact for rank, fact in enumerate(facts) if fact is not None}
+    return run_judge("the check", judgement, Facts(participants, by_rank))
 
 
 def only(findings: list[Finding], status: str) -> Finding:

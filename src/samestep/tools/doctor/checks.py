@@ -111,11 +111,7 @@ class Context:
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts of one check, without the ranks that failed to collect them.
-
-    Attributes:
-        by_rank: rank -> facts; None if there is nothing to check on that rank.
-    """
+    """The facts of one check by rank, without the ranks that failed to collect them or have nothing to check."""
 
     participants: Participants
     by_rank: Mapping[int, Any]
@@ -123,8 +119,8 @@ class Facts:
     @cached_property
     def by_node(self) -> dict[int, Any]:
         """The facts of the first rank of each node."""
-        found = {node: self.by_rank.get(leader) for node, leader in enumerate(self.participants.leaders)}
-        return {node: fact for node, fact in found.items() if fact is not None}
+        leaders = enumerate(self.participants.leaders)
+        return {node: self.by_rank[leader] for node, leader in leaders if leader in self.by_rank}
 
 
 @dataclass(frozen=True)
@@ -169,7 +165,7 @@ class Check:
     """A check.
 
     Attributes:
-        look: collects facts on every rank, as plain JSON.
+        look: collects facts on every rank, as plain JSON; None if there is nothing to check.
         judges: name of a line in the report -> derives its findings from the facts of all ranks, on rank 0. Pure:
             yields the problems, then `well`.
         limit_s: time limit of `look`, which runs in a thread; None: it runs in the main thread and limits itself.
@@ -193,7 +189,8 @@ def judge_answers(check: Check, participants: Participants, answers: Mapping[int
     Args:
         answers: rank -> `{"facts": ...}` or `{"error": reason}`; ranks that did not answer are missing.
     """
-    facts = {rank: answer["facts"] for rank, answer in answers.items() if "facts" in answer}
+    looked = {rank: answer["facts"] for rank, answer in answers.items() if "facts" in answer}
+    facts = Facts(participants, {rank: fact for rank, fact in looked.items() if fact is not None})
     reasons = {rank: answer["error"] for rank, answer in answers.items() if "error" in answer}
     reasons |= {rank: "it did not answer" for rank in range(len(participants.hosts)) if rank not in answers}
     findings = []
@@ -201,9 +198,9 @@ def judge_answers(check: Check, participants: Participants, answers: Mapping[int
         ranks = [rank for rank, other in reasons.items() if other == reason]
         where = "" if len(participants.hosts) == 1 else f" on {participants.name_ranks(ranks)}"
         findings.append(Finding(FAIL, f"could not be checked{where}: {reason}", check.advice, check=check.name))
-    for name, judge in check.judges.items() if facts else ():
+    for name, judge in check.judges.items() if looked else ():
         try:
-            findings += run_judge(name, judge, Facts(participants, facts))
+            findings += run_judge(name, judge, facts)
         except Exception as error:
             found = f"could not be judged: {type(error).__name__}: {error}"
             findings.append(Finding(FAIL, found, "this is a bug of samestep: report it", check=name))

@@ -302,16 +302,15 @@ def _answer(group: Group, peer: int, size: int) -> Tensor:
 
 def judge_collectives(facts: Facts) -> Iterator[Finding]:
     """Report wrong results, or the speed."""
-    known = {rank: fact for rank, fact in facts.by_rank.items() if fact is not None}
-    if not known:
+    if not facts.by_rank:
         advice = "" if len(facts.participants.hosts) > 1 else " (more with --nproc-per-node 2)"
         yield well(f"one rank: nothing to exchange{advice}")
         return
-    for sentence in dict.fromkeys(text for fact in known.values() for text in fact["wrong"]):
-        ranks = [rank for rank, fact in known.items() if sentence in fact["wrong"]]
+    for sentence in dict.fromkeys(text for fact in facts.by_rank.values() for text in fact["wrong"]):
+        ranks = [rank for rank, fact in facts.by_rank.items() if sentence in fact["wrong"]]
         advice = "do not train here: look for failing memory, GPUs or network cards there (devices above, dmesg)"
         yield failure(f"{sentence}: {facts.participants.name_ranks(ranks)}", advice)
-    first = known[min(known)]
+    first = next(iter(facts.by_rank.values()))
     backend = "NCCL" if first["device"] == "cuda" else "gloo"
     shown = "; ".join(f"{name} {_describe_curve(rows)}" for name, rows in first["curves"].items() if rows)
     measured = {"backend": backend, "curves": first["curves"]}
@@ -329,7 +328,7 @@ def _describe_curve(rows: Sequence[dict[str, float]]) -> str:
 def judge_links(facts: Facts) -> Iterator[Finding]:
     """Report the slowest link; warn about links much slower than the others."""
     participants = facts.participants
-    links: list[dict[str, Any]] = next((fact["links"] for fact in facts.by_rank.values() if fact is not None), [])
+    links: list[dict[str, Any]] = next((fact["links"] for fact in facts.by_rank.values()), [])
     if not links:
         return
     usual = median_high([link["bytes_per_s"] for link in links])

@@ -99,9 +99,9 @@ def measure_rank(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
 
 def judge_data_loading(facts: Facts) -> Iterator[Finding]:
     """Return the finding. With workers, the loading time is the time that the model waits for them."""
-    fact = facts.by_rank.get(0)
-    if fact is None:
+    if 0 not in facts.by_rank:
         return
+    fact = facts.by_rank[0]
     ranks = [rank for rank in fact["ranks"] if rank is not None]
     num_samples = sum(rank["num_samples"] for rank in ranks)
     if not num_samples:

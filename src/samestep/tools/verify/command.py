@@ -18,7 +18,7 @@ from samestep.plan.schedule import check_numbers
 from samestep.tools.traced_script import exiting_on_sigterm
 from samestep.tools.verify.causes import explain, explain_drift, measure_difference
 from samestep.tools.verify.gradients import check_gradients, check_schedules
-from samestep.tools.verify.traces import Difference, Traced, find_difference, name_tensor
+from samestep.tools.verify.traces import Difference, find_difference, name_tensor
 from samestep.tools.verify.trials import LEAST_DEADLINE_S, Outcome, Trials
 from samestep.world.workdir import WorkDir
 
@@ -135,8 +135,8 @@ class _Verification:
 
     def _compare_all(self) -> None:
         first, *others = self._world_sizes
-        self._reference, self._expected = self._run_reference(first)
-        trace = self._expected
+        self._reference = self._run_reference(first)
+        trace = self._reference.trace
         most = trace.settings["num_micro_batches"]
         allowed = [size for size in (first, *others) if size <= most]
         if others and len(allowed) == 1:
@@ -158,10 +158,10 @@ class _Verification:
 
     # --- the runs ---------------------------------------------------------------------------------------------
 
-    def _run_reference(self, size: int) -> tuple[Outcome, Traced]:
+    def _run_reference(self, size: int) -> Outcome:
         show_activity(f"train on {_count(size)} ...")
         outcome, name = self._trials.run(size), self._trials.target.name.removeprefix(RECIPES)
-        if outcome.code or outcome.trace is None or not outcome.trace.steps:
+        if outcome.code or not outcome.trace.steps:
             show_activity("")
             print(outcome.last_words, file=sys.stderr)
             if outcome.code:
@@ -179,7 +179,7 @@ class _Verification:
             raise Error(f"{name} did not begin at step 0: it must leave the run's directory to samestep")
         self._trials.deadline_s = max(LEAST_DEADLINE_S, 10 * outcome.seconds)
         self._print_run("train", outcome, "the reference")
-        return outcome, outcome.trace
+        return outcome
 
     def _run_and_compare(self, name: str, size: int, **how: Any) -> str:
         """Run, compare with the reference, and print the row. Returns the result: "same", or what is not."""
@@ -196,7 +196,7 @@ class _Verification:
     def _check_averages(self, size: int) -> None:
         show_activity(f"averages on {_count(size)} ...")
         found = check_gradients(self._trials, size)
-        faults = found.faults + check_schedules(self._expected)
+        faults = found.faults + check_schedules(self._reference.trace)
         result = "WRONG" if faults else "not checked" if found.failure else "same"
         self._print_row("averages", f"1 and {size}", "", result, f"{found.seconds:.1f} s")
         self._lines += [*faults, *found.notes, *([found.failure] if found.failure else [])]
@@ -205,7 +205,7 @@ class _Verification:
     def _interrupt(self, sizes: Sequence[int]) -> None:
         """Kill one run several times, and resume it at another number of ranks each time."""
         chance = random.Random(self._options.kill_seed)
-        num_steps, num_kills = len(self._expected.steps), self._options.kills
+        num_steps, num_kills = len(self._reference.trace.steps), self._options.kills
         run_dir = self._trials.home / "interrupted"
         size = 0
         for number in range(num_kills):
@@ -213,7 +213,7 @@ class _Verification:
             # Each kill in a separate range of steps; the first after the first snapshot, the last before the end.
             low, high = number * num_steps // num_kills, max((number + 1) * num_steps // num_kills - 2, 0)
             step = chance.randint(min(max(low, self._trials.snapshot_every + 1), high), high)
-            rank, after_s = chance.randrange(size), chance.random() * self._expected.step_s
+            rank, after_s = chance.randrange(size), chance.random() * self._reference.trace.step_s
             name, kill = f"killed rank {rank}", {"step": step, "rank": rank, "after_s": after_s}
             if number == 0:
                 name, kill = "killed in a save", {"step": step, "rank": 0, "events": chance.randint(1, MAX_EVENTS)}
@@ -226,21 +226,21 @@ class _Verification:
     def _judge(self, outcome: Outcome, *, is_cut: bool) -> str:
         """Compare with the reference, and explain a difference. Returns the entry for the table."""
         reference, trace, where = self._reference, outcome.trace, f"on {_count(outcome.world_size)}"
-        if trace is not None and (difference := find_difference(self._expected, trace)) is not None:
+        if (difference := find_difference(reference.trace, trace)) is not None:
             self._is_same = False
-            self._explain(outcome, trace, difference)
+            self._explain(outcome, difference)
             return f"differs from step {difference.step}"
         if is_cut:
             return "same"
         if outcome.code:
             result = f"exit code {outcome.code}"
             self._lines += [f"{where} it ends with {result}:", outcome.last_words]
-            self._lines += explain_drift(self._expected, outcome.output)
+            self._lines += explain_drift(self._reference.trace, outcome.output)
             self._is_same = False
             return result
-        last = max(self._expected.steps)
-        # A run that is resumed after its last step has no trace.
-        if (not outcome.is_resumed) if trace is None else max(trace.steps, default=last) != last:
+        # A run that is resumed after its last step has no further one.
+        is_complete = max(trace.steps) == max(reference.trace.steps) if trace.steps else outcome.is_resumed
+        if not is_complete:
             result = "other steps"
         elif outcome.final != reference.final:
             result = "another last snapshot"
@@ -252,7 +252,7 @@ class _Verification:
         self._lines.append(f"{where}: {result}, though the digests of all steps are the same")
         return result
 
-    def _explain(self, outcome: Outcome, trace: Traced, difference: Difference) -> None:
+    def _explain(self, outcome: Outcome, difference: Difference) -> None:
         reference, resumed = self._reference, ", resumed" if outcome.is_resumed else ""
         whose = f"in two runs on {_count(reference.world_size)}"
         if outcome.world_size != reference.world_size:
@@ -267,7 +267,7 @@ class _Verification:
             name = name_tensor(difference.name) or "the loss"
             self._lines.append(f"  first: {name}, {difference.values[0]} and {difference.values[1]}")
         run_again = partial(self._trials.run, reference.world_size, num_steps=difference.step + 1)
-        causes = explain(self._expected, trace, difference, is_resumed=outcome.is_resumed, run_again=run_again)
+        causes = explain(reference.trace, outcome.trace, difference, is_resumed=outcome.is_resumed, run_again=run_again)
         self._lines += [f"  likely: {cause}" for cause in causes]
 
     def _measure(self, outcome: Outcome, step: int, name: str) -> str:
@@ -285,8 +285,9 @@ class _Verification:
     # --- the table --------------------------------------------------------------------------------------------
 
     def _print_run(self, name: str, outcome: Outcome, result: str) -> None:
-        steps = "none" if outcome.trace is None else outcome.trace.describe_steps()
-        self._print_row(name, _count(outcome.world_size), steps, result, f"{outcome.seconds:.1f} s")
+        steps = outcome.trace.steps
+        shown = f"{min(steps)}-{max(steps)}" if steps else "none"
+        self._print_row(name, _count(outcome.world_size), shown, result, f"{outcome.seconds:.1f} s")
 
     def _print_row(self, name: str, ranks: str, steps: str, result: str, time: str = "") -> None:
         colour = next((colour for text, colour in COLOURS.items() if result.startswith(text)), "red")

@@ -51,16 +51,14 @@ def read_twice(run_again: RunAgain) -> list[str] | None:
     Returns:
         The attributes of the data set that changed between the reads; None if the reads are equal.
     """
-    trace = run_again(reread=True).trace
-    rereads = [] if trace is None else [line["reread"] for line in trace.steps.values() if "reread" in line]
+    rereads = [line["reread"] for line in run_again(reread=True).trace.steps.values() if "reread" in line]
     changed = dict.fromkeys(name for reread in rereads for name in reread["changed"])
     return [*changed] if any(reread["differs"] for reread in rereads) else None
 
 
 def _are_same(one: Outcome, other: Outcome) -> bool:
-    if one.trace is None or other.trace is None:
-        return False
-    return one.trace.steps.keys() == other.trace.steps.keys() and find_difference(one.trace, other.trace) is None
+    steps = one.trace.steps.keys()
+    return bool(steps) and steps == other.trace.steps.keys() and find_difference(one.trace, other.trace) is None
 
 
 def _read_places(path: Path) -> dict[str, str]:

@@ -36,13 +36,9 @@ class Traced:
         ends = [line["at_s"] for line in self.steps.values()]
         return median(b - a for a, b in pairwise(ends)) if len(ends) > 1 else 0.0
 
-    def describe_steps(self) -> str:
-        """Return the range of the steps."""
-        return f"{min(self.steps)}-{max(self.steps)}" if self.steps else "none"
 
-
-def read_traces(directory: Path) -> Traced | None:
-    """Read the traces of all ranks. Returns None if no step was begun."""
+def read_traces(directory: Path) -> Traced:
+    """Read the traces of all ranks. They are empty if no step was begun."""
     settings: Line = {}
     steps: dict[int, Line] = {}
     notes: dict[int, dict[tuple[int, int], Line]] = {}
@@ -59,8 +55,6 @@ def read_traces(directory: Path) -> Traced | None:
                 notes.setdefault(line["step"], {})[note["pass"], note["v"]] = note
             if "digest" in line:
                 steps[line["step"]] = line
-    if not settings:
-        return None
     return Traced(settings, dict(sorted(steps.items())), notes, frozenset(threads), tuple(moved))
 
 

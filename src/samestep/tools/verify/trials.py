@@ -37,7 +37,7 @@ class Outcome:
         begun_from: a copy of the run's directory as this start found it; None: a new run.
         code: the launcher's exit code.
         output: output of the launcher and rank 0.
-        trace: the traces of the ranks; None: they did not reach a first step.
+        trace: the traces of the ranks.
         final: the digest of the newest snapshot.
         ledger: the fingerprint of each step's samples.
     """
@@ -49,7 +49,7 @@ class Outcome:
     code: int
     seconds: float
     output: str
-    trace: Traced | None
+    trace: Traced
     final: str | None
     ledger: tuple[int, ...]
 
