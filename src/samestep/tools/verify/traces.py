@@ -63,8 +63,8 @@ class Difference:
     """The first difference between two runs.
 
     Attributes:
-        what: "samples", "input", "draws", "loss", "gradient" (of a micro-batch, or of the step), "state" (a tensor),
-            "value" (a plain value of the state).
+        what: "samples", "input", "losses" or "draws" (of a micro-batch), "gradient", "state" (a tensor), "value" (a
+            plain value of the state) or "loss" (of the step).
         name: name of the parameter, tensor, value or micro-batch.
         tensor: the first tensor of the state that differs at the end of that step, if any does.
         num_tensors: number of tensors that differ.
@@ -94,7 +94,8 @@ def find_difference(one: Traced, other: Traced) -> Difference | None:
 def _locate(
     step: int, a: Line, b: Line, notes: Mapping[tuple[int, int], Line], others: Mapping[tuple[int, int], Line]
 ) -> Difference:
-    tensors = order_tensors([name for name in a["tensors"] if a["tensors"][name] != b["tensors"].get(name)])
+    tensors = [name for name in a["tensors"] if a["tensors"][name] != b["tensors"].get(name)]
+    tensors.sort(key=lambda name: "/state/" in name)  # those of models before those of optimizers
     tensors += [name for name in b["tensors"] if name not in a["tensors"]]
     first, count = (tensors[0] if tensors else None), len(tensors)
     for key in sorted(notes.keys() & others.keys()):
@@ -112,11 +113,6 @@ def _locate(
         if pair[0] != pair[1]:
             return Difference(step, "value", name, values=pair)
     return Difference(step, "loss", "", values=(a["loss"], b["loss"]))
-
-
-def order_tensors(names: list[str]) -> list[str]:
-    """Sort the tensors of models before those of optimizers, else in the order of the state."""
-    return sorted(names, key=lambda name: "/state/" in name)
 
 
 def name_tensor(name: str) -> str:
