@@ -103,13 +103,12 @@ def compare_runs(one: str, other: str, *, is_json: bool) -> int:
         print(json.dumps(shown, indent=1))
         return 0 if is_same else 1
     if differences:
-        rows = [(name, to_text(pair[0]), to_text(pair[1])) for name, pair in differences.items()]
+        rows = [(name, *map(to_text, pair)) for name, pair in differences.items()]
         print_table("differences", ("name", one, other), rows)
     metrics = [each["metrics"] for each in described]
-    names = list({**metrics[0], **metrics[1]})
-    cells = [[_format(values.get(name)) for values in metrics] for name in names]
+    names = {**metrics[0], **metrics[1]}
     if names:
-        rows = [(name, *pair) for name, pair in zip(names, cells, strict=True)]
+        rows = [(name, *(_format(values.get(name)) for values in metrics)) for name in names]
         print_table("last metrics, and their steps", ("name", one, other), rows)
     if step is not None:
         print(f"step {step} is the first that used other samples")

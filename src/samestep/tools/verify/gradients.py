@@ -1,7 +1,6 @@
 """Checks that the gradient of a step and the scores are correct averages, and that schedules advance once."""
 
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Any
 
 from samestep.tools.traced_script import read_lines
@@ -51,13 +50,13 @@ def check_schedules(trace: Traced) -> list[str]:
     """Find schedules that advanced more than once between two steps."""
     faults = []
     for place, name in enumerate(trace.settings["schedules"]):
-        numbers = [-1, *trace.steps]
-        counts = [0, *(line["schedules"][place] for line in trace.steps.values())]
-        for (_, before), (step, after) in pairwise(zip(numbers, counts, strict=True)):
-            if after - before > 1:
+        before = 0
+        for step, line in trace.steps.items():
+            advanced, before = line["schedules"][place] - before, line["schedules"][place]
+            if advanced > 1:
                 faults.append(
-                    f"{name} advanced by {after - before} in step {step}: call {name}.step() once, after each "
-                    "step or after each epoch, not in both places"
+                    f"{name} advanced by {advanced} in step {step}: call {name}.step() once, after each step or after "
+                    "each epoch, not in both places"
                 )
                 break
     return faults
