@@ -98,9 +98,7 @@ def _follow(run_dir: Path) -> int:
         while (record := read_or_empty(run_dir / RANKS)) or not has_ended(run_dir):
             if record and (not records or record["time_s"] != records[-1]["time_s"]):
                 records = [old for old in records if record["time_s"] - old["time_s"] < WINDOW_S] + [record]
-                styles = [
-                    "red" if r["is_silent"] else "yellow" if r["for_s"] > WINDOW_S else None for r in record["ranks"]
-                ]
+                styles = [_choose_style(rank) for rank in record["ranks"]]
                 table = build_table(_name_table(record), *format_rows(record, records[0]), styles)
                 live.update(table, refresh=True)
             elif record and time.time() - record["time_s"] > RESTART_S and has_ended(run_dir):
