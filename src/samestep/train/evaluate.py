@@ -1,10 +1,9 @@
 """Computes scores over a data set: every sample once, the same bits at any number of ranks."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,18 +15,18 @@ from samestep.data.pools import Pools
 from samestep.data.source import Source, understand
 from samestep.engine.control import Vote
 from samestep.engine.gradient_pass import GradientPass
-from samestep.errors import Error, InvalidType, InvalidValue, UsageError
+from samestep.errors import Error, InvalidType, InvalidValue
 from samestep.plan.order import build_order
 from samestep.plan.schedule import rank_range
 from samestep.plan.seeds import derive
+from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.context import RunContext
 from samestep.train.position import Position
 from samestep.train.step_log import average
+from samestep.train.stopping import EVALUATES, Stopping, check_not_alone
 from samestep.watch.heartbeat import PhaseClock
 
 Row = dict[str, Any]  # name -> list, or (value, weight)
-
-EVALUATES = 2**40  # plus an evaluation's number; ranks exchange this when they begin one
 
 
 def open_source(data: Any, micro_batch_size: int | None, **arguments: Any) -> Source:
@@ -48,9 +47,6 @@ class Evaluator:
 
     Args:
         gradients: holds and restores the models' buffers.
-        take_votes: applies all ranks' votes on whether to stop.
-        cast_vote: this rank's vote.
-        logs: returns the directory for tracebacks; None without one.
     """
 
     def __init__(
@@ -59,16 +55,13 @@ class Evaluator:
         modules: Mapping[str, nn.Module],
         gradients: GradientPass,
         position: Position,
+        snapshotter: Snapshotter,
         watchdog: PhaseClock,
+        stopping: Stopping,
         pools: Pools,
-        *,
-        take_votes: Callable[[Sequence[Vote]], None],
-        cast_vote: Callable[[], Vote],
-        logs: Callable[[], Path | None],
     ) -> None:
         self._context, self._modules, self._gradients, self._position = context, modules, gradients, position
-        self._watchdog, self._pools, self._logs = watchdog, pools, logs
-        self._take_votes, self._cast_vote = take_votes, cast_vote
+        self._snapshotter, self._watchdog, self._stopping, self._pools = snapshotter, watchdog, stopping, pools
 
     def evaluate(self, score: Callable[[Any], Mapping[str, Any]], source: Source) -> dict[str, Any]:
         """Score every sample. Arguments, result and errors as for `Run.evaluate`."""
@@ -79,9 +72,9 @@ class Evaluator:
         check_not_alone(group.gather_number(EVALUATES + self._position.num_evaluations))
         rows = self._score(score, source)
         self._watchdog.enter("reducing", steps_done)
-        gathered = group.gather((group.seal(rows), *self._cast_vote()))
+        gathered = group.gather((group.seal(rows), *self._stopping.cast_vote()))
         # A validation can be long: react to a signal before the next step.
-        self._take_votes([Vote(stop, copying=copying) for _, stop, _, copying in gathered])
+        self._stopping.take_votes([Vote(stop, copying=copying) for _, stop, _, copying in gathered])
         self._watchdog.enter("script", steps_done)
         return _merge([row for sealed, *_ in gathered for row in group.unseal(sealed)])
 
@@ -117,21 +110,10 @@ class Evaluator:
                     self._watchdog.enter("validating", position.steps_done)
             return [_settle(row) for row in rows]
         except Error as error:
-            raise locate_error(error, self._logs(), context.rank, "run.evaluate") from error.__cause__
+            raise locate_error(error, self._snapshotter.logs, context.rank, "run.evaluate") from error.__cause__
         finally:
             _set_modes(modes)
             _set_gradients(gradients)
-
-
-def check_not_alone(marks: list[int]) -> None:
-    """Raise Error if only some of the ranks exchanged the number of an evaluation."""
-    most = max(marks)
-    if most >= EVALUATES and min(marks) != most:
-        rank, other = marks.index(most), next(rank for rank, mark in enumerate(marks) if mark != most)
-        raise UsageError(
-            f"rank {rank} has called run.evaluate and rank {other} has not: call it on every rank, since they "
-            "divide the data set, and print or save the result on rank 0"
-        )
 
 
 def _set_modes(modes: Mapping[nn.Module, bool]) -> None:

@@ -23,7 +23,7 @@ from samestep.train.arguments import build_config, check_count, check_extras
 from samestep.train.batches import Batches, Sampler
 from samestep.train.context import RunContext
 from samestep.train.determinism import describe_machine, fix_compiler, fix_kernels
-from samestep.train.evaluate import Evaluator, check_not_alone, open_source
+from samestep.train.evaluate import Evaluator, open_source
 from samestep.train.generators import call_on_rank_0
 from samestep.train.loop import Epoch, Loop
 from samestep.train.misuse import MisuseChecks
@@ -37,7 +37,7 @@ from samestep.train.shutdown import Resources, report_errors
 from samestep.train.step_log import collect_values
 from samestep.train.steps import Observers, Step, StepObserver
 from samestep.train.stop_signals import StopSignals
-from samestep.train.stopping import Stopping
+from samestep.train.stopping import Stopping, check_not_alone
 from samestep.train.tracing import open_tracer
 from samestep.train.unprepared import Unprepared
 from samestep.train.watchdog import Watchdog
@@ -234,9 +234,8 @@ class Run:
         self._replicas = Replicas(objects, context.group, config.compare_every)
         self._parameters = TrainedParameters(objects, modules, self._gradients)
         self._evaluator = Evaluator(
-            context, modules, self._gradients, self._position, self._watchdog, self._pools,
-            take_votes=self._stopping.take_votes, cast_vote=self._stopping.cast_vote,
-            logs=lambda: self._snapshotter.logs,
+            context, modules, self._gradients, self._position, self._snapshotter, self._watchdog, self._stopping,
+            self._pools,
         )  # fmt: skip
 
     def epochs(

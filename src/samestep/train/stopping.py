@@ -8,11 +8,12 @@ from samestep.engine.gradient_pass import Report
 from samestep.errors import Error, UsageError
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.context import RunContext
-from samestep.train.evaluate import check_not_alone
 from samestep.train.position import Place, Position
 from samestep.train.steps import Step, StepObserver
 from samestep.train.stop_signals import StopSignals
 from samestep.train.watchdog import Watchdog
+
+EVALUATES = 2**40  # plus an evaluation's number; ranks exchange this when they begin one
 
 
 class Stopping(StepObserver):
@@ -168,4 +169,15 @@ class Stopping(StepObserver):
             f"rank {rank} ended its loop after step {step} by run.stop(), and rank {other} did not: call it on every "
             "rank, based on values that all ranks share (step.loss, step.metrics, epoch.metrics; not loss.item())",
             rank=self._context.rank,
+        )
+
+
+def check_not_alone(marks: list[int]) -> None:
+    """Raise Error if only some of the ranks exchanged the number of an evaluation."""
+    most = max(marks)
+    if most >= EVALUATES and min(marks) != most:
+        rank, other = marks.index(most), next(rank for rank, mark in enumerate(marks) if mark != most)
+        raise UsageError(
+            f"rank {rank} has called run.evaluate and rank {other} has not: call it on every rank, since they "
+            "divide the data set, and print or save the result on rank 0"
         )

@@ -22,12 +22,12 @@ from samestep.watch.stall_diagnosis import (
     Beat,
     Limits,
     Stall,
+    ThreadState,
     describe_seconds,
     diagnose,
     find_slow,
 )
 from samestep.watch.thread_state import (
-    ThreadState,
     count_written,
     read_process_state,
     read_stacks,
@@ -191,15 +191,12 @@ class Heartbeat:
             system=self._system,
             num_seen=self._clock.tallies[phase].num,
             longest_s=self._clock.tallies[phase].longest_s,
-            waits_in=state.waits_in,
-            place=state.place,
-            blocked=state.blocked,
             is_busy=is_busy,
-            is_compiling=state.is_compiling,
             faults_per_s=faults_per_s,
             spent_s={name: round(spent_s, 6) for name, spent_s in self._clock.spent_s().items()},
             num_steps=step - self._facts.began_step,
             num_micro_batches=self._clock.tallies["loading"].num,
+            **asdict(state),
         )
 
     def _write_stacks(self) -> None:

@@ -45,8 +45,29 @@ SLOW_AFTER_STEPS = 50
 SLOW_LEAST_S = 1e-3  # per micro-batch; smaller differences are noise
 
 
-@dataclass(frozen=True)
-class Beat:
+@dataclass(frozen=True, kw_only=True)
+class ThreadState:
+    """The state of a thread.
+
+    Attributes:
+        waits_in: the exchange with other ranks that it is in, such as "the reduction" or "all_reduce"; else "".
+        place: the innermost line of the user's code, such as "train.py:31 in load".
+        blocked: what it waits for in the kernel, such as "blocked in pipe_read"; "" if it runs.
+        is_compiling: torch.compile is active.
+        cpu_s: CPU time since the thread's start.
+        num_faults: major page faults since the thread's start.
+    """
+
+    waits_in: str = ""
+    place: str = ""
+    blocked: str = ""
+    is_compiling: bool = False
+    cpu_s: float = 0.0
+    num_faults: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat(ThreadState):
     """The state of a rank: what it publishes, and in the last three attributes how the leader sees it.
 
     Attributes:
@@ -55,11 +76,7 @@ class Beat:
         step, phase: the current step, and a key of PHASES.
         for_s: seconds without progress: no change of phase or micro-batch, no bytes written to a snapshot.
         num_seen, longest_s: how often this phase has ended, and its longest duration after WARM_UP.
-        waits_in: the exchange with other ranks that it is in, such as "the reduction" or "all_reduce"; else "".
-        place: the current line of the script, such as "train.py:31 in load".
-        blocked: what it waits for in the kernel, such as "blocked in pipe_read".
         is_busy: it uses the CPU.
-        is_compiling: torch.compile is active.
         faults_per_s: major page faults per second.
         spent_s: phase -> total seconds.
         num_steps: steps since the last start of the run.
@@ -79,11 +96,7 @@ class Beat:
     system: str = ""
     num_seen: int = 0
     longest_s: float = 0.0
-    waits_in: str = ""
-    place: str = ""
-    blocked: str = ""
     is_busy: bool = False
-    is_compiling: bool = False
     faults_per_s: float = 0.0
     spent_s: Mapping[str, float] = field(default_factory=dict)
     num_steps: int = 0

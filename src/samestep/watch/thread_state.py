@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from samestep.watch.stall_diagnosis import ThreadState
+
 
 def _find_package(name: str) -> str:
     spec = importlib.util.find_spec(name)
@@ -38,27 +40,6 @@ class Frame:
     file: str
     line: str
     function: str
-
-
-@dataclass(frozen=True)
-class ThreadState:
-    """The state of a thread.
-
-    Attributes:
-        waits_in: the exchange with other ranks that it is in, such as "the reduction" or "all_reduce"; else "".
-        place: the innermost line of the user's code, such as "train.py:31 in load".
-        blocked: what it waits for in the kernel, such as "blocked in pipe_read"; "" if it runs.
-        is_compiling: torch.compile is active.
-        cpu_s: CPU time since the thread's start.
-        num_faults: major page faults since the thread's start.
-    """
-
-    waits_in: str = ""
-    place: str = ""
-    blocked: str = ""
-    is_compiling: bool = False
-    cpu_s: float = 0.0
-    num_faults: int = 0
 
 
 def read_stacks() -> dict[int, list[Frame]]:
