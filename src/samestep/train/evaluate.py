@@ -103,8 +103,8 @@ class Evaluator:
             with Loader(source, tasks, device=context.device, workers=workers) as loader, torch.no_grad():
                 for v, loaded in zip(held, loader, strict=True):
                     seed_all(seed_of("evaluate", v))
-                    _set_modes(evaluating)  # each time: a score function may call model.train()
-                    _set_gradients(without)  # and backward(), such as to weigh an input
+                    _set("training", evaluating)  # each time: a score function may call model.train()
+                    _set("grad", without)  # and backward(), such as to weigh an input
                     rows.append(_read(score(to_device(loaded.batch, context.device)), loaded.num_samples))
                     self._gradients.undo_buffers()
                     self._watchdog.enter("validating", position.steps_done)
@@ -112,20 +112,15 @@ class Evaluator:
         except Error as error:
             raise locate_error(error, self._snapshotter.logs, context.rank, "run.evaluate") from error.__cause__
         finally:
-            _set_modes(modes)
-            _set_gradients(gradients)
+            _set("training", modes)
+            _set("grad", gradients)
 
 
-def _set_modes(modes: Mapping[nn.Module, bool]) -> None:
-    for part, is_training in modes.items():
-        if part.training != is_training:
-            part.training = is_training
-
-
-def _set_gradients(gradients: Mapping[nn.Parameter, Tensor | None]) -> None:
-    for param, gradient in gradients.items():
-        if param.grad is not gradient:
-            param.grad = gradient
+def _set(attribute: str, values: Mapping[Any, Any]) -> None:
+    """Set an attribute of each key to its value, where it differs."""
+    for thing, value in values.items():
+        if getattr(thing, attribute) is not value:
+            setattr(thing, attribute, value)
 
 
 def _read(scores: Mapping[str, Any], num_samples: int) -> Row:

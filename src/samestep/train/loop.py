@@ -208,8 +208,7 @@ class Loop:
             context=self._context, gradients=self._gradients, position=position, logs=self._snapshotter.logs,
             cast_vote=self._stopping.cast_vote, observers=self._on,
         )  # fmt: skip
-        for notify in self._on.begin_step:
-            notify(step)
+        self._on.begin_step(step)
         try:
             yield step
         except GeneratorExit:
@@ -222,8 +221,7 @@ class Loop:
                 "end early, call run.stop() and continue the loop"
             )
         position.steps_done += 1
-        for notify in self._on.end_step:
-            notify(step)
+        self._on.end_step(step)
         if not is_last:
             self._end_body(epochs_done=None, numbered=True)
 
@@ -255,8 +253,7 @@ class Loop:
         return self._left_error or self.failure
 
     def _leave(self, loop: str, where: str) -> None:
-        for notify in self._on.leave:
-            notify(self._position.steps_done)
+        self._on.leave(self._position.steps_done)
         if not self._stopping.is_ended and self._left_error is None:
             self._left_error = Error(
                 f"the loop over the {loop} was left by break (or return, or an error) in {where}, so that what came "
@@ -296,8 +293,7 @@ class Loop:
         """
         steps_done, stopping, snapshotter = self._position.steps_done, self._stopping, self._snapshotter
         if self.step is not None:
-            for notify in self._on.end_body:
-                notify(self.step)
+            self._on.end_body(self.step)
         self._replicas.compare_if_due(steps_done, epochs_done)
         # At an epoch's end, the next exchange may not be that of a step.
         stopping.agree(is_everyone_here=epochs_done is not None)

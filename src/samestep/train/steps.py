@@ -77,23 +77,33 @@ class StepObserver:
         """The script has left one of its loops within this step."""
 
 
-Events = tuple[Callable[..., Any], ...]
+Event = Callable[..., None]
 
 
 class Observers:
-    """For each event, the methods to call: those of the observers that override it."""
+    """For each event, a function that calls the observers that override it. `probes`, `forward`: their methods."""
 
     def __init__(self, observers: Sequence[StepObserver]) -> None:
-        def find(event: str) -> Events:
+        def find(event: str) -> list[Callable[..., Any]]:
             default = getattr(StepObserver, event)
-            return tuple(getattr(each, event) for each in observers if getattr(type(each), event) is not default)
+            return [getattr(each, event) for each in observers if getattr(type(each), event) is not default]
 
-        self.begin_step, self.begin_pass, self.probe = find("begin_step"), find("begin_pass"), find("probe")
-        self.load, self.forward, self.end_micro_batch = find("load"), find("forward"), find("end_micro_batch")
-        self.backward, self.end_backward = find("backward"), find("end_backward")
-        self.exchange, self.exchange_failed = find("exchange"), find("exchange_failed")
-        self.exchanged, self.reduced = find("exchanged"), find("reduced")
-        self.end_step, self.end_body, self.leave = find("end_step"), find("end_body"), find("leave")
+        def join(event: str) -> Event:
+            calls = find(event)
+
+            def notify(*arguments: Any) -> None:
+                for call in calls:
+                    call(*arguments)
+
+            return calls[0] if len(calls) == 1 else notify
+
+        self.probes, self.forward = find("probe"), find("forward")
+        self.begin_step, self.begin_pass, self.load = join("begin_step"), join("begin_pass"), join("load")
+        self.backward, self.end_backward = join("backward"), join("end_backward")
+        self.end_micro_batch, self.exchange = join("end_micro_batch"), join("exchange")
+        self.exchange_failed, self.exchanged = join("exchange_failed"), join("exchanged")
+        self.reduced, self.end_step = join("reduced"), join("end_step")
+        self.end_body, self.leave = join("end_body"), join("leave")
 
 
 class Step:
@@ -225,7 +235,7 @@ class Step:
     def __iter__(self) -> Iterator[Any]:
         """Yield this rank's micro-batches, then set `.grad` to the gradient of the whole batch."""
         self._begin_pass()
-        for probe in self._on.probe:
+        for probe in self._on.probes:
             yield from self._rehearse(probe)
         for v in self._start():
             batch = self._load(v)
@@ -234,9 +244,11 @@ class Step:
             try:
                 yield self._hand_over(batch)
             except GeneratorExit:
-                self._leave()
+                self._is_left = True
+                self._on.leave(self.number)
                 raise
-            self._fold()
+            self._on.end_micro_batch(self)
+            self._gradients.close()
         report = self._exchange()
         self._apply(report)
         seed_all(self._derive("after"))
@@ -254,8 +266,7 @@ class Step:
             raise UsageError(f"step {self.number} is over, since step {self._position.steps_done} has begun")
         if self.open:
             raise UsageError(f"step {self.number} is iterated over inside its own loop: use one loop after the other")
-        for notify in self._on.begin_pass:
-            notify(self)
+        self._on.begin_pass(self)
         self.open = True
 
     def _rehearse(self, probe: Callable[["Step"], Iterator[Any]]) -> Iterator[Any]:
@@ -271,8 +282,7 @@ class Step:
     def _load(self, v: int) -> Any:
         self.micro_batch = v
         if self.num_passes == 0:
-            for notify in self._on.load:
-                notify(self)
+            self._on.load(self)
             try:
                 self._loaded.append(next(self._loader))
             except Error as error:
@@ -285,30 +295,17 @@ class Step:
             batch = notify(self, batch)
         return batch
 
-    def _leave(self) -> None:
-        self._is_left = True
-        for notify in self._on.leave:
-            notify(self.number)
-
-    def _fold(self) -> None:
-        for notify in self._on.end_micro_batch:
-            notify(self)
-        self._gradients.close()
-
     def _exchange(self) -> Report:
-        for notify in self._on.exchange:
-            notify(self)
+        self._on.exchange(self)
         fingerprints = [loaded.fingerprint for loaded in self._loaded]
         try:
             return self._gradients.exchange(self._cast_vote(), fingerprints, self._log.settle())
         except RuntimeError as error:
-            for explain in self._on.exchange_failed:
-                explain(self, error)
+            self._on.exchange_failed(self, error)
             raise
 
     def _apply(self, report: Report) -> None:
-        for notify in self._on.exchanged:
-            notify(self, report)
+        self._on.exchanged(self, report)
         self.averaged_loss, self.has_gradients = self._gradients.apply()
         if self.averaged_loss is not None:
             self.is_skipped = False
@@ -322,8 +319,7 @@ class Step:
     def _end_pass(self) -> None:
         self.num_passes += 1
         self.open = False
-        for notify in self._on.reduced:
-            notify(self)
+        self._on.reduced(self)
 
     def refuse_inside(self, what: str, instead: str) -> None:
         """Raise Error inside the loop over the micro-batches."""
@@ -370,13 +366,11 @@ class Step:
             >>> model.weight.grad.item()
             1.0
         """
-        for notify in self._on.backward:
-            notify(self, loss, weight, model)
+        self._on.backward(self, loss, weight, model)
         if self._is_probe:
             return
         self._gradients.backward(loss, weight, model)
-        for notify in self._on.end_backward:
-            notify(self, self._gradients.waited_s)
+        self._on.end_backward(self, self._gradients.waited_s)
 
     def log(self, values: Mapping[str, float | Tensor] | None = None, /, **named: float | Tensor) -> None:
         """Add values to the metrics of this step.
