@@ -272,11 +272,11 @@ class Loop:
             from_step, world_size = self._position.steps_done, self._context.world_size
             snapshotter.directory.write_start(environment.restart, from_step=from_step, world_size=world_size)
         if environment.local_rank == 0:
-            self._tell_launcher(ROOM, str(settings.batch_size // settings.micro_batch_size))
+            self._notify_launcher(ROOM, str(settings.batch_size // settings.micro_batch_size))
             if snapshotter.path is not None:
-                self._tell_launcher(BEGUN, snapshotter.shown)
+                self._notify_launcher(BEGUN, snapshotter.shown)
         self._stopping.vote_together()
-        self._leave_if_told()
+        self._exit_after_signal()
         self._stopping.agree(is_everyone_here=True)
 
     def _begin_body(self, purpose: str, number: int) -> None:
@@ -311,11 +311,11 @@ class Loop:
                 notes={"tally": self._metrics.tally.state_dict()} | stopped,
             )
             self._watchdog.leave_saving(steps_done)
-        self._leave_if_told()
+        self._exit_after_signal()
 
-    def _leave_if_told(self) -> None:
+    def _exit_after_signal(self) -> None:
         """End the process after a signal, once all ranks have voted."""
-        if not self._stopping.is_to_leave:
+        if not self._stopping.is_interrupted:
             return
         snapshotter, steps_done, signals = self._snapshotter, self._position.steps_done, self._stopping.signals
         saved = snapshotter.saved_step == steps_done
@@ -327,10 +327,10 @@ class Loop:
         self._end("stopped", describe_stop(self._stopping.signal))
         if self.failure is not None:
             raise self.failure
-        self._tell_launcher(STOPPED)
+        self._notify_launcher(STOPPED)
         raise SystemExit(signals.exit_code)
 
-    def _tell_launcher(self, event: str, text: str = "") -> None:
+    def _notify_launcher(self, event: str, text: str = "") -> None:
         """Leave a note for samestep's launcher. An exit code can only express success and failure."""
         error_dir = self._context.environment.error_dir
         if error_dir is not None:
@@ -346,7 +346,7 @@ class Loop:
             if reason:
                 self._context.say(f"stopped at step {self._position.steps_done}: {reason}")
             self._end("stopped" if reason else "done", reason)
-            self._tell_launcher(FINISHED)
+            self._notify_launcher(FINISHED)
             self._stopping.reason = ""  # it does not stop a further loop
         self._stopping.is_ended = True
         self._position.end_loop(self.place)
@@ -376,7 +376,7 @@ class Loop:
         snapshotter, position, signal = self._snapshotter, self._position, self._stopping.signal
         if snapshotter.unsaved is not None and snapshotter.unsaved[0] == position.steps_done:
             return f"{snapshotter.unsaved[1]}; fix this, and start the same command again"
-        is_again = self._stopping.is_to_leave and stop_code(signal) == START_AGAIN
+        is_again = self._stopping.is_interrupted and stop_code(signal) == START_AGAIN
         if not is_again or self._context.rank != 0 or snapshotter.path is None:
             return ""
         if (snapshotter.saved_step or 0) > position.resumed_step:

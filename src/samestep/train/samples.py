@@ -96,31 +96,36 @@ def _choose(source: Source) -> list[int]:
 
 
 def _hash(batch: Any) -> str:
+    """Return a hash of all tensors and numbers; "" without any. Not of strings: paths differ between starts."""
     sha, is_empty = hashlib.sha256(), True
-    for number in _find_numbers(batch):
-        sha.update(number)
+    for value in find_leaves(batch):
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+            sha.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
+        elif isinstance(value, torch.Tensor):
+            dense = value.to_dense() if value.layout is not torch.strided else value
+            sha.update(f"{dense.dtype}{tuple(dense.shape)}".encode())
+            sha.update(view_bytes(dense))
+        elif isinstance(value, bool | int | float | complex | np.number):
+            sha.update(repr(value).encode())
+        else:
+            continue
         is_empty = False
     return "" if is_empty else sha.hexdigest()[:16]
 
 
-def _find_numbers(value: Any, depth: int = 0) -> Iterator[bytes | memoryview]:
-    """Yield all tensors and numbers. Not strings: they may be paths, which differ between starts."""
+def find_leaves(value: Any, depth: int = 0) -> Iterator[Any]:
+    """Yield the values in nested mappings (with their keys as strings), sequences and dataclasses."""
     if depth > 8:
         return
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-        yield f"{value.dtype}{value.shape}".encode() + value.tobytes()
-    elif isinstance(value, torch.Tensor):
-        dense = value.to_dense() if value.layout is not torch.strided else value
-        yield f"{dense.dtype}{tuple(dense.shape)}".encode()
-        yield view_bytes(dense)
-    elif isinstance(value, bool | int | float | complex | np.number):
-        yield repr(value).encode()
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _find_numbers(item, depth + 1)
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield str(key)
+            yield from find_leaves(item, depth + 1)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _find_numbers(item, depth + 1)
+            yield from find_leaves(item, depth + 1)
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
-            yield from _find_numbers(getattr(value, field.name), depth + 1)
+            yield from find_leaves(getattr(value, field.name), depth + 1)
+    else:
+        yield value

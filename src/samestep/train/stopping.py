@@ -57,7 +57,7 @@ class Stopping(StepObserver):
         self.reason, self.ending = reason, True
 
     @property
-    def is_to_leave(self) -> bool:
+    def is_interrupted(self) -> bool:
         """Whether a signal ends this start. A run that is complete, or has ended by run.stop(), does not leave."""
         return bool(self.signal) and self._position.steps_done < self.last_step and not self.reason
 

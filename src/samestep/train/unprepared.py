@@ -1,7 +1,8 @@
 """Detects state of the script that changes from step to step and that no snapshot holds."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -14,12 +15,13 @@ from samestep.snapshot.async_copy import locate
 from samestep.snapshot.serialization import view_bytes
 from samestep.train.batches import Batches
 from samestep.train.generators import KINDS, find_things, look_into, read_generator
+from samestep.train.samples import find_leaves
 from samestep.train.steps import Step, StepObserver
 
 LOOK_AT = (1, 2, 4, 8, 16)  # steps of this start; the first look finds the objects, the others compare
 LOOK_AT_EPOCHS = 3  # also at the ends of this many epochs
 MAX_THINGS = 2_000  # objects of the script that are searched: some milliseconds
-MAX_TENSORS = 4_000
+MAX_VALUES = 4_000  # of a state, with their keys
 MAX_ELEMENTS = 512  # of a tensor, evenly spaced
 
 
@@ -74,9 +76,9 @@ class Unprepared(StepObserver):
             del self._marks[path]
         wholes = tuple(f"{path}{mark}" for path in changed for mark in (".", "["))
         if changed := {path: thing for path, thing in changed.items() if not path.startswith(wholes)}:
-            self._tell(changed)
+            self._warn(changed)
 
-    def _tell(self, changed: Mapping[str, Any]) -> None:
+    def _warn(self, changed: Mapping[str, Any]) -> None:
         scalers = {path: thing for path, thing in changed.items() if isinstance(thing, torch.amp.GradScaler)}
         generators = {path: thing for path, thing in changed.items() if isinstance(thing, KINDS)}
         others = {path: thing for path, thing in changed.items() if path not in scalers and path not in generators}
@@ -110,14 +112,13 @@ def _mark(thing: Any, known: set[int]) -> str:
         return read_generator(thing)
     digest = hashlib.blake2b(digest_size=16)
     try:
-        for number, value in enumerate(_flatten(thing.state_dict())):
-            if number > MAX_TENSORS:
-                break
-            if isinstance(value, Tensor):
-                if locate(value) not in known:
-                    flat = value.detach().reshape(-1)
-                    digest.update(view_bytes(flat[:: max(1, flat.numel() // MAX_ELEMENTS)].cpu().contiguous()))
-            else:
+        for value in islice(find_leaves(thing.state_dict()), MAX_VALUES):
+            if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+                value = torch.from_numpy(value)
+            if isinstance(value, Tensor) and locate(value) not in known:
+                flat = value.detach().reshape(-1)
+                digest.update(view_bytes(flat[:: max(1, flat.numel() // MAX_ELEMENTS)].cpu().contiguous()))
+            elif isinstance(value, bool | int | float | str | np.number):
                 digest.update(repr(value).encode())
     except Exception:
         return ""
@@ -126,18 +127,3 @@ def _mark(thing: Any, known: set[int]) -> str:
 
 def _read_seed(thing: Any) -> int:
     return thing.initial_seed() if isinstance(thing, torch.Generator) else 0
-
-
-def _flatten(state: Any) -> Iterator[Any]:
-    """The values in a state, and the keys."""
-    if isinstance(state, Mapping):
-        for key, value in state.items():
-            yield str(key)
-            yield from _flatten(value)
-    elif isinstance(state, list | tuple):
-        for value in state:
-            yield from _flatten(value)
-    elif isinstance(state, Tensor | bool | int | float | str | np.number):
-        yield state
-    elif isinstance(state, np.ndarray) and state.dtype.kind in "biufc":
-        yield torch.from_numpy(state)
