@@ -29,19 +29,6 @@ from samestep.watch.heartbeat import PhaseClock
 Row = dict[str, Any]  # name -> list, or (value, weight)
 
 
-def open_source(data: Any, micro_batch_size: int | None, **arguments: Any) -> Source:
-    """The data that a script passed to `run.evaluate`, with the micro-batch size if one is given.
-
-    Raises:
-        Error: it is not a data set, or the size is not a whole number above 0.
-    """
-    size = 1 if micro_batch_size is None else micro_batch_size
-    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise InvalidValue(f"micro_batch_size must be a whole number above 0, not {micro_batch_size!r}")
-    source = understand(data, **arguments)
-    return replace(source, shuffle=False, micro_batch_size=micro_batch_size or source.micro_batch_size)
-
-
 class Evaluator:
     """Scores data sets with the models of one run.
 
@@ -63,10 +50,29 @@ class Evaluator:
         self._context, self._modules, self._gradients, self._position = context, modules, gradients, position
         self._snapshotter, self._watchdog, self._stopping, self._pools = snapshotter, watchdog, stopping, pools
 
-    def evaluate(self, score: Callable[[Any], Mapping[str, Any]], source: Source) -> dict[str, Any]:
+    def evaluate(
+        self, score: Callable[[Any], Mapping[str, Any]], data: Any, *, micro_batch_size: int | None, **arguments: Any
+    ) -> dict[str, Any]:
         """Score every sample. Arguments, result and errors as for `Run.evaluate`."""
+        self._position.num_evaluations += 1
+        size = 1 if micro_batch_size is None else micro_batch_size
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise InvalidValue(f"micro_batch_size must be a whole number above 0, not {micro_batch_size!r}")
+        source = understand(data, **arguments)
+        source = replace(source, shuffle=False, micro_batch_size=micro_batch_size or source.micro_batch_size)
         if not callable(score):
             raise InvalidType(f"run.evaluate needs a function score(batch) -> dict, not {score!r}")
+        try:
+            return self._evaluate(score, source)
+        finally:
+            seed_all(self._derive("after"))
+
+    def _derive(self, purpose: str, v: int = 0) -> int:
+        position = self._position
+        pass_ = 2**32 + position.num_evaluations  # distinct from those of steps
+        return derive(self._context.config.seed, purpose, step=position.steps_done, pass_=pass_, micro_batch=v)
+
+    def _evaluate(self, score: Callable[[Any], Mapping[str, Any]], source: Source) -> dict[str, Any]:
         group, steps_done = self._context.group, self._position.steps_done
         self._watchdog.enter("reducing", steps_done)
         check_not_alone(group.gather_number(EVALUATES + self._position.num_evaluations))
@@ -85,12 +91,7 @@ class Evaluator:
         spans = [(start, min(start + micro_batch_size, length)) for start in range(0, length, micro_batch_size)]
         held = rank_range(len(spans), context.world_size, context.rank)
         order = build_order(length, seed=0, epoch=0, shuffle=False)
-
-        def seed_of(purpose: str, v: int) -> int:
-            pass_ = 2**32 + position.num_evaluations  # distinct from those of steps
-            return derive(context.config.seed, purpose, step=position.steps_done, pass_=pass_, micro_batch=v)
-
-        tasks = (Task(order.take(*spans[v]), seed_of("data", v)) for v in held)
+        tasks = (Task(order.take(*spans[v]), self._derive("data", v)) for v in held)
         source = replace(source, num_workers=min(source.num_workers, len(held)))
         rows: list[Row] = []
         modes = {part: part.training for module in self._modules.values() for part in module.modules()}
@@ -102,7 +103,7 @@ class Evaluator:
             workers = self._pools.lend(source, context.device)
             with Loader(source, tasks, device=context.device, workers=workers) as loader, torch.no_grad():
                 for v, loaded in zip(held, loader, strict=True):
-                    seed_all(seed_of("evaluate", v))
+                    seed_all(self._derive("evaluate", v))
                     _set("training", evaluating)  # each time: a score function may call model.train()
                     _set("grad", without)  # and backward(), such as to weigh an input
                     rows.append(_read(score(to_device(loaded.batch, context.device)), loaded.num_samples))

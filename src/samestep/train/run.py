@@ -23,7 +23,7 @@ from samestep.train.arguments import build_config, check_count, check_extras
 from samestep.train.batches import Batches, Sampler
 from samestep.train.context import RunContext
 from samestep.train.determinism import describe_machine, fix_compiler, fix_kernels
-from samestep.train.evaluate import Evaluator, open_source
+from samestep.train.evaluate import Evaluator
 from samestep.train.generators import call_on_rank_0
 from samestep.train.loop import Epoch, Loop
 from samestep.train.misuse import MisuseChecks
@@ -367,28 +367,11 @@ class Run:
         """
         self._check_call("run.evaluate", "the ranks are not at the same place there; dedent it")
         self._check_prepared("run.evaluate")
+        arguments: dict[str, Any] = {"collate_fn": collate_fn, "num_workers": num_workers}
+        arguments["micro_batch_size"] = micro_batch_size
         if self._tracer is not None:
-            return self._tracer.evaluate(
-                self._evaluate, score, data, collate_fn=collate_fn, num_workers=num_workers,
-                micro_batch_size=micro_batch_size,
-            )  # fmt: skip
-        return self._evaluate(score, data, collate_fn, num_workers, micro_batch_size)
-
-    def _evaluate(
-        self,
-        score: Callable[[Any], Mapping[str, Any]],
-        data: Any,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
-        num_workers: int | None = None,
-        micro_batch_size: int | None = None,
-    ) -> dict[str, Any]:
-        self._position.num_evaluations += 1
-        source = open_source(data, micro_batch_size, collate_fn=collate_fn, num_workers=num_workers)
-        try:
-            return self._evaluator.evaluate(score, source)
-        finally:
-            pass_ = 2**32 + self._position.num_evaluations
-            seed_all(derive(self.seed, "after", step=self.steps_done, pass_=pass_))
+            return self._tracer.evaluate(self._evaluator.evaluate, score, data, **arguments)
+        return self._evaluator.evaluate(score, data, **arguments)
 
     def log(self, values: Mapping[str, Any] | None = None, /, **named: Any) -> None:
         """Write a row to `metrics.jsonl` and to the trackers at the current step. Call it on all ranks.
