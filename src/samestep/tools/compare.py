@@ -12,7 +12,7 @@ from samestep.plan.ledger import count_records, read_records
 from samestep.snapshot.manifest import STATE
 from samestep.snapshot.object_store import open_run, read_run
 from samestep.snapshot.store import Store
-from samestep.watch.records import LEDGER, METRICS, RECORD, STATUS, read_last_rows, read_or_empty
+from samestep.watch.records import LEDGER, METRICS, RECORD, STATUS, read_or_empty, read_rows
 
 SHORT = 12  # of a digest's 64 digits
 PLACE = ("step", "epoch")  # entries of a row that are not metrics
@@ -22,7 +22,7 @@ def read_last_values(run: Path) -> dict[str, dict[str, Any]]:
     """Return the last value of every metric, and its step: name -> {"value": ..., "step": ...}."""
     return {
         name: {"value": value, "step": row.get("step")}
-        for row in read_last_rows(run / METRICS)
+        for row in read_rows(run / METRICS)
         for name, value in row.items()
         if name not in PLACE
     }

@@ -68,21 +68,18 @@ def read_or_empty(path: Path) -> dict[str, Any]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The readable lines of `RESTARTS`; [] if the file does not exist. Raises OSError."""
-    try:
-        return [row for row in _parse_rows(read_bytes(path)) if fits(row, _SHAPES[RESTARTS])]
-    except FileNotFoundError:
-        return []
-
-
-def read_last_rows(path: Path) -> list[dict[str, Any]]:
-    """The readable rows in the last 64 MB of `METRICS`. Raises OSError."""
+    """The readable lines of `RESTARTS` or `METRICS`, from the last 64 MB; [] without a file. Raises OSError."""
     try:
         with open(path, "rb", opener=open_regular) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - MOST_ROWS_BYTES))
-            return _parse_rows(file.read(MOST_ROWS_BYTES))
+            lines = file.read(MOST_ROWS_BYTES).splitlines()
     except FileNotFoundError:
         return []
+    rows = []
+    for line in lines:
+        with suppress(ValueError):  # the last line of a writer that was killed
+            rows.append(parse_json(line))
+    return [row for row in rows if fits(row, _SHAPES.get(path.name, {}))]
 
 
 def count_lines(path: Path) -> int:
@@ -101,14 +98,6 @@ def list_orders(run_dir: Path) -> list[str]:
 def order_file(epoch: int) -> str:
     """The path of an epoch's order file, relative to the run's directory."""
     return f"{ORDERS}/epoch-{epoch:08d}.npy"
-
-
-def _parse_rows(text: bytes) -> list[dict[str, Any]]:
-    rows = []
-    for line in text.splitlines():
-        with suppress(ValueError):  # the last line of a writer that was killed
-            rows.append(parse_json(line))
-    return [row for row in rows if isinstance(row, dict)]
 
 
 def add_line(path: Path, line: str) -> None:

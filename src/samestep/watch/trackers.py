@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from samestep.errors import Error
 from samestep.files import read_bytes, replace_file
-from samestep.watch.records import METRICS, RECORD, read_last_rows, read_or_empty
+from samestep.watch.records import METRICS, RECORD, read_or_empty, read_rows
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class WandB:
         self._run = wandb.init(**{**ours, **self.init})
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        for row in read_last_rows(info.dir / METRICS) if info.dir is not None and is_rewound else ():
+        for row in read_rows(info.dir / METRICS) if info.dir is not None and is_rewound else ():
             if row.get("step", 0) <= info.resumed_step:
                 self._run.log(row)
 
