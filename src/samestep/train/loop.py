@@ -366,10 +366,11 @@ class Loop:
         rank, failure = next((end for end in ends if end[1]), (0, ""))
         if failure:
             self.failure, status, reason = Error(failure, rank=rank), "failed", failure
-        measured = self._watchdog.measure(self._metrics.num_samples, self._metrics.seconds)
+        self._watchdog.enter("script", steps_done)
+        rows, measured = self._metrics.sum_up(steps_done, self._position.began_step, self._watchdog.spent_s())
         snapshotter.write_status(status, reason, None if failure else {"steps": steps_done, "measured": measured})
-        rows, time_row = self._metrics.build_end_rows(steps_done, self._position.began_step), self._watchdog.close()
-        self._on_end(rows | time_row if steps_done > self._position.began_step else rows, status, self.failure)
+        self._watchdog.close()
+        self._on_end(rows, status, self.failure)
 
     def _explain_failure(self) -> str:
         """Describe a failure at the run's end, on ranks that record it; "" if there was none."""

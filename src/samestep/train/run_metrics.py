@@ -12,6 +12,7 @@ from samestep.train.stateful import Objects, learning_rates
 from samestep.train.step_log import Value
 from samestep.train.steps import Step, StepObserver
 from samestep.watch.progress import Progress
+from samestep.watch.stall_diagnosis import describe_spent, share_spent
 from samestep.watch.trackers import Trackers
 
 
@@ -63,7 +64,6 @@ class RunMetrics(StepObserver):
 
     Attributes:
         tally: of the run's steps.
-        num_samples: of the steps of the present loop.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class RunMetrics(StepObserver):
     ) -> None:
         self._context, self._snapshotter, self._objects = context, snapshotter, objects
         self._progress, self._trackers = progress, trackers
-        self.tally, self.num_samples = Tally(), 0
+        self.tally, self._num_samples = Tally(), 0
         self._rates: dict[str, float] = {}
         self._is_logged = False  # the present step gets a row in metrics.jsonl
         self._began_s = time.perf_counter()
@@ -79,12 +79,7 @@ class RunMetrics(StepObserver):
 
     def begin_loop(self, batches: Batches) -> None:
         """A loop begins."""
-        self.num_samples, self._batches, self._began_s = 0, batches, time.perf_counter()
-
-    @property
-    def seconds(self) -> float:
-        """Since the present loop began."""
-        return time.perf_counter() - self._began_s
+        self._num_samples, self._batches, self._began_s = 0, batches, time.perf_counter()
 
     def reduced(self, step: Step) -> None:
         """Read the learning rates of the step's update: the script's body may change them after it."""
@@ -98,7 +93,7 @@ class RunMetrics(StepObserver):
 
     def end_step(self, step: Step) -> None:
         """Record a finished step."""
-        self.num_samples += step.num_samples
+        self._num_samples += step.num_samples
         directory, steps_done = self._snapshotter.directory, step.number + 1
         if directory is not None:
             directory.enter(step.number, step.epoch, step.num_samples, step.fingerprint)
@@ -127,12 +122,24 @@ class RunMetrics(StepObserver):
         self._progress.log(values)
         self._trackers.log(values, step)
 
-    def build_end_rows(self, num_steps: int, began_step: int) -> dict[str, Any]:
-        """Rows of the table at the end of a loop that began after `began_step` steps and ended after `num_steps`."""
+    def sum_up(
+        self, num_steps: int, began_step: int, spent_s: Mapping[str, float]
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return rows for the table at the end of a loop, and what was measured, for `status.json`.
+
+        Args:
+            num_steps: steps of the run when the loop ends.
+            began_step: the same when it began.
+            spent_s: phase -> seconds.
+        """
         rows: dict[str, Any] = {"steps": num_steps}
-        if num_steps > began_step:
-            seconds = self.seconds
-            if self.tally.num_skipped:
-                rows["steps without an update"] = f"{self.tally.num_skipped} of {num_steps}"
-            rows |= {"samples/s": f"{self.num_samples / seconds:,.0f}", "wall time": f"{seconds:.1f} s"}
-        return rows
+        if num_steps == began_step:
+            return rows, {}
+        wall_s = time.perf_counter() - self._began_s
+        samples_per_s = self._num_samples / wall_s
+        if self.tally.num_skipped:
+            rows["steps without an update"] = f"{self.tally.num_skipped} of {num_steps}"
+        rows |= {"samples/s": f"{samples_per_s:,.0f}", "wall time": f"{wall_s:.1f} s"}
+        if spent := describe_spent(spent_s):
+            rows["time"] = spent
+        return rows, {"samples_per_s": samples_per_s, "wall_s": wall_s, "time_share": share_spent(spent_s)}

@@ -23,7 +23,7 @@ from samestep.train.context import RunContext
 from samestep.train.position import Position
 from samestep.train.steps import Step, StepObserver
 from samestep.watch.heartbeat import Facts, Heartbeat, PhaseClock
-from samestep.watch.stall_diagnosis import build_limits, describe_spent, explain_slow_saving, share_spent
+from samestep.watch.stall_diagnosis import build_limits, explain_slow_saving
 from samestep.world.environment import read_host, read_terminal
 
 EXIT_CODE = 1
@@ -128,22 +128,13 @@ class Watchdog(PhaseClock, StepObserver):
             self._has_warned_of_saving = True
             self._context.say(warning)
 
-    def measure(self, num_samples: int, wall_s: float) -> dict[str, Any]:
-        """Return the throughput of this start and the shares of its time, for `status.json`; {} without a step."""
-        self.enter("script", self._position.steps_done)
-        shares = share_spent(self.spent_s())
-        return {"samples_per_s": num_samples / wall_s, "wall_s": wall_s, "time_share": shares} if num_samples else {}
-
-    def close(self) -> dict[str, Any]:
-        """End the loop. Returns a row for the table at the end: the shares of the time."""
-        self.enter("script", self._position.steps_done)
+    def close(self) -> None:
+        """End the loop."""
         if self._heartbeat is not None:
             self._heartbeat.close()
             self._heartbeat = None
             atexit.unregister(self.close)
             _open.remove(self)
-        spent = describe_spent(self.spent_s())
-        return {"time": spent} if spent else {}
 
     def _end(self, sentence: str, is_first: bool) -> None:
         """End this process, because its main thread is stuck. The launcher shows the sentence of the first rank."""
