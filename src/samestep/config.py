@@ -7,6 +7,7 @@ The fields of `RunConfig` give each option its type, default, check and help tex
 
 import math
 import re
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -87,7 +88,7 @@ class Interval:
         return f"{self.steps}" if self.steps else f"{self.epochs}epochs" if self.epochs else f"{self.seconds}s"
 
     def is_due(self, step: int, epochs_done: int | None = None) -> bool:
-        """Whether something is due by position. Intervals in seconds never are: ranks have to agree on the time.
+        """Whether something is due by position. Intervals in seconds never are; see `has_passed`.
 
         Args:
             step: the number of steps done.
@@ -96,6 +97,10 @@ class Interval:
         if self.steps is not None:
             return step > 0 and step % self.steps == 0
         return bool(self.epochs and epochs_done and epochs_done % self.epochs == 0)
+
+    def has_passed(self, since_s: float) -> bool:
+        """Whether this many seconds have passed since `since_s` of the monotonic clock, on this rank."""
+        return self.seconds is not None and time.monotonic() - since_s >= self.seconds
 
 
 _INTERVALS = "give a number of steps such as 10, of epochs such as 2epochs, a time such as 30min, or never"

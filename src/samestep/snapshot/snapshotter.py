@@ -186,9 +186,7 @@ class Snapshotter:
     def is_time(self) -> bool:
         """Whether a snapshot is due by this rank's clock. Rank 0's is announced in the next exchange."""
         every = self._config.snapshot_every
-        if self.directory is None or every is None or every.seconds is None:
-            return False
-        return time.monotonic() - self._saved_s >= every.seconds
+        return self.directory is not None and every is not None and every.has_passed(self._saved_s)
 
     def save_what_is_due(
         self,

@@ -85,8 +85,7 @@ class RunMetrics(StepObserver):
         """Read the learning rates of the step's update: the script's body may change them after it."""
         every, steps_done = self._context.config.log_every, step.number + 1
         epochs_done = self._batches.epochs_done(steps_done) if every.epochs else None
-        is_time = every.seconds is not None and time.monotonic() - self._logged_s >= every.seconds
-        self._is_logged = is_time or every.is_due(steps_done, epochs_done)
+        self._is_logged = every.is_due(steps_done, epochs_done) or every.has_passed(self._logged_s)
         if self._is_logged:
             self._logged_s = time.monotonic()
             self._rates = learning_rates(self._objects)
