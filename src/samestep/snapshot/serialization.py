@@ -181,7 +181,8 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, "Tensor"]) -> tuple[Piec
             file.flush()
             os.fsync(file.fileno())
     finally:
-        hashing.join()
+        with at_rest():  # a fork may wait for this thread, and the other one for the fork
+            hashing.join()
     lengths = [(name, tensor.numel() * tensor.element_size()) for name, tensor in ordered]
     return [(len(text), _hash(text)), *((length, hashes[name]) for name, length in lengths)], hashes
 

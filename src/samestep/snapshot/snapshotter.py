@@ -227,11 +227,12 @@ class Snapshotter:
             self.saved_step, self._saved_s, self.is_wanted = step, time.monotonic(), False
         state = get_state()
         inspection = Inspection(state, step)
-        order = self._align(self._build_order(state, step, names, notes), state)
+        self._start_writer(self._align(self._build_order(state, step, names, notes), state), inspection, state)
         if ending:
-            self._save_now(order, inspection)
-        else:
-            self._save_beside(order, inspection, state)
+            try:
+                self.settle()
+            finally:
+                self._settle_alone()  # after an exception, the script may change the tensors that are being written
 
     def _build_order(
         self, state: TrainingState, step: int, names: list[str | None], notes: Mapping[str, Any]
@@ -334,33 +335,19 @@ class Snapshotter:
             self._pending.writer.settle()
         self._collect()
 
-    def _save_now(self, order: _Order, inspection: Inspection) -> None:
-        inspection.look_again()
-        inspection.conclude()
-        try:
-            self._write(order, order.tensors, lambda: None)
-        except Error:
-            raise
-        except Exception as error:
-            self._report(order.step, order.names, error)
-
-    def _save_beside(self, order: _Order, inspection: Inspection, state: TrainingState) -> None:
+    def _start_writer(self, order: _Order, inspection: Inspection, state: TrainingState) -> None:
         targets: dict[str, Tensor] = {}
-        failure: Exception | None = None
         try:
-            targets = self._staging.take(order.tensors)
-        except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError; the run continues without a snapshot
-            failure = error
+            if not self._is_ending:  # no step follows the last snapshot, so it needs no copy
+                targets = self._staging.take(order.tensors)
+        except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError
+            self._report(order.step, order.names, error)
+            order = _Order(order.step)
         places = {locate(tensor) for tensor in order.tensors.values()}
         others = {f"/{place}": tensor for place, tensor in inspection.tensors.items() if place not in places}
         calm = {locate(tensor) for tensor in state.calm} - self._restless
         copy = Copy(order.tensors | others, targets, calm=calm, look=inspection.look)
-
-        def write(confirm: Callable[[], None]) -> None:
-            if failure is not None:
-                raise failure
-            self._write(order, targets, confirm)
-
+        write = partial(self._write, order, order.tensors if self._is_ending else targets)
         self._pending = _Pending(order, inspection, Writer(copy, write, inspection.is_sound))
 
     def _write(self, order: _Order, tensors: Mapping[str, Tensor], confirm: Callable[[], None]) -> None:
