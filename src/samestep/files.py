@@ -41,7 +41,7 @@ def open_regular(path: "os.PathLike[str] | str", flags: int) -> int:
 
 
 def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
-    """The content of a regular file of at most `most` bytes. Raises OSError."""
+    """Return the content of a regular file of at most `most` bytes. Raises OSError."""
     with open(path, "rb", opener=open_regular) as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -50,7 +50,7 @@ def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
 
 
 def replace_file(path: Path, content: bytes | memoryview, *, sync: bool = False) -> None:
-    """Replaces a file atomically, or creates it.
+    """Replace a file atomically, or create it.
 
     Args:
         sync: whether to wait until the content is on the disk.
@@ -64,7 +64,7 @@ def replace_file(path: Path, content: bytes | memoryview, *, sync: bool = False)
 
 @contextmanager
 def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
-    """A temporary path beside `path`. At the end of the block, the file that it wrote there replaces `path` atomically.
+    """Yield a temporary path beside `path`. The file that the block writes there replaces `path` atomically.
 
     If the block raises, the temporary file is removed and `path` is unchanged. `sync` as in `replace_file`.
     """
@@ -93,7 +93,7 @@ def overwrite(path: Path, content: bytes) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Waits until the names in a directory are on the disk. Raises OSError."""
+    """Wait until the names in a directory are on the disk. Raises OSError."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -105,7 +105,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def parse_json(text: bytes | str) -> Any:
-    """Parses JSON strictly: numbers are finite, and nesting is at most `MOST_DEPTH` deep.
+    """Parse JSON strictly: numbers are finite, and nesting is at most `MOST_DEPTH` deep.
 
     Raises:
         ValueError: the text is something else.
@@ -131,7 +131,7 @@ def _parse_finite(text: str) -> float:
 
 
 def fits(value: Any, shape: Any) -> bool:
-    """Whether a JSON value has a shape.
+    """Return whether a JSON value has a shape.
 
     A shape is a predicate; `[shape]` for a list of any length; or a dict of shapes by key, where a key that ends with
     "?" may be missing. Other keys are ignored.
@@ -155,7 +155,7 @@ def fits(value: Any, shape: Any) -> bool:
 
 
 def is_count(value: Any) -> bool:
-    """An int from 0 to 2**63 - 1."""
+    """Return whether a JSON value is an int from 0 to 2**63 - 1."""
     return type(value) is int and 0 <= value < 1 << 63
 
 
@@ -176,7 +176,7 @@ def is_object(value: Any) -> bool:
 
 
 def is_time(value: Any) -> bool:
-    """A time in ISO 8601 with an offset from UTC."""
+    """Return whether a JSON value is a time in ISO 8601 with an offset from UTC."""
     try:
         return datetime.fromisoformat(value).tzinfo is not None
     except (TypeError, ValueError):

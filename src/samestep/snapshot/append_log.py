@@ -43,7 +43,7 @@ class AppendLog:
         return -(-len(self._pending) // self._record_bytes) if self._record_bytes else self._pending.count(b"\n")
 
     def append(self, records: bytes) -> None:
-        """Adds records, and writes all pending ones if the last write is `flush_s` ago. Does not raise OSError."""
+        """Add records, and write all pending ones if the last write is `flush_s` ago. Does not raise OSError."""
         self._pending += records
         if monotonic() - self._flushed_at >= self._flush_s:
             try:
@@ -52,7 +52,7 @@ class AppendLog:
                 self._flushed_at, self.problem = monotonic(), str(error.strerror)
 
     def flush(self) -> int:
-        """Writes all pending records to the file, without waiting for the disk. Returns its size in bytes.
+        """Write all pending records to the file, without waiting for the disk. Return its size in bytes.
 
         Raises:
             OSError: they could not all be written; the rest stays pending.
@@ -64,11 +64,11 @@ class AppendLog:
         return os.fstat(self._file).st_size
 
     def sync(self) -> None:
-        """Waits until what was written is on the disk. Another thread may append meanwhile. Raises OSError."""
+        """Wait until what was written is on the disk. Another thread may append meanwhile. Raises OSError."""
         os.fsync(self._file)
 
     def cut(self, size: int) -> bool:
-        """Truncates the file to `size` bytes. Returns False if it was shorter.
+        """Truncate the file to `size` bytes. Return False if it was shorter.
 
         A ledger that was shorter is filled up with zeros, so that later records keep their places.
         """
@@ -79,7 +79,7 @@ class AppendLog:
         return is_whole
 
     def close(self) -> None:
-        """Writes what is pending and closes the file. A second call does nothing."""
+        """Write what is pending and close the file. A second call does nothing."""
         if self._file < 0:
             return
         try:
@@ -90,7 +90,7 @@ class AppendLog:
 
 
 def format_row(row: Mapping[str, Any]) -> bytes:
-    """A row of metrics as one line of JSON, with the keys in the row's order.
+    """Return a row of metrics as one line of JSON, with the keys in the row's order.
 
     Floats are written by repr and read back to the bit. nan and the infinities, which JSON lacks, become the strings
     "nan", "inf" and "-inf". One-element tensors and NumPy scalars become Python numbers (for a CUDA tensor this

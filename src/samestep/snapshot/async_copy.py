@@ -34,7 +34,7 @@ class Watch:
         self._seen = [(tensor, tensor._version, _sample(tensor)) for tensor in tensors]
 
     def find_changed(self) -> list["Tensor"]:
-        """The tensors that have changed."""
+        """Return the tensors that have changed."""
         return [t for t, version, sampled in self._seen if t._version != version or _sample(t) != sampled]
 
 
@@ -45,7 +45,7 @@ class Staging:
         self._buffers: dict[str, Tensor] = {}
 
     def take(self, tensors: Mapping[str, "Tensor"]) -> dict[str, "Tensor"]:
-        """A tensor in host memory for each of `tensors`, with the same dtype, shape and (if dense) strides."""
+        """Return a tensor in host memory for each of `tensors`, with the same dtype, shape and (if dense) strides."""
         import torch
 
         kept, self._buffers = self._buffers, {}
@@ -101,7 +101,7 @@ class Copy:
             self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def run(self) -> None:
-        """Copies the remaining tensors. Call in a background thread."""
+        """Copy the remaining tensors. Call in a background thread."""
         try:
             if self._stream is None:
                 self._take_later()
@@ -118,7 +118,7 @@ class Copy:
             self._copied.set()
 
     def join(self) -> None:
-        """Waits for the copy and finds torn tensors. Call before the next update, in the thread that makes it."""
+        """Wait for the copy and find torn tensors. Call before the next update, in the thread that makes it."""
         self._copied.wait()
         if not self._is_joined:
             self.torn = [locate(tensor) for tensor in self._watch.find_changed()]
@@ -187,12 +187,12 @@ class Writer:
         return not self._thread.is_alive()
 
     def decide(self, accept: bool) -> None:
-        """Accepts the copy as a snapshot, or refuses it. Call after joining the copy."""
+        """Accept the copy as a snapshot, or refuse it. Call after joining the copy."""
         self._is_refused = not accept
         self._decided.set()
 
     def settle(self) -> None:
-        """Waits until the snapshot is complete or has failed."""
+        """Wait until the snapshot is complete or has failed."""
         if not self.is_decided:
             self._decide_alone()
         self._thread.join()
@@ -220,19 +220,19 @@ class Writer:
 
 
 def _lower_priority() -> None:
-    """Lowers this thread's priority (nice +10)."""
+    """Lower this thread's priority (nice +10)."""
     if sys.platform == "linux":  # where each thread has its own priority
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + _NICER)
 
 
 def locate(tensor: "Tensor") -> int:
-    """The address of a tensor."""
+    """Return the address of a tensor."""
     return tensor.data_ptr()
 
 
 def is_finite(tensor: "Tensor") -> bool:
-    """Whether all elements are finite."""
+    """Return whether all elements are finite."""
     import torch
 
     # A sum takes one pass. It is not finite if an element is not; it seldom overflows otherwise.
@@ -240,7 +240,7 @@ def is_finite(tensor: "Tensor") -> bool:
 
 
 def is_watchable(tensor: "Tensor") -> bool:
-    """Whether a tensor is large and dense, so that `Watch` can watch it."""
+    """Return whether a tensor is large and dense, so that `Watch` can watch it."""
     size_bytes = tensor.numel() * tensor.element_size()
     if size_bytes < LARGE_BYTES or tensor.is_inference() or tensor.is_conj() or tensor.is_neg():
         return False
@@ -248,12 +248,12 @@ def is_watchable(tensor: "Tensor") -> bool:
 
 
 def _flatten(tensor: "Tensor") -> "Tensor":
-    """The elements of a dense tensor in memory order."""
+    """Return the elements of a dense tensor in memory order."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def _sample(tensor: "Tensor") -> bytes:
-    """A sample of the bytes of a large tensor in host memory."""
+    """Return a sample of the bytes of a large tensor in host memory."""
     import torch
 
     if tensor.is_cuda:  # reading it would synchronize with the GPU

@@ -50,7 +50,7 @@ class Inspection:
         self._checksums: dict[str, int] = {}
 
     def look(self, place: int, tensor: Tensor) -> None:
-        """Looks at a tensor or its copy, whole or in consecutive pieces. `place`: the address of the tensor itself."""
+        """Look at a tensor or its copy, whole or in consecutive pieces. `place`: the address of the tensor itself."""
         label, name = self._labels.get(place), self._names.get(place)
         if label is not None and (tensor.is_floating_point() or tensor.is_complex()) and not is_finite(tensor):
             self._not_finite.add(label)
@@ -58,17 +58,17 @@ class Inspection:
             self._checksums[name] = self._checksums.get(name, 0) + int(checksum(tensor))
 
     def look_again(self) -> None:
-        """Looks at all tensors again, after a copy that failed half-way: other ranks have looked at theirs."""
+        """Look at all tensors again, after a copy that failed half-way: other ranks have looked at theirs."""
         self._not_finite, self._checksums = set(), {}
         for place, tensor in self.tensors.items():
             self.look(place, tensor)
 
     def is_sound(self) -> bool:
-        """Whether all tensors of this rank are finite. Call after all were looked at."""
+        """Return whether all tensors of this rank are finite. Call after all were looked at."""
         return not self._not_finite
 
     def conclude(self) -> None:
-        """Compares the ranks. All of them call this, after all tensors were looked at.
+        """Compare the ranks. All of them call this, after all tensors were looked at.
 
         Raises:
             Error: a tensor is not finite, or not the same on all ranks.

@@ -90,7 +90,7 @@ class Lock:
             raise explain_takeover(self._named, text)
 
     def _read_successor(self) -> bytes:
-        """The token of the process that has taken the run over; empty if none has."""
+        """Return the token of the process that has taken the run over; empty if none has."""
         try:
             text = read_bytes(self.path)  # opened anew, because network file systems cache what is open
         except OSError:
@@ -104,7 +104,7 @@ class Lock:
             return False
 
     def release(self, *, remove: bool = False) -> None:
-        """Releases the lock. `remove`: also removes the file, unless another process has taken the run over."""
+        """Release the lock. `remove`: also removes the file, unless another process has taken the run over."""
         if remove and not self._read_successor():
             self.path.unlink(missing_ok=True)  # before another process can lock it
         _held.discard(self._descriptor)
@@ -112,7 +112,7 @@ class Lock:
 
 
 def build_token() -> str:
-    """A text that names this process in its first line, and is unique."""
+    """Return a text that names this process in its first line, and is unique."""
     return f"process {os.getpid()} on {read_host()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n{uuid.uuid4().hex}\n"
 
 
@@ -127,7 +127,7 @@ def refuse_links(run_dir: Path, names: Sequence[str]) -> None:
 
 
 def detach(path: Path) -> None:
-    """Replaces a file by a copy, so that a writer on another machine that still has it open appends to the old one."""
+    """Replace a file by a copy, so that a writer on another machine that still has it open appends to the old one."""
     if path.exists():
         with (
             replacing(path, sync=True) as copy,
@@ -138,7 +138,7 @@ def detach(path: Path) -> None:
 
 
 def explain_takeover(place: object, token: bytes) -> Error:
-    """The error of a writer of `place` that finds the token of another process there."""
+    """Return the error of a writer of `place` that finds the token of another process there."""
     holder = _name_holder(token)
     return Error(f"the run in {place} was taken over by {holder}: this process ends, and leaves the files as they are")
 

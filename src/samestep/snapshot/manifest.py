@@ -34,7 +34,7 @@ def build_manifest(
     *, step: int, name: str | None, digest: str, files: Mapping[str, Pieces], versions: Mapping[str, str],
     meta: Mapping[str, Any],
 ) -> dict[str, Any]:  # fmt: skip
-    """The manifest of a snapshot whose other files are complete."""
+    """Return the manifest of a snapshot whose other files are complete."""
     written = {
         "format": FORMAT,
         "step": step,
@@ -53,12 +53,12 @@ def build_manifest(
 
 
 def seal(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """A manifest with its own checksum, as it is in the file. The inverse of `parse_manifest`."""
+    """Return a manifest with its own checksum, as it is in the file. Inverse of `parse_manifest`."""
     return {**manifest, "sha256": _checksum(manifest)}
 
 
 def read_manifest(directory: Path) -> tuple[dict[str, Any], str | None]:
-    """The manifest of a directory ({} if it cannot be read), and what is wrong with it or with file sizes."""
+    """Return the manifest of a directory ({} if it cannot be read), and what is wrong with it or with file sizes."""
     try:
         manifest, problem = parse_manifest(read_bytes(directory / MANIFEST))
     except FileNotFoundError:
@@ -80,7 +80,7 @@ def read_manifest(directory: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def parse_manifest(text: bytes) -> tuple[dict[str, Any], str | None]:
-    """The manifest in a file ({} if it cannot be read), and what is wrong with it.
+    """Return the manifest in a file ({} if it cannot be read), and what is wrong with it.
 
     All checks of manifests are here. A file from an untrusted source can have the right checksum, too.
     """
@@ -129,7 +129,7 @@ _SHAPE = {
 
 
 def find_damage(directory: Path, manifest: Mapping[str, Any]) -> str | None:
-    """What differs from the manifest's checksums, after reading every byte of all files; None if nothing does."""
+    """Read every byte of all files. Return what differs from the manifest's checksums; None if nothing does."""
     with ThreadPoolExecutor(_NUM_READERS) as pool:  # hashing takes the time, and releases the GIL
         for file, expected in manifest["files"].items():
             lengths, checksums = [length for length, _ in expected["pieces"]], [each for _, each in expected["pieces"]]
@@ -146,7 +146,7 @@ def find_damage(directory: Path, manifest: Mapping[str, Any]) -> str | None:
 
 
 def _hash_range(file: int, start: int, length: int) -> str:
-    """The sha256 of some bytes of a file, or of fewer if it ends within them. Any thread may call it."""
+    """Return the sha256 of some bytes of a file, or of fewer if it ends within them. Any thread may call it."""
     sha, end = hashlib.sha256(), start + length
     while data := os.pread(file, min(end - start, _BUFFER_BYTES), start):
         sha.update(data)
@@ -155,7 +155,7 @@ def _hash_range(file: int, start: int, length: int) -> str:
 
 
 def find_wrong_size(files: Mapping[str, Any], sizes: Mapping[str, int]) -> str | None:
-    """What is wrong with the sizes (in bytes) of a manifest's files; None if nothing is."""
+    """Return what is wrong with the sizes (in bytes) of a manifest's files; None if nothing is."""
     for file, expected in files.items():
         if file not in sizes:
             return f"{file} is missing"

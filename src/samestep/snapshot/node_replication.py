@@ -63,7 +63,7 @@ class NodeReplication:
         return len(self.writers) > 1
 
     def _choose_fresh(self, path: Path) -> Path:
-        """The first of x, x-2, x-3 ... that is empty, or does not exist, on all nodes."""
+        """Return the first of x, x-2, x-3 ... that is empty, or does not exist, on all nodes."""
         for number in count(1):
             beside = path.absolute()
             chosen = path if number == 1 else beside.with_name(f"{beside.name}-{number}")
@@ -72,7 +72,7 @@ class NodeReplication:
         raise AssertionError
 
     def open(self, check: Callable[[RunDirectory], None]) -> None:
-        """Opens the directory on each writer. `check`: see `find`.
+        """Open the directory on each writer. `check`: see `find`.
 
         Raises:
             Error: one of them cannot be used, after all were closed.
@@ -93,7 +93,7 @@ class NodeReplication:
             self._say(f"{self.path} is not shared by all nodes: {num_writers} of them keep a copy of the run each")
 
     def each(self, fn: Callable[[], T]) -> list[T]:
-        """Calls `fn` on the writers. Returns their results on every rank.
+        """Call `fn` on the writers. Return their results on every rank.
 
         Raises:
             Error: `fn` raised it on a writer, or the disk is full.
@@ -114,7 +114,7 @@ class NodeReplication:
         return self._group.each(call, on=self.writers)
 
     def warn(self, sentence: str) -> None:
-        """Prints a sentence about this rank's directory. On a node without rank 0: here, and later on rank 0."""
+        """Print a sentence about this rank's directory. On a node without rank 0: here, and later on rank 0."""
         if self._group.rank == 0:
             self._say(sentence)
         else:
@@ -133,7 +133,7 @@ class NodeReplication:
     # --- start ------------------------------------------------------------------------------------------------
 
     def find(self, resume: str | int | None, check: Callable[[RunDirectory], None]) -> Snapshot | None:
-        """The newest sound snapshot of all nodes, after it and its files were copied to every node; None to begin.
+        """Find the newest sound snapshot of all nodes, and copy it and its files to every node. Return None to begin.
 
         Args:
             check: compares a directory with the run. Raises Error if it is another one.
@@ -168,7 +168,7 @@ class NodeReplication:
         return chosen
 
     def _copy_parts(self, held: Sequence[dict[str, Any]], chosen: Snapshot | None, source: int) -> None:
-        """Copies to every node what a resume or an audit reads and the node lacks."""
+        """Copy to every node what a resume or an audit reads and the node lacks."""
         last = None if chosen is None else f"{SNAPSHOTS}/{chosen.label}"  # it makes the copy complete
         snapshots: list[dict[str, Snapshot]] = [{} for _ in held]
         for own, node in zip(snapshots, held, strict=True):
@@ -198,7 +198,7 @@ class NodeReplication:
     def _send(
         self, name: str, part: Mapping[str, Any], snapshot: Snapshot | None, sender: int, targets: Collection[int]
     ) -> None:
-        """Broadcasts a file, or the files of a snapshot, to some nodes.
+        """Broadcast a file, or the files of a snapshot, to some nodes.
 
         A disk that fails does not stop the broadcast, so that no rank waits: the error is raised at the end.
         """
@@ -249,7 +249,7 @@ class NodeReplication:
     # --- under way --------------------------------------------------------------------------------------------
 
     def share(self, value: Any = None) -> Any:
-        """Brings the rows that rank 0 has written to the other writers. Returns rank 0's `value` on every rank.
+        """Bring the rows that rank 0 has written to the other writers. Return rank 0's `value` on every rank.
 
         Raises:
             OSError: the rows could not be written here; they are kept, and written with the next ones.
@@ -276,7 +276,7 @@ class NodeReplication:
 
 
 def find_writers(group: Group, run_dir: Path) -> tuple[Path, list[int]]:
-    """Finds which nodes share the run's directory. The first rank of each node creates an empty file for that.
+    """Find which nodes share the run's directory. The first rank of each node creates an empty file for that.
 
     Returns:
         Rank 0's `run_dir`, and for each distinct directory the lowest rank that has it: [0] if all nodes share one.
@@ -302,7 +302,7 @@ def find_writers(group: Group, run_dir: Path) -> tuple[Path, list[int]]:
 
 
 def _create_token(path: Path) -> Path | None:
-    """An empty file in the directory, or in the nearest existing one above it; None if none can be created.
+    """Return an empty file in the directory, or in the nearest existing one above it; None if none can be created.
 
     Its name is new, so that no network file system has cached that it does not exist. Creating it refreshes what the
     node has cached of that directory, in which another node may just have created the run's.
@@ -323,7 +323,7 @@ def _create_token(path: Path) -> Path | None:
 
 
 def _look(directory: RunDirectory, resume: str | int | None, rewinds: Sequence[int]) -> dict[str, Any]:
-    """What a directory holds.
+    """Return what a directory holds.
 
     Returns:
         found: the snapshot that it would resume from, after checking every byte; problem: why there is none; newest:
@@ -349,7 +349,7 @@ def _look(directory: RunDirectory, resume: str | int | None, rewinds: Sequence[i
 
 
 def _list_files(directory: RunDirectory, chosen: Snapshot | None, *, is_source: bool) -> dict[str, Any]:
-    """The files that belong to a snapshot, as one node holds them.
+    """Return the files that belong to a snapshot, as one node holds them.
 
     Args:
         is_source: the chosen snapshot is this node's.
@@ -377,12 +377,12 @@ def _list_files(directory: RunDirectory, chosen: Snapshot | None, *, is_source: 
 
 
 def _measure(path: Path) -> int:
-    """The size of a file in bytes; 0 if it does not exist."""
+    """Return the size of a file in bytes; 0 if it does not exist."""
     return os.path.getsize(path) if os.path.exists(path) else 0
 
 
 def _put_file(directory: RunDirectory, name: str, part: Mapping[str, Any]) -> str | None:
-    """Moves a file from the inbox to its place. Returns what is wrong with it; None if nothing is."""
+    """Move a file from the inbox to its place. Return what is wrong with it; None if nothing is."""
     path = directory.path / name
     received = directory.store.inbox / path.name
     if _hash_start(received, part["size"]) != part["content"]:
@@ -395,7 +395,7 @@ def _put_file(directory: RunDirectory, name: str, part: Mapping[str, Any]) -> st
 
 
 def _hash_start(path: Path, size: int) -> str | None:
-    """The sha256 of a file's first bytes; None if it has fewer."""
+    """Return the sha256 of a file's first bytes; None if it has fewer."""
     sha, left = hashlib.sha256(), size
     with suppress(OSError), open(path, "rb", opener=open_regular) as file:
         while left and (data := file.read(min(left, PIECE_BYTES))):
@@ -418,7 +418,7 @@ def _append_piece(path: Path, data: bytes) -> None:
 
 
 def _read_rows(directory: RunDirectory, start: int) -> bytes:
-    """The rows from byte `start` of their file, as far as they can be written and read."""
+    """Return the rows from byte `start` of their file, as far as they can be written and read."""
     with suppress(OSError):
         directory.write_rows()
     with suppress(OSError):

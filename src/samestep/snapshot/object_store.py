@@ -51,12 +51,12 @@ class Unpushed(Exception):
 
 
 def find_copies(local_dir: str | None) -> Path:
-    """The directory of the working copies of runs at URLs. Default: in the user's cache directory."""
+    """Return the directory of the working copies of runs at URLs. Default: in the user's cache directory."""
     return Path(local_dir).expanduser() if local_dir else read_cache_dir() / "runs"
 
 
 def find_copy(url: str, run: str, local_dir: str | None) -> Path:
-    """The directory of a run's working copy on rank 0's machine. It differs between runs, even at the same URL.
+    """Return the directory of a run's working copy on rank 0's machine. It differs between runs, even at the same URL.
 
     Args:
         run: the run's id, see `ObjectStore.read_lock`.
@@ -67,7 +67,7 @@ def find_copy(url: str, run: str, local_dir: str | None) -> Path:
 
 
 def _requests(method: "Callable[Concatenate[ObjectStore, P], T]") -> "Callable[Concatenate[ObjectStore, P], T]":
-    """Converts the exceptions of the store, which are different ones for each, to `Unreachable`."""
+    """Convert the exceptions of the store, which are different ones for each, to `Unreachable`."""
 
     @wraps(method)
     def request(self: "ObjectStore", /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -109,13 +109,13 @@ class ObjectStore:
 
     @_requests
     def is_empty(self) -> bool:
-        """Whether there are no files at the URL."""
+        """Return whether there are no files at the URL."""
         self._fs.invalidate_cache()
         return not self._find("")
 
     @_requests
     def read(self, name: str) -> bytes | None:
-        """The content of a file; None if it does not exist."""
+        """Return the content of a file; None if it does not exist."""
         try:
             return bytes(self._fs.cat_file(self._at(name)))
         except FileNotFoundError:
@@ -123,7 +123,7 @@ class ObjectStore:
 
     @_requests
     def write(self, name: str, content: bytes) -> None:
-        """Writes or replaces a file. Object stores do this atomically; for a local disk, a rename does."""
+        """Write or replace a file. Object stores do this atomically; for a local disk, a rename does."""
         if not getattr(self._fs, "local_file", False):
             self._put(name, lambda path: self._fs.pipe_file(path, content))
             return
@@ -134,12 +134,12 @@ class ObjectStore:
 
     @_requests
     def list_files(self) -> list[str]:
-        """The names of files that a copy of the run holds besides its snapshots. Some of them may not exist."""
+        """Return the names of files that a copy of the run holds besides its snapshots. Some of them may not exist."""
         names = [path.rpartition("/")[2] for path in self._find(ORDERS)]
         return [*SHARED, *(f"{ORDERS}/{name}" for name in names if _ORDER.fullmatch(name))]
 
     def download(self, names: Sequence[str], directory: Path) -> None:
-        """Downloads those of some files that exist to the same places in a directory. Raises OSError, too."""
+        """Download those of some files that exist to the same places in a directory. Raises OSError, too."""
         for name in names:
             if (content := self.read(name)) is not None:
                 (directory / name).parent.mkdir(exist_ok=True)
@@ -156,7 +156,7 @@ class ObjectStore:
         return f"{self._root}/{name}".rstrip("/")
 
     def _put(self, name: str, put: Callable[[str], None]) -> None:
-        """Calls `put` with a file's path, and again after creating the directory if the store has directories."""
+        """Call `put` with a file's path, and again after creating the directory if the store has directories."""
         path = self._at(name)
         try:
             put(path)
@@ -179,7 +179,7 @@ class ObjectStore:
         return sorted(found, key=lambda snapshot: snapshot.age)
 
     def _list(self) -> dict[str, dict[str, int]]:
-        """The size of each file in the snapshots' directories.
+        """Return the size of each file in the snapshots' directories.
 
         Other names are left out: object stores allow any text, and these names become those of local files.
         """
@@ -203,7 +203,7 @@ class ObjectStore:
         return self._at(f"{SNAPSHOTS}/{place}/{file}")
 
     def find_elsewhere(self, rewinds: Sequence[int] = (), before_fetch: Callable[[], None] = lambda: None) -> Elsewhere:
-        """The snapshots here as `Store.find` takes them.
+        """Return the snapshots here as `Store.find` takes them.
 
         Args:
             rewinds: as in `run.json`; snapshots that the run has left (`Snapshot.was_left`) are omitted.
@@ -223,7 +223,7 @@ class ObjectStore:
 
     @_requests
     def copy_snapshots(self, directory: Path, *, is_whole: bool) -> None:
-        """Downloads all snapshots to a directory, damaged or not.
+        """Download all snapshots to a directory, damaged or not.
 
         Args:
             is_whole: if False, creates empty files of the same sizes for all but the manifests.
@@ -240,14 +240,14 @@ class ObjectStore:
 
     @_requests
     def clean(self) -> None:
-        """Removes incomplete snapshots of killed writers."""
+        """Remove incomplete snapshots of killed writers."""
         for place, sizes in self._list().items():
             if MANIFEST not in sizes:
                 self.remove(place)
 
     @_requests
     def push(self, snapshot: Snapshot) -> None:
-        """Uploads a snapshot of a `Store`. Its directory at the URL must not have a manifest.
+        """Upload a snapshot of a `Store`. Its directory at the URL must not have a manifest.
 
         Raises:
             Error: another process has taken the run over.
@@ -260,7 +260,7 @@ class ObjectStore:
 
     @_requests
     def remove(self, place: str) -> None:
-        """Removes a snapshot, or the rest of one."""
+        """Remove a snapshot, or the rest of one."""
         if self._fs.exists(self._at_place(place, MANIFEST)):
             self._fs.rm_file(self._at_place(place, MANIFEST))
         with suppress(FileNotFoundError):  # in an object store, a directory is gone with its last file
@@ -268,7 +268,7 @@ class ObjectStore:
 
     @_requests
     def abandon(self, snapshot: Snapshot) -> None:
-        """Moves a snapshot to `abandoned/`."""
+        """Move a snapshot to `abandoned/`."""
         place = snapshot.path.name
         target = f"{ABANDONED}/{place}-{time.time_ns()}"
         for file in (*snapshot.manifest.get("files", {}), MANIFEST):
@@ -279,17 +279,17 @@ class ObjectStore:
     # --- lock -------------------------------------------------------------------------------------------------
 
     def read_lock(self) -> tuple[str, str]:
-        """The last process that wrote here, and the run's id; "" if there is none."""
+        """Return the last process that wrote here, and the run's id; "" if there is none."""
         holder, _, run, *_ = [*(self.read(LOCK) or b"").decode(errors="replace").split("\n"), "", "", ""]
         return holder, run
 
     def take(self, run: str) -> None:
-        """Makes this process the writer. `check` ends the earlier one. `run`: the run's id, unique for each run."""
+        """Make this process the writer, and end the earlier one at its next `check`. `run`: the run's unique id."""
         self._token = f"{build_token()}{run}\n"
         self.write(LOCK, self._token.encode())
 
     def check(self) -> bool:
-        """Whether the files written since `take` still exist. False if the directory was removed meanwhile.
+        """Return whether the files written since `take` still exist. False if the directory was removed meanwhile.
 
         Raises:
             Error: another process has taken the run over.
@@ -333,7 +333,7 @@ class RemoteRun:
         self.path = find_copy(self.url, self._run, local_dir)
 
     def pull(self, directory: RunDirectory) -> Elsewhere:
-        """Downloads `run.json` unless the working copy has one.
+        """Download `run.json` unless the working copy has one.
 
         Returns:
             The snapshots at the URL. Fetching one also downloads the files that belong to it.
@@ -359,11 +359,11 @@ class RemoteRun:
         return elsewhere
 
     def find_elsewhere(self, directory: RunDirectory) -> Elsewhere:
-        """The snapshots at the URL. Raises Error as `pull`."""
+        """Return the snapshots at the URL. Raises Error as `pull`."""
         return self._store.find_elsewhere(directory.rewinds)
 
     def begin(self, directory: RunDirectory, step: int) -> None:
-        """Makes this process the writer, and moves snapshots of later steps to `abandoned/`. Only the first call.
+        """Make this process the writer, and move snapshots of later steps to `abandoned/`. Only the first call.
 
         Raises:
             Error: the URL cannot be written.
@@ -382,7 +382,7 @@ class RemoteRun:
 
     @at_rest()  # the network may take long
     def push(self, directory: RunDirectory, keep: int) -> None:
-        """Uploads the newest numbered snapshot, the newest of each name, and the other files that changed.
+        """Upload the newest numbered snapshot, the newest of each name, and the other files that changed.
 
         Of the numbered snapshots at the URL, keeps the `keep` newest.
 
@@ -419,7 +419,7 @@ class RemoteRun:
                 self._store.remove(place)
 
     def push_status(self, directory: RunDirectory) -> None:
-        """Uploads how the run ended, if possible."""
+        """Upload how the run ended, if possible."""
         with suppress(Error, OSError):
             self._store.check()
             self._push_files(directory)
@@ -429,7 +429,7 @@ class RemoteRun:
             self._push_file(directory, name)
 
     def _push_file(self, directory: RunDirectory, name: str) -> None:
-        """Uploads a file that exists and has changed. Raises Unreachable or OSError."""
+        """Upload a file that exists and has changed. Raises Unreachable or OSError."""
         path = directory.path / name
         if not path.exists():
             return
@@ -442,7 +442,7 @@ class RemoteRun:
 
 @contextmanager
 def open_run(run: str, *, which: int | str | None = None, is_whole: bool = False) -> Iterator[Path]:
-    """A run's directory for a tool to read; for a URL, a copy that is removed at the end of the block.
+    """Yield a run's directory for a tool to read; for a URL, a copy that is removed at the end of the block.
 
     Args:
         which: of a copy, the only snapshot that is downloaded, as for `Store.find`. None: all of them, but with empty
@@ -476,7 +476,7 @@ def open_run(run: str, *, which: int | str | None = None, is_whole: bool = False
 
 
 def read_run(run: Path, called: str) -> dict[str, Any]:
-    """Reads a run's `run.json` for a tool. `called`: the run as the user gave it. Raises Error."""
+    """Read a run's `run.json` for a tool. `called`: the run as the user gave it. Raises Error."""
     if not run.is_dir():
         raise Error(f"there is no directory {called}: name a run's directory")
     try:
@@ -488,7 +488,7 @@ def read_run(run: Path, called: str) -> dict[str, Any]:
 
 
 def place_of(snapshot: Snapshot) -> str:
-    """The name of a snapshot's directory at a URL."""
+    """Return the name of a snapshot's directory at a URL."""
     return f"{snapshot.name}.step-{snapshot.step:08d}" if snapshot.name else snapshot.label
 
 

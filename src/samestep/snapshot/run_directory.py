@@ -109,16 +109,16 @@ class RunDirectory:
                 return Lock(self.path / LOCK, self.named)
 
     def _is_used(self, lock: Lock) -> bool:
-        """Whether there are files of a run. With an older lock, a run that was killed before it began left the rows."""
+        """Return whether there are files of a run. Beside an older lock, rows may be of a run that did not begin."""
         rows = self.path / METRICS
         return (lock.is_new and rows.exists() and rows.stat().st_size > 0) or bool(self.store.snapshots())
 
     def read_record(self) -> None:
-        """Reads `run.json`. Raises Error."""
+        """Read `run.json`. Raises Error."""
         self.record = read_record(self.path, self.path)
 
     def check_numbers(self, numbers: Mapping[str, Any]) -> None:
-        """Compares numbers with those of the run that is here, if both are known.
+        """Compare numbers with those of the run that is here, if both are known.
 
         Raises:
             Error: they differ, so this is another run.
@@ -132,7 +132,7 @@ class RunDirectory:
     def write_record(
         self, numbers: Mapping[str, Any], machine: Mapping[str, Any], config: Mapping[str, Any], options: Options
     ) -> None:
-        """Begins the run, or continues it: writes `run.json`, and warns about changes. Arguments as `build_record`."""
+        """Begin the run, or continue it: write `run.json`, and warn about changes. Arguments as `build_record`."""
         step = 0 if self.snapshot is None else self.snapshot.step
         self.begin()
         record, warnings = build_record(
@@ -145,7 +145,7 @@ class RunDirectory:
         self._is_begun = True
 
     def write_loops(self, loops: Sequence[Mapping[str, Any]]) -> None:
-        """Records the run's loops after the first one, whose numbers are the run's."""
+        """Record the run's loops after the first one, whose numbers are the run's."""
         self._replace_record({**self.record, "loops": [*loops]})
 
     def _replace_record(self, record: dict[str, Any]) -> None:
@@ -164,7 +164,7 @@ class RunDirectory:
         return self._lock
 
     def _get_logs(self) -> tuple[AppendLog, AppendLog]:
-        """The metrics and the ledger, after `begin`. Raises Error if a later run of this process has closed them."""
+        """Return metrics and ledger, after `begin`. Raises Error if a later run of this process has closed them."""
         self._get_lock()
         assert self._logs is not None
         return self._logs
@@ -172,7 +172,7 @@ class RunDirectory:
     # --- start ------------------------------------------------------------------------------------------------
 
     def find(self, resume: str | int | None) -> Snapshot | None:
-        """Finds the snapshot to resume from; None to begin.
+        """Find the snapshot to resume from; None to begin.
 
         Removes incomplete snapshots, and abandons those that the run has left in another copy.
 
@@ -191,16 +191,16 @@ class RunDirectory:
         return self.snapshot
 
     def _judge(self, snapshot: Snapshot) -> str:
-        """Finds a snapshot of another run, which a restored backup may contain."""
+        """Find a snapshot of another run, which a restored backup may contain."""
         if not fits(meta := snapshot.manifest["meta"], {"metrics_bytes": is_count, "numbers": is_object}):
             return "its manifest is not that of a run"
         different = find_different(meta["numbers"], self.record.get("numbers", {}))
         return f"it is of another run ({different})" if different else ""
 
     def begin(self) -> None:
-        """Takes the directory back to the snapshot found, or to the beginning. A second call does nothing.
+        """Take the directory back to the snapshot found, or to the beginning. A second call does nothing.
 
-        Cuts later rows and records. Moves snapshots of later steps, which exist after a resume from an older one, to
+        Cut later rows and records. Move snapshots of later steps, which exist after a resume from an older one, to
         `abandoned/`.
         """
         lock = self._get_lock()
@@ -237,13 +237,13 @@ class RunDirectory:
             metrics.append(format_row(row))
 
     def find_restart(self) -> int:
-        """The number of this start: 0 for the run's first, then as in `restarts.jsonl`, skipping those with logs."""
+        """Return the number of this start: 0 for the first, then as in `restarts.jsonl`, but without logs so far."""
         num_starts = count_lines(self.path / RESTARTS) + bool(read_or_empty(self.path / STATUS))
         taken = [int(path.name) for path in (self.path / LOGS).glob("*") if path.name.isdecimal()]
         return max([num_starts, *(number + 1 for number in taken)])
 
     def write_start(self, restart: Restart | None, *, from_step: int, world_size: int) -> None:
-        """Adds a line to `restarts.jsonl`, unless this is the run's first start.
+        """Add a line to `restarts.jsonl`, unless this is the run's first start.
 
         Args:
             restart: what the launcher knows about the end of the last start; None: read it from `status.json`.
@@ -268,7 +268,7 @@ class RunDirectory:
         self.write_status("running", "")
 
     def write_status(self, status: str, reason: str, end: Mapping[str, Any] | None = None) -> None:
-        """Writes `status.json`, if possible.
+        """Write `status.json`, if possible.
 
         Args:
             status: "running", "stopped", "done" or "failed".
@@ -289,7 +289,7 @@ class RunDirectory:
     # --- logs -------------------------------------------------------------------------------------------------
 
     def write_row(self, row: Mapping[str, Any]) -> None:
-        """Adds a row to the metrics. Before `begin`, holds it back: the run's first start may have written it."""
+        """Add a row to the metrics. Before `begin`, hold it back: the run's first start may have written it."""
         self._get_lock()
         if self._logs is None:
             self._early_rows.append(row)
@@ -297,7 +297,7 @@ class RunDirectory:
             self._append(METRICS, self._logs[0], format_row(row))
 
     def write_rows(self, rows: bytes = b"") -> None:
-        """Adds rows as they are in another copy of the file, and writes all that are pending.
+        """Add rows as they are in another copy of the file, and write all that are pending.
 
         Raises:
             OSError: they could not be written; they stay pending.
@@ -308,7 +308,7 @@ class RunDirectory:
             metrics.flush()
 
     def enter(self, step: int, epoch: int, num_samples: int, fingerprint: int) -> None:
-        """Adds a finished step, counted from 0, to the ledger."""
+        """Add a finished step, counted from 0, to the ledger."""
         _, ledger = self._get_logs()
         self._append(LEDGER, ledger, LEDGER_RECORD.pack(step, epoch, num_samples, fingerprint))
 
@@ -322,7 +322,7 @@ class RunDirectory:
             )
 
     def find_lost(self) -> str:
-        """A sentence about rows and records that cannot be written; "" if all are in their files."""
+        """Return a sentence about rows and records that cannot be written; "" if all are in their files."""
         if self._logs is None:
             return ""
         metrics, ledger = self._logs
@@ -342,7 +342,7 @@ class RunDirectory:
     # --- snapshots --------------------------------------------------------------------------------------------
 
     def mark(self, *, epoch: int, world_size: int, notes: Mapping[str, Any]) -> dict[str, Any]:
-        """The `meta` of a snapshot of this moment. Writes all pending rows and records.
+        """Return the `meta` of a snapshot of this moment. Write all pending rows and records.
 
         Args:
             notes: further keys: `stopped`, the reason of the run.stop() that ends the run here; `tally`, see `Tally`.
@@ -368,7 +368,7 @@ class RunDirectory:
         self, structure: Any, tensors: Mapping[str, Any], *, step: int, name: str | None, meta: Mapping[str, Any],
         confirm: Callable[[], None],
     ) -> None:  # fmt: skip
-        """Writes a snapshot of an encoded state. May be called in any thread, by one at a time.
+        """Write a snapshot of an encoded state. May be called in any thread, by one at a time.
 
         Raises:
             Error: another process has taken the run over.
@@ -389,12 +389,12 @@ class RunDirectory:
         self.save_s = time.monotonic() - began_s
 
     def prune(self, keep: int) -> None:
-        """Removes the oldest numbered snapshots above `keep`. Errors as for `save`."""
+        """Remove the oldest numbered snapshots above `keep`. Errors as for `save`."""
         self.check_still_ours()
         self.store.prune(keep)
 
     def explain_failure(self, step: int, error: Exception) -> str:
-        """A sentence about a snapshot that could not be written."""
+        """Return a sentence about a snapshot that could not be written."""
         try:
             sound = [other.step for other in self.store.snapshots() if other.problem is None]
             others = f"the newest is that of step {max(sound)}" if sound else "there is none yet"
@@ -411,7 +411,7 @@ class RunDirectory:
         return self._lock is not None
 
     def close(self) -> None:
-        """Releases the directory. If no run began in it, restores it as it was. A second call does nothing."""
+        """Release the directory. If no run began in it, restore it as it was. A second call does nothing."""
         self.before_close()
         if self._is_begun and not self.lost and self.find_lost():
             self._warn(self.lost)
@@ -433,7 +433,7 @@ class RunDirectory:
 
 
 def _describe_end(status: Mapping[str, Any]) -> str:
-    """How the last start ended. A start that was killed, or whose machine failed, could not write it."""
+    """Return how the last start ended. A start that was killed, or whose machine failed, could not write it."""
     return status.get("reason") or ("the run was done" if status.get("status") == "done" else "unknown")
 
 

@@ -37,7 +37,7 @@ class Options:
 
 
 def read_record(run_dir: Path, called: object) -> dict[str, Any]:
-    """Reads `run.json`.
+    """Read `run.json`.
 
     Args:
         called: the run's directory as the user gave it, for messages.
@@ -56,7 +56,7 @@ def read_record(run_dir: Path, called: object) -> dict[str, Any]:
 
 
 def parse_run_record(text: bytes, called: object) -> dict[str, Any]:
-    """Parses the content of `run.json`. `called` and errors as for `read_record`."""
+    """Parse the content of `run.json`. `called` and errors as for `read_record`."""
     try:
         record = parse_record(RECORD, text)
     except ValueError as error:
@@ -73,7 +73,7 @@ def build_record(
     before: Mapping[str, Any], *, step: int, numbers: Mapping[str, Any], machine: Mapping[str, Any],
     config: Mapping[str, Any], options: Options, rewinds: Sequence[int],
 ) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
-    """The record of a start, and warnings about what changed since the run began.
+    """Return the record of a start, and warnings about what changed since the run began.
 
     Args:
         before: the record of the start before; {} for the first.
@@ -100,13 +100,13 @@ def build_record(
 
 
 def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """A text such as "optimizer.lr 0.1 -> 0.01"; "" if nothing changed."""
+    """Return a text such as "optimizer.lr 0.1 -> 0.01"; "" if nothing changed."""
     names = [name for name in sorted({*before, *now}) if before.get(name) != now.get(name)]
     return ", ".join(f"{name} {_shorten(before.get(name))} -> {_shorten(now.get(name))}" for name in names)
 
 
 def find_different(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """How the numbers of two runs differ, among those that both have; "" if they do not."""
+    """Return how the numbers of two runs differ, among those that both have; "" if they do not."""
     names = [name for name in here if name in there and there[name] != here[name]]
     return "; ".join(f"{name} {there[name]} there, {here[name]} here" for name in names)
 

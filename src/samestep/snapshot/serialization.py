@@ -49,7 +49,7 @@ _AS_REAL = ("complex32", "complex128")  # safetensors lacks them: stored as pair
 
 
 def encode(state: Any) -> tuple[Any, dict[str, "Tensor"]]:
-    """The structure of a state as JSON, and its tensors by the names used there. Copies nothing.
+    """Return the structure of a state as JSON, and its tensors by the names used there. Copies nothing.
 
     Tensors that share memory, shape and strides, such as tied weights, get one name.
 
@@ -62,7 +62,7 @@ def encode(state: Any) -> tuple[Any, dict[str, "Tensor"]]:
 
 
 def decode(structure: Any, tensors: Mapping[str, "Tensor"]) -> Any:
-    """The inverse of `encode`. Tensors with one name become one tensor."""
+    """Return the state that `encode` was called with. Tensors with one name become one tensor."""
     import torch
 
     made: dict[str, Tensor] = {}
@@ -113,7 +113,7 @@ def decode(structure: Any, tensors: Mapping[str, "Tensor"]) -> Any:
 
 
 def digest(state: Any) -> str:
-    """The sha256 of a state's content. It does not depend on devices, strides and the order of dicts.
+    """Return the sha256 of a state's content. It does not depend on devices, strides and the order of dicts.
 
     Copies at most one tensor at a time, and only if it is on a device or not contiguous.
 
@@ -131,7 +131,7 @@ def digest_of(structure: Any, hashes: Mapping[str, str]) -> str:
 
 
 def view_bytes(tensor: "Tensor") -> memoryview:
-    """A tensor's elements in row-major order as bytes. Copies only if they are not so in host memory."""
+    """Return a tensor's elements in row-major order as bytes. Copies only if they are not so in host memory."""
     import torch
 
     host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
@@ -140,7 +140,7 @@ def view_bytes(tensor: "Tensor") -> memoryview:
 
 
 def write_tensors(file: BinaryIO, tensors: Mapping[str, "Tensor"]) -> tuple[Pieces, dict[str, str]]:
-    """Writes a safetensors file, one tensor after the other, the widest dtypes first so that all are aligned.
+    """Write a safetensors file, one tensor after the other, the widest dtypes first so that all are aligned.
 
     Returns when the file is on the disk. Another thread hashes meanwhile, which takes as long as writing and syncing.
     Each thread copies at most one tensor at a time, and only if it is on a device or not contiguous.
@@ -188,7 +188,7 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, "Tensor"]) -> tuple[Piec
 
 
 def read_tensors(path: Path) -> dict[str, "Tensor"]:
-    """Reads the tensors of a safetensors file. Allocates no more memory than the file's size.
+    """Read the tensors of a safetensors file. Allocates no more memory than the file's size.
 
     Raises:
         OSError: it cannot be read.
@@ -333,7 +333,7 @@ def _restore_array(data: bytes, value: Mapping[str, Any]) -> "NDArray[Any]":
 
 
 def _canonical(value: Any, hashes: Mapping[str, str]) -> Any:
-    """The content of an encoded state: without names of tensors, strides, the order of dicts and versions."""
+    """Return the content of an encoded state: without names of tensors, strides, the order of dicts and versions."""
     if isinstance(value, list):
         return [_canonical(item, hashes) for item in value]
     if not isinstance(value, dict):
@@ -350,7 +350,7 @@ def _canonical(value: Any, hashes: Mapping[str, str]) -> Any:
 
 
 def is_dense(tensor: "Tensor") -> bool:
-    """Whether the elements fill a block of memory, in some order of the dims."""
+    """Return whether the elements fill a block of memory, in some order of the dims."""
     dims = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     return tensor.permute(dims).is_contiguous()
 

@@ -111,13 +111,13 @@ class Snapshotter:
         return self._url or str(self.named)
 
     def once(self, fn: Callable[[], T]) -> T:
-        """Calls `fn` on each rank that writes. Returns rank 0's result on every rank. Raises Error as `each`."""
+        """Call `fn` on each rank that writes. Return rank 0's result on every rank. Raises Error as `each`."""
         return self._group.once(fn) if self._nodes is None else self._nodes.each(fn)[0]
 
     # --- start ------------------------------------------------------------------------------------------------
 
     def read(self, numbers: Mapping[str, Any]) -> tuple[dict[str, Any], Mapping[str, Any]] | None:
-        """Reads the snapshot to resume from.
+        """Read the snapshot to resume from.
 
         Returns:
             The state in the snapshot and the manifest's `meta`; None to begin.
@@ -149,7 +149,7 @@ class Snapshotter:
     def record(
         self, numbers: Mapping[str, Any], machine: Mapping[str, Any], config: Mapping[str, Any], options: Options
     ) -> None:
-        """Compares with the run that is here, writes `run.json`, and starts the logs. Arguments as `build_record`."""
+        """Compare with the run that is here, write `run.json`, and start the logs. Arguments as `build_record`."""
 
         def write() -> int:
             assert self.directory is not None
@@ -166,7 +166,7 @@ class Snapshotter:
     # --- when -------------------------------------------------------------------------------------------------
 
     def ask_for(self, name: Any, *, is_taken: bool) -> None:
-        """Makes a named snapshot due at the end of this body. `is_taken`: an earlier start wrote it.
+        """Make a named snapshot due at the end of this body. `is_taken`: an earlier start wrote it.
 
         Raises:
             Error: the name is not valid.
@@ -178,13 +178,13 @@ class Snapshotter:
             self._names_due.append(name)
 
     def drop_names(self) -> None:
-        """Forgets the named snapshots that are due, and says so."""
+        """Forget the named snapshots that are due, and print which."""
         for name in self._names_due:
             self._say(f"the snapshot {name} is not taken: the run stopped within the epoch that asks for it")
         self._names_due = []
 
     def is_time(self) -> bool:
-        """Whether a snapshot is due by this rank's clock. Rank 0's is announced in the next exchange."""
+        """Return whether a snapshot is due by this rank's clock. Rank 0's is announced in the next exchange."""
         every = self._config.snapshot_every
         return self.directory is not None and every is not None and every.has_passed(self._saved_s)
 
@@ -198,7 +198,7 @@ class Snapshotter:
         ending: bool,
         notes: Mapping[str, Any],
     ) -> None:
-        """Starts to write the snapshots that are due between two steps. All ranks call this.
+        """Start to write the snapshots that are due between two steps. All ranks call this.
 
         Args:
             get_state: called if a snapshot is due.
@@ -250,7 +250,7 @@ class Snapshotter:
         return _Order(step, names, structure, tensors, meta)
 
     def _align(self, order: _Order, state: TrainingState) -> _Order:
-        """The order as rank 0 has it, on other nodes that write.
+        """Return the order as rank 0 has it, on other nodes that write.
 
         Raises:
             Error: this rank lacks one of its tensors.
@@ -302,7 +302,7 @@ class Snapshotter:
         return self._pending is not None and not self._pending.writer.is_decided
 
     def join_copy(self) -> None:
-        """Waits until the state is copied. All ranks call this before an update.
+        """Wait until the state is copied. All ranks call this before an update.
 
         Raises:
             Error: the copied state is not finite, or not the same on all ranks.
@@ -329,7 +329,7 @@ class Snapshotter:
         writer.decide(True)
 
     def settle(self) -> None:
-        """Waits until all snapshots are written. All ranks call this. Errors as for `join_copy`."""
+        """Wait until all snapshots are written. All ranks call this. Errors as for `join_copy`."""
         self.join_copy()
         if self._pending is not None:
             self._pending.writer.settle()
@@ -351,7 +351,7 @@ class Snapshotter:
         self._pending = _Pending(order, inspection, Writer(copy, write, inspection.is_sound))
 
     def _write(self, order: _Order, tensors: Mapping[str, Tensor], confirm: Callable[[], None]) -> None:
-        """Writes all snapshots of an order. In any thread."""
+        """Write all snapshots of an order. In any thread."""
         if self.directory is None:
             confirm()
             return
@@ -372,7 +372,7 @@ class Snapshotter:
             self.directory.save_s += time.monotonic() - began_s
 
     def _take_again(self, order: _Order) -> None:
-        """Makes the snapshots due again after this step."""
+        """Make the snapshots due again after this step."""
         self._names_due = [*(name for name in order.names if name is not None), *self._names_due]
         if None in order.names:
             self.saved_step, self.is_wanted = None, True
@@ -382,7 +382,7 @@ class Snapshotter:
         )
 
     def _collect(self) -> None:
-        """Reports the result of a writer that has ended."""
+        """Report the result of a writer that has ended."""
         if self._pending is None or not self._pending.writer.has_ended:
             return
         pending, self._pending = self._pending, None
@@ -402,7 +402,7 @@ class Snapshotter:
     # --- end --------------------------------------------------------------------------------------------------
 
     def end(self, step: int) -> None:
-        """Completes all snapshots and logs. All ranks call this at the end of the loop, after `step` steps."""
+        """Complete all snapshots and logs. All ranks call this at the end of the loop, after `step` steps."""
         self.settle()
         if self._remote is not None and self.directory is not None:
             try:
@@ -426,14 +426,14 @@ class Snapshotter:
                 self._remote.push_status(self.directory)
 
     def _settle_alone(self) -> None:
-        """Completes the pending snapshots without collectives: the other ranks may be gone."""
+        """Complete the pending snapshots without collectives: the other ranks may be gone."""
         if self._pending is not None:
             with suppress(Error):
                 self._pending.writer.settle()
                 self._collect()
 
     def close(self) -> bool:
-        """Releases the directory. Returns False if a later run of this process has taken it over before."""
+        """Release the directory. Return False if a later run of this process has taken it over before."""
         self._settle_alone()
         was_open = self.path is not None and (self.directory is None or self.directory.is_open)
         if self.directory is not None:

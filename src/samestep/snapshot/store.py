@@ -53,11 +53,11 @@ class Snapshot:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "Snapshot":
-        """The inverse of `to_plain`."""
+        """Return the snapshot of which these are the attributes, as from `to_plain`."""
         return cls(**{**plain, "path": Path(plain["path"])})
 
     def to_plain(self) -> dict[str, Any]:
-        """The attributes as JSON, for other ranks."""
+        """Return the attributes as JSON, for other ranks."""
         return {**vars(self), "path": str(self.path)}
 
     @property
@@ -82,19 +82,19 @@ class Snapshot:
         return json.dumps([self.label, *content], sort_keys=True) if self.manifest else ""
 
     def is_same(self, other: "Snapshot") -> bool:
-        """Whether a snapshot in another copy of the run has the same name and content."""
+        """Return whether a snapshot in another copy of the run has the same name and content."""
         return self.identity == other.identity != ""
 
     def matches(self, which: int | str) -> bool:
-        """Whether this is one that was asked for: "latest", a number of steps done, or a name."""
+        """Return whether this is one that was asked for: "latest", a number of steps done, or a name."""
         return which in ("latest", self.name, self.step)
 
     def is_replaced_by(self, other: "Snapshot | None") -> bool:
-        """Whether a snapshot of the same name in another copy of the run is not older, and differs."""
+        """Return whether a snapshot of the same name in another copy of the run is not older, and differs."""
         return other is not None and other.step >= self.step and not self.is_same(other)
 
     def was_left(self, rewinds: Sequence[int]) -> bool:
-        """Whether the run has since gone back to an earlier step. `rewinds`: as in `run.json`."""
+        """Return whether the run has since gone back to an earlier step. `rewinds`: as in `run.json`."""
         if not self.manifest:
             return False
         return self.step > min(rewinds[self.manifest["meta"].get("rewinds", 0) :], default=self.step)
@@ -130,7 +130,7 @@ class Store:
     # --- read -------------------------------------------------------------------------------------------------
 
     def snapshots(self) -> list[Snapshot]:
-        """All snapshots, the oldest first; sound or not, judged by manifests and file sizes."""
+        """Return all snapshots, the oldest first; sound or not, judged by manifests and file sizes."""
         try:
             present = {entry.name for entry in os.scandir(self.path) if entry.is_dir()}
         except FileNotFoundError:
@@ -154,7 +154,7 @@ class Store:
         self, which: int | str, *, warn: Callable[[str], None] = warnings.warn,
         judge: Callable[[Snapshot], str] = lambda _: "", elsewhere: Elsewhere | None = None,
     ) -> Snapshot | None:  # fmt: skip
-        """Finds the snapshot to read, and checks every byte of it. Copies it here if it is elsewhere.
+        """Find the snapshot to read, and check every byte of it. Copy it here if it is elsewhere.
 
         Args:
             which: "latest", a number of steps done, or a name.
@@ -201,13 +201,13 @@ class Store:
         raise Error(f"{fault} in {where}: {others}")
 
     def _copy(self, snapshot: Snapshot, elsewhere: Elsewhere) -> str | None:
-        """Copies a snapshot here. Returns what is wrong with it, as `adopt`."""
+        """Copy a snapshot here. Return what is wrong with it, as `adopt`."""
         self.make_inbox()
         elsewhere.fetch(snapshot, self.inbox)
         return self.adopt(snapshot)
 
     def read(self, snapshot: Snapshot, shape: Any = is_object) -> dict[str, Any]:
-        """The state in a snapshot that `find` returned, here or on another node; its tensors are in host memory.
+        """Return the state in a snapshot that `find` returned, here or on another node; its tensors are in host memory.
 
         Args:
             shape: what the state must fit (`files.fits`).
@@ -238,7 +238,7 @@ class Store:
     # --- write ------------------------------------------------------------------------------------------------
 
     def write(self, state: Mapping[str, Any], *, step: int, name: str | None = None, meta: Mapping[str, Any]) -> Path:
-        """Writes a snapshot, replacing one of the same step or name. After a crash, the old or the new one is there.
+        """Write a snapshot, replacing one of the same step or name. After a crash, the old or the new one is there.
 
         Args:
             state: as for `encode`.
@@ -256,7 +256,7 @@ class Store:
         self, structure: Any, tensors: Mapping[str, "Tensor"], *, step: int, name: str | None,
         meta: Mapping[str, Any], confirm: Callable[[], None] = lambda: None,
     ) -> Path:  # fmt: skip
-        """`write` for what `encode` returned. Calls `confirm` before the manifest is written, which may raise."""
+        """`write` for what `encode` returned. Calls `confirm`, which may raise, before the manifest is written."""
         import torch
 
         if name is not None and not NAME.fullmatch(name):
@@ -286,11 +286,11 @@ class Store:
         return self.path / f"{_WRITING}inbox"
 
     def make_inbox(self) -> None:
-        """Creates the inbox, empty. Raises OSError."""
+        """Create the inbox, empty. Raises OSError."""
         self._create(self.inbox)
 
     def adopt(self, snapshot: Snapshot) -> str | None:
-        """Makes the files in the inbox this snapshot of another store, replacing one of the same name.
+        """Make the files in the inbox this snapshot of another store, replacing one of the same name.
 
         Returns:
             What is wrong with the files, after which they are removed; None if nothing is.
@@ -303,7 +303,7 @@ class Store:
         return None
 
     def prune(self, keep: int) -> None:
-        """Removes numbered snapshots older than the `keep` (at least 1) newest sound ones; never named ones."""
+        """Remove numbered snapshots older than the `keep` (at least 1) newest sound ones; never named ones."""
         numbered = [snapshot for snapshot in self.snapshots() if snapshot.name is None]
         sound = [s for s in numbered if s.problem is None and s.path not in self._damaged]
         if sound:
@@ -311,14 +311,14 @@ class Store:
                 self._remove(snapshot.path)
 
     def abandon(self, snapshots: Sequence[Snapshot]) -> None:
-        """Moves snapshots to `run_dir/abandoned`, the newest first. Raises OSError."""
+        """Move snapshots to `run_dir/abandoned`, the newest first. Raises OSError."""
         for snapshot in sorted(snapshots, key=lambda each: -each.step):
             target = self.path.parent / ABANDONED / f"{snapshot.path.name}-{time.time_ns()}"
             target.parent.mkdir(exist_ok=True)
             os.rename(snapshot.path, target)
 
     def clean(self) -> None:
-        """Removes what killed writers left, and restores a snapshot that one of them was about to replace."""
+        """Remove what killed writers left, and restore a snapshot that one of them was about to replace."""
         for entry in sorted(self.path.glob(".*")):
             target = self.path / entry.name.removeprefix(_ASIDE)
             if entry.name.startswith(_ASIDE) and not target.exists():
@@ -327,7 +327,7 @@ class Store:
                 _delete(entry)
 
     def _create(self, directory: Path) -> None:
-        """Creates a directory for the files of a snapshot, empty."""
+        """Create a directory for the files of a snapshot, empty."""
         if not self.path.exists():
             self.path.mkdir()
             _sync(self.path.parent)
@@ -336,7 +336,7 @@ class Store:
         directory.mkdir()
 
     def _put(self, directory: Path, target: Path) -> None:
-        """Renames a complete snapshot to its name. At every moment, either it or the old one can be found."""
+        """Rename a complete snapshot to its name. At every moment, either it or the old one can be found."""
         _sync(directory)
         aside = self.path / f"{_ASIDE}{target.name}"
         if target.exists():
@@ -364,7 +364,7 @@ class Store:
 
 
 def _delete(path: Path) -> None:
-    """Removes a directory, or the symbolic link that a user has created instead."""
+    """Remove a directory, or the symbolic link that a user has created instead."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     else:
@@ -372,7 +372,7 @@ def _delete(path: Path) -> None:
 
 
 def _write_json(path: Path, value: Any) -> Pieces:
-    """Creates a file and waits until it is on the disk."""
+    """Create a file and wait until it is on the disk."""
     text = json.dumps(value, allow_nan=False).encode()
     with open(path, "xb", opener=open_regular) as file:
         file.write(text)
