@@ -22,6 +22,7 @@ from samestep.errors import Error
 from samestep.files import open_regular
 from samestep.plan.ledger import RECORD as LEDGER_RECORD
 from samestep.snapshot.manifest import find_damage
+from samestep.snapshot.object_store import Unreachable
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.store import SNAPSHOTS, Snapshot
 from samestep.watch.records import LEDGER, METRICS, RECORD, RESTARTS, STATUS, count_lines, list_orders
@@ -335,8 +336,8 @@ def _look(directory: RunDirectory, resume: str | int | None, rewinds: Sequence[i
     try:
         found = directory.find(resume)
     except Error as error:
-        if resume is None:
-            raise
+        if resume is None or isinstance(error, Unreachable):
+            raise  # another node's snapshot may be older than those at the URL
         problem = str(error)
     sound = [each for each in directory.store.snapshots() if each.problem is None]
     return {
