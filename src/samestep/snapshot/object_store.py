@@ -46,10 +46,6 @@ class Unreachable(Error):
         self.reason = reason
 
 
-class Unpushed(Exception):
-    """A snapshot is on this machine's disk only. The message continues a sentence that begins with the snapshot."""
-
-
 def find_copies(local_dir: str | None) -> Path:
     """Return the directory of the working copies of runs at URLs. Default: in the user's cache directory."""
     return Path(local_dir).expanduser() if local_dir else read_cache_dir() / "runs"
@@ -381,14 +377,16 @@ class RemoteRun:
         self._is_begun = True
 
     @at_rest()  # the network may take long
-    def push(self, directory: RunDirectory, keep: int) -> None:
+    def push(self, directory: RunDirectory, keep: int) -> str:
         """Upload the newest numbered snapshot, the newest of each name, and the other files that changed.
 
         Of the numbered snapshots at the URL, keeps the `keep` newest.
 
+        Returns:
+            A predicate for the snapshot if the URL cannot be written, after which its old content is sound; else "".
+
         Raises:
             Error: another process has taken the run over.
-            Unpushed: the URL cannot be written; what was there is unchanged.
         """
         try:
             if not self._store.check():
@@ -397,7 +395,8 @@ class RemoteRun:
             self._push_snapshots(directory, keep)
         except (Unreachable, OSError) as error:
             why = error.reason if isinstance(error, Unreachable) else error
-            raise Unpushed(f"is in {self.path} only: it could not be uploaded to {self.url} ({why})") from error
+            return f"is in {self.path} only: it could not be uploaded to {self.url} ({why})"
+        return ""
 
     def _push_snapshots(self, directory: RunDirectory, keep: int) -> None:
         there = {each.path.name: each for each in self._store.snapshots()}

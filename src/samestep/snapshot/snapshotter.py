@@ -16,7 +16,7 @@ from samestep.launch.output_recorder import start_log
 from samestep.snapshot.async_copy import Copy, Refused, Staging, Watch, Writer, is_watchable, locate
 from samestep.snapshot.inspection import Inspection, TrainingState
 from samestep.snapshot.node_replication import NodeReplication
-from samestep.snapshot.object_store import RemoteRun, Unpushed
+from samestep.snapshot.object_store import RemoteRun
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import Options
 from samestep.snapshot.serialization import encode
@@ -365,10 +365,8 @@ class Snapshotter:
             self._warn(f"old snapshots could not be removed ({error}): the run continues")
         if self._remote is not None and not self._is_ending:  # `end` uploads the last one
             began_s = time.monotonic()
-            try:
-                self._remote.push(self.directory, self._config.keep_last)
-            except Unpushed as error:
-                self._warn(f"the snapshot of step {order.step} {error}, and the run continues")
+            if problem := self._remote.push(self.directory, self._config.keep_last):
+                self._warn(f"the snapshot of step {order.step} {problem}, and the run continues")
             self.directory.save_s += time.monotonic() - began_s
 
     def _take_again(self, order: _Order) -> None:
@@ -405,12 +403,10 @@ class Snapshotter:
         """Complete all snapshots and logs. All ranks call this at the end of the loop, after `step` steps."""
         self.settle()
         if self._remote is not None and self.directory is not None:
-            try:
-                self._remote.push(self.directory, self._config.keep_last)
-            except Unpushed as error:
-                if self.unsaved is None or self.unsaved[0] != step:
-                    self.unsaved = step, f"the snapshot of step {step} {error}"
-                    self._warn(self.unsaved[1])
+            problem = self._remote.push(self.directory, self._config.keep_last)
+            if problem and (self.unsaved is None or self.unsaved[0] != step):
+                self.unsaved = step, f"the snapshot of step {step} {problem}"
+                self._warn(self.unsaved[1])
         if self._nodes is not None:
             with suppress(OSError):  # `find_lost` reports it
                 self._nodes.share()
