@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 import samestep
 from samestep.snapshot.async_copy import LARGE_BYTES
-from samestep.snapshot.store import Store, digest
+from samestep.snapshot.serialization import digest
+from samestep.snapshot.store import Store
 from samestep.watch import stall_diagnosis
 
 Undisturbed = Callable[..., Outcome]

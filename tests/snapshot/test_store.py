@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from states import assert_same, make_state
 
 from samestep.errors import Error
-from samestep.snapshot.store import Store, digest
+from samestep.snapshot.serialization import digest
+from samestep.snapshot.store import Store
 
 
 @pytest.fixture

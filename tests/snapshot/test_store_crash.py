@@ -8,7 +8,8 @@ import pytest
 from states import assert_same, make_state
 from support.commands import run
 
-from samestep.snapshot.store import Store, digest
+from samestep.snapshot.serialization import digest
+from samestep.snapshot.store import Store
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel, get_ema_multi_avg_fn
 
-from samestep.snapshot.store import Store, digest
+from samestep.snapshot.serialization import digest
+from samestep.snapshot.store import Store
 
 Optimizer = torch.optim.Optimizer
 

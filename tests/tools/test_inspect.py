@@ -21,7 +21,8 @@ from support.commands import Popen
 from samestep.errors import Error
 from samestep.plan.ledger import RECORD, combine, fingerprint
 from samestep.plan.order import build_order
-from samestep.snapshot.store import Store, digest
+from samestep.snapshot.serialization import digest
+from samestep.snapshot.store import Store
 from samestep.tools.inspect import run_inspect
 
 NUMBERS = {

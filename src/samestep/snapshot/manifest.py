@@ -31,17 +31,18 @@ Pieces = list[tuple[int, str]]
 
 
 def build_manifest(
-    *, step: int, name: str | None, digest: str, files: Mapping[str, Pieces], versions: Mapping[str, str],
-    meta: Mapping[str, Any],
-) -> dict[str, Any]:  # fmt: skip
+    *, step: int, name: str | None, digest: str, files: Mapping[str, Pieces], meta: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the manifest of a snapshot whose other files are complete."""
+    import torch
+
     written = {
         "format": FORMAT,
         "step": step,
         "name": name,
         "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "digest": digest,
-        "versions": {"samestep": __version__, "python": platform.python_version(), **versions},
+        "versions": {"samestep": __version__, "python": platform.python_version(), "torch": torch.__version__},
         "files": {
             file: {"size": sum(length for length, _ in pieces), "pieces": [list(piece) for piece in pieces]}
             for file, pieces in files.items()

@@ -16,14 +16,12 @@ from typing import TYPE_CHECKING, Any
 from samestep.errors import Error
 from samestep.files import fits, is_count, is_object, open_regular, sync_directory
 from samestep.snapshot.manifest import MANIFEST, NAME, STATE, Pieces, build_manifest, find_damage, read_manifest, seal
-from samestep.snapshot.serialization import decode, digest, digest_of, encode, read_tensors, write_tensors
+from samestep.snapshot.serialization import decode, digest_of, encode, read_tensors, write_tensors
 from samestep.world.environment import advise
 from samestep.world.forking import at_rest
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-__all__ = ["ABANDONED", "OF_RUN", "SNAPSHOTS", "Snapshot", "Store", "digest"]
 
 SNAPSHOTS, ABANDONED = "snapshots", "abandoned"  # directories of a run
 TENSORS = "tensors.safetensors"
@@ -257,8 +255,6 @@ class Store:
         meta: Mapping[str, Any], confirm: Callable[[], None] = lambda: None,
     ) -> Path:  # fmt: skip
         """`write` for what `encode` returned. Calls `confirm`, which may raise, before the manifest is written."""
-        import torch
-
         if name is not None and not NAME.fullmatch(name):
             raise Error(f"a snapshot cannot be named {name!r}: use letters, digits and underscores, such as best")
         target = self.path / (name or f"step-{step:08d}")
@@ -269,10 +265,8 @@ class Store:
                 pieces, hashes = write_tensors(file, tensors)
             files = {TENSORS: pieces, STATE: _write_json(directory / STATE, structure)}
             confirm()
-            manifest = build_manifest(
-                step=step, name=name, digest=digest_of(structure, hashes), files=files,
-                versions={"torch": torch.__version__}, meta=meta,
-            )  # fmt: skip
+            digest = digest_of(structure, hashes)
+            manifest = build_manifest(step=step, name=name, digest=digest, files=files, meta=meta)
             _write_json(directory / MANIFEST, manifest)
             self._put(directory, target)
         except BaseException:
