@@ -359,10 +359,10 @@ def test_watching_a_url(cluster: Cluster, trial: Trial, capsys: pytest.CaptureFi
         nonlocal shown
         assert main(["watch", url, "--local-dir", str(cluster.machine(0))]) == 0
         shown = capsys.readouterr().out
-        return re.search(r"^0 .* 7 +forward .* faulty.py:\d+ in ", shown, re.MULTILINE) is not None
+        return re.search(r"^  0 .* 7 +forward .* faulty.py:\d+ in ", shown, re.MULTILINE) is not None
 
     wait_until(is_shown, "rank 0 is held, and has said so")
-    assert shown.startswith("rank  host ")
+    assert shown.startswith("2 ranks\n  rank  host ")
     assert main(["watch", url, "--local-dir", str(cluster.machine(1))]) == 2
     told = capsys.readouterr().err
     assert f"the state of the ranks of {url} is in its working copy, and {cluster.machine(1)}" in told
