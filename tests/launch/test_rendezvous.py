@@ -15,9 +15,8 @@ import pytest
 from samestep.errors import Error
 from samestep.launch.handshake import make_nonce, prove, read_secret
 from samestep.launch.launcher import _conclude_on_nodes
-from samestep.launch.lines import MAX_LINE_BYTES
-from samestep.launch.links import Link
 from samestep.launch.local_ranks import Ranks, Target
+from samestep.launch.messages import MAX_LINE_BYTES, Link
 from samestep.launch.rendezvous_client import GREETING_S, Hello, Nodes, build_hello, connect
 from samestep.launch.rendezvous_server import MAX_STRANGERS, STRANGER_S, RendezvousServer
 
@@ -50,12 +49,12 @@ class Place:
         """A stranger, and the nonce that it was sent. `knows`: it has the secret, and has proven that."""
         link = Link(socket.create_connection((self.nodes.host, self.nodes.port)))
         self.opened.append(link)
-        challenge = link.receive_one(GREETING_S)
+        challenge = link.receive(GREETING_S)
         assert challenge is not None
         if knows:
             nonce = make_nonce()
             link.send("proof", nonce=nonce, proof=prove(SECRET, "node", challenge["nonce"], nonce))
-            answer = link.receive_one(GREETING_S)
+            answer = link.receive(GREETING_S)
             assert answer is not None
             assert answer["proof"] == prove(SECRET, "hub", challenge["nonce"], nonce)
         return link, challenge["nonce"]
@@ -155,10 +154,10 @@ WITH = {
     "too many ranks": hello(num_ranks=1 << 30),
     "no number of ranks": hello(num_ranks="1"),
     "an escape": hello(host="\x1b[2J"),
-    "a list in its place": hello(nnodes=[[[]], 2]),
+    "a list in its place": hello(arguments=[[[]], 2]),
     "one field more": hello(more=1),
-    "another id": hello(run_id="x"),
-    "another directory": hello(overrides={"SAMESTEP_RUN_DIR": "x"}),
+    "another id": hello(settings={"--rdzv-id": "x"}),
+    "another directory": hello(settings={"--run-dir (or SAMESTEP_RUN_DIR)": "x"}),
 }
 ATTACKS = [
     *(pytest.param(attack, id=f"without the secret: {name}") for name, attack in WITHOUT.items()),
@@ -173,15 +172,15 @@ def test_hostile_peers(open_place: Callable[..., Place], attack: Callable[[Place
     attack(place)
     links.append(place.join(1))
     for link in links:
-        begun = link.receive_one(GREETING_S)
+        begun = link.receive(GREETING_S)
         assert begun is not None
         assert (begun["kind"], begun["round"], begun["sizes"]) == ("begin", 1, [1, 1])
     attack(place)
     for link in links:
-        assert link.receive() == [], "the run goes on"
+        assert link.receive() is None, "the run goes on"
         link.send(**ENDED)
     for link in links:
-        end = link.receive_one(GREETING_S)
+        end = link.receive(GREETING_S)
         assert end is not None
         assert (end["kind"], end["message"], end["failure"], end["is_whole"]) == ("end", "", None, True)
         link.close()
@@ -207,14 +206,14 @@ def test_nodes_that_do_not_fit_together(open_place: Callable[..., Place], capfd:
     for other, said in (
         (place.hello(0), "were both started with --node-rank 0: give each node its own"),
         (
-            place.hello(2, program="x"),
+            place.hello(2, settings=place.hello(2).settings | {"program": "x"}),
             r"node 2 \(.*\) has another test_rendezvous.py than node 0 \(.*\) \(x, not \w+\): make them",
         ),
     ):
         with pytest.raises(Error, match=said):
             connect(place.nodes, other, lambda: False)
     place.hub._wait_s = 0.0
-    end = link.receive_one(GREETING_S)
+    end = link.receive(GREETING_S)
     assert end is not None
     assert end["message"].startswith("of 3 nodes, --node-rank 1, 2 did not come to 127.0.0.1:")
     assert "; present: node 0 (" in end["message"]
@@ -261,9 +260,9 @@ def test_ranks_that_were_stopped_for_no_reason(open_place: Callable[..., Place])
     """No node says that it is at the end: that is no end with exit code 0."""
     place = open_place(1, 1)
     link = place.join(0)
-    link.receive_one(GREETING_S)
+    link.receive(GREETING_S)
     link.send(**FAILED)
-    end = link.receive_one(GREETING_S)
+    end = link.receive(GREETING_S)
     assert end is not None
     assert (end["kind"], end["code"]) == ("end", 1)
 

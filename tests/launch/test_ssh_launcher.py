@@ -205,7 +205,7 @@ def test_nobody_says_anything_any_more(command: Command) -> None:
     watcher.stdin.flush()
 
     def beat() -> bool:
-        watcher.stdin.write(b"\n")
+        watcher.stdin.write(b"{}\n")
         watcher.stdin.flush()
         return (command.directory / "ready0").exists()
 

@@ -1,8 +1,8 @@
 """A process that imports torch once and forks every rank: a set of ranks starts in 0.1 s instead of two seconds.
 
-`ForkServer` is the client side. The server process (`serve`) has one thread and exchanges JSON messages over a Unix
-socket: it receives `start` and `signal`, and sends an event when ranks have started and when one has ended. When the
-socket closes because the client has ended, the server kills every rank and their children, and ends.
+`ForkServer` is the client side. The server process (`serve`) has one thread. It receives requests to start and to
+signal ranks over a Unix socket, and sends an event when ranks have started and when one has ended. When the socket
+closes because the client has ended, the server kills every rank and their children, and ends.
 
 multiprocessing's forkserver does not fit: it imports the caller's main script again in every rank, and its ranks keep
 it alive after the caller was killed.
@@ -18,13 +18,18 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any, NoReturn
 from weakref import WeakSet
 
 from samestep.console import say
-from samestep.launch.lines import READ_BYTES, LineSplitter, MessageReader, encode_message, parse_message, wait_readable
+from samestep.launch.messages import READ_BYTES
 from samestep.launch.output_recorder import DRAIN_S, Recording
 from samestep.launch.rank_process import keep_signal, run_rank
 from samestep.world.environment import child_variables
@@ -34,7 +39,6 @@ from samestep.world.host import die_with_parent
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "torch.utils.data", "samestep.train.run")
 
 CLOSE_S = 5.0
-MAX_START_BYTES = 1 << 28  # of a start message, which holds the environment of every rank
 
 
 class ForkServer:
@@ -48,75 +52,69 @@ class ForkServer:
     """
 
     def __init__(self, *, fork: bool = False) -> None:
-        self._socket, theirs = socket.socketpair()
-        self._reader = MessageReader(self._socket.fileno())
-        self._ended = self._lost = False
+        self._connection, theirs = Pipe()
+        self._has_ended = False
         with theirs:
             self._pid = self._fork(theirs) if fork else _start_server(theirs.fileno())
         _open_servers.add(self)
 
-    def _fork(self, theirs: socket.socket) -> int:
+    def _fork(self, theirs: "Connection[Any, Any]") -> int:
         pid = os.fork()
         if pid == 0:
             try:
-                self._socket.close()
+                self._connection.close()
                 os.setsid()
                 with open(os.devnull) as null:
                     os.dup2(null.fileno(), 0)
                 if sys.path[:1] == [_program_directory()]:
                     del sys.path[0]  # ranks insert the directory of their own script
-                serve(theirs.detach())
+                serve(theirs)
             finally:
                 os._exit(1)
         return pid
 
     def start(self, ranks: list[dict[str, Any]], **common: Any) -> None:
         """Fork ranks (see `rank_process.run_rank` for the fields). They inherit this process's stdout and stderr."""
-        message = encode_message({"start": ranks, "common": common})
         with suppress(OSError):  # `receive` reports that the server has ended
-            sent = socket.send_fds(self._socket, [message], [1, 2])
-            self._socket.sendall(message[sent:])
+            self._connection.send({"start": ranks, "common": common})
+            for file in (1, 2):
+                send_handle(self._connection, file, self._pid)
 
     def signal(self, signum: int) -> None:
         """Send a signal to every running rank; SIGKILL also goes to their children."""
         with suppress(OSError):  # the server has ended, and its ranks with it
-            self._socket.sendall(encode_message({"signal": int(signum)}))
+            self._connection.send({"signal": int(signum)})
 
-    def receive(self, timeout_s: float) -> list[dict[str, Any]] | None:
-        """Return events, waiting up to `timeout_s` for the first; None if the server has ended."""
-        try:
-            events = self._reader.read() if wait_readable(self._socket.fileno(), timeout_s) else []
-        except ValueError:  # the socket is closed
-            events = None
-        self._lost = events is None
-        return events
+    def receive(self, timeout_s: float) -> dict[str, Any] | None:
+        """Return the next event, waiting up to `timeout_s` for it; None if there is none.
 
-    @property
-    def usable(self) -> bool:
-        """Whether the server still runs."""
-        return not self._lost and self._is_alive()
+        Raises:
+            EOFError, OSError: the server has ended.
+        """
+        return self._connection.recv() if self._connection.poll(timeout_s) else None
 
-    def _is_alive(self) -> bool:
-        if not self._ended:
-            self._ended = os.waitpid(self._pid, os.WNOHANG) != (0, 0)
-        return not self._ended
+    def is_alive(self) -> bool:
+        """Return whether the server still runs."""
+        if not self._has_ended:
+            self._has_ended = os.waitpid(self._pid, os.WNOHANG) != (0, 0)
+        return not self._has_ended
 
     def close(self) -> None:
         """End the server, its ranks and their children, and wait for it."""
-        self._socket.close()
-        if self._is_alive():
+        self._connection.close()
+        if self.is_alive():
             os.kill(self._pid, signal.SIGTERM)  # ends it while it imports and does not read the socket; ignored later
         deadline_s = time.monotonic() + CLOSE_S
-        while self._is_alive() and time.monotonic() < deadline_s:
+        while self.is_alive() and time.monotonic() < deadline_s:
             time.sleep(0.002)
-        if self._is_alive():
+        if self.is_alive():
             os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)
         _open_servers.discard(self)
 
     def forget(self) -> None:
         """Close the socket in a forked child, where it would keep the server alive after the client's end."""
-        self._socket.close()
+        self._connection.close()
 
 
 _open_servers: WeakSet[ForkServer] = WeakSet()
@@ -135,7 +133,10 @@ def _start_server(fd: int) -> int:
     """Start a server in a new process, connected through `fd`. Returns its pid."""
     package_parent = str(Path(__file__).parents[2])
     # -P: a file in the working directory must not shadow a module that torch imports.
-    code = f"import sys; sys.path.append({package_parent!r}); from samestep.launch.forkserver import serve; serve(3)"
+    code = (
+        f"import sys; sys.path.append({package_parent!r}); from multiprocessing.connection import Connection; "
+        "from samestep.launch.forkserver import serve; serve(Connection(3))"
+    )
     return os.posix_spawn(
         sys.executable,
         [sys.executable, "-P", "-c", code],
@@ -147,12 +148,11 @@ def _start_server(fd: int) -> int:
 
 def take_server() -> ForkServer:
     """Return an idle server, which has already imported everything, or a new one."""
-    with suppress(IndexError):
-        while True:
-            server = _idle_servers.pop()
-            if server.usable:
-                return server
-            server.close()
+    while _idle_servers:
+        server = _idle_servers.pop()
+        if server.is_alive():
+            return server
+        server.close()
     return ForkServer()
 
 
@@ -177,7 +177,7 @@ def _forget_all() -> None:
 os.register_at_fork(after_in_child=_forget_all)
 
 
-def serve(client_fd: int) -> NoReturn:
+def serve(client: "Connection[Any, Any]") -> NoReturn:
     """Run the server."""
     for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(signum, signal.SIG_IGN)  # the server ends with its client, not before
@@ -187,7 +187,7 @@ def serve(client_fd: int) -> NoReturn:
     os.environ.update({"OMP_NUM_THREADS": "1", **child_variables(), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"})
     preload()
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _Server(socket.socket(fileno=client_fd)).run()
+    _Server(client).run()
     os._exit(0)
 
 
@@ -214,10 +214,8 @@ def is_preloaded() -> bool:
 
 
 class _Server:
-    def __init__(self, client: socket.socket) -> None:
+    def __init__(self, client: "Connection[Any, Any]") -> None:
         self.client = client
-        self.lines = LineSplitter(MAX_START_BYTES)
-        self.fds: list[int] = []  # stdout and stderr for the next ranks
         self.ranks: dict[int, int] = {}  # pid -> rank
         self.ended: dict[int, dict[str, Any]] = {}  # rank -> event, sent when its output is recorded
         self.recording: Recording | None = None
@@ -242,16 +240,10 @@ class _Server:
                 self.woken.recv(READ_BYTES)
                 self.reap()
             if self.recording is not None and self.recording in ready:
-                if (written := self.recording.receive()) is None and not self.is_stopping:
-                    with suppress(OSError):
-                        say(
-                            "the process that records the ranks' output has died or was killed (out of memory?): from "
-                            "here on their output is lost, and a rank that prints can fail with BrokenPipeError"
-                        )
-                self.send_ends(written)
-            if is_limited and not ready:
-                self.send_ends(None)
-            if self.client in ready and not self.read():
+                self.receive_from_recorder(self.recording)
+            elif is_limited and not ready:
+                self.stop_recording()
+            if self.client in ready and not self.process_request():
                 break
         self.send_signal(signal.SIGKILL)
         for pid in self.ranks:
@@ -260,68 +252,69 @@ class _Server:
         if self.directory is not None:  # the client was killed and has not removed it
             shutil.rmtree(self.directory, ignore_errors=True)
 
-    def read(self) -> bool:
+    def process_request(self) -> bool:
+        """Process a request. Returns False if the client has ended."""
         try:
-            data, fds, _, _ = socket.recv_fds(self.client, READ_BYTES, 2)
-        except ConnectionError:
+            request = self.client.recv()
+            files = [recv_handle(self.client) for _ in range(2)] if "start" in request else []
+        except (EOFError, OSError):
             return False
-        self.fds += fds
-        for line in self.lines.feed(data):
-            message = parse_message(line)
-            if "signal" in message:
-                self.send_signal(message["signal"])
-            else:
-                self.start(message["start"], message["common"])
-        return bool(data)
+        if files:
+            self.start(request["start"], request["common"], *files)
+        else:
+            self.send_signal(request["signal"])
+        return True
 
     def send(self, event: dict[str, Any]) -> None:
-        with suppress(ConnectionError):  # `read` reports it
-            self.client.sendall(encode_message(event))
+        with suppress(OSError):  # `process_request` notices that the client has ended
+            self.client.send(event)
 
-    def start(self, ranks: list[dict[str, Any]], common: dict[str, Any]) -> None:
-        server_pid = os.getpid()
+    def start(self, ranks: list[dict[str, Any]], common: dict[str, Any], out: int, err: int) -> None:
         self.directory = common["directory"]
         self.is_stopping = False
         shown = {fields["rank"]: fields.pop("is_shown") for fields in ranks}
-        out, err = self.fds
-        self.recording = Recording(shown, out, err, self.directory, (self.client, self.woken, self.waker))
+        self.recording = Recording(shown, out, err, common["directory"], self.fork)
         self.selector.register(self.recording, selectors.EVENT_READ)
-        self.fds = []
         gate = os.pipe()
         for fields in ranks:
-            pid = os.fork()
-            if pid == 0:
-                self.become_rank(server_pid, self.recording, gate, {**common, **fields})
+            pid = self.fork(partial(self.become_rank, os.getpid(), self.recording, gate, {**common, **fields}))
             self.ranks[pid] = fields["rank"]
         self.recording.begin()
         self.send({"started": list(self.ranks)})
-        for fd in gate:  # closing it lets the ranks continue, after the event was sent
-            os.close(fd)
+        for file in gate:  # closing it lets the ranks continue, after the event was sent
+            os.close(file)
+
+    def fork(self, run: Callable[[], None]) -> int:
+        """Fork a process that calls `run` and ends. Returns its pid."""
+        pid = os.fork()
+        if pid == 0:
+            try:
+                signal.set_wakeup_fd(-1)
+                for end in (self.client, self.woken, self.waker):
+                    end.close()
+                run()
+            finally:
+                os._exit(1)
+        return pid
 
     def become_rank(
         self, server_pid: int, recording: Recording, gate: tuple[int, int], fields: dict[str, Any]
     ) -> NoReturn:
         """In the child: become the leader of a session that ends with the server, and run the rank."""
-        try:
-            os.setsid()
-            die_with_parent()
-            if os.getppid() != server_pid:
-                os._exit(1)
-            signal.set_wakeup_fd(-1)
-            for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
-                signal.signal(signum, signal.SIG_DFL)
-            signal.signal(signal.SIGUSR1, keep_signal)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            for end in (self.client, self.woken, self.waker):
-                end.close()
-            fields["variables"] |= recording.enter(fields["rank"])
-            waits, opens = gate
-            os.close(opens)
-            os.read(waits, 1)
-            os.close(waits)
-            run_rank(**fields)
-        finally:
+        os.setsid()
+        die_with_parent()
+        if os.getppid() != server_pid:
             os._exit(1)
+        for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(signum, signal.SIG_DFL)
+        signal.signal(signal.SIGUSR1, keep_signal)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        fields["variables"] |= recording.enter(fields["rank"])
+        waits, opens = gate
+        os.close(opens)
+        os.read(waits, 1)
+        os.close(waits)
+        run_rank(**fields)
 
     def reap(self) -> None:
         """Collect the ranks that have ended, and kill the processes that they have left."""
@@ -334,27 +327,41 @@ class _Server:
             rank = self.ranks.pop(pid)
             with suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
-            code = os.waitstatus_to_exitcode(status)
-            self.ended[rank] = {"rank": rank, "code": code, "time_s": time.time()}
+            self.ended[rank] = {"rank": rank, "code": os.waitstatus_to_exitcode(status), "time_s": time.time()}
             if self.recording is not None:
                 self.recording.finish(rank)
             else:
-                self.send_ends([rank])
+                self.send_end(rank)
 
-    def send_ends(self, ranks: list[int] | None) -> None:
-        """Send the end of ranks whose output is recorded. None: of all ranks that have ended."""
-        ends = [self.ended.pop(rank) for rank in (list(self.ended) if ranks is None else ranks)]
-        if ranks is None or not (self.ranks or self.ended):
-            self.stop_recording()  # before the last event
-        for end in ends:
-            self.send(end)
+    def receive_from_recorder(self, recording: Recording) -> None:
+        """Send the end of a rank whose output is recorded."""
+        try:
+            rank = recording.receive()
+        except (EOFError, OSError):
+            if not self.is_stopping:
+                with suppress(OSError):
+                    say(
+                        "the process that records the ranks' output has died or was killed (out of memory?): from here "
+                        "on their output is lost, and a rank that prints can fail with BrokenPipeError"
+                    )
+            self.stop_recording()
+        else:
+            self.send_end(rank)
+
+    def send_end(self, rank: int) -> None:
+        event = self.ended.pop(rank)
+        if not (self.ranks or self.ended):
+            self.stop_recording()  # the recorder prints before the client knows that all ranks have ended
+        self.send(event)
 
     def stop_recording(self) -> None:
-        """End the recorder after it has written what it holds."""
+        """End the recorder after it has written what it holds, and send the ends of the ranks that waited for it."""
         if self.recording is not None:
-            self.selector.unregister(self.recording)
-            self.recording.close()
-            self.recording = None
+            recording, self.recording = self.recording, None
+            self.selector.unregister(recording)
+            recording.close()
+            for rank in list(self.ended):
+                self.send_end(rank)
 
     def send_signal(self, signum: int) -> None:
         self.is_stopping = True

@@ -252,25 +252,25 @@ class Ranks:
         return len(self.codes) == self.num_ranks
 
     def poll(self, timeout_s: float = POLL_S) -> None:
-        """Process the server's events, waiting up to `timeout_s` for the first.
+        """Process the server's next event, waiting up to `timeout_s` for it.
 
         Raises:
             Error: the ranks could not be started.
         """
-        events = self._server.receive(timeout_s)
-        if events is None:
+        try:
+            event = self._server.receive(timeout_s)
+        except (EOFError, OSError):
             if not self.started:
                 raise Error(
                     "the process that starts the ranks has died or was killed (out of memory?): look into the system's "
                     "log, and start again"
-                )
+                ) from None
             self._give_up()
             return
-        for event in events:
-            if "started" in event:
-                self.started, self._pids = True, event["started"]
-            else:
-                self._end(event["rank"], event["code"], event["time_s"])
+        if event is not None and "started" in event:
+            self.started, self._pids = True, event["started"]
+        elif event is not None:
+            self._end(event["rank"], event["code"], event["time_s"])
 
     def request_stop(self, signum: int = signal.SIGTERM) -> None:
         """Send a signal to the ranks. A run completes its step, saves and ends; other programs are killed by it."""

@@ -13,18 +13,19 @@ import select
 import selectors
 import shutil
 import signal
-import socket
 import termios
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from samestep.console import escape
 from samestep.files import open_regular
-from samestep.launch.lines import READ_BYTES, MessageReader, encode_message
+from samestep.launch.messages import READ_BYTES, MessageReader, encode_message
 from samestep.world.environment import LOG, TERMINAL, read_log_pipe
 
 EARLY_BYTES = 1 << 26  # kept of a shown rank's output before `start_log`
@@ -43,7 +44,7 @@ def start_log(rank: int, path: Path) -> None:
             os.write(pipe, encode_message({"rank": rank, "path": str(path.absolute())}))
 
 
-@dataclass(frozen=True)
+@dataclass
 class Stream:
     """A pipe or pseudo-terminal that replaces stdout, stderr or both in a rank.
 
@@ -51,6 +52,7 @@ class Stream:
         files: the file descriptors that it replaces.
         inner, outer: the ends of the rank and of the recorder.
         target: the file descriptor that shows the output; None: not shown.
+        held: the incomplete last line of a terminal.
     """
 
     rank: int
@@ -59,29 +61,30 @@ class Stream:
     outer: int
     target: int | None
     is_terminal: bool = False
+    held: bytes = b""
 
 
-def open_streams(rank: int, out: int | None, err: int | None) -> list[Stream]:
-    """Open the streams of a rank that is shown on the file descriptors `out` and `err`; None: not shown."""
-    targets: list[tuple[tuple[int, ...], int | None]] = [((1,), out), ((2,), err)]
-    if out is None or err is None:
-        targets = [((1, 2), None)]
-    elif os.path.sameopenfile(out, err):  # one stream keeps the order
-        targets = [((1, 2), out)]
-    streams = []
-    for files, target in targets:
-        if target is not None and os.isatty(target):
-            with suppress(OSError):  # no pseudo-terminal is available: use a pipe
-                outer, inner = os.openpty()
-                settings = termios.tcgetattr(inner)
-                settings[1] &= ~termios.OPOST  # the real terminal does that
-                termios.tcsetattr(inner, termios.TCSANOW, settings)
-                _copy_size(target, outer)
-                streams.append(Stream(rank, files, inner, outer, target, is_terminal=True))
-                continue
-        outer, inner = os.pipe()
-        streams.append(Stream(rank, files, inner, outer, target))
-    return streams
+def open_stream(rank: int, files: tuple[int, ...], target: int | None) -> Stream:
+    """Open a stream that is shown on `target`: a pseudo-terminal if that is a terminal, else a pipe."""
+    if target is not None and os.isatty(target):
+        with suppress(OSError):  # no pseudo-terminal is available: use a pipe
+            outer, inner = os.openpty()
+            settings = termios.tcgetattr(inner)
+            settings[1] &= ~termios.OPOST  # the real terminal does that
+            termios.tcsetattr(inner, termios.TCSANOW, settings)
+            _copy_size(target, outer)
+            return Stream(rank, files, inner, outer, target, is_terminal=True)
+    outer, inner = os.pipe()
+    return Stream(rank, files, inner, outer, target)
+
+
+def open_streams(rank: int, is_shown: bool, out: int, err: int) -> list[Stream]:
+    """Open the streams of a rank."""
+    if not is_shown:
+        return [open_stream(rank, (1, 2), None)]
+    if os.path.sameopenfile(out, err):  # one stream keeps the order
+        return [open_stream(rank, (1, 2), out)]
+    return [open_stream(rank, (1,), out), open_stream(rank, (2,), err)]
 
 
 def _copy_size(source: int, target: int) -> None:
@@ -98,32 +101,25 @@ class Recording:
         shown: rank -> whether it is shown.
         out, err: the launcher's stdout and stderr; `begin` closes them.
         directory: receives `rank<N>.log`: the output of a rank, or a link to the log in the run's directory.
-        private: sockets that the recorder closes, because only this process uses them.
+        fork: forks a process that calls a function; returns its pid.
     """
 
     def __init__(
-        self, shown: Mapping[int, bool], out: int, err: int, directory: str, private: Iterable[socket.socket]
+        self, shown: Mapping[int, bool], out: int, err: int, directory: str, fork: Callable[[Callable[[], None]], int]
     ) -> None:
-        self._streams = [
-            stream
-            for rank, is_shown in shown.items()
-            for stream in open_streams(rank, *((out, err) if is_shown else (None, None)))
-        ]
+        self._streams = [each for rank, is_shown in shown.items() for each in open_streams(rank, is_shown, out, err)]
         self._files = [out, err]
-        paths, self._tell = os.pipe()
-        self._socket, theirs = socket.socketpair()
-        self._reader = MessageReader(self._socket.fileno())
-        self._pid = os.fork()
-        if self._pid == 0:
-            try:
-                signal.set_wakeup_fd(-1)
-                for mine in (*private, self._socket):
-                    mine.close()
-                for file in [self._tell, *(stream.inner for stream in self._streams)]:
-                    os.close(file)
-                Recorder(self._streams, paths, theirs, err, directory, [r for r in shown if shown[r]]).run()
-            finally:
-                os._exit(1)
+        paths, self._path_writer = os.pipe()
+        self._connection, theirs = Pipe()
+
+        def record() -> None:
+            self._connection.close()
+            for file in [self._path_writer, *(stream.inner for stream in self._streams)]:
+                os.close(file)
+            logs = {rank: Log(rank, f"{directory}/rank{rank}.log", is_shown) for rank, is_shown in shown.items()}
+            Recorder(self._streams, logs, paths, theirs, err).run()
+
+        self._pid = fork(record)
         theirs.close()
         os.close(paths)
         for stream in self._streams:
@@ -131,7 +127,7 @@ class Recording:
 
     def enter(self, rank: int) -> dict[str, str]:
         """In the process of `rank`: install its streams. Returns environment variables for it."""
-        self._socket.close()
+        self._connection.close()
         for stream in self._streams:
             for file in stream.files if stream.rank == rank else ():
                 os.dup2(stream.inner, file)
@@ -139,30 +135,29 @@ class Recording:
         out, err = self._files
         os.close(out)
         os.set_inheritable(err, False)
-        return {TERMINAL: f"{os.getpid()}:{err}", LOG: f"{os.getpid()}:{self._tell}"}
+        return {TERMINAL: f"{os.getpid()}:{err}", LOG: f"{os.getpid()}:{self._path_writer}"}
 
     def begin(self) -> None:
         """After the fork of all ranks: close the files that only they and the recorder use."""
-        for file in [*self._files, self._tell, *(stream.inner for stream in self._streams)]:
+        for file in [*self._files, self._path_writer, *(stream.inner for stream in self._streams)]:
             os.close(file)
 
     def finish(self, rank: int) -> None:
         """Report the end of a rank to the recorder. `receive` returns the rank when its output is written."""
-        with suppress(OSError):  # `receive` reports the end of the recorder
-            self._socket.sendall(encode_message({"ended": rank}))
+        with suppress(OSError):  # `receive` notices the end of the recorder
+            self._connection.send(rank)
 
     def fileno(self) -> int:
         """The file descriptor, for select."""
-        return self._socket.fileno()
+        return self._connection.fileno()
 
-    def receive(self) -> list[int] | None:
-        """Return the ranks whose output is written; None if the recorder has ended."""
-        messages = self._reader.read()
-        return None if messages is None else [message["ended"] for message in messages]
+    def receive(self) -> int:
+        """Wait for a rank whose output is written. Raises EOFError or OSError if the recorder has ended."""
+        return int(self._connection.recv())
 
     def close(self) -> None:
         """End the recorder. It has `DRAIN_S` to write what it holds."""
-        self._socket.close()
+        self._connection.close()
         deadline_s = time.monotonic() + DRAIN_S
         with suppress(ChildProcessError):
             while os.waitpid(self._pid, os.WNOHANG) == (0, 0):
@@ -241,21 +236,23 @@ class Recorder:
     """Reads the output of the ranks until the process that has forked them closes `control`.
 
     Args:
+        logs: the log of each rank.
         paths: pipe on which ranks send the paths of their logs.
         control: connection to the process that has forked the ranks; reports their ends.
         terminal: file descriptor for warnings.
     """
 
     def __init__(
-        self, streams: list[Stream], paths: int, control: socket.socket, terminal: int, directory: str, shown: list[int]
+        self,
+        streams: list[Stream],
+        logs: dict[int, Log],
+        paths: int,
+        control: "Connection[Any, Any]",
+        terminal: int,
     ) -> None:
-        self._control, self._paths, self._terminal = control, paths, terminal
-        self._ends, self._moves = MessageReader(control.fileno()), MessageReader(paths)
-        self._targets = {stream.outer: stream.target for stream in streams}
-        self._held = dict.fromkeys(self._targets, b"")
-        ranks = dict.fromkeys(stream.rank for stream in streams)
-        self._logs = {rank: Log(rank, os.path.join(directory, f"rank{rank}.log"), rank in shown) for rank in ranks}
-        self._open = list(streams)
+        self._streams, self._logs = list(streams), logs
+        self._moves = MessageReader(paths)
+        self._control, self._terminal = control, terminal
         self._cut: list[int] = []  # the ranks whose logs end early
         self._selector = selectors.DefaultSelector()
         for stream in streams:
@@ -266,13 +263,15 @@ class Recorder:
     def run(self) -> NoReturn:
         is_needed = True
         while is_needed:
-            ready = {key.fd: key.data for key, _ in self._selector.select()}
-            for stream in [stream for stream in self._open if stream.outer in ready]:
-                self._read(stream)
-            if self._paths in ready:
-                self._move_logs()
-            if self._control.fileno() in ready:
-                is_needed = self._finish_ranks()
+            ready = [key for key, _ in self._selector.select()]
+            for key in ready:
+                if key.data is not None:
+                    self._read(key.data)
+            for key in ready:  # after the output that was written before
+                if key.fileobj is self._control:
+                    is_needed = self._finish_rank()
+                elif key.data is None:
+                    self._move_log(key.fd)
         for rank in self._logs:
             self._drain(rank)
         if len(self._cut) > 1:
@@ -280,20 +279,22 @@ class Recorder:
             self._print(f"the logs of {len(self._cut) - 1} other ranks of this start end early as well: {others}")
         os._exit(0)
 
-    def _move_logs(self) -> None:
-        messages = self._moves.read()
-        if messages is None:
-            self._selector.unregister(self._paths)
-        for message in messages or []:
-            self._warn(message["rank"], self._logs[message["rank"]].move(message["path"]))
+    def _move_log(self, paths: int) -> None:
+        try:
+            while (message := self._moves.receive()) is not None:
+                self._warn(message["rank"], self._logs[message["rank"]].move(message["path"]))
+        except OSError:  # all ranks have ended
+            self._selector.unregister(paths)
 
-    def _finish_ranks(self) -> bool:
-        messages = self._ends.read()
-        for message in messages or []:
-            self._drain(message["ended"])
-            with suppress(OSError):
-                self._control.sendall(encode_message(message))
-        return messages is not None
+    def _finish_rank(self) -> bool:
+        try:
+            rank = self._control.recv()
+        except (EOFError, OSError):
+            return False
+        self._drain(rank)
+        with suppress(OSError):
+            self._control.send(rank)
+        return True
 
     def _read(self, stream: Stream) -> int:
         """Read a stream once, show it and write it. Returns the number of bytes."""
@@ -305,40 +306,38 @@ class Recorder:
             data = b""
         if not data:
             self._selector.unregister(stream.outer)
-            self._open.remove(stream)
+            self._streams.remove(stream)
             self._end_line(stream)
             os.close(stream.outer)
             return 0
-        target = self._targets[stream.outer]
-        if target is not None:
+        if stream.target is not None:
             if stream.is_terminal:
-                _copy_size(target, stream.outer)
+                _copy_size(stream.target, stream.outer)
             try:
-                write_all(target, data)
+                write_all(stream.target, data)
             except OSError:  # the terminal has closed: continue the run and its log
-                self._targets[stream.outer] = None
+                stream.target = None
         self._write(stream, data)
         return len(data)
 
     def _write(self, stream: Stream, data: bytes) -> None:
         if stream.is_terminal:
-            *lines, held = (self._held[stream.outer] + data).split(b"\n")
+            *lines, held = (stream.held + data).split(b"\n")
             data = b"".join(_settle(line) + b"\n" for line in lines)
-            held = held[held.rfind(b"\r", 0, -1) + 1 :]
-            self._held[stream.outer] = held
-            if len(held) > HELD_BYTES:
-                data, self._held[stream.outer] = data + held, b""
+            stream.held = held[held.rfind(b"\r", 0, -1) + 1 :]
+            if len(stream.held) > HELD_BYTES:
+                data, stream.held = data + stream.held, b""
         if data:
             self._warn(stream.rank, self._logs[stream.rank].write(data))
 
     def _end_line(self, stream: Stream) -> None:
-        held, self._held[stream.outer] = self._held[stream.outer], b""
+        held, stream.held = stream.held, b""
         if held:
             self._warn(stream.rank, self._logs[stream.rank].write(_settle(held)))
 
     def _drain(self, rank: int) -> None:
         """Read the remaining output of a rank that has ended, but not that of the processes that it has left."""
-        for stream in [stream for stream in self._open if stream.rank == rank]:
+        for stream in [stream for stream in self._streams if stream.rank == rank]:
             left = LEFT_BYTES
             os.set_blocking(stream.outer, False)
             while left > 0 and (num_bytes := self._read(stream)):

@@ -20,8 +20,8 @@ from typing import Any
 from samestep.config import PREFIX, Overrides, name_flag, to_variables
 from samestep.errors import Error
 from samestep.launch.handshake import is_proven, make_nonce, prove
-from samestep.launch.links import Link, check_fields
 from samestep.launch.local_ranks import MOST_LOCAL_RANKS, Target
+from samestep.launch.messages import Link, build
 from samestep.version import __version__
 from samestep.world.environment import SECRET, read_host, read_overrides
 from samestep.world.host import is_loopback, list_addresses
@@ -166,21 +166,19 @@ def _find_module(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class Hello:
-    """A node's description of itself, which it sends to the server."""
+    """A node's description of itself, which it sends to the server.
+
+    Attributes:
+        program: the file or module that it runs.
+        settings: what must be equal on all nodes, by name.
+    """
 
     host: str
     node_rank: int | None
     num_ranks: int
-    nnodes: tuple[int, int]
-    run_id: str
-    max_restarts: int
-    script: str
-    arguments: list[str]
     program: str
-    samestep: str
-    torch: str
-    python: str
-    overrides: dict[str, str]
+    arguments: list[str]
+    settings: dict[str, str]
 
     @property
     def name(self) -> str:
@@ -188,24 +186,16 @@ class Hello:
         return self.host if self.node_rank is None else f"node {self.node_rank} ({self.host})"
 
 
-# Options that can differ between nodes.
-PER_NODE = ("local_dir", "grace_s")
-_KINDS: dict[str, Any] = {
-    "host": str, "node_rank": int | None, "num_ranks": int, "nnodes": list, "run_id": str, "max_restarts": int,
-    "script": str, "arguments": list, "program": str, "samestep": str, "torch": str, "python": str, "overrides": dict,
-}  # fmt: skip
+PER_NODE = ("local_dir", "grace_s")  # options that can differ between nodes
+PROGRAM = "program"  # in the settings
 
 
 def parse_hello(fields: Mapping[str, Any]) -> Hello:
     """Check and convert the fields that a node has sent. Raises ValueError if no launcher of samestep sends them."""
-    check_fields(fields, _KINDS)
-    words = [*fields["arguments"], *fields["overrides"].values(), *fields["overrides"], *fields["nnodes"]]
-    if not all(isinstance(word, str | int) for word in words) or len(fields["nnodes"]) != 2:
+    hello: Hello = build(Hello, fields)
+    if not 1 <= hello.num_ranks <= MOST_LOCAL_RANKS or not hello.host.isprintable():
         raise ValueError("not a hello")
-    names = (fields[name] for name, kind in _KINDS.items() if kind is str)
-    if not 1 <= fields["num_ranks"] <= MOST_LOCAL_RANKS or not all(name.isprintable() for name in names):
-        raise ValueError("not a hello")
-    return Hello(**fields)
+    return hello
 
 
 def build_hello(
@@ -215,21 +205,20 @@ def build_hello(
     import torch
 
     options = {**read_overrides(), **(overrides or {})}
-    return Hello(
-        host=read_host(),
-        node_rank=nodes.node_rank,
-        num_ranks=num_ranks,
-        nnodes=(nodes.least, nodes.most),
-        run_id=nodes.run_id,
-        max_restarts=max_restarts,
-        script=Path(target.name).name if target.kind == "script" else target.name,
-        arguments=target.arguments,
-        program=describe_target(target),
-        samestep=__version__,
-        torch=torch.__version__,
-        python=platform.python_version(),
-        overrides=to_variables({name: value for name, value in options.items() if name not in PER_NODE}),
-    )
+    variables = to_variables({name: value for name, value in options.items() if name not in PER_NODE})
+    flags = {name: name_flag(name.removeprefix(PREFIX).lower()) for name in variables}
+    settings = {
+        "--rdzv-id": nodes.run_id,
+        "--nnodes": f"{nodes.least}:{nodes.most}",
+        "--max-restarts": str(max_restarts),
+        PROGRAM: describe_target(target),
+        "samestep": __version__,
+        "torch": torch.__version__,
+        "Python": platform.python_version(),
+        **{f"{flags[name]} (or {name})": text for name, text in variables.items()},
+    }
+    program = Path(target.name).name if target.kind == "script" else target.name
+    return Hello(read_host(), nodes.node_rank, num_ranks, program, target.arguments, settings)
 
 
 def find_difference(hello: Hello, others: Sequence[Hello]) -> str | None:
@@ -240,25 +229,12 @@ def find_difference(hello: Hello, others: Sequence[Hello]) -> str | None:
                 f"{hello.host} and {other.host} were both started with --node-rank {hello.node_rank}: give each node "
                 "its own"
             )
-    kinds = {
-        "run_id": "another --rdzv-id",
-        "nnodes": "another --nnodes",
-        "max_restarts": "another --max-restarts",
-        "program": f"another {hello.script}",
-        "samestep": "another samestep",
-        "torch": "another torch",
-        "python": "another Python",
-    }
     for other in others:
-        compared = [(what, getattr(hello, name), getattr(other, name)) for name, what in kinds.items()]
-        for variable in sorted({*hello.overrides, *other.overrides}):
-            option = name_flag(variable.removeprefix(PREFIX).lower())
-            mine, theirs = (each.overrides.get(variable, "none") for each in (hello, other))
-            compared.append((f"another {option} (or {variable})", mine, theirs))
-        for what, mine, theirs in compared:
-            if _show(mine) != _show(theirs):
-                found = f"{_show(mine)}, not {_show(theirs)}"
-                return f"{hello.name} has {what} than {other.name} ({found}): make them the same"
+        for name in {**hello.settings, **other.settings}:
+            mine, theirs = (each.settings.get(name, "none") for each in (hello, other))
+            if mine != theirs:
+                what = hello.program if name == PROGRAM else name
+                return f"{hello.name} has another {what} than {other.name} ({mine}, not {theirs}): make them the same"
     return None
 
 
@@ -270,7 +246,7 @@ def find_other_arguments(hello: Hello, other: Hello) -> str | None:
     if not only_mine and not only_theirs:
         return None
     return (
-        f"{hello.name} gives {hello.script} other arguments than {other.name}, {only_mine or 'nothing'} instead of "
+        f"{hello.name} gives {hello.program} other arguments than {other.name}, {only_mine or 'nothing'} instead of "
         f"{only_theirs or 'nothing'}: if they are not only paths, the models can differ"
     )
 
@@ -283,10 +259,6 @@ def _group_arguments(arguments: Sequence[str]) -> list[list[str]]:
             groups.append([])
         groups[-1].append(word)
     return groups
-
-
-def _show(value: Any) -> str:
-    return ":".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def connect(nodes: Nodes, hello: Hello, is_cancelled: Callable[[], bool]) -> Link | None:
@@ -302,11 +274,17 @@ def connect(nodes: Nodes, hello: Hello, is_cancelled: Callable[[], bool]) -> Lin
             connection = socket.create_connection((nodes.host, nodes.port), timeout=GREETING_S)
             connection.settimeout(None)
             link = Link(connection)
-            _greet(link, nodes)
-            link.send("hello", **asdict(hello))
-            answer = _wait_for_answer(link)
+            try:
+                _join(link, nodes, hello)
+            except BaseException:
+                link.close()
+                raise
+            return link
         except ValueError:
-            answer = None
+            raise Error(
+                f"the port of --rdzv-endpoint {nodes.endpoint} is in use by a program that is no samestep launcher: "
+                "choose another one, on all nodes"
+            ) from None
         except OSError as error:
             if time.monotonic() > deadline_s:
                 raise Error(
@@ -314,47 +292,36 @@ def connect(nodes: Nodes, hello: Hello, is_cancelled: Callable[[], bool]) -> Lin
                     "start the launcher on that machine too, and check that no firewall closes the port"
                 ) from None
             time.sleep(RETRY_S)
-            continue
-        if answer is None or answer.get("kind") not in ("welcome", "refused"):
-            link.close()
-            raise Error(
-                f"the port of --rdzv-endpoint {nodes.endpoint} is in use by a program that is no samestep launcher: "
-                "choose another one, on all nodes"
-            )
-        if answer["kind"] == "refused":
-            link.close()
-            raise Error(answer["reason"])
-        return link
     return None
 
 
-def _greet(link: Link, nodes: Nodes) -> None:
-    """Perform the node's side of the handshake.
+def _join(link: Link, nodes: Nodes, hello: Hello) -> None:
+    """Perform the node's side of the handshake, and send its description.
 
     Raises:
-        Error: the secrets differ.
+        Error: the secrets differ, or the server refuses this node.
         ValueError: the peer is no rendezvous server.
         OSError: the connection was closed.
     """
-    challenge, nonce = _wait_for_answer(link), make_nonce()
-    if challenge is None or challenge["kind"] != "challenge" or not isinstance(challenge.get("nonce"), str):
+
+    def receive(*kinds: str) -> dict[str, Any]:
+        message = link.receive(GREETING_S)
+        if message is None or message["kind"] not in kinds:
+            raise ValueError("no rendezvous server")
+        return message
+
+    challenge, nonce = receive("challenge").get("nonce"), make_nonce()
+    if not isinstance(challenge, str):
         raise ValueError("no rendezvous server")
-    link.send("proof", nonce=nonce, proof=prove(nodes.secret, "node", challenge["nonce"], nonce))
-    answer = _wait_for_answer(link)
-    if answer is None or answer["kind"] not in ("proof", "denied"):
-        raise ValueError("no rendezvous server")
-    if answer["kind"] == "denied" or not is_proven(answer, nodes.secret, "hub", challenge["nonce"], nonce):
-        link.close()
+    link.send("proof", nonce=nonce, proof=prove(nodes.secret, "node", challenge, nonce))
+    answer = receive("proof", "denied")
+    if not is_proven(answer, nodes.secret, "hub", challenge, nonce):
         raise Error(
             f"the launcher at {nodes.endpoint} does not have this node's secret: give all nodes the same {SECRET}, or "
             "the same file with --rdzv-secret"
         )
     link.trust()
-
-
-def _wait_for_answer(link: Link) -> dict[str, Any] | None:
-    deadline_s = time.monotonic() + GREETING_S
-    while (left_s := deadline_s - time.monotonic()) > 0:
-        if (message := link.receive_one(left_s)) is not None:
-            return message
-    return None
+    link.send("hello", **asdict(hello))
+    answer = receive("welcome", "refused")
+    if answer["kind"] == "refused":
+        raise Error(answer["reason"])

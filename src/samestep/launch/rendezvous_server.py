@@ -7,6 +7,7 @@ Any machine can connect. Before a connection has proven that it knows the secret
 it and sends it only a random number. Before it is admitted, nothing that it sends affects the run.
 """
 
+import errno
 import ipaddress
 import selectors
 import socket
@@ -21,8 +22,8 @@ from typing import Any
 from samestep.console import say
 from samestep.errors import Error
 from samestep.launch.handshake import is_proven, make_nonce, prove
-from samestep.launch.links import Link, check_fields, open_listener
 from samestep.launch.local_ranks import Failure, find_first, open_store
+from samestep.launch.messages import Link, build
 from samestep.launch.rendezvous_client import Hello, Nodes, find_difference, find_other_arguments, parse_hello
 from samestep.world.environment import Restart
 from samestep.world.host import is_loopback
@@ -33,11 +34,24 @@ FLUSH_S = 5.0  # for the nodes to receive the end
 STRANGER_S = 15.0  # for a connection to be admitted
 MAX_STRANGERS = 128  # connections that are not admitted; beyond that, the oldest is closed
 MAX_WARNINGS = 8  # about connections without the secret
-_OUTCOME = {"kind": str, "round": int, "failure": dict | None, "signum": int, "is_well": bool, "done": bool}
-_FAILURE = {
-    "rank": int, "time_s": int | float, "code": int, "secondary": bool, "kind": str, "message": str, "traceback": str,
-    "log": str,
-}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the ranks of a node ended in a round.
+
+    Attributes:
+        failure: of the rank that failed first.
+        signum: the signal that its launcher has received, or 0.
+        is_well: all ranks have ended with exit code 0.
+        done: the run has reached its end.
+    """
+
+    round: int
+    failure: Failure | None
+    signum: int
+    is_well: bool
+    done: bool
 
 
 @dataclass
@@ -59,8 +73,7 @@ class Member:
     is_proven: bool = False
     is_through: bool = False
     hello: Hello | None = None
-    in_round: bool = False
-    outcome: dict[str, Any] | None = field(default=None)
+    outcome: Outcome | None = None
 
     @property
     def name(self) -> str:
@@ -83,11 +96,12 @@ class RendezvousServer(threading.Thread):
         self._max_restarts, self._received = max_restarts, received
         self._members: list[Member] = []
         self._strangers: list[Member] = []  # not admitted, or no longer a member
+        self._in_round: list[Member] | None = None  # the members whose ranks run; None between rounds
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)  # a connection can be closed before it is accepted
         self._selector.register(listener, selectors.EVENT_READ)
         self._round = 0
-        self._in_round = self._is_over = False
+        self._is_over = False
         self._num_restarts = 0
         self._room = sys.maxsize  # how many ranks the run can use, once known
         self._restart: Restart | None = None
@@ -115,7 +129,7 @@ class RendezvousServer(threading.Thread):
                     self._receive(key.data)
             for member in [each for each in self._strangers if time.monotonic() > each.since_s + STRANGER_S]:
                 self._drop(member)
-            if self._in_round:
+            if self._in_round is not None:
                 self._conclude_if_ended()
             else:
                 self._begin_if_complete()
@@ -145,7 +159,7 @@ class RendezvousServer(threading.Thread):
         if member not in self._members and member not in self._strangers:
             return  # dropped since the select
         try:
-            for message in member.link.receive():
+            while (message := member.link.receive()) is not None:
                 if member.is_through:
                     continue
                 if not member.is_proven:
@@ -175,12 +189,9 @@ class RendezvousServer(threading.Thread):
         """Process a message of an admitted node."""
         if message["kind"] == "room":
             self._room = int(message["num_ranks"])
-        elif message["kind"] == "ended" and message["round"] == self._round and member.in_round:
-            check_fields(message, _OUTCOME)
-            if message["failure"] is not None:
-                check_fields(message["failure"], _FAILURE)
-            member.outcome = message
-            if not message["is_well"]:  # otherwise the other nodes can still be saving
+        elif message.pop("kind") == "ended" and message["round"] == self._round and member in (self._in_round or ()):
+            member.outcome = outcome = build(Outcome, message)
+            if not outcome.is_well:  # otherwise the other nodes can still be saving
                 self._stop_all("now")
 
     def _warn(self, sentence: str) -> None:
@@ -197,7 +208,8 @@ class RendezvousServer(threading.Thread):
             return
         self._members.remove(member)
         self._changed_s = time.monotonic()
-        if self._in_round and member.in_round and not self._is_over:
+        if self._in_round is not None and member in self._in_round and not self._is_over:
+            self._in_round.remove(member)
             self._lost.append(member.name)
             self._stop_all("now")
 
@@ -224,7 +236,7 @@ class RendezvousServer(threading.Thread):
         self._members.append(member)
         self._changed_s = time.monotonic()
         member.link.send("welcome")
-        if self._in_round and not self._is_making_room:
+        if self._in_round is not None and not self._is_making_room:
             self._is_making_room = True
             self._stop_all("saved")
 
@@ -254,7 +266,7 @@ class RendezvousServer(threading.Thread):
         members = sorted(self._members, key=lambda member: -1 if (rank := _rank_of(member)) is None else rank)
         sizes = [member.hello.num_ranks for member in members if member.hello is not None]
         self._round += 1
-        self._in_round, self._is_making_room, self._lost = True, False, []
+        self._in_round, self._is_making_room, self._lost = members, False, []
         address = self._listener.getsockname()[0]
         address = "" if ipaddress.ip_address(address).is_unspecified else address
         listener = open_listener(address, 0)
@@ -262,7 +274,7 @@ class RendezvousServer(threading.Thread):
             raise OSError("no port is free")
         self._store = open_store(listener, address or "localhost")
         for number, member in enumerate(members):
-            member.in_round, member.outcome = True, None
+            member.outcome = None
             member.link.send(
                 "begin",
                 round=self._round,
@@ -284,32 +296,29 @@ class RendezvousServer(threading.Thread):
         return address
 
     def _stop_all(self, how: str) -> None:
-        for member in self._members:
-            if member.in_round and member.outcome is None:
+        for member in self._in_round or ():
+            if member.outcome is None:
                 member.link.send("stop", round=self._round, how=how)
 
     def _conclude_if_ended(self) -> None:
         """When all ranks have ended, decide what follows."""
-        members = [member for member in self._members if member.in_round]
+        members = self._in_round or []
         outcomes = [member.outcome for member in members if member.outcome is not None]
         if len(outcomes) < len(members):
             return
-        self._in_round = False
-        for member in self._members:
-            member.in_round = False
+        self._in_round = None
         self._changed_s = time.monotonic()
         self._wait_s = self._changed_s + self._nodes.timeout_s
-        failures = [Failure(**outcome["failure"]) for outcome in outcomes if outcome["failure"] is not None]
-        first = find_first(failures)
-        leaving = [member for member in members if member.outcome is not None and member.outcome["signum"]]
-        is_well = all(outcome["is_well"] for outcome in outcomes)
-        is_whole = is_well and all(outcome["done"] for outcome in outcomes)
+        first = find_first([outcome.failure for outcome in outcomes if outcome.failure is not None])
+        leaving = [member for member, outcome in zip(members, outcomes, strict=True) if outcome.signum]
+        is_well = all(outcome.is_well for outcome in outcomes)
+        is_whole = is_well and all(outcome.done for outcome in outcomes)
         if leaving:
             self._release(leaving, is_whole=is_whole)
         elif first is not None and not (first.secondary and (self._lost or self._is_making_room)):
-            name = next(member.name for member in members if _has_failed(member, first.rank))
             if first.kind == "error" or self._num_restarts >= self._max_restarts:
-                self._end(failure=first, name=name)
+                names = (m.name for m, outcome in zip(members, outcomes, strict=True) if outcome.failure is first)
+                self._end(failure=first, name=next(names))
             else:
                 self._num_restarts += 1
                 self._restart = Restart(first.reason, first.rank)
@@ -379,5 +388,23 @@ def _rank_of(member: Member) -> int | None:
     return None if member.hello is None else member.hello.node_rank
 
 
-def _has_failed(member: Member, rank: int) -> bool:
-    return member.outcome is not None and (failure := member.outcome["failure"]) is not None and failure["rank"] == rank
+
+def open_listener(address: str, port: int) -> socket.socket | None:
+    """Listen at an address of this machine ("": all). Returns None if the port is in use.
+
+    Raises:
+        Error: the port cannot be opened for another reason.
+    """
+    reason = ""
+    families = [socket.AF_INET6, socket.AF_INET] if socket.has_dualstack_ipv6() else [socket.AF_INET]
+    if address:
+        families = [socket.AF_INET6 if ":" in address else socket.AF_INET]
+    for family in families:
+        try:
+            both = family == socket.AF_INET6 and not address
+            return socket.create_server((address, port), family=family, dualstack_ipv6=both, backlog=1024)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return None
+            reason = error.strerror or str(error)  # IPv6 can be turned off
+    raise Error(f"port {port} cannot be opened here ({reason}): choose one above 1023")

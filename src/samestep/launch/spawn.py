@@ -81,7 +81,7 @@ def spawn(
             raise _rebuild_exception(failure, ranks.directory)
         return _read_value(ranks.directory)  # type: ignore[no-any-return]
     finally:
-        if ranks.done:
+        if ranks.done and not ranks.lost:
             give_back_server(server)
         else:
             server.close()

@@ -25,7 +25,7 @@ from samestep.console import escape, say
 from samestep.errors import Error
 from samestep.launch.handshake import make_secret
 from samestep.launch.launcher import StopSignals
-from samestep.launch.lines import READ_BYTES, LineSplitter, encode_message, parse_message
+from samestep.launch.messages import READ_BYTES, LineSplitter, encode_message, parse_message
 from samestep.launch.output_recorder import write_all
 from samestep.launch.rendezvous_client import parse_endpoint
 from samestep.launch.ssh_node import BEAT_S, MARK
@@ -105,11 +105,11 @@ class Session:
     streams: dict[int, LineSplitter] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def send(self, message: dict[str, Any] | None) -> None:
-        """Send a message; None: an empty line, which shows that the connection is alive."""
+    def send(self, **message: Any) -> None:
+        """Send a message. An empty one shows that the connection is alive."""
         assert self.ssh.stdin is not None
         with self.lock, suppress(OSError, ValueError):  # `poll` reports that ssh has ended
-            write_all(self.ssh.stdin.fileno(), encode_message(message) if message else b"\n")
+            write_all(self.ssh.stdin.fileno(), encode_message(message))
 
 
 class Sessions:
@@ -137,7 +137,7 @@ class Sessions:
                 assert stream is not None
                 session.streams[number] = LineSplitter(cuts=True)
                 self._selector.register(stream, selectors.EVENT_READ, (session, number))
-            session.send({"directory": str(directory), "variables": variables, "nonce": nonce})
+            session.send(directory=str(directory), variables=variables, nonce=nonce)
         self._beats.start()
 
     def __enter__(self) -> "Sessions":
@@ -161,7 +161,7 @@ class Sessions:
     def _beat(self) -> None:
         while not self._is_closed.wait(BEAT_S):
             for session in self.all:
-                session.send(None)
+                session.send()
 
     def poll(self) -> None:
         """Show new output, and process answers and ends."""
@@ -199,7 +199,7 @@ class Sessions:
         """Send a signal to the launchers that run."""
         for session in self.all:
             if session.is_started and not session.has_ended:
-                session.send({"signal": signum})
+                session.send(signal=signum)
 
 
 def run_hosts(
@@ -230,7 +230,7 @@ def run_hosts(
             nodes = ["--nnodes", str(len(hosts)), "--node-rank", str(rank), "--rdzv-endpoint", endpoint]
             arguments = [command, *flags, *own, *(nodes if len(hosts) > 1 else []), *program]
             session.is_started = True
-            session.send({"arguments": arguments})
+            session.send(arguments=arguments)
         return _wait_for_ends(sessions, signals.received)
 
 

@@ -15,10 +15,10 @@ from typing import Any
 from samestep.config import Overrides
 from samestep.console import say
 from samestep.launch.handshake import derive_key
-from samestep.launch.links import Link, open_listener
 from samestep.launch.local_ranks import Failure, Placement, Ranks, Target, build_variables, open_store
+from samestep.launch.messages import Link
 from samestep.launch.rendezvous_client import Nodes, build_hello, connect, find_own_address
-from samestep.launch.rendezvous_server import FLUSH_S, RendezvousServer
+from samestep.launch.rendezvous_server import FLUSH_S, RendezvousServer, open_listener
 from samestep.world.environment import BEGUN, ROOM, STOPPED, Restart, count_job_nodes
 from samestep.world.host import list_addresses
 
@@ -118,7 +118,8 @@ class NodeSession:
     def receive(self, timeout_s: float = 0.0) -> None:
         """Process the server's messages."""
         try:
-            for message in self._link.receive(timeout_s) if self.end is None else []:
+            while self.end is None and (message := self._link.receive(timeout_s)) is not None:
+                timeout_s = 0.0
                 if message["kind"] == "begin":
                     self.round, self.stop = message, ""
                 elif message["kind"] == "stop" and message["round"] == self.round.get("round"):

@@ -1,11 +1,13 @@
 """Splitting streams into lines and messages, with a limit on what a peer can send."""
 
+import math
 import os
 import socket
+from dataclasses import dataclass
 
 import pytest
 
-from samestep.launch.lines import LineSplitter, MessageReader, encode_message, wait_readable
+from samestep.launch.messages import LineSplitter, MessageReader, build, encode_message
 
 
 def test_lines_that_arrive_in_pieces() -> None:
@@ -26,15 +28,31 @@ def test_messages() -> None:
     ours, theirs = socket.socketpair()
     with ours:
         reader = MessageReader(ours.fileno(), 64)
-        assert not wait_readable(ours.fileno(), 0)
-        theirs.sendall(b"\n" + encode_message({"a": 1}) + encode_message({"b": 2}))
-        assert wait_readable(ours.fileno(), 5)
-        assert reader.read_one() == {"a": 1}
-        assert reader.read() == [{"b": 2}]
+        assert reader.receive() is None
+        theirs.sendall(encode_message({"a": 1}) + encode_message({"b": 2}) + b"{")
+        assert [reader.receive(5), reader.receive(), reader.receive(0.01)] == [{"a": 1}, {"b": 2}, None]
+        theirs.sendall(b"}\n")
         theirs.close()
-        assert wait_readable(ours.fileno(), 5), "the end of the stream is an event"
-        assert reader.read() is None
-        assert reader.read_one() is None
+        assert reader.receive(math.inf) == {}
+        with pytest.raises(ConnectionError):
+            reader.receive()
+
+
+@dataclass(frozen=True)
+class Point:
+    x: float
+    tags: list[str]
+    parent: "Point | None"
+
+
+def test_dataclasses_from_messages() -> None:
+    inner = {"x": 1, "tags": ["a"], "parent": None}
+    assert build(Point, {"x": 0.5, "tags": [], "parent": inner}) == Point(0.5, [], Point(1, ["a"], None))
+    for wrong in ({"x": "1"}, {"tags": [1]}, {"tags": "a"}, {"parent": {}}, {"parent": [inner]}, {"more": 1}):
+        with pytest.raises(ValueError, match="is not"):
+            build(Point, inner | wrong)
+    with pytest.raises(ValueError, match="is not"):
+        build(dict[str, int], {"a": 1, "b": "2"})
 
 
 @pytest.mark.parametrize("line", [b"[1]\n", b"GET / HTTP/1.1\n", b"x" * 100, b"[" * 60 + b"\n"])
@@ -43,7 +61,7 @@ def test_what_is_no_message(line: bytes) -> None:
     try:
         os.write(theirs, line)
         with pytest.raises(ValueError):  # noqa: PT011
-            MessageReader(ours, 64).read()
+            MessageReader(ours, 64).receive()
     finally:
         os.close(ours)
         os.close(theirs)

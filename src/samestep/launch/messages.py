@@ -1,0 +1,169 @@
+"""Messages between processes: JSON objects, one per line, over pipes and TCP.
+
+The length of a line is limited, because any machine can connect to a rendezvous and send anything.
+"""
+
+import json
+import math
+import os
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import is_dataclass
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from samestep.world.host import plain_address
+
+READ_BYTES = 1 << 16
+MAX_LINE_BYTES = 1 << 22  # the arguments of a program can be long
+MAX_GREETING_BYTES = 512  # longest line before the peer has proven that it knows the secret
+# The kernel closes the connection to a machine that has vanished after 2 + 3 x 1 s.
+KEEP_ALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 5000}
+
+
+class LineSplitter:
+    """Splits a stream of bytes into lines.
+
+    Args:
+        max_bytes: the longest line.
+        cuts: cut a longer line into pieces instead of raising.
+    """
+
+    def __init__(self, max_bytes: int = MAX_LINE_BYTES, *, cuts: bool = False) -> None:
+        self.max_bytes = max_bytes
+        self._cuts = cuts
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Add received bytes. Returns the complete lines, without their newlines.
+
+        Raises:
+            ValueError: a line is too long.
+        """
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > self.max_bytes and self._cuts:
+            lines.append(self.flush())
+        elif max(map(len, (*lines, self._rest))) > self.max_bytes and not self._cuts:
+            raise ValueError(f"a line is longer than {self.max_bytes} bytes")
+        return lines
+
+    def flush(self) -> bytes:
+        """Return the incomplete last line, and drop it."""
+        rest, self._rest = self._rest, b""
+        return rest
+
+
+def encode_message(message: Mapping[str, Any]) -> bytes:
+    """Return a message as one line of JSON."""
+    return json.dumps(message).encode() + b"\n"
+
+
+def parse_message(line: bytes) -> dict[str, Any]:
+    """Parse a line of JSON. Raises ValueError if it is not an object."""
+    try:
+        message = json.loads(line)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    if not isinstance(message, dict):
+        raise ValueError("not a JSON object")
+    return message
+
+
+class MessageReader:
+    """Reads messages from a file descriptor."""
+
+    def __init__(self, file: int, max_bytes: int = MAX_LINE_BYTES) -> None:
+        self._file = file
+        self._lines = LineSplitter(max_bytes)
+        self._messages: deque[dict[str, Any]] = deque()
+
+    def receive(self, timeout_s: float = 0.0) -> dict[str, Any] | None:
+        """Return the next message, waiting up to `timeout_s` for it; None if none arrives.
+
+        Raises:
+            OSError: the other side has closed the stream.
+            ValueError: a line is too long, or is not a JSON object.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        poller = select.poll()  # unlike select.select, works for file descriptors above 1024
+        poller.register(self._file, select.POLLIN)
+        # With a limit of 0 this reads once, so a peer that sends without end cannot hold the caller.
+        while not self._messages and timeout_s >= 0:
+            if not poller.poll(None if timeout_s == math.inf else math.ceil(timeout_s * 1000)):
+                return None
+            data = os.read(self._file, READ_BYTES)
+            if not data:
+                raise ConnectionError("closed")
+            self._messages += [parse_message(line) for line in self._lines.feed(data)]
+            timeout_s = deadline_s - time.monotonic()
+        return self._messages.popleft() if self._messages else None
+
+
+class Link(MessageReader):
+    """A TCP connection between a launcher and the rendezvous server. Every message has a "kind"."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(connection.fileno(), MAX_GREETING_BYTES)
+        self._socket = connection
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for name, value in KEEP_ALIVE.items():
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+    def trust(self) -> None:
+        """Accept long lines: the peer has proven that it knows the secret."""
+        self._lines.max_bytes = MAX_LINE_BYTES
+
+    def fileno(self) -> int:
+        """The file descriptor, for select."""
+        return self._socket.fileno()
+
+    def send(self, kind: str, **fields: Any) -> None:
+        """Send a message. A closed connection is reported by `receive`, not here."""
+        with suppress(OSError):
+            self._socket.sendall(encode_message({"kind": kind, **fields}))
+
+    def receive(self, timeout_s: float = 0.0) -> dict[str, Any] | None:
+        """As for `MessageReader`. Raises ValueError for a message without a kind, too."""
+        message = super().receive(timeout_s)
+        if message is not None and not isinstance(message.get("kind"), str):
+            raise ValueError("not a message")
+        return message
+
+    @property
+    def addresses(self) -> tuple[str, str]:
+        """The addresses of this side and of the peer."""
+        return plain_address(self._socket.getsockname()[0]), plain_address(self._socket.getpeername()[0])
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
+
+
+def build(kind: Any, value: Any) -> Any:
+    """Check parsed JSON against a type, and convert it: a dataclass, a list, dict or union of types, or a plain type.
+
+    Raises:
+        ValueError: the value does not have this type.
+    """
+    origin, parts = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        for part in parts:
+            with suppress(ValueError):
+                return build(part, value)
+    elif origin is list and isinstance(value, list):
+        return [build(parts[0], each) for each in value]
+    elif origin is dict and isinstance(value, dict):
+        return {name: build(parts[1], each) for name, each in value.items()}
+    elif is_dataclass(kind) and isinstance(value, dict):
+        hints = get_type_hints(kind)
+        if value.keys() == hints.keys():
+            return kind(**{name: build(hint, value[name]) for name, hint in hints.items()})  # type: ignore[operator]
+    elif origin is None and isinstance(value, (int, float) if kind is float else kind):
+        return value
+    raise ValueError(f"{value!r} is not {kind}")
