@@ -16,7 +16,7 @@ from processes import Command
 from samestep.cli import main
 from samestep.errors import Error
 from samestep.launch.job import parse_time
-from samestep.launch.kubernetes import build_name, format_yaml
+from samestep.launch.kubernetes import build_name
 
 JOBSET = json.loads(Path(__file__).with_name("jobset.json").read_text())["schema"]
 
@@ -307,19 +307,6 @@ def test_schema_sees_faults(script: Path, capsys: pytest.CaptureFixture[str]) ->
         spoil(manifest["spec"])
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.Draft202012Validator(SCHEMA).validate(manifest)
-
-
-def test_yaml() -> None:
-    value = {
-        "words": ["plain", "a b", "yes", "No", "null", "~", "", "1", "1.5", "1e3", "0x1", "-x", "- x", "a: b", "#"],
-        "lines": "a\nb",
-        "numbers": [1, 1.5, True, None],
-        "empty": [{}, [], ""],
-        "nested": [[1, [2]], {"a": [{"b": {"c": 1}}]}],
-        "y": "2026-01-01",
-        "/": ".inf",
-    }
-    assert yaml.safe_load(format_yaml(value)) == value
 
 
 @pytest.mark.parametrize(

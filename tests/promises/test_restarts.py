@@ -20,7 +20,7 @@ from support.waiting import wait_until
 
 import samestep
 from samestep.errors import PeerFailed
-from samestep.launch.rank_process import is_secondary
+from samestep.launch.failure import is_secondary
 from samestep.snapshot.lock import Lock
 
 Undisturbed = Callable[..., Outcome]

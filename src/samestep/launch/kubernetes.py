@@ -3,7 +3,6 @@
 import json
 import re
 import subprocess
-from collections.abc import Iterator
 from typing import Any
 
 from samestep.console import say
@@ -18,8 +17,6 @@ MOST_NAME = 63 - len(f"-{GROUP}-0-0000")  # longest name that leaves room for a 
 SPARE_S = 30  # for the launcher, in addition to the grace time of its ranks
 MAX_RESTARTS = 3  # default
 WAIT = 'until getent hosts {host}; do sleep 1; done; exec "$@"'  # DNS knows the name a while after the start
-PLAIN = re.compile(r"[A-Za-z/][\w./-]*")
-WORDS = ("true", "false", "null", "yes", "no", "on", "off", "y", "n", "~")  # YAML reads these as other types
 
 
 def build_manifest(job: Job) -> dict[str, Any]:
@@ -120,38 +117,6 @@ def build_name(text: str) -> str:
     return name
 
 
-def format_yaml(value: Any) -> str:
-    """Format mappings, lists and scalars as YAML."""
-    return "\n".join(_format_lines(value)) + "\n"
-
-
-def _format_lines(value: Any) -> Iterator[str]:
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            if isinstance(inner, dict | list) and inner:
-                yield f"{_format_scalar(name)}:"
-                yield from (f"  {line}" for line in _format_lines(inner))
-            else:
-                yield f"{_format_scalar(name)}: {_format_scalar(inner)}"
-    else:
-        for inner in value:
-            lines = _format_lines(inner) if isinstance(inner, dict | list) and inner else iter([_format_scalar(inner)])
-            for mark, line in zip(_marks(), lines, strict=False):
-                yield mark + line
-
-
-def _marks() -> Iterator[str]:
-    yield "- "
-    while True:
-        yield "  "
-
-
-def _format_scalar(value: Any) -> str:
-    """Format as JSON, which is valid YAML; words without quotes if YAML reads them as strings."""
-    is_plain = isinstance(value, str) and PLAIN.fullmatch(value) and value.lower() not in WORDS
-    return value if is_plain else json.dumps(value)
-
-
 def submit_to_kubernetes(job: Job) -> int:
     """Apply the JobSet and the Secret with kubectl, or print them with --dry-run. Returns the exit code.
 
@@ -159,7 +124,8 @@ def submit_to_kubernetes(job: Job) -> int:
         Error: kubectl is missing or fails.
     """
     manifests = [build_manifest(job), *([build_secret(job)] if job.num_nodes > 1 else [])]
-    text = "---\n".join(map(format_yaml, reversed(manifests)))
+    # Documents of a YAML stream, of which JSON is a subset.
+    text = "".join(f"---\n{json.dumps(manifest, indent=2)}\n" for manifest in reversed(manifests))
     if job.options.get("dry_run"):
         print(text, end="")
         return 0

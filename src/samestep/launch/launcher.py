@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from samestep.config import Overrides
 from samestep.console import escape, say
 from samestep.errors import Error
+from samestep.launch.failure import Failure
 from samestep.launch.forkserver import ForkServer, is_preloaded
-from samestep.launch.local_ranks import MOST_LOCAL_RANKS, Failure, Ranks, Target, parse_shown
+from samestep.launch.local_ranks import MOST_LOCAL_RANKS, Ranks, Target, parse_shown
 from samestep.world.environment import (
     FINISHED,
     START_AGAIN,

@@ -1,6 +1,5 @@
 """The ranks of one launch on this machine: starts, watches and stops them, and reads why one failed."""
 
-import json
 import math
 import os
 import secrets
@@ -8,15 +7,15 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from samestep.config import PREFIX, Overrides, to_variables
 from samestep.errors import Error
+from samestep.launch.failure import Failure, describe_death, find_first, read_failure
 from samestep.launch.forkserver import ForkServer
 from samestep.world.environment import (
     FINISHED,
@@ -26,7 +25,7 @@ from samestep.world.environment import (
     Restart,
     child_variables,
 )
-from samestep.world.private import make_private, read_private
+from samestep.world.private import make_private
 from samestep.world.workdir import WorkDir
 
 HOST = "127.0.0.1"
@@ -36,7 +35,6 @@ FOLLOW_S = 0.5  # after the first failure: for the other ranks to fail too, with
 LEAVE_S = 1.0  # for the other ranks to end after SIGTERM
 KILL_S = 30.0  # for killed ranks to end; a rank inside a driver call can take long
 TAIL_LINES = 20
-MAX_REASON = 200  # characters
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGKILL)
 
 
@@ -59,52 +57,6 @@ class Target:
         if self.kind == "recipe":
             return "train", [self.name.rpartition(".")[2], *self.arguments]
         return "launch", [*(["-m"] if self.kind == "module" else []), self.name, *self.arguments]
-
-
-@dataclass(frozen=True)
-class Failure:
-    """How a rank failed.
-
-    Attributes:
-        time_s: wall-clock time of the failure.
-        code: exit code, or minus the signal that killed the rank.
-        secondary: the rank has only lost the connection to another one.
-        kind: "error" (a samestep.Error), "exception", "exit" (sys.exit), "stuck" (the message is a sentence; also for
-            a killed DataLoader worker) or "died" (the rank left no report).
-        message: the error, in one line.
-        traceback: the traceback of an exception.
-        log: the end of the rank's output, if the terminal has not shown it.
-    """
-
-    rank: int
-    time_s: float
-    code: int
-    secondary: bool
-    kind: str
-    message: str
-    traceback: str = ""
-    log: str = ""
-
-    def __str__(self) -> str:
-        if self.kind == "stuck":
-            return self.message
-        verb = {"exit": "exited with ", "exception": "raised ", "error": "raised "}.get(self.kind, "")
-        return f"rank {self.rank} {verb}{self.message}"
-
-    @property
-    def reason(self) -> str:
-        """The failure in one short line."""
-        return " ".join(str(self).split())[:MAX_REASON]
-
-    @property
-    def exit_code(self) -> int:
-        """The exit code as a shell reports it: 128 + signal for a killed rank."""
-        return self.code if self.code >= 0 else 128 - self.code
-
-
-def find_first(failures: Sequence[Failure]) -> Failure | None:
-    """Return the failure that caused the others: the earliest of a rank that did more than lose another one."""
-    return min(failures, key=lambda failure: (failure.secondary, failure.time_s), default=None)
 
 
 @dataclass(frozen=True)
@@ -348,12 +300,10 @@ class Ranks:
 
     def _read_failure(self, rank: int, code: int, time_s: float) -> Failure:
         tail = "" if rank in self.shown else _read_tail(self.directory / f"rank{rank}.log")
-        try:
-            record = json.loads(read_private(self.directory / f"{rank}.json"))
-        except (OSError, ValueError):
-            return Failure(rank, time_s, code, False, "died", _describe_death(code), log=tail)
-        names = ("time_s", "secondary", "kind", "message", "traceback")
-        return Failure(rank, code=record["exit_code"], log=tail, **{name: record[name] for name in names})
+        failure = read_failure(rank, self.directory)
+        if failure is None:
+            return Failure(rank, time_s, code, False, "died", describe_death(code), log=tail)
+        return replace(failure, log=tail)
 
     def _give_up(self) -> None:
         """Treat the remaining ranks as killed: the server has ended, or cannot kill them."""
@@ -373,13 +323,3 @@ def _read_tail(log: Path) -> str:
         return ""
     own = f'  File "{Path(__file__).parent}'
     return "\n".join([line for line in lines if not line.startswith(own)][-TAIL_LINES:])
-
-
-def _describe_death(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    return f"was killed by {name}" + (" (out of memory?)" if code == -signal.SIGKILL else "")

@@ -13,8 +13,6 @@ import os
 import signal
 import sys
 import threading
-import time
-import traceback
 import types
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,13 +21,12 @@ from typing import Any, NoReturn, TypeVar
 
 import cloudpickle
 
-from samestep.errors import Error, PeerFailed, Stuck, WorkerDied, recognize
+from samestep.errors import Error, recognize
+from samestep.launch.failure import format_error, write_failure
 from samestep.world.environment import HOOK
-from samestep.world.private import make_private, read_private
+from samestep.world.private import read_private
 
 LEAVE_S = 30  # limit for the atexit functions of a failed rank
-# A RuntimeError or ConnectionError that is raised in these packages means that another rank was lost.
-COMMUNICATION = ("torch.distributed", "samestep.engine", "samestep.world")
 
 T = TypeVar("T")
 
@@ -60,9 +57,9 @@ def run_rank(*, rank: int, variables: dict[str, str], cwd: str, target: dict[str
         """Write the error for the launcher; print it in a process that the target has forked."""
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises after the death of a DataLoader worker
         if os.getpid() == pid:
-            write_error(rank, directory, error, code)
+            write_failure(rank, directory, error, code)
         elif not isinstance(error, SystemExit):
-            print(_format(error), end="", file=sys.stderr)
+            print(format_error(error), end="", file=sys.stderr)
         elif not isinstance(error.code, int):
             print(error.code, file=sys.stderr)
 
@@ -214,65 +211,3 @@ def _exit_code(error: SystemExit) -> int:
     if error.code is None:
         return 0
     return error.code & 0xFF if isinstance(error.code, int) else 1
-
-
-def write_error(rank: int, directory: str, error: BaseException, code: int) -> None:
-    """Write this rank's report for the launcher: `<rank>.json`, as `local_ranks.Failure` reads it."""
-    if isinstance(error, SystemExit):
-        kind, message, text = "exit", f"code {code}", ""
-        if not isinstance(error.code, int):
-            print(error.code, file=sys.stderr)  # as Python does for sys.exit("some text")
-    elif isinstance(error, (Stuck, WorkerDied)):
-        kind, message, text = "stuck", f"{error}" if isinstance(error, Stuck) else f"rank {rank}'s {error}", ""
-    elif isinstance(error, Error):
-        kind, message, text = "error", str(error), _format(error)
-    else:
-        kind, message, text = "exception", f"{type(error).__name__}: {error}", _format(error)
-    record = {
-        "rank": rank,
-        "time_s": time.time(),
-        "exit_code": code,
-        "kind": kind,
-        "message": message,
-        "traceback": text,
-        "secondary": is_secondary(error),
-    }
-    path = Path(directory) / f"{rank}.json"
-    partial = path.with_suffix(".partial")
-    try:
-        make_private(path.parent)
-        partial.write_text(json.dumps(record))
-        partial.rename(path)
-    except OSError:
-        print(text or message, file=sys.stderr)
-
-
-def _format(error: BaseException) -> str:
-    """Format the traceback as `python script.py` prints it, without the frames of this module."""
-    frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
-        frames = frames.tb_next
-    return "".join(traceback.format_exception(type(error), error, frames))
-
-
-def is_secondary(error: BaseException) -> bool:
-    """Return whether this rank has only lost another one.
-
-    That is so if the first exception of the chain is a PeerFailed, one of torch's errors of communication, or a plain
-    RuntimeError or a ConnectionError raised inside the packages that communicate with other ranks. Messages are not
-    examined. If all failures of a launch look like this, the launcher reports the earliest.
-    """
-    root = error
-    seen = {id(root)}
-    while (before := root.__cause__ or root.__context__) is not None and id(before) not in seen:
-        root = before
-        seen.add(id(root))
-    if isinstance(root, PeerFailed) or type(root).__module__.startswith("torch.distributed"):
-        return True  # torch.distributed.DistError and its subclasses
-    if type(root) is not RuntimeError and not isinstance(root, ConnectionError):
-        return False
-    innermost = root.__traceback__
-    while innermost is not None and innermost.tb_next is not None:
-        innermost = innermost.tb_next
-    module = "" if innermost is None else str(innermost.tb_frame.f_globals.get("__name__", ""))
-    return module.startswith(COMMUNICATION)

@@ -21,8 +21,9 @@ from typing import Any
 
 from samestep.console import say
 from samestep.errors import Error
+from samestep.launch.failure import Failure, find_first
 from samestep.launch.handshake import is_proven, make_nonce, prove
-from samestep.launch.local_ranks import Failure, find_first, open_store
+from samestep.launch.local_ranks import open_store
 from samestep.launch.messages import Link, build
 from samestep.launch.rendezvous_client import Hello, Nodes, find_difference, find_other_arguments, parse_hello
 from samestep.world.environment import Restart

@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 import cloudpickle
 
 from samestep.errors import Error
+from samestep.launch.failure import Failure
 from samestep.launch.forkserver import give_back_server, take_server
 from samestep.launch.local_ranks import (
-    Failure,
     Placement,
     Ranks,
     Target,

@@ -14,8 +14,9 @@ from typing import Any
 
 from samestep.config import Overrides
 from samestep.console import say
+from samestep.launch.failure import Failure
 from samestep.launch.handshake import derive_key
-from samestep.launch.local_ranks import Failure, Placement, Ranks, Target, build_variables, open_store
+from samestep.launch.local_ranks import Placement, Ranks, Target, build_variables, open_store
 from samestep.launch.messages import Link
 from samestep.launch.rendezvous_client import Nodes, build_hello, connect, find_own_address
 from samestep.launch.rendezvous_server import FLUSH_S, RendezvousServer, open_listener

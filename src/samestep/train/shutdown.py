@@ -3,7 +3,6 @@
 import atexit
 import gc
 import io
-import json
 import os
 import pickle
 import sys
@@ -18,7 +17,8 @@ from weakref import WeakSet
 from samestep.console import escape
 from samestep.data.pools import Pools
 from samestep.errors import Error, PeerFailed, WorkerDied, recognize
-from samestep.launch.rank_process import is_secondary, leave, write_error
+from samestep.launch.failure import is_secondary, read_failure, write_failure
+from samestep.launch.rank_process import leave
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.context import RunContext
 from samestep.train.stop_signals import StopSignals
@@ -184,9 +184,9 @@ def _say_once(error: Error, rank: int) -> None:
 def find_failure(error_dir: str | None, rank: int) -> str:
     """Describe the exception that ends this process; "" if there is none."""
     if error_dir is not None:
-        with suppress(OSError, ValueError):
-            record = json.loads((Path(error_dir) / f"{rank}.json").read_text())
-            return _shorten(f"rank {rank}", record["message"], record["secondary"])
+        failure = read_failure(rank, error_dir)
+        if failure is not None:
+            return _shorten(f"rank {rank}", failure.message, failure.secondary)
     error = getattr(sys, "last_value", None)
     if error is None:
         return ""
@@ -202,7 +202,7 @@ def end_with(error: Error, error_dir: str | None, rank: int) -> NoReturn:
     if error_dir is None:
         _say_once(error, rank)
     else:
-        write_error(rank, error_dir, error, Error.exit_code)
+        write_failure(rank, error_dir, error, Error.exit_code)
         (Path(error_dir) / f"{rank}.pickle").write_bytes(pickle.dumps(error))
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from samestep.console import escape
 from samestep.engine.gradient_pass import Losses
 from samestep.errors import Error, PeerFailed, Stuck
-from samestep.launch.rank_process import write_error
+from samestep.launch.failure import write_failure
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.context import RunContext
 from samestep.train.position import Position
@@ -154,7 +154,7 @@ class Watchdog(PhaseClock, StepObserver):
     def _leave_error(self, rank: int, error: BaseException) -> None:
         error_dir = self._context.environment.error_dir
         if error_dir is not None and Path(error_dir).is_dir():
-            write_error(rank, error_dir, error, EXIT_CODE)
+            write_failure(rank, error_dir, error, EXIT_CODE)
 
 
 def kill_sibling(pid: int) -> None:

@@ -1,0 +1,138 @@
+"""How a rank failed: the report that the rank writes, and that its launcher reads."""
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from samestep.errors import Error, PeerFailed, Stuck, WorkerDied
+from samestep.world.private import make_private, read_private
+
+MAX_REASON = 200  # characters
+# A RuntimeError or ConnectionError that is raised in these packages means that another rank was lost.
+COMMUNICATION = ("torch.distributed", "samestep.engine", "samestep.world")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a rank failed.
+
+    Attributes:
+        time_s: wall-clock time of the failure.
+        code: exit code, or minus the signal that killed the rank.
+        secondary: the rank has only lost the connection to another one.
+        kind: "error" (a samestep.Error), "exception", "exit" (sys.exit), "stuck" (the message is a sentence; also for
+            a killed DataLoader worker) or "died" (the rank left no report).
+        message: the error, in one line.
+        traceback: the traceback of an exception.
+        log: the end of the rank's output, if the terminal has not shown it.
+    """
+
+    rank: int
+    time_s: float
+    code: int
+    secondary: bool
+    kind: str
+    message: str
+    traceback: str = ""
+    log: str = ""
+
+    def __str__(self) -> str:
+        if self.kind == "stuck":
+            return self.message
+        verb = {"exit": "exited with ", "exception": "raised ", "error": "raised "}.get(self.kind, "")
+        return f"rank {self.rank} {verb}{self.message}"
+
+    @property
+    def reason(self) -> str:
+        """The failure in one short line."""
+        return " ".join(str(self).split())[:MAX_REASON]
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code as a shell reports it: 128 + signal for a killed rank."""
+        return self.code if self.code >= 0 else 128 - self.code
+
+
+def find_first(failures: Sequence[Failure]) -> Failure | None:
+    """Return the failure that caused the others: the earliest of a rank that did more than lose another one."""
+    return min(failures, key=lambda failure: (failure.secondary, failure.time_s), default=None)
+
+
+def write_failure(rank: int, directory: str, error: BaseException, code: int) -> None:
+    """Write a rank's report for the launcher, `<rank>.json`."""
+    traceback_text = ""
+    if isinstance(error, SystemExit):
+        kind, message = "exit", f"code {code}"
+        if not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)  # as Python does for sys.exit("some text")
+    elif isinstance(error, (Stuck, WorkerDied)):
+        kind, message = "stuck", str(error) if isinstance(error, Stuck) else f"rank {rank}'s {error}"
+    elif isinstance(error, Error):
+        kind, message, traceback_text = "error", str(error), format_error(error)
+    else:
+        kind, message, traceback_text = "exception", f"{type(error).__name__}: {error}", format_error(error)
+    failure = Failure(rank, time.time(), code, is_secondary(error), kind, message, traceback_text)
+    path = Path(directory) / f"{rank}.json"
+    partial = path.with_suffix(".partial")
+    try:
+        make_private(path.parent)
+        partial.write_text(json.dumps(asdict(failure)))
+        partial.rename(path)
+    except OSError:
+        print(traceback_text or message, file=sys.stderr)
+
+
+def read_failure(rank: int, directory: str | Path) -> Failure | None:
+    """Read the report of a rank; None if it has written none."""
+    with suppress(OSError, ValueError, TypeError):
+        return Failure(**json.loads(read_private(Path(directory) / f"{rank}.json")))
+    return None
+
+
+def describe_death(code: int) -> str:
+    """Describe the end of a process that has left no report, from its exit code or minus its signal."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"was killed by {name}" + (" (out of memory?)" if code == -signal.SIGKILL else "")
+
+
+def format_error(error: BaseException) -> str:
+    """Format the traceback as `python script.py` prints it, without the frames of this package."""
+    frames = error.__traceback__
+    while frames is not None and os.path.dirname(frames.tb_frame.f_code.co_filename) == os.path.dirname(__file__):
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames))
+
+
+def is_secondary(error: BaseException) -> bool:
+    """Return whether this rank has only lost another one.
+
+    That is so if the first exception of the chain is a PeerFailed, one of torch's errors of communication, or a plain
+    RuntimeError or a ConnectionError raised inside the packages that communicate with other ranks. Messages are not
+    examined. If all failures of a launch look like this, the launcher reports the earliest.
+    """
+    root = error
+    seen = {id(root)}
+    while (before := root.__cause__ or root.__context__) is not None and id(before) not in seen:
+        root = before
+        seen.add(id(root))
+    if isinstance(root, PeerFailed) or type(root).__module__.startswith("torch.distributed"):
+        return True  # torch.distributed.DistError and its subclasses
+    if type(root) is not RuntimeError and not isinstance(root, ConnectionError):
+        return False
+    innermost = root.__traceback__
+    while innermost is not None and innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    module = "" if innermost is None else str(innermost.tb_frame.f_globals.get("__name__", ""))
+    return module.startswith(COMMUNICATION)
