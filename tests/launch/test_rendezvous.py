@@ -174,7 +174,7 @@ def test_hostile_peers(open_place: Callable[..., Place], attack: Callable[[Place
     for link in links:
         begun = link.receive(GREETING_S)
         assert begun is not None
-        assert (begun["kind"], begun["round"], begun["sizes"]) == ("begin", 1, [1, 1])
+        assert (begun["kind"], begun["round"], begun["place"]["world_size"]) == ("begin", 1, 2)
     attack(place)
     for link in links:
         assert link.receive() is None, "the run goes on"

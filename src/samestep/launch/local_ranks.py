@@ -84,17 +84,12 @@ class Placement:
 
 def build_variables(num_ranks: int, place: Placement, overrides: Overrides) -> list[dict[str, str]]:
     """Build the environment of each of the `num_ranks` ranks on this machine."""
-    defaults = {
+    backends = ("GLOO", "NCCL") if place.num_nodes > 1 else ("GLOO",)
+    common = {
         "OMP_NUM_THREADS": str(overrides.get("num_threads") or 1),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # for determinism; read when CUDA starts
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
-    }
-    if place.interface:
-        defaults["GLOO_SOCKET_IFNAME"] = place.interface
-    if place.interface and place.num_nodes > 1:
-        defaults["NCCL_SOCKET_IFNAME"] = place.interface
-    common = {
-        **defaults,
+        **({f"{backend}_SOCKET_IFNAME": place.interface for backend in backends} if place.interface else {}),
         **child_variables(),
         **to_variables(overrides),
         **(place.restart.to_variables() if place.restart is not None else {}),
@@ -153,7 +148,6 @@ class Ranks:
         lost: the server has ended, or could not kill a rank: the ranks cannot be started again.
         codes: rank -> exit code, or minus the signal, of the ranks that have ended.
         failures: of the ranks that failed. A rank that ended because it was sent a signal has not failed.
-        is_stopping: whether the ranks were sent a signal to stop.
     """
 
     def __init__(self, server: ForkServer, shown: frozenset[int] = frozenset({0})) -> None:
@@ -164,7 +158,6 @@ class Ranks:
         self.started = self.lost = False
         self.codes: dict[int, int] = {}
         self.failures: list[Failure] = []
-        self.is_stopping = False
         self._stopped_s = math.inf
         self._server = server
         self._first_rank = 0
@@ -178,7 +171,7 @@ class Ranks:
         self.num_ranks, self._first_rank = len(variables), first_rank
         self.world_size = world_size or first_rank + len(variables)
         if self.started:
-            self.started, self.is_stopping, self._stopped_s = False, False, math.inf
+            self.started, self._stopped_s = False, math.inf
             self.codes, self.failures, self._succeeded = {}, [], {}
             try:
                 make_private(self.directory)
@@ -203,6 +196,11 @@ class Ranks:
         """Whether every rank has ended."""
         return len(self.codes) == self.num_ranks
 
+    @property
+    def is_stopping(self) -> bool:
+        """Whether the ranks were sent a signal to stop."""
+        return self._stopped_s < math.inf
+
     def poll(self, timeout_s: float = POLL_S) -> None:
         """Process the server's next event, waiting up to `timeout_s` for it.
 
@@ -226,7 +224,7 @@ class Ranks:
 
     def request_stop(self, signum: int = signal.SIGTERM) -> None:
         """Send a signal to the ranks. A run completes its step, saves and ends; other programs are killed by it."""
-        self._note_stop()
+        self._stopped_s = min(self._stopped_s, time.time())
         self._server.signal(signum)
 
     def stop(self) -> None:
@@ -242,15 +240,11 @@ class Ranks:
 
     def kill(self) -> None:
         """Kill the ranks that still run, and their children, and wait for their end."""
-        self._note_stop()
+        self._stopped_s = min(self._stopped_s, time.time())
         if self.started and not self.done:
             self._server.signal(signal.SIGKILL)
             self._poll_for(KILL_S)
             self._give_up()
-
-    def _note_stop(self) -> None:
-        self.is_stopping = True
-        self._stopped_s = min(self._stopped_s, time.time())
 
     def _poll_for(self, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
@@ -260,24 +254,17 @@ class Ranks:
     def first_failure(self) -> Failure | None:
         """Return the failure that caused the others. Of ranks with the same error, one that is shown is preferred."""
         first = find_first(self.failures)
-        if first is not None and first.secondary and (early := self._find_early()) is not None:
-            return early
+        if first is not None and first.secondary and self._succeeded and not (self.directory / STOPPED).exists():
+            # The ranks have lost one that ended before them with exit code 0. That its loop is finished does not
+            # matter: a further loop or an evaluation can follow it.
+            rank, time_s = min(self._succeeded.items(), key=lambda end: end[1])
+            message = (
+                "ended before its run did, with exit code 0: let every rank make the same calls to the end of the "
+                "script, run.evaluate among them"
+            )
+            return Failure(rank, time_s, 1, False, "died", message)
         alike = [f for f in self.failures if first and (f.kind, f.message) == (first.kind, first.message)]
         return min(alike, key=lambda failure: (failure.rank not in self.shown, failure.rank), default=None)
-
-    def _find_early(self) -> Failure | None:
-        """If ranks have only lost another one, find a rank that ended before them with exit code 0.
-
-        That a loop is finished does not matter: a further loop or an evaluation can follow it.
-        """
-        if not self._succeeded or (self.directory / STOPPED).exists():
-            return None
-        rank, time_s = min(self._succeeded.items(), key=lambda end: end[1])
-        message = (
-            "ended before its run did, with exit code 0: let every rank make the same calls to the end of the script, "
-            "run.evaluate among them"
-        )
-        return Failure(rank, time_s, 1, False, "died", message)
 
     def close(self) -> None:
         """Remove the directory."""
@@ -296,14 +283,9 @@ class Ranks:
             self._succeeded[rank] = time_s
         # A rank that ends by the signal that it was sent has not failed. An event can arrive later than the end itself.
         if code and not (time_s >= self._stopped_s and -code in STOP_SIGNALS):
-            self.failures.append(self._read_failure(rank, code, time_s))
-
-    def _read_failure(self, rank: int, code: int, time_s: float) -> Failure:
-        tail = "" if rank in self.shown else _read_tail(self.directory / f"rank{rank}.log")
-        failure = read_failure(rank, self.directory)
-        if failure is None:
-            return Failure(rank, time_s, code, False, "died", describe_death(code), log=tail)
-        return replace(failure, log=tail)
+            died = Failure(rank, time_s, code, False, "died", describe_death(code))
+            tail = "" if rank in self.shown else _read_tail(self.directory / f"rank{rank}.log")
+            self.failures.append(replace(read_failure(rank, self.directory) or died, log=tail))
 
     def _give_up(self) -> None:
         """Treat the remaining ranks as killed: the server has ended, or cannot kill them."""

@@ -7,6 +7,7 @@ nothing here compares clocks or polls.
 
 import os
 import platform
+import re
 import shlex
 import socket
 import sys
@@ -108,20 +109,13 @@ def _names_loopback(host: str) -> bool:
 
 def parse_endpoint(text: str) -> tuple[str, int]:
     """Parse "host:port", "address:port" or "[IPv6 address]:port"; the port is optional. Raises Error otherwise."""
-    host, colon, port = text.rpartition(":")
-    if text.startswith("[") and text.endswith("]"):
-        host, colon, port = text, "", ""
-    elif not colon:
-        host = text
-    wrong = ""
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
-        wrong = "; write an IPv6 address in brackets, [fd00::1]:29400"
-    port = port if colon else str(DEFAULT_PORT)
-    if wrong or not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise Error(f"--rdzv-endpoint takes HOST:PORT, with a port from 1 to 65535, not {text!r}{wrong}")
-    return host, int(port)
+    match = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^:\[\]]+))(?::([0-9]{1,5}))?", text)
+    port = int(match[3] or DEFAULT_PORT) if match else 0
+    if match is None or not 0 < port < 65536:
+        raise Error(
+            f"--rdzv-endpoint takes HOST:PORT or [IPv6 ADDRESS]:PORT, with a port from 1 to 65535, not {text!r}"
+        )
+    return match[1] or match[2], port
 
 
 def find_own_address(host: str) -> str | None:

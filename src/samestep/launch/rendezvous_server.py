@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from samestep.console import say
@@ -266,6 +266,11 @@ class RendezvousServer(threading.Thread):
     def _begin(self) -> None:
         members = sorted(self._members, key=lambda member: -1 if (rank := _rank_of(member)) is None else rank)
         sizes = [member.hello.num_ranks for member in members if member.hello is not None]
+        starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        parts = [
+            f"{start}{f'-{start + size - 1}' if size > 1 else ''} on {member.name}"
+            for start, size, member in zip(starts, sizes, members, strict=True)
+        ]
         self._round += 1
         self._in_round, self._is_making_room, self._lost = members, False, []
         address = self._listener.getsockname()[0]
@@ -274,18 +279,23 @@ class RendezvousServer(threading.Thread):
         if listener is None:
             raise OSError("no port is free")
         self._store = open_store(listener, address or "localhost")
-        for number, member in enumerate(members):
+        for node, member in enumerate(members):
             member.outcome = None
+            place = {
+                "port": self._store.port,
+                "node": node,
+                "num_nodes": len(members),
+                "first_rank": starts[node],
+                "world_size": sum(sizes),
+                "num_restarts": self._num_restarts,
+            }
             member.link.send(
                 "begin",
                 round=self._round,
-                node=number,
-                names=[other.name for other in members],
-                sizes=sizes,
-                port=self._store.port,
-                num_restarts=self._num_restarts,
-                restart=None if self._restart is None else [self._restart.reason, self._restart.rank],
+                sentence=f"ranks {', '.join(parts)}",
                 address=self._find_address(member),
+                place=place,
+                restart=None if self._restart is None else asdict(self._restart),
             )
 
     def _find_address(self, member: Member) -> str:

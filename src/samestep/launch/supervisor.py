@@ -6,7 +6,6 @@ server decides for all of them when the ranks start, stop and restart (docs/deci
 
 import os
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -93,26 +92,31 @@ class NodeSession:
     """The ranks of this node in the rounds of the rendezvous server. A round is one start of all ranks.
 
     Attributes:
-        round: the server's last "begin" message; empty before the first.
+        begun: the server's last "begin" message; empty before the first.
         stop: how the current round must stop: "now", "saved" (after a snapshot), or "": not at all.
         end: the server's "end" message, once it has arrived.
     """
 
     def __init__(self, link: Link, nodes: Nodes, launch: Launch, ranks: Ranks) -> None:
         self._link, self._nodes, self._launch, self._ranks = link, nodes, launch, ranks
-        self._joined = 0
+        self._round = 0  # whose ranks were started
         self._seen_restarts = 0
         self._has_reported = self._has_sent_room = False
-        self.round: dict[str, Any] = {}
+        self.begun: dict[str, Any] = {}
         self.stop = ""
         self.end: dict[str, Any] | None = None
 
     def run(self) -> None:
         """Run the ranks until the server ends the launch, or a signal ends it before the first round."""
-        while self._join():
+        while True:
+            while not self._has_new_round():
+                self.receive(0.1)
+                if self.end is not None or self._launch.received:
+                    return
+            self._start()
             while not self._is_round_over():
                 pass
-            if not self._has_new_round:
+            if not self._has_new_round():
                 return
             self._ranks.stop()
 
@@ -122,8 +126,8 @@ class NodeSession:
             while self.end is None and (message := self._link.receive(timeout_s)) is not None:
                 timeout_s = 0.0
                 if message["kind"] == "begin":
-                    self.round, self.stop = message, ""
-                elif message["kind"] == "stop" and message["round"] == self.round.get("round"):
+                    self.begun, self.stop = message, ""
+                elif message["kind"] == "stop" and message["round"] == self.begun.get("round"):
                     self.stop = message["how"]
                 elif message["kind"] == "end":
                     self.end = message
@@ -132,29 +136,33 @@ class NodeSession:
             sentence = f"{lost}: the same commands go on from the newest snapshot"
             self.end = {"message": sentence, "failure": None, "code": 1}
 
-    @property
     def _has_new_round(self) -> bool:
-        return self.end is None and bool(self.round) and int(self.round["round"]) > self._joined
+        return self.end is None and bool(self.begun.get("round", 0) > self._round)
 
-    def _join(self) -> bool:
-        """Wait for the next round, and start the ranks. Returns False if the launch ends instead."""
-        while not self._has_new_round:
-            self.receive(0.1)
-            if self.end is not None or self._launch.received:
-                return False
-        self._joined = self.round["round"]
-        place = self._build_placement()
-        self._has_reported = False
-        self._report_restart(place)
-        starts = [sum(self.round["sizes"][:i]) for i in range(place.num_nodes)]
-        parts = [
-            f"{start}{f'-{start + size - 1}' if size > 1 else ''} on {name}"
-            for start, size, name in zip(starts, self.round["sizes"], self.round["names"], strict=True)
-        ]
+    def _start(self) -> None:
+        begun = self.begun
+        self._round, self._has_reported = begun["round"], False
+        place = Placement(
+            **begun["place"],
+            host=self._nodes.host,
+            interface=list_addresses().get(begun["address"], ""),
+            restart=None if begun["restart"] is None else Restart(**begun["restart"]),
+            secret=derive_key(self._nodes.secret, "the ranks"),
+        )
+        if place.restart is not None:
+            self._report_restart(place.restart, place.num_restarts)
         if not place.first_rank or count_job_nodes() == 1:  # the nodes of a Slurm job share one output
-            print(f"samestep: ranks {', '.join(parts)}", file=sys.stderr, flush=True)
+            say(begun["sentence"])
         _start(self._ranks, self._launch, place)
-        return True
+
+    def _report_restart(self, restart: Restart, num_restarts: int) -> None:
+        own, is_counted = self._ranks.first_failure(), num_restarts > self._seen_restarts
+        self._seen_restarts = num_restarts
+        then = f"; restart {num_restarts} of {self._launch.max_restarts}" if is_counted else "; all start again"
+        if own is not None and own.reason == restart.reason:
+            self._launch.report(own, then)
+        else:
+            say(f"{restart.reason}{then}")
 
     def _is_round_over(self) -> bool:
         """Process events once. Returns whether this node is done with the round."""
@@ -164,7 +172,7 @@ class NodeSession:
         if self.end is not None:
             ranks.stop()
             return True
-        if self._has_new_round:
+        if self._has_new_round():
             return True
         if self.stop == "now" or has_failed:
             ranks.stop()
@@ -176,46 +184,16 @@ class NodeSession:
                 self._has_sent_room = True
         if not self._has_reported and (ranks.done or ranks.failures or (received and not ranks.started)):
             self._has_reported = True
-            self._report_end()
+            failure = ranks.first_failure()
+            self._link.send(
+                "ended",
+                round=self._round,
+                failure=None if failure is None else asdict(replace(failure, traceback="", log="")),
+                signum=received[0] if received else 0,
+                is_well=ranks.done and not any(ranks.codes.values()),
+                done=not (ranks.directory / STOPPED).exists(),
+            )
         return self._has_reported and (len(received) > 1 or ranks.lost)  # do not wait for the other nodes
-
-    def _report_end(self) -> None:
-        ranks, received = self._ranks, self._launch.received
-        failure = ranks.first_failure()
-        self._link.send(
-            "ended",
-            round=self._joined,
-            failure=None if failure is None else asdict(replace(failure, traceback="", log="")),
-            signum=received[0] if received else 0,
-            is_well=ranks.done and not any(ranks.codes.values()),
-            done=not (ranks.directory / STOPPED).exists(),
-        )
-
-    def _build_placement(self) -> Placement:
-        begun = self.round
-        return Placement(
-            port=begun["port"],
-            host=self._nodes.host,
-            interface=list_addresses().get(begun["address"], ""),
-            node=begun["node"],
-            num_nodes=len(begun["sizes"]),
-            first_rank=sum(begun["sizes"][: begun["node"]]),
-            world_size=sum(begun["sizes"]),
-            num_restarts=begun["num_restarts"],
-            restart=None if begun["restart"] is None else Restart(*begun["restart"]),
-            secret=derive_key(self._nodes.secret, "the ranks"),
-        )
-
-    def _report_restart(self, place: Placement) -> None:
-        if place.restart is None:
-            return
-        own, is_counted = self._ranks.first_failure(), place.num_restarts > self._seen_restarts
-        self._seen_restarts = place.num_restarts
-        then = f"; restart {place.num_restarts} of {self._launch.max_restarts}" if is_counted else "; all start again"
-        if own is not None and own.reason == place.restart.reason:
-            self._launch.report(own, then)
-        else:
-            say(f"{place.restart.reason}{then}")
 
 
 def run_node(ranks: Ranks, launch: Launch, nodes: Nodes) -> dict[str, Any]:
