@@ -162,8 +162,8 @@ def test_port_in_use(jobs: Jobs, trial: Trial) -> None:
         started.wait()
     said = [line for line in started.output.splitlines() if line.startswith("samestep: error: ")]
     assert said == [
-        f"samestep: error: port {port}, the rendezvous of this Slurm step, is in use on its first node: "
-        "set MASTER_PORT to a free one, the same for all tasks"
+        f"samestep: error: port {port} is in use here: "
+        "set MASTER_PORT to a free one, the same for all ranks"
     ]
 
 

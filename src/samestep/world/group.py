@@ -90,16 +90,15 @@ class Group:
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's `value` (as for `wire.encode`, or from `seal`), in rank order, on every rank."""
-        return [value] if self.world_size == 1 else self._gather(wire.encode(value))
-
-    def _gather(self, data: bytes) -> list[Any]:
-        sizes = [torch.empty((), dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(sizes, torch.tensor(len(data)))
-        row_bytes = int(max(sizes))
+        if self.world_size == 1:
+            return [value]
+        data = wire.encode(value)
+        sizes = self._gather_number(len(data))
+        row_bytes = max(sizes)
         row = torch.frombuffer(bytearray(data.ljust(row_bytes, b"\0")), dtype=torch.uint8)
         rows = [torch.empty(row_bytes, dtype=torch.uint8) for _ in range(self.world_size)]
         dist.all_gather(rows, row)
-        return [wire.decode(memoryview(each.numpy())[: int(n)]) for each, n in zip(rows, sizes, strict=True)]  # type: ignore[arg-type]
+        return [wire.decode(memoryview(each.numpy())[:size]) for each, size in zip(rows, sizes, strict=True)]  # type: ignore[arg-type]
 
     def seal(self, value: Any) -> Any:
         """Prepare a value of any type for `gather`, `broadcast` and `once`. Receivers call `unseal`.
@@ -127,6 +126,9 @@ class Group:
             rows = [bytearray(number.to_bytes(8)) for _ in range(self.world_size)]
             self.local_sockets.exchange([memoryview(row) for row in rows])
             return [int.from_bytes(row) for row in rows]
+        return self._gather_number(number)
+
+    def _gather_number(self, number: int) -> list[int]:
         numbers = [torch.empty((), dtype=torch.int64) for _ in range(self.world_size)]
         dist.all_gather(numbers, torch.tensor(number))
         return [int(each) for each in numbers]
@@ -160,23 +162,8 @@ class Group:
         return wire.decode(memoryview(buffer.numpy()))  # type: ignore[arg-type]
 
     def once(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call `fn` on rank 0, and return its result (as for `gather`) on every rank.
-
-        Raises:
-            Error: raised by `fn`; on every rank.
-            PeerFailed: on the other ranks, if `fn` raised another exception.
-        """
-        if self.world_size == 1:
-            return fn(*args, **kwargs)
-        failure, data = _try(lambda: fn(*args, **kwargs)) if self.rank == 0 else (None, b"")
-        kind, value = self._broadcast(data, 0)
-        if failure is not None:
-            raise failure
-        if kind == "error":
-            raise Error(value)
-        if kind == "failure":
-            raise PeerFailed(f"rank 0 failed: {value}")
-        return value  # type: ignore[no-any-return]
+        """Call `fn` on rank 0, and return its result (as for `gather`) on every rank. Raises as `each`."""
+        return self.each(lambda: fn(*args, **kwargs), [0])[0]
 
     def each(self, fn: Callable[[], T], on: Sequence[int]) -> list[T]:
         """Call `fn` on the ranks `on`, and return their results (as for `gather`), in this order, on every rank.
@@ -187,17 +174,16 @@ class Group:
         """
         if self.world_size == 1:
             return [fn()]
-        failure, data = _try(fn) if self.rank in on else (None, wire.encode(("value", None)))
-        results = self._gather(data)
+        failure, data = _try(fn) if self.rank in on else (None, b"")
+        outcomes = [self._broadcast(data, rank) for rank in on]
         if failure is not None:
             raise failure
-        for rank in on:
-            kind, value = results[rank]
+        for rank, (kind, value) in zip(on, outcomes, strict=True):
             if kind == "error":
                 raise Error(value)
             if kind == "failure":
                 raise PeerFailed(f"rank {rank} failed: {value}")
-        return [results[rank][1] for rank in on]
+        return [value for _, value in outcomes]
 
     def broadcast_tensors(self, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
         """Overwrite `tensors` on every rank with those of rank `source`, in a few large messages."""
@@ -297,12 +283,7 @@ def open_group(
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         timeout = timedelta(seconds=timeout_s)
         with _report_missing_ranks(environment):
-            if environment.launcher == "srun":
-                rank, world_size = environment.rank, environment.world_size
-                store = _open_store(environment)
-                dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
-            else:
-                _join(backend, timeout, environment)
+            _join(backend, timeout, environment)
     group = Group(environment.rank, environment.world_size, device)
     group.local_rank = environment.local_rank
 
@@ -340,56 +321,52 @@ def _report_missing_ranks(environment: Environment) -> Iterator[None]:
 
 
 def _join(backend: str, timeout: timedelta, environment: Environment) -> None:
-    """Join through the launcher's store, or through rank 0's. Raises Error if rank 0 cannot open its port.
+    """Join the other ranks. Raises Error if rank 0 cannot open its port, or not all tasks of a Slurm step join."""
+    (host, port), rank, world_size = read_master(), environment.rank, environment.world_size
+    try:
+        store = _open_store(environment, timeout)
+        if store is None:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:
+        if "EADDRINUSE" in str(error):
+            raise Error(f"port {port} is in use here: set MASTER_PORT to a free one, the same for all ranks") from None
+        if environment.launcher != "srun":
+            raise
+        who = f"not all {world_size} tasks of this Slurm step" if rank == 0 else "not the first task of this Slurm step"
+        raise Error(
+            f"{who} came to {host}:{port} within {MEET_S:.0f} s: start this script in every task of the step, and "
+            "check that no firewall closes the port between the nodes"
+        ) from None
+
+
+def _open_store(environment: Environment, timeout: timedelta) -> Any:  # Store
+    """Open the store through which the ranks join; None: the one that torch opens from the environment.
 
     After a restart torchrun keeps its store, with the addresses of the earlier ranks, and gloo tries to connect to
     those. With one torchrun, the restart count makes the keys of each start distinct. Several torchruns count their
     restarts separately, so there this is not possible.
     """
-    rank, world_size = environment.rank, environment.world_size
-    shares_store = environment.launcher == "torchrun" and has_agent_store()
-    num_restarts, most = read_restarts() if shares_store else (0, 0)
-    store: Any = None
-    if shares_store and environment.local_world_size == world_size:
-        store = dist.TCPStore(*read_master(), world_size, False, timeout)  # type: ignore[attr-defined]
-        store = dist.PrefixStore(f"samestep/restart-{num_restarts}", store)  # type: ignore[attr-defined]
-    elif most and rank == 0:
+    from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+    (host, port), rank, world_size = read_master(), environment.rank, environment.world_size
+    if environment.launcher == "srun":
+        # multi_tenant: shares a store that this process has already opened (`StoreExchange`), as torch's env:// does.
+        return TCPStore(host, port, world_size, rank == 0, timedelta(seconds=MEET_S), multi_tenant=True)
+    if environment.launcher != "torchrun" or not has_agent_store():
+        return None
+    num_restarts, most = read_restarts()
+    if environment.local_world_size == world_size:
+        store = TCPStore(host, port, world_size, False, timeout)
+        return PrefixStore(f"samestep/restart-{num_restarts}", store)
+    if most and rank == 0:
         say(
             "torchrun restarts the ranks of several nodes with the store of the previous start, in which gloo finds "
             "ranks that have ended: run export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, or use samestep "
             "launch"
         )
-    try:
-        if store is None:
-            dist.init_process_group(backend, timeout=timeout)
-        else:
-            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size)
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        port = read_master()[1]
-        raise Error(f"port {port} is in use on this machine: set MASTER_PORT to a free one, for all ranks") from None
-
-
-def _open_store(environment: Environment) -> Any:  # TCPStore
-    """Open the store in rank 0 through which the tasks of a Slurm step join.
-
-    Raises:
-        Error: not all tasks join.
-    """
-    from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
-
-    (host, port), rank, world_size = read_master(), environment.rank, environment.world_size
-    try:
-        # multi_tenant: shares a store that this process has already opened (`StoreExchange`), as torch's env:// does.
-        return TCPStore(host, port, world_size, rank == 0, timedelta(seconds=MEET_S), multi_tenant=True)
-    except DistError as error:
-        if "EADDRINUSE" in str(error):
-            raise Error(f"port {port}, the rendezvous of this Slurm step, is in use on its first node: set MASTER_PORT "
-                        "to a free one, the same for all tasks") from None  # fmt: skip
-        who = f"not all {world_size} tasks of this Slurm step" if rank == 0 else "not the first task of this Slurm step"
-        raise Error(f"{who} came to {host}:{port} within {MEET_S:.0f} s: start this script in every task of the step, "
-                    "and check that no firewall closes the port between the nodes") from None  # fmt: skip
+    return None
 
 
 def has_group() -> bool:
