@@ -165,7 +165,7 @@ def at_step(number):
     import psutil
     [recorder] = [each for each in psutil.Process(os.getppid()).children() if each.pid != os.getpid()]
     recorder.kill()
-    while recorder.status() != psutil.STATUS_ZOMBIE and recorder.is_running(): pass
+    recorder.wait()
     print("lost", flush=True)
 """
 

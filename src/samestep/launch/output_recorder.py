@@ -220,6 +220,7 @@ class Log:
                 with suppress(OSError):
                     os.unlink(self._early)
                     self._file = _open(self._early)
+                    write_all(self._file, data)
             return self._describe(failed, error)
         if self._is_shown and self._path == self._early:
             self._num_bytes += len(data)

@@ -56,16 +56,14 @@ class Outcome:
 
 
 @dataclass
-class Member:
-    """A connection, and a node once it is admitted.
+class Stranger:
+    """A connection that is not, or no longer, a node of the launch.
 
     Attributes:
         nonce: the challenge that it must answer.
         since_s: when it connected, or when the end was sent to it.
         is_proven: it has proven that it knows the secret.
         is_through: it was refused, or the end was sent to it; its messages are ignored.
-        hello: its description, once admitted.
-        outcome: how its ranks ended in this round.
     """
 
     link: Link
@@ -73,13 +71,15 @@ class Member:
     since_s: float = field(default_factory=time.monotonic)
     is_proven: bool = False
     is_through: bool = False
-    hello: Hello | None = None
-    outcome: Outcome | None = None
 
-    @property
-    def name(self) -> str:
-        """The name in messages."""
-        return "a node" if self.hello is None else self.hello.name
+
+@dataclass
+class Member:
+    """A node that was admitted. `outcome` is how its ranks ended in this round."""
+
+    link: Link
+    hello: Hello
+    outcome: Outcome | None = None
 
 
 class RendezvousServer(threading.Thread):
@@ -96,7 +96,7 @@ class RendezvousServer(threading.Thread):
         self._nodes, self._listener = nodes, listener
         self._max_restarts, self._received = max_restarts, received
         self._members: list[Member] = []
-        self._strangers: list[Member] = []  # not admitted, or no longer a member
+        self._strangers: list[Stranger] = []
         self._in_round: list[Member] | None = None  # the members whose ranks run; None between rounds
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)  # a connection can be closed before it is accepted
@@ -118,8 +118,8 @@ class RendezvousServer(threading.Thread):
             self._serve()
         finally:  # closed connections tell the nodes that the server has ended
             self._listener.close()
-            for member in [*self._members, *self._strangers]:
-                member.link.close()
+            for link in [peer.link for peers in (self._members, self._strangers) for peer in peers]:
+                link.close()
 
     def _serve(self) -> None:
         while not self._is_over:
@@ -128,16 +128,16 @@ class RendezvousServer(threading.Thread):
                     self._accept()
                 else:
                     self._receive(key.data)
-            for member in [each for each in self._strangers if time.monotonic() > each.since_s + STRANGER_S]:
-                self._drop(member)
+            for stranger in [each for each in self._strangers if time.monotonic() > each.since_s + STRANGER_S]:
+                self._drop(stranger)
             if self._in_round is not None:
                 self._conclude_if_ended()
             else:
                 self._begin_if_complete()
         self._selector.unregister(self._listener)
         self._listener.close()
-        for member in [each for each in self._strangers if not each.is_through]:
-            self._drop(member)
+        for stranger in [each for each in self._strangers if not each.is_through]:
+            self._drop(stranger)
         deadline_s = time.monotonic() + FLUSH_S
         while (self._members or self._strangers) and time.monotonic() < deadline_s:
             for key, _ in self._selector.select(TICK_S):
@@ -151,46 +151,46 @@ class RendezvousServer(threading.Thread):
             connection.setblocking(True)
             if len(self._strangers) >= MAX_STRANGERS:
                 self._drop(self._strangers[0])
-            member = Member(Link(connection))
-            self._strangers.append(member)
-            self._selector.register(member.link, selectors.EVENT_READ, member)
-            member.link.send("challenge", nonce=member.nonce)
+            stranger = Stranger(Link(connection))
+            self._strangers.append(stranger)
+            self._selector.register(stranger.link, selectors.EVENT_READ, stranger)
+            stranger.link.send("challenge", nonce=stranger.nonce)
 
-    def _receive(self, member: Member) -> None:
-        if member not in self._members and member not in self._strangers:
+    def _receive(self, peer: Stranger | Member) -> None:
+        if peer not in self._members and peer not in self._strangers:
             return  # dropped since the select
         try:
-            while (message := member.link.receive()) is not None:
-                if member.is_through:
+            while (message := peer.link.receive()) is not None:
+                kind = message.pop("kind")
+                if isinstance(peer, Member):
+                    self._process(peer, kind, message)
+                elif peer.is_through:
                     continue
-                if not member.is_proven:
-                    self._check_proof(member, message)
-                elif member.hello is None:
-                    if message.pop("kind") != "hello":
-                        raise ValueError("not a hello")
-                    self._admit(member, parse_hello(message))
+                elif not peer.is_proven:
+                    self._check_proof(peer, kind, message)
+                elif kind == "hello":
+                    peer = self._admit(peer, parse_hello(message))
                 else:
-                    self._process(member, message)
+                    raise ValueError("not a hello")
         except (OSError, ValueError, KeyError, TypeError):  # closed, or not a launcher of samestep
-            self._drop(member)
+            self._drop(peer)
 
-    def _check_proof(self, member: Member, message: Mapping[str, Any]) -> None:
-        secret, nonce = self._nodes.secret, message.get("nonce")
-        if message["kind"] != "proof" or not is_proven(message, secret, "node", member.nonce, nonce):
-            member.link.send("denied")
-            address = member.link.addresses[1]
+    def _check_proof(self, stranger: Stranger, kind: str, message: Mapping[str, Any]) -> None:
+        link, secret, nonce = stranger.link, self._nodes.secret, message.get("nonce")
+        if kind != "proof" or not is_proven(message, secret, "node", stranger.nonce, nonce):
+            link.send("denied")
+            address = link.addresses[1]
             if len(self._warnings) < MAX_WARNINGS:
                 self._warn(f"a connection from {address} was refused: it does not have the secret of this run's nodes")
             raise ValueError("no proof")
-        member.is_proven = True
-        member.link.trust()
-        member.link.send("proof", proof=prove(secret, "hub", member.nonce, str(nonce)))
+        stranger.is_proven = True
+        link.trust()
+        link.send("proof", proof=prove(secret, "hub", stranger.nonce, str(nonce)))
 
-    def _process(self, member: Member, message: dict[str, Any]) -> None:
-        """Process a message of an admitted node."""
-        if message["kind"] == "room":
+    def _process(self, member: Member, kind: str, message: dict[str, Any]) -> None:
+        if kind == "room":
             self._room = int(message["num_ranks"])
-        elif message.pop("kind") == "ended" and message["round"] == self._round and member in (self._in_round or ()):
+        elif kind == "ended" and message["round"] == self._round and member in (self._in_round or ()):
             member.outcome = outcome = build(Outcome, message)
             if not outcome.is_well:  # otherwise the other nodes can still be saving
                 self._stop_all("now")
@@ -201,45 +201,48 @@ class RendezvousServer(threading.Thread):
             self._warnings.add(sentence)
             say(sentence)
 
-    def _drop(self, member: Member) -> None:
-        self._selector.unregister(member.link)
-        member.link.close()
-        if member in self._strangers:
-            self._strangers.remove(member)
+    def _drop(self, peer: Stranger | Member) -> None:
+        self._selector.unregister(peer.link)
+        peer.link.close()
+        if isinstance(peer, Stranger):
+            self._strangers.remove(peer)
             return
-        self._members.remove(member)
+        self._members.remove(peer)
         self._changed_s = time.monotonic()
-        if self._in_round is not None and member in self._in_round and not self._is_over:
-            self._in_round.remove(member)
-            self._lost.append(member.name)
+        if self._in_round is not None and peer in self._in_round and not self._is_over:
+            self._in_round.remove(peer)
+            self._lost.append(peer.hello.name)
             self._stop_all("now")
 
-    def _admit(self, member: Member, hello: Hello) -> None:
-        there = [other.hello for other in self._members if other.hello is not None]
+    def _admit(self, stranger: Stranger, hello: Hello) -> Stranger | Member:
+        """Admit or refuse a node."""
+        there = [member.hello for member in self._members]
+        num_ranks = sum(other.num_ranks for other in there)
+        run = f"the run at {self._nodes.endpoint}"
         reason = find_difference(hello, there)
         if reason is None and len(there) == self._nodes.most:
-            full = f"the run at {self._nodes.endpoint} has its {self._nodes.most} nodes"
-            reason = f"{full}: raise --nnodes, or use another port"
-        num_ranks = sum(other.num_ranks for other in there)
+            reason = f"{run} has its {self._nodes.most} nodes: raise --nnodes, or use another port"
         if reason is None and num_ranks + hello.num_ranks > self._room:
-            full = f"the run at {self._nodes.endpoint} can use {self._room} ranks, one per micro-batch of a step"
-            reason = f"{full}, and has {num_ranks}: start fewer here"
+            room = f"{self._room} ranks, one per micro-batch of a step"
+            reason = f"{run} can use {room}, and has {num_ranks}: start fewer here"
         if reason is not None:
-            member.is_through = True
-            member.link.send("refused", reason=reason)
+            stranger.is_through = True
+            stranger.link.send("refused", reason=reason)
             say(f"{hello.name} was refused: {reason}")
-            return  # the node closes the link
+            return stranger  # the node closes the link
         warning = find_other_arguments(hello, there[0]) if there else None
         if warning is not None:
             self._warn(warning)
-        member.hello = hello
-        self._strangers.remove(member)
+        member = Member(stranger.link, hello)
+        self._strangers.remove(stranger)
         self._members.append(member)
+        self._selector.modify(member.link, selectors.EVENT_READ, member)
         self._changed_s = time.monotonic()
         member.link.send("welcome")
         if self._in_round is not None and not self._is_making_room:
             self._is_making_room = True
             self._stop_all("saved")
+        return member
 
     # --- rounds -----------------------------------------------------------------------------------------------------
 
@@ -252,7 +255,7 @@ class RendezvousServer(threading.Thread):
             self._end(message=self._describe_missing())
 
     def _describe_missing(self) -> str:
-        hellos = [member.hello for member in self._members if member.hello is not None]
+        hellos = [member.hello for member in self._members]
         present = ", ".join(hello.name for hello in hellos)
         ranks = {hello.node_rank for hello in hellos}
         missing = [] if None in ranks else [rank for rank in range(self._nodes.most) if rank not in ranks]
@@ -264,11 +267,13 @@ class RendezvousServer(threading.Thread):
         )
 
     def _begin(self) -> None:
-        members = sorted(self._members, key=lambda member: -1 if (rank := _rank_of(member)) is None else rank)
-        sizes = [member.hello.num_ranks for member in members if member.hello is not None]
+        members = sorted(
+            self._members, key=lambda member: -1 if member.hello.node_rank is None else member.hello.node_rank
+        )
+        sizes = [member.hello.num_ranks for member in members]
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         parts = [
-            f"{start}{f'-{start + size - 1}' if size > 1 else ''} on {member.name}"
+            f"{start}{f'-{start + size - 1}' if size > 1 else ''} on {member.hello.name}"
             for start, size, member in zip(starts, sizes, members, strict=True)
         ]
         self._round += 1
@@ -328,7 +333,7 @@ class RendezvousServer(threading.Thread):
             self._release(leaving, is_whole=is_whole)
         elif first is not None and not (first.secondary and (self._lost or self._is_making_room)):
             if first.kind == "error" or self._num_restarts >= self._max_restarts:
-                names = (m.name for m, outcome in zip(members, outcomes, strict=True) if outcome.failure is first)
+                names = (m.hello.name for m, outcome in zip(members, outcomes, strict=True) if outcome.failure is first)
                 self._end(failure=first, name=next(names))
             else:
                 self._num_restarts += 1
@@ -354,10 +359,11 @@ class RendezvousServer(threading.Thread):
             return
         for member in leaving:
             member.link.send("end", message="", failure=None, code=0, is_whole=False)
+            stranger = Stranger(member.link, is_through=True)  # until it closes the connection
             self._members.remove(member)
-            self._strangers.append(member)  # until it closes the connection
-            member.is_through, member.since_s = True, time.monotonic()
-        names = " and ".join(member.name for member in leaving)
+            self._strangers.append(stranger)
+            self._selector.modify(member.link, selectors.EVENT_READ, stranger)
+        names = " and ".join(member.hello.name for member in leaving)
         self._restart = Restart(f"{names} received a signal to stop")
 
     def _continue_without(self, lost: Sequence[str]) -> None:
@@ -393,11 +399,6 @@ class RendezvousServer(threading.Thread):
         code = code if failure is None else failure.exit_code
         for member in self._members:
             member.link.send("end", message=message, failure=sentence, code=code, is_whole=is_whole)
-
-
-def _rank_of(member: Member) -> int | None:
-    return None if member.hello is None else member.hello.node_rank
-
 
 
 def open_listener(address: str, port: int) -> socket.socket | None:
