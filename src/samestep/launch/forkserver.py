@@ -88,8 +88,7 @@ class ForkServer:
     def receive(self, timeout_s: float) -> dict[str, Any] | None:
         """Return the next event, waiting up to `timeout_s` for it; None if there is none.
 
-        Raises:
-            EOFError, OSError: the server has ended.
+        Raises EOFError or OSError if the server has ended.
         """
         return self._connection.recv() if self._connection.poll(timeout_s) else None
 

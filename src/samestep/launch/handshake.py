@@ -27,14 +27,9 @@ def make_secret() -> str:
 
 
 def read_secret(file: str | None, variable: str) -> str:
-    """Return the secret from `--rdzv-secret` or from the variable; "" if neither is set.
+    """Return the secret from the file that `--rdzv-secret` names, else from SAMESTEP_RDZV_SECRET; "" if neither is set.
 
-    Args:
-        file: value of the option: a file that holds the secret. It takes precedence.
-        variable: value of SAMESTEP_RDZV_SECRET.
-
-    Raises:
-        Error: the file cannot be read, other users can read it, or the secret is too short.
+    Raises Error if the file cannot be read, other users can read it, or the secret is too short.
     """
     secret, source = variable.strip(), SECRET
     if file is not None:
@@ -68,8 +63,7 @@ def make_nonce() -> str:
 def prove(secret: str, role: str, hub_nonce: str, node_nonce: str) -> str:
     """Return the HMAC that proves knowledge of the secret.
 
-    Args:
-        role: "hub" (the server) or "node"; prevents a peer from sending a side's own proof back to it.
+    The role, "hub" (the server) or "node", prevents a peer from sending a side's own proof back to it.
     """
     return hmac.new(secret.encode(), f"samestep {role} {hub_nonce} {node_nonce}".encode(), "sha256").hexdigest()
 

@@ -18,12 +18,9 @@ LEAST_S = 120  # Slurm can signal a minute early, and on a busy file system rank
 
 @dataclass(frozen=True)
 class Job:
-    """A job to submit.
+    """A job to submit. The numbers of ranks, GPUs and CPUs are per node.
 
     Attributes:
-        name: name of the job.
-        num_nodes: number of nodes.
-        num_ranks, num_gpus, num_cpus: per node.
         grace_s: seconds from the signal to stop to the kill.
         launch: more options of `samestep launch`.
         run_dir: the run's directory; of an array, the parent of its runs' directories; "": chosen by the script.
@@ -42,13 +39,7 @@ class Job:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def build_command(self, python: str, endpoint: str, run_dir: str) -> list[str]:
-        """Build the command that starts the ranks of a node.
-
-        Args:
-            python: the interpreter.
-            endpoint: the rendezvous endpoint.
-            run_dir: the run's directory; "": chosen by the script.
-        """
+        """Build the command that starts the ranks of a node. With `run_dir` "" the script chooses the directory."""
         command, words = self.target.to_command()
         nodes = ["--nnodes", str(self.num_nodes), "--rdzv-endpoint", endpoint] if self.num_nodes > 1 else []
         return [

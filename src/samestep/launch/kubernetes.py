@@ -20,13 +20,10 @@ WAIT = 'until getent hosts {host}; do sleep 1; done; exec "$@"'  # DNS knows the
 
 
 def build_manifest(job: Job) -> dict[str, Any]:
-    """Build the JobSet.
+    """Build the JobSet. Raises Error if the image is missing, or a name or claim is invalid.
 
     A pod with exit code 75 has saved; a disrupted pod has lost its machine. In both cases its Job fails with the reason
     PodFailurePolicy and all pods restart, without a limit. After other failures they restart --max-restarts times.
-
-    Raises:
-        Error: the image is missing, or a name or claim is invalid.
     """
     options = job.options
     if "image" not in options:
@@ -118,11 +115,7 @@ def build_name(text: str) -> str:
 
 
 def submit_to_kubernetes(job: Job) -> int:
-    """Apply the JobSet and the Secret with kubectl, or print them with --dry-run. Returns the exit code.
-
-    Raises:
-        Error: kubectl is missing or fails.
-    """
+    """Apply the JobSet and the Secret with kubectl, or print them with --dry-run. Returns the exit code."""
     manifests = [build_manifest(job), *([build_secret(job)] if job.num_nodes > 1 else [])]
     # Documents of a YAML stream, of which JSON is a subset.
     text = "".join(f"---\n{json.dumps(manifest, indent=2)}\n" for manifest in reversed(manifests))

@@ -240,11 +240,7 @@ def _conclude_on_nodes(ranks: Ranks, received: list[int], end: dict[str, Any]) -
 
 
 def _report(failure: Failure, ranks: Ranks, then: str = "") -> None:
-    """Print a failure; the reason comes last, and once.
-
-    Args:
-        then: what follows, if the launch does not end.
-    """
+    """Print a failure; the reason comes last, and once. `then`: what follows, if the launch does not end."""
     lines: list[str] = []
     if failure.kind == "error":
         lines.append(f"samestep: error: {failure.message}")

@@ -44,8 +44,6 @@ class Target:
 
     Attributes:
         kind: "script" (a file), "module", "recipe" (a module of samestep) or "call" (a pickled function call).
-        name: the file or module.
-        arguments: command-line arguments of the script or module.
     """
 
     kind: str
@@ -110,11 +108,9 @@ def build_variables(num_ranks: int, place: Placement, overrides: Overrides) -> l
 
 
 def open_store(listener: socket.socket | None = None, address: str = HOST) -> Any:  # TCPStore
-    """Open a rendezvous store.
+    """Open a rendezvous store at `address`.
 
-    Args:
-        listener: a listening socket, which the store takes over; None: a free port that only this machine can reach.
-        address: where this machine reaches the listener.
+    It takes over the listening socket; None: a free port that only this machine can reach.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -142,8 +138,7 @@ class Ranks:
     Attributes:
         directory: temporary; the ranks write reports into it. `close` removes it.
         shown: the ranks whose output goes to the terminal.
-        num_ranks: number of ranks of the last `start`.
-        world_size: number of ranks on all machines.
+        num_ranks, world_size: of the last `start`; on this machine and on all machines.
         started: whether the processes exist.
         lost: the server has ended, or could not kill a rank: the ranks cannot be started again.
         codes: rank -> exit code, or minus the signal, of the ranks that have ended.
@@ -204,8 +199,7 @@ class Ranks:
     def poll(self, timeout_s: float = POLL_S) -> None:
         """Process the server's next event, waiting up to `timeout_s` for it.
 
-        Raises:
-            Error: the ranks could not be started.
+        Raises Error if the ranks could not be started.
         """
         try:
             event = self._server.receive(timeout_s)

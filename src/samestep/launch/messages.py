@@ -39,11 +39,7 @@ class LineSplitter:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Add received bytes. Returns the complete lines, without their newlines.
-
-        Raises:
-            ValueError: a line is too long.
-        """
+        """Add received bytes. Returns the complete lines without newlines. Raises ValueError if one is too long."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > self.max_bytes and self._cuts:
             lines.append(self.flush())
@@ -148,8 +144,7 @@ class Link(MessageReader):
 def build(kind: Any, value: Any) -> Any:
     """Check parsed JSON against a type, and convert it: a dataclass, a list, dict or union of types, or a plain type.
 
-    Raises:
-        ValueError: the value does not have this type.
+    Raises ValueError if the value does not have this type.
     """
     origin, parts = get_origin(kind), get_args(kind)
     if origin is UnionType:

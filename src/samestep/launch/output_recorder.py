@@ -171,9 +171,8 @@ class Recording:
 class Log:
     """The log of one rank.
 
-    Args:
-        early: path in the launcher's directory: the log itself until `move`, then a link to it.
-        is_shown: the output is also on the terminal, so that `early` need not keep it after an error.
+    `early` is a path in the launcher's directory: the log itself until `move`, then a link to it. If `is_shown`, the
+    output is also on the terminal, so that `early` need not keep it after an error.
     """
 
     def __init__(self, rank: int, early: str, is_shown: bool) -> None:
@@ -237,7 +236,6 @@ class Recorder:
     """Reads the output of the ranks until the process that has forked them closes `control`.
 
     Args:
-        logs: the log of each rank.
         paths: pipe on which ranks send the paths of their logs.
         control: connection to the process that has forked the ranks; reports their ends.
         terminal: file descriptor for warnings.

@@ -45,9 +45,7 @@ def run_rank(*, rank: int, variables: dict[str, str], cwd: str, target: dict[str
     """Run the target and end the process.
 
     Args:
-        rank: this rank.
         variables: the whole environment.
-        cwd: the working directory.
         target: the fields of a `Target`.
         directory: receives `<rank>.json` if the rank fails, and the result or exception of a function call.
     """
@@ -113,16 +111,8 @@ def leave(code: int) -> NoReturn:
 def load_main(kind: str, name: str, arguments: list[str]) -> tuple[types.CodeType, types.ModuleType]:
     """Load a script or module as the main program. Sets sys.argv, sys.path[0] and sys.modules["__main__"].
 
-    Args:
-        kind: "script" (`name` is a file), "module" (as `python -m`) or "recipe" (a module of samestep).
-        name: the script or module.
-        arguments: sys.argv[1:].
-
-    Returns:
-        Its code, and the new `__main__` to execute it in.
-
-    Raises:
-        Error: there is no such module.
+    Returns its code, and the new `__main__` to execute it in. Raises Error if there is no such module. For the kinds
+    see `Target`.
     """
     main = types.ModuleType("__main__")
     if kind == "script":

@@ -40,7 +40,6 @@ class Nodes:
     Attributes:
         least, most: minimum and maximum number of nodes.
         node_rank: index of this node; None: in the order of joining.
-        host, port: the rendezvous endpoint.
         run_id: distinguishes runs with the same endpoint.
         timeout_s: limit for the other nodes to join.
         secret: shared by all launchers; "" only at a loopback address.
@@ -64,12 +63,7 @@ class Nodes:
 def parse_nodes(
     nnodes: str, node_rank: int | None, endpoint: str | None, run_id: str, timeout_s: float, secret: str = ""
 ) -> Nodes | None:
-    """Parse the options of `launch` for several nodes. Returns None for one node.
-
-    Raises:
-        Error: an option is invalid, the endpoint's host has no address, or other machines can reach the endpoint and
-            there is no secret.
-    """
+    """Parse the options of `launch` for several nodes. Returns None for one node. Raises Error if one is invalid."""
     first, _, last = nnodes.partition(":")
     if not first.isdecimal() or not (last or first).isdecimal() or not 1 <= int(first) <= int(last or first):
         raise Error(f"--nnodes takes a number, or MIN:MAX such as 1:4, not {nnodes!r}")
@@ -258,9 +252,7 @@ def _group_arguments(arguments: Sequence[str]) -> list[list[str]]:
 def connect(nodes: Nodes, hello: Hello, is_cancelled: Callable[[], bool]) -> Link | None:
     """Connect to the rendezvous server, which admits this node; None if `is_cancelled` returns True before.
 
-    Raises:
-        Error: there is no answer within `nodes.timeout_s`, another program answers or a server with another secret, or
-            the server refuses this node.
+    Raises Error if no server with the same secret answers within `nodes.timeout_s`, or it refuses this node.
     """
     deadline_s = time.monotonic() + nodes.timeout_s
     while not is_cancelled():
@@ -292,10 +284,7 @@ def connect(nodes: Nodes, hello: Hello, is_cancelled: Callable[[], bool]) -> Lin
 def _join(link: Link, nodes: Nodes, hello: Hello) -> None:
     """Perform the node's side of the handshake, and send its description.
 
-    Raises:
-        Error: the secrets differ, or the server refuses this node.
-        ValueError: the peer is no rendezvous server.
-        OSError: the connection was closed.
+    Raises Error if the secrets differ or the server refuses this node, ValueError if the peer is no rendezvous server.
     """
 
     def receive(*kinds: str) -> dict[str, Any]:

@@ -85,10 +85,7 @@ class Member:
 class RendezvousServer(threading.Thread):
     """The server thread. It sends each decision to all nodes.
 
-    Args:
-        listener: listens at the endpoint.
-        max_restarts: how often all ranks are restarted after a failure.
-        received: the signals that the launcher on this machine has received so far.
+    `received` holds the signals that the launcher on this machine has received so far.
     """
 
     def __init__(self, nodes: Nodes, listener: socket.socket, max_restarts: int, received: Sequence[int]) -> None:
@@ -348,11 +345,9 @@ class RendezvousServer(threading.Thread):
             self._end(message="the ranks were stopped, and no node has reported a reason", code=1)
 
     def _release(self, leaving: Sequence[Member], *, is_whole: bool) -> None:
-        """Continue without the nodes whose launchers have received a signal. If too few remain, or this launcher
-        leaves too, the launch ends.
+        """Continue without the nodes whose launchers have received a signal.
 
-        Args:
-            is_whole: the run has reached its end.
+        If too few remain, this launcher leaves too, or the run has reached its end, the launch ends.
         """
         if is_whole or self._received or len(self._members) - len(leaving) < self._nodes.least:
             self._end(is_whole=is_whole)
@@ -387,12 +382,9 @@ class RendezvousServer(threading.Thread):
         code: int = Error.exit_code,
         is_whole: bool = False,
     ) -> None:
-        """End all launchers.
+        """End all launchers, for a rank's failure on the node `name`, another reason, or because all ranks have ended.
 
-        Args:
-            failure, name: the failure of a rank and the name of its node, if that is the reason.
-            message, code: another reason, and the exit code; "" if every rank has succeeded.
-            is_whole: the run has reached its end.
+        `is_whole`: the run has reached its end.
         """
         self._is_over = True
         sentence = None if failure is None else f"{failure.reason}, on {name}"
@@ -404,8 +396,7 @@ class RendezvousServer(threading.Thread):
 def open_listener(address: str, port: int) -> socket.socket | None:
     """Listen at an address of this machine ("": all). Returns None if the port is in use.
 
-    Raises:
-        Error: the port cannot be opened for another reason.
+    Raises Error if the port cannot be opened for another reason.
     """
     reason = ""
     families = [socket.AF_INET6, socket.AF_INET] if socket.has_dualstack_ipv6() else [socket.AF_INET]

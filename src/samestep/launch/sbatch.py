@@ -107,11 +107,7 @@ def find_directory(job: Job) -> Path:
 
 
 def submit_to_slurm(job: Job) -> int:
-    """Submit a job, follow it unless --detach is given, and return the exit code.
-
-    Raises:
-        Error: Slurm is not available here, or refuses the job.
-    """
+    """Submit a job, follow it unless --detach is given, and return the exit code."""
     script = render(job)
     if job.options.get("dry_run"):
         print(script, end="")
@@ -161,12 +157,7 @@ def _sbatch(options: Sequence[str], script: str) -> subprocess.CompletedProcess[
 
 
 class Follower:
-    """Follows a job, or the tasks of an array, to its end.
-
-    Args:
-        number: the job id.
-        files: its output file; for an array, a pattern.
-    """
+    """Follows a job, or the tasks of an array, to its end. `files`: its output file; for an array, a pattern."""
 
     def __init__(self, number: str, files: Path) -> None:
         self._number, self._files = number, files

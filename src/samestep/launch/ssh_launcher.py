@@ -51,11 +51,7 @@ _HOST = re.compile(r"(?!-)([^\s@:\[\]]+@|)(?:\[([^\s@\[\]]+)\]|([^\s@:\[\]-][^\s
 
 @dataclass(frozen=True)
 class Host:
-    """A host as ssh knows it.
-
-    Attributes:
-        num_ranks: `--nproc-per-node` of this host; None: that of the command.
-    """
+    """A host as ssh knows it, and its `--nproc-per-node`; None: that of the command."""
 
     name: str
     num_ranks: str | None = None

@@ -28,11 +28,8 @@ class Launch:
     """The parameters of a launch.
 
     Attributes:
-        target: the code that each rank runs.
         num_ranks: number of ranks on this machine.
-        overrides: options of `Run` that replace those of the script.
         received: the signals that this process has received so far.
-        max_restarts: how often all ranks are restarted after a failure.
         report: called with each failure on this machine after which the ranks restart, and with what follows.
     """
 
@@ -199,15 +196,12 @@ class NodeSession:
 def run_node(ranks: Ranks, launch: Launch, nodes: Nodes) -> dict[str, Any]:
     """Run the ranks of this node, together with the launchers of the other nodes, to their end.
 
-    The launcher at the endpoint also runs the rendezvous server.
+    The launcher at the endpoint also runs the rendezvous server. Raises Error if the nodes do not join.
 
     Returns:
         The server's last message: "message" if something other than a rank has failed; "failure", a sentence on the
         rank that failed; "code", the exit code; "is_whole", whether the run reached its end. Empty if a signal came
         first.
-
-    Raises:
-        Error: the nodes do not join.
     """
     address = find_own_address(nodes.host)
     listener = None if address is None else open_listener(address, nodes.port)

@@ -81,8 +81,7 @@ class Environment:
 def read_overrides(variables: Mapping[str, str] | None = None) -> Overrides:
     """Return the options that are set as SAMESTEP_* variables.
 
-    Raises:
-        Error: a value has not its option's type, or the name of an unknown variable is close to that of an option.
+    Raises Error if a value is invalid, or the name of an unknown variable is close to that of an option.
     """
     variables = os.environ if variables is None else variables
     known = {PREFIX + name.upper(): name for name in OPTIONS}
@@ -153,8 +152,7 @@ def has_agent_store() -> bool:
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     """Read the environment. In a Slurm task, this sets the variables of a rank, because torch reads them, too.
 
-    Raises:
-        Error: a variable is not a number, or the variables of a rank are incomplete.
+    Raises Error if the variables of a rank are incomplete or invalid.
     """
     if variables is None:
         if "RANK" not in os.environ and slurm_tasks.is_task(os.environ):

@@ -37,13 +37,10 @@ _numbers = count()
 
 
 def choose_device(environment: Environment, wanted: str | None) -> torch.device:
-    """The device of this rank.
+    """Return the device of this rank.
 
-    Args:
-        wanted: "cpu", "cuda" (a GPU per local rank) or one GPU such as "cuda:1"; None: "cuda" if there is a GPU.
-
-    Raises:
-        Error: there is no such GPU, or there are more local ranks than GPUs.
+    `wanted` is "cpu", "cuda" (a GPU per local rank) or one GPU such as "cuda:1"; None: "cuda" if there is a GPU.
+    Raises Error if there is no such GPU, or there are more local ranks than GPUs.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     kind, _, index = (wanted or ("cuda" if num_gpus else "cpu")).partition(":")
@@ -103,8 +100,7 @@ class Group:
     def seal(self, value: Any) -> Any:
         """Prepare a value of any type for `gather`, `broadcast` and `once`. Receivers call `unseal`.
 
-        Raises:
-            Error: it cannot be pickled.
+        Raises Error if it cannot be pickled.
         """
         if self.world_size == 1:
             return value
@@ -134,11 +130,7 @@ class Group:
         return [int(each) for each in numbers]
 
     def agree(self, values: Mapping[str, Any]) -> None:
-        """Compare `values` over the ranks.
-
-        Raises:
-            Error: one of them differs.
-        """
+        """Compare `values` over the ranks. Raises Error if one of them differs."""
         first, *others = self.gather(dict(values))
         for rank, theirs in enumerate(others, start=1):
             for name, value in theirs.items():
@@ -207,14 +199,8 @@ class Group:
     def find_going_on(self, step: int) -> int | None:
         """Call before stopping instead of starting another step; detects ranks that did not stop and would deadlock.
 
-        Args:
-            step: the number of completed steps.
-
-        Returns:
-            The first rank that has started another step; None when all ranks have called this.
-
-        Raises:
-            PeerFailed: another rank has ended.
+        Returns the first rank that has started another step; None when all ranks have called this. Raises PeerFailed if
+        another rank has ended.
         """
         if self.world_size == 1:
             return None
@@ -267,14 +253,8 @@ def open_group(
 ) -> Group:
     """Join the ranks, with gloo on CPU and NCCL (gloo for host tensors) on CUDA.
 
-    A process group that the script has created is used as it is.
-
-    Args:
-        timeout_s: limit for one collective.
-        compares: require the same script and versions on all ranks.
-
-    Raises:
-        Error: they differ, or not all ranks join.
+    A process group that the script has created is used as it is. If `compares`, all ranks must have the same script and
+    versions. Raises Error if they differ, or not all ranks join.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -13,11 +13,8 @@ PR_SET_PDEATHSIG = 1
 def read_host_id(namespace: str) -> str:
     """Identify the running kernel and one of its namespaces; "" where /proc does not tell.
 
-    Equal values mean the same boot of the same machine, and the same namespace. Host names do not tell this: machines
-    made from one image, and containers, can share a name.
-
-    Args:
-        namespace: "net" (ports and abstract socket names) or "pid" (process ids).
+    Equal values mean the same boot of the same machine, and the same namespace: "net" (ports and abstract socket names)
+    or "pid" (process ids). Host names do not tell this: machines made from one image, and containers, can share a name.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -34,12 +34,7 @@ class Gatherer(Protocol):
 
 
 class LocalSockets:
-    """One socket to each other rank of this host.
-
-    Args:
-        sockets: rank -> socket. `close` closes them.
-        timeout_s: `exchange` fails if nothing arrives for this long.
-    """
+    """One socket to each other rank of this host. `exchange` fails if nothing arrives for `timeout_s`."""
 
     def __init__(self, rank: int, sockets: Mapping[int, socket.socket], timeout_s: float) -> None:
         self._rank, self._sockets, self._timeout_s = rank, dict(sockets), timeout_s
@@ -49,8 +44,7 @@ class LocalSockets:
     def exchange(self, rows: Sequence[memoryview]) -> None:
         """Send this rank's row of bytes to every other rank, and receive theirs into the other rows.
 
-        Raises:
-            PeerFailed: another rank has closed its socket, or nothing arrived for `timeout_s`.
+        Raises PeerFailed if another rank has closed its socket, or nothing arrived for `timeout_s`.
         """
         mine = rows[self._rank]
         leaving = [(peer, mine) for peer in self._sockets]
@@ -110,9 +104,7 @@ def connect(
 ) -> LocalSockets | None:
     """Connect all ranks of `group`. Collective. Returns None on every rank unless all run on this host.
 
-    Args:
-        value: sent to all ranks in the same exchange as the addresses.
-        check: called with the `value` of every rank; may raise.
+    The exchange of the addresses also sends `value` to all ranks. `check` gets the values of all, and may raise.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         host, token = read_host_id("net"), secrets.token_bytes(TOKEN_BYTES)

@@ -62,10 +62,8 @@ def read_note(name: str) -> str | None:
 class Mail:
     """Signed notes over a separate connection to the store, for a background thread.
 
-    The calls of one connection wait for each other, and everything that reaches the store's port can write to it.
-
-    Args:
-        key: for the signatures; only the ranks know it.
+    The calls of one connection wait for each other, and everything that reaches the store's port can write to it, so
+    only the ranks know the key of the signatures.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -79,8 +77,7 @@ class Mail:
     def read(self, names: Sequence[str]) -> list[str] | None:
         """Read the notes `names`, without those whose signature is wrong; None if one does not exist yet.
 
-        Raises:
-            RuntimeError: the store has gone.
+        Raises RuntimeError if the store has gone.
         """
         keys = [f"samestep/{name}" for name in names]
         if not keys:

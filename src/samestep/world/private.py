@@ -8,9 +8,7 @@ from pathlib import Path
 def make_private(directory: Path) -> None:
     """Create a directory with mode 0700, or check the existing one. (/tmp can be cleaned while a run goes on.)
 
-    Raises:
-        PermissionError: the existing one is not this user's, or others can enter it.
-        OSError: it cannot be created.
+    Raises OSError; PermissionError if the existing one is not this user's, or others can enter it.
     """
     try:
         directory.mkdir(0o700)
@@ -21,9 +19,7 @@ def make_private(directory: Path) -> None:
 def read_private(path: Path) -> bytes:
     """Read a file of a directory that only this user can enter, so that no other user can have written it.
 
-    Raises:
-        PermissionError: the directory is not this user's, or others can enter it.
-        OSError: the file cannot be read.
+    Raises OSError; PermissionError if the directory is not this user's, or others can enter it.
     """
     directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:

@@ -24,13 +24,9 @@ def is_task(variables: Mapping[str, str]) -> bool:
 
 
 def build_variables(step: Mapping[str, str]) -> dict[str, str]:
-    """Build the variables that torch reads. MASTER_ADDR and MASTER_PORT keep their values if they are set.
+    """Build the variables that torch reads, from those that srun sets for a task. MASTER_ADDR and MASTER_PORT are kept.
 
-    Args:
-        step: the variables that srun sets for a task.
-
-    Raises:
-        Error: a variable is missing or invalid, or the first node cannot be found.
+    Raises Error if a variable is missing or invalid, or the first node cannot be found.
     """
 
     def number(name: str) -> int:

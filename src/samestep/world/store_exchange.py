@@ -16,13 +16,7 @@ POLL_S = 0.002
 class StoreExchange:
     """Exchanges JSON values between all ranks. With one rank the values stay in this process.
 
-    Args:
-        environment: this rank's environment.
-        timeout_s: limit for the connection to the store.
-
-    Raises:
-        OSError: MASTER_ADDR or MASTER_PORT is not set.
-        RuntimeError: the store cannot be reached.
+    Raises OSError if MASTER_ADDR or MASTER_PORT is not set, RuntimeError if the store cannot be reached in time.
     """
 
     def __init__(self, environment: Environment, timeout_s: float) -> None:

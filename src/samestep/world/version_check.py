@@ -38,11 +38,7 @@ def describe_software() -> dict[str, Any]:
 
 
 def check_alike(software: Sequence[Mapping[str, Any]]) -> None:
-    """Compare the results of `describe_software` of all ranks.
-
-    Raises:
-        Error: versions or scripts differ.
-    """
+    """Compare the results of `describe_software` of all ranks. Raises Error if versions or scripts differ."""
     for name in ("samestep", "torch", "Python", "script"):
         known = {rank: mine for rank, mine in enumerate(software) if mine[name] is not None}
         if not known:

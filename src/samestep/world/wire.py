@@ -25,11 +25,8 @@ PLAIN = (int, float, str, list, tuple, dict)
 def encode(value: Any, *, exact: bool = False) -> bytes:
     """Encode None, bool, int, float (bit for bit), str, bytes, lists, tuples, dicts, host tensors and arrays.
 
-    Args:
-        exact: refuse NumPy numbers and subclasses of these types instead of converting them to Python's.
-
-    Raises:
-        TypeError: the value contains another type.
+    If `exact`, NumPy numbers and subclasses of these types are refused instead of converted to Python's. Raises
+    TypeError for other types.
     """
     blobs: list[bytes] = []
     try:
@@ -118,11 +115,7 @@ def _read(value: Any, blobs: memoryview, at: list[int]) -> Any:
 
 
 def seal(value: Any, key: bytes) -> Any:
-    """Convert a script's value for `encode`: the value itself, or its pickle with an HMAC under `key`.
-
-    Raises:
-        Exception: as raised by pickle.
-    """
+    """Convert a script's value for `encode`: the value itself, or its pickle with an HMAC under `key`."""
     try:
         encode(value, exact=True)
         return (value,)
