@@ -14,10 +14,10 @@ import pytest
 
 from samestep.errors import Error
 from samestep.launch.handshake import make_nonce, prove, read_secret
-from samestep.launch.launcher import _conclude_on_nodes
+from samestep.launch.launcher import _conclude
 from samestep.launch.local_ranks import Ranks, Target
 from samestep.launch.messages import MAX_LINE_BYTES, Link
-from samestep.launch.rendezvous_client import GREETING_S, Hello, Nodes, build_hello, connect
+from samestep.launch.rendezvous_client import GREETING_S, End, Hello, Nodes, build_hello, connect
 from samestep.launch.rendezvous_server import MAX_STRANGERS, STRANGER_S, RendezvousServer
 
 SECRET = "a secret of this run's nodes"
@@ -182,7 +182,7 @@ def test_hostile_peers(open_place: Callable[..., Place], attack: Callable[[Place
     for link in links:
         end = link.receive(GREETING_S)
         assert end is not None
-        assert (end["kind"], end["message"], end["failure"], end["is_whole"]) == ("end", "", None, True)
+        assert (end["kind"], end["message"], end["failure"], end["is_whole"]) == ("end", "", "", True)
         link.close()
 
 
@@ -275,7 +275,7 @@ def test_exit_codes(codes: dict[int, int], is_whole: bool, code: int) -> None:
     ranks = Ranks(None)  # type: ignore[arg-type]
     try:
         ranks.codes, ranks.num_ranks = codes, len(codes)
-        assert _conclude_on_nodes(ranks, [], {"message": "", "failure": None, "code": 2, "is_whole": is_whole}) == code
+        assert _conclude(ranks, [], End(code=2, is_whole=is_whole)) == code
     finally:
         ranks.close()
 

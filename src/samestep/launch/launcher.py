@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from samestep.config import Overrides
 from samestep.console import escape, say
@@ -26,7 +26,7 @@ from samestep.world.environment import (
 )
 
 if TYPE_CHECKING:
-    from samestep.launch.rendezvous_client import Nodes
+    from samestep.launch.rendezvous_client import End, Nodes
 
 MOST_RANKS = 1 << 16  # on several nodes, whose number of ranks is not known yet
 
@@ -191,12 +191,8 @@ def run_launch(
 
             launch = Launch(target, count, overrides, signals.received, max_restarts, report)
             try:
-                if nodes is None:
-                    run_local(ranks, launch)
-                    code = _conclude(ranks, signals.received)
-                else:
-                    end = run_node(ranks, launch, nodes)
-                    code = _conclude_on_nodes(ranks, signals.received, end)
+                end = run_local(ranks, launch) if nodes is None else run_node(ranks, launch, nodes)
+                code = _conclude(ranks, signals.received, end)
             finally:
                 ranks.close()
         finally:
@@ -204,7 +200,7 @@ def run_launch(
     return code
 
 
-def _conclude(ranks: Ranks, received: list[int]) -> int:
+def _conclude(ranks: Ranks, received: list[int], end: "End") -> int:
     """Report the failure, if any. Returns the exit code."""
     if any(code < 0 for code in ranks.codes.values()) and sys.stdout.isatty():
         print("\x1b[?25h", end="", flush=True)  # a progress bar may have hidden the cursor
@@ -216,27 +212,21 @@ def _conclude(ranks: Ranks, received: list[int]) -> int:
                 return 0
             return stop_code(received[0])
         return 128 + received[-1]
-    if failure is None:
-        if any(ranks.codes.values()) or not ranks.done:  # the ranks were stopped, and none has reported a reason
-            return 1
-        return START_AGAIN if (ranks.directory / STOPPED).exists() else 0  # a rank received a signal directly
-    _report(failure, ranks)
-    return failure.exit_code
-
-
-def _conclude_on_nodes(ranks: Ranks, received: list[int], end: dict[str, Any]) -> int:
-    """`_conclude` on several nodes. A failure on another node is reported in one line."""
-    failure = ranks.first_failure()
-    sentence = end.get("message") or end.get("failure")
-    if not sentence or received or (failure is not None and not failure.secondary):
-        code = _conclude(ranks, received)
-        # A node that has just joined has no ranks that could report the end of the run.
-        return START_AGAIN if code == 0 and not received and not end.get("is_whole") else code
-    if end["message"]:
-        print(f"samestep: error: {escape(sentence)}", file=sys.stderr)
-    else:
-        say(f"{sentence}; the others were stopped")
-    return int(end["code"])
+    if not received and (failure is None or failure.secondary):
+        if end.message:
+            print(f"samestep: error: {escape(end.message)}", file=sys.stderr)
+            return end.code
+        if end.failure:  # of a rank of another node
+            say(f"{end.failure}; the others were stopped")
+            return end.code
+    if failure is not None:
+        _report(failure, ranks)
+        return failure.exit_code
+    if any(ranks.codes.values()) or not ranks.done:  # the ranks were stopped, and none has reported a reason
+        return 1
+    # A rank received a signal directly, or this node has just joined and has no ranks that could report an end.
+    is_stopped = (ranks.directory / STOPPED).exists() or not (received or end.is_whole)
+    return START_AGAIN if is_stopped else 0
 
 
 def _report(failure: Failure, ranks: Ranks, then: str = "") -> None:

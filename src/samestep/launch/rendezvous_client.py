@@ -60,6 +60,23 @@ class Nodes:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+@dataclass(frozen=True)
+class End:
+    """How a launch has ended.
+
+    Attributes:
+        message: the reason, if that is not the failure of a rank.
+        failure: a sentence on the rank that has failed.
+        code: exit code of the launchers whose ranks have not failed.
+        is_whole: the run has reached its end.
+    """
+
+    message: str = ""
+    failure: str = ""
+    code: int = 0
+    is_whole: bool = False
+
+
 def parse_nodes(
     nnodes: str, node_rank: int | None, endpoint: str | None, run_id: str, timeout_s: float, secret: str = ""
 ) -> Nodes | None:

@@ -25,7 +25,7 @@ from samestep.launch.failure import Failure, find_first
 from samestep.launch.handshake import is_proven, make_nonce, prove
 from samestep.launch.local_ranks import open_store
 from samestep.launch.messages import Link, build
-from samestep.launch.rendezvous_client import Hello, Nodes, find_difference, find_other_arguments, parse_hello
+from samestep.launch.rendezvous_client import End, Hello, Nodes, find_difference, find_other_arguments, parse_hello
 from samestep.world.environment import Restart
 from samestep.world.host import is_loopback
 
@@ -249,7 +249,7 @@ class RendezvousServer(threading.Thread):
         if there == self._nodes.most or (there >= self._nodes.least and is_due):
             self._begin()
         elif now_s > self._wait_s:
-            self._end(message=self._describe_missing())
+            self._end(End(message=self._describe_missing(), code=Error.exit_code))
 
     def _describe_missing(self) -> str:
         hellos = [member.hello for member in self._members]
@@ -331,7 +331,7 @@ class RendezvousServer(threading.Thread):
         elif first is not None and not (first.secondary and (self._lost or self._is_making_room)):
             if first.kind == "error" or self._num_restarts >= self._max_restarts:
                 names = (m.hello.name for m, outcome in zip(members, outcomes, strict=True) if outcome.failure is first)
-                self._end(failure=first, name=next(names))
+                self._end(End(failure=f"{first.reason}, on {next(names)}", code=first.exit_code))
             else:
                 self._num_restarts += 1
                 self._restart = Restart(first.reason, first.rank)
@@ -340,9 +340,9 @@ class RendezvousServer(threading.Thread):
         elif self._is_making_room and not is_whole:
             self._restart = Restart("a node has joined")
         elif is_well:
-            self._end(is_whole=is_whole)
+            self._end(End(is_whole=is_whole))
         else:
-            self._end(message="the ranks were stopped, and no node has reported a reason", code=1)
+            self._end(End(message="the ranks were stopped, and no node has reported a reason", code=1))
 
     def _release(self, leaving: Sequence[Member], *, is_whole: bool) -> None:
         """Continue without the nodes whose launchers have received a signal.
@@ -350,10 +350,10 @@ class RendezvousServer(threading.Thread):
         If too few remain, this launcher leaves too, or the run has reached its end, the launch ends.
         """
         if is_whole or self._received or len(self._members) - len(leaving) < self._nodes.least:
-            self._end(is_whole=is_whole)
+            self._end(End(is_whole=is_whole))
             return
         for member in leaving:
-            member.link.send("end", message="", failure=None, code=0, is_whole=False)
+            member.link.send("end", **asdict(End()))
             stranger = Stranger(member.link, is_through=True)  # until it closes the connection
             self._members.remove(member)
             self._strangers.append(stranger)
@@ -371,26 +371,13 @@ class RendezvousServer(threading.Thread):
             waits = f"waiting for up to {self._nodes.timeout_s:.0f} s for it to be started again"
             say(f"{reason}; {waits}")
         else:
-            self._end(message=f"{reason}: the same commands go on from the newest snapshot", code=1)
+            self._end(End(message=f"{reason}: the same commands go on from the newest snapshot", code=1))
 
-    def _end(
-        self,
-        *,
-        failure: Failure | None = None,
-        name: str = "",
-        message: str = "",
-        code: int = Error.exit_code,
-        is_whole: bool = False,
-    ) -> None:
-        """End all launchers, for a rank's failure on the node `name`, another reason, or because all ranks have ended.
-
-        `is_whole`: the run has reached its end.
-        """
+    def _end(self, end: End) -> None:
+        """End all launchers."""
         self._is_over = True
-        sentence = None if failure is None else f"{failure.reason}, on {name}"
-        code = code if failure is None else failure.exit_code
         for member in self._members:
-            member.link.send("end", message=message, failure=sentence, code=code, is_whole=is_whole)
+            member.link.send("end", **asdict(end))
 
 
 def open_listener(address: str, port: int) -> socket.socket | None:

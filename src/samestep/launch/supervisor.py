@@ -16,8 +16,8 @@ from samestep.console import say
 from samestep.launch.failure import Failure
 from samestep.launch.handshake import derive_key
 from samestep.launch.local_ranks import Placement, Ranks, Target, build_variables, open_store
-from samestep.launch.messages import Link
-from samestep.launch.rendezvous_client import Nodes, build_hello, connect, find_own_address
+from samestep.launch.messages import Link, build
+from samestep.launch.rendezvous_client import End, Nodes, build_hello, connect, find_own_address
 from samestep.launch.rendezvous_server import FLUSH_S, RendezvousServer, open_listener
 from samestep.world.environment import BEGUN, ROOM, STOPPED, Restart, count_job_nodes
 from samestep.world.host import list_addresses
@@ -60,7 +60,7 @@ def _poll(ranks: Ranks, received: Sequence[int]) -> bool:
     return bool(ranks.failures or (received and not ranks.started))
 
 
-def run_local(ranks: Ranks, launch: Launch) -> None:
+def run_local(ranks: Ranks, launch: Launch) -> End:
     """Run the ranks of a launch on one machine to their end, including restarts."""
     num_restarts, restart = 0, None
     try:
@@ -69,15 +69,12 @@ def run_local(ranks: Ranks, launch: Launch) -> None:
             _start(ranks, launch, Placement(store.port, num_restarts=num_restarts, restart=restart))
             while not (has_failed := _poll(ranks, launch.received)) and not ranks.done:
                 pass
-            if not has_failed:
-                return
-            ranks.stop()
-            failure = ranks.first_failure()
+            if has_failed:
+                ranks.stop()
+            failure, may_restart = ranks.first_failure(), num_restarts < launch.max_restarts
             # An Error is a mistake of the user, and would occur again.
-            if failure is None or failure.kind == "error" or launch.received or ranks.lost:
-                return
-            if num_restarts == launch.max_restarts:
-                return
+            if failure is None or failure.kind == "error" or launch.received or ranks.lost or not may_restart:
+                return End(is_whole=True)
             num_restarts += 1
             restart = Restart(failure.reason, failure.rank)
             launch.report(failure, f"; restart {num_restarts} of {launch.max_restarts}")
@@ -91,7 +88,7 @@ class NodeSession:
     Attributes:
         begun: the server's last "begin" message; empty before the first.
         stop: how the current round must stop: "now", "saved" (after a snapshot), or "": not at all.
-        end: the server's "end" message, once it has arrived.
+        end: how the launch has ended, once the server has sent that.
     """
 
     def __init__(self, link: Link, nodes: Nodes, launch: Launch, ranks: Ranks) -> None:
@@ -101,7 +98,7 @@ class NodeSession:
         self._has_reported = self._has_sent_room = False
         self.begun: dict[str, Any] = {}
         self.stop = ""
-        self.end: dict[str, Any] | None = None
+        self.end: End | None = None
 
     def run(self) -> None:
         """Run the ranks until the server ends the launch, or a signal ends it before the first round."""
@@ -122,16 +119,17 @@ class NodeSession:
         try:
             while self.end is None and (message := self._link.receive(timeout_s)) is not None:
                 timeout_s = 0.0
-                if message["kind"] == "begin":
+                kind = message.pop("kind")
+                if kind == "begin":
                     self.begun, self.stop = message, ""
-                elif message["kind"] == "stop" and message["round"] == self.begun.get("round"):
+                elif kind == "stop" and message["round"] == self.begun.get("round"):
                     self.stop = message["how"]
-                elif message["kind"] == "end":
-                    self.end = message
+                elif kind == "end":
+                    self.end = build(End, message)
         except OSError:
             lost = f"the launcher at {self._nodes.endpoint}, the rendezvous of the nodes, has ended"
             sentence = f"{lost}: the same commands go on from the newest snapshot"
-            self.end = {"message": sentence, "failure": None, "code": 1}
+            self.end = End(message=sentence, code=1)
 
     def _has_new_round(self) -> bool:
         return self.end is None and bool(self.begun.get("round", 0) > self._round)
@@ -193,15 +191,10 @@ class NodeSession:
         return self._has_reported and (len(received) > 1 or ranks.lost)  # do not wait for the other nodes
 
 
-def run_node(ranks: Ranks, launch: Launch, nodes: Nodes) -> dict[str, Any]:
+def run_node(ranks: Ranks, launch: Launch, nodes: Nodes) -> End:
     """Run the ranks of this node, together with the launchers of the other nodes, to their end.
 
     The launcher at the endpoint also runs the rendezvous server. Raises Error if the nodes do not join.
-
-    Returns:
-        The server's last message: "message" if something other than a rank has failed; "failure", a sentence on the
-        rank that failed; "code", the exit code; "is_whole", whether the run reached its end. Empty if a signal came
-        first.
     """
     address = find_own_address(nodes.host)
     listener = None if address is None else open_listener(address, nodes.port)
@@ -212,7 +205,7 @@ def run_node(ranks: Ranks, launch: Launch, nodes: Nodes) -> dict[str, Any]:
     hello = build_hello(nodes, launch.target, launch.num_ranks, launch.max_restarts, launch.overrides)
     link = connect(nodes, hello, lambda: bool(launch.received))
     if link is None:
-        return {}
+        return End()
     session = NodeSession(link, nodes, launch, ranks)
     try:
         try:
@@ -225,4 +218,4 @@ def run_node(ranks: Ranks, launch: Launch, nodes: Nodes) -> dict[str, Any]:
         link.close()
         if server is not None and session.end is not None:
             server.join(FLUSH_S + 1)
-    return session.end or {}
+    return session.end or End()

@@ -149,7 +149,7 @@ class Group:
     def _broadcast(self, data: bytes, source: int) -> Any:
         size = torch.tensor(len(data))
         dist.broadcast(size, source)
-        buffer = torch.frombuffer(bytearray(data or int(size)), dtype=torch.uint8)
+        buffer = torch.frombuffer(bytearray(data if self.rank == source else int(size)), dtype=torch.uint8)
         dist.broadcast(buffer, source)
         return wire.decode(memoryview(buffer.numpy()))  # type: ignore[arg-type]
 
