@@ -131,7 +131,7 @@ def test_a_disk_that_is_full_ends_the_log_and_nothing_else(command: Command) -> 
         assert disk.is_full
         assert "the end of 2" in done.stdout, "the other rank is through"
         assert done.returncode == 3
-        assert done.stderr.count("cannot be written (No space left on device): it ends here, the run goes on") == 1
+        assert done.stderr.count("cannot be written (No space left on device): it ends here; the run continues") == 1
         others = re.findall(r"the logs of 1 other ranks of this start end early as well: [01]\n", done.stderr)
         assert len(others) == 1, "which others there are is not passed over"
         assert "the end of 2\nsamestep: rank 1 ended with exit code 3" in done.stderr, "its last words are not lost"

@@ -21,8 +21,8 @@ from samestep.launch.rendezvous_client import GREETING_S, End, Hello, Nodes, bui
 from samestep.launch.rendezvous_server import MAX_STRANGERS, STRANGER_S, RendezvousServer
 
 SECRET = "a secret of this run's nodes"
-ENDED = {"kind": "ended", "round": 1, "failure": None, "signum": 0, "is_well": True, "done": True}
-FAILED = ENDED | {"is_well": False}
+ENDED = {"kind": "ended", "round": 1, "failure": None, "signum": 0, "has_succeeded": True, "is_complete": True}
+FAILED = ENDED | {"has_succeeded": False}
 
 
 class Place:
@@ -182,7 +182,7 @@ def test_hostile_peers(open_place: Callable[..., Place], attack: Callable[[Place
     for link in links:
         end = link.receive(GREETING_S)
         assert end is not None
-        assert (end["kind"], end["message"], end["failure"], end["is_whole"]) == ("end", "", "", True)
+        assert (end["kind"], end["message"], end["failure"], end["is_complete"]) == ("end", "", "", True)
         link.close()
 
 
@@ -215,7 +215,7 @@ def test_nodes_that_do_not_fit_together(open_place: Callable[..., Place], capfd:
     place.hub._wait_s = 0.0
     end = link.receive(GREETING_S)
     assert end is not None
-    assert end["message"].startswith("of 3 nodes, --node-rank 1, 2 did not come to 127.0.0.1:")
+    assert end["message"].startswith("of 3 nodes, --node-rank 1, 2 did not join at 127.0.0.1:")
     assert "; present: node 0 (" in end["message"]
     assert end["code"] == 2
     assert capfd.readouterr().err.count(" was refused: ") == 2
@@ -268,14 +268,14 @@ def test_ranks_that_were_stopped_for_no_reason(open_place: Callable[..., Place])
 
 
 @pytest.mark.parametrize(
-    ("codes", "is_whole", "code"), [({}, True, 0), ({}, False, 75), ({0: 0}, True, 0), ({0: -15}, True, 1)]
+    ("codes", "is_complete", "code"), [({}, True, 0), ({}, False, 75), ({0: 0}, True, 0), ({0: -15}, True, 1)]
 )
-def test_exit_codes(codes: dict[int, int], is_whole: bool, code: int) -> None:
+def test_exit_codes(codes: dict[int, int], is_complete: bool, code: int) -> None:
     """0 is for a run that has come to its end, also of a node whose ranks were never started."""
     ranks = Ranks(None)  # type: ignore[arg-type]
     try:
         ranks.codes, ranks.num_ranks = codes, len(codes)
-        assert _conclude(ranks, [], End(code=2, is_whole=is_whole)) == code
+        assert _conclude(ranks, [], End(code=2, is_complete=is_complete)) == code
     finally:
         ranks.close()
 

@@ -257,7 +257,7 @@ def test_the_place_where_they_meet_is_gone(trial: Trial, undisturbed: Undisturbe
     assert finish(host, other) == [-signal.SIGKILL, 1]
     assert other.err.read_text().splitlines()[-1] == (
         f"samestep: error: the launcher at {endpoint}, the rendezvous of the nodes, has ended: the same commands "
-        "go on from the newest snapshot"
+        "resume from the newest snapshot"
     )
     again = [trial.start("launch", 1, HELD, *flags_at(endpoint, "2", "--node-rank", rank)) for rank in ("0", "1")]
     assert finish(*again) == [0, 0]

@@ -296,9 +296,8 @@ def test_cancelled(jobs: Jobs, trial: Trial) -> None:
     number = jobs.number(started)
     started.process.send_signal(signal.SIGINT)
     assert started.process.wait(30) == 130
-    assert (
-        f"samestep: job {number} goes on; to follow it again: tail -F {trial.dir}/slurm/{number}.out" in started.output
-    )
+    output = trial.dir / "slurm" / f"{number}.out"
+    assert f"samestep: job {number} continues; to follow it again: tail -F {output}" in started.output
     assert jobs.cluster.show(number)["JobState"] == "RUNNING"
     jobs.cluster.run("scancel", number)
     jobs.go_on_signalled()

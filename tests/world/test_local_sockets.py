@@ -58,7 +58,7 @@ def test_every_rank_gets_every_row(num_ranks: int, num_bytes: int) -> None:
 def test_a_rank_that_is_gone_is_named() -> None:
     first, second = build_mesh(2)
     second.close()
-    with pytest.raises(PeerFailed, match="rank 1 is gone"):
+    with pytest.raises(PeerFailed, match="rank 1 has closed its connection"):
         first.exchange([memoryview(bytearray(8))] * 2)
     first.close()
 

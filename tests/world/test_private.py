@@ -10,7 +10,7 @@ import pytest
 from samestep.errors import Error
 from samestep.launch.local_ranks import Ranks
 from samestep.launch.spawn import _read_value
-from samestep.world.private import make_private, read_private
+from samestep.world.workdir import make_private, read_private
 
 NOBODY = 65534
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from samestep.errors import Error, PeerFailed, Stuck, WorkerDied
-from samestep.world.private import make_private, read_private
+from samestep.world.workdir import make_private, read_private
 
 MAX_REASON = 200  # characters
 # A RuntimeError or ConnectionError that is raised in these packages means that another rank was lost.

@@ -33,7 +33,7 @@ from samestep.launch.messages import READ_BYTES
 from samestep.launch.output_recorder import DRAIN_S, Recording
 from samestep.launch.rank_process import keep_signal, run_rank
 from samestep.world.environment import child_variables
-from samestep.world.host import die_with_parent
+from samestep.world.host import die_with_parent, wait_or_kill
 
 # What ranks import. The first optimizer imports torch._dynamo, which takes as long as torch itself.
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "torch.utils.data", "samestep.train.run")
@@ -103,12 +103,8 @@ class ForkServer:
         self._connection.close()
         if self.is_alive():
             os.kill(self._pid, signal.SIGTERM)  # ends it while it imports and does not read the socket; ignored later
-        deadline_s = time.monotonic() + CLOSE_S
-        while self.is_alive() and time.monotonic() < deadline_s:
-            time.sleep(0.002)
-        if self.is_alive():
-            os.kill(self._pid, signal.SIGKILL)
-            os.waitpid(self._pid, 0)
+            wait_or_kill(self._pid, CLOSE_S)
+            self._has_ended = True
         _open_servers.discard(self)
 
     def forget(self) -> None:

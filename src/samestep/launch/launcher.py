@@ -225,7 +225,7 @@ def _conclude(ranks: Ranks, received: list[int], end: "End") -> int:
     if any(ranks.codes.values()) or not ranks.done:  # the ranks were stopped, and none has reported a reason
         return 1
     # A rank received a signal directly, or this node has just joined and has no ranks that could report an end.
-    is_stopped = (ranks.directory / STOPPED).exists() or not (received or end.is_whole)
+    is_stopped = (ranks.directory / STOPPED).exists() or not (received or end.is_complete)
     return START_AGAIN if is_stopped else 0
 
 

@@ -25,8 +25,7 @@ from samestep.world.environment import (
     Restart,
     child_variables,
 )
-from samestep.world.private import make_private
-from samestep.world.workdir import WorkDir
+from samestep.world.workdir import WorkDir, make_private
 
 HOST = "127.0.0.1"
 MOST_LOCAL_RANKS = 1 << 12  # more than any machine runs, so a larger number is a typing error
@@ -74,7 +73,7 @@ class Placement:
     node: int = 0
     num_nodes: int = 1
     first_rank: int = 0
-    world_size: int | None = None
+    world_size: int = 0
     num_restarts: int = 0
     restart: Restart | None = None
     secret: str = field(default_factory=secrets.token_hex)
@@ -159,12 +158,8 @@ class Ranks:
         self._succeeded: dict[int, float] = {}  # rank -> time of its end with exit code 0, without a signal
         self._pids: list[int] = []
 
-    def start(
-        self, target: Target, variables: list[dict[str, str]], *, first_rank: int = 0, world_size: int | None = None
-    ) -> None:
+    def start(self, target: Target, variables: list[dict[str, str]]) -> None:
         """Request one rank per element of `variables`, its whole environment. Returns before the processes exist."""
-        self.num_ranks, self._first_rank = len(variables), first_rank
-        self.world_size = world_size or first_rank + len(variables)
         if self.started:
             self.started, self._stopped_s = False, math.inf
             self.codes, self.failures, self._succeeded = {}, [], {}
@@ -175,11 +170,13 @@ class Ranks:
             for path in self.directory.iterdir():
                 if path.name in (STOPPED, FINISHED, LEAVE) or path.suffix in (".json", ".log"):
                     path.unlink()
+        self.num_ranks = len(variables)
+        self._first_rank, self.world_size = int(variables[0]["RANK"]), int(variables[0]["WORLD_SIZE"])
         marks = {PREFIX + "LAUNCHER": target.kind, PREFIX + "ERROR_DIR": str(self.directory)}
         self._server.start(
             [
                 {"rank": rank, "variables": {**own, **marks}, "is_shown": rank in self.shown}
-                for rank, own in enumerate(variables, start=first_rank)
+                for rank, own in enumerate(variables, start=self._first_rank)
             ],
             target=asdict(target),
             cwd=os.getcwd(),

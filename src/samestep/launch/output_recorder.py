@@ -12,9 +12,7 @@ import re
 import select
 import selectors
 import shutil
-import signal
 import termios
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +25,7 @@ from samestep.console import escape
 from samestep.files import open_regular
 from samestep.launch.messages import READ_BYTES, MessageReader, encode_message
 from samestep.world.environment import LOG, TERMINAL, read_log_pipe
+from samestep.world.host import wait_or_kill
 
 EARLY_BYTES = 1 << 26  # kept of a shown rank's output before `start_log`
 HELD_BYTES = 1 << 16  # of an incomplete line of a terminal
@@ -158,14 +157,7 @@ class Recording:
     def close(self) -> None:
         """End the recorder. It has `DRAIN_S` to write what it holds."""
         self._connection.close()
-        deadline_s = time.monotonic() + DRAIN_S
-        with suppress(ChildProcessError):
-            while os.waitpid(self._pid, os.WNOHANG) == (0, 0):
-                if time.monotonic() > deadline_s:
-                    os.kill(self._pid, signal.SIGKILL)
-                    os.waitpid(self._pid, 0)
-                    break
-                time.sleep(0.001)
+        wait_or_kill(self._pid, DRAIN_S)
 
 
 class Log:
@@ -229,7 +221,7 @@ class Log:
         return ""
 
     def _describe(self, path: str, error: OSError) -> str:
-        return f"rank {self.rank}'s log {path} cannot be written ({error.strerror}): it ends here, the run goes on"
+        return f"rank {self.rank}'s log {path} cannot be written ({error.strerror}): it ends here; the run continues"
 
 
 class Recorder:

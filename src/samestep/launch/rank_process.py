@@ -24,7 +24,7 @@ import cloudpickle
 from samestep.errors import Error, recognize
 from samestep.launch.failure import format_error, write_failure
 from samestep.world.environment import HOOK
-from samestep.world.private import read_private
+from samestep.world.workdir import read_private
 
 LEAVE_S = 30  # limit for the atexit functions of a failed rank
 

@@ -68,13 +68,13 @@ class End:
         message: the reason, if that is not the failure of a rank.
         failure: a sentence on the rank that has failed.
         code: exit code of the launchers whose ranks have not failed.
-        is_whole: the run has reached its end.
+        is_complete: the run has reached its end.
     """
 
     message: str = ""
     failure: str = ""
     code: int = 0
-    is_whole: bool = False
+    is_complete: bool = False
 
 
 def parse_nodes(

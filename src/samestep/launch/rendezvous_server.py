@@ -44,15 +44,15 @@ class Outcome:
     Attributes:
         failure: of the rank that failed first.
         signum: the signal that its launcher has received, or 0.
-        is_well: all ranks have ended with exit code 0.
-        done: the run has reached its end.
+        has_succeeded: all ranks have ended with exit code 0.
+        is_complete: the run has reached its end.
     """
 
     round: int
     failure: Failure | None
     signum: int
-    is_well: bool
-    done: bool
+    has_succeeded: bool
+    is_complete: bool
 
 
 @dataclass
@@ -63,14 +63,14 @@ class Stranger:
         nonce: the challenge that it must answer.
         since_s: when it connected, or when the end was sent to it.
         is_proven: it has proven that it knows the secret.
-        is_through: it was refused, or the end was sent to it; its messages are ignored.
+        is_dismissed: it was refused, or the end was sent to it; its messages are ignored.
     """
 
     link: Link
     nonce: str = field(default_factory=make_nonce)
     since_s: float = field(default_factory=time.monotonic)
     is_proven: bool = False
-    is_through: bool = False
+    is_dismissed: bool = False
 
 
 @dataclass
@@ -105,7 +105,7 @@ class RendezvousServer(threading.Thread):
         self._restart: Restart | None = None
         self._lost: list[str] = []
         self._warnings: set[str] = set()  # printed so far
-        self._is_making_room = False
+        self._is_admitting = False
         self._store: Any = None
         self._changed_s = time.monotonic()
         self._wait_s = self._changed_s + nodes.timeout_s
@@ -133,7 +133,7 @@ class RendezvousServer(threading.Thread):
                 self._begin_if_complete()
         self._selector.unregister(self._listener)
         self._listener.close()
-        for stranger in [each for each in self._strangers if not each.is_through]:
+        for stranger in [each for each in self._strangers if not each.is_dismissed]:
             self._drop(stranger)
         deadline_s = time.monotonic() + FLUSH_S
         while (self._members or self._strangers) and time.monotonic() < deadline_s:
@@ -161,7 +161,7 @@ class RendezvousServer(threading.Thread):
                 kind = message.pop("kind")
                 if isinstance(peer, Member):
                     self._process(peer, kind, message)
-                elif peer.is_through:
+                elif peer.is_dismissed:
                     continue
                 elif not peer.is_proven:
                     self._check_proof(peer, kind, message)
@@ -189,7 +189,7 @@ class RendezvousServer(threading.Thread):
             self._room = int(message["num_ranks"])
         elif kind == "ended" and message["round"] == self._round and member in (self._in_round or ()):
             member.outcome = outcome = build(Outcome, message)
-            if not outcome.is_well:  # otherwise the other nodes can still be saving
+            if not outcome.has_succeeded:  # otherwise the other nodes can still be saving
                 self._stop_all("now")
 
     def _warn(self, sentence: str) -> None:
@@ -223,7 +223,7 @@ class RendezvousServer(threading.Thread):
             room = f"{self._room} ranks, one per micro-batch of a step"
             reason = f"{run} can use {room}, and has {num_ranks}: start fewer here"
         if reason is not None:
-            stranger.is_through = True
+            stranger.is_dismissed = True
             stranger.link.send("refused", reason=reason)
             say(f"{hello.name} was refused: {reason}")
             return stranger  # the node closes the link
@@ -236,8 +236,8 @@ class RendezvousServer(threading.Thread):
         self._selector.modify(member.link, selectors.EVENT_READ, member)
         self._changed_s = time.monotonic()
         member.link.send("welcome")
-        if self._in_round is not None and not self._is_making_room:
-            self._is_making_room = True
+        if self._in_round is not None and not self._is_admitting:
+            self._is_admitting = True
             self._stop_all("saved")
         return member
 
@@ -258,7 +258,7 @@ class RendezvousServer(threading.Thread):
         missing = [] if None in ranks else [rank for rank in range(self._nodes.most) if rank not in ranks]
         who = f"--node-rank {', '.join(map(str, missing))}" if missing else f"{self._nodes.least - len(hellos)} more"
         return (
-            f"of {self._nodes.least} nodes, {who} did not come to {self._nodes.endpoint} within "
+            f"of {self._nodes.least} nodes, {who} did not join at {self._nodes.endpoint} within "
             f"{self._nodes.timeout_s:.0f} s; present: {present}: start the launcher there too, or allow more time with "
             "--rdzv-timeout"
         )
@@ -274,7 +274,7 @@ class RendezvousServer(threading.Thread):
             for start, size, member in zip(starts, sizes, members, strict=True)
         ]
         self._round += 1
-        self._in_round, self._is_making_room, self._lost = members, False, []
+        self._in_round, self._is_admitting, self._lost = members, False, []
         address = self._listener.getsockname()[0]
         address = "" if ipaddress.ip_address(address).is_unspecified else address
         listener = open_listener(address, 0)
@@ -324,11 +324,11 @@ class RendezvousServer(threading.Thread):
         self._wait_s = self._changed_s + self._nodes.timeout_s
         first = find_first([outcome.failure for outcome in outcomes if outcome.failure is not None])
         leaving = [member for member, outcome in zip(members, outcomes, strict=True) if outcome.signum]
-        is_well = all(outcome.is_well for outcome in outcomes)
-        is_whole = is_well and all(outcome.done for outcome in outcomes)
+        has_succeeded = all(outcome.has_succeeded for outcome in outcomes)
+        is_complete = has_succeeded and all(outcome.is_complete for outcome in outcomes)
         if leaving:
-            self._release(leaving, is_whole=is_whole)
-        elif first is not None and not (first.secondary and (self._lost or self._is_making_room)):
+            self._release(leaving, is_complete=is_complete)
+        elif first is not None and not (first.secondary and (self._lost or self._is_admitting)):
             if first.kind == "error" or self._num_restarts >= self._max_restarts:
                 names = (m.hello.name for m, outcome in zip(members, outcomes, strict=True) if outcome.failure is first)
                 self._end(End(failure=f"{first.reason}, on {next(names)}", code=first.exit_code))
@@ -337,24 +337,24 @@ class RendezvousServer(threading.Thread):
                 self._restart = Restart(first.reason, first.rank)
         elif self._lost:
             self._continue_without(self._lost)
-        elif self._is_making_room and not is_whole:
+        elif self._is_admitting and not is_complete:
             self._restart = Restart("a node has joined")
-        elif is_well:
-            self._end(End(is_whole=is_whole))
+        elif has_succeeded:
+            self._end(End(is_complete=is_complete))
         else:
             self._end(End(message="the ranks were stopped, and no node has reported a reason", code=1))
 
-    def _release(self, leaving: Sequence[Member], *, is_whole: bool) -> None:
+    def _release(self, leaving: Sequence[Member], *, is_complete: bool) -> None:
         """Continue without the nodes whose launchers have received a signal.
 
         If too few remain, this launcher leaves too, or the run has reached its end, the launch ends.
         """
-        if is_whole or self._received or len(self._members) - len(leaving) < self._nodes.least:
-            self._end(End(is_whole=is_whole))
+        if is_complete or self._received or len(self._members) - len(leaving) < self._nodes.least:
+            self._end(End(is_complete=is_complete))
             return
         for member in leaving:
             member.link.send("end", **asdict(End()))
-            stranger = Stranger(member.link, is_through=True)  # until it closes the connection
+            stranger = Stranger(member.link, is_dismissed=True)  # until it closes the connection
             self._members.remove(member)
             self._strangers.append(stranger)
             self._selector.modify(member.link, selectors.EVENT_READ, stranger)
@@ -371,7 +371,7 @@ class RendezvousServer(threading.Thread):
             waits = f"waiting for up to {self._nodes.timeout_s:.0f} s for it to be started again"
             say(f"{reason}; {waits}")
         else:
-            self._end(End(message=f"{reason}: the same commands go on from the newest snapshot", code=1))
+            self._end(End(message=f"{reason}: the same commands resume from the newest snapshot", code=1))
 
     def _end(self, end: End) -> None:
         """End all launchers."""

@@ -137,7 +137,7 @@ def submit_to_slurm(job: Job) -> int:
     try:
         return follower.run()
     except KeyboardInterrupt:
-        say(f"job {number} goes on; to follow it again: tail -F {files}; to cancel it: scancel {number}")
+        say(f"job {number} continues; to follow it again: tail -F {files}; to cancel it: scancel {number}")
         raise
 
 

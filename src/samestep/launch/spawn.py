@@ -20,7 +20,7 @@ from samestep.launch.local_ranks import (
     open_store,
     parse_shown,
 )
-from samestep.world.private import read_private
+from samestep.world.workdir import read_private
 
 T = TypeVar("T")
 

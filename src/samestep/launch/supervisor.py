@@ -47,7 +47,7 @@ def _start(ranks: Ranks, launch: Launch, place: Placement) -> None:
         run_dir = os.fsdecode(begun.read_bytes()) if overrides.get("fresh") else overrides.get("run_dir")
         overrides = {**overrides, "resume": "latest", "fresh": False, "run_dir": run_dir}
     variables = build_variables(launch.num_ranks, place, overrides)
-    ranks.start(launch.target, variables, first_rank=place.first_rank, world_size=place.world_size)
+    ranks.start(launch.target, variables)
 
 
 def _poll(ranks: Ranks, received: Sequence[int]) -> bool:
@@ -74,7 +74,7 @@ def run_local(ranks: Ranks, launch: Launch) -> End:
             failure, may_restart = ranks.first_failure(), num_restarts < launch.max_restarts
             # An Error is a mistake of the user, and would occur again.
             if failure is None or failure.kind == "error" or launch.received or ranks.lost or not may_restart:
-                return End(is_whole=True)
+                return End(is_complete=True)
             num_restarts += 1
             restart = Restart(failure.reason, failure.rank)
             launch.report(failure, f"; restart {num_restarts} of {launch.max_restarts}")
@@ -128,7 +128,7 @@ class NodeSession:
                     self.end = build(End, message)
         except OSError:
             lost = f"the launcher at {self._nodes.endpoint}, the rendezvous of the nodes, has ended"
-            sentence = f"{lost}: the same commands go on from the newest snapshot"
+            sentence = f"{lost}: the same commands resume from the newest snapshot"
             self.end = End(message=sentence, code=1)
 
     def _has_new_round(self) -> bool:
@@ -185,8 +185,8 @@ class NodeSession:
                 round=self._round,
                 failure=None if failure is None else asdict(replace(failure, traceback="", log="")),
                 signum=received[0] if received else 0,
-                is_well=ranks.done and not any(ranks.codes.values()),
-                done=not (ranks.directory / STOPPED).exists(),
+                has_succeeded=ranks.done and not any(ranks.codes.values()),
+                is_complete=not (ranks.directory / STOPPED).exists(),
             )
         return self._has_reported and (len(received) > 1 or ranks.lost)  # do not wait for the other nodes
 

@@ -33,7 +33,7 @@ from samestep.world.environment import (
     advise,
     stop_code,
 )
-from samestep.world.private import make_private
+from samestep.world.workdir import make_private
 
 AFTER_LOOP = 2**31  # number of the first evaluation after a loop; evaluations inside it have other numbers and draws
 

@@ -314,10 +314,10 @@ def _join(backend: str, timeout: timedelta, environment: Environment) -> None:
             raise Error(f"port {port} is in use here: set MASTER_PORT to a free one, the same for all ranks") from None
         if environment.launcher != "srun":
             raise
-        who = f"not all {world_size} tasks of this Slurm step" if rank == 0 else "not the first task of this Slurm step"
+        problem = f"not all {world_size} tasks" if rank == 0 else "the first task did not answer: not all tasks"
         raise Error(
-            f"{who} came to {host}:{port} within {MEET_S:.0f} s: start this script in every task of the step, and "
-            "check that no firewall closes the port between the nodes"
+            f"{problem} of this Slurm step joined at {host}:{port} within {MEET_S:.0f} s: start this script in every "
+            "task of the step, and check that no firewall closes the port between the nodes"
         ) from None
 
 

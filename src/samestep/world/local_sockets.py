@@ -72,7 +72,7 @@ class LocalSockets:
         except BlockingIOError:
             return row
         except OSError as error:
-            raise PeerFailed(f"rank {peer} is gone ({error.strerror})") from None
+            raise PeerFailed(f"rank {peer} has closed its connection ({error.strerror})") from None
 
     def _receive(self, peer: int, row: memoryview) -> memoryview:
         try:
@@ -80,9 +80,9 @@ class LocalSockets:
         except BlockingIOError:
             return row
         except OSError as error:
-            raise PeerFailed(f"rank {peer} is gone ({error.strerror})") from None
+            raise PeerFailed(f"rank {peer} has closed its connection ({error.strerror})") from None
         if not size:
-            raise PeerFailed(f"rank {peer} is gone")
+            raise PeerFailed(f"rank {peer} has closed its connection")
         return row[size:]
 
     def _sleep(self, to: Sequence[int], of: Sequence[int]) -> None:

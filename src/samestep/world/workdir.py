@@ -1,4 +1,7 @@
-"""Temporary directories of samestep's processes. Each start removes those that killed processes have left."""
+"""Temporary directories that only this user can enter, in places such as /tmp where every user can create names.
+
+Each start removes those that killed processes have left.
+"""
 
 import fcntl
 import os
@@ -58,3 +61,37 @@ def _remove_if_left(lock: Path) -> None:
         shutil.rmtree(lock.parent, ignore_errors=True)
     finally:
         os.close(file)
+
+
+def make_private(directory: Path) -> None:
+    """Create a directory with mode 0700, or check the existing one. (/tmp can be cleaned during a run.)
+
+    Raises OSError; PermissionError if the existing one is not this user's, or others can enter it.
+    """
+    try:
+        directory.mkdir(0o700)
+    except FileExistsError:
+        _check(directory, os.lstat(directory))
+
+
+def read_private(path: Path) -> bytes:
+    """Read a file of a directory that only this user can enter, so that no other user can have written it.
+
+    Raises OSError; PermissionError if the directory is not this user's, or others can enter it.
+    """
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        _check(path.parent, os.fstat(directory))
+        with open(os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=directory), "rb") as file:
+            return file.read()
+    finally:
+        os.close(directory)
+
+
+def _check(directory: Path, status: os.stat_result) -> None:
+    is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+    if not is_own or stat.S_IMODE(status.st_mode) & 0o077:
+        raise PermissionError(
+            f"{directory} is not a directory that only this user can enter, so its files are not read: remove it, or "
+            "set TMPDIR to a directory of your own"
+        )
