@@ -212,7 +212,7 @@ class _Server:
     def __init__(self, client: "Connection[Any, Any]") -> None:
         self.client = client
         self.ranks: dict[int, int] = {}  # pid -> rank
-        self.ended: dict[int, dict[str, Any]] = {}  # rank -> event, sent when its output is recorded
+        self.last_end: dict[str, Any] | None = None  # of the last rank, sent when all output is recorded
         self.recording: Recording | None = None
         self.is_stopping = False  # the ranks were sent a signal
         self.directory: str | None = None
@@ -229,14 +229,12 @@ class _Server:
         """Serve until the client closes the connection."""
         while True:
             # After a signal, do not wait forever for a terminal that does not accept the last output.
-            is_limited = self.is_stopping and bool(self.ended)
+            is_limited = self.is_stopping and self.last_end is not None
             ready = [key.fileobj for key, _ in self.selector.select(DRAIN_S if is_limited else None)]
             if self.woken in ready:
                 self.woken.recv(READ_BYTES)
                 self.reap()
-            if self.recording is not None and self.recording in ready:
-                self.receive_from_recorder(self.recording)
-            elif is_limited and not ready:
+            if self.recording in ready or (is_limited and not ready):
                 self.stop_recording()
             if self.client in ready and not self.process_request():
                 break
@@ -322,41 +320,28 @@ class _Server:
             rank = self.ranks.pop(pid)
             with suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
-            self.ended[rank] = {"rank": rank, "code": os.waitstatus_to_exitcode(status), "time_s": time.time()}
-            if self.recording is not None:
-                self.recording.finish(rank)
+            end = {"rank": rank, "code": os.waitstatus_to_exitcode(status), "time_s": time.time()}
+            if self.ranks or self.recording is None:
+                self.send(end)
             else:
-                self.send_end(rank)
+                self.last_end = end
+                self.recording.finish()
 
-    def receive_from_recorder(self, recording: Recording) -> None:
-        """Send the end of a rank whose output is recorded."""
-        try:
-            rank = recording.receive()
-        except (EOFError, OSError):
-            if not self.is_stopping:
+    def stop_recording(self) -> None:
+        """End the recorder. The client then knows that all output is written when all ranks have ended."""
+        if self.recording is not None:
+            self.selector.unregister(self.recording)
+            self.recording.close()
+            self.recording = None
+            if self.last_end is None and not self.is_stopping:
                 with suppress(OSError):
                     say(
                         "the process that records the ranks' output has died or was killed (out of memory?): from here "
                         "on their output is lost, and a rank that prints can fail with BrokenPipeError"
                     )
-            self.stop_recording()
-        else:
-            self.send_end(rank)
-
-    def send_end(self, rank: int) -> None:
-        event = self.ended.pop(rank)
-        if not (self.ranks or self.ended):
-            self.stop_recording()  # the recorder prints before the client knows that all ranks have ended
-        self.send(event)
-
-    def stop_recording(self) -> None:
-        """End the recorder after it has written what it holds, and send the ends of the ranks that waited for it."""
-        if self.recording is not None:
-            recording, self.recording = self.recording, None
-            self.selector.unregister(recording)
-            recording.close()
-            for rank in list(self.ended):
-                self.send_end(rank)
+        if self.last_end is not None:
+            self.send(self.last_end)
+            self.last_end = None
 
     def send_signal(self, signum: int) -> None:
         self.is_stopping = True

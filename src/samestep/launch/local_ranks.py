@@ -243,7 +243,10 @@ class Ranks:
             self.poll(min(left_s, POLL_S))
 
     def first_failure(self) -> Failure | None:
-        """Return the failure that caused the others. Of ranks with the same error, one that is shown is preferred."""
+        """Return the failure that caused the others. Of ranks with the same error, one that is shown is preferred.
+
+        Call when all ranks have ended, so that their output is complete.
+        """
         first = find_first(self.failures)
         if first is not None and first.secondary and self._succeeded and not (self.directory / STOPPED).exists():
             # The ranks have lost one that ended before them with exit code 0. That its loop is finished does not
@@ -255,7 +258,10 @@ class Ranks:
             )
             return Failure(rank, time_s, 1, False, "died", message)
         alike = [f for f in self.failures if first and (f.kind, f.message) == (first.kind, first.message)]
-        return min(alike, key=lambda failure: (failure.rank not in self.shown, failure.rank), default=None)
+        failure = min(alike, key=lambda failure: (failure.rank not in self.shown, failure.rank), default=None)
+        if failure is None or failure.rank in self.shown:
+            return failure
+        return replace(failure, log=_read_tail(self.directory / f"rank{failure.rank}.log"))
 
     def close(self) -> None:
         """Remove the directory."""
@@ -275,8 +281,7 @@ class Ranks:
         # A rank that ends by the signal that it was sent has not failed. An event can arrive later than the end itself.
         if code and not (time_s >= self._stopped_s and -code in STOP_SIGNALS):
             died = Failure(rank, time_s, code, False, "died", describe_death(code))
-            tail = "" if rank in self.shown else _read_tail(self.directory / f"rank{rank}.log")
-            self.failures.append(replace(read_failure(rank, self.directory) or died, log=tail))
+            self.failures.append(read_failure(rank, self.directory) or died)
 
     def _give_up(self) -> None:
         """Treat the remaining ranks as killed: the server has ended, or cannot kill them."""

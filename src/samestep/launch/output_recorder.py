@@ -12,14 +12,13 @@ import re
 import select
 import selectors
 import shutil
+import socket
 import termios
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from samestep.console import escape
 from samestep.files import open_regular
@@ -109,10 +108,10 @@ class Recording:
         self._streams = [each for rank, is_shown in shown.items() for each in open_streams(rank, is_shown, out, err)]
         self._files = [out, err]
         paths, self._path_writer = os.pipe()
-        self._connection, theirs = Pipe()
+        self._socket, theirs = socket.socketpair()
 
         def record() -> None:
-            self._connection.close()
+            self._socket.close()
             for file in [self._path_writer, *(stream.inner for stream in self._streams)]:
                 os.close(file)
             logs = {rank: Log(rank, f"{directory}/rank{rank}.log", is_shown) for rank, is_shown in shown.items()}
@@ -126,7 +125,7 @@ class Recording:
 
     def enter(self, rank: int) -> dict[str, str]:
         """In the process of `rank`: install its streams. Returns environment variables for it."""
-        self._connection.close()
+        self._socket.close()
         for stream in self._streams:
             for file in stream.files if stream.rank == rank else ():
                 os.dup2(stream.inner, file)
@@ -141,22 +140,18 @@ class Recording:
         for file in [*self._files, self._path_writer, *(stream.inner for stream in self._streams)]:
             os.close(file)
 
-    def finish(self, rank: int) -> None:
-        """Report the end of a rank to the recorder. `receive` returns the rank when its output is written."""
-        with suppress(OSError):  # `receive` notices the end of the recorder
-            self._connection.send(rank)
+    def finish(self) -> None:
+        """After the end of all ranks: let the recorder write what it holds, and end."""
+        with suppress(OSError):  # it has ended
+            self._socket.shutdown(socket.SHUT_WR)
 
     def fileno(self) -> int:
-        """The file descriptor, for select."""
-        return self._connection.fileno()
-
-    def receive(self) -> int:
-        """Wait for a rank whose output is written. Raises EOFError or OSError if the recorder has ended."""
-        return int(self._connection.recv())
+        """The file descriptor that becomes readable when the recorder has ended, for select."""
+        return self._socket.fileno()
 
     def close(self) -> None:
-        """End the recorder. It has `DRAIN_S` to write what it holds."""
-        self._connection.close()
+        """Wait for the end of the recorder. It has `DRAIN_S` to write what it holds."""
+        self._socket.close()
         wait_or_kill(self._pid, DRAIN_S)
 
 
@@ -225,11 +220,10 @@ class Log:
 
 
 class Recorder:
-    """Reads the output of the ranks until the process that has forked them closes `control`.
+    """Reads the output of the ranks until the process that has forked them closes its end of `control`.
 
     Args:
         paths: pipe on which ranks send the paths of their logs.
-        control: connection to the process that has forked the ranks; reports their ends.
         terminal: file descriptor for warnings.
     """
 
@@ -238,11 +232,11 @@ class Recorder:
         streams: list[Stream],
         logs: dict[int, Log],
         paths: int,
-        control: "Connection[Any, Any]",
+        control: socket.socket,
         terminal: int,
     ) -> None:
         self._streams, self._logs = list(streams), logs
-        self._moves = MessageReader(paths)
+        self._paths, self._moves = paths, MessageReader(paths)
         self._control, self._terminal = control, terminal
         self._cut: list[int] = []  # the ranks whose logs end early
         self._selector = selectors.DefaultSelector()
@@ -259,10 +253,10 @@ class Recorder:
                 if key.data is not None:
                     self._read(key.data)
             for key in ready:  # after the output that was written before
-                if key.fileobj is self._control:
-                    is_needed = self._finish_rank()
-                elif key.data is None:
-                    self._move_log(key.fd)
+                if key.fd == self._paths:
+                    self._move_logs()
+                elif key.fileobj is self._control:
+                    is_needed = False
         for rank in self._logs:
             self._drain(rank)
         if len(self._cut) > 1:
@@ -270,22 +264,12 @@ class Recorder:
             self._print(f"the logs of {len(self._cut) - 1} other ranks of this start end early as well: {others}")
         os._exit(0)
 
-    def _move_log(self, paths: int) -> None:
+    def _move_logs(self) -> None:
         try:
             while (message := self._moves.receive()) is not None:
                 self._warn(message["rank"], self._logs[message["rank"]].move(message["path"]))
         except OSError:  # all ranks have ended
-            self._selector.unregister(paths)
-
-    def _finish_rank(self) -> bool:
-        try:
-            rank = self._control.recv()
-        except (EOFError, OSError):
-            return False
-        self._drain(rank)
-        with suppress(OSError):
-            self._control.send(rank)
-        return True
+            self._selector.unregister(self._paths)
 
     def _read(self, stream: Stream) -> int:
         """Read a stream once, show it and write it. Returns the number of bytes."""
