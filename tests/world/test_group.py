@@ -19,7 +19,7 @@ from samestep.launch.local_ranks import open_store
 from samestep.world import group as group_module
 from samestep.world.environment import Environment, read_environment
 from samestep.world.group import Group, choose_device, close_group, open_group
-from samestep.world.notes import Mail, is_first, is_left_by_rank_0, leave_note, read_note
+from samestep.world.rendezvous_store import Mail, is_first, is_left_by_rank_0, leave_note, read_note
 
 CPU = torch.device("cpu")
 

@@ -25,7 +25,7 @@ from samestep.train.stop_signals import StopSignals
 from samestep.watch.progress import Progress
 from samestep.world.environment import FINISHED, ready_standard_files
 from samestep.world.group import close_group, has_group
-from samestep.world.notes import is_first, is_left_by_rank_0
+from samestep.world.rendezvous_store import is_first, is_left_by_rank_0
 
 SAY_AFTER_S = 10.0
 

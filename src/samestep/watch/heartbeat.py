@@ -36,7 +36,7 @@ from samestep.watch.thread_state import (
 )
 from samestep.world.forking import at_rest, at_work
 from samestep.world.host import read_host_id
-from samestep.world.notes import Mail
+from samestep.world.rendezvous_store import Mail
 
 INTERVAL_S = 1.0
 NUM_LEADERS = 8  # ranks that can lead if those before them are silent

@@ -19,7 +19,7 @@ from samestep.errors import Error, PeerFailed
 from samestep.world import wire
 from samestep.world.environment import Environment, check_interface, has_agent_store, read_master, read_restarts
 from samestep.world.local_sockets import LocalSockets, connect
-from samestep.world.notes import MAC_BYTES, Mail, leave_note, read_note
+from samestep.world.rendezvous_store import MAC_BYTES, Mail, leave_note, read_note
 from samestep.world.version_check import check_alike, describe_software, explain_hashing
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from samestep.world.environment import Environment
 
 if TYPE_CHECKING:
-    from samestep.world.store_exchange import StoreExchange
+    from samestep.world.rendezvous_store import StoreExchange
 
 PASS, WARN, FAIL = "pass", "warn", "fail"
 MAX_NAMED = 6

@@ -25,7 +25,7 @@ from samestep.tools.doctor.network import judge_clocks, judge_network, look_at_n
 from samestep.tools.doctor.report import Report
 from samestep.world.environment import Environment, read_host
 from samestep.world.host import read_host_id
-from samestep.world.store_exchange import StoreExchange
+from samestep.world.rendezvous_store import StoreExchange
 
 MEET_S = 60.0  # for the other ranks to join
 GRACE_S = 5.0  # for the other ranks to finish a check after rank 0
