@@ -10,6 +10,7 @@ import io
 import json
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -160,11 +161,11 @@ def _run(target: Callable[[], T]) -> T:
         raise known from error
 
 
-def _call(rank: int, directory: Path, pickle: Path) -> None:
+def _call(rank: int, directory: Path, file: Path) -> None:
     """Call the pickled function. Write rank 0's result to `value.pickle`, an exception to `<rank>.pickle`."""
-    sys.path[:] = json.loads(read_private(directory / "path.json"))
+    sys.path[:], call = pickle.loads(read_private(file))
     try:
-        fn, args, kwargs = cloudpickle.loads(read_private(pickle))
+        fn, args, kwargs = cloudpickle.loads(call)
         if getattr(fn, "__module__", None) == "__main__":  # where plain pickle looks up its classes
             sys.modules["__main__"].__dict__.update(getattr(fn, "__globals__", {}))
         value = _run(lambda: fn(*args, **kwargs))

@@ -1,6 +1,6 @@
 """`samestep.spawn`: calls a function on several ranks of this machine."""
 
-import json
+import pickle
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -67,11 +67,11 @@ def spawn(
         raise Error(f"spawn needs nprocs of at least 1, not {nprocs!r}")
     shown = parse_shown(show_ranks, nprocs)
     call = cloudpickle.dumps((fn, tuple(args), dict(kwargs or {})))
+    path = [str(entry) for entry in sys.path]
     server = take_server()
     ranks = Ranks(server, shown)
     try:
-        (ranks.directory / "call.pickle").write_bytes(call)
-        (ranks.directory / "path.json").write_text(json.dumps([str(entry) for entry in sys.path]))
+        (ranks.directory / "call.pickle").write_bytes(pickle.dumps((path, call)))
         store = open_store()
         variables = build_variables(nprocs, Placement(store.port), {"device": device})
         ranks.start(Target("call", str(ranks.directory / "call.pickle")), [{**v, **(env or {})} for v in variables])
