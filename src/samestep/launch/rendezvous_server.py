@@ -322,56 +322,53 @@ class RendezvousServer(threading.Thread):
         self._in_round = None
         self._changed_s = time.monotonic()
         self._wait_s = self._changed_s + self._nodes.timeout_s
+        decision = self._decide(members, outcomes)
+        if isinstance(decision, End):
+            self._end(decision)
+        else:
+            self._restart = decision
+
+    def _decide(self, members: Sequence[Member], outcomes: Sequence[Outcome]) -> Restart | End:
+        """Decide what follows the end of all ranks: another round, or the end of the launch."""
         first = find_first([outcome.failure for outcome in outcomes if outcome.failure is not None])
         leaving = [member for member, outcome in zip(members, outcomes, strict=True) if outcome.signum]
         has_succeeded = all(outcome.has_succeeded for outcome in outcomes)
         is_complete = has_succeeded and all(outcome.is_complete for outcome in outcomes)
+        may_restart = self._num_restarts < self._max_restarts
         if leaving:
-            self._release(leaving, is_complete=is_complete)
-        elif first is not None and not (first.secondary and (self._lost or self._is_admitting)):
-            if first.kind == "error" or self._num_restarts >= self._max_restarts:
-                names = (m.hello.name for m, outcome in zip(members, outcomes, strict=True) if outcome.failure is first)
-                self._end(End(failure=f"{first.reason}, on {next(names)}", code=first.exit_code))
-            else:
+            if is_complete or self._received or len(self._members) - len(leaving) < self._nodes.least:
+                return End(is_complete=is_complete)
+            self._release(leaving)
+            return Restart(f"{' and '.join(member.hello.name for member in leaving)} received a signal to stop")
+        if first is not None and not (first.secondary and (self._lost or self._is_admitting)):
+            if first.kind != "error" and may_restart:
                 self._num_restarts += 1
-                self._restart = Restart(first.reason, first.rank)
-        elif self._lost:
-            self._continue_without(self._lost)
-        elif self._is_admitting and not is_complete:
-            self._restart = Restart("a node has joined")
-        elif has_succeeded:
-            self._end(End(is_complete=is_complete))
-        else:
-            self._end(End(message="the ranks were stopped, and no node has reported a reason", code=1))
+                return Restart(first.reason, first.rank)
+            names = (m.hello.name for m, outcome in zip(members, outcomes, strict=True) if outcome.failure is first)
+            return End(failure=f"{first.reason}, on {next(names)}", code=first.exit_code)
+        if self._lost:
+            reason = f"{' and '.join(self._lost)} {'was' if len(self._lost) == 1 else 'were'} lost"
+            if len(self._members) >= self._nodes.least:
+                return Restart(reason)
+            if self._members and may_restart:  # the node can join again
+                self._num_restarts += 1
+                say(f"{reason}; waiting for up to {self._nodes.timeout_s:.0f} s for it to be started again")
+                return Restart(reason)
+            return End(message=f"{reason}: the same commands resume from the newest snapshot", code=1)
+        if self._is_admitting and not is_complete:
+            return Restart("a node has joined")
+        if has_succeeded:
+            return End(is_complete=is_complete)
+        return End(message="the ranks were stopped, and no node has reported a reason", code=1)
 
-    def _release(self, leaving: Sequence[Member], *, is_complete: bool) -> None:
-        """Continue without the nodes whose launchers have received a signal.
-
-        If too few remain, this launcher leaves too, or the run has reached its end, the launch ends.
-        """
-        if is_complete or self._received or len(self._members) - len(leaving) < self._nodes.least:
-            self._end(End(is_complete=is_complete))
-            return
+    def _release(self, leaving: Sequence[Member]) -> None:
+        """End the launchers of some nodes. The others continue without them."""
         for member in leaving:
             member.link.send("end", **asdict(End()))
             stranger = Stranger(member.link, is_dismissed=True)  # until it closes the connection
             self._members.remove(member)
             self._strangers.append(stranger)
             self._selector.modify(member.link, selectors.EVENT_READ, stranger)
-        names = " and ".join(member.hello.name for member in leaving)
-        self._restart = Restart(f"{names} received a signal to stop")
-
-    def _continue_without(self, lost: Sequence[str]) -> None:
-        reason = f"{' and '.join(lost)} {'was' if len(lost) == 1 else 'were'} lost"
-        if len(self._members) >= self._nodes.least:
-            self._restart = Restart(reason)
-        elif self._members and self._num_restarts < self._max_restarts:  # the node can join again
-            self._num_restarts += 1
-            self._restart = Restart(reason)
-            waits = f"waiting for up to {self._nodes.timeout_s:.0f} s for it to be started again"
-            say(f"{reason}; {waits}")
-        else:
-            self._end(End(message=f"{reason}: the same commands resume from the newest snapshot", code=1))
 
     def _end(self, end: End) -> None:
         """End all launchers."""
