@@ -7,7 +7,6 @@ The fields of `RunConfig` give each option its type, default, check and help tex
 
 import math
 import re
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -98,9 +97,9 @@ class Interval:
             return step > 0 and step % self.steps == 0
         return bool(self.epochs and epochs_done and epochs_done % self.epochs == 0)
 
-    def has_passed(self, since_s: float) -> bool:
-        """Whether this many seconds have passed since `since_s` of the monotonic clock, on this rank."""
-        return self.seconds is not None and time.monotonic() - since_s >= self.seconds
+    def has_passed(self, elapsed_s: float) -> bool:
+        """Whether this is an interval in seconds that is over after `elapsed_s`."""
+        return self.seconds is not None and elapsed_s >= self.seconds
 
 
 _INTERVALS = "give a number of steps such as 10, of epochs such as 2epochs, a time such as 30min, or never"

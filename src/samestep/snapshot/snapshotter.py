@@ -186,7 +186,7 @@ class Snapshotter:
     def is_time(self) -> bool:
         """Return whether a snapshot is due by this rank's clock. Rank 0's is announced in the next exchange."""
         every = self._config.snapshot_every
-        return self.directory is not None and every is not None and every.has_passed(self._saved_s)
+        return self.directory is not None and every is not None and every.has_passed(time.monotonic() - self._saved_s)
 
     def save_what_is_due(
         self,

@@ -85,9 +85,10 @@ class RunMetrics(StepObserver):
         """Read the learning rates of the step's update: the script's body may change them after it."""
         every, steps_done = self._context.config.log_every, step.number + 1
         epochs_done = self._batches.epochs_done(steps_done) if every.epochs else None
-        self._is_logged = every.is_due(steps_done, epochs_done) or every.has_passed(self._logged_s)
+        now_s = time.monotonic()
+        self._is_logged = every.is_due(steps_done, epochs_done) or every.has_passed(now_s - self._logged_s)
         if self._is_logged:
-            self._logged_s = time.monotonic()
+            self._logged_s = now_s
             self._rates = learning_rates(self._objects)
 
     def end_step(self, step: Step) -> None:
