@@ -31,12 +31,11 @@ def test_what_a_person_may_not_write(text: object) -> None:
         parse_interval("snapshot_every", text)
 
 
-@pytest.mark.parametrize(("name", "refused"), [("log_every", "never"), ("compare_every", "a time")])
-@pytest.mark.parametrize("text", ["0", "1.5s", "often"])
-def test_a_message_names_only_what_the_option_takes(name: str, refused: str, text: str) -> None:
-    with pytest.raises(Error, match=f"{name} is '{text}': give") as caught:
-        OPTIONS[name].check(name, text)
-    assert refused not in str(caught.value)
+@pytest.mark.parametrize("text", ["0", "1.5s", "often", "never"])
+def test_a_message_names_only_what_the_option_takes(text: str) -> None:
+    with pytest.raises(Error, match=f"log_every is '{text}': give") as caught:
+        OPTIONS["log_every"].check("log_every", text)
+    assert "or never" not in str(caught.value)
 
 
 def test_steps_are_due_anywhere() -> None:

@@ -103,7 +103,6 @@ class Interval:
 
 
 _INTERVALS = "give a number of steps such as 10, of epochs such as 2epochs, a time such as 30min, or never"
-_COMPARE_INTERVALS = "give a number of steps such as 100, of epochs such as 1epochs, or never"
 _LOG_INTERVALS = "give steps such as 10, epochs such as 1epochs, or a time such as 30s"
 
 
@@ -128,18 +127,11 @@ def parse_interval(name: str, value: Any, allowed: str = _INTERVALS) -> Interval
     return Interval(epochs=count) if unit.startswith("epoch") else Interval(steps=count)
 
 
-def _interval_if(is_allowed: Callable[[Interval | None], bool], allowed: str) -> Callable[[str, Any], Interval | None]:
-    def check(name: str, value: Any) -> Interval | None:
-        interval = parse_interval(name, value, allowed)
-        if not is_allowed(interval):
-            raise InvalidValue(f"{name} is {value!r}: {allowed}")
-        return interval
-
-    return check
-
-
-_check_compare_every = _interval_if(lambda it: it is None or it.seconds is None, _COMPARE_INTERVALS)
-_check_log_every = _interval_if(lambda it: it is not None, _LOG_INTERVALS)
+def _check_log_every(name: str, value: Any) -> Interval:
+    interval = parse_interval(name, value, _LOG_INTERVALS)
+    if interval is None:
+        raise InvalidValue(f"{name} is {value!r}: {_LOG_INTERVALS}")
+    return interval
 
 
 def is_url(run_dir: object) -> bool:
@@ -309,8 +301,10 @@ class RunConfig:
     ]
     compare_every: Annotated[
         Interval | None,
-        Option(str, "E", "interval of the comparisons of the ranks' models: 100 (steps), 1epochs or never",
-               _check_compare_every),
+        Option(
+            str, "E", "interval of the comparisons of the ranks' models: 100 (steps), 1epochs, 30min or never",
+            parse_interval,
+        ),
     ]  # fmt: skip
     grace_s: Annotated[
         int | None,

@@ -26,7 +26,9 @@ def flip(tensor: torch.Tensor) -> None:
     tensor.detach().view(torch.int32).view(-1)[-1] ^= 1
 
 
-def train(run_dir: Path | None, rank: int = -1, step: int = -1, what: str = "", **arguments: Any) -> None:
+def train(
+    run_dir: Path | None, rank: int = -1, step: int = -1, what: str = "", num_epochs: int = 4, **arguments: Any
+) -> None:
     """Trains; at `step` a bit flips on `rank` in the model's "weight", or in the optimizer's "exp_avg"."""
     run = samestep.Run(run_dir, batch_size=8, micro_batch_size=1, device="cpu", **arguments)
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -35,7 +37,7 @@ def train(run_dir: Path | None, rank: int = -1, step: int = -1, what: str = "", 
     run.prepare(model=model, optimizer=optimizer, average=average)
     generator = torch.Generator().manual_seed(0)
     data = [(torch.randn(4, generator=generator), i % 3) for i in range(40)]
-    for epoch in run.epochs(data, 4):
+    for epoch in run.epochs(data, num_epochs):
         for now in epoch:
             for x, y in now:
                 now.backward(F.cross_entropy(model(x), y))
@@ -59,6 +61,12 @@ def test_a_flipped_bit_is_found_and_named(num_ranks: int, rank: int, what: str, 
     with pytest.raises(samestep.Error, match=words) as raised:
         samestep.spawn(train, num_ranks, (None, rank, 7, what), {"compare_every": 3})
     assert "all were alike after step 6" in str(raised.value)
+
+
+def test_replicas_are_compared_by_the_clock() -> None:
+    words = f"rank 1 .{HOST}. has another .* after step .*: model.2.weight "
+    with pytest.raises(samestep.Error, match=words):
+        samestep.spawn(train, 3, (None, 1, 3, "weight", 10**6), {"compare_every": "1s"})
 
 
 def decide(per_rank: bool) -> list[float]:

@@ -19,11 +19,13 @@ class Vote(NamedTuple):
         stop: the number of the signal by which this rank was asked to stop; 0 for none.
         snapshot: a snapshot is due by this rank's clock.
         copying: this rank is copying its state for a snapshot.
+        comparison: a comparison of the ranks' models is due by this rank's clock.
     """
 
     stop: int = 0
     snapshot: bool = False
     copying: bool = False
+    comparison: bool = False
 
 
 @dataclass
@@ -68,7 +70,7 @@ class ControlFormat:
         self._shape = (layout.max_parts, num_values)
         most = max(len(held) for held in layout.ranges)
         self._padding = [0] * most
-        self._struct = Struct(f"<q????B3x{most}Q{most * sum(self._widths)}d")
+        self._struct = Struct(f"<q?????B2x{most}Q{most * sum(self._widths)}d")
         self._used_at = self._struct.size
         self._parts_at = -(-(self._used_at + num_params) // 8) * 8
         self.size_bytes = -(-(self._parts_at + 8 * layout.max_parts * num_values) // 64) * 64
@@ -92,9 +94,8 @@ class ControlFormat:
 
     def unpack_from(self, block: memoryview, num_micro_batches: int) -> Control:
         """Read the control block of a rank that has `num_micro_batches`."""
-        stop, snapshot, copying, buffers_changed, has_new_names, num_losses, *numbers = self._struct.unpack_from(
-            block, 0
-        )
+        *vote, buffers_changed, has_new_names, num_losses = (unpacked := self._struct.unpack_from(block, 0))[:7]
+        numbers = [*unpacked[7:]]
         fingerprints, at = numbers[:num_micro_batches], self._most
         tables: list[list[list[float]]] = []
         for width in self._widths:
@@ -103,7 +104,7 @@ class ControlFormat:
         losses, weights, values, counts = tables
         used = block[self._used_at : self._used_at + self._num_params].tobytes()
         return Control(
-            Vote(stop, snapshot, copying), buffers_changed, has_new_names, losses, weights, fingerprints, used,
+            Vote(*vote), buffers_changed, has_new_names, losses, weights, fingerprints, used,
             self._view_parts(block), num_losses, values, counts,
         )  # fmt: skip
 

@@ -80,7 +80,7 @@ class Evaluator:
         self._watchdog.enter("reducing", steps_done)
         gathered = group.gather((group.seal(rows), *self._stopping.cast_vote()))
         # A validation can be long: react to a signal before the next step.
-        self._stopping.take_votes([Vote(stop, copying=copying) for _, stop, _, copying in gathered])
+        self._stopping.take_votes([Vote(stop, copying=copying) for _, stop, _, copying, _ in gathered])
         self._watchdog.enter("script", steps_done)
         return _merge([row for sealed, *_ in gathered for row in group.unseal(sealed)])
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from samestep.data.attributes import Attributes
 from samestep.data.loader import Loader, seed_all
+from samestep.engine.control import Vote
 from samestep.engine.gradient_pass import GradientPass
 from samestep.errors import Error, InvalidValue, UsageError
 from samestep.plan.seeds import derive
@@ -206,7 +207,7 @@ class Loop:
         self.step = step = Step(
             number, self.batches.epoch_of(number), self.batches.micro_batches(number), self._loader,
             context=self._context, gradients=self._gradients, position=position, logs=self._snapshotter.logs,
-            cast_vote=self._stopping.cast_vote, observers=self._on,
+            cast_vote=self._cast_vote, observers=self._on,
         )  # fmt: skip
         self._on.begin_step(step)
         try:
@@ -224,6 +225,9 @@ class Loop:
         self._on.end_step(step)
         if not is_last:
             self._end_body(epochs_done=None, numbered=True)
+
+    def _cast_vote(self) -> Vote:
+        return self._stopping.cast_vote(comparison=self._replicas.is_time())
 
     def explain_end(self) -> str:
         """Describe why this start has no step left, and how to train longer."""

@@ -1,5 +1,6 @@
 """Compares the models and the optimizers' state of all ranks at intervals."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -8,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from samestep.config import Interval
+from samestep.engine.gradient_pass import Report
 from samestep.errors import Error
 from samestep.snapshot.inspection import TrainingState
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.stateful import list_calm, list_checked, unwrap
+from samestep.train.steps import Step, StepObserver
 from samestep.watch.replica_checksums import checksum, combine, explain_drift, find_drift
 from samestep.world.environment import read_host
 from samestep.world.group import Group
@@ -37,8 +40,8 @@ def name_replicated(objects: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
                         yield f"{key} of {names.get(id(param), f'parameter {number}')} in {name}", value
 
 
-class Replicas:
-    """What `objects` hold on this rank, and whether all other ranks hold the same.
+class Replicas(StepObserver):
+    """What `objects` hold on this rank, and whether all other ranks hold the same. An observer of steps.
 
     Args:
         every: the interval of comparisons; None: never.
@@ -48,14 +51,22 @@ class Replicas:
         self._objects, self._group = objects, group
         self._every = every if group.world_size > 1 else None
         self._alike_at: int | None = None
+        self._alike_s, self._is_wanted = time.monotonic(), False
 
     def watch(self, snapshotter: Snapshotter) -> None:
         """Call before the first step of a loop, so that a change of the state before its update is noticed."""
         snapshotter.watch(list_calm(self._objects))
 
+    def is_time(self) -> bool:
+        """Whether a comparison is due by this rank's clock."""
+        return self._every is not None and self._every.has_passed(time.monotonic() - self._alike_s)
+
+    def exchanged(self, step: Step, report: Report) -> None:
+        self._is_wanted |= any(vote.comparison for vote in report.votes)
+
     def compare_if_due(self, step: int, epochs_done: int | None) -> None:
         """Call `compare` if it is due after `step` steps. `epochs_done`: at the end of an epoch, else None."""
-        if self._every is not None and self._every.is_due(step, epochs_done):
+        if self._is_wanted or (self._every is not None and self._every.is_due(step, epochs_done)):
             self.compare(step)
 
     def compare(self, step: int) -> None:
@@ -82,7 +93,7 @@ class Replicas:
             drift = find_drift([replica for _, replica in replies])
             assert drift is not None
             raise Error(explain_drift(drift, [host for host, _ in replies], step, self._alike_at))
-        self._alike_at = step
+        self._alike_at, self._alike_s, self._is_wanted = step, time.monotonic(), False
 
     def describe(self, build: Callable[[], dict[str, Any]], step: int) -> TrainingState:
         """Return the contents of a snapshot after `step` steps. `build`: see `TrainingState`."""

@@ -73,7 +73,7 @@ class Run:
         max_steps: total number of steps after which the run ends.
         log_every: interval of the rows in `metrics.jsonl`: 10 (steps), "1epochs" or "30s".
         compare_every: interval of the comparisons of parameters and optimizer state between the ranks: 100 (steps),
-            "1epochs" or None. Unless it is None, the state is also compared before each snapshot.
+            "1epochs", "30min" or None. Unless it is None, the state is also compared before each snapshot.
         trackers: destinations of metrics such as `samestep.TensorBoard()`.
         config: recorded in the run directory. A later start with another config warns.
         device: "cpu", "cuda" (one GPU per local rank) or one GPU such as "cuda:1". None: CUDA if there is a GPU.
@@ -593,6 +593,8 @@ class Run:
         self._stopping.begin_loop(place)
         self._metrics.begin_loop(batches)
         observers: list[StepObserver] = [self._misuse, self._parameters, self._watchdog, self._metrics, self._stopping]
+        if self.world_size > 1:
+            observers.append(self._replicas)
         if self._tracer is not None:
             self._tracer.begin_loop(batches, place, self._gradients, self._build_state)
             observers.append(self._tracer)

@@ -63,9 +63,9 @@ class Stopping(StepObserver):
 
     # --- votes ------------------------------------------------------------------------------------------------
 
-    def cast_vote(self) -> Vote:
-        """This rank's vote."""
-        return Vote(self.signals.heard, self._snapshotter.is_time(), self._snapshotter.is_copying)
+    def cast_vote(self, *, comparison: bool = False) -> Vote:
+        """Return this rank's vote. `comparison`: see `Vote`."""
+        return Vote(self.signals.heard, self._snapshotter.is_time(), self._snapshotter.is_copying, comparison)
 
     def take_votes(self, votes: Sequence[Vote]) -> None:
         """Apply the votes of all ranks.
