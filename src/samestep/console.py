@@ -24,6 +24,18 @@ def say(sentence: str) -> None:
     print(f"samestep: {escape(sentence)}".replace("\n", "\\n"), file=sys.stderr, flush=True)
 
 
+def print_error(text: str) -> None:
+    """Print a text of any length on standard error.
+
+    Without a buffer (python -u), `print` loses the rest of a long text if a signal interrupts the write to a pipe.
+    """
+    data = memoryview(f"{escape(text)}\n".encode(errors="backslashreplace"))
+    sys.stderr.flush()
+    while data:
+        data = data[sys.stderr.buffer.write(data) :]
+    sys.stderr.flush()
+
+
 def show_activity(text: str) -> None:
     """Show what is being done, on a terminal, in a line that the next `print_result` replaces."""
     if sys.stdout.isatty():

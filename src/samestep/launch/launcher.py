@@ -12,7 +12,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from samestep.config import Overrides
-from samestep.console import escape, say
+from samestep.console import escape, print_error, say
 from samestep.errors import Error
 from samestep.launch.failure import Failure
 from samestep.launch.forkserver import ForkServer, is_preloaded
@@ -252,4 +252,4 @@ def _report(failure: Failure, ranks: Ranks, then: str = "") -> None:
     if then:
         lines.append(f"samestep: {failure.reason}{then}")
     for line in lines:
-        print(escape(line), file=sys.stderr)
+        print_error(line)
