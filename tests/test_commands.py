@@ -168,7 +168,7 @@ def test_what_is_not_forked(tmp_path: Path) -> None:
     variables = dict(os.environ)
     assert is_forkable([sys.executable, "-m", "samestep"], variables)
     assert not is_forkable(["python-of-another-environment", "-m", "samestep"], variables)
-    assert not is_forkable([sys.executable, "-u", "-m", "samestep"], variables)
+    assert not is_forkable([sys.executable, "-I", "-m", "samestep"], variables)
     assert not is_forkable([sys.executable, tmp_path / "missing.py"], variables)
     assert not is_forkable([sys.executable, "-m", "samestep"], {**variables, "PYTHONHASHSEED": "7"})
     assert not is_forkable([sys.executable, "-m", "samestep"], {**variables, "PYTHONWARNINGS": "error"})

@@ -27,7 +27,7 @@ def run_alone(train: Callable[[], Any]) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "world_size"),
-    one_in(8, [(name, world_size) for name in CASES for world_size in HEAVY.get(name, WORLD_SIZES)]),
+    one_in(12, [(name, world_size) for name in CASES for world_size in HEAVY.get(name, WORLD_SIZES)]),
 )
 def test_any_model(name: str, world_size: int) -> None:
     train = CASES[name]

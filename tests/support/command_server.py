@@ -35,7 +35,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 HASH_SEEDS = ("0", "1")  # of a server, and of another one that it starts when it is wanted
-PRELOAD = ("torch.distributed.run", "torch.distributed.elastic.multiprocessing.api", "psutil", "numpy")
+TORCHRUN_STARTS = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
+PRELOAD = ("torch.distributed.run", TORCHRUN_STARTS, "psutil", "numpy")
 PROGRAMS = ("samestep.__main__", "samestep.recipes.")
 LENGTH = struct.Struct("!I")
 CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
@@ -207,19 +208,20 @@ class _Server:
         os.chdir(request["cwd"])
         with socket.socket(fileno=answer) as started:
             send(started, {"pid": os.getpid(), "status": None})
-        _open_streams()
-        words = request["words"][1:]
-        if words[0] == "-P":
-            del words[0]
+        flag, words = "", request["words"][1:]
+        if words[0] in commands.FLAGS:
+            flag, *words = words
+        _open_streams(is_unbuffered=flag == "-u" or bool(os.environ.get("PYTHONUNBUFFERED")))
         is_samestep = words[:2] == ["-m", "samestep"] or os.path.basename(words[0]) == "samestep"
         _refresh(is_launch=is_samestep and bool({"launch", "train"} & {*words[1:3]}))
         commands.use_server(address)
+        importlib.import_module(TORCHRUN_STARTS).Popen = commands.Popen
         sys.executable = request["words"][0]
         sys.orig_argv[:] = request["words"]
         sys.path[:] = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *self.base_path]
         if is_samestep:
             os.environ.setdefault("PYTHONHASHSEED", HASH_SEEDS[0])  # Else it starts itself again, to have that.
-        return _run_main(_find_program(words, is_safe=words != request["words"][1:]))
+        return _run_main(_find_program(words, is_safe=flag == "-P"))
 
 
 def _take_files(fds: list[int], numbers: list[int]) -> int:
@@ -269,11 +271,10 @@ def _enter_host(namespace: str, name: str) -> None:
     socket.sethostname(name)
 
 
-def _open_streams() -> None:
+def _open_streams(is_unbuffered: bool) -> None:
     """As Python does when it starts."""
     assert sys.__stdout__ is not None
     encoding, errors = sys.__stdout__.encoding, sys.__stdout__.errors
-    is_unbuffered = bool(os.environ.get("PYTHONUNBUFFERED"))
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         raw = open(number, mode + "b", buffering=0 if is_unbuffered and mode == "w" else -1, closefd=False)  # noqa: SIM115
         stream = io.TextIOWrapper(

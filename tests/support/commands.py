@@ -26,6 +26,7 @@ from support.hosts import Host
 READ_AT_START = ("PYTHON", "LC_", "LANG", "LD_", "MALLOC_", "MKL_", "KMP_", "OPENBLAS_", "GLIBC_")
 UTF8 = (None, "C", "POSIX", "C.UTF-8", "en_US.UTF-8")  # locales that are alike to Python
 HANDLED = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
+FLAGS = ("-P", "-u")  # of the interpreter; torchrun gives its ranks -u
 NAMESPACES = ("net", "uts", "mnt")
 # Its first argument is its own path, beside which it finds the server.
 CLIENT = """\
@@ -155,7 +156,7 @@ def is_forkable(words: Any, variables: Mapping[str, str]) -> bool:
     """Whether a command is a Python program that a fork of the server can run as well."""
     if not isinstance(words, list | tuple) or len(words) < 2 or str(words[0]) not in (sys.executable, _python):
         return False
-    first = words[2] if words[1] == "-P" and len(words) > 2 else words[1]
+    first = words[2] if words[1] in FLAGS and len(words) > 2 else words[1]
     if first not in ("-m", "-c") and (str(first).startswith("-") or not os.path.isfile(first)):
         return False
     if variables.get("PYTHONHASHSEED", HASH_SEEDS[0]) not in HASH_SEEDS:
