@@ -35,6 +35,10 @@ line and as environment variables only. A run directory belongs to one value of 
 """
 
 
+MADE_BY_RUN = ("Step", "Epoch", "TrackerInfo", "Tracker")  # Their constructors are not public.
+INTERNAL = {"Step": ("loaded_fingerprint", "fingerprint", "refuse_inside", "check_not_left")}
+
+
 def build_reference() -> str:
     """The docstrings of all public objects."""
     parts = ["# API reference", "Everything below is importable from `samestep`."]
@@ -48,22 +52,40 @@ def _describe(name: str, thing: Any) -> list[str]:
     if inspect.isclass(thing) and issubclass(thing, Exception):
         bases = ", ".join(base.__name__ for base in thing.__bases__)
         return [f"## {name}", f"```text\n{name}({bases})\n\n{inspect.getdoc(thing)}\n```"]
-    parts = [f"## {name}", *_body(name, thing)]
+    parts = [f"## {name}", _body("" if name in MADE_BY_RUN else name, thing)]
     if inspect.isclass(thing):
-        for method, function in vars(thing).items():
-            if not method.startswith("_") and callable(function):
-                parts += [f"### {name}.{method}", *_body(f"{name}.{method}", function)]
-            elif isinstance(function, property) and not method.startswith("_"):
-                parts += [f"### {name}.{method}", f"```text\n{inspect.getdoc(function)}\n```"]
+        for method, member in vars(thing).items():
+            is_shown = not method.startswith("_") and method not in INTERNAL.get(name, ()) and inspect.getdoc(member)
+            if is_shown and callable(member):
+                parts += [f"### {name}.{method}", _body(f"{name}.{method}", member)]
+            elif is_shown and isinstance(member, property):
+                parts += [f"### {name}.{method}", _body("", member)]
     return parts
 
 
-def _body(name: str, thing: Any) -> list[str]:
-    signature = str(inspect.signature(thing)).replace("(self, ", "(").replace("(self)", "()")
-    if len(signature) > 100:
-        parameters = [str(each) for each in inspect.signature(thing).parameters.values() if each.name != "self"]
-        signature = "(\n    " + ",\n    ".join(parameters) + ",\n)"
-    return [f"```text\n{name}{signature}\n\n{inspect.getdoc(thing)}\n```"]
+def _body(name: str, thing: Any) -> str:
+    """The docstring, below the signature unless `name` is empty."""
+    lines = [f"{name}{_format_signature(inspect.signature(thing))}", ""] if name else []
+    return "\n".join(["```text", *lines, str(inspect.getdoc(thing)), "```"])
+
+
+def _format_signature(signature: inspect.Signature) -> str:
+    """On one line if it is short, otherwise with a line per parameter."""
+    shown = signature.replace(parameters=[each for each in signature.parameters.values() if each.name != "self"])
+    if len(str(shown)) <= 100:
+        return str(shown)
+    lines: list[str] = []
+    kind = None
+    for each in shown.parameters.values():
+        if each.kind is each.KEYWORD_ONLY and kind not in (each.KEYWORD_ONLY, each.VAR_POSITIONAL):
+            lines.append("*")
+        elif kind is each.POSITIONAL_ONLY and each.kind is not kind:
+            lines.append("/")
+        lines.append(str(each))
+        kind = each.kind
+    result = shown.return_annotation
+    returns = "" if result is shown.empty else f" -> {inspect.formatannotation(result)}"
+    return "".join(["(\n", *(f"    {line},\n" for line in lines), ")", returns])
 
 
 if __name__ == "__main__":
