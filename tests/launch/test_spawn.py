@@ -37,10 +37,14 @@ def sum_ranks(scale: int = 1) -> tuple[torch.Tensor, int]:
     return x, os.getpid()
 
 
+def find_servers() -> list[psutil.Process]:
+    """The fork servers of this process."""
+    return [child for child in psutil.Process().children() if "import serve;" in " ".join(child.cmdline())]
+
+
 def children() -> list[psutil.Process]:
     """Ranks and their children: what lives under a fork server of this process."""
-    servers = [child for child in psutil.Process().children() if "serve(3)" in " ".join(child.cmdline())]
-    return [rank for server in servers for rank in server.children(recursive=True)]
+    return [rank for server in find_servers() for rank in server.children(recursive=True)]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 5, 12])
@@ -49,6 +53,7 @@ def test_rank_0s_value_returns(num_ranks: int) -> None:
     assert torch.equal(x, torch.tensor([num_ranks * (num_ranks + 1)]))
     assert pid != os.getpid()
     assert not psutil.pid_exists(pid)
+    assert find_servers()
     assert children() == []
 
 

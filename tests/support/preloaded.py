@@ -43,8 +43,8 @@ def use_for_spawn() -> None:
     os.posix_spawn = start
 
 
-def serve(client_fd: int) -> NoReturn:
-    """Run a fork server for `samestep.spawn`."""
+def serve(client: Any) -> NoReturn:
+    """Run a fork server for `samestep.spawn`, as `forkserver.serve` does."""
     from samestep.launch import forkserver
 
     preload = forkserver.preload
@@ -54,4 +54,4 @@ def serve(client_fd: int) -> NoReturn:
         make_forks_cheap()
 
     forkserver.preload = preload_and_prepare
-    forkserver.serve(client_fd)
+    forkserver.serve(client)
