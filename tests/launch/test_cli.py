@@ -2,6 +2,9 @@
 
 import io
 import os
+import pty
+import select
+import shutil
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -212,6 +215,29 @@ def test_completion_in_bash(words: list[str], replies: list[str], completion: st
     line = f"COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _samestep; echo ${{COMPREPLY[@]}}"
     done = subprocess.run(["bash", "-c", f"{completion}\n{line}"], capture_output=True, text=True, check=True)
     assert (done.stdout.split(), done.stderr) == (replies, "")
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
+def test_completion_in_zsh(tmp_path: Path) -> None:
+    with redirect_stdout(io.StringIO()) as said:
+        assert cli.main(["completion", "zsh"]) == 0
+    (tmp_path / "completion").write_text(said.getvalue())
+    ours, theirs = pty.openpty()
+    shell = subprocess.Popen(
+        ["zsh", "-f", "-i"], stdin=theirs, stdout=theirs, stderr=theirs, cwd=tmp_path, start_new_session=True,
+        env={**os.environ, "HOME": str(tmp_path), "TERM": "dumb"},
+    )  # fmt: skip
+    os.close(theirs)
+    shown = b""
+    typed = [(b"source completion; print lo''aded\n", b"loaded"), (b"samestep launch --nproc\t", b"-per-node")]
+    for keys, wanted in typed:
+        os.write(ours, keys)
+        while wanted not in shown:
+            assert select.select([ours], [], [], 30)[0], shown
+            shown += os.read(ours, 1 << 16)
+    shell.kill()
+    shell.wait()
+    os.close(ours)
 
 
 @pytest.fixture(scope="module")

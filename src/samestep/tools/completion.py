@@ -19,6 +19,11 @@ _samestep() {{
 }}
 complete -o bashdefault -o default -F _samestep samestep
 """
+# zsh runs the script for bash. An interactive shell without a configuration has not loaded its completion system yet.
+ZSH = """\
+(( $+functions[compdef] )) || { autoload -U +X compinit && compinit -i; }
+autoload -U +X bashcompinit && bashcompinit
+"""
 
 
 def build_completion(commands: Mapping[str, Callable[[list[str]], int]], shell: str) -> str:
@@ -33,4 +38,4 @@ def build_completion(commands: Mapping[str, Callable[[list[str]], int]], shell: 
         options = sorted(set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", said.getvalue())))
         cases.append(f'    *:{name}) [[ $current == -* ]] && words="{" ".join(options)}" ;;')
     script = SCRIPT.format(commands=" ".join(commands), cases="\n".join(cases))
-    return script if shell == "bash" else f"autoload -U +X bashcompinit && bashcompinit\n{script}"
+    return script if shell == "bash" else ZSH + script
