@@ -36,6 +36,7 @@ import ctypes, os, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 print("hello from", rank)
+dist.barrier()  # all have printed
 def fall():
     if what == "raise": raise ValueError("oh no")
     if what == "text": sys.exit("that is all")
@@ -216,7 +217,7 @@ def test_the_rank_that_fails_has_the_last_word(
             "samestep: rank 1 of 3 failed; the others were stopped",
             "Traceback (most recent call last):",
         ]
-        assert re.fullmatch(r'  File ".*/fail.py", line 18, in <module>', lines[2])
+        assert re.fullmatch(r'  File ".*/fail.py", line 19, in <module>', lines[2])
         assert done.stderr.count("oh no") == 2  # the source line and the error
     elif what == "error":
         assert len(lines) == 1

@@ -159,8 +159,8 @@ def is_forkable(words: Any, variables: Mapping[str, str]) -> bool:
     first = words[2] if words[1] in FLAGS and len(words) > 2 else words[1]
     if first not in ("-m", "-c") and (str(first).startswith("-") or not os.path.isfile(first)):
         return False
-    if variables.get("PYTHONHASHSEED", HASH_SEEDS[0]) not in HASH_SEEDS:
-        return False
+    if variables.get("PYTHONHASHSEED", "" if words[1] == "-u" else HASH_SEEDS[0]) not in HASH_SEEDS:
+        return False  # Without the variable, each rank of torchrun hashes strings in its own way.
     names = {name for name in (*variables, *_variables) if name.startswith(READ_AT_START) and name not in HANDLED}
     for name in names:
         given, known = variables.get(name), _variables.get(name)
