@@ -11,6 +11,7 @@ from samestep.console import print_error
 signal.signal(signal.SIGALRM, lambda *_: None)
 signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
 print_error("x" * 5_000_000)
+signal.setitimer(signal.ITIMER_REAL, 0)
 """
 
 
