@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from samestep.config import RunConfig
-from samestep.errors import Error
+from samestep.errors import Error, InvalidValue
 from samestep.launch.output_recorder import start_log
 from samestep.snapshot.async_copy import Copy, Refused, Staging, Watch, Writer, is_watchable, locate
 from samestep.snapshot.inspection import Inspection, TrainingState
@@ -169,11 +169,11 @@ class Snapshotter:
         """Make a named snapshot due at the end of this body. `is_taken`: an earlier start wrote it.
 
         Raises:
-            Error: the name is not valid.
+            InvalidValue: the name is not valid.
         """
         is_valid = isinstance(name, str) and name.isascii() and name.isidentifier() and len(name) <= 64
         if not is_valid or name in ("latest", "never"):
-            raise Error(f"a snapshot's name is letters, digits and underscores, such as best, not {name!r}")
+            raise InvalidValue(f"a snapshot's name is letters, digits and underscores, such as best, not {name!r}")
         if name not in self._names_due and not is_taken:
             self._names_due.append(name)
 
@@ -213,8 +213,8 @@ class Snapshotter:
         """
         self._collect()
         every = self._config.snapshot_every
-        due = numbered and every is not None and self.saved_step != step
-        due = due and every is not None and (ending or self.is_wanted or every.is_due(step, epochs_done))
+        is_new = numbered and self.saved_step != step
+        due = is_new and every is not None and (ending or self.is_wanted or every.is_due(step, epochs_done))
         names: list[str | None] = [*self._names_due]
         self._names_due = []
         if self.path is None or not (due or names):
