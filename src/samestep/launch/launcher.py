@@ -12,7 +12,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from samestep.config import Overrides
-from samestep.console import escape, print_error, say
+from samestep.console import print_error, say
 from samestep.errors import Error
 from samestep.launch.failure import Failure
 from samestep.launch.forkserver import ForkServer, is_preloaded
@@ -214,7 +214,7 @@ def _conclude(ranks: Ranks, received: list[int], end: "End") -> int:
         return 128 + received[-1]
     if not received and (failure is None or failure.secondary):
         if end.message:
-            print(f"samestep: error: {escape(end.message)}", file=sys.stderr)
+            print_error(f"samestep: error: {end.message}")
             return end.code
         if end.failure:  # of a rank of another node
             say(f"{end.failure}; the others were stopped")
