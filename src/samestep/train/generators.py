@@ -136,7 +136,7 @@ def find_own_modules(place: Path, num_modules: int) -> list[ModuleType]:
 
 
 def look_into(thing: Any) -> list[tuple[str, Any]]:
-    """Yield the contents of an object with path suffixes: attributes, items, a function's closure and defaults."""
+    """Return the contents of an object with path suffixes: attributes, items, a function's closure and defaults."""
     if type(thing).__module__.partition(".")[0] == "samestep" or isinstance(thing, ModuleType | torch.Tensor):
         return []
     if isinstance(thing, type):

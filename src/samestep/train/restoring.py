@@ -119,7 +119,7 @@ class Contents:
         }
 
     def restore(self, contents: Mapping[str, Any], begun_with: Mapping[str, Any], *, overrides: bool) -> None:
-        """Restore all objects, and compares the script's settings of optimizers and schedulers with the run's.
+        """Restore all objects, and compare the script's settings of optimizers and schedulers with the run's.
 
         Args:
             begun_with: the settings in force when the snapshot was written.

@@ -15,7 +15,7 @@ from typing import Any
 from samestep.config import Overrides, to_variables
 from samestep.launch.local_ranks import Target
 from samestep.plan.ledger import read_records
-from samestep.snapshot.store import Store
+from samestep.snapshot.store import SNAPSHOTS, Store
 from samestep.tools.traced_script import start
 from samestep.tools.verify.traces import Traced, read_traces
 from samestep.watch.records import LEDGER
@@ -158,7 +158,7 @@ def _copy_run(run_dir: Path, to: Path) -> Path | None:
     """Copy a run's directory, if it exists. Snapshots are linked, not copied, because they are never changed."""
     if not run_dir.exists():
         return None
-    snapshots = run_dir / "snapshots"
+    snapshots = run_dir / SNAPSHOTS
 
     def copy(source: str, target: str) -> None:
         if snapshots in Path(source).parents:
