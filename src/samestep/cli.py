@@ -29,6 +29,7 @@ from samestep.world.environment import (
     check_surroundings,
     drop_output,
     fix_hash_seed,
+    set_hook,
 )
 
 if TYPE_CHECKING:
@@ -173,6 +174,8 @@ def _start(target: "Target", values: dict[str, Any]) -> int:
 
     num_ranks, show_ranks = values.pop("nproc_per_node", "auto"), values.pop("show_ranks", "0")
     max_restarts = values.pop("max_restarts", 0)
+    if values.pop("tf_config", False):
+        set_hook("samestep.launch.tf_config")
     nodes = parse_nodes(
         values.pop("nnodes", "1"), values.pop("node_rank", None), values.pop("rdzv_endpoint", None),
         values.pop("rdzv_id", ""), values.pop("rdzv_timeout", 300),

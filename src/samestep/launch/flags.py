@@ -31,6 +31,7 @@ FLAGS: dict[str, Option] = {
     ),
     "rdzv_timeout": Option(int, "S", "seconds to wait for the other nodes; default: 300"),
     "hosts": Option(str, "A,B:4", "run on these hosts over ssh, one node each; :N sets a host's --nproc-per-node"),
+    "tf_config": Option(bool, "", "set TF_CONFIG in each rank, for TensorFlow's MultiWorkerMirroredStrategy"),
     **OPTIONS,
 }
 

@@ -41,6 +41,7 @@ FLAGS: dict[str, Option] = {
     "claim": Option(str, "C:PATH", "Kubernetes: the PersistentVolumeClaim for the runs, and where to mount it"),
     "namespace": Option(str, "NAME", "Kubernetes: namespace; default: kubectl's"),
     "show_ranks": Option(str, "R", "ranks whose output is shown: all, or numbers such as 0,2; default: 0"),
+    "tf_config": Option(bool, "", "set TF_CONFIG in each rank, for TensorFlow's MultiWorkerMirroredStrategy"),
     "max_restarts": Option(int, "N", "restart all ranks from the newest snapshot after a failure, this many times"),
     **OPTIONS,
     "grace_s": Option(

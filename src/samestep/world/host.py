@@ -73,12 +73,12 @@ def find_interface(hosts: Sequence[str]) -> str:
 
     A machine's own name often resolves to 127.0.1.1, so an address outside 127.0.0.0/8 is preferred.
     """
-    sources = [address for host in hosts if (address := _find_source(host))]
+    sources = [address for host in hosts if (address := find_source(host))]
     wanted = next((address for address in sources if not address.startswith("127.")), sources[0] if sources else "")
     return list_addresses().get(plain_address(wanted), "") if wanted else ""
 
 
-def _find_source(host: str) -> str:
+def find_source(host: str) -> str:
     """Return the address from which this machine would send to `host`; "" if there is no route. Sends nothing."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
