@@ -519,3 +519,25 @@ def gradients_kept_for_the_next_step() -> Result:
             optimizer.step()
             trace.end_step(step)
     return trace.finish()
+
+
+@case
+def sparse_gradients() -> Result:
+    """Each micro-batch has other words, and some words twice. The layer is used twice, too."""
+    run = build_run()
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.head = nn.Embedding(17, 6, sparse=True), nn.Linear(6, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            tokens = (4 * x).long() % 17
+            return self.head(self.words(tokens).sum(1) + self.words(tokens[:, 0]))
+
+    model = Words()
+
+    def look(step: Any) -> None:
+        assert model.words.weight.grad.layout is torch.strided
+
+    return train_classes(run, model, torch.optim.Adagrad(model.parameters(), 0.1), after=look)

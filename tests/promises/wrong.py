@@ -486,12 +486,11 @@ for number in (-1.0, float("nan"), float("inf"), "many", torch.ones(2), torch.te
         loop(*build(run_dir), lambda step, model, x, y: step.backward(F.mse_loss(model(x), y), weight=weight))
 
 
-@mistake("sparse gradients", r"model\.0\.weight has a sparse gradient: use sparse=False in its layer, and Adam")
+@mistake("an optimizer of sparse gradients", r"optimizer is SparseAdam, and samestep makes sparse gradients dense: use")
 def _(run_dir: RunDir) -> None:
-    def body(step: Any, model: nn.Module, x: Tensor, y: Tensor) -> None:
-        step.backward(F.mse_loss(model(x[:, 0].abs().long()), y))
-
-    loop(*build(run_dir, lambda: nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1))), body)
+    run = samestep.Run(run_dir, batch_size=4, device="cpu")
+    model = nn.Embedding(10, 4, sparse=True)
+    run.prepare(model=model, optimizer=torch.optim.SparseAdam([*model.parameters()]))
 
 
 @mistake(

@@ -54,6 +54,11 @@ def put(grad: Tensor | None, view: Tensor) -> None:
         view.copy_(grad)
 
 
+def to_dense(grad: Tensor) -> Tensor:
+    """Return the gradient as a dense tensor. Those of `nn.Embedding(sparse=True)` hold other rows on each rank."""
+    return grad if grad.layout is torch.strided else grad.to_dense()
+
+
 def lay_out(grad: Tensor, strides: Sequence[int]) -> Tensor:
     """Return a copy with these strides."""
     return torch.empty_strided(grad.shape, strides, dtype=grad.dtype, device=grad.device).copy_(grad)

@@ -21,7 +21,7 @@ from samestep.engine import routes
 from samestep.engine.backward import build_seed, has_reentrant_checkpoint
 from samestep.engine.buckets import Bucket, BucketBuffers, build_buckets, choose_cap_bytes, dense_strides
 from samestep.engine.control import Control, ControlFormat
-from samestep.engine.folding import MISSED, USED, Further, Grads, add, fold, lay_out, put
+from samestep.engine.folding import MISSED, USED, Further, Grads, add, fold, lay_out, put, to_dense
 from samestep.errors import Error
 from samestep.plan.tree import Layout, merges
 from samestep.torch_internals import get_storage, read_version, run_backward
@@ -155,8 +155,7 @@ class Reducer:
         found = run_backward((loss,), seed, True, False, params, allow_unreachable=True, accumulate_grad=False)
         for i, grad in zip(indices, found, strict=True):
             if grad is not None:  # a copy: autograd may return a view, or one tensor for two parameters
-                self._check_dense(i, grad)
-                self._further[k].grads[i] = lay_out(grad, self._strides[i])
+                self._further[k].grads[i] = lay_out(to_dense(grad), self._strides[i])
 
     def check_graph(self, loss: Tensor, kind: tuple[int, ...]) -> None:
         """Refuse reentrant checkpoints before a backward to given parameters, which they hide, often without an error.
@@ -283,7 +282,8 @@ class Reducer:
             grad = param.grad
             if grad is None:  # an autograd.Function returned none, or a hook removed it: same as unused
                 return
-            self._check_dense(i, grad)
+            if grad.layout is not torch.strided:
+                param.grad = grad = to_dense(grad)
             self._fired[i] = 1
             if self._last:
                 # Packed now, while it is in the cache, so that its memory is reused for the next gradient. `.data`,
@@ -304,12 +304,6 @@ class Reducer:
                     self.waited_s += time.monotonic() - began_s
 
         return on_grad
-
-    def _check_dense(self, i: int, grad: Tensor) -> None:
-        if grad.layout is not torch.strided:
-            raise Error(
-                f"{self.names[i]} has a sparse gradient: use sparse=False in its layer, and Adam instead of SparseAdam"
-            )
 
     def _build_further(self, *, has_missed: bool) -> Further:
         """Build a further loss that is new on this rank. `has_missed`: earlier micro-batches did not have it."""

@@ -45,6 +45,8 @@ def check(objects: Objects, old_params: OldParams) -> dict[str, nn.Module]:
             raise InvalidType(
                 f"{name} is a GradScaler: leave it out, samestep.Run(precision='fp16') scales the loss itself"
             )
+        if isinstance(thing, torch.optim.SparseAdam):
+            raise InvalidValue(f"{name} is SparseAdam, and samestep makes sparse gradients dense: use Adam or AdamW")
         if not isinstance(thing, nn.Module):
             continue
         check_module(name, thing)
