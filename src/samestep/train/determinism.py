@@ -25,6 +25,7 @@ def describe_machine(config: RunConfig, device: torch.device) -> dict[str, Any]:
         "device": f"{device.type} {kernels}",
         "reduction": config.reduction,
         "deterministic": config.deterministic,
+        "matmul": torch.get_float32_matmul_precision(),  # "high" is TF32 on a GPU
     }
 
 
