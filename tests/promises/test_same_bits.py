@@ -66,7 +66,7 @@ class Recipe:
         directory = self.root / f"{self.name}-{world_size}{''.join(flags)}"
         done = samestep_command(
             "train", self.name, "--nproc-per-node", str(world_size), "--batch-size", "96", "--micro-batch-size", "8",
-            "--max-steps", "40", "--run-dir", directory, *flags, cwd=self.root,
+            "--max-steps", "20", "--run-dir", directory, *flags, cwd=self.root,
         )  # fmt: skip
         check(done)
         return digest(directory), {name: (directory / name).read_bytes() for name in ENDINGS}
@@ -90,7 +90,7 @@ def test_digits(digits: Recipe, world_size: int, num_workers: int) -> None:
     found, found_files = digits.train(world_size, *(["--num-workers", "2"] if num_workers else []))
     assert found == wanted
     assert found_files == files
-    assert files["metrics.jsonl"].count(b'"validation/accuracy"') == 3
+    assert files["metrics.jsonl"].count(b'"validation/accuracy"') == 2
 
 
 @pytest.mark.parametrize("world_size", one_in(len(WORLD_SIZES), reversed(WORLD_SIZES)))
