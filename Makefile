@@ -12,8 +12,6 @@ train: $(VENV)/installed
 
 test: $(VENV)/installed-dev
 	$(BIN)/ruff check src tests benchmarks
-	$(BIN)/mypy
-	$(BIN)/basedpyright --level error --pythonpath $(BIN)/python
 	$(BIN)/pytest -n 3 --dist worksteal -m "not soak"
 
 # Run the same tests with the oldest supported torch, in a separate environment.
@@ -30,13 +28,13 @@ chaos: $(VENV)/installed-dev
 
 $(VENV)/installed: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet "$(TORCH)"
-	$(BIN)/pip install --quiet --editable ".[recipes]"
+	$(BIN)/pip install --quiet "$(TORCH)" --editable ".[recipes]"
 	touch $@
 
-$(VENV)/installed-dev: $(VENV)/installed
-	$(BIN)/pip install --quiet --editable ".[dev]"
-	touch $@
+$(VENV)/installed-dev: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet "$(TORCH)" --editable ".[dev]"
+	touch $(VENV)/installed $@
 
 clean:
 	rm -rf $(VENV) .venv-lowest

@@ -20,7 +20,7 @@ from support.strikes import Strike, format_tables, read_strikes
 LAUNCHERS = ("SAMESTEP_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
 SERVERS = ("launch.forkserver", "support.preloaded", "support.command_server", "multiprocessing.resource_tracker")
 GRACE_S = 20.0
-LONG = ("test_slurm.py", "test_docs.py")
+LONG = ("test_slurm.py", "test_docs.py", "test_typed.py")
 
 use_for_spawn()
 strikes: list[Strike] = []  # of all tests, also of those that ran in pytest-xdist's workers
