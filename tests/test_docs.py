@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +56,17 @@ def run_command(command: str, cwd: Path, *, real: bool = False) -> str:
 
 
 def write_scripts(page: Path, directory: Path) -> list[str]:
-    """Writes the scripts of a page into a directory, under the names that their first lines give."""
+    """Writes the scripts of a page into a directory, under the names that their first lines give.
+
+    Returns those that can run: not those that import a trainer that is not installed here.
+    """
     names = []
     for script in find_blocks(page, "python"):
         name = re.match(r"# (\w+\.py)\n", script)
         assert name, f"a script in {page.name} without a name: {script[:60]}"
         (directory / name[1]).write_text(script)
-        names.append(name[1])
+        if all(find_spec(trainer) for trainer in re.findall(r"^from (accelerate|transformers) import", script, re.M)):
+            names.append(name[1])
     return names
 
 

@@ -1,0 +1,1 @@
+"""Trains models that were written for other trainers."""

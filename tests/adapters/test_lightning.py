@@ -1,0 +1,178 @@
+"""A LightningModule trained by samestep: step by step as Lightning's Trainer does, and alike at any number of ranks."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.runs import digest, read_rows
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import samestep
+from samestep.adapters.lightning import fit
+
+pytest.importorskip("lightning")
+
+BATCH_SIZE, NUM_EPOCHS = 12, 2
+INTERVALS = ("step", "epoch", "plateau")
+
+
+def build_data(num: int, seed: int) -> TensorDataset:
+    x = torch.randn(num, 6, generator=torch.Generator().manual_seed(seed))
+    return TensorDataset(x, x.sum(1, keepdim=True).sin())
+
+
+def build_module(**options: Any) -> Any:
+    """A module with the usual hooks. It keeps a list of the hooks that were called."""
+    import lightning
+
+    class Regression(lightning.LightningModule):
+        def __init__(self, dropout: float = 0.0, interval: str = "epoch") -> None:
+            super().__init__()
+            self.save_hyperparameters()
+            self.net = nn.Sequential(nn.Linear(6, 16), nn.Dropout(dropout), nn.ReLU(), nn.Linear(16, 1))
+            self.called: list[str] = []
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            loss = F.mse_loss(self.net(x), y)
+            self.log("train_loss", loss, prog_bar=True, on_epoch=True)
+            self.log_dict({"size": float(len(x))})
+            return loss
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            x, y = batch
+            self.log("val_loss", F.mse_loss(self.net(x), y))
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
+            if self.hparams["interval"] == "plateau":
+                plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+                return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val_loss"}}
+            steps = self.trainer.estimated_stepping_batches if self.hparams["interval"] == "step" else NUM_EPOCHS
+            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=int(steps))
+            return [optimizer], [{"scheduler": schedule, "interval": self.hparams["interval"]}]
+
+        def on_train_epoch_start(self) -> None:
+            self.called.append(f"epoch {self.current_epoch}")
+
+        def on_validation_epoch_end(self) -> None:
+            self.called.append("validated")
+            self.log("calls", float(len(self.called)))
+
+        def on_train_epoch_end(self) -> None:
+            self.called.append(f"{self.global_step} steps")
+
+        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            norm = torch.stack([param.grad.norm() for param in self.parameters()]).norm()
+            self.called.append(f"norm {norm:.4g}")
+
+    return Regression(**options)
+
+
+def train_with_both(interval: str) -> list[dict[str, Any]]:
+    """Train copies of one module in one rank. Returns the result of Lightning and of samestep."""
+    import lightning
+
+    run = samestep.Run(None, batch_size=BATCH_SIZE, micro_batch_size=BATCH_SIZE, device="cpu")
+    train, held_out = build_data(30, 0), build_data(14, 1)
+    module, results = build_module(interval=interval), []
+    start = {name: value.clone() for name, value in module.state_dict().items()}
+    loaders = [DataLoader(train, BATCH_SIZE), DataLoader(held_out, 8)]
+
+    trainer = lightning.Trainer(
+        max_epochs=NUM_EPOCHS, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, num_sanity_val_steps=0, gradient_clip_val=0.5,
+    )  # fmt: skip
+    trainer.fit(module, *loaders)
+    values = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    results.append({"called": module.called, "values": values, "weights": module.state_dict()})
+
+    module = build_module(interval=interval)
+    module.load_state_dict(start)
+    values = fit(run, module, *loaders, max_epochs=NUM_EPOCHS, gradient_clip_val=0.5)
+    results.append({"called": module.called, "values": values, "weights": module.state_dict()})
+    return results
+
+
+def train_all() -> dict[str, Any]:
+    """Everything that needs Lightning in one rank, because importing it takes seconds."""
+    return {**{interval: train_with_both(interval) for interval in INTERVALS}, "refused": refuse_all()}
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, Any]:
+    return samestep.spawn(train_all, 1)
+
+
+@pytest.mark.parametrize("interval", INTERVALS)
+def test_as_lightning_itself(results: dict[str, Any], interval: str) -> None:
+    wanted, found = results[interval]
+    assert found["called"] == wanted["called"], "the same hooks, steps and gradients"
+    assert len([call for call in found["called"] if call.startswith("norm")]) == NUM_EPOCHS * 3
+    assert {*wanted["values"]} - {*found["values"]} <= {"train_loss"}
+    for name in {*wanted["values"]} & {*found["values"]} - {"train_loss_epoch"}:
+        assert found["values"][name] == pytest.approx(wanted["values"][name], rel=1e-6), name
+    for name, weight in wanted["weights"].items():
+        torch.testing.assert_close(found["weights"][name], weight, rtol=1e-6, atol=1e-7)
+
+
+def train(run_dir: Path, max_steps: int | None = None) -> dict[str, float]:
+    run = samestep.Run(run_dir, batch_size=BATCH_SIZE, micro_batch_size=4, device="cpu", max_steps=max_steps)
+    loaders = [DataLoader(build_data(30, 0), 4, shuffle=True), DataLoader(build_data(14, 1), 4)]
+    values = fit(run, build_module(dropout=0.2), *loaders, max_epochs=4, monitor="val_loss", patience=3)
+    del values["calls"]  # of this start alone
+    return values
+
+
+@pytest.mark.soak
+def test_the_same_bits_at_any_number_of_ranks(tmp_path: Path) -> None:
+    values = [samestep.spawn(functools.partial(train, tmp_path / f"{size}"), size) for size in (1, 2, 3)]
+    samestep.spawn(functools.partial(train, tmp_path / "parts", 5), 2)
+    values.append(samestep.spawn(functools.partial(train, tmp_path / "parts"), 3))
+    assert values == [values[0]] * 4
+    directories = [tmp_path / name for name in ("1", "2", "3", "parts")]
+    assert len({digest(directory) for directory in directories}) == 1
+    assert len({digest(directory, "best") for directory in directories}) == 1
+    rows = read_rows(directories[-1])
+    assert [row["val_loss"] for row in rows if "val_loss" in row][-1] == values[0]["val_loss"]
+
+
+def refuse(**members: Any) -> str:
+    """Train a module with other members. Returns the error."""
+    run = samestep.Run(None, batch_size=4, device="cpu")
+    module = build_module()
+    for name, member in members.items():
+        setattr(type(module), name, member)
+    with pytest.raises(samestep.Error) as caught:
+        fit(run, module, build_data(8, 0), max_epochs=1)
+    return str(caught.value)
+
+
+def refuse_all() -> list[str]:
+    run = samestep.Run(None, batch_size=4, device="cpu")
+    errors = []
+    for thing, options in [(nn.Linear(1, 1), {}), (build_module(), {"mode": "x"}), (build_module(), {"patience": 1})]:
+        with pytest.raises(samestep.Error) as caught:
+            fit(run, thing, build_data(8, 0), max_epochs=1, **options)
+        errors.append(str(caught.value))
+    return [
+        *errors,
+        refuse(automatic_optimization=False),
+        refuse(optimizer_step=lambda self, *_: None),
+        refuse(configure_optimizers=lambda self: [torch.optim.SGD(self.parameters(), 0.1)] * 2),
+        refuse(training_step=lambda self, batch, _: self.log("loss", "high")),
+    ]
+
+
+def test_what_it_refuses(results: dict[str, Any]) -> None:
+    words = (
+        "fit needs a LightningModule, not a Linear", "mode must be min or max", "patience needs monitor",
+        "Regression optimizes manually", "Regression replaces optimizer_step of Lightning's loop",
+        "must return one optimizer", "self.log got loss, a str",
+    )  # fmt: skip
+    for error, start in zip(results["refused"], words, strict=True):
+        assert start in error
