@@ -10,21 +10,18 @@ from support.hosts import Host
 
 # Each rank listens at the address of its own, and connects to that of the next rank, which TF_CONFIG names.
 MEET = """
-import json, os, socket, sys
+import json, os, pathlib, socket, sys, time
 config = json.loads(os.environ["TF_CONFIG"])
 workers, own = config["cluster"]["worker"], config["task"]["index"]
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
 places = [(host, int(port)) for host, port in (worker.rsplit(":", 1) for worker in workers)]
 listener = socket.create_server(places[own])
-while True:
-    try:
-        peer = socket.create_connection(places[(own + 1) % len(places)])
-        break
-    except ConnectionRefusedError:
-        pass
+pathlib.Path(f"config-{own}-{attempt}.json").write_text(json.dumps(config))
+peer = (own + 1) % len(places)
+while not os.path.exists(f"config-{peer}-{attempt}.json"):
+    time.sleep(0.01)
+connection = socket.create_connection(places[peer])
 listener.accept()
-attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-with open(f"config-{own}-{attempt}.json", "w") as file:
-    json.dump(config, file)
 if "fail" in sys.argv and attempt == "0" and own == 1:
     os._exit(3)
 """
