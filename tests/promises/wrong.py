@@ -486,7 +486,7 @@ for number in (-1.0, float("nan"), float("inf"), "many", torch.ones(2), torch.te
         loop(*build(run_dir), lambda step, model, x, y: step.backward(F.mse_loss(model(x), y), weight=weight))
 
 
-@mistake("an optimizer of sparse gradients", r"optimizer is SparseAdam, and samestep makes sparse gradients dense: use")
+@mistake("an optimizer of sparse gradients", r"optimizer is SparseAdam, and samestep makes sparse gradi", at="start")
 def _(run_dir: RunDir) -> None:
     run = samestep.Run(run_dir, batch_size=4, device="cpu")
     model = nn.Embedding(10, 4, sparse=True)

@@ -35,7 +35,7 @@ class Schedule:
         """Take a step, with the monitored value if the scheduler needs it."""
         if not isinstance(self.scheduler, ReduceLROnPlateau):
             self.scheduler.step()
-        elif self.monitor in values:
+        elif self.monitor is not None and self.monitor in values:
             self.scheduler.step(values[self.monitor])
         elif self.strict:
             raise Error(
