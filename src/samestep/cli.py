@@ -48,6 +48,8 @@ Commands:
   samestep verify SCRIPT ...    prove that a script gives the same run on 1 to 4 ranks and after kills
   samestep doctor               check whether this machine or a cluster is fit for training
   samestep export RUN FILE      write a snapshot's weights to a .safetensors, .pt or .pth file
+  samestep prepare text FILE .. turn text into tokens for the recipe gpt
+  samestep sample RUN           generate text with a model of the recipe gpt
 
 Examples:
   samestep train digits --nproc-per-node 2        a small CNN on real handwritten digits, in seconds
@@ -126,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _dispatch(arguments: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": _train, "launch": _launch, "submit": _submit, "verify": _verify, "doctor": _doctor, "watch": _watch,
-        "inspect": _inspect, "export": _export,
+        "inspect": _inspect, "export": _export, "prepare": _prepare, "sample": _sample,
     }  # fmt: skip
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(HELP, end="")
@@ -311,6 +313,18 @@ def _export(arguments: list[str]) -> int:
     from samestep.tools.export import run_export
 
     return run_export(arguments)
+
+
+def _prepare(arguments: list[str]) -> int:
+    from samestep.recipes.commands.prepare import run_prepare
+
+    return run_prepare(arguments)
+
+
+def _sample(arguments: list[str]) -> int:
+    from samestep.recipes.commands.sample import run_sample
+
+    return run_sample(arguments)
 
 
 def _take_recipe(left: list[str]) -> tuple[str | None, list[str]]:

@@ -1,0 +1,1 @@
+"""The commands of `samestep` that belong to recipes."""

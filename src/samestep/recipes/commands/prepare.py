@@ -1,0 +1,191 @@
+"""`samestep prepare`: turns text into a token file for the recipe gpt. Does not import torch."""
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any, NoReturn
+
+from samestep.console import describe_size, escape, say
+from samestep.errors import Error
+from samestep.recipes.corpora.text_tokenizer import BYTES, MOST_TEXTS, Tokenizer, read_tokenizer, train_bpe
+from samestep.recipes.corpora.token_file import Tokens, list_standard_library, read_pieces, write_corpus
+from samestep.tools.inspect import CommandParser
+
+REPORT_EVERY_S = 5.0
+LEAST_BPE = 257  # a token per byte, and the end of a document
+
+Documents = Callable[[], Iterator[Iterable[bytes]]]  # each call reads all documents again, each in pieces
+
+
+def run_prepare(args: list[str]) -> int:
+    """Run the command with the arguments after its name. Returns the exit code.
+
+    Raises:
+        Error: an argument is wrong, the output exists, a file cannot be read or is not UTF-8, there is no text, or a
+            library is not installed. Then nothing is written.
+    """
+    options = _build_parser().parse_args(args)
+    out: Path = options.out
+    if os.path.lexists(out):
+        raise Error(f"{out} exists already: name another directory by --out, or remove it")
+    if options.vocab_size is not None and options.tokenizer != "bpe":
+        raise Error(f"--vocab-size is for --tokenizer bpe, and the tokenizer is {options.tokenizer}: leave it out")
+    if options.tokenizer == "bpe" and (options.vocab_size or LEAST_BPE) < LEAST_BPE:
+        raise Error(f"--vocab-size is {options.vocab_size}: give at least {LEAST_BPE}, for all bytes and the end")
+    documents = _find_documents(options)
+    with _creating(out) as directory:
+        tokenizer = _build_tokenizer(options, documents)
+        described = write_corpus(directory, tokenizer, _encode(documents, tokenizer, Progress("tokenized")))
+        if described["num_tokens"] == 0:
+            raise Error("there is no text in the input: name files that are not empty")
+    written = f"{described['num_tokens']:,} tokens of {tokenizer}, {described['num_documents']:,} documents"
+    print(escape(f"{out}: {written}"))
+    return 0
+
+
+def _build_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="samestep prepare",
+        description="Turns text into a token file, a directory that `samestep train gpt --data DIR` maps into memory. "
+        "Each file, or each row of a data set, is one document in UTF-8. Without files, the text is the source of "
+        "Python's standard library.",
+        epilog="Examples: samestep prepare text book.txt --out tokens; samestep prepare text *.txt --out tokens "
+        "--tokenizer bpe --vocab-size 8000; samestep prepare text --dataset roneneldan/TinyStories --out tokens",
+    )
+    parser.add_argument("kind", choices=["text"], metavar="text", help="what the input is")
+    parser.add_argument("files", type=Path, nargs="*", metavar="FILE", help="text files")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory to create")
+    parser.add_argument(
+        "--tokenizer",
+        default="bytes",
+        metavar="T",
+        help="bytes (the default), bpe (trained on the text; needs samestep[gpt]), or the tokenizer.json of a model",
+    )
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="tokens of bpe (default: 8192)")
+    parser.add_argument("--dataset", metavar="NAME", help="a data set for load_dataset of the library datasets")
+    parser.add_argument("--split", default="train", help="part of the data set (default: train)")
+    parser.add_argument("--column", default="text", help="column of the data set (default: text)")
+    return parser
+
+
+# --- input ------------------------------------------------------------------------------------------------------------
+
+
+def _find_documents(options: argparse.Namespace) -> Documents:
+    """Return a function that reads the documents. Raises Error if they cannot be read."""
+    if options.dataset is not None:
+        if options.files:
+            raise Error("--dataset and files were both given: leave out one of them")
+        return _open_dataset(options.dataset, options.split, options.column)
+    files = options.files or list_standard_library()
+    for file in files:
+        if file.is_dir():
+            raise Error(f"{file} is a directory: name files, such as {file}/*.txt")
+        if not file.is_file():
+            raise Error(f"there is no file {file}: name text files")
+        if not os.access(file, os.R_OK):
+            raise Error(f"{file} cannot be read: change its permissions, or leave it out")
+    if options.tokenizer == "bytes":
+        return lambda: (read_pieces(file) for file in files)
+    return lambda: (_check_text(file, read_pieces(file)) for file in files)
+
+
+def _check_text(file: Path, pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """Yield the pieces. Raises Error for one that is not UTF-8."""
+    for piece in pieces:
+        try:
+            piece.decode()
+        except UnicodeDecodeError:
+            raise Error(f"{file} is not UTF-8: convert it, or use --tokenizer bytes") from None
+        yield piece
+
+
+def _open_dataset(name: str, split: str, column: str) -> Documents:
+    """Load a data set of the library `datasets`: a name on the Hub, or a directory of data files."""
+    try:
+        import datasets
+    except ImportError:
+        raise Error("--dataset needs the library datasets: pip install datasets") from None
+    try:
+        rows: Any = datasets.load_dataset(name, split=split)
+    except Exception as error:  # of many kinds
+        why = " ".join(str(error).split())
+        raise Error(f"the data set {name} cannot be loaded ({why}): check --dataset and --split") from None
+    texts = [name for name, feature in rows.features.items() if getattr(feature, "dtype", "") == "string"]
+    if column not in texts:
+        raise Error(f"the data set {name} has no column {column} of text: name one of {', '.join(texts)} by --column")
+    return lambda: (
+        [(text or "").encode(errors="replace")]
+        for batch in rows.select_columns([column]).iter(1000)
+        for text in batch[column]
+    )
+
+
+# --- output -----------------------------------------------------------------------------------------------------------
+
+
+def _build_tokenizer(options: argparse.Namespace, documents: Documents) -> Tokenizer:
+    if options.tokenizer == "bytes":
+        return BYTES
+    if options.tokenizer != "bpe":
+        return read_tokenizer(Path(options.tokenizer))
+    progress = Progress("read for the vocabulary")
+    pieces = (piece for document in documents() for piece in document)
+    return train_bpe(progress.count(pieces), options.vocab_size or 8192)
+
+
+def _encode(documents: Documents, tokenizer: Tokenizer, progress: "Progress") -> Iterator[Iterator[Tokens]]:
+    return (_encode_document(document, tokenizer, progress) for document in documents())
+
+
+def _encode_document(document: Iterable[bytes], tokenizer: Tokenizer, progress: "Progress") -> Iterator[Tokens]:
+    pieces = progress.count(document)
+    while texts := list(islice(pieces, MOST_TEXTS)):
+        yield from tokenizer.encode(texts)
+
+
+class Progress:
+    """Prints how many bytes were read, every few seconds."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._num_bytes, self._said_s = what, 0, time.monotonic()
+
+    def count(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
+        """Yield the pieces, and count their bytes."""
+        for piece in pieces:
+            self._num_bytes += len(piece)
+            if (now_s := time.monotonic()) - self._said_s >= REPORT_EVERY_S:
+                self._said_s = now_s
+                say(f"{describe_size(self._num_bytes)} {self._what}")
+            yield piece
+
+
+@contextmanager
+def _creating(out: Path) -> Iterator[Path]:
+    """Yield a hidden directory beside `out` that becomes `out` if the block succeeds, and else is removed."""
+    hidden = out.with_name(f".{out.name}.{os.getpid()}")
+    previous = signal.signal(signal.SIGTERM, _exit)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        hidden.mkdir()
+        yield hidden
+        try:
+            os.rename(hidden, out)
+        except OSError as error:
+            raise Error(f"{out} cannot be made ({error.strerror}): name another directory by --out") from None
+    except BaseException:
+        shutil.rmtree(hidden, ignore_errors=True)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _exit(number: int, _: object) -> NoReturn:
+    sys.exit(128 + number)

@@ -1,0 +1,103 @@
+"""`samestep sample`: generates text with a model that the recipe gpt has trained."""
+
+import math
+import os
+import sys
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from samestep.console import escape, say
+from samestep.errors import Error
+from samestep.files import fits, is_count, is_number, is_object, is_text
+from samestep.snapshot.object_store import open_run, read_run
+from samestep.snapshot.store import Store
+from samestep.tools.inspect import CommandParser, parse_which
+
+if TYPE_CHECKING:
+    from samestep.recipes.corpora.text_tokenizer import Tokenizer
+    from samestep.recipes.models.gpt2 import GPT2
+
+SIZES = {
+    "vocabulary_size": is_count, "context": is_count, "num_layers": is_count, "num_heads": is_count,
+    "width": is_count, "dropout": is_number,
+}  # fmt: skip
+OBJECTS = {"model": is_object, "tokenizer": {"kind": is_text, "vocabulary_size": is_count}}
+
+
+def run_sample(args: list[str]) -> int:
+    """Run the command with the arguments after its name. Returns the exit code.
+
+    Raises:
+        Error: an argument is wrong, there is no run of the recipe or no such snapshot, or the tokenizer cannot
+            represent the prompt.
+    """
+    options = _build_parser().parse_args(args)
+    if options.max_tokens < 1:
+        raise Error(f"--max-tokens is {options.max_tokens}: give 1 or more")
+    if not 0 <= options.temperature < math.inf:
+        raise Error(f"--temperature is {options.temperature}: give 0 (the most likely token) or more")
+    if options.top_k is not None and options.top_k < 1:
+        raise Error(f"--top-k is {options.top_k}: give 1 or more")
+    if options.prompt == "-":
+        options.prompt = os.fsdecode(sys.stdin.buffer.read())
+    with open_run(options.run, which=options.snapshot) as directory:
+        model, tokenizer = _load(directory, options.run, options.snapshot)
+    prompt = tokenizer.encode_prompt(options.prompt)
+
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generated = model.to(device).eval().generate(
+        torch.tensor(prompt, device=device), temperature=options.temperature, top_k=options.top_k,
+        generator=torch.Generator().manual_seed(options.seed),
+    )  # fmt: skip
+    tokens = takewhile(lambda token: token != tokenizer.end, islice(generated, options.max_tokens))
+    print(escape(tokenizer.decode([*prompt, *tokens])))
+    return 0
+
+
+def _build_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="samestep sample",
+        description="Continues a text with a model that `samestep train gpt` has trained, up to the end of the "
+        "document or --max-tokens. The same seed gives the same text on the same machine.",
+        epilog='Example: samestep sample runs/gpt --prompt "def main(" --max-tokens 100 --temperature 0.5',
+    )
+    parser.add_argument("run", metavar="RUN", help="the run's directory, or its URL")
+    parser.add_argument("--prompt", default="", metavar="TEXT", help="beginning; -: standard input; default: none")
+    parser.add_argument("--max-tokens", type=int, default=200, metavar="N", help="tokens to add at most (default: 200)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, metavar="T", help="0: the most likely token (default: 0.8)"
+    )
+    parser.add_argument("--top-k", type=int, metavar="K", help="sample among the K most likely tokens; default: all")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the choices (default: 0)")
+    parser.add_argument(
+        "--snapshot", metavar="STEP|NAME", default="best", type=parse_which, help="such as latest; default: best"
+    )
+    return parser
+
+
+def _load(directory: Path, called: str, which: int | str) -> tuple["GPT2", "Tokenizer"]:
+    """Build the model and the tokenizer of a run from a snapshot. `called`: the run as the user gave it."""
+    config = read_run(directory, called).get("config", {})
+    if not fits(config, {"model": SIZES}):
+        raise Error(f"{called} is no run of the recipe gpt: name one that samestep train gpt has made")
+    store = Store(directory)
+    snapshot = store.find(which, warn=say)
+    if snapshot is None:
+        raise Error(f"{called} has no snapshot yet")
+    objects = store.read(snapshot, {"objects": is_object})["objects"]
+    if not fits(objects, OBJECTS):
+        raise Error(f"the snapshot {which} of {called} holds no model and tokenizer of gpt: name another run")
+
+    from samestep.recipes.corpora.text_tokenizer import Tokenizer
+    from samestep.recipes.models.gpt2 import GPT2, GPT2Config
+
+    try:
+        model = GPT2(GPT2Config(**{name: config["model"][name] for name in SIZES}))
+        model.load_state_dict(objects["model"])
+        return model, Tokenizer.from_state_dict(objects["tokenizer"])
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = " ".join(str(error).split())
+        raise Error(f"the model in {called} cannot be built ({why}): its run.json was changed") from None

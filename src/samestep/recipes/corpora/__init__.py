@@ -1,0 +1,1 @@
+"""Where the recipes find their data."""

@@ -1,0 +1,228 @@
+"""Token files: text as one array of token numbers, which training maps into memory.
+
+A directory holds `tokens.npy` (one dimension, uint16 or uint32), `tokens.json` (see `SHAPE`) and, for BPE,
+`tokenizer.json`. `samestep prepare text` writes it.
+"""
+
+import hashlib
+import json
+import math
+import os
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+from samestep.errors import Error
+from samestep.files import fits, is_count, is_text, parse_json, read_bytes
+from samestep.recipes.corpora.text_tokenizer import BYTES, Tokenizer
+
+TOKENS, DESCRIPTION, DEFINITION = "tokens.npy", "tokens.json", "tokenizer.json"
+FORMAT = 1
+SHAPE = {
+    "format": is_count, "tokenizer": is_text, "vocabulary_size": is_count, "end": lambda v: v is None or is_count(v),
+    "num_tokens": is_count, "num_documents": is_count, "sha256": is_text,
+}  # fmt: skip
+HASHED_BYTES = 64 << 20  # the checksum of larger files is not compared at each start
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+Tokens = NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokens (num_tokens,) of documents, one after the other, and the tokenizer that made them.
+
+    Attributes:
+        name: where it comes from.
+        num_documents: number of documents.
+    """
+
+    name: str
+    tokens: Tokens
+    tokenizer: Tokenizer
+    num_documents: int
+
+
+class Windows:
+    """Sequences of `context` tokens and the one after them, as a data set. They overlap in one token.
+
+    `__getitems__` reads a micro-batch as one array, without an object per sample. Pass `collate_fn=torch.from_numpy`.
+
+    Args:
+        tokens: the tokens (n,), an array or a memory-mapped file.
+        context: length of a sequence.
+        start, stop: use `tokens[start:stop]`; it holds at least `context + 1` tokens.
+        vocabulary_size: number of tokens; a larger one in the file is an error.
+        every: use only every so many-th sequence.
+    """
+
+    def __init__(
+        self, tokens: Tokens, context: int, start: int, stop: int, vocabulary_size: int, every: int = 1
+    ) -> None:
+        self._tokens, self._arguments = tokens, (context, start, stop, vocabulary_size, every)
+        self._windows = sliding_window_view(tokens[start:stop], context + 1)[:: context * every]
+        self._vocabulary_size = vocabulary_size
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        window: NDArray[np.int64] = self.__getitems__([index])[0]
+        return window
+
+    def __getitems__(self, indices: Sequence[int]) -> NDArray[np.int64]:
+        """Return the windows (len(indices), context + 1).
+
+        Raises:
+            Error: a token is outside of the vocabulary.
+        """
+        read = self._windows[indices]
+        if read.max() >= self._vocabulary_size:
+            raise Error(
+                f"the token file holds token {read.max()}, and its vocabulary has {self._vocabulary_size}: it is "
+                "damaged, or was changed; prepare it again"
+            )
+        return read.astype(np.int64)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the name of a memory-mapped file instead of its content, for workers that are not forked."""
+        if isinstance(self._tokens, np.memmap):
+            return _open_windows, (self._tokens.filename, *self._arguments)
+        return Windows, (self._tokens, *self._arguments)
+
+
+def _open_windows(file: str, *arguments: int) -> Windows:
+    return Windows(np.load(file, mmap_mode="r"), *arguments)
+
+
+def split(corpus: Corpus, context: int, fraction: float, most: int) -> tuple[Windows, Windows]:
+    """Return the windows to train on, and up to `most` of those of the tail, which is held out for validation.
+
+    Args:
+        fraction: the tail's share of the tokens; it has at least one window.
+
+    Raises:
+        Error: there are too few tokens.
+    """
+    num_tokens, size = len(corpus.tokens), corpus.tokenizer.vocabulary_size
+    cut = min(int(num_tokens * (1 - fraction)), num_tokens - context - 1)
+    if cut < context + 1:
+        raise Error(
+            f"{corpus.name} has {num_tokens} tokens, and sequences of {context} need at least {2 * context + 2}, one "
+            "to train on and one held out: give more text, or a smaller --context"
+        )
+    every = math.ceil((num_tokens - cut - 1) // context / most)
+    return (
+        Windows(corpus.tokens, context, 0, cut, size),
+        Windows(corpus.tokens, context, cut, num_tokens, size, every),
+    )
+
+
+def list_standard_library() -> list[Path]:
+    """Return the source files of Python's standard library, without its tests, sorted by their paths."""
+    root = Path(sysconfig.get_path("stdlib"))
+    found = []
+    for directory, names, files in os.walk(root):
+        names[:] = [name for name in names if name not in LEFT_OUT]
+        found += [Path(directory, file) for file in files if file.endswith(".py")]
+    if not found:
+        raise Error(f"there is no source of Python's standard library in {root}: name a token file by --data")
+    return sorted(found, key=lambda path: path.relative_to(root).parts)
+
+
+def read_standard_library() -> Corpus:
+    """Read the source of Python's standard library as bytes. Raises Error if there is none."""
+    texts = [text for path in list_standard_library() if (text := path.read_bytes())]
+    end = np.array([BYTES.end], np.uint16)
+    parts = [part for text in texts for part in (np.frombuffer(text, np.uint8), end)]
+    return Corpus("the standard library's source", np.concatenate(parts, dtype=np.uint16), BYTES, len(texts))
+
+
+def open_corpus(directory: Path) -> Corpus:
+    """Open a token file.
+
+    Raises:
+        Error: it is missing, truncated, damaged or of another version.
+    """
+    again = "prepare it again with samestep prepare text"
+    try:
+        described = parse_json(read_bytes(directory / DESCRIPTION))
+        if not fits(described, SHAPE):
+            raise ValueError("it lacks entries of a token file")
+        if described["format"] != FORMAT:
+            raise ValueError(f"it has format {described['format']}, and this samestep reads {FORMAT}")
+        definition = b"" if described["tokenizer"] == "bytes" else read_bytes(directory / DEFINITION)
+        tokens = np.load(directory / TOKENS, mmap_mode="r")
+        if tokens.shape != (described["num_tokens"],) or tokens.dtype.kind != "u":
+            raise ValueError(f"{TOKENS} holds {tokens.shape} {tokens.dtype}, not {described['num_tokens']} tokens")
+        if tokens.nbytes <= HASHED_BYTES and hash_file(directory / TOKENS) != described["sha256"]:
+            raise ValueError(f"the checksum of {TOKENS} is wrong")
+    except FileNotFoundError as error:
+        raise Error(f"{directory} is no token file, it has no {Path(error.filename).name}: {again}") from None
+    except (OSError, ValueError, EOFError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise Error(f"the token file {directory} cannot be read ({why}): {again}") from None
+    tokenizer = Tokenizer(described["tokenizer"], described["vocabulary_size"], described["end"], definition)
+    return Corpus(str(directory), tokens, tokenizer, described["num_documents"])
+
+
+def write_corpus(directory: Path, tokenizer: Tokenizer, documents: Iterable[Iterable[Tokens]]) -> dict[str, Any]:
+    """Write a token file into an existing empty directory. Documents without tokens are left out.
+
+    Args:
+        documents: for each document, its tokens in pieces.
+
+    Returns:
+        The description that was written.
+    """
+    dtype = np.dtype(np.uint16 if tokenizer.vocabulary_size <= 1 << 16 else np.uint32)
+    num_tokens = num_documents = 0
+    with open(directory / TOKENS, "xb") as file:
+        _write_header(file, dtype, 0)
+        for pieces in documents:
+            before = num_tokens
+            for piece in pieces:
+                file.write(piece.astype(dtype).tobytes())
+                num_tokens += len(piece)
+            if num_tokens > before:
+                num_documents += 1
+                if tokenizer.end is not None:
+                    file.write(np.array([tokenizer.end], dtype).tobytes())
+                    num_tokens += 1
+        file.seek(0)
+        _write_header(file, dtype, num_tokens)  # NumPy leaves room in a header for a longer shape
+        file.flush()
+        os.fsync(file.fileno())
+    described = {
+        "format": FORMAT, "tokenizer": tokenizer.kind, "vocabulary_size": tokenizer.vocabulary_size,
+        "end": tokenizer.end, "num_tokens": num_tokens, "num_documents": num_documents,
+        "sha256": hash_file(directory / TOKENS),
+    }  # fmt: skip
+    if tokenizer.definition:
+        (directory / DEFINITION).write_bytes(tokenizer.definition)
+    (directory / DESCRIPTION).write_text(json.dumps(described, indent=1) + "\n")
+    return described
+
+
+def _write_header(file: Any, dtype: np.dtype[Any], num_tokens: int) -> None:
+    described = {"descr": dtype.str, "fortran_order": False, "shape": (num_tokens,)}
+    np.lib.format.write_array_header_1_0(file, described)
+
+
+def hash_file(file: Path) -> str:
+    """Return the SHA-256 of a file, as sha256sum prints it."""
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def read_pieces(file: Path, piece_bytes: int = 1 << 20) -> Iterator[bytes]:
+    """Yield the content of a file in pieces of whole lines, so that no character of UTF-8 is divided."""
+    with open(file, "rb") as opened:
+        while lines := opened.readlines(piece_bytes):
+            yield b"".join(lines)

@@ -1,0 +1,291 @@
+"""A GPT-2 language model, on the Python standard library's source by default: readable code in minutes.
+
+samestep train gpt --nproc-per-node 2
+samestep train gpt --preset small --data tokens --steps 5000 --precision bf16 --compile
+python -m samestep.recipes.gpt --init-from gpt2-model --data tokens --export-to fine-tuned
+"""
+
+import argparse
+import difflib
+import json
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import samestep
+from samestep.recipes.corpora.text_tokenizer import Tokenizer
+from samestep.recipes.corpora.token_file import Corpus, open_corpus, read_standard_library, split
+from samestep.recipes.models.gpt2 import GPT2, PRESETS, GPT2Config
+
+LEARNING_RATES = {"tiny": 2e-3, "small": 1e-3, "gpt2": 6e-4}
+# Dense operations per second of 16-bit matrix multiplication with 32-bit sums, from the makers' data sheets. A longer
+# name comes before its beginning.
+PEAK_FLOPS = {
+    "A100": 312e12, "A10": 125e12, "B200": 2250e12, "GH200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12,
+    "H100": 989e12, "H200": 989e12, "L40S": 362e12, "L4": 121e12, "RTX A6000": 155e12, "RTX 3090": 71e12,
+    "RTX 4090": 165e12,
+}  # fmt: skip
+
+
+def parse_preset(name: str) -> str:
+    """Return the name of a preset. Raises ArgumentTypeError if there is none."""
+    if name not in PRESETS:
+        close = difflib.get_close_matches(name, PRESETS, n=1)
+        advice = f"did you mean {close[0]}?" if close else f"there are {', '.join(PRESETS)}"
+        raise argparse.ArgumentTypeError(f"there is no preset {name}; {advice}")
+    return name
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="gpt", description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--preset", type=parse_preset, metavar="P", help=f"size: {', '.join(PRESETS)} (default: tiny)")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="of samestep prepare text (default: Python's source)")
+    parser.add_argument("--context", type=int, metavar="T", help="tokens of a sequence (default: as the model's)")
+    parser.add_argument("--init-from", type=Path, metavar="DIR", help="a GPT-2 that Hugging Face's library has saved")
+    parser.add_argument("--export-to", type=Path, metavar="DIR", help="write the best weights for Hugging Face there")
+    parser.add_argument("--steps", type=int, default=1000, help="optimizer steps (default: 1000)")
+    parser.add_argument("--batch-size", type=int, default=32, help="sequences of a step over all ranks (default: 32)")
+    parser.add_argument("--micro-batch-size", type=int, help="sequences of one forward (default: batch / 4)")
+    parser.add_argument("--lr", type=float, help="highest learning rate (default: 0.002 for tiny, 0.0006 for gpt2)")
+    parser.add_argument("--lr-end", type=float, default=0.1, help="last learning rate relative to --lr (default: 0.1)")
+    parser.add_argument("--warm-up", type=int, help="steps of rising learning rate (default: 5 %%, at most 2000)")
+    parser.add_argument("--weight-decay", type=float, default=0.1, help="of matrices only (default: 0.1)")
+    parser.add_argument("--dropout", type=float, help="default: 0, or that of --init-from")
+    parser.add_argument("--precision", default="fp32", help="fp32, bf16 or fp16 (default: fp32)")
+    parser.add_argument("--compile", action="store_true", help="use torch.compile: needs a C++ compiler, and a minute")
+    parser.add_argument("--checkpoint-activations", action="store_true", help="less memory for more time")
+    parser.add_argument("--eval-every", type=int, default=100, help="steps between validations (default: 100)")
+    parser.add_argument("--eval-samples", type=int, default=256, help="sequences of a validation (default: 256)")
+    parser.add_argument("--held-out", type=float, default=0.05, help="share of the data to validate on (default: 0.05)")
+    parser.add_argument("--patience", type=int, default=10, help="validations without a lower loss (default: 10)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of everything random (default: 0)")
+    parser.add_argument("--num-workers", type=int, default=0, help="DataLoader workers per rank (default: 0)")
+    parser.add_argument("--run-dir", default="runs/gpt", help="default: runs/gpt")
+    args = parser.parse_args(argv)
+    for name in ("steps", "batch_size", "eval_every", "eval_samples", "patience"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}: give 1 or more")
+    if args.context is not None and args.context < 1:
+        parser.error(f"--context is {args.context}: give 1 or more")
+    if not 0 < args.held_out < 1:
+        parser.error(f"--held-out is {args.held_out}: give a fraction between 0 and 1")
+    if args.preset and args.init_from:
+        parser.error("--preset and --init-from both set the model's size: give one of them")
+    if args.export_to is not None and args.export_to.exists():
+        parser.error(f"--export-to {args.export_to} exists already: name another directory")
+    if args.micro_batch_size is None:
+        args.micro_batch_size = args.batch_size // math.gcd(args.batch_size, 4)  # so that up to 4 ranks share a step
+    if args.warm_up is None:
+        args.warm_up = min(2000, args.steps // 20)
+    if args.lr is None:
+        args.lr = LEARNING_RATES["gpt2" if args.init_from else args.preset or "tiny"]
+    return args
+
+
+def read_hugging_face(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read `config.json` and the weights that `save_pretrained` wrote. Raises Error if they cannot be read."""
+    try:
+        settings = json.loads((directory / "config.json").read_text())
+        if (file := directory / "model.safetensors").exists():
+            return settings, load_file(file)
+        return settings, torch.load(directory / "pytorch_model.bin", map_location="cpu", weights_only=True)
+    except Exception as error:  # of safetensors and pickle, too
+        why = " ".join(str(error).split())
+        raise samestep.Error(f"{directory} holds no model saved by Hugging Face that can be read ({why})") from None
+
+
+def write_hugging_face(model: GPT2, tokenizer: Tokenizer, directory: Path) -> None:
+    """Write a directory that `transformers.GPT2LMHeadModel.from_pretrained` reads, with the tokenizer of BPE."""
+    settings, weights = model.to_hugging_face()
+    settings |= {"bos_token_id": tokenizer.end, "eos_token_id": tokenizer.end}
+    directory.mkdir(parents=True, exist_ok=True)
+    weights = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
+    if tokenizer.definition:
+        (directory / "tokenizer.json").write_bytes(tokenizer.definition)
+
+
+def build_config(args: argparse.Namespace, corpus: Corpus) -> tuple[GPT2Config, GPT2 | None]:
+    """Return the sizes of the model, and the model of `--init-from`.
+
+    Raises:
+        Error: that model has another vocabulary than the data, or is too short for `--context`.
+    """
+    changed = {} if args.dropout is None else {"dropout": args.dropout}
+    size = corpus.tokenizer.vocabulary_size
+    if args.init_from is None:
+        changed |= {} if args.context is None else {"context": args.context}
+        return replace(PRESETS[args.preset or "tiny"], vocabulary_size=size, **changed), None
+    try:
+        loaded = GPT2.from_hugging_face(*read_hugging_face(args.init_from))
+    except ValueError as error:
+        raise samestep.Error(f"{args.init_from} holds another model than GPT-2: {error}") from None
+    if loaded.config.vocabulary_size != size:
+        raise samestep.Error(
+            f"the model in {args.init_from} has {loaded.config.vocabulary_size} tokens, and {corpus.name} is made of "
+            f"{size}: prepare the text with the model's own, --tokenizer {args.init_from}/tokenizer.json"
+        )
+    if (args.context or 0) > loaded.config.context:
+        raise samestep.Error(
+            f"--context is {args.context}, and the model in {args.init_from} takes at most {loaded.config.context} "
+            "tokens: give a smaller one"
+        )
+    return replace(loaded.config, **changed), loaded
+
+
+def check_run(run: samestep.Run, config: GPT2Config, tokenizer: Tokenizer) -> None:
+    """Compare the model and the tokenizer with those of the run that is resumed. Raises Error if they differ."""
+    if run.dir is None or not (file := run.dir / "run.json").exists():
+        return
+    there = json.loads(file.read_text())["config"]
+    if there.get("tokenizer", str(tokenizer)) != str(tokenizer):
+        raise samestep.Error(
+            f"the run in {run.dir} was trained on tokens of {there['tokenizer']}, and the data is of {tokenizer}: name "
+            "its data by --data, or another --run-dir"
+        )
+    model = {name: value for name, value in asdict(config).items() if name != "dropout"}
+    for name, value in there.get("model", model).items():
+        if value != model.get(name, value):
+            raise samestep.Error(
+                f"the model of the run in {run.dir} has {name} {value}, and this one {model[name]}: give the --preset "
+                "and --context of the run, or another --run-dir"
+            )
+
+
+def warm_up_then_cosine(step: int, num_steps: int, num_warm_up: int, end: float) -> float:
+    """Return the factor of the learning rate: linear up to 1, then half a cosine down to `end`."""
+    if step < num_warm_up:
+        return (step + 1) / num_warm_up
+    done = min(1.0, (step - num_warm_up) / max(1, num_steps - num_warm_up))
+    return end + (1 - end) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def build_optimizer(model: GPT2, lr: float, weight_decay: float) -> torch.optim.AdamW:
+    """AdamW with weight decay for matrices and embeddings, and not for biases and LayerNorm.
+
+    The fused kernel updates each value by itself, so its bits do not depend on the number of ranks either.
+    """
+    params = list(model.parameters())
+    groups = [
+        {"params": [param for param in params if param.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+
+
+def find_peak_flops(run: samestep.Run) -> float | None:
+    """Return the peak of all ranks' GPUs in operations per second; None on CPU, in fp32 and for unknown GPUs."""
+    with run.autocast():
+        if run.device.type != "cuda" or not torch.is_autocast_enabled("cuda"):
+            return None
+    name = torch.cuda.get_device_name(run.device)
+    return next((peak * run.world_size for part, peak in PEAK_FLOPS.items() if part in name), None)
+
+
+class Throughput:
+    """Measures tokens per second, without validations, and the model FLOPs utilization (MFU).
+
+    MFU is the share of the GPUs' peak that the arithmetic of the model needs; see `GPT2.count_flops_per_token`.
+    """
+
+    def __init__(self, run: samestep.Run, model: GPT2, context: int) -> None:
+        self._run, self._tokens_per_step = run, run.batch_size * context
+        self._flops_per_token, self._peak = model.count_flops_per_token(context), find_peak_flops(run)
+        self._began: tuple[float, int] | None = None
+
+    def begin(self, *, again: bool = True) -> None:
+        """Begin to measure at the end of a step, unless that was done before and not `again`."""
+        if again or self._began is None:
+            self._began = self._read_clock(), self._run.steps_done
+
+    def describe(self) -> str:
+        """Return the rate of the steps since `begin`; "" if there are none."""
+        if self._began is None or self._run.steps_done == self._began[1]:
+            return ""
+        elapsed_s = self._read_clock() - self._began[0]
+        rate = (self._run.steps_done - self._began[1]) * self._tokens_per_step / elapsed_s
+        mfu = f", MFU {rate * self._flops_per_token / self._peak:.1%}" if self._peak else ""
+        return f"{rate:,.0f} tokens/s{mfu}"
+
+    def _read_clock(self) -> float:
+        if self._run.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_arguments(argv)
+    corpus = open_corpus(args.data) if args.data else read_standard_library()
+    config, loaded = build_config(args, corpus)
+    context = args.context or config.context
+    train, held_out = split(corpus, context, args.held_out, args.eval_samples)
+
+    run = samestep.Run(
+        args.run_dir,
+        batch_size=args.batch_size,
+        micro_batch_size=args.micro_batch_size,
+        seed=args.seed,
+        precision=args.precision,
+        snapshot_every=args.eval_every,
+        config=vars(args) | {"model": asdict(config), "tokenizer": str(corpus.tokenizer)},
+    )
+    run.once(check_run, run, config, corpus.tokenizer)
+    model = GPT2(config, checkpoint_activations=args.checkpoint_activations)
+    if loaded is not None:
+        model.load_state_dict(loaded.state_dict())
+    optimizer = build_optimizer(model, args.lr, args.weight_decay)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: warm_up_then_cosine(step, args.steps, args.warm_up, args.lr_end)
+    )
+    run.prepare(tokenizer=corpus.tokenizer, model=model, optimizer=optimizer, scheduler=scheduler)
+    forward = torch.compile(model) if args.compile else model
+    throughput = Throughput(run, model, context)
+
+    def compute_loss(tokens: Tensor) -> Tensor:
+        with run.autocast():
+            logits = forward(tokens[:, :-1])
+            return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    def validate(step: samestep.Step) -> None:
+        rate = throughput.describe()
+        scores = run.evaluate(lambda tokens: {"loss": compute_loss(tokens)}, held_out, collate_fn=torch.from_numpy)
+        loss = scores["loss"]
+        run.log({"validation/loss": loss})
+        if loss < run.state.get("best", math.inf):
+            run.state |= {"best": loss, "num_worse": 0}
+            run.snapshot("best")
+        else:
+            run.state["num_worse"] += 1
+            if run.state["num_worse"] >= args.patience:
+                run.stop(f"no lower validation loss in {args.patience} validations")
+        run.summary |= {"validation loss": f"{loss:.4f} (best {run.state['best']:.4f})", "rate": rate}
+        run.print(f"step {step.number + 1}: validation loss {loss:.4f}", rate)
+        throughput.begin()
+
+    for step in run.steps(train, args.steps, collate_fn=torch.from_numpy, num_workers=args.num_workers):
+        for tokens in step:
+            step.backward(compute_loss(tokens))
+        run.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        scheduler.step()
+        throughput.begin(again=False)  # the first step compiles and warms up
+        if (step.number + 1) % args.eval_every == 0 or step.number + 1 == args.steps:
+            validate(step)
+
+    if args.export_to is not None:
+        run.restore("best" if "best" in run.state else "latest")
+        run.once(write_hugging_face, model, corpus.tokenizer, args.export_to)
+        run.print(f"wrote {args.export_to}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,234 @@
+"""GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"). Imports torch only.
+
+The modules have the names of Hugging Face's GPT-2, so its weights differ in a prefix and in transposed matrices only.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+PREFIX = "transformer."  # of Hugging Face's names
+CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # Hugging Face stores these matrices transposed
+
+
+@dataclass(frozen=True)
+class GPT2Config:
+    """Sizes of a GPT-2 model. The defaults are those of the smallest published model.
+
+    Attributes:
+        vocabulary_size: number of tokens.
+        context: largest number of tokens in a sequence.
+        num_layers: number of blocks.
+        num_heads: attention heads of each block.
+        width: size of a token's representation, a multiple of `num_heads`.
+        dropout: probability, after the embeddings, in the attention and after each half of a block.
+    """
+
+    vocabulary_size: int = 50257
+    context: int = 1024
+    num_layers: int = 12
+    num_heads: int = 12
+    width: int = 768
+    dropout: float = 0.0
+
+
+PRESETS = {
+    "tiny": GPT2Config(context=128, num_layers=4, num_heads=4, width=128),  # 0.8 M parameters and the embeddings
+    "small": GPT2Config(context=256, num_layers=6, num_heads=6, width=384),  # 10.6 M
+    "gpt2": GPT2Config(),  # 124 M with its own vocabulary
+}
+
+
+class Attention(nn.Module):
+    """Causal self-attention: (N, T, width) -> (N, T, width)."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.num_heads, self.dropout = config.num_heads, config.dropout
+        self.c_attn = nn.Linear(config.width, 3 * config.width)
+        self.c_proj = nn.Linear(config.width, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            part.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in self.c_attn(x).chunk(3, dim=-1)
+        )
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True)
+        out: Tensor = F.dropout(self.c_proj(y.transpose(1, 2).flatten(2)), self.dropout, self.training)
+        return out
+
+
+class MLP(nn.Module):
+    """Two linear layers with GELU in its tanh approximation: (..., width) -> (..., width)."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.dropout = config.dropout
+        self.c_fc = nn.Linear(config.width, 4 * config.width)
+        self.c_proj = nn.Linear(4 * config.width, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(self.c_proj(F.gelu(self.c_fc(x), approximate="tanh")), self.dropout, self.training)
+
+
+class Block(nn.Module):
+    """Attention and MLP, each normalized before and added to its input."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__()
+        self.ln_1, self.attn = nn.LayerNorm(config.width), Attention(config)
+        self.ln_2, self.mlp = nn.LayerNorm(config.width), MLP(config)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attn(self.ln_1(x))
+        out: Tensor = x + self.mlp(self.ln_2(x))
+        return out
+
+
+class GPT2(nn.Module):
+    """A decoder-only Transformer. The token embedding is also the output matrix.
+
+    Args:
+        config: the sizes.
+        checkpoint_activations: keep only the input of each block for the backward pass, and compute the rest again:
+            less memory, for about a third more time. The gradients have the same values.
+    """
+
+    def __init__(self, config: GPT2Config, *, checkpoint_activations: bool = False) -> None:
+        super().__init__()
+        if config.width % config.num_heads:
+            raise ValueError(f"width {config.width} is no multiple of num_heads {config.num_heads}")
+        self.config, self.checkpoint_activations = config, checkpoint_activations
+        self.wte = nn.Embedding(config.vocabulary_size, config.width)
+        self.wpe = nn.Embedding(config.context, config.width)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.ln_f = nn.LayerNorm(config.width)
+        self._initialize()
+
+    def _initialize(self) -> None:
+        """Weights from N(0, 0.02), biases 0; those that add to the residual stream are smaller (section 2.3)."""
+        for name, param in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(param)
+            elif param.dim() == 2:
+                scale = math.sqrt(2 * self.config.num_layers) if name.endswith("c_proj.weight") else 1.0
+                nn.init.normal_(param, std=0.02 / scale)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the scores of the next token at each position.
+
+        Args:
+            tokens: integers (N, T), T at most `config.context`.
+
+        Returns:
+            Logits (N, T, vocabulary_size).
+
+        Raises:
+            ValueError: the sequence is longer than the context.
+        """
+        length = tokens.shape[1]
+        if length > self.config.context:
+            raise ValueError(f"{length} tokens are more than the context of {self.config.context}")
+        x = F.dropout(self.wte(tokens) + self.wpe.weight[:length], self.config.dropout, self.training)
+        for block in self.h:
+            if self.checkpoint_activations and self.training:
+                # Only dropout draws random numbers, and saving the generators' states takes time.
+                x = checkpoint(block, x, use_reentrant=False, preserve_rng_state=self.config.dropout > 0)
+            else:
+                x = block(x)
+        return F.linear(self.ln_f(x), self.wte.weight)
+
+    def count_flops_per_token(self, context: int) -> int:
+        """Return the floating-point operations of a forward and backward pass per token of sequences of `context`.
+
+        6 N + 12 L H Q T: PaLM (Chowdhery et al. 2022), appendix B. N counts all parameters except the position
+        embedding, which is only added; L H Q is `num_layers * width`. Operations that activation checkpointing repeats
+        do not count.
+        """
+        num_params = sum(param.numel() for param in self.parameters()) - self.wpe.weight.numel()
+        return 6 * num_params + 12 * self.config.num_layers * self.config.width * context
+
+    @torch.no_grad()
+    def generate(
+        self, tokens: Tensor, *, temperature: float = 1.0, top_k: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Iterator[int]:  # fmt: skip
+        """Yield sampled tokens after `tokens`, without an end. Call `model.eval()` before.
+
+        Args:
+            tokens: integers (T,), T at least 1. Of longer sequences, the last `config.context` tokens count.
+            temperature: divides the logits; 0 takes the most likely token.
+            top_k: sample among so many most likely tokens only; None: among all.
+            generator: a CPU generator. None: torch's own.
+        """
+        tokens = tokens[-self.config.context :]
+        while True:
+            logits = self(tokens[None])[0, -1].float().cpu()
+            if top_k is not None and top_k < len(logits):
+                logits[logits < logits.topk(top_k).values[-1]] = -math.inf
+            if temperature == 0:
+                token = int(logits.argmax())
+            else:
+                token = int(torch.multinomial((logits / temperature).softmax(0), 1, generator=generator))
+            yield token
+            tokens = torch.cat([tokens, tokens.new_tensor([token])])[-self.config.context :]
+
+    def to_hugging_face(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return the content of `config.json` and the weights for `transformers.GPT2LMHeadModel`."""
+        config = self.config
+        settings = {
+            "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "vocab_size": config.vocabulary_size,
+            "n_positions": config.context, "n_layer": config.num_layers, "n_head": config.num_heads,
+            "n_embd": config.width, "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
+            "attn_pdrop": config.dropout, "embd_pdrop": config.dropout, "resid_pdrop": config.dropout,
+        }  # fmt: skip
+        weights = {PREFIX + name: _convert(name, value) for name, value in self.state_dict().items()}
+        return settings, weights
+
+    @classmethod
+    def from_hugging_face(
+        cls, settings: Mapping[str, Any], weights: Mapping[str, Tensor], *, checkpoint_activations: bool = False
+    ) -> "GPT2":
+        """Build a model from the content of `config.json` and the weights of `transformers.GPT2LMHeadModel`.
+
+        Raises:
+            ValueError: it is another kind of model, or weights are missing or have other shapes.
+        """
+        width = settings.get("n_embd", 768)
+        expected = {
+            "model_type": ("gpt2",), "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+            "n_inner": (None, 4 * width), "layer_norm_epsilon": (1e-5,), "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,), "tie_word_embeddings": (True,),
+        }  # fmt: skip
+        for name, values in expected.items():
+            if settings.get(name, values[0]) not in values:
+                raise ValueError(f"{name} is {settings[name]!r}, and this GPT-2 has {values[0]!r}")
+        model = cls(
+            GPT2Config(
+                vocabulary_size=settings.get("vocab_size", 50257), context=settings.get("n_positions", 1024),
+                num_layers=settings.get("n_layer", 12), num_heads=settings.get("n_head", 12), width=width,
+                dropout=settings.get("resid_pdrop", 0.1),
+            ),
+            checkpoint_activations=checkpoint_activations,
+        )  # fmt: skip
+        named = {name.removeprefix(PREFIX): value for name, value in weights.items()}
+        own = model.state_dict()
+        if missing := [name for name in own if name not in named]:
+            raise ValueError(f"there is no weight {PREFIX}{missing[0]}")
+        converted = {name: _convert(name, named[name]) for name in own}  # leaves out lm_head and attention masks
+        if wrong := [name for name in own if converted[name].shape != own[name].shape]:
+            shapes = f"{tuple(converted[wrong[0]].shape)}, not {tuple(own[wrong[0]].shape)}"
+            raise ValueError(f"the weight {PREFIX}{wrong[0]} has the shape {shapes}")
+        model.load_state_dict(converted)
+        return model
+
+
+def _convert(name: str, value: Tensor) -> Tensor:
+    """Convert a weight to Hugging Face's form or back: the same transposition."""
+    return value.t().contiguous() if name.endswith(CONV1D) else value
