@@ -1,0 +1,564 @@
+"""The recipe gpt: its model, its data, `samestep prepare` and `samestep sample`."""
+
+import contextlib
+import io
+import json
+import math
+import pickle
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from support.commands import Popen
+from support.runs import ask, check, clean_variables, digest, read_rows, run_command, samestep_command
+from support.waiting import wait_until
+
+import samestep
+from samestep.cli import main
+from samestep.errors import Error
+from samestep.recipes import gpt
+from samestep.recipes.corpora.text_tokenizer import BYTES, Tokenizer, train_bpe
+from samestep.recipes.corpora.token_file import (
+    Corpus,
+    Windows,
+    list_standard_library,
+    open_corpus,
+    read_standard_library,
+    split,
+)
+from samestep.recipes.models.gpt2 import GPT2, PRESETS, GPT2Config
+
+SIZES = GPT2Config(vocabulary_size=50, context=12, num_layers=3, num_heads=2, width=16)
+SENTENCES = ["the cat sat on the mat\n", "a dog ran to the cat\n", "naïve café\n"]
+SMALL = ("--context", "16", "--batch-size", "8", "--eval-samples", "8")  # options for a model of few operations
+
+
+def build_model(config: GPT2Config = SIZES, **options: Any) -> GPT2:
+    """A model whose biases are not zero, either."""
+    torch.manual_seed(0)
+    model = GPT2(config, **options)
+    for param in model.parameters():
+        torch.nn.init.normal_(param, std=0.1)
+    return model.eval()
+
+
+def refuse(*arguments: str | Path) -> str:
+    """The one sentence that a command ends with."""
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        assert main([str(argument) for argument in arguments]) == 2
+    sentence = said.getvalue()
+    assert sentence.startswith("samestep: error: ")
+    assert sentence.count("\n") == 1
+    return sentence
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A token file of bytes, made by the command."""
+    directory = tmp_path_factory.mktemp("tokens")
+    (directory / "a.txt").write_text("".join(SENTENCES[i % 2] for i in range(150)))
+    (directory / "b.txt").write_text(SENTENCES[2] * 20)
+    (directory / "empty.txt").touch()
+    files = [directory / name for name in ("a.txt", "b.txt", "empty.txt")]
+    said = ask("prepare", "text", *files, "--out", directory / "tokens")
+    assert "tokens of bytes, 2 documents" in said
+    return directory / "tokens"
+
+
+@pytest.fixture(scope="module")
+def run_dir(tokens: Path) -> Path:
+    """A run on two ranks."""
+    directory = tokens.with_name("run")
+    done = samestep_command(
+        "train", "gpt", "--nproc-per-node", "2", "--data", tokens, *SMALL, "--steps", "30", "--eval-every", "15",
+        "--lr", "0.02", "--run-dir", directory, cwd=tokens.parent,
+    )  # fmt: skip
+    check(done)
+    assert "step 30: validation loss" in done.stdout
+    assert "tokens/s" in done.stdout
+    return directory
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def test_presets_have_the_published_sizes() -> None:
+    with torch.device("meta"):
+        counts = {name: sum(p.numel() for p in GPT2(config).parameters()) for name, config in PRESETS.items()}
+    assert counts["gpt2"] == 124_439_808
+    assert 10e6 < counts["small"] - 50257 * 384 < 11e6
+
+
+def test_initialization() -> None:
+    torch.manual_seed(0)
+    model = GPT2(replace(PRESETS["tiny"], vocabulary_size=257))
+    weights = dict(model.named_parameters())
+    for name, param in weights.items():
+        if name.endswith("bias"):
+            assert not param.any(), name
+        elif ".ln_" in name or name.startswith("ln_"):
+            assert bool((param == 1).all()), name
+        else:
+            wanted = 0.02 / math.sqrt(8) if name.endswith("c_proj.weight") else 0.02
+            assert param.std().item() == pytest.approx(wanted, rel=0.05), name
+    tokens = torch.randint(257, (4, 64))
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    assert loss.item() == pytest.approx(math.log(257), abs=0.1)
+
+
+def test_a_token_sees_those_before_it_only() -> None:
+    model = build_model()
+    tokens = torch.randint(50, (2, 12))
+    changed = torch.cat([tokens[:, :8], (tokens[:, 8:] + 1) % 50], 1)
+    before, after = model(tokens), model(changed)
+    assert torch.equal(before[:, :8], after[:, :8])
+    assert not torch.isclose(before[:, 8:], after[:, 8:]).all(-1).any()
+    with pytest.raises(ValueError, match="13 tokens are more than the context of 12"):
+        model(torch.zeros(1, 13, dtype=torch.long))
+
+
+def test_checkpointing_gives_the_same_gradients() -> None:
+    """Dropout draws the same numbers when a block is computed again."""
+    found = []
+    for is_on in (False, True):
+        model = build_model(replace(SIZES, dropout=0.2), checkpoint_activations=is_on).train()
+        torch.manual_seed(1)
+        model(torch.arange(24).view(2, 12)).square().mean().backward()
+        found.append([param.grad for param in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_flops_are_those_of_the_formula() -> None:
+    model = build_model()
+    num_matrix = 50 * 16 + 3 * 12 * 16**2
+    num_vector = 3 * (2 * 2 * 16 + (3 + 1 + 4 + 1) * 16) + 2 * 16
+    assert model.count_flops_per_token(10) == 6 * (num_matrix + num_vector) + 12 * 3 * 16 * 10
+
+
+def test_generation() -> None:
+    model, prompt = build_model(), torch.tensor([1, 2, 3])
+
+    def generate(num: int, **options: Any) -> list[int]:
+        stream = model.generate(prompt, **options)
+        return [next(stream) for _ in range(num)]
+
+    greedy = generate(20, temperature=0)  # goes on beyond the context of 12
+    tokens = [1, 2, 3]
+    for token in greedy:
+        assert token == model(torch.tensor([tokens[-12:]]))[0, -1].argmax()
+        tokens.append(token)
+    assert generate(20, top_k=1) == greedy
+    seeded = [generate(20, generator=torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
+    assert seeded[0] == seeded[1] != seeded[2]
+    likely = model(prompt[None])[0, -1].topk(2).indices.tolist()
+    assert {generate(1, top_k=2, temperature=9.0)[0] for _ in range(50)} == {*likely}
+
+
+def test_hugging_face_weights_there_and_back() -> None:
+    model = build_model()
+    settings, weights = model.to_hugging_face()
+    assert weights["transformer.h.0.attn.c_attn.weight"].shape == (16, 48)
+    again = GPT2.from_hugging_face(settings, weights)
+    assert again.config == model.config
+    assert all(map(torch.equal, again.state_dict().values(), model.state_dict().values()))
+    bare = {name.removeprefix("transformer."): value for name, value in weights.items()}
+    bare |= {"h.0.attn.bias": torch.ones(1, 1, 12, 12), "lm_head.weight": weights["transformer.wte.weight"]}
+    assert torch.equal(GPT2.from_hugging_face(settings, bare).wte.weight, model.wte.weight)
+    with pytest.raises(ValueError, match="model_type is 'llama', and this GPT-2 has 'gpt2'"):
+        GPT2.from_hugging_face({**settings, "model_type": "llama"}, weights)
+    with pytest.raises(ValueError, match=r"transformer\.wpe\.weight has the shape \(12, 16\), not \(13, 16\)"):
+        GPT2.from_hugging_face({**settings, "n_positions": 13}, weights)
+    del weights["transformer.ln_f.bias"]
+    with pytest.raises(ValueError, match=r"there is no weight transformer\.ln_f\.bias"):
+        GPT2.from_hugging_face(settings, weights)
+
+
+def test_logits_are_those_of_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=50, n_positions=12, n_embd=16, n_layer=3, n_head=2)
+    theirs = transformers.GPT2LMHeadModel(config).eval()
+    for param in theirs.parameters():
+        torch.nn.init.normal_(param, std=0.1)
+    tokens = torch.randint(50, (3, 12))
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = GPT2.from_hugging_face(*gpt.read_hugging_face(tmp_path / "theirs")).eval()
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits)
+    gpt.write_hugging_face(ours, Tokenizer("bytes", 50, end=3), tmp_path / "ours")
+    again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "ours").eval()
+    torch.testing.assert_close(ours(tokens), again(tokens).logits)
+    assert again.config.eos_token_id == 3
+
+
+# --- the data ---------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_are_the_bytes_of_the_documents(tokens: Path) -> None:
+    corpus = open_corpus(tokens)
+    first, second = [(tokens.parent / name).read_bytes() for name in ("a.txt", "b.txt")]
+    assert corpus.tokens.tolist() == [*first, 256, *second, 256]
+    assert isinstance(corpus.tokens, np.memmap)
+    assert (corpus.tokenizer, corpus.num_documents) == (BYTES, 2)
+    assert BYTES.decode(corpus.tokens[-4:].tolist()) == "é\n"
+    assert BYTES.decode([0xC3]) == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_windows(tokens: Path) -> None:
+    corpus = open_corpus(tokens)
+    train, held_out = split(corpus, 16, 0.1, most=8)
+    num_tokens = len(corpus.tokens)
+    cut = int(num_tokens * 0.9)
+    assert len(train) == (cut - 1) // 16
+    read = train.__getitems__([3, 0])
+    assert (read.dtype, read.shape) == (np.int64, (2, 17))
+    assert read.tolist() == [corpus.tokens[48:65].tolist(), corpus.tokens[:17].tolist()]
+    assert torch.from_numpy(read).shape == (2, 17)
+    every = math.ceil((num_tokens - cut - 1) // 16 / 8)
+    assert 4 <= len(held_out) <= 8
+    assert held_out[1].tolist() == corpus.tokens[cut + 16 * every :][:17].tolist()
+    pickled = pickle.dumps(train)
+    assert len(pickled) < 1000, "a worker that is not forked opens the file itself"
+    assert pickle.loads(pickled)[3].tolist() == read[0].tolist()
+    in_memory = Windows(corpus.tokens[:100].copy(), 16, 0, 100, 257)
+    assert pickle.loads(pickle.dumps(in_memory))[2].tolist() == in_memory[2].tolist()
+
+
+def test_a_corpus_of_the_fewest_tokens() -> None:
+    corpus = Corpus("it", np.arange(10, dtype=np.uint16), BYTES, 1)
+    train, held_out = split(corpus, 4, 0.05, most=256)
+    assert (len(train), len(held_out)) == (1, 1)
+    assert held_out[0].tolist() == [5, 6, 7, 8, 9]
+    with pytest.raises(Error, match="it has 10 tokens, and sequences of 5 need at least 12"):
+        split(corpus, 5, 0.05, most=256)
+
+
+def test_the_standard_library_is_the_default() -> None:
+    files = list_standard_library()
+    names = {file.name for file in files}
+    assert {"argparse.py", "zipfile.py"} <= names
+    assert not [file for file in files if {"site-packages", "test", "tests"} & {*file.parts[-4:-1]}]
+    corpus = read_standard_library()
+    assert len(corpus.tokens) > 5e6
+    assert corpus.tokens.dtype == np.uint16
+    assert (corpus.tokens == 256).sum() == corpus.num_documents
+    first = next(file for file in files if file.stat().st_size)
+    assert BYTES.decode(corpus.tokens[: first.stat().st_size].tolist()) == first.read_text()
+
+
+def test_bpe(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    for i, sentence in enumerate(SENTENCES):
+        (tmp_path / f"{i}.txt").write_text(sentence * 10)
+    files = [tmp_path / f"{i}.txt" for i in range(3)]
+    ask("prepare", "text", *files, "--out", tmp_path / "bpe", "--tokenizer", "bpe", "--vocab-size", "290")
+    corpus = open_corpus(tmp_path / "bpe")
+    tokenizer, end = corpus.tokenizer, corpus.tokenizer.end
+    assert end is not None
+    assert (tokenizer.kind, tokenizer.vocabulary_size) == ("bpe", 290)
+    assert (corpus.tokens == end).sum() == corpus.num_documents == 3
+    documents = "".join(f"{chr(int(token) + 1000)}" for token in corpus.tokens).split(chr(end + 1000))[:3]
+    assert [tokenizer.decode([ord(c) - 1000 for c in text]) for text in documents] == [s * 10 for s in SENTENCES]
+    assert len(corpus.tokens) < sum(len(sentence.encode()) for sentence in SENTENCES) * 10
+    assert tokenizer.decode(tokenizer.encode_prompt("\x00 日本\n")) == "\x00 日本\n"
+    assert tokenizer.encode_prompt("") == [end]
+    assert Tokenizer.from_state_dict(tokenizer.state_dict()) == tokenizer
+    with pytest.raises(Error, match=r"the run's tokenizer is bpe of 290 tokens \(\w{8}\), and the data's is bytes"):
+        BYTES.load_state_dict(tokenizer.state_dict())
+    # A model's own tokenizer gives the same tokens.
+    ask("prepare", "text", *files, "--out", tmp_path / "own", "--tokenizer", tmp_path / "bpe" / "tokenizer.json")
+    assert (tmp_path / "own" / "tokens.npy").read_bytes() == (tmp_path / "bpe" / "tokens.npy").read_bytes()
+
+
+def test_a_prompt_that_a_tokenizer_does_not_know() -> None:
+    library = pytest.importorskip("tokenizers")
+    words = library.Tokenizer(library.models.WordLevel({"cat": 0, "[UNK]": 1}, unk_token="[UNK]"))
+    words.pre_tokenizer = library.pre_tokenizers.Whitespace()
+    tokenizer = Tokenizer("bpe", 2, None, words.to_str().encode())
+    assert tokenizer.encode_prompt("cat cat") == [0, 0]
+    with pytest.raises(Error, match="the tokenizer has no tokens for the prompt 'cat dog': it gives"):
+        tokenizer.encode_prompt("cat dog")
+    with pytest.raises(Error, match="the prompt is empty, and the tokenizer has no token that begins a document"):
+        tokenizer.encode_prompt("")
+    with pytest.raises(Error, match="is not UTF-8: give text"):
+        train_bpe([b"abc"], 257).encode_prompt("\udcff")
+
+
+def test_a_data_set_of_hugging_face(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "data").mkdir()
+    rows = [{"story": text, "n": i} for i, text in enumerate([*SENTENCES, None])]
+    (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["prepare", "text", "--dataset", tmp_path / "data", "--out", tmp_path / "tokens"]
+    assert "has no column text of text: name one of story by --column" in refuse(*command)
+    ask(*command, "--column", "story")
+    corpus = open_corpus(tmp_path / "tokens")
+    assert corpus.num_documents == 3
+    assert corpus.tokens.tolist() == [token for text in SENTENCES for token in (*text.encode(), 256)]
+
+
+def damage(tokens: Path, how: str) -> None:
+    file, described = tokens / "tokens.npy", json.loads((tokens / "tokens.json").read_text())
+    content = file.read_bytes()
+    if how == "truncated":
+        file.write_bytes(content[:-100])
+    elif how == "changed":
+        file.write_bytes(content[:-2] + b"\x00\x00")
+    elif how == "other count":
+        (tokens / "tokens.json").write_text(json.dumps(described | {"num_tokens": 5}))
+    elif how == "no description":
+        (tokens / "tokens.json").write_text("{}")
+    elif how == "later format":
+        (tokens / "tokens.json").write_text(json.dumps(described | {"format": 2}))
+    elif how == "no array":
+        file.write_text("text")
+    else:
+        file.unlink()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("truncated", "cannot be read (mmap length is greater than file size)"),
+        ("changed", "cannot be read (the checksum of tokens.npy is wrong)"),
+        ("other count", "cannot be read (tokens.npy holds ("),
+        ("no description", "cannot be read (it lacks entries of a token file)"),
+        ("later format", "cannot be read (it has format 2, and this samestep reads 1)"),
+        ("no array", "cannot be read ("),
+        ("missing", "is no token file, it has no tokens.npy"),
+    ],
+)
+def test_a_damaged_token_file(tokens: Path, tmp_path: Path, how: str, said: str) -> None:
+    copy = tmp_path / "tokens"
+    copy.mkdir()
+    for file in tokens.iterdir():
+        (copy / file.name).write_bytes(file.read_bytes())
+    damage(copy, how)
+    with pytest.raises(Error) as caught:
+        open_corpus(copy)
+    assert said in str(caught.value)
+    assert str(caught.value).endswith("prepare it again with samestep prepare text")
+
+
+def test_a_token_outside_of_the_vocabulary() -> None:
+    windows = Windows(np.array([1, 2, 300, 4], np.uint16), 1, 0, 4, 257)
+    assert windows[0].tolist() == [1, 2]
+    with pytest.raises(Error, match="the token file holds token 300, and its vocabulary has 257"):
+        windows.__getitems__([0, 1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["a.txt", "--out", "here"], "here exists already"),
+        (["no.txt", "--out", "new"], "there is no file no.txt"),
+        (["here", "--out", "new"], "here is a directory: name files, such as here/*.txt"),
+        (["empty.txt", "--out", "new"], "there is no text in the input"),
+        (["a.txt", "--out", "new", "--vocab-size", "300"], "--vocab-size is for --tokenizer bpe"),
+        (["a.txt", "--out", "new", "--tokenizer", "bpe", "--vocab-size", "9"], "--vocab-size is 9: give at least 257"),
+        (["a.txt", "--out", "new", "--tokenizer", "a.txt"], "a.txt is no tokenizer of the library tokenizers ("),
+        (["a.txt", "--out", "new", "--tokenizer", "bqe"], "bqe is no tokenizer of the library tokenizers ("),
+        (["a.txt", "latin1.txt", "--out", "new", "--tokenizer", "bpe"], "latin1.txt is not UTF-8"),
+        (["a.txt", "--dataset", "x", "--out", "new"], "--dataset and files were both given"),
+        (["a.txt"], "the following arguments are required: --out"),
+    ],
+)
+def test_prepare_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], said: str) -> None:
+    if "--tokenizer" in arguments:
+        pytest.importorskip("tokenizers")
+    monkeypatch.chdir(tmp_path)
+    Path("here").mkdir()
+    Path("empty.txt").touch()
+    Path("a.txt").write_text("text")
+    Path("latin1.txt").write_bytes(b"caf\xe9")
+    assert said in refuse("prepare", "text", *arguments)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "empty.txt", "here", "latin1.txt"]
+    assert not any(Path("here").iterdir())
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_prepare_leaves_nothing(tmp_path: Path, signum: signal.Signals) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\n" * 100_000_000)  # so many lines take seconds
+    command = [sys.executable, "-m", "samestep", "prepare", "text", "a.txt", "--out", "tokens"]
+    program = Popen(command, cwd=tmp_path, env=clean_variables())
+    wait_until(lambda: any(path.is_dir() for path in tmp_path.iterdir()), "the command writes")
+    program.send_signal(signum)
+    assert program.wait(60) in (128 + signum, -signum)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
+
+
+# --- the recipe -------------------------------------------------------------------------------------------------------
+
+
+def test_it_learns(run_dir: Path, tokens: Path) -> None:
+    losses = [row["validation/loss"] for row in read_rows(run_dir) if "validation/loss" in row]
+    assert len(losses) == 2
+    assert losses[1] < losses[0] < math.log(257)
+    assert json.loads(ask("inspect", run_dir, "--json"))["state"]["best"] == losses[1]
+
+
+def test_sample(run_dir: Path) -> None:
+    command = ("sample", run_dir, "--prompt", "the c", "--max-tokens", "15")
+    texts = [ask(*command, "--seed", seed) for seed in "001"]
+    assert texts[0] == texts[1] != texts[2]
+    assert all(text.startswith("the c") and len(text) <= 15 + 6 for text in texts)
+    assert ask(*command, "--temperature", "0") == ask(*command, "--top-k", "1", "--snapshot", "latest")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--max-tokens", "0"], "--max-tokens is 0: give 1 or more"),
+        (["--temperature", "-1"], "--temperature is -1.0: give 0 (the most likely token) or more"),
+        (["--top-k", "0"], "--top-k is 0: give 1 or more"),
+        (["--snapshot", "worst"], "there is no snapshot named worst in"),
+    ],
+)
+def test_sample_refuses(run_dir: Path, options: list[str], said: str) -> None:
+    assert said in refuse("sample", run_dir, *options)
+
+
+def test_sample_of_another_run(tmp_path: Path) -> None:
+    def train(directory: Path) -> None:
+        run = samestep.Run(directory, batch_size=4)
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.prepare(model=model, optimizer=optimizer)
+        for step in run.steps(torch.ones(4, 1), 1):
+            for x in step:
+                step.backward(model(x).mean())
+            optimizer.step()
+
+    samestep.spawn(train, 1, (tmp_path / "other",))
+    assert "is no run of the recipe gpt: name one that samestep train gpt" in refuse("sample", tmp_path / "other")
+    assert f"there is no directory {tmp_path}/none" in refuse("sample", tmp_path / "none")
+
+
+def test_exported_weights_load_without_samestep(run_dir: Path, tmp_path: Path) -> None:
+    ask("export", run_dir, tmp_path / "model.pt", "--snapshot", "best")
+    (tmp_path / "gpt2.py").write_bytes((Path(gpt.__file__).parent / "models" / "gpt2.py").read_bytes())
+    (tmp_path / "plain.py").write_text(
+        "import torch\nfrom gpt2 import GPT2, GPT2Config\n"
+        "model = GPT2(GPT2Config(vocabulary_size=257, context=16, num_layers=4, num_heads=4, width=128)).eval()\n"
+        "model.load_state_dict(torch.load('model.pt'))\n"
+        "tokens = model.generate(torch.tensor([*b'the c']), temperature=0)\n"
+        "print(bytes(next(tokens) for _ in range(8)).decode())\n"
+    )
+    printed = check(run_command(sys.executable, "plain.py", cwd=tmp_path)).stdout
+    assert f"the c{printed}" == ask("sample", run_dir, "--prompt", "the c", "--temperature", "0", "--max-tokens", "8")
+
+
+def test_the_same_bits_on_any_ranks_and_after_kills(tokens: Path, tmp_path: Path) -> None:
+    done = samestep_command(
+        "verify", "gpt", "--data", tokens, *SMALL, "--eval-every", "2", "--dropout", "0.1", "--steps", "4",
+        "--world-sizes", "1,2,3", "--kills", "1", cwd=tmp_path,
+    )  # fmt: skip
+    check(done)
+
+
+def test_early_stopping_and_resume(tokens: Path, tmp_path: Path) -> None:
+    """Without learning, no validation is better than the first."""
+    arguments = ["--data", str(tokens), *SMALL, "--steps", "9", "--eval-every", "1", "--run-dir", str(tmp_path / "run")]
+    stopping = [*arguments, "--lr", "0", "--patience", "2"]
+    samestep.spawn(gpt.main, 1, (stopping,), env={"SAMESTEP_MAX_STEPS": "2"})
+    samestep.spawn(gpt.main, 1, (stopping,))
+    rows = [row for row in read_rows(tmp_path / "run") if "validation/loss" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    samestep.spawn(gpt.main, 1, ([*stopping[:-5], str(tmp_path / "whole"), *stopping[-4:]],))
+    assert digest(tmp_path / "run") == digest(tmp_path / "whole")
+
+
+def test_fine_tuning_of_hugging_face_weights(tokens: Path, tmp_path: Path) -> None:
+    model = build_model(replace(SIZES, vocabulary_size=257, context=16))
+    gpt.write_hugging_face(model, BYTES, tmp_path / "start")
+    arguments = ["--data", str(tokens), "--batch-size", "4", "--steps", "1", "--eval-samples", "8"]
+    arguments += ["--init-from", str(tmp_path / "start"), "--run-dir", str(tmp_path / "run")]
+    samestep.spawn(gpt.main, 1, ([*arguments, "--lr", "0", "--export-to", str(tmp_path / "end")],))
+    start, end = [gpt.read_hugging_face(tmp_path / name) for name in ("start", "end")]
+    assert start[0] == end[0]
+    assert start[1].keys() == end[1].keys()
+    assert all(torch.equal(start[1][name], end[1][name]) for name in start[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--data", "other"], "was trained on tokens of bytes, and the data is of bpe of 300 tokens (e3b0c442): name"),
+        (["--context", "8"], "has context 16, and this one 8: give the --preset and --context of the run"),
+        (["--preset", "small"], "has num_layers 4, and this one 6: give the --preset"),
+    ],
+)
+def test_another_model_than_the_runs(
+    run_dir: Path, tokens: Path, tmp_path: Path, arguments: list[str], said: str
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in tokens.iterdir():
+        (other / file.name).write_bytes(file.read_bytes())
+    described = json.loads((tokens / "tokens.json").read_text())
+    (other / "tokens.json").write_text(json.dumps(described | {"tokenizer": "bpe", "vocabulary_size": 300}))
+    (other / "tokenizer.json").touch()
+    given = [str(other) if word == "other" else word for word in arguments]
+    before = digest(run_dir)
+    with pytest.raises(Error) as caught:
+        samestep.spawn(gpt.main, 1, (["--data", str(tokens), *SMALL, "--run-dir", str(run_dir), *given],))
+    assert said in str(caught.value)
+    assert digest(run_dir) == before
+
+
+def test_a_model_that_does_not_fit_the_data(tokens: Path, tmp_path: Path) -> None:
+    gpt.write_hugging_face(build_model(), BYTES, tmp_path / "small")
+    gpt.write_hugging_face(build_model(replace(SIZES, vocabulary_size=257)), BYTES, tmp_path / "bytes")
+    corpus = open_corpus(tokens)
+    with pytest.raises(Error, match=r"has 50 tokens, and .* is made of 257: prepare the text with the model's own"):
+        gpt.build_config(gpt.parse_arguments(["--init-from", str(tmp_path / "small")]), corpus)
+    arguments = ["--init-from", str(tmp_path / "bytes"), "--context", "13"]
+    with pytest.raises(Error, match=r"--context is 13, and the model in .* takes at most 12 tokens"):
+        gpt.build_config(gpt.parse_arguments(arguments), corpus)
+    with pytest.raises(Error, match="holds no model saved by Hugging Face that can be read"):
+        gpt.build_config(gpt.parse_arguments(["--init-from", str(tmp_path)]), corpus)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--preset", "smal"], "there is no preset smal; did you mean small?"),
+        (["--preset", "llama"], "there is no preset llama; there are tiny, small, gpt2"),
+        (["--preset", "tiny", "--init-from", "x"], "--preset and --init-from both set the model's size"),
+        (["--context", "0"], "--context is 0: give 1 or more"),
+        (["--held-out", "1"], "--held-out is 1.0: give a fraction between 0 and 1"),
+        (["--eval-every", "0"], "--eval-every is 0: give 1 or more"),
+        (["--export-to", "."], "--export-to . exists already: name another directory"),
+    ],
+)
+def test_wrong_arguments(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        gpt.parse_arguments(argv)
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_learning_rate_rises_then_falls_to_its_end() -> None:
+    curve = [gpt.warm_up_then_cosine(step, 100, 10, 0.1) for step in range(101)]
+    assert curve[:10] == [(step + 1) / 10 for step in range(10)]
+    assert max(curve) == curve[10] == 1
+    assert curve[10:] == sorted(curve[10:], reverse=True)
+    assert curve[55] == pytest.approx(0.55)
+    assert curve[100] == pytest.approx(0.1) == gpt.warm_up_then_cosine(150, 100, 10, 0.1)
+    assert gpt.warm_up_then_cosine(0, 1, 0, 0.1) == 1
+
+
+def test_weight_decay_is_for_matrices() -> None:
+    model = build_model()
+    optimizer = gpt.build_optimizer(model, 1e-3, 0.1)
+    decayed, others = optimizer.param_groups
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    names = {id(param): name for name, param in model.named_parameters()}
+    assert {names[id(param)].rpartition(".")[2] for param in decayed["params"]} == {"weight"}
+    assert all(names[id(p)].endswith("bias") or "ln_" in names[id(p)] for p in others["params"])
+    assert len(decayed["params"]) + len(others["params"]) == len(names)
