@@ -21,6 +21,7 @@ import samestep
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks" / "README.md"]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
+USED = (ROOT, ROOT / "docs", ROOT / "docs" / "recipes")  # whose pages are about using samestep
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 TIMEOUT_S = 120
 
@@ -72,7 +73,9 @@ def write_scripts(page: Path, directory: Path) -> list[str]:
 
 @pytest.mark.timeout(900)  # a dozen commands, each with its own limit
 @pytest.mark.parametrize(
-    "page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name
+    "page",
+    [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "recipes").glob("*.md"))],
+    ids=lambda page: page.name,
 )
 def test_pages(page: Path, tmp_path: Path) -> None:
     """The scripts and commands of a page, in its order. A script that no command names is run first."""
@@ -104,7 +107,7 @@ def test_make_train(tmp_path: Path) -> None:
     assert ("validation accuracy" if made else "samestep train digits --nproc-per-node 2") in done.stdout
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.parent not in (ROOT, ROOT / "docs")], ids=str)
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent not in USED], ids=str)
 def test_pages_about_the_source(page: Path) -> None:
     """Their commands run in the repository."""
     for command in find_commands(page):

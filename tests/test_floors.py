@@ -244,12 +244,24 @@ def find_name_faults(module: Module) -> list[str]:
     ]
 
 
+def find_model_faults(module: Module) -> list[str]:
+    """Imports of a recipe's model beyond torch and Python's own: a user copies the file."""
+    if not module.path.startswith("recipes/models/"):
+        return []
+    return [
+        f"{module.at(node)}: imports {name}; a model imports torch only"
+        for node, name in imports(module)
+        if (first := name.split(".")[0]) != "torch" and first not in sys.stdlib_module_names
+    ]
+
+
 RULES: dict[str, Callable[[Module], list[str]]] = {
     "a module imports floors below its own, and its own room": find_floor_faults,
     "the environment is read in world/environment.py alone": find_environment_faults,
     "collectives are called in a few rooms alone": find_collective_faults,
     "functions are short": find_size_faults,
     "names say what a thing is": find_name_faults,
+    "a recipe's model imports torch only": find_model_faults,
 }
 
 
@@ -366,6 +378,8 @@ FAULTY = [
     ("launch/x.py", "importlib.import_module('samestep.train.run')", find_floor_faults),
     ("recipes/x.py", "import samestep.cli", find_floor_faults),
     ("helpers/x.py", "", find_floor_faults),
+    ("recipes/models/x.py", "import torch\nimport numpy as np", find_model_faults),
+    ("recipes/models/x.py", "import samestep", find_model_faults),
     ("__init__.py", "from samestep.errors import Error", find_floor_faults),
     ("train/x.py", "import os\nos.environ.get('RANK')", find_environment_faults),
     ("train/x.py", "import os\nos.environ['A'] = 'b'", find_environment_faults),
@@ -395,6 +409,7 @@ SOUND = [
         find_floor_faults,
     ),
     ("recipes/x.py", "import samestep\nsamestep.Run(None)", find_floor_faults),
+    ("recipes/models/x.py", "import math\nfrom torch.utils import checkpoint", find_model_faults),
     (
         "launch/x.py",
         "import os\nos.environ['A'] = 'b'\nos.environ.update(a)\nos.getpid()",

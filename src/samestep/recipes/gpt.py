@@ -169,7 +169,7 @@ def warm_up_then_cosine(step: int, num_steps: int, num_warm_up: int, end: float)
     return end + (1 - end) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def build_optimizer(model: GPT2, lr: float, weight_decay: float) -> torch.optim.AdamW:
+def build_optimizer(model: GPT2, lr: float, weight_decay: float, *, fused: bool = True) -> torch.optim.AdamW:
     """AdamW with weight decay for matrices and embeddings, and not for biases and LayerNorm.
 
     The fused kernel updates each value by itself, so its bits do not depend on the number of ranks either.
@@ -179,7 +179,7 @@ def build_optimizer(model: GPT2, lr: float, weight_decay: float) -> torch.optim.
         {"params": [param for param in params if param.dim() >= 2], "weight_decay": weight_decay},
         {"params": [param for param in params if param.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=fused)
 
 
 def find_peak_flops(run: samestep.Run) -> float | None:
