@@ -264,11 +264,11 @@ def test_bpe(tmp_path: Path) -> None:
     for i, sentence in enumerate(SENTENCES):
         (tmp_path / f"{i}.txt").write_text(sentence * 10)
     files = [tmp_path / f"{i}.txt" for i in range(3)]
-    ask("prepare", "text", *files, "--out", tmp_path / "bpe", "--tokenizer", "bpe", "--vocab-size", "290")
+    ask("prepare", "text", *files, "--out", tmp_path / "bpe", "--tokenizer", "bpe", "--vocab-size", "280")
     corpus = open_corpus(tmp_path / "bpe")
     tokenizer, end = corpus.tokenizer, corpus.tokenizer.end
     assert end is not None
-    assert (tokenizer.kind, tokenizer.vocabulary_size) == ("bpe", 290)
+    assert (tokenizer.kind, tokenizer.vocabulary_size) == ("bpe", 280)
     assert (corpus.tokens == end).sum() == corpus.num_documents == 3
     documents = "".join(f"{chr(int(token) + 1000)}" for token in corpus.tokens).split(chr(end + 1000))[:3]
     assert [tokenizer.decode([ord(c) - 1000 for c in text]) for text in documents] == [s * 10 for s in SENTENCES]
@@ -276,7 +276,7 @@ def test_bpe(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode_prompt("\x00 日本\n")) == "\x00 日本\n"
     assert tokenizer.encode_prompt("") == [end]
     assert Tokenizer.from_state_dict(tokenizer.state_dict()) == tokenizer
-    with pytest.raises(Error, match=r"the run's tokenizer is bpe of 290 tokens \(\w{8}\), and the data's is bytes"):
+    with pytest.raises(Error, match=r"the run's tokenizer is bpe of 280 tokens \(\w{8}\), and the data's is bytes"):
         BYTES.load_state_dict(tokenizer.state_dict())
     # A model's own tokenizer gives the same tokens.
     ask("prepare", "text", *files, "--out", tmp_path / "own", "--tokenizer", tmp_path / "bpe" / "tokenizer.json")

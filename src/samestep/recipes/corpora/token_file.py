@@ -11,6 +11,7 @@ import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from mmap import mmap
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,8 @@ class Windows:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the name of a memory-mapped file instead of its content, for workers that are not forked."""
-        if isinstance(self._tokens, np.memmap):
+        owner: object = self._tokens.base  # an mmap if the array is that of a whole file, and not a part of it
+        if isinstance(self._tokens, np.memmap) and isinstance(owner, mmap):
             return _open_windows, (self._tokens.filename, *self._arguments)
         return Windows, (self._tokens, *self._arguments)
 
