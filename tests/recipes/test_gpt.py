@@ -497,8 +497,8 @@ def test_fine_tuning_of_hugging_face_weights(tokens: Path, tmp_path: Path) -> No
     ("arguments", "said"),
     [
         (["--data", "other"], "was trained on tokens of bytes, and the data is of bpe of 300 tokens (e3b0c442): name"),
-        (["--context", "8"], "has context 16, and this one 8: give the --preset and --context of the run"),
-        (["--preset", "small"], "has num_layers 4, and this one 6: give the --preset"),
+        (["--context", "8"], "has --context 16, and this is --context 8: give the run's, or another --run-dir"),
+        (["--preset", "small"], "has --preset tiny, and this is --preset small: give the run's, or another --run-dir"),
     ],
 )
 def test_another_model_than_the_runs(
@@ -524,12 +524,12 @@ def test_a_model_that_does_not_fit_the_data(tokens: Path, tmp_path: Path) -> Non
     gpt.write_hugging_face(build_model(replace(SIZES, vocabulary_size=257)), BYTES, tmp_path / "bytes")
     corpus = open_corpus(tokens)
     with pytest.raises(Error, match=r"has 50 tokens, and .* is made of 257: prepare the text with the model's own"):
-        gpt.build_config(gpt.parse_arguments(["--init-from", str(tmp_path / "small")]), corpus)
+        gpt.build_model(gpt.parse_arguments(["--init-from", str(tmp_path / "small")]), corpus)
     arguments = ["--init-from", str(tmp_path / "bytes"), "--context", "13"]
     with pytest.raises(Error, match=r"--context is 13, and the model in .* takes at most 12 tokens"):
-        gpt.build_config(gpt.parse_arguments(arguments), corpus)
+        gpt.build_model(gpt.parse_arguments(arguments), corpus)
     with pytest.raises(Error, match="holds no model saved by Hugging Face that can be read"):
-        gpt.build_config(gpt.parse_arguments(["--init-from", str(tmp_path)]), corpus)
+        gpt.build_model(gpt.parse_arguments(["--init-from", str(tmp_path)]), corpus)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import difflib
 import json
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import samestep
-from samestep.recipes.corpora.text_tokenizer import Tokenizer
-from samestep.recipes.corpora.token_file import Corpus, open_corpus, read_standard_library, split
-from samestep.recipes.models.gpt2 import GPT2, PRESETS, GPT2Config
+from samestep.recipes.corpora.text_tokenizer import BYTES, Tokenizer
+from samestep.recipes.corpora.token_file import Corpus, name_tokenizer, open_corpus, read_standard_library, split
+from samestep.recipes.models.gpt2 import GPT2, PRESETS
 
 LEARNING_RATES = {"tiny": 2e-3, "small": 1e-3, "gpt2": 6e-4}
 # Dense operations per second of 16-bit matrix multiplication with 32-bit sums, from the makers' data sheets. A longer
@@ -85,8 +85,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         args.micro_batch_size = args.batch_size // math.gcd(args.batch_size, 4)  # so that up to 4 ranks share a step
     if args.warm_up is None:
         args.warm_up = min(2000, args.steps // 20)
+    if args.init_from is None:
+        args.preset = args.preset or "tiny"
+        args.context = args.context or PRESETS[args.preset].context
     if args.lr is None:
-        args.lr = LEARNING_RATES["gpt2" if args.init_from else args.preset or "tiny"]
+        args.lr = LEARNING_RATES[args.preset or "gpt2"]
     return args
 
 
@@ -106,58 +109,62 @@ def write_hugging_face(model: GPT2, tokenizer: Tokenizer, directory: Path) -> No
     """Write a directory that `transformers.GPT2LMHeadModel.from_pretrained` reads, with the tokenizer of BPE."""
     settings, weights = model.to_hugging_face()
     settings |= {"bos_token_id": tokenizer.end, "eos_token_id": tokenizer.end}
-    directory.mkdir(parents=True, exist_ok=True)
     weights = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
+    hidden = directory.with_name(f".{directory.name}")  # so that a directory of this name is complete
+    hidden.mkdir(parents=True, exist_ok=True)
+    save_file(weights, hidden / "model.safetensors", metadata={"format": "pt"})
+    (hidden / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
     if tokenizer.definition:
-        (directory / "tokenizer.json").write_bytes(tokenizer.definition)
+        (hidden / "tokenizer.json").write_bytes(tokenizer.definition)
+    hidden.rename(directory)
 
 
-def build_config(args: argparse.Namespace, corpus: Corpus) -> tuple[GPT2Config, GPT2 | None]:
-    """Return the sizes of the model, and the model of `--init-from`.
+def build_model(args: argparse.Namespace, corpus: Corpus) -> GPT2:
+    """Build the model of `--preset` or `--init-from`.
 
     Raises:
-        Error: that model has another vocabulary than the data, or is too short for `--context`.
+        Error: that of `--init-from` has another vocabulary than the data, or is too short for `--context`.
     """
-    changed = {} if args.dropout is None else {"dropout": args.dropout}
     size = corpus.tokenizer.vocabulary_size
+    changed = {} if args.dropout is None else {"dropout": args.dropout}
     if args.init_from is None:
-        changed |= {} if args.context is None else {"context": args.context}
-        return replace(PRESETS[args.preset or "tiny"], vocabulary_size=size, **changed), None
+        config = replace(PRESETS[args.preset], vocabulary_size=size, context=args.context, **changed)
+        return GPT2(config, checkpoint_activations=args.checkpoint_activations)
     try:
-        loaded = GPT2.from_hugging_face(*read_hugging_face(args.init_from))
-    except ValueError as error:
-        raise samestep.Error(f"{args.init_from} holds another model than GPT-2: {error}") from None
-    if loaded.config.vocabulary_size != size:
+        settings, weights = read_hugging_face(args.init_from)
+        if changed:
+            settings["resid_pdrop"] = args.dropout
+        model = GPT2.from_hugging_face(settings, weights, checkpoint_activations=args.checkpoint_activations)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise samestep.Error(f"{args.init_from} holds another model than GPT-2 ({error}): name a GPT-2") from None
+    if model.config.vocabulary_size != size:
         raise samestep.Error(
-            f"the model in {args.init_from} has {loaded.config.vocabulary_size} tokens, and {corpus.name} is made of "
+            f"the model in {args.init_from} has {model.config.vocabulary_size} tokens, and {corpus.name} is made of "
             f"{size}: prepare the text with the model's own, --tokenizer {args.init_from}/tokenizer.json"
         )
-    if (args.context or 0) > loaded.config.context:
+    if (args.context or 0) > model.config.context:
         raise samestep.Error(
-            f"--context is {args.context}, and the model in {args.init_from} takes at most {loaded.config.context} "
+            f"--context is {args.context}, and the model in {args.init_from} takes at most {model.config.context} "
             "tokens: give a smaller one"
         )
-    return replace(loaded.config, **changed), loaded
+    return model
 
 
-def check_run(run: samestep.Run, config: GPT2Config, tokenizer: Tokenizer) -> None:
-    """Compare the model and the tokenizer with those of the run that is resumed. Raises Error if they differ."""
+def check_run(run: samestep.Run, here: Mapping[str, Any]) -> None:
+    """Compare the configuration with that of the run that is resumed. Raises Error if it is of another model."""
     if run.dir is None or not (file := run.dir / "run.json").exists():
         return
     there = json.loads(file.read_text())["config"]
-    if there.get("tokenizer", str(tokenizer)) != str(tokenizer):
+    if there.get("tokenizer") and here["tokenizer"] and there["tokenizer"] != here["tokenizer"]:
         raise samestep.Error(
-            f"the run in {run.dir} was trained on tokens of {there['tokenizer']}, and the data is of {tokenizer}: name "
-            "its data by --data, or another --run-dir"
+            f"the run in {run.dir} was trained on tokens of {there['tokenizer']}, and the data is of "
+            f"{here['tokenizer']}: name its data by --data, or another --run-dir"
         )
-    model = {name: value for name, value in asdict(config).items() if name != "dropout"}
-    for name, value in there.get("model", model).items():
-        if value != model.get(name, value):
+    for name in ("preset", "context"):
+        if there.get(name) and here[name] and there[name] != here[name]:
             raise samestep.Error(
-                f"the model of the run in {run.dir} has {name} {value}, and this one {model[name]}: give the --preset "
-                "and --context of the run, or another --run-dir"
+                f"the run in {run.dir} has --{name} {there[name]}, and this is --{name} {here[name]}: give the run's, "
+                "or another --run-dir"
             )
 
 
@@ -224,11 +231,7 @@ class Throughput:
 
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
-    corpus = open_corpus(args.data) if args.data else read_standard_library()
-    config, loaded = build_config(args, corpus)
-    context = args.context or config.context
-    train, held_out = split(corpus, context, args.held_out, args.eval_samples)
-
+    settings = vars(args) | {"tokenizer": name_tokenizer(args.data) if args.data else str(BYTES)}
     run = samestep.Run(
         args.run_dir,
         batch_size=args.batch_size,
@@ -236,18 +239,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         seed=args.seed,
         precision=args.precision,
         snapshot_every=args.eval_every,
-        config=vars(args) | {"model": asdict(config), "tokenizer": str(corpus.tokenizer)},
+        config=settings,
     )
-    run.once(check_run, run, config, corpus.tokenizer)
-    model = GPT2(config, checkpoint_activations=args.checkpoint_activations)
-    if loaded is not None:
-        model.load_state_dict(loaded.state_dict())
+    run.once(check_run, run, settings)
+    corpus = open_corpus(args.data) if args.data else read_standard_library()
+    model = build_model(args, corpus)
+    context = args.context or model.config.context
+    train, held_out = split(corpus, context, args.held_out, args.eval_samples)
     optimizer = build_optimizer(model, args.lr, args.weight_decay)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: warm_up_then_cosine(step, args.steps, args.warm_up, args.lr_end)
     )
     run.prepare(tokenizer=corpus.tokenizer, model=model, optimizer=optimizer, scheduler=scheduler)
     forward = torch.compile(model) if args.compile else model
+    run.state["model"] = asdict(model.config)  # for `samestep sample`
     throughput = Throughput(run, model, context)
 
     def compute_loss(tokens: Tensor) -> Tensor:

@@ -22,7 +22,8 @@ SIZES = {
     "vocabulary_size": is_count, "context": is_count, "num_layers": is_count, "num_heads": is_count,
     "width": is_count, "dropout": is_number,
 }  # fmt: skip
-OBJECTS = {"model": is_object, "tokenizer": {"kind": is_text, "vocabulary_size": is_count}}
+TOKENIZER = {"kind": is_text, "vocabulary_size": is_count}
+SAVED = {"objects": {"model": is_object, "tokenizer": TOKENIZER}, "state": {"model": SIZES}}
 
 
 def run_sample(args: list[str]) -> int:
@@ -80,24 +81,23 @@ def _build_parser() -> CommandParser:
 
 def _load(directory: Path, called: str, which: int | str) -> tuple["GPT2", "Tokenizer"]:
     """Build the model and the tokenizer of a run from a snapshot. `called`: the run as the user gave it."""
-    config = read_run(directory, called).get("config", {})
-    if not fits(config, {"model": SIZES}):
-        raise Error(f"{called} is no run of the recipe gpt: name one that samestep train gpt has made")
+    read_run(directory, called)
     store = Store(directory)
     snapshot = store.find(which, warn=say)
     if snapshot is None:
         raise Error(f"{called} has no snapshot yet")
-    objects = store.read(snapshot, {"objects": is_object})["objects"]
-    if not fits(objects, OBJECTS):
-        raise Error(f"the snapshot {which} of {called} holds no model and tokenizer of gpt: name another run")
+    saved = store.read(snapshot, {"objects": is_object, "state": is_object})
+    if not fits(saved, SAVED):
+        raise Error(f"{called} is no run of the recipe gpt: name one that samestep train gpt has made")
+    objects, sizes = saved["objects"], saved["state"]["model"]
 
     from samestep.recipes.corpora.text_tokenizer import Tokenizer
     from samestep.recipes.models.gpt2 import GPT2, GPT2Config
 
     try:
-        model = GPT2(GPT2Config(**{name: config["model"][name] for name in SIZES}))
+        model = GPT2(GPT2Config(**{name: sizes[name] for name in SIZES}))
         model.load_state_dict(objects["model"])
         return model, Tokenizer.from_state_dict(objects["tokenizer"])
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = " ".join(str(error).split())
-        raise Error(f"the model in {called} cannot be built ({why}): its run.json was changed") from None
+        raise Error(f"the model in {called} cannot be built ({why}): the snapshot was changed") from None

@@ -154,12 +154,7 @@ def open_corpus(directory: Path) -> Corpus:
     """
     again = "prepare it again with samestep prepare text"
     try:
-        described = parse_json(read_bytes(directory / DESCRIPTION))
-        if not fits(described, SHAPE):
-            raise ValueError("it lacks entries of a token file")
-        if described["format"] != FORMAT:
-            raise ValueError(f"it has format {described['format']}, and this samestep reads {FORMAT}")
-        definition = b"" if described["tokenizer"] == "bytes" else read_bytes(directory / DEFINITION)
+        described, tokenizer = _read_description(directory)
         tokens = np.load(directory / TOKENS, mmap_mode="r")
         if tokens.shape != (described["num_tokens"],) or tokens.dtype.kind != "u":
             raise ValueError(f"{TOKENS} holds {tokens.shape} {tokens.dtype}, not {described['num_tokens']} tokens")
@@ -170,8 +165,25 @@ def open_corpus(directory: Path) -> Corpus:
     except (OSError, ValueError, EOFError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise Error(f"the token file {directory} cannot be read ({why}): {again}") from None
-    tokenizer = Tokenizer(described["tokenizer"], described["vocabulary_size"], described["end"], definition)
     return Corpus(str(directory), tokens, tokenizer, described["num_documents"])
+
+
+def name_tokenizer(directory: Path) -> str:
+    """Return the name of a token file's tokenizer; "" if the file cannot be read: `open_corpus` says why."""
+    try:
+        return str(_read_description(directory)[1])
+    except (OSError, ValueError):
+        return ""
+
+
+def _read_description(directory: Path) -> tuple[dict[str, Any], Tokenizer]:
+    described: dict[str, Any] = parse_json(read_bytes(directory / DESCRIPTION))
+    if not fits(described, SHAPE):
+        raise ValueError("it lacks entries of a token file")
+    if described["format"] != FORMAT:
+        raise ValueError(f"it has format {described['format']}, and this samestep reads {FORMAT}")
+    definition = b"" if described["tokenizer"] == "bytes" else read_bytes(directory / DEFINITION)
+    return described, Tokenizer(described["tokenizer"], described["vocabulary_size"], described["end"], definition)
 
 
 def write_corpus(directory: Path, tokenizer: Tokenizer, documents: Iterable[Iterable[Tokens]]) -> dict[str, Any]:
