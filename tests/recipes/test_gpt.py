@@ -350,7 +350,7 @@ def test_a_damaged_token_file(tokens: Path, tmp_path: Path, how: str, said: str)
     with pytest.raises(Error) as caught:
         open_corpus(copy)
     assert said in str(caught.value)
-    assert str(caught.value).endswith("prepare it again with samestep prepare text")
+    assert str(caught.value).endswith("with samestep prepare text")
 
 
 def test_a_token_outside_of_the_vocabulary() -> None:

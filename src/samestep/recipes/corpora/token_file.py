@@ -161,7 +161,8 @@ def open_corpus(directory: Path) -> Corpus:
         if tokens.nbytes <= HASHED_BYTES and hash_file(directory / TOKENS) != described["sha256"]:
             raise ValueError(f"the checksum of {TOKENS} is wrong")
     except FileNotFoundError as error:
-        raise Error(f"{directory} is no token file, it has no {Path(error.filename).name}: {again}") from None
+        name = Path(error.filename).name
+        raise Error(f"{directory} is no token file, it has no {name}: make one with samestep prepare text") from None
     except (OSError, ValueError, EOFError) as error:
         why = error.strerror if isinstance(error, OSError) else error
         raise Error(f"the token file {directory} cannot be read ({why}): {again}") from None
