@@ -7,6 +7,7 @@ import math
 import pickle
 import signal
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,15 @@ SENTENCES = ["the cat sat on the mat\n", "a dog ran to the cat\n", "naïve café
 SMALL = ("--context", "16", "--batch-size", "8", "--eval-samples", "8")  # options for a model of few operations
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads of tiny operations wait for one another longer than they compute."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 def build_model(config: GPT2Config = SIZES, **options: Any) -> GPT2:
     """A model whose biases are not zero, either."""
     torch.manual_seed(0)
@@ -62,8 +72,8 @@ def refuse(*arguments: str | Path) -> str:
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A token file of bytes, made by the command."""
     directory = tmp_path_factory.mktemp("tokens")
-    (directory / "a.txt").write_text("".join(SENTENCES[i % 2] for i in range(150)))
-    (directory / "b.txt").write_text(SENTENCES[2] * 20)
+    for name, num_sentences in (("a.txt", 20), ("b.txt", 160)):
+        (directory / name).write_text("".join(SENTENCES[-i % 3] for i in range(num_sentences)))
     (directory / "empty.txt").touch()
     files = [directory / name for name in ("a.txt", "b.txt", "empty.txt")]
     said = ask("prepare", "text", *files, "--out", directory / "tokens")
@@ -213,7 +223,7 @@ def test_tokens_are_the_bytes_of_the_documents(tokens: Path) -> None:
     assert corpus.tokens.tolist() == [*first, 256, *second, 256]
     assert isinstance(corpus.tokens, np.memmap)
     assert (corpus.tokenizer, corpus.num_documents) == (BYTES, 2)
-    assert BYTES.decode(corpus.tokens[-4:].tolist()) == "é\n"
+    assert BYTES.decode(corpus.tokens[:13].tolist()) == "the cat sat o"
     assert BYTES.decode([0xC3]) == "\N{REPLACEMENT CHARACTER}"
 
 
@@ -411,11 +421,11 @@ def test_it_learns(run_dir: Path, tokens: Path) -> None:
 
 
 def test_sample(run_dir: Path) -> None:
-    command = ("sample", run_dir, "--prompt", "the c", "--max-tokens", "15")
-    texts = [ask(*command, "--seed", seed) for seed in "001"]
+    command = ("sample", run_dir, "--prompt", "the c", "--max-tokens", "10")
+    texts = [ask(*command, "--seed", seed, "--temperature", "2") for seed in "001"]
     assert texts[0] == texts[1] != texts[2]
-    assert all(text.startswith("the c") and len(text) <= 15 + 6 for text in texts)
-    assert ask(*command, "--temperature", "0") == ask(*command, "--top-k", "1", "--snapshot", "latest")
+    assert all(text.startswith("the c") and len(text) <= 10 + 6 for text in texts)
+    assert ask(*command, "--temperature", "0") == ask(*command, "--top-k", "1", "--snapshot", "best")
 
 
 @pytest.mark.parametrize(
@@ -461,10 +471,23 @@ def test_exported_weights_load_without_samestep(run_dir: Path, tmp_path: Path) -
     assert f"the c{printed}" == ask("sample", run_dir, "--prompt", "the c", "--temperature", "0", "--max-tokens", "8")
 
 
-def test_the_same_bits_on_any_ranks_and_after_kills(tokens: Path, tmp_path: Path) -> None:
+def test_the_same_bits_on_any_ranks(tokens: Path, tmp_path: Path) -> None:
+    found = []
+    for world_size in (1, 2, 3):
+        run_dir = tmp_path / str(world_size)
+        arguments = ["--data", str(tokens), *SMALL, "--steps", "4", "--eval-every", "2", "--dropout", "0.1"]
+        samestep.spawn(gpt.main, world_size, ([*arguments, "--run-dir", str(run_dir)],))
+        files = [(run_dir / name).read_bytes() for name in ("metrics.jsonl", "ledger.bin")]
+        found.append((digest(run_dir), digest(run_dir, "best"), *files))
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("options", [[], ["--precision", "bf16"], ["--checkpoint-activations"], ["--compile"]], ids=str)
+def test_the_same_bits_after_kills(tokens: Path, tmp_path: Path, options: list[str]) -> None:
     done = samestep_command(
         "verify", "gpt", "--data", tokens, *SMALL, "--eval-every", "2", "--dropout", "0.1", "--steps", "4",
-        "--world-sizes", "1,2,3", "--kills", "1", cwd=tmp_path,
+        "--world-sizes", "1,2,3", "--kills", "1", *options, cwd=tmp_path,
     )  # fmt: skip
     check(done)
 

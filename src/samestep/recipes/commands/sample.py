@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from samestep.console import escape, say
 from samestep.errors import Error
-from samestep.files import fits, is_count, is_number, is_object, is_text
+from samestep.files import fits, is_count, is_flag, is_number, is_object, is_text
 from samestep.snapshot.object_store import open_run, read_run
 from samestep.snapshot.store import Store
 from samestep.tools.inspect import CommandParser, parse_which
@@ -22,6 +22,7 @@ SIZES = {
     "vocabulary_size": is_count, "context": is_count, "num_layers": is_count, "num_heads": is_count,
     "width": is_count, "dropout": is_number,
 }  # fmt: skip
+CONFIG = {"tokenizer": is_text, "checkpoint_activations": is_flag}  # in run.json
 TOKENIZER = {"kind": is_text, "vocabulary_size": is_count}
 SAVED = {"objects": {"model": is_object, "tokenizer": TOKENIZER}, "state": {"model": SIZES}}
 
@@ -81,14 +82,16 @@ def _build_parser() -> CommandParser:
 
 def _load(directory: Path, called: str, which: int | str) -> tuple["GPT2", "Tokenizer"]:
     """Build the model and the tokenizer of a run from a snapshot. `called`: the run as the user gave it."""
-    read_run(directory, called)
+    another = Error(f"{called} is no run of the recipe gpt: name one that samestep train gpt has made")
+    if not fits(read_run(directory, called).get("config"), CONFIG):
+        raise another
     store = Store(directory)
     snapshot = store.find(which, warn=say)
     if snapshot is None:
         raise Error(f"{called} has no snapshot yet")
     saved = store.read(snapshot, {"objects": is_object, "state": is_object})
     if not fits(saved, SAVED):
-        raise Error(f"{called} is no run of the recipe gpt: name one that samestep train gpt has made")
+        raise another
     objects, sizes = saved["objects"], saved["state"]["model"]
 
     from samestep.recipes.corpora.text_tokenizer import Tokenizer
