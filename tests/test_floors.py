@@ -248,9 +248,15 @@ def find_model_faults(module: Module) -> list[str]:
     """Imports of a recipe's model beyond torch and Python's own: a user copies the file."""
     if not module.path.startswith("recipes/models/"):
         return []
+    named: list[tuple[ast.stmt | ast.expr, str]] = []
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            named += [(node, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            named.append((node, "." * node.level + (node.module or "")))
     return [
         f"{module.at(node)}: imports {name}; a model imports torch only"
-        for node, name in imports(module)
+        for node, name in named
         if (first := name.split(".")[0]) != "torch" and first not in sys.stdlib_module_names
     ]
 
