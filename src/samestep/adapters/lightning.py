@@ -153,15 +153,7 @@ def fit(
     data = getattr(train_loader, "dataset", train_loader)
     trainer, logs = Trainer(run, max_epochs, math.ceil(len(data) / run.batch_size)), Logs()
     module.trainer, module.log, module.log_dict, module.print = trainer, logs.log, logs.log_dict, run.print
-    run.once(module.prepare_data)
-    module.setup("fit")
-    module.configure_model()
-    optimizer, schedules = _configure(module)
-    named = {f"scheduler{i or ''}": each.scheduler for i, each in enumerate(schedules)}
-    run.prepare(module=module, optimizer=optimizer, **named)
-    trainer.optimizers, trainer.lr_scheduler_configs = [optimizer], schedules
-    module.on_fit_start()
-    module.on_train_start()
+    optimizer, schedules = _prepare(run, module, trainer)
     for epoch in run.epochs(train_loader, max_epochs):
         trainer.current_epoch, trainer.training = epoch.number, True
         module.on_train_epoch_start()
@@ -170,9 +162,7 @@ def fit(
             _run_step(run, module, step, logs, gradient_clip_val)
             optimizer.step()
             trainer.callback_metrics |= step.metrics
-            for each in schedules:
-                if each.interval == "step" and (step.number + 1) % each.frequency == 0:
-                    each.step(trainer.callback_metrics)
+            _step(schedules, "step", step.number, trainer.callback_metrics)
         trainer.global_step, trainer.training = run.steps_done, False
         values = {name: epoch.metrics[of_step] for of_step, name in logs.of_epoch.items()}
         trainer.callback_metrics |= values
@@ -183,9 +173,7 @@ def fit(
         trainer.callback_metrics |= values
         if values:
             run.log(values)
-        for each in schedules:
-            if each.interval == "epoch" and (epoch.number + 1) % each.frequency == 0:
-                each.step(trainer.callback_metrics)
+        _step(schedules, "epoch", epoch.number, trainer.callback_metrics)
         if monitor is not None:
             _keep_best(run, trainer, monitor, 1 if mode == "min" else -1, epoch.number, patience)
         if trainer.should_stop:
@@ -194,6 +182,20 @@ def fit(
     module.on_fit_end()
     module.teardown("fit")
     return dict(trainer.callback_metrics)
+
+
+def _prepare(run: Run, module: Any, trainer: Trainer) -> tuple[torch.optim.Optimizer, list[Schedule]]:
+    """Call the hooks before the training, and prepare what they configure."""
+    run.once(module.prepare_data)
+    module.setup("fit")
+    module.configure_model()
+    optimizer, schedules = _configure(module)
+    named = {f"scheduler{i or ''}": each.scheduler for i, each in enumerate(schedules)}
+    run.prepare(module=module, optimizer=optimizer, **named)
+    trainer.optimizers, trainer.lr_scheduler_configs = [optimizer], schedules
+    module.on_fit_start()
+    module.on_train_start()
+    return optimizer, schedules
 
 
 def _check(module: Any, monitor: str | None, mode: str, patience: int | None) -> None:
@@ -236,6 +238,13 @@ def _configure(module: Any) -> tuple[torch.optim.Optimizer, list[Schedule]]:
     schedulers = schedulers if isinstance(schedulers, list | tuple) else [schedulers]
     schedules = [Schedule(**each) if isinstance(each, Mapping) else Schedule(each) for each in schedulers]
     return optimizers, schedules
+
+
+def _step(schedules: list[Schedule], interval: str, number: int, values: Mapping[str, float]) -> None:
+    """Step the schedules of an interval after the step or epoch of this number, where they are due."""
+    for schedule in schedules:
+        if schedule.interval == interval and (number + 1) % schedule.frequency == 0:
+            schedule.step(values)
 
 
 def _run_step(run: Run, module: Any, step: Any, logs: Logs, gradient_clip_val: float | None) -> None:
