@@ -63,7 +63,7 @@ def test_an_interval_is_shown_as_it_is_written(text: str) -> None:
 def test_run_takes_every_option_of_a_script_with_its_default() -> None:
     taken = inspect.signature(Run.__init__).parameters
     arguments = {name for name, option in OPTIONS.items() if option.is_argument}
-    assert arguments | {"self", "trackers", "config"} == set(taken)
+    assert arguments | {"self", "config"} == set(taken)
     for name in arguments - {"run_dir", "batch_size", "micro_batch_size"}:
         default = OPTIONS[name].check(name, taken[name].default)
         assert default == getattr(RunConfig, name, default), name

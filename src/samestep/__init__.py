@@ -11,10 +11,12 @@ _EXPORTS = {
     "Step": "samestep.train.steps",
     "Epoch": "samestep.train.loop",
     "spawn": "samestep.launch.spawn",
-    "TensorBoard": "samestep.watch.trackers",
-    "WandB": "samestep.watch.trackers",
-    "Tracker": "samestep.watch.trackers",
-    "TrackerInfo": "samestep.watch.trackers",
+    "TensorBoard": "samestep.watch.trackers.tensorboard_tracker",
+    "WandB": "samestep.watch.trackers.wandb_tracker",
+    "MLflow": "samestep.watch.trackers.mlflow_tracker",
+    "Trackio": "samestep.watch.trackers.trackio_tracker",
+    "Tracker": "samestep.watch.trackers.protocol",
+    "TrackerInfo": "samestep.watch.trackers.protocol",
     "Error": "samestep.errors",
     "InvalidValue": "samestep.errors",
     "InvalidType": "samestep.errors",
@@ -29,6 +31,7 @@ __all__ = [
     "Error",
     "InvalidType",
     "InvalidValue",
+    "MLflow",
     "PeerFailed",
     "Run",
     "Step",
@@ -36,6 +39,7 @@ __all__ = [
     "TensorBoard",
     "Tracker",
     "TrackerInfo",
+    "Trackio",
     "UsageError",
     "WandB",
     "WorkerDied",
@@ -49,7 +53,11 @@ if TYPE_CHECKING:
     from samestep.train.loop import Epoch
     from samestep.train.run import Run
     from samestep.train.steps import Step
-    from samestep.watch.trackers import TensorBoard, Tracker, TrackerInfo, WandB
+    from samestep.watch.trackers.mlflow_tracker import MLflow
+    from samestep.watch.trackers.protocol import Tracker, TrackerInfo
+    from samestep.watch.trackers.tensorboard_tracker import TensorBoard
+    from samestep.watch.trackers.trackio_tracker import Trackio
+    from samestep.watch.trackers.wandb_tracker import WandB
 
 
 def __getattr__(name: str) -> Any:

@@ -7,13 +7,16 @@ The fields of `RunConfig` give each option its type, default, check and help tex
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
-from samestep.errors import InvalidValue
+from samestep.errors import InvalidType, InvalidValue
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Reduction = Literal["exact", "fast"]
@@ -205,6 +208,31 @@ def _check_resume(name: str, value: Any) -> Any:
     return value
 
 
+def find_trackers() -> "dict[str, EntryPoint]":
+    """The trackers of the installed packages by name: their entry points in the group `samestep.trackers`."""
+    from importlib.metadata import entry_points  # slow
+
+    return {each.name: each for each in entry_points(group="samestep.trackers")}
+
+
+def _check_trackers(name: str, value: Any) -> Any:
+    """A tuple of trackers and names from a sequence of them or from names with commas between them."""
+    if isinstance(value, str):
+        value = [word for word in map(str.strip, value.split(",")) if word and value != "none"]
+    elif not isinstance(value, Sequence):
+        raise InvalidType(f"{name} must be a list such as [samestep.TensorBoard()], not {value!r}")
+    for each in value:
+        if isinstance(each, str) and each not in (known := find_trackers()):
+            there = ", ".join(sorted(known)) or "none: install samestep again"
+            raise InvalidValue(f"{name} names {each!r}, which is not a tracker; there are {there}")
+        methods = (getattr(each, method, None) for method in ("start", "log", "finish"))
+        if not isinstance(each, str) and (isinstance(each, type) or not all(map(callable, methods))):
+            raise InvalidType(
+                f"{name} holds {each!r}, which is not a tracker: pass objects such as samestep.TensorBoard()"
+            )
+    return tuple(value)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """The options of one run, checked. Built by `samestep.train.arguments.build_config`."""
@@ -306,6 +334,13 @@ class RunConfig:
             parse_interval,
         ),
     ]  # fmt: skip
+    trackers: Annotated[
+        tuple[Any, ...],
+        Option(
+            str, "T,T", "where else to log metrics: tensorboard, wandb, mlflow, trackio, other installed ones, or none",
+            _check_trackers, is_shared=False,
+        ),
+    ] = ()  # fmt: skip
     grace_s: Annotated[
         int | None,
         Option(

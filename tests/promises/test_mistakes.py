@@ -210,8 +210,9 @@ ARGUMENTS: list[tuple[str, list[Any], str]] = [
     ("resume", ["", -1, 1.5, []], "resume must be latest, a step, a snapshot's name such as best, or never, not"),
     ("bucket_cap_mb", [0, -1, float("nan"), float("inf"), "25", [25]], "bucket_cap_mb must be a number above 0, not"),
     ("deterministic", ["no", None, 1], "deterministic must be True or False, not"),
-    ("trackers", [None, "tensorboard", samestep.TensorBoard()], r"trackers must be a list such as \[samestep\.TensorB"),
-    ("trackers", [[3], ["wandb"], [samestep.TensorBoard]], r"trackers holds .*, which is not a tracker: pass objects"),
+    ("trackers", [None, 3, samestep.TensorBoard()], r"trackers must be a list such as \[samestep\.TensorB"),
+    ("trackers", [[3], [samestep.TensorBoard]], r"trackers holds .*, which is not a tracker: pass objects"),
+    ("trackers", [["wanbd"], "tensorboard,wanbd"], r"trackers names 'wanbd', which is not a tracker; there are "),
     ("config", [3, "x", [1], [("a", 1)]], r"config must be a dict such as vars\(args\), not a"),
     ("run_dir", [3, b"x", ["x"], "", "a\0b"], "run_dir must be the path of a directory, or None"),
 ]

@@ -1,8 +1,9 @@
-"""Trackers: the real TensorBoard and W&B packages write, and what they wrote is read back."""
+"""Trackers: the real packages write, and what they wrote is read back; failing and slow ones do not stop a run."""
 
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,26 +12,42 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.commands import run
 
-from samestep.errors import Error
-from samestep.watch.trackers import TensorBoard, Tracker, TrackerInfo, Trackers, WandB
+import samestep
+from samestep.config import OPTIONS, find_trackers
+from samestep.errors import Error, InvalidType
+from samestep.snapshot.run_record import Options, build_record
+from samestep.watch.trackers import delivery
+from samestep.watch.trackers.delivery import Trackers
+from samestep.watch.trackers.mlflow_tracker import MLflow
+from samestep.watch.trackers.protocol import Tracker, TrackerInfo
+from samestep.watch.trackers.registry import build_trackers
+from samestep.watch.trackers.tensorboard_tracker import TensorBoard
+from samestep.watch.trackers.trackio_tracker import Trackio
+from samestep.watch.trackers.wandb_tracker import WandB
 
 
-def about(dir: Path | None, *, resumed_step: int = 0) -> TrackerInfo:
-    return TrackerInfo(name="digits", dir=dir, config={"lr": 1e-3, "path": Path("x")}, resumed_step=resumed_step)
+def about(dir: Path | None, *, resumed_step: int = 0, group: str = "") -> TrackerInfo:
+    return TrackerInfo(
+        name="digits", dir=dir, config={"lr": 1e-3, "path": Path("x")}, resumed_step=resumed_step,
+        environment={"world_size": 2}, git_commit="3f2a", group=group,
+    )  # fmt: skip
 
 
 class Listed:
-    """A tracker that keeps what it is told, and raises where it should."""
+    """A tracker that keeps what it is told. It raises in the methods and at the steps in `fails`."""
 
-    def __init__(self, fail_at: str = "") -> None:
-        self.fail_at = fail_at
+    def __init__(self, *fails: str | int) -> None:
+        self.fails: list[str | int] = list(fails)
         self.heard: list[tuple[Any, ...]] = []
+        self.num_failures = 0
 
     def hear(self, *what: Any) -> None:
-        self.heard.append(what)
-        if what[0] == self.fail_at:
+        if what[0] in self.fails or what[-1] in self.fails:
+            self.num_failures += 1
             raise RuntimeError("no\nconnection")
+        self.heard.append(what)
 
     def start(self, info: TrackerInfo) -> None:
         self.hear("start", info)
@@ -41,39 +58,252 @@ class Listed:
     def finish(self, status: str) -> None:
         self.hear("finish", status)
 
+    @property
+    def steps(self) -> list[int]:
+        return [what[-1] for what in self.heard if what[0] == "log"]
 
-def test_a_tracker_that_fails_is_dropped_with_one_line() -> None:
+
+def log_in_vain(trackers: Trackers, bad: Listed, step: int, num_failures: int = 1) -> None:
+    """Logs a row, and waits until the tracker has raised: from the second time on, at two rows."""
+    num_before = bad.num_failures
+    trackers.log({"loss": 1.0}, step)
+    while bad.num_failures < num_before + num_failures:
+        threading.Event().wait(0.001)
+
+
+FAILURE = "RuntimeError: no connection"
+
+
+def test_a_failing_tracker_gets_its_rows_later() -> None:
     warnings: list[str] = []
-    good, bad = Listed(), Listed(fail_at="log")
+    good, bad = Listed(), Listed("log")
     trackers = Trackers([bad, good], warnings.append)
     trackers.start(about(None))
-    trackers.log({"loss": 1.0}, 1)
-    trackers.log({"loss": 2.0}, 2)
+    for step in range(1, 5):
+        log_in_vain(trackers, bad, step, min(step, 2))
+    bad.fails.clear()
+    trackers.log({"loss": 1.0}, 5)
     trackers.finish("done")
     trackers.finish("failed")
-    expected = "tracker Listed failed and is left out from here on: RuntimeError: no connection"
-    assert warnings == [expected]
-    assert [what[0] for what in bad.heard] == ["start", "log"]
-    assert good.heard[1:] == [("log", {"loss": 1.0}, 1), ("log", {"loss": 2.0}, 2), ("finish", "done")]
+    assert warnings == [f"tracker Listed failed, and its rows are kept to be tried again: {FAILURE}"]
+    assert bad.steps == good.steps == [1, 2, 3, 4, 5]
+    assert good.heard[-1] == bad.heard[-1] == ("finish", "done")
+
+
+def test_rows_are_tried_a_last_time_at_the_end_and_counted() -> None:
+    warnings: list[str] = []
+    bad = Listed("log")
+    trackers = Trackers([bad], warnings.append)
+    trackers.start(about(None))
+    for step in range(3):
+        log_in_vain(trackers, bad, step, min(step + 1, 2))
+    trackers.finish("stopped")
+    assert warnings[-1] == f"tracker Listed has lost 3 of 3 rows ({FAILURE})"
+    assert bad.heard[-1] == ("finish", "stopped")
+
+
+def test_a_row_that_always_fails_does_not_hold_up_the_others() -> None:
+    warnings: list[str] = []
+    bad = Listed(2)
+    trackers = Trackers([bad], warnings.append)
+    trackers.start(about(None))
+    trackers.log({"loss": 1.0}, 1)
+    log_in_vain(trackers, bad, 2)
+    for step in (3, 4, 5):
+        trackers.log({"loss": 1.0}, step)
+    trackers.finish("done")
+    assert bad.steps == [1, 3, 4, 5]
+    assert warnings[-1] == f"tracker Listed has lost 1 of 5 rows ({FAILURE})"
+
+
+class Slow(Listed):
+    """Its service answers when `answer` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.answer = threading.Event()
+
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        self.answer.wait()
+        super().log(values, step)
+
+
+def test_a_slow_tracker_does_not_delay_the_training() -> None:
+    slow = Slow()
+    trackers = Trackers([slow], pytest.fail)
+    trackers.start(about(None))
+    weights = torch.zeros(2)
+    for step in range(100):  # returns before the first row is taken
+        weights += 1
+        trackers.log({"weights": weights}, step)
+    slow.answer.set()
+    trackers.finish("done")
+    assert slow.steps == list(range(100))
+    assert [what[1]["weights"].tolist() for what in slow.heard[1:101]] == [[step + 1.0] * 2 for step in range(100)]
+
+
+def test_rows_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "MAX_BYTES", 10 << 10)
+    warnings: list[str] = []
+    slow = Slow()
+    trackers = Trackers([slow], warnings.append)
+    trackers.start(about(None))
+    for step in range(20):
+        trackers.log({"loss": step}, step)
+    slow.answer.set()
+    trackers.finish("done")
+    assert slow.steps == list(range(10))
+    assert warnings == ["tracker Slow has lost 10 of 20 rows"]
+
+
+def test_a_tracker_that_hangs_at_the_end_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delivery, "PATIENCE_S", 0.05)
+    warnings: list[str] = []
+    slow, good = Slow(), Listed()
+    trackers = Trackers([slow, good], warnings.append)
+    trackers.start(about(None))
+    trackers.log({"loss": 1.0}, 1)
+    trackers.finish("done")
+    assert warnings == ["tracker Slow did not return within 0 s at the end; 1 of 1 rows are lost"]
+    assert good.heard[-1] == ("finish", "done")
+    slow.answer.set()
 
 
 def test_a_failing_finish_does_not_keep_others_from_theirs() -> None:
     warnings: list[str] = []
-    bad, good = Listed(fail_at="finish"), Listed()
+    bad, good = Listed("finish"), Listed()
     trackers = Trackers([bad, good], warnings.append)
     trackers.start(about(None))
     trackers.finish("stopped")
-    assert len(warnings) == 1
+    assert warnings == [f"tracker Listed failed at the end: {FAILURE}"]
     assert good.heard[-1] == ("finish", "stopped")
 
 
-def test_a_tracker_that_cannot_start_stops_the_run_and_the_others() -> None:
-    good, bad = Listed(), Listed(fail_at="start")
+def test_a_tracker_that_cannot_start_stops_a_new_run_and_the_others() -> None:
+    good, bad = Listed(), Listed("start")
     trackers = Trackers([good, bad], pytest.fail)
     with pytest.raises(RuntimeError):
         trackers.start(about(None))
     assert good.heard[-1] == ("finish", "failed")
-    assert [what[0] for what in bad.heard] == ["start"]
+    assert bad.heard == []
+
+
+def test_a_tracker_that_cannot_start_does_not_stop_a_run_that_resumes() -> None:
+    warnings: list[str] = []
+    bad = Listed("start")
+    trackers = Trackers([bad], warnings.append)
+    trackers.start(about(None, resumed_step=7))
+    log_in_vain(trackers, bad, 8)
+    bad.fails.clear()
+    trackers.log({"loss": 1.0}, 9)
+    trackers.finish("done")
+    assert [what[0] for what in bad.heard] == ["start", "log", "log", "finish"]
+    assert warnings == [f"tracker Listed failed, and its rows are kept to be tried again: {FAILURE}"]
+
+
+def install(folder: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installs a package that registers the tracker `listed`."""
+    metadata = folder / "other-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[samestep.trackers]\nlisted = {target}\n")
+    monkeypatch.syspath_prepend(str(folder))
+
+
+def test_names_are_those_of_installed_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert {"tensorboard", "wandb", "mlflow", "trackio"} <= set(find_trackers())
+    install(tmp_path, f"{__name__}:Listed", monkeypatch)
+    check = OPTIONS["trackers"].check
+    mine = Listed()
+    built = build_trackers(check("trackers", ["wandb", mine, "listed"]))
+    assert [type(tracker) for tracker in built] == [WandB, Listed, Listed]
+    assert built[1] is mine
+    assert check("--trackers", "tensorboard, listed") == ("tensorboard", "listed")
+    assert check("--trackers", "none") == check("--trackers", "") == ()
+    with pytest.raises(Error, match=r"^--trackers names 'wanbd', which is not a tracker; there are listed, mlflow, "):
+        check("--trackers", "wanbd")
+
+
+def test_an_entry_point_that_builds_something_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(tmp_path, "builtins:dict", monkeypatch)
+    with pytest.raises(InvalidType, match=r"entry point of the tracker listed builds \{\}, not a tracker"):
+        build_trackers(["listed"])
+
+
+def train_with_trackers(run_dir: str) -> list[Any]:
+    """Trains three steps in a git work tree, and returns what a tracker heard."""
+    listed = Listed()
+    run = samestep.Run(run_dir, batch_size=4, log_every=1, trackers=[listed], config={"lr": 0.1})
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run.prepare(model=model, optimizer=optimizer)
+    for step in run.steps(torch.ones(8, 1), 3):
+        for x in step:
+            step.backward(model(x).mean())
+        optimizer.step()
+    return listed.heard
+
+
+def test_what_a_tracker_gets(tmp_path: Path) -> None:
+    heard = samestep.spawn(train_with_trackers, args=(str(tmp_path / "x"),), env={"SLURM_ARRAY_JOB_ID": "17"})
+    info = heard[0][1]
+    assert (info.name, info.dir, info.config, info.resumed_step) == ("x", tmp_path / "x", {"lr": 0.1}, 0)
+    assert info.options["batch_size"] == 4
+    assert info.environment["torch"] == torch.__version__
+    assert info.environment["world_size"] == 1
+    assert info.group == "slurm-17"
+    record = json.loads((tmp_path / "x" / "run.json").read_text())
+    assert list(info.data) == record["samples"]
+    assert [what[-1] for what in heard[1:]] == [1, 2, 3, "done"]
+    assert set(heard[1][1]) == {"train/loss", "train/learning_rate"}
+
+
+COMMIT_SCRIPT = """
+import sys
+sys.argv[0] = __file__
+from samestep.train.description import read_commit
+print(read_commit())
+"""
+
+
+def test_the_commit_of_the_script(tmp_path: Path) -> None:
+    def git(*words: str) -> str:
+        identity = ["-c", "user.name=x", "-c", "user.email=x"]
+        return subprocess.run(
+            ["git", "-C", str(tmp_path), *identity, *words], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    script = tmp_path / "sub" / "script.py"
+    script.parent.mkdir()
+    script.write_text(COMMIT_SCRIPT)
+
+    def read() -> Any:
+        return eval(run([sys.executable, script], capture_output=True, text=True, check=True, cwd="/").stdout)
+
+    assert read() == {}
+    git("init")
+    assert read() == {}  # no commit yet
+    git("add", ".")
+    git("commit", "-m", "one")
+    assert read() == {"commit": git("rev-parse", "HEAD"), "is_dirty": False}
+    (tmp_path / "untracked").touch()
+    assert not read()["is_dirty"]
+    script.write_text(COMMIT_SCRIPT + "\n")
+    assert read()["is_dirty"]
+
+
+def test_the_record_keeps_the_first_commit_and_lists_others() -> None:
+    def record(before: Mapping[str, Any], step: int, commit: str) -> tuple[dict[str, Any], list[str]]:
+        options = Options({}, git={"commit": commit, "is_dirty": False} if commit else {})
+        return build_record(before, step=step, numbers={}, machine={}, config={}, options=options, rewinds=[])
+
+    first, _ = record({}, 0, "a")
+    second, warnings = record(first, 5, "b")
+    third, _ = record(second, 7, "")  # git is gone
+    assert first["git"] == second["git"] == third["git"] == {"commit": "a", "is_dirty": False}
+    assert warnings == []
+    assert second["changes"] == third["changes"] == [{"after_step": 5, "changed": "commit a -> b"}]
+    assert "git" not in record({}, 0, "")[0]
 
 
 def read_events(folder: Path) -> dict[str, list[tuple[int, Any]]]:
@@ -128,8 +358,13 @@ def test_tensorboard_without_a_directory_says_what_to_do() -> None:
 
 @pytest.mark.parametrize(
     ("module", "tracker"),
-    [("torch.utils.tensorboard", TensorBoard()), ("wandb", WandB())],
-    ids=["tensorboard", "wandb"],
+    [
+        ("torch.utils.tensorboard", TensorBoard()),
+        ("wandb", WandB()),
+        ("mlflow.tracking", MLflow()),
+        ("trackio", Trackio()),
+    ],
+    ids=["tensorboard", "wandb", "mlflow", "trackio"],
 )
 def test_a_missing_package_is_one_sentence(
     module: str, tracker: Tracker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -171,41 +406,96 @@ def test_wandb_after_a_crash_and_after_going_back(tmp_path: Path, monkeypatch: p
     for resumed_step, rewinds in ((0, []), (4, []), (2, [2]), (6, [2])):
         (tmp_path / "run.json").write_text(json.dumps({"rewinds": rewinds}))
         tracker = WandB("project")
-        tracker.start(about(tmp_path, resumed_step=resumed_step))
+        tracker.start(about(tmp_path, resumed_step=resumed_step, group="slurm-17"))
         tracker.log({"loss": torch.tensor(0.125)}, resumed_step + 1)
         tracker.finish("stopped")
     ids = [run.arguments["id"] for run in runs]
     assert ids[0] == ids[1] != ids[2] == ids[3]
     assert [run.arguments["name"] for run in runs] == ["digits", "digits", "digits from step 2", "digits"]
     assert all(run.axes == {"step": None, "*": "step"} for run in runs)
+    assert runs[0].arguments["group"] == "slurm-17"
+    assert runs[0].arguments["config"]["samestep"] == {"world_size": 2, "git_commit": "3f2a", "git_is_dirty": False}
     assert [[row["step"] for row in run.rows] for run in runs] == [[1], [5], [1, 2, 3], [7]]
 
 
-WANDB_RUNS = """
+REAL_RUNS = """
 import json
 import sys
 from pathlib import Path
 import torch
-from samestep.watch.trackers import TrackerInfo, WandB
-Path(sys.argv[1], "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\\n')
+import samestep
+from samestep.watch.trackers.delivery import Trackers
+def warn(sentence):
+    sys.exit(sentence)
+run_dir = Path(sys.argv[2])
+rows = []
 for resumed_step, rewinds in ((0, []), (2, []), (1, [1])):
-    Path(sys.argv[1], "run.json").write_text(json.dumps({"rewinds": rewinds}))
-    tracker = WandB("samestep-tests", mode="offline")
-    tracker.start(TrackerInfo("digits", Path(sys.argv[1]), {"lr": 0.001}, resumed_step))
+    (run_dir / "run.json").write_text(json.dumps({"rewinds": rewinds}))
+    (run_dir / "metrics.jsonl").write_text("".join(rows[:resumed_step]))
+    trackers = Trackers([getattr(samestep, sys.argv[1])("samestep-tests")], warn)
+    info = samestep.TrackerInfo("digits", run_dir, {"lr": 0.001}, resumed_step, environment={"world_size": 2})
+    trackers.start(info)
     for step in range(resumed_step + 1, resumed_step + 4):
-        tracker.log({"loss": torch.tensor(step / 2), "note": "x", "weights": torch.arange(9)}, step)
-    tracker.finish("stopped")
+        rows[step - 1 :] = [json.dumps({"step": step, "loss": step / 2}) + chr(10)]
+        trackers.log({"loss": torch.tensor(step / 2), "top@1": 1, "note": "x", "weights": torch.arange(9)}, step)
+    trackers.finish("stopped")
 """
 
 
-def test_wandb_goes_on_under_its_id(tmp_path: Path) -> None:
-    pytest.importorskip("wandb")
-    # In a process of its own: the package leaves threads and variables behind.
-    command = [sys.executable, "-c", WANDB_RUNS, str(tmp_path)]
+def run_for_real(tracker: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Trains three times: from the beginning, resumed at step 2 after a crash, and gone back to step 1."""
+    variables = {
+        "WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": f"sqlite:///{run_dir}/mlflow.db",
+        "TRACKIO_DIR": str(run_dir / "trackio"),
+    }  # fmt: skip
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    # In a process of its own: the packages leave threads and variables behind.
+    command = [sys.executable, "-c", REAL_RUNS, tracker, str(run_dir)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     assert done.returncode == 0, done.stdout
-    new_id = (tmp_path / "wandb.id").read_text().split()[0]
+    return (run_dir / f"{tracker.lower()}.id").read_text().split()[0]
+
+
+# Steps of the run before it goes back, each once though two were repeated after the crash, and of the run after it.
+EXPECTED = [(step, step / 2) for step in range(1, 6)], [(step, step / 2) for step in range(1, 5)]
+
+
+def test_wandb_continues_under_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    new_id = run_for_real("WandB", tmp_path, monkeypatch)
     written = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     names = [path.name for path in written]
     assert names[0] == names[1] != names[2] == f"run-{new_id}.wandb"
     assert all(b"weights" in path.read_bytes() for path in written)
+    assert all(b"world_size" in path.read_bytes() for path in written)
+
+
+def test_mlflow_continues_under_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("mlflow")
+    pytest.importorskip("sqlalchemy")
+    new_id = run_for_real("MLflow", tmp_path, monkeypatch)
+    client = pytest.importorskip("mlflow.tracking").MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    experiment = client.get_experiment_by_name("samestep-tests")
+    runs = sorted(client.search_runs([experiment.experiment_id]), key=lambda run: run.info.run_id == new_id)
+    assert [run.info.run_name for run in runs] == ["digits", "digits from step 1"]
+    for each, points in zip(runs, EXPECTED, strict=True):
+        found = client.get_metric_history(each.info.run_id, "loss")
+        assert sorted((point.step, point.value) for point in found) == points
+        assert each.data.params == {"lr": "0.001"}
+        assert each.data.tags["samestep.world_size"] == "2"
+        assert (each.data.tags["note"], each.data.metrics["top_1"]) == ("x", 1)
+        assert each.info.status == "KILLED"
+
+
+def test_trackio_continues_under_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trackio")
+    new_name = run_for_real("Trackio", tmp_path, monkeypatch)
+    script = "import json, sys; from trackio.sqlite_storage import SQLiteStorage as s; print(json.dumps("
+    script += "{name: s.get_logs('samestep-tests', name) for name in s.get_runs('samestep-tests')}))"
+    read = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    rows = json.loads(read.stdout.splitlines()[-1])
+    assert new_name.startswith("digits-from-step-1-")
+    names = sorted(rows, key=lambda name: name == new_name)
+    for name, points in zip(names, EXPECTED, strict=True):
+        assert [(row["step"], row["loss"]) for row in rows[name] if "loss" in row] == points

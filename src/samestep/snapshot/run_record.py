@@ -27,6 +27,7 @@ class Options:
         overridden: `OVERRIDE` and the settings that this start replaces; "" for none.
         samples: hashes of a few samples of the data set.
         changed_data: a description of how these changed; "" if they did not.
+        git: commit of the script's work tree, and whether files differ from it; {} outside of one.
     """
 
     in_force: Mapping[str, Any]  # "optimizer.lr" -> 0.1; a list if parameter groups differ
@@ -34,6 +35,7 @@ class Options:
     overridden: str = ""
     samples: Sequence[str] = ()
     changed_data: str = ""
+    git: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_record(run_dir: Path, called: object) -> dict[str, Any]:
@@ -92,10 +94,13 @@ def build_record(
     warnings = [f"changed since the run began: {what} ({changed})" for what, changed in found.items() if changed]
     # An override at this very step belongs to a start that this one replaces.
     rows = [row for row in before.get("changes", []) if row["after_step"] < step + (OVERRIDE not in row["changed"])]
+    git = before.get("git") or dict(options.git)
+    found["git"] = describe_changes(git, options.git) if options.git else ""  # recorded without a warning
     rows += [{"after_step": step, "changed": changed} for changed in found.values() if changed and step]
     record = {"format": FORMAT, "samestep": __version__, "numbers": dict(numbers), "machine": dict(machine)}
     record |= {"settings": dict(options.in_force), "asked": dict(options.asked), "samples": options.samples}
     record |= {"config": config, "rewinds": [*rewinds], "changes": rows, "loops": before.get("loops", [])}
+    record |= {"git": git} if git else {}
     return record, warnings
 
 

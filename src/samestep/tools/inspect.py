@@ -125,7 +125,7 @@ def _build_tables(shown: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[str]
     """Yield title, header and rows of the tables. Some have no rows."""
     record = shown["run"]
     named = ("name", "value")
-    for section in ("numbers", "machine", "config"):
+    for section in ("numbers", "machine", "git", "config"):
         yield section, named, list_values(record.get(section) or {})
     for number, loop in enumerate(record.get("loops", []), start=2):
         yield f"loop {number}", named, list_values(loop)

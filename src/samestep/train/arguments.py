@@ -1,6 +1,6 @@
 """Checks the arguments of `samestep.Run`, and replaces those that were set outside the script."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from samestep.config import OPTIONS, RunConfig
@@ -28,16 +28,8 @@ def build_config(environment: Environment, **arguments: Any) -> RunConfig:
     return RunConfig(**{name: OPTIONS[name].check(name, value) for name, value in arguments.items()})
 
 
-def check_extras(trackers: Any, config: Any) -> None:
-    """Raise InvalidType if `trackers` or `config` has the wrong type."""
-    needed = ("start", "log", "finish")
-    if isinstance(trackers, str) or not isinstance(trackers, Sequence):
-        raise InvalidType(f"trackers must be a list such as [samestep.TensorBoard()], not {trackers!r}")
-    for tracker in trackers:
-        if isinstance(tracker, type) or not all(callable(getattr(tracker, name, None)) for name in needed):
-            raise InvalidType(
-                f"trackers holds {tracker!r}, which is not a tracker: pass objects such as samestep.TensorBoard()"
-            )
+def check_script_config(config: Any) -> None:
+    """Raise InvalidType if `config` has the wrong type."""
     if config is not None and not isinstance(config, Mapping):
         raise InvalidType(f"config must be a dict such as vars(args), not a {type(config).__name__}")
 

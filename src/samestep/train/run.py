@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,9 +20,10 @@ from samestep.plan.seeds import derive
 from samestep.snapshot.serialization import encode
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train import stateful as prepared
-from samestep.train.arguments import build_config, check_count, check_extras
+from samestep.train.arguments import build_config, check_count, check_script_config
 from samestep.train.batches import Batches, Sampler
 from samestep.train.context import RunContext
+from samestep.train.description import describe_run, read_commit
 from samestep.train.determinism import describe_machine, fix_compiler, fix_kernels
 from samestep.train.evaluate import Evaluator
 from samestep.train.generators import call_on_rank_0
@@ -42,7 +44,9 @@ from samestep.train.tracing import open_tracer
 from samestep.train.unprepared import Unprepared
 from samestep.train.watchdog import Watchdog
 from samestep.watch.progress import build_progress, say_above
-from samestep.watch.trackers import Tracker, TrackerInfo, Trackers
+from samestep.watch.trackers.delivery import Trackers
+from samestep.watch.trackers.protocol import Tracker
+from samestep.watch.trackers.registry import build_trackers
 from samestep.world.environment import advise, read_environment, read_rank
 from samestep.world.group import choose_device, open_group
 
@@ -74,7 +78,7 @@ class Run:
         log_every: interval of the rows in `metrics.jsonl`: 10 (steps), "1epochs" or "30s".
         compare_every: interval of the comparisons of parameters and optimizer state between the ranks: 100 (steps),
             "1epochs", "30min" or None. Unless it is None, the state is also compared before each snapshot.
-        trackers: destinations of metrics such as `samestep.TensorBoard()`.
+        trackers: destinations of metrics: trackers such as `samestep.TensorBoard()`, and names such as "wandb".
         config: recorded in the run directory. A later start with another config warns.
         device: "cpu", "cuda" (one GPU per local rank) or one GPU such as "cuda:1". None: CUDA if there is a GPU.
         deterministic: use deterministic kernels only. Without, a GPU may give other bits each time.
@@ -127,7 +131,7 @@ class Run:
         max_steps: int | None = None,
         log_every: int | str = 10,
         compare_every: int | str | None = 100,
-        trackers: Sequence[Tracker] = (),
+        trackers: Sequence[Tracker | str] | str = (),
         config: Mapping[str, Any] | None = None,
         device: str | torch.device | None = None,
         deterministic: bool = True,
@@ -135,12 +139,12 @@ class Run:
     ) -> None:
         report_errors(read_rank())
         environment = read_environment()
-        check_extras(trackers, config)
+        check_script_config(config)
         settings = build_config(
             environment, run_dir=run_dir, batch_size=batch_size, micro_batch_size=micro_batch_size, seed=seed,
             precision=precision, reduction=reduction, num_threads=num_threads, snapshot_every=snapshot_every,
             keep_last=keep_last, resume=resume, max_steps=max_steps, log_every=log_every, device=device,
-            compare_every=compare_every, deterministic=deterministic, bucket_cap_mb=bucket_cap_mb,
+            compare_every=compare_every, deterministic=deterministic, bucket_cap_mb=bucket_cap_mb, trackers=trackers,
         )  # fmt: skip
         self.batch_size, self.micro_batch_size = settings.batch_size, settings.micro_batch_size
         self.seed = settings.seed
@@ -153,7 +157,8 @@ class Run:
         self.summary: dict[str, Any] = {}
         self._progress, self._config = build_progress(rank=self.rank), dict(config or {})
         self._context = context = RunContext(environment, settings, group, self.device, precision_of_run, self._say)
-        self._trackers, self._pools, self._position = Trackers(trackers, self._say), Pools(), Position()
+        used = settings.trackers if environment.trace is None else ()  # `samestep verify` trains many times
+        self._trackers, self._pools, self._position = Trackers(build_trackers(used), self._say), Pools(), Position()
         self._snapshotter = Snapshotter(settings, group, self._say)
         self.dir = self._snapshotter.path
         self._signals = StopSignals(environment, self._say, is_on=self.dir is not None)
@@ -583,7 +588,10 @@ class Run:
             machine = describe_machine(config, self.device)
             options = self._contents.options
             options = add_samples(options, context.group, snapshotter, batches, self.seed, machine, self._overrides)
+            if self.dir is not None:
+                options = replace(options, git=context.group.once(read_commit))
             snapshotter.record(self._numbers | batches.numbers, machine, self._config, options)
+            self._about = describe_run(context, self.dir, self._config, machine, options)
             fix_compiler()
         place = position.begin_loop(batches, total_steps, config.max_steps, snapshotter, self._say)
         if place.is_further:
@@ -611,8 +619,7 @@ class Run:
             return loop
         self._misuse.watch()
         if self.rank == 0:
-            name = "" if self.dir is None else self.dir.name
-            self._trackers.start(TrackerInfo(name, self.dir, self._config, resumed_step=self.steps_done))
+            self._trackers.start(replace(self._about, resumed_step=self.steps_done))
         if not place.is_further:
             size = LEAST_SAMPLES if self._resumed else self.micro_batch_size  # a run that goes on keeps its own
             self._say(describe(self.batch_size // self.micro_batch_size, self.world_size, size) + self._resumed)
@@ -620,6 +627,7 @@ class Run:
             self._say(f"nothing left to do in this loop: {loop.explain_end()}, or begin anew with {advise(fresh=True)}")
         epochs = num_epochs and batches.first_epoch + num_epochs
         self._progress.begin(total_steps=place.last_step, done_steps=self.steps_done, epochs=epochs)
+        self._metrics.start_clock()
         return loop
 
     def _end_loop(self, rows: dict[str, Any], status: str, failure: Error | None) -> None:

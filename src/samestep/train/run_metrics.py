@@ -13,7 +13,7 @@ from samestep.train.step_log import Value
 from samestep.train.steps import Step, StepObserver
 from samestep.watch.progress import Progress
 from samestep.watch.stall_diagnosis import describe_spent, share_spent
-from samestep.watch.trackers import Trackers
+from samestep.watch.trackers.delivery import Trackers
 
 
 class Tally:
@@ -79,7 +79,11 @@ class RunMetrics(StepObserver):
 
     def begin_loop(self, batches: Batches) -> None:
         """A loop begins."""
-        self._num_samples, self._batches, self._began_s = 0, batches, time.perf_counter()
+        self._num_samples, self._batches = 0, batches
+
+    def start_clock(self) -> None:
+        """The first step follows. The time of the loop does not include the start of trackers."""
+        self._began_s = time.perf_counter()
 
     def reduced(self, step: Step) -> None:
         """Read the learning rates of the step's update: the script's body may change them after it."""

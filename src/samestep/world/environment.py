@@ -269,6 +269,12 @@ def count_job_nodes() -> int:
     return int(count) if count.isdecimal() else 1
 
 
+def read_group() -> str:
+    """Return the name that related runs share at trackers: WANDB_RUN_GROUP, else the Slurm array; "" without one."""
+    array = os.environ.get("SLURM_ARRAY_JOB_ID", "")
+    return os.environ.get("WANDB_RUN_GROUP") or (f"slurm-{array}" if array else "")
+
+
 def read_terminal() -> int:
     """Return the file descriptor of the terminal, even if the launcher has redirected this process's output."""
     file = _read_own_file(TERMINAL)

@@ -1,0 +1,61 @@
+"""Describes a start of a run for its record and its trackers: the script's commit, versions, device, data."""
+
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from samestep.snapshot.run_record import Options
+from samestep.train.context import RunContext
+from samestep.version import __version__
+from samestep.watch.trackers.protocol import TrackerInfo
+from samestep.world.environment import read_group
+
+GIT_TIMEOUT_S = 5.0
+
+
+def read_commit() -> dict[str, Any]:
+    """Return the git commit of the work tree that holds the script, and whether tracked files differ from it.
+
+    Returns:
+        {"commit": "3f2a...", "is_dirty": False}; {} outside of a work tree, without git, or if git fails.
+    """
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    directory = Path(script).absolute().parent if script else Path.cwd()
+    if not any((parent / ".git").exists() for parent in (directory, *directory.parents)):
+        return {}
+    # No locks and no monitor: this must not write to the work tree or start programs that it names.
+    command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(directory), "status"]
+    command += ["--porcelain=v2", "--branch", "--untracked-files=no", "--ignore-submodules=dirty"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=GIT_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    lines = done.stdout.splitlines() if done.returncode == 0 else []
+    commits = [line.split()[-1] for line in lines if line.startswith("# branch.oid ")]
+    if not commits or commits[0] == "(initial)":
+        return {}
+    return {"commit": commits[0], "is_dirty": any(not line.startswith("#") for line in lines)}
+
+
+def describe_run(
+    context: RunContext, directory: Path | None, config: Mapping[str, Any], machine: Mapping[str, Any], options: Options
+) -> TrackerInfo:
+    """Return what trackers get, for a run at its beginning.
+
+    Args:
+        directory: run directory.
+        config: the script's own.
+        machine: see `describe_machine`.
+        options: of this start.
+    """
+    environment = {"samestep": __version__, "python": platform.python_version(), "torch": machine["torch"]}
+    environment |= {"device": machine["device"], "world_size": context.world_size}
+    return TrackerInfo(
+        "" if directory is None else directory.name, directory, config, 0,
+        options=context.config.identity() | {"reduction": context.config.reduction}, environment=environment,
+        git_commit=options.git.get("commit", ""), git_is_dirty=options.git.get("is_dirty", False),
+        data=tuple(options.samples), group=read_group(),
+    )  # fmt: skip

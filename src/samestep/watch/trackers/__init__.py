@@ -1,0 +1,1 @@
+"""Trackers: destinations of metrics besides `metrics.jsonl`. One module for each service."""

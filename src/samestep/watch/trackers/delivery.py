@@ -1,0 +1,203 @@
+"""Passes rows of metrics to trackers, each on a thread of its own."""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from samestep.errors import Error
+from samestep.watch.trackers.protocol import Tracker, TrackerInfo
+
+MAX_BYTES = 64 << 20  # of rows that wait for one tracker
+PATIENCE_S = 60.0  # at the end, for one call of a tracker
+_ROW_BYTES = 1 << 10  # estimate for a row of numbers
+
+
+class Trackers:
+    """All trackers of a run. A tracker that fails never stops the training.
+
+    Args:
+        trackers: the trackers.
+        warn: prints a sentence. Called on the thread that calls the methods.
+    """
+
+    def __init__(self, trackers: Iterable[Tracker], warn: Callable[[str], None]) -> None:
+        self._trackers, self._warn = list(trackers), warn
+        self._running: list[_Delivery] = []
+
+    def start(self, info: TrackerInfo) -> None:
+        """Start all trackers.
+
+        Raises:
+            Exception: of a tracker that cannot start; the others are finished. A run that resumes continues without
+                the tracker, and starts it later, unless the exception is an `Error`.
+        """
+        try:
+            for tracker in self._trackers:
+                delivery = _Delivery(tracker, info)
+                delivery.start()
+                self._running.append(delivery)
+        except BaseException:
+            self.finish("failed")
+            raise
+
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        """Log the values of step `step` to all trackers. Returns at once."""
+        if self._running:
+            values = {name: _copy(value) for name, value in values.items()}
+        for delivery in self._running:
+            delivery.put(values, step)
+            if failure := delivery.take_failure():
+                self._warn(f"tracker {delivery.name} failed, and its rows are kept to be tried again: {failure}")
+
+    def finish(self, status: str) -> None:
+        """Deliver what is left and close all trackers. They can be started again. A second call does nothing."""
+        for delivery in self._running:
+            delivery.close(status)
+        for delivery in self._running:
+            if failure := delivery.join():
+                self._warn(f"tracker {delivery.name} {failure}")
+        self._running = []
+
+
+class _Delivery:
+    """The rows of one tracker, and the thread that passes them on.
+
+    A row at which the tracker raises stays, and is tried again when the next row arrives and at the end. If only the
+    row after it can be delivered then, the row itself is the cause, and it is dropped.
+    """
+
+    def __init__(self, tracker: Tracker, info: TrackerInfo) -> None:
+        self.name = type(tracker).__name__
+        self._tracker, self._info, self._is_started = tracker, info, False
+        self._rows: deque[tuple[Mapping[str, Any], int, int]] = deque()  # values, step, bytes
+        self._changed = threading.Condition()
+        self._num_bytes = self._num_rows = self._num_lost = self._num_calls = 0
+        self._num_failures = 0  # in a row, of the first row
+        self._failure, self._is_reported = "", False
+        self._status, self._end_failure, self._has_news = "", "", False
+        self._thread = threading.Thread(target=self._deliver, name=f"tracker {self.name}", daemon=True)
+
+    def start(self) -> None:
+        """Start the tracker and the thread. Raises as `Trackers.start`."""
+        try:
+            self._tracker.start(self._info)
+            self._is_started = True
+        except Error:
+            raise
+        except Exception as error:
+            if not self._info.resumed_step:
+                raise
+            self._failure = _describe(error)
+        self._thread.start()
+
+    def put(self, values: Mapping[str, Any], step: int) -> None:
+        """Hand a row over. It is dropped and counted if too many wait."""
+        num_bytes = _ROW_BYTES + sum(getattr(value, "nbytes", 0) for value in values.values())
+        with self._changed:
+            self._num_rows += 1
+            if self._num_bytes + num_bytes > MAX_BYTES:
+                self._num_lost += 1
+            else:
+                self._rows.append((values, step, num_bytes))
+                self._num_bytes += num_bytes
+            self._has_news = True
+            self._changed.notify()
+
+    def take_failure(self) -> str:
+        """Return the first failure, once; "" if there is none, or it was returned before."""
+        if not self._failure or self._is_reported:
+            return ""
+        self._is_reported = True
+        return self._failure
+
+    def close(self, status: str) -> None:
+        """Let the thread deliver what is left, and finish the tracker."""
+        with self._changed:
+            self._status, self._has_news = status, True
+            self._changed.notify()
+
+    def join(self) -> str:
+        """Wait for the thread. Return what failed; "" if all was delivered."""
+        num_calls = -1
+        while self._thread.is_alive() and self._num_calls != num_calls:
+            num_calls = self._num_calls
+            self._thread.join(PATIENCE_S)
+        with self._changed:
+            num_lost, is_hanging = self._num_lost + len(self._rows), self._thread.is_alive()
+        if is_hanging:
+            reason = f"did not return within {PATIENCE_S:.0f} s at the end"
+            return reason + (f"; {num_lost} of {self._num_rows} rows are lost" if num_lost else "")
+        if num_lost:
+            why = f" ({self._failure})" if self._failure else ""
+            return f"has lost {num_lost} of {self._num_rows} rows{why}"
+        return f"failed at the end: {self._end_failure}" if self._end_failure else ""
+
+    def _deliver(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._has_news)
+                self._has_news, status = False, self._status
+            if self._is_started or self._try(self._start_late):
+                self._send_rows()
+            if status:
+                if self._is_started and not self._try(partial(self._tracker.finish, status)):
+                    self._end_failure = self._failure
+                return
+
+    def _start_late(self) -> None:
+        self._tracker.start(self._info)
+        self._is_started = True
+
+    def _send_rows(self) -> None:
+        """Pass on rows until one fails."""
+        while self._rows:
+            if self._send(0):
+                self._num_failures = 0
+                continue
+            self._num_failures += 1
+            if self._num_failures < 2 or len(self._rows) < 2 or not self._send(1):
+                return
+            if not self._send(0):
+                self._take(0)
+                self._num_lost += 1
+            self._num_failures = 0
+
+    def _send(self, place: int) -> bool:
+        """Pass on the row at a place of the queue. Return whether the tracker took it."""
+        values, step, _ = self._rows[place]
+        if not self._try(partial(self._tracker.log, values, step)):
+            return False
+        self._take(place)
+        return True
+
+    def _take(self, place: int) -> None:
+        with self._changed:
+            self._num_bytes -= self._rows[place][2]
+            del self._rows[place]
+
+    def _try(self, call: Callable[[], None]) -> bool:
+        """Call, and return whether it succeeded. No failure of a tracker ends the run."""
+        try:
+            call()
+        except Exception as error:
+            self._failure = _describe(error)
+            return False
+        finally:
+            self._num_calls += 1
+        return True
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _copy(value: Any) -> Any:
+    """Return a value that the training does not change: tensors on the CPU, copied."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    return value.copy() if isinstance(value, np.ndarray) else value

@@ -1,0 +1,26 @@
+"""Trackers by name."""
+
+from collections.abc import Sequence
+
+from samestep.config import find_trackers
+from samestep.errors import InvalidType
+from samestep.watch.trackers.protocol import Tracker
+
+
+def build_trackers(given: Sequence[Tracker | str]) -> list[Tracker]:
+    """Return trackers; for a name, what its entry point builds without arguments.
+
+    Args:
+        given: trackers and names, checked as the option `trackers`.
+
+    Raises:
+        InvalidType: an entry point builds something else.
+    """
+    return [_build(each) if isinstance(each, str) else each for each in given]
+
+
+def _build(name: str) -> Tracker:
+    tracker: Tracker = find_trackers()[name].load()()
+    if not all(callable(getattr(tracker, method, None)) for method in ("start", "log", "finish")):
+        raise InvalidType(f"the entry point of the tracker {name} builds {tracker!r}, not a tracker: repair it")
+    return tracker

@@ -1,0 +1,73 @@
+"""Weights & Biases."""
+
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from samestep.errors import Error
+from samestep.watch.trackers.continuation import find_id, keep_id, name_run, read_earlier_rows
+from samestep.watch.trackers.protocol import TrackerInfo, is_histogram, to_number
+
+
+class WandB:
+    """Tracker that logs to Weights & Biases, with `step` as the axis of every chart.
+
+    A resumed run continues under its id, which is kept in the run directory. W&B cannot remove points, so a run that
+    goes back (`--resume STEP`) continues under a new id, to which the rows up to that step are copied first.
+
+    Args:
+        project: as in `wandb.init`.
+        init: further arguments of `wandb.init`, such as `mode="offline"` or `tags=[...]`. These take precedence.
+
+    Raises:
+        Error: raised at the start of the run if the package is missing.
+
+    Example::
+
+        >>> import samestep
+        >>> run = samestep.Run("runs/x", batch_size=32, trackers=[samestep.WandB("my-project", mode="offline")])
+    """
+
+    def __init__(self, project: str | None = None, **init: Any) -> None:
+        self.init = {"project": project, **init}
+        self._run: Any = None
+
+    def start(self, info: TrackerInfo) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise Error(f"Weights & Biases is missing ({error}): pip install 'samestep[wandb]'") from error
+        run_id, is_rewound = find_id(info.dir, "wandb")
+        if not run_id:
+            run_id = uuid.uuid4().hex[:12]
+            keep_id(info.dir, "wandb", run_id)
+        config = {"samestep": info.describe(), **info.config}
+        ours = {"name": name_run(info, is_rewound=is_rewound), "config": config, "id": run_id, "resume": "allow"}
+        if info.dir is not None:
+            ours["dir"] = str(info.dir)
+        if info.group:
+            ours["group"] = info.group
+        self._run = wandb.init(**{**ours, **self.init})
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        for values, step in read_earlier_rows(info) if is_rewound else ():
+            self._run.log({"step": step, **values})
+
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        # Not log(step=...): W&B drops values with a lower step than before, as after a crash, or if the script itself
+        # logs to W&B. A step that is repeated after a crash has the same values, and so the same points.
+        logged: dict[str, Any] = {"step": step}
+        for name, value in values.items():
+            number = to_number(value)
+            if number is not None:
+                logged[name] = number
+            elif is_histogram(value):
+                import wandb
+
+                logged[name] = wandb.Histogram(value.float().numpy())
+            else:
+                logged[name] = value
+        self._run.log(logged)
+
+    def finish(self, status: str) -> None:
+        self._run.finish(exit_code=1 if status == "failed" else 0)
