@@ -1,0 +1,289 @@
+"""A ResNet on a folder of images, with a folder for each class. Without --data: handwritten digits as PNG files.
+
+samestep train images --nproc-per-node 2
+samestep train images --data photos --model resnet18 --image-size 224 --num-workers 4 --precision bf16
+"""
+
+import argparse
+import fcntl
+import hashlib
+import io
+import math
+import shutil
+import socket
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import Dataset
+
+import samestep
+from samestep.recipes.models.resnet import ARCHITECTURES, build_resnet
+
+try:
+    from PIL import Image
+except ImportError:
+    raise samestep.Error("the recipe images needs Pillow: pip install 'samestep[recipes]'") from None
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+MAX_SHOWN = 10
+Entry = tuple[Path, int]  # file and class
+
+
+class CorruptImage(samestep.Error):
+    """A file is no image that can be decoded."""
+
+
+def find_images(folder: Path) -> tuple[list[str], list[Entry]]:
+    """Return the classes, which are the names of the subfolders, and all images in the order of their paths."""
+    if not folder.is_dir():
+        raise samestep.Error(f"{folder} is not a folder: name one that holds a folder of images for each class")
+    classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    entries = []
+    for number, name in enumerate(classes):
+        files = sorted(path for path in (folder / name).rglob("*") if path.suffix.lower() in SUFFIXES)
+        if not files:
+            raise samestep.Error(f"{folder / name} holds no image ({', '.join(SUFFIXES)}): fill it or remove it")
+        entries += [(path, number) for path in files]
+    if len(classes) < 2:
+        raise samestep.Error(f"{folder} has {len(classes)} folders: it needs a folder of images for each of 2 classes")
+    return classes, entries
+
+
+def split_data(folder: Path, held_out: float) -> tuple[list[str], list[Entry], list[Entry]]:
+    """Return the classes, the images to train on and those to validate on.
+
+    These are in `train/` and `val/`, if the folder has these two. Otherwise a share of the images is held out: those
+    with the smallest hashes of class and file name, so that an image stays on its side when others are added.
+    """
+    if (folder / "train").is_dir() and (folder / "val").is_dir():
+        (classes, train), (other_classes, val) = find_images(folder / "train"), find_images(folder / "val")
+        if classes != other_classes:
+            odd = ", ".join(sorted({*classes} ^ {*other_classes}))
+            raise samestep.Error(f"{folder}/train and {folder}/val have different classes ({odd}): make them the same")
+        return classes, train, val
+    classes, entries = find_images(folder)
+
+    def is_held_out(path: Path) -> bool:
+        digest = hashlib.sha256(path.relative_to(folder).as_posix().encode()).digest()
+        return int.from_bytes(digest[:8]) < held_out * 2**64
+
+    val = [entry for entry in entries if is_held_out(entry[0])]
+    train = [entry for entry in entries if not is_held_out(entry[0])]
+    if not train or not val:
+        raise samestep.Error(f"{len(entries)} images in {folder} are too few to hold out {held_out:.0%}: add images")
+    return classes, train, val
+
+
+def write_digits(folder: Path) -> Path:
+    """Write scikit-learn's 1,797 digits as PNG files, unless the folder exists. One rank writes, others wait."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(folder.with_name(f".{folder.name}.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.is_dir():
+            try:
+                from sklearn.datasets import load_digits
+            except ImportError:
+                raise samestep.Error("the digits need scikit-learn: pip install 'samestep[recipes]'") from None
+            partial = folder.with_name(f".{folder.name}.{socket.gethostname()}")
+            shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+            data = load_digits()
+            for number, (pixels, digit) in enumerate(zip(data.images, data.target, strict=True)):
+                path = partial / str(digit) / f"{number:04d}.png"
+                path.parent.mkdir(parents=True, exist_ok=True)
+                Image.fromarray(np.minimum(pixels * 16, 255).astype(np.uint8)).save(path)
+            try:
+                partial.rename(folder)
+            except OSError:  # another machine has written it
+                shutil.rmtree(partial)
+    return folder
+
+
+def decode(path: Path) -> Image.Image:
+    """Read an image as RGB.
+
+    Raises:
+        CorruptImage: the content is no image. (OSError: the file cannot be read, which is no property of the image.)
+    """
+    content = path.read_bytes()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about metadata
+            return Image.open(io.BytesIO(content)).convert("RGB")
+    except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, struct.error and others
+        advice = "repair or remove it, or start with --skip-corrupt, which names and leaves out all such images"
+        raise CorruptImage(f"{path} cannot be decoded ({type(error).__name__}: {error}): {advice}") from error
+
+
+class Images(Dataset[tuple[Tensor, int]]):
+    """Images (3, size, size) as bytes, and their classes. Training takes random crops, mirrored if `has_flips`."""
+
+    def __init__(self, entries: list[Entry], size: int, *, is_training: bool, has_flips: bool = False) -> None:
+        self.entries, self.size = entries, size
+        self.is_training, self.has_flips = is_training, has_flips
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        path, label = self.entries[index]
+        image, size = decode(path), self.size
+        scale = math.ceil(size * 9 / 8) / min(image.size)  # the shorter side is an eighth longer than the crop
+        width, height = (max(size, round(side * scale)) for side in image.size)
+        image = image.resize((width, height), Image.Resampling.BILINEAR)
+        left, top = (width - size) // 2, (height - size) // 2
+        if self.is_training:
+            # samestep has seeded torch for this micro-batch, and the values depend on nothing else.
+            left, top = int(torch.randint(width - size + 1, ())), int(torch.randint(height - size + 1, ()))
+        image = image.crop((left, top, left + size, top + size))
+        if self.is_training and self.has_flips and torch.rand(()) < 0.5:
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        return torch.from_numpy(np.array(image)).permute(2, 0, 1), label
+
+
+class Readable(Dataset[float]):
+    """1.0 for an image that can be decoded, 0.0 for a corrupt one."""
+
+    def __init__(self, entries: list[Entry]) -> None:
+        self.entries = entries
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __getitem__(self, index: int) -> float:
+        try:
+            decode(self.entries[index][0])
+        except CorruptImage:
+            return 0.0
+        return 1.0
+
+
+def drop_corrupt(run: samestep.Run, folder: Path, *parts: list[Entry], num_workers: int) -> list[list[Entry]]:
+    """Decode all images once, divided over the ranks, and leave out the corrupt ones. A resumed run remembers them."""
+    names = {entry: entry[0].relative_to(folder).as_posix() for part in parts for entry in part}
+    if "corrupt" not in run.state:
+        flags = run.evaluate(
+            lambda flags: {"is_readable": flags.tolist()}, Readable([*names]), num_workers=num_workers,
+            micro_batch_size=16,
+        )["is_readable"]  # fmt: skip
+        run.state["corrupt"] = [name for name, flag in zip(names.values(), flags, strict=True) if not flag]
+    if corrupt := run.state["corrupt"]:
+        shown = ", ".join(corrupt[:MAX_SHOWN])
+        more = f" and {len(corrupt) - MAX_SHOWN} more" if len(corrupt) > MAX_SHOWN else ""
+        run.print(f"{len(corrupt)} of {len(names)} images cannot be decoded and are left out: {shown}{more}")
+        run.summary["corrupt images"] = f"{len(corrupt)} of {len(names)}, left out"
+    return [[entry for entry in part if names[entry] not in corrupt] for part in parts]
+
+
+def warm_up_then_cosine(step: int, num_steps: int, num_warm_up: int) -> float:
+    """Return the factor of the learning rate: linear up to 1, then half a cosine down to 0."""
+    if step < num_warm_up:
+        return (step + 1) / num_warm_up
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - num_warm_up) / max(1, num_steps - num_warm_up))))
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="images", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--data", type=Path, help="folder of class folders, or of train/ and val/ with these (default: digits)"
+    )
+    parser.add_argument(
+        "--held-out", type=float, default=0.2, help="share to validate on, without train/ and val/ (default: 0.2)"
+    )
+    parser.add_argument(
+        "--skip-corrupt", action="store_true", help="decode all images first, and leave out those that are corrupt"
+    )
+    parser.add_argument("--model", choices=ARCHITECTURES, default="tiny", help="default: tiny")
+    parser.add_argument(
+        "--image-size", type=int, help="height and width of the crops in pixels (default: 64, of the digits 8)"
+    )
+    parser.add_argument("--no-flip", action="store_true", help="do not mirror images at random; digits never are")
+    parser.add_argument("--epochs", type=int, default=15, help="passes over the training set (default: 15)")
+    parser.add_argument("--batch-size", type=int, default=64, help="samples of one step over all ranks (default: 64)")
+    parser.add_argument(
+        "--micro-batch-size", type=int, help="samples of one forward and backward (default: a quarter of the batch)"
+    )
+    parser.add_argument("--lr", type=float, default=0.1, help="the highest learning rate (default: 0.1)")
+    parser.add_argument(
+        "--weight-decay", type=float, default=1e-4, help="of convolutions and the last layer (default: 0.0001)"
+    )
+    parser.add_argument("--label-smoothing", type=float, default=0.0, help="default: 0")
+    parser.add_argument(
+        "--patience", type=int, help="stop after this many epochs without a better top-1 accuracy (default: never)"
+    )
+    parser.add_argument(
+        "--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="of the forward pass (default: fp32)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of everything random except the split (default: 0)")
+    parser.add_argument("--num-workers", type=int, default=0, help="loader workers per rank (default: 0)")
+    parser.add_argument("--run-dir", default="runs/images", help="default: runs/images")
+    args = parser.parse_args(argv)
+    if not 0 < args.held_out < 1:
+        parser.error(f"--held-out is a share between 0 and 1, not {args.held_out}")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_arguments(argv)
+    micro_batch_size = args.micro_batch_size or args.batch_size // math.gcd(args.batch_size, 4)
+    run = samestep.Run(
+        args.run_dir, batch_size=args.batch_size, micro_batch_size=micro_batch_size, seed=args.seed,
+        precision=args.precision, config=vars(args),
+    )  # fmt: skip
+    folder = args.data or write_digits((run.dir or Path(args.run_dir)).parent / "digits-png")
+    size = args.image_size or (8 if args.data is None else 64)
+    classes, train_entries, val_entries = split_data(folder, args.held_out)
+
+    model = build_resnet(args.model, len(classes))
+    decayed = [weight for weight in model.parameters() if weight.ndim > 1]
+    others = [weight for weight in model.parameters() if weight.ndim <= 1]  # biases and BatchNorm
+    groups = [{"params": decayed, "weight_decay": args.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.SGD(groups, lr=args.lr, momentum=0.9, nesterov=True)
+    steps_per_epoch = math.ceil(len(train_entries) / run.batch_size)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: warm_up_then_cosine(step, args.epochs * steps_per_epoch, steps_per_epoch)
+    )
+    run.prepare(model=model, optimizer=optimizer, scheduler=scheduler)
+    if args.skip_corrupt:
+        train_entries, val_entries = drop_corrupt(run, folder, train_entries, val_entries, num_workers=args.num_workers)
+    has_flips = args.data is not None and not args.no_flip
+    train = Images(train_entries, size, is_training=True, has_flips=has_flips)
+    val = Images(val_entries, size, is_training=False)
+
+    def measure(scores: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        hits = scores.topk(min(5, len(classes))).indices == labels.unsqueeze(1)
+        return {"top1": hits[:, 0].float().mean(), "top5": hits.any(1).float().mean()}
+
+    def score(batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        with run.autocast():
+            scores = model(batch[0])
+        return {"loss": F.cross_entropy(scores.float(), batch[1]), **measure(scores, batch[1])}
+
+    for epoch in run.epochs(train, args.epochs, num_workers=args.num_workers):
+        for step in epoch:
+            for images, labels in step:
+                with run.autocast():
+                    scores = model(images)
+                    loss = F.cross_entropy(scores, labels, label_smoothing=args.label_smoothing)
+                step.backward(loss)
+                step.log(measure(scores, labels))
+            optimizer.step()
+            scheduler.step()
+
+        result = run.evaluate(score, val, num_workers=args.num_workers, micro_batch_size=micro_batch_size)
+        run.log({f"validation/{name}": value for name, value in result.items()})
+        if result["top1"] > run.state.get("best", -1.0):
+            run.state |= {"best": result["top1"], "best_epoch": epoch.number}
+            run.snapshot("best")
+        elif args.patience is not None and epoch.number - run.state["best_epoch"] >= args.patience:
+            run.stop(f"no better top-1 accuracy for {args.patience} epochs")
+    if "best" in run.state:
+        run.summary["best top-1"] = f"{run.state['best']:.2%} after epoch {run.state['best_epoch']}"
+
+
+if __name__ == "__main__":
+    main()

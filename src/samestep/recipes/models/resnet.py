@@ -1,0 +1,137 @@
+"""Residual networks for images (He et al., 2015, https://arxiv.org/abs/1512.03385). Imports torch only: copy it.
+
+The parameters have the names of torchvision's models, so that weights of its resnet18, resnet34 and resnet50 load.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's channels, in 0..1
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A residual network.
+
+    Attributes:
+        depths: blocks of each stage. Each stage after the first halves the height and width of the image.
+        width: channels of the first stage; each stage doubles them.
+        is_bottleneck: blocks are 1x1, 3x3, 1x1 convolutions with 4 times the channels at their ends, not two 3x3 ones.
+        has_stem: a 7x7 convolution and a pooling first divide height and width by 4, for images of about 224 pixels.
+    """
+
+    depths: tuple[int, ...]
+    width: int = 64
+    is_bottleneck: bool = False
+    has_stem: bool = True
+
+
+ARCHITECTURES = {
+    "tiny": Architecture((1, 1, 1), width=8, has_stem=False),
+    "resnet20": Architecture((3, 3, 3), width=16, has_stem=False),  # for images of about 32 pixels, as CIFAR-10
+    "resnet18": Architecture((2, 2, 2, 2)),
+    "resnet34": Architecture((3, 4, 6, 3)),
+    "resnet50": Architecture((3, 4, 6, 3), is_bottleneck=True),
+}
+
+
+class Block(nn.Module):
+    """Two 3x3 convolutions beside a shortcut."""
+
+    expansion = 1
+
+    def __init__(self, num_inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(num_inputs, width, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.downsample = build_shortcut(num_inputs, width, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.bn1(self.conv1(x)))
+        return torch.relu(self.bn2(self.conv2(y)) + self.downsample(x))
+
+
+class Bottleneck(nn.Module):
+    """1x1, 3x3 and 1x1 convolutions beside a shortcut. The 3x3 one has the stride, as in torchvision."""
+
+    expansion = 4
+
+    def __init__(self, num_inputs: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(num_inputs, width, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, width * self.expansion, 1, bias=False)
+        self.bn3 = nn.BatchNorm2d(width * self.expansion)
+        self.downsample = build_shortcut(num_inputs, width * self.expansion, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.relu(self.bn1(self.conv1(x)))
+        y = torch.relu(self.bn2(self.conv2(y)))
+        return torch.relu(self.bn3(self.conv3(y)) + self.downsample(x))
+
+
+def build_shortcut(num_inputs: int, num_outputs: int, stride: int) -> nn.Sequential:
+    """Build the shortcut of a block: a 1x1 convolution if the shape changes, else nothing."""
+    if stride == 1 and num_inputs == num_outputs:
+        return nn.Sequential()
+    return nn.Sequential(nn.Conv2d(num_inputs, num_outputs, 1, stride, bias=False), nn.BatchNorm2d(num_outputs))
+
+
+class ResNet(nn.Module):
+    """Images (N, 3, H, W) -> scores of the classes (N, num_classes).
+
+    Images are bytes in 0..255 (uint8), which the model normalizes, or floats that are normalized by `MEAN` and `STD`.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, architecture: Architecture, num_classes: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor(MEAN).view(1, 3, 1, 1) * 255, persistent=False)
+        self.register_buffer("std", torch.tensor(STD).view(1, 3, 1, 1) * 255, persistent=False)
+        block = Bottleneck if architecture.is_bottleneck else Block
+        num_channels = architecture.width
+        size, stride = (7, 2) if architecture.has_stem else (3, 1)
+        self.conv1 = nn.Conv2d(3, num_channels, size, stride, padding=size // 2, bias=False)
+        self.bn1 = nn.BatchNorm2d(num_channels)
+        self.maxpool = nn.MaxPool2d(3, 2, padding=1) if architecture.has_stem else nn.Identity()
+        self.stages = [f"layer{number}" for number in range(1, len(architecture.depths) + 1)]
+        for number, (name, depth) in enumerate(zip(self.stages, architecture.depths, strict=True)):
+            width, blocks = architecture.width * 2**number, []
+            for place in range(depth):
+                blocks.append(block(num_channels, width, stride=2 if number and not place else 1))
+                num_channels = width * block.expansion
+            self.add_module(name, nn.Sequential(*blocks))
+        self.fc = nn.Linear(num_channels, num_classes)
+        self.initialize()
+
+    def initialize(self) -> None:
+        """Initialize as torchvision, and the last BatchNorm of each block with 0, so that each block begins as its
+        shortcut (Goyal et al., 2017, https://arxiv.org/abs/1706.02677)."""
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            elif isinstance(module, Bottleneck):
+                nn.init.zeros_(module.bn3.weight)
+            elif isinstance(module, Block):
+                nn.init.zeros_(module.bn2.weight)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = (images - self.mean) / self.std if images.dtype == torch.uint8 else images
+        x = self.maxpool(torch.relu(self.bn1(self.conv1(x))))
+        for name in self.stages:
+            x = self.get_submodule(name)(x)
+        scores: Tensor = self.fc(x.mean((2, 3)))
+        return scores
+
+
+def build_resnet(name: str, num_classes: int) -> ResNet:
+    """Build a network of `ARCHITECTURES`."""
+    return ResNet(ARCHITECTURES[name], num_classes)

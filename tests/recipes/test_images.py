@@ -1,0 +1,247 @@
+"""The recipe `images`: its folders, corrupt files, model, and runs that are the same at any number of ranks."""
+
+import ast
+import runpy
+import shutil
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from support.runs import ask, check, digest, read_rows, run_command, samestep_command
+
+from samestep.errors import Error
+from samestep.recipes.models import resnet
+
+Image = pytest.importorskip("PIL.Image")
+from samestep.recipes import images  # noqa: E402 - it needs Pillow
+
+MODELS = Path(resnet.__file__).parent
+CORRUPT = ("dark/03.png", "light/05.png", "light/07.png")
+
+
+def write_photos(folder: Path, num_images: int = 20) -> Path:
+    """Writes images of two classes, of several shapes and kinds of pixels."""
+    for label, shade in (("dark", 40), ("light", 200)):
+        (folder / label).mkdir(parents=True)
+        for number in range(num_images):
+            mode, size = ("L", "RGB", "RGBA", "P")[number % 4], (9 + number % 3, 12 - number % 2)
+            image = Image.new("L", size, shade + 2 * number).convert(mode)
+            image.save(folder / label / f"{number:02d}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty images, of which three are corrupt: cut short, empty and text."""
+    folder = write_photos(tmp_path_factory.mktemp("images") / "photos")
+    first = folder / CORRUPT[0]
+    first.write_bytes(first.read_bytes()[:-30])
+    (folder / CORRUPT[1]).write_bytes(b"")
+    (folder / CORRUPT[2]).write_text("not an image")
+    return folder
+
+
+def train(photos: Path, name: str, world_size: int, *flags: str) -> Path:
+    run_dir = photos.parent / name
+    done = samestep_command(
+        "train", "images", "--nproc-per-node", str(world_size), "--data", photos, "--image-size", "8", "--epochs", "2",
+        "--batch-size", "12", "--micro-batch-size", "4", "--skip-corrupt", "--run-dir", run_dir, *flags,
+        cwd=photos.parent,
+    )  # fmt: skip
+    check(done)
+    assert "3 of 40 images cannot be decoded and are left out: " + ", ".join(CORRUPT) in done.stdout
+    return run_dir
+
+
+def test_the_same_run_at_any_world_size_and_after_a_resume(photos: Path) -> None:
+    expected = train(photos, "alone", 1)
+    stopped = train(photos, "resumed", 3, "--max-steps", "4")
+    (photos / CORRUPT[0]).rename(photos / "repaired")  # a resumed run does not look again
+    shutil.copy(photos / "dark" / "04.png", photos / CORRUPT[0])
+    try:
+        train(photos, "resumed", 2, "--num-workers", "1")
+    finally:
+        (photos / "repaired").rename(photos / CORRUPT[0])
+    assert digest(stopped) == digest(expected)
+    assert digest(stopped, "best") == digest(expected, "best")
+    for name in ("metrics.jsonl", "ledger.bin"):
+        assert (stopped / name).read_bytes() == (expected / name).read_bytes()
+    rows = [row for row in read_rows(expected) if "validation/top1" in row]
+    assert [row["validation/top5"] for row in rows] == [1.0, 1.0]
+    assert "learned" in check_export(expected)
+
+
+LOAD = """
+import sys
+import torch
+from resnet import build_resnet
+model = build_resnet("tiny", 2)
+model.load_state_dict(torch.load("model.pt", weights_only=True))
+model.eval()
+scores = model(torch.stack([torch.full((3, 8, 8), shade, dtype=torch.uint8) for shade in (60, 220)]))
+print("learned" if scores.isfinite().all() and scores.shape == (2, 2) else scores)
+"""
+
+
+def check_export(run_dir: Path) -> str:
+    """Loads the exported best weights with a copy of the model's file, and returns what that script prints."""
+    directory = run_dir.parent / "elsewhere"
+    directory.mkdir()
+    ask("export", run_dir, directory / "model.pt", "--snapshot", "best")
+    shutil.copy(MODELS / "resnet.py", directory)
+    (directory / "load.py").write_text(LOAD)
+    return check(run_command("python", directory / "load.py", cwd=directory)).stdout
+
+
+def test_a_corrupt_image_is_named(photos: Path) -> None:
+    flags = ["--batch-size", "40", "--image-size", "8", "--run-dir", str(photos.parent / "refused")]
+    done = samestep_command("train", "images", "--data", photos, *flags, cwd=photos.parent)
+    assert done.returncode == 2
+    assert any(f"{photos}/{name} cannot be decoded (" in done.stderr for name in CORRUPT)
+    assert "or start with --skip-corrupt, which names and leaves out all such images" in done.stderr
+
+
+def test_a_file_that_cannot_be_read_is_not_corrupt(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        images.Readable([(tmp_path / "gone.png", 0)])[0]
+
+
+@pytest.mark.soak
+def test_kills_change_nothing(photos: Path) -> None:
+    done = samestep_command(
+        "verify", "--steps", "4", "--world-sizes", "1,2,3", "--kills", "2", "--micro-batch-size", "4", "images",
+        "--data", photos, "--image-size", "8", "--batch-size", "12", "--skip-corrupt", "--precision", "bf16",
+        cwd=photos.parent, timeout=280,
+    )  # fmt: skip
+    check(done)
+
+
+@pytest.mark.soak
+def test_digits_are_learned_from_files(tmp_path: Path) -> None:
+    done = samestep_command("train", "images", "--nproc-per-node", "2", "--run-dir", tmp_path / "x", cwd=tmp_path)
+    check(done)
+    best = max(row.get("validation/top1", 0.0) for row in read_rows(tmp_path / "x"))
+    assert best >= 0.97, done.stdout
+    assert len(list((tmp_path / "digits-png").rglob("*.png"))) == 1797
+
+
+def test_early_stopping(photos: Path) -> None:
+    """With a learning rate of 0, no epoch is better than the first."""
+    run_dir = train(photos, "patient", 1, "--lr", "0", "--patience", "1", "--epochs", "9", "--label-smoothing", "0.1")
+    assert sum("validation/top1" in row for row in read_rows(run_dir)) == 2
+
+
+def test_digits_are_written_once(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    (tmp_path / "old" / "digits-png").mkdir(parents=True)
+    folder = tmp_path / "runs" / "digits-png"
+    with ThreadPoolExecutor(3) as pool:  # a lock excludes other files of the same process, too
+        assert set(pool.map(images.write_digits, [folder] * 3)) == {folder}
+    classes, entries = images.find_images(folder)
+    assert classes == [str(digit) for digit in range(10)]
+    assert len(entries) == 1797
+    assert sorted(path.name for path in folder.parent.iterdir()) == [".digits-png.lock", "digits-png"]
+    assert images.decode(entries[0][0]).size == (8, 8)
+    before = folder.stat().st_mtime_ns
+    images.write_digits(folder)
+    assert folder.stat().st_mtime_ns == before
+
+
+def test_held_out_images_stay_held_out(tmp_path: Path) -> None:
+    folder = write_photos(tmp_path / "photos")
+    classes, first, held_out = images.split_data(folder, 0.3)
+    assert classes == ["dark", "light"]
+    assert len(first) + len(held_out) == 40
+    assert 4 <= len(held_out) <= 20
+    shutil.copy(folder / "dark" / "00.png", folder / "dark" / "new.png")
+    _, more, held_out_now = images.split_data(folder, 0.3)
+    assert set(first) < set(more) or set(held_out) < set(held_out_now)
+    assert not set(first) & set(held_out_now)
+
+
+def test_train_and_val_folders(tmp_path: Path) -> None:
+    write_photos(tmp_path / "x" / "train", 3)
+    write_photos(tmp_path / "x" / "val", 2)
+    classes, train_entries, val_entries = images.split_data(tmp_path / "x", 0.5)
+    assert (classes, len(train_entries), len(val_entries)) == (["dark", "light"], 6, 4)
+
+
+def make_other_classes(folder: Path) -> None:
+    write_photos(folder / "train", 1)
+    write_photos(folder / "val", 1)
+    (folder / "val" / "dark").rename(folder / "val" / "grey")
+
+
+BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (lambda folder: None, "is not a folder: name one"),
+    "file": (lambda folder: folder.write_text(""), "is not a folder: name one"),
+    "empty": (lambda folder: folder.mkdir(), "has 0 folders: it needs"),
+    "one class": (lambda folder: shutil.rmtree(write_photos(folder, 2) / "dark"), "has 1 folders: it needs"),
+    "empty class": (lambda folder: (write_photos(folder, 2) / "grey").mkdir(), "grey holds no image"),
+    "few": (lambda folder: write_photos(folder, 1), "2 images in .* are too few to hold out"),
+    "other classes": (make_other_classes, r"have different classes \(dark, grey\): make them the same"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FOLDERS)
+def test_bad_folders(name: str, tmp_path: Path) -> None:
+    make, words = BAD_FOLDERS[name]
+    make(tmp_path / "x")
+    with pytest.raises(Error, match=words):
+        images.split_data(tmp_path / "x", 0.01)
+
+
+def test_crops_and_flips(tmp_path: Path) -> None:
+    picture = Image.new("RGB", (36, 18))
+    picture.putdata([(x, y, 0) for y in range(18) for x in range(36)])
+    picture.save(tmp_path / "x.png")
+    entries = [(tmp_path / "x.png", 1)]
+    torch.manual_seed(0)
+    crops = [images.Images(entries, 16, is_training=True, has_flips=True)[0] for _ in range(40)]
+    assert {(crop.dtype, tuple(crop.shape), label) for crop, label in crops} == {(torch.uint8, (3, 16, 16), 1)}
+    assert {bool(crop[0, 0, 0] > crop[0, 0, 15]) for crop, _ in crops} == {True, False}
+    assert len({tuple(crop[:, 0, 0].tolist()) for crop, _ in crops}) > 10
+    middle = images.Images(entries, 16, is_training=False)
+    assert middle[0][0][:, 0, 0].tolist() == [10, 1, 0]
+    assert torch.equal(middle[0][0], middle[0][0])
+
+
+@pytest.mark.parametrize(
+    ("name", "num_weights"), [("resnet18", 11_689_512), ("resnet34", 21_797_672), ("resnet50", 25_557_032)]
+)
+def test_models_have_the_published_sizes(name: str, num_weights: int) -> None:
+    with torch.device("meta"):
+        model = resnet.build_resnet(name, 1000)
+    assert sum(weight.numel() for weight in model.parameters()) == num_weights
+    names = set(model.state_dict())
+    assert {"conv1.weight", "bn1.running_mean", "layer2.0.downsample.0.weight", "layer4.1.bn2.bias", "fc.bias"} <= names
+    assert "layer1.0.downsample.0.weight" in names or name != "resnet50"
+    assert "mean" not in names
+    assert model(torch.zeros(2, 3, 64, 64, device="meta")).shape == (2, 1000)
+
+
+def test_the_model_normalizes_bytes() -> None:
+    model = resnet.build_resnet("tiny", 3).eval()
+    pixels = torch.randint(256, (2, 3, 8, 8), dtype=torch.uint8)
+    mean, std = (torch.tensor(each).view(3, 1, 1) for each in (resnet.MEAN, resnet.STD))
+    torch.testing.assert_close(model(pixels), model((pixels / 255 - mean) / std), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("file", sorted(MODELS.glob("*.py")), ids=lambda file: file.name)
+def test_models_import_torch_only(file: Path) -> None:
+    modules = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {
+        alias.name.split(".")[0] if isinstance(node, ast.Import) else (node.module or "samestep").split(".")[0]
+        for node in modules
+        for alias in node.names
+    }
+    assert names <= {"torch", "math", "dataclasses", "collections", "typing", "__future__"}, names
+
+
+def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)  # importing it raises ImportError
+    with pytest.raises(Error, match=r"needs Pillow: pip install 'samestep\[recipes\]'"):
+        runpy.run_path(images.__file__)
