@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-lowest soak chaos clean
+.PHONY: train test test-gpu test-lowest soak chaos clean
 
 train: $(VENV)/installed
 	$(BIN)/samestep train digits --nproc-per-node 2 $(ARGS)
@@ -13,6 +13,10 @@ train: $(VENV)/installed
 test: $(VENV)/installed-dev
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/pytest -n 3 --dist worksteal -m "not soak"
+
+# Run the tests that need a GPU. One is enough: ranks share it.
+test-gpu: $(VENV)/installed-dev
+	$(BIN)/pytest -m gpu
 
 # Run the same tests with the oldest supported torch, in a separate environment.
 test-lowest:

@@ -3,8 +3,10 @@
 At the end comes the table of the faults that runs have survived.
 """
 
+import functools
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -119,6 +121,20 @@ def all_hosts() -> Iterator[list[Host]]:
         pytest.skip(reason)
     with open_hosts(3) as opened:
         yield opened
+
+
+@functools.cache
+def has_gpu() -> bool:
+    """Whether torch can use a GPU. In another process: a process that has asked CUDA cannot fork ranks any more."""
+    if not list(Path("/dev").glob("nvidia[0-9]*")):
+        return False
+    code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    return subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not has_gpu():
+        pytest.skip("no GPU that torch can use")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -177,6 +177,12 @@ def _check_device(name: str, value: Any) -> Any:
     return None if value is None else str(value)
 
 
+def _check_backend(name: str, value: Any) -> Any:
+    if value not in (None, "gloo", "nccl"):
+        raise InvalidValue(f"{name} must be gloo or nccl, not {value!r}")
+    return value
+
+
 def _check_bucket_cap(name: str, value: Any) -> Any:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (is_number and 0 < value < math.inf):
@@ -282,6 +288,13 @@ class RunConfig:
         Option(
             str, "D", "cpu, cuda or one GPU such as cuda:1; default: cuda if there is one", _check_device,
             is_shared=False,
+        ),
+    ] = None  # fmt: skip
+    backend: Annotated[
+        Literal["gloo", "nccl"] | None,
+        Option(
+            str, "B", "gloo: exchange gradients through host memory, and let ranks share a GPU; default: nccl on GPUs",
+            _check_backend, is_argument=False,
         ),
     ] = None  # fmt: skip
     deterministic: Annotated[

@@ -55,6 +55,8 @@ class BucketBuffers:
     Args:
         control_bytes: size of the control block, which is sent with the last bucket; 0 for the others.
         local_sockets: sockets that the last bucket may use.
+        device: of the memory.
+        is_staged: exchange copies of the parts in host memory.
     """
 
     def __init__(
@@ -66,19 +68,31 @@ class BucketBuffers:
         exact: bool,
         control_bytes: int,
         local_sockets: LocalSockets | None,
+        device: torch.device,
+        is_staged: bool = False,
     ) -> None:
         self.layout, self.rank = layout, rank
+        self._host: BucketBuffers | None = None
         world_size, n = layout.world_size, bucket.num_elements
         num_parts = layout.max_parts if exact else 1
         part_bytes = n * bucket.params[0].element_size()
-        new = {"dtype": bucket.dtype, "device": bucket.device}
+        is_pinned = device.type == "cpu" and bucket.device.type == "cuda"
+        new = {"dtype": bucket.dtype, "device": device, "pin_memory": is_pinned}
         self.route = routes.choose_route(layout, part_bytes) if exact and world_size > 1 else "all-reduce"
         self.blocks: list[memoryview] = []  # the ranks' control blocks, if sent with this bucket
         self._neighbors: LocalSockets | None = None
         self._receives: Sequence[routes.Work] | None = None
-        if self.route == "direct":
+        if is_staged:
+            self._host = host = BucketBuffers(
+                bucket, layout, rank, exact=exact, control_bytes=control_bytes, local_sockets=local_sockets,
+                device=torch.device("cpu"),
+            )  # fmt: skip
+            self.blocks = host.blocks
+            self.parts = [torch.zeros(n, **new) for _ in range(num_parts)]  # type: ignore[call-overload]
+            self.root = self.parts[0]
+        elif self.route == "direct":
             row_bytes = num_parts * part_bytes + control_bytes
-            self.rows = torch.zeros(world_size, row_bytes, dtype=torch.uint8, device=bucket.device)
+            self.rows = torch.zeros(world_size, row_bytes, **new | {"dtype": torch.uint8})  # type: ignore[call-overload]
             if control_bytes and row_bytes <= routes.NEIGHBORS_MAX_BYTES:
                 self._neighbors = local_sockets
             slots = [
@@ -116,11 +130,17 @@ class BucketBuffers:
 
     def expect(self, tag: int) -> None:
         """Prepare for the other ranks' parts, if the route can do so before this rank's own are complete."""
-        if self.route == "direct" and self._neighbors is None:
+        if self._host is not None:
+            self._host.expect(tag)
+        elif self.route == "direct" and self._neighbors is None:
             self._receives = routes.post_receives(self.rows, self.rank, tag)
 
     def start(self, tag: int) -> routes.PendingOp:
         """Start the exchange of this rank's parts."""
+        if self._host is not None:
+            for mine, copy in zip(self.parts, self._host.parts, strict=True):
+                copy.copy_(mine)
+            return self._host.start(tag)
         if self.route == "direct":
             receives, self._receives = self._receives, None
             direct = routes.run_direct(self.rows, self.rank, tag, receives=receives, local_sockets=self._neighbors)
@@ -133,6 +153,10 @@ class BucketBuffers:
 
     def complete(self) -> None:
         """After the exchange: do the additions that the route does not do."""
+        if self._host is not None:
+            self._host.complete()
+            self.root.copy_(self._host.root)
+            return
         if self.route == "direct":
             routes.add_parts(self.slots, self.layout)
 

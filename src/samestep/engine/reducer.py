@@ -419,14 +419,19 @@ class Reducer:
     def _build_buffers(self, layout: Layout) -> None:
         form = ControlFormat(layout, self._num_slots, len(self.params), self._num_values, self._num_names)
         # With GPUs the control block stays in host memory, because only the host reads it.
+        is_staged = self._group.is_staged
         all_buffers = [
             BucketBuffers(
                 bucket,
                 layout,
                 self._group.rank,
                 exact=self._exact,
-                control_bytes=form.size_bytes if bucket is self._buckets[-1] and bucket.device.type == "cpu" else 0,
+                control_bytes=form.size_bytes
+                if bucket is self._buckets[-1] and (is_staged or bucket.device.type == "cpu")
+                else 0,
                 local_sockets=self._group.local_sockets,
+                device=bucket.device,
+                is_staged=is_staged,
             )
             for bucket in self._buckets
         ]

@@ -148,10 +148,10 @@ class Run:
         )  # fmt: skip
         self.batch_size, self.micro_batch_size = settings.batch_size, settings.micro_batch_size
         self.seed = settings.seed
-        self.device = choose_device(environment, settings.device)
+        self.device = choose_device(environment, settings.device, settings.backend)
         fix_kernels(settings.num_threads, settings.deterministic)
         precision_of_run = build_precision(settings.precision, self.device)
-        group = open_group(environment, self.device)
+        group = open_group(environment, self.device, backend=settings.backend)
         self.rank, self.local_rank, self.world_size = environment.rank, environment.local_rank, environment.world_size
         self.state: dict[str, Any] = {}
         self.summary: dict[str, Any] = {}

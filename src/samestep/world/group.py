@@ -36,10 +36,11 @@ MEET_S = 300.0  # limit for the tasks of a Slurm step to join, as in `samestep l
 _numbers = count()
 
 
-def choose_device(environment: Environment, wanted: str | None) -> torch.device:
+def choose_device(environment: Environment, wanted: str | None, backend: str | None = None) -> torch.device:
     """Return the device of this rank.
 
     `wanted` is "cpu", "cuda" (a GPU per local rank) or one GPU such as "cuda:1"; None: "cuda" if there is a GPU.
+    With the backend gloo, ranks may share a GPU; NCCL does not permit it.
     Raises Error if there is no such GPU, or there are more local ranks than GPUs.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -48,18 +49,23 @@ def choose_device(environment: Environment, wanted: str | None) -> torch.device:
         return torch.device("cpu")
     if num_gpus == 0:
         raise Error(f"device {wanted} was asked for, but torch finds no GPU: leave the option out, or give cpu")
-    if index and environment.local_world_size > 1:
+    if index and environment.local_world_size > 1 and backend != "gloo":
         raise Error(f"device {wanted} is one GPU, and {environment.local_world_size} ranks run on this host: give cuda")
     if index and int(index) >= num_gpus:
         raise Error(f"device {wanted} does not exist: torch finds {num_gpus} GPUs, cuda:0 to cuda:{num_gpus - 1}")
     if index or (environment.launcher == "srun" and num_gpus == 1):  # Slurm may show each task only its own GPU.
         return torch.device("cuda", int(index or 0))
-    if environment.local_rank >= num_gpus:
+    if environment.local_rank >= num_gpus and backend != "gloo":
         raise Error(
             f"{environment.local_world_size} ranks on a machine with {num_gpus} GPUs: "
-            f"start at most {num_gpus} ranks here, or give --device cpu"
+            f"start at most {num_gpus} ranks here, or give --device cpu, or --backend gloo to let ranks share GPUs"
         )
-    return torch.device("cuda", environment.local_rank)
+    return torch.device("cuda", environment.local_rank % num_gpus)
+
+
+def needs_staging(device: torch.device) -> bool:
+    """Return whether tensors on this device are exchanged through host memory, since the backend is not NCCL."""
+    return device.type == "cuda" and dist.is_initialized() and "nccl" not in dist.get_backend_config()
 
 
 class Group:
@@ -70,6 +76,7 @@ class Group:
         local_rank: index among the ranks of this node.
         device: where this rank computes.
         local_sockets: sockets to the other ranks if all run on one host, else None.
+        is_staged: tensors are exchanged through host memory.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
@@ -77,6 +84,7 @@ class Group:
         self.world_size = world_size
         self.local_rank = rank
         self.device = device
+        self.is_staged = False
         self.local_sockets: LocalSockets | None = None
         self._key = b""  # from the launcher's secret and random parts of all ranks, which the store never holds
         self.forget_stops()
@@ -189,7 +197,11 @@ class Group:
                 bits = tensor if tensor.is_complex() else tensor.view(CARRIERS[tensor.element_size()])
                 by_kind.setdefault((bits.dtype, bits.device), []).append(bits)
             for same_kind in by_kind.values():
-                _broadcast_coalesced(process_group, same_kind, BROADCAST_CHUNK_BYTES, source)
+                sent = [bits.to("cpu", copy=True) for bits in same_kind] if self.is_staged else same_kind
+                _broadcast_coalesced(process_group, sent, BROADCAST_CHUNK_BYTES, source)
+                if self.is_staged:
+                    for bits, copy in zip(same_kind, sent, strict=True):
+                        bits.copy_(copy)
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
@@ -249,18 +261,20 @@ def _try(fn: Callable[[], Any]) -> tuple[BaseException | None, bytes]:
 
 
 def open_group(
-    environment: Environment, device: torch.device, *, timeout_s: float = 1800.0, compares: bool = True
-) -> Group:
+    environment: Environment, device: torch.device, *, backend: str | None = None, timeout_s: float = 1800.0,
+    compares: bool = True,
+) -> Group:  # fmt: skip
     """Join the ranks, with gloo on CPU and NCCL (gloo for host tensors) on CUDA.
 
-    A process group that the script has created is used as it is. If `compares`, all ranks must have the same script and
-    versions. Raises Error if they differ, or not all ranks join.
+    With the backend gloo, tensors on GPUs are exchanged through host memory. A process group that the script has
+    created is used as it is. If `compares`, all ranks must have the same script and versions. Raises Error if they
+    differ, or not all ranks join.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if environment.world_size > 1 and not dist.is_initialized():
         check_interface()
-        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        backend = "gloo" if device.type == "cpu" or backend == "gloo" else "cpu:gloo,cuda:nccl"
         timeout = timedelta(seconds=timeout_s)
         with _report_missing_ranks(environment):
             _join(backend, timeout, environment)
@@ -277,6 +291,7 @@ def open_group(
             say(sentence)
 
     if group.world_size > 1:
+        group.is_staged = needs_staging(device)
         group.local_sockets = connect(group, timeout_s, (describe_software(), secrets.token_bytes(MAC_BYTES)), check)
     return group
 

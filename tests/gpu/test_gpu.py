@@ -1,0 +1,211 @@
+"""Training on a GPU: `make test-gpu`. Without one, the tests marked `gpu` are skipped.
+
+The same tests run on the CPU where they can. All but one of these are left to `make soak`: other tests cover them.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.runs import check, digest, read_rows, samestep_command
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import samestep
+from samestep.snapshot.store import Store
+from samestep.world import group
+
+CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
+DEVICES = [CUDA, pytest.param("cpu", marks=pytest.mark.soak)]
+
+
+class Pictures(Dataset[tuple[Tensor, int]]):
+    """Random images, each with random noise at every read."""
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        image = torch.rand(3, 8, 8, generator=torch.Generator().manual_seed(index))
+        return image + 0.1 * torch.rand(3, 8, 8), index % 4
+
+
+class Model(nn.Module):
+    """Convolutions, BatchNorm, dropout, and attention; `width` chooses the size of the buckets."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2))
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.head = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Dropout(0.1), nn.Linear(width, 4))
+
+    def forward(self, images: Tensor) -> Tensor:
+        words = self.features(images).flatten(2).transpose(1, 2)
+        words = words + self.attention(words, words, words, need_weights=False)[0]
+        scores: Tensor = self.head(words.mean(1))
+        return scores
+
+
+def train(
+    run_dir: str, *, precision: Any = "fp32", reduction: Any = "exact", width: int = 32, is_compiled: bool = False,
+    is_staged: bool = False, **loading: Any,
+) -> str:  # fmt: skip
+    """Trains two epochs of four steps, and returns the type of the device."""
+    if is_staged:
+        group.needs_staging = lambda device: True
+    run = samestep.Run(
+        run_dir,
+        batch_size=16,
+        micro_batch_size=4,
+        precision=precision,
+        reduction=reduction,
+        snapshot_every=3,
+        log_every=1,
+    )
+    model = Model(width)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    run.prepare(model=model, optimizer=optimizer)
+    forward = torch.compile(model) if is_compiled else model
+    for epoch in run.epochs(Pictures(), 2, **loading):
+        for step in epoch:
+            for images, labels in step:
+                assert images.device == run.device
+                with run.autocast():
+                    loss = F.cross_entropy(forward(images), labels)
+                step.backward(loss)
+            run.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        scores = run.evaluate(lambda batch: {"loss": F.cross_entropy(model(batch[0]), batch[1])}, Pictures())
+        run.log({"validation/loss": scores["loss"]})
+    return run.device.type
+
+
+def spawn(run_dir: Path, device: str, world_size: int = 1, max_steps: int = 0, **arguments: Any) -> str:
+    """Trains on some ranks, which share the GPUs over gloo, and returns the digest of the run."""
+    variables = {"SAMESTEP_BACKEND": "gloo"} | ({"SAMESTEP_MAX_STEPS": str(max_steps)} if max_steps else {})
+    found = samestep.spawn(train, world_size, (str(run_dir),), arguments, device=device, env=variables)
+    assert found == device
+    return digest(run_dir)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_rank_repeats_and_resumes(device: str, tmp_path: Path) -> None:
+    expected = spawn(tmp_path / "whole", device)
+    assert spawn(tmp_path / "again", device) == expected
+    spawn(tmp_path / "resumed", device, max_steps=5)
+    assert spawn(tmp_path / "resumed", device) == expected
+    losses = [row["train/loss"] for row in read_rows(tmp_path / "whole") if "train/loss" in row]
+    assert len(losses) == 8
+    assert losses[-1] < losses[0]
+
+
+# Up to 4 MiB of all ranks' parts are sent directly; more by halving and doubling, or in chunks for 3 ranks.
+@pytest.mark.parametrize(("world_size", "width"), [(2, 32), (3, 32), (4, 32), (2, 120_000), (3, 120_000)])
+@pytest.mark.parametrize("device", [CUDA, "cpu"])
+def test_ranks_share_a_gpu(device: str, world_size: int, width: int, tmp_path: Path) -> None:
+    """On the CPU, too, gradients are copied to the memory that is exchanged."""
+    if device == "cpu" and (world_size, width) not in [(2, 32), (3, 120_000)]:
+        pytest.skip("like others on the CPU")
+    is_staged = device == "cpu"
+    found = spawn(tmp_path / "many", device, world_size, width=width, is_staged=is_staged)
+    assert found == spawn(tmp_path / "one", device, width=width)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_fast_reduction_is_near(device: str, tmp_path: Path) -> None:
+    spawn(tmp_path / "exact", device)
+    spawn(tmp_path / "fast", device, 2, reduction="fast", is_staged=device == "cpu")
+    exact, fast = ([row.get("train/loss", 0.0) for row in read_rows(tmp_path / name)] for name in ("exact", "fast"))
+    assert fast == pytest.approx(exact, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("device", "precision"),
+    [
+        pytest.param("cuda", "bf16", marks=pytest.mark.gpu),
+        pytest.param("cuda", "fp16", marks=pytest.mark.gpu),
+        pytest.param("cpu", "bf16", marks=pytest.mark.soak),
+    ],
+)
+def test_mixed_precision(device: str, precision: str, tmp_path: Path) -> None:
+    expected = spawn(tmp_path / "one", device, precision=precision)
+    assert expected != spawn(tmp_path / "fp32", device)
+    spawn(tmp_path / "two", device, 2, max_steps=5, precision=precision)
+    assert spawn(tmp_path / "two", device, precision=precision) == expected
+    assert all(row["train/loss"] < 10 for row in read_rows(tmp_path / "one") if "train/loss" in row)
+
+
+@pytest.mark.timeout(600)  # It compiles kernels.
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled(device: str, tmp_path: Path) -> None:
+    if device == "cpu":
+        pytest.importorskip("torch._inductor.cpp_builder").get_cpp_compiler()
+    assert spawn(tmp_path / "two", device, 2, is_compiled=True) == spawn(tmp_path / "one", device, is_compiled=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_pinned_memory_and_workers(device: str, tmp_path: Path) -> None:
+    expected = spawn(tmp_path / "plain", device, pin_memory=False)
+    assert spawn(tmp_path / "pinned", device, pin_memory=True, num_workers=2) == expected
+    assert spawn(tmp_path / "pinned-2", device, 2, pin_memory=True, num_workers=1) == expected
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_snapshots_hold_the_state_of_their_step(device: str, tmp_path: Path) -> None:
+    """Copies are made while the next step runs; they must not contain its update."""
+    spawn(tmp_path / "whole", device)
+    spawn(tmp_path / "stopped", device, max_steps=6)
+    whole = {each.step: each for each in Store(tmp_path / "whole").snapshots() if each.name is None}
+    assert sorted(whole) == [3, 6, 8]
+    assert digest(tmp_path / "stopped", 6) == whole[6].manifest["digest"]
+    weights = Store(tmp_path / "whole").read(whole[8])["objects"]["model"]
+    assert {weight.device.type for weight in weights.values()} == {"cpu"}
+
+
+VERIFIED = """
+from gpu.test_gpu import train
+train("runs/verified")
+"""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("device", DEVICES)
+def test_verify(device: str, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(VERIFIED)
+    done = samestep_command(
+        "verify", "--steps", "4", "--world-sizes", "1,2,3", "--kills", "1", "--device", device, "--backend", "gloo",
+        "script.py", cwd=tmp_path, env={"PYTHONPATH": str(Path(__file__).parents[1])}, timeout=500,
+    )  # fmt: skip
+    check(done)
+
+
+@pytest.mark.gpu
+def test_doctor_names_the_gpu(tmp_path: Path) -> None:
+    done = samestep_command("doctor", "--run-dir", tmp_path, cwd=tmp_path, timeout=280)
+    name = samestep.spawn(torch.cuda.get_device_name, 1, (0,), device="cuda")
+    assert name in done.stdout, done.stdout + done.stderr
+
+
+@pytest.mark.gpu
+def test_a_recipe_on_several_ranks(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    flags = ["--precision", "bf16", "--epochs", "5", "--num-workers", "1", "--backend", "gloo", "--device", "cuda"]
+    for world_size in (1, 2):
+        done = samestep_command(
+            "train", "images", "--nproc-per-node", str(world_size), "--run-dir", tmp_path / str(world_size), *flags,
+            cwd=tmp_path, timeout=280,
+        )  # fmt: skip
+        check(done)
+    assert digest(tmp_path / "1") == digest(tmp_path / "2")
+    assert max(row.get("validation/top1", 0.0) for row in read_rows(tmp_path / "1")) > 0.9
+
+
+@pytest.mark.gpu
+def test_nccl(tmp_path: Path) -> None:
+    world_size = samestep.spawn(torch.cuda.device_count, device="cuda")  # in this process, it would break later forks
+    if world_size < 2:
+        pytest.skip("NCCL needs two GPUs")
+    samestep.spawn(train, world_size, (str(tmp_path / "nccl"),), {"width": 32}, device="cuda")
+    assert digest(tmp_path / "nccl") == spawn(tmp_path / "one", "cuda", width=32)
