@@ -197,7 +197,7 @@ def gpus(*each: dict[str, Any], **more: Any) -> dict[str, Any]:
     there = [{**well, **gpu} for gpu in each]
     return {
         "device": "cuda", "problem": "", "num_gpus": len(each), "num_present": len(each), "torch": "2.13.0",
-        "no_peers": [], "gpus": there, **more,
+        "no_peers": [], "gpus": there, "names": [gpu["name"] for gpu in there], **more,
     }  # fmt: skip
 
 
@@ -221,6 +221,8 @@ def test_gpus() -> None:
     }  # fmt: skip
     for sentence, (status, fact) in wrong.items():
         assert sentence in only(judge(judge_gpus, ALONE, fact), status).found
+    without_nvml = judge(judge_gpus, ALONE, gpus({}) | {"gpus": None})
+    assert only(without_nvml, "warn").found.endswith("of its GPUs were not checked (H100)")
     uneven = judge(judge_gpus, THREE_HOSTS, gpus({}, {}), gpus({}), gpus({}, {}))
     assert only(uneven, "warn").found == "GPUs: 2 on a, 1 on b, 2 on c"
     mixed = judge(judge_gpus, TWO_RANKS, gpus({}), {"device": "cpu", "problem": "2 ranks on a machine with 1 GPUs"})

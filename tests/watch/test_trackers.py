@@ -380,6 +380,7 @@ class Recorded:
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.arguments, self.axes, self.rows = arguments, dict[str, Any](), list[dict[str, Any]]()
+        self.id = arguments["id"]
 
     def define_metric(self, name: str, step_metric: str | None = None) -> None:
         self.axes[name] = step_metric

@@ -44,6 +44,7 @@ def look_at_gpus(context: Context) -> dict[str, Any]:
             for other in range(num_gpus)
             if one != other and not torch.cuda.can_device_access_peer(one, other)
         ]
+        facts["names"] = [torch.cuda.get_device_name(i) for i in range(num_gpus)]
         uuids = [str(getattr(torch.cuda.get_device_properties(i), "uuid", "")) for i in range(num_gpus)]
         facts["gpus"] = read_gpus(open_nvml(), uuids) if num_gpus else []
     return facts
@@ -122,7 +123,7 @@ def judge_gpus(facts: Facts) -> Iterator[Finding]:
     for node, fact in by_node.items():
         yield from _judge_node(participants.name_node(node), fact)
     gpus = [gpu for fact in by_node.values() for gpu in fact["gpus"] or ()]
-    names = sorted({gpu["name"] for gpu in gpus})
+    names = sorted({gpu["name"] for gpu in gpus} or {name for fact in by_node.values() for name in fact["names"]})
     if len(names) > 1:
         advice = "results are bitwise equal on GPUs of one model only: leave the others out (CUDA_VISIBLE_DEVICES)"
         yield warning(f"GPUs of several models: {', '.join(names)}", advice)
@@ -143,7 +144,8 @@ def judge_gpus(facts: Facts) -> Iterator[Finding]:
 
 def _judge_node(name: str, fact: dict[str, Any]) -> Iterator[Finding]:
     if fact["num_gpus"] and fact["gpus"] is None:
-        found = f"nvidia-ml-py is missing on {name}: memory, ECC errors and throttling were not checked"
+        found = f"nvidia-ml-py is missing on {name}: memory, ECC errors and throttling of its GPUs were not checked"
+        found += f" ({', '.join(sorted({*fact['names']}))})"
         yield warning(found, "pip install 'samestep[nvidia]'")
     for number, gpu in enumerate(fact["gpus"] or ()):
         where = f"GPU {number} of {name}"

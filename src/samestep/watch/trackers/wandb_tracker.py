@@ -48,6 +48,8 @@ class WandB:
         if info.group:
             ours["group"] = info.group
         self._run = wandb.init(**{**ours, **self.init})
+        if self._run.id != run_id:  # an `id` among the arguments, or a sweep's
+            keep_id(info.dir, "wandb", self._run.id)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         for values, step in read_earlier_rows(info) if is_rewound else ():
