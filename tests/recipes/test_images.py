@@ -93,7 +93,7 @@ def check_export(run_dir: Path) -> str:
     ask("export", run_dir, directory / "model.pt", "--snapshot", "best")
     shutil.copy(MODELS / "resnet.py", directory)
     (directory / "load.py").write_text(LOAD)
-    return check(run_command("python", directory / "load.py", cwd=directory)).stdout
+    return check(run_command(sys.executable, directory / "load.py", cwd=directory)).stdout
 
 
 def test_a_corrupt_image_is_named(photos: Path) -> None:
@@ -220,7 +220,15 @@ def test_models_have_the_published_sizes(name: str, num_weights: int) -> None:
     assert {"conv1.weight", "bn1.running_mean", "layer2.0.downsample.0.weight", "layer4.1.bn2.bias", "fc.bias"} <= names
     assert "layer1.0.downsample.0.weight" in names or name != "resnet50"
     assert "mean" not in names
-    assert model(torch.zeros(2, 3, 64, 64, device="meta")).shape == (2, 1000)
+
+
+def test_bottlenecks_halve_the_image_in_each_stage() -> None:
+    model = resnet.ResNet(resnet.Architecture((1, 2), width=4, is_bottleneck=True), 5)
+    sizes: list[tuple[int, ...]] = []
+    for stage in (model.maxpool, *(model.get_submodule(name) for name in model.stages)):
+        stage.register_forward_hook(lambda module, inputs, output: sizes.append(tuple(output.shape[1:])))
+    assert model(torch.rand(2, 3, 32, 24)).shape == (2, 5)
+    assert sizes == [(4, 8, 6), (16, 8, 6), (32, 4, 3)]
 
 
 def test_the_model_normalizes_bytes() -> None:

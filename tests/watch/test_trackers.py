@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.commands import run
 
 import samestep
 from samestep.config import OPTIONS, find_trackers
 from samestep.errors import Error, InvalidType
 from samestep.snapshot.run_record import Options, build_record
+from samestep.train.description import read_commit
 from samestep.watch.trackers import delivery
 from samestep.watch.trackers.delivery import Trackers
 from samestep.watch.trackers.mlflow_tracker import MLflow
@@ -258,15 +258,7 @@ def test_what_a_tracker_gets(tmp_path: Path) -> None:
     assert set(heard[1][1]) == {"train/loss", "train/learning_rate"}
 
 
-COMMIT_SCRIPT = """
-import sys
-sys.argv[0] = __file__
-from samestep.train.description import read_commit
-print(read_commit())
-"""
-
-
-def test_the_commit_of_the_script(tmp_path: Path) -> None:
+def test_the_commit_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def git(*words: str) -> str:
         identity = ["-c", "user.name=x", "-c", "user.email=x"]
         return subprocess.run(
@@ -275,21 +267,18 @@ def test_the_commit_of_the_script(tmp_path: Path) -> None:
 
     script = tmp_path / "sub" / "script.py"
     script.parent.mkdir()
-    script.write_text(COMMIT_SCRIPT)
-
-    def read() -> Any:
-        return eval(run([sys.executable, script], capture_output=True, text=True, check=True, cwd="/").stdout)
-
-    assert read() == {}
+    script.write_text("")
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script))
+    assert read_commit() == {}
     git("init")
-    assert read() == {}  # no commit yet
+    assert read_commit() == {}  # no commit yet
     git("add", ".")
     git("commit", "-m", "one")
-    assert read() == {"commit": git("rev-parse", "HEAD"), "is_dirty": False}
+    assert read_commit() == {"commit": git("rev-parse", "HEAD"), "is_dirty": False}
     (tmp_path / "untracked").touch()
-    assert not read()["is_dirty"]
-    script.write_text(COMMIT_SCRIPT + "\n")
-    assert read()["is_dirty"]
+    assert not read_commit()["is_dirty"]
+    script.write_text("1")
+    assert read_commit()["is_dirty"]
 
 
 def test_the_record_keeps_the_first_commit_and_lists_others() -> None:
@@ -465,7 +454,7 @@ EXPECTED = [(step, step / 2) for step in range(1, 6)], [(step, step / 2) for ste
 def test_wandb_continues_under_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     new_id = run_for_real("WandB", tmp_path, monkeypatch)
-    written = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    written = sorted((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime_ns)
     names = [path.name for path in written]
     assert names[0] == names[1] != names[2] == f"run-{new_id}.wandb"
     assert all(b"weights" in path.read_bytes() for path in written)

@@ -170,7 +170,7 @@ def drop_corrupt(run: samestep.Run, folder: Path, *parts: list[Entry], num_worke
             lambda flags: {"is_readable": flags.tolist()}, Readable([*names]), num_workers=num_workers,
             micro_batch_size=16,
         )["is_readable"]  # fmt: skip
-        run.state["corrupt"] = [name for name, flag in zip(names.values(), flags, strict=True) if not flag]
+        run.state["corrupt"] = sorted(name for name, flag in zip(names.values(), flags, strict=True) if not flag)
     if corrupt := run.state["corrupt"]:
         shown = ", ".join(corrupt[:MAX_SHOWN])
         more = f" and {len(corrupt) - MAX_SHOWN} more" if len(corrupt) > MAX_SHOWN else ""
