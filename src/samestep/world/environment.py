@@ -25,6 +25,8 @@ SRUN = PREFIX + "SRUN"  # the variables of this rank were derived from Slurm's
 LOG = PREFIX + "LOG"  # pid:file
 SECRET = PREFIX + "RDZV_SECRET"  # in a launcher: the secret of all launchers; in a rank: the secret of all ranks
 
+_INTERNAL = (TRACE, HOOK, TERMINAL, SRUN, LOG, SECRET)  # no misspelled options
+
 # Files in `error_dir`, with which ranks and their launcher exchange what exit codes cannot express.
 STOPPED = "stopped"  # a run ended early, saved, because of a signal
 FINISHED = "finished"  # a run's loop has completed
@@ -85,8 +87,8 @@ def read_overrides(variables: Mapping[str, str] | None = None) -> Overrides:
     """
     variables = os.environ if variables is None else variables
     known = {PREFIX + name.upper(): name for name in OPTIONS}
-    for name in variables:
-        if name.startswith(PREFIX) and name not in known and (near := get_close_matches(name, known, 1, 0.9)):
+    for name in sorted(set(variables).difference(known, _INTERNAL)):
+        if name.startswith(PREFIX) and (near := get_close_matches(name, known, 1, 0.9)):
             raise Error(f"there is no variable {name}; did you mean {near[0]}?")
     return {name: OPTIONS[name].parse(each, variables[each]) for each, name in known.items() if each in variables}
 
