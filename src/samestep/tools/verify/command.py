@@ -33,7 +33,7 @@ samples. Names the first difference and its likely cause. Writes nothing to the 
 Exit code: 0 if all runs are the same; 1 if they differ or if no kill happened; 2 if the script does not train.
 """
 
-OF_RUN = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "reduction", "device")
+OF_RUN = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "reduction", "device", "backend")
 FLAGS: dict[str, Option] = {
     "steps": Option(int, "N", "steps of each run; default: 20"),
     "world_sizes": Option(str, "N,N", "numbers of ranks, each compared with the first; default: 1,2,3,4"),
