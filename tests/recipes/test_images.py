@@ -1,6 +1,5 @@
 """The recipe `images`: its folders, corrupt files, model, and runs that are the same at any number of ranks."""
 
-import ast
 import runpy
 import shutil
 import sys
@@ -236,17 +235,6 @@ def test_the_model_normalizes_bytes() -> None:
     pixels = torch.randint(256, (2, 3, 8, 8), dtype=torch.uint8)
     mean, std = (torch.tensor(each).view(3, 1, 1) for each in (resnet.MEAN, resnet.STD))
     torch.testing.assert_close(model(pixels), model((pixels / 255 - mean) / std), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("file", sorted(MODELS.glob("*.py")), ids=lambda file: file.name)
-def test_models_import_torch_only(file: Path) -> None:
-    modules = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Import | ast.ImportFrom)]
-    names = {
-        alias.name.split(".")[0] if isinstance(node, ast.Import) else (node.module or "samestep").split(".")[0]
-        for node in modules
-        for alias in node.names
-    }
-    assert names <= {"torch", "math", "dataclasses", "collections", "typing", "__future__"}, names
 
 
 def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
