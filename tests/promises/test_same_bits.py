@@ -51,7 +51,8 @@ def test_compiled_to_kernels(train: Callable[[], Any]) -> None:
         get_cpp_compiler()
     except InvalidCxxCompiler:
         pytest.skip("no C++ compiler")
-    assert_same(samestep.spawn(train, 3), run_alone(train), "3 ranks", "1 rank")
+    alone = run_alone(train)  # first: the ranks then find the kernels in inductor's cache
+    assert_same(samestep.spawn(train, 3), alone, "3 ranks", "1 rank")
 
 
 class Recipe:
@@ -83,7 +84,7 @@ def mlp(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "num_workers"), one_in(14, [(5, 2), (2, 0), (3, 0), (4, 0), (3, 2), (12, 0), (1, 2)])
+    ("world_size", "num_workers"), one_in(14, [(3, 2), (2, 0), (3, 0), (4, 0), (5, 2), (12, 0), (1, 2)])
 )
 def test_digits(digits: Recipe, world_size: int, num_workers: int) -> None:
     wanted, files = digits.train(1)
