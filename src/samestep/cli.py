@@ -50,6 +50,7 @@ Commands:
   samestep export RUN FILE      write a snapshot's weights to a .safetensors, .pt or .pth file
   samestep prepare text FILE .. turn text into tokens for the recipe gpt
   samestep sample RUN           generate text with a model of the recipe gpt
+  samestep translate RUN        translate the lines of the standard input with a run of the recipe translate
 
 Examples:
   samestep train digits --nproc-per-node 2        a small CNN on real handwritten digits, in seconds
@@ -128,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _dispatch(arguments: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": _train, "launch": _launch, "submit": _submit, "verify": _verify, "doctor": _doctor, "watch": _watch,
-        "inspect": _inspect, "export": _export, "prepare": _prepare, "sample": _sample,
+        "inspect": _inspect, "export": _export, "prepare": _prepare, "sample": _sample, "translate": _translate,
     }  # fmt: skip
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(HELP, end="")
@@ -325,6 +326,12 @@ def _sample(arguments: list[str]) -> int:
     from samestep.recipes.commands.sample import run_sample
 
     return run_sample(arguments)
+
+
+def _translate(arguments: list[str]) -> int:
+    from samestep.recipes.commands.translation import run_translate
+
+    return run_translate(arguments)
 
 
 def _take_recipe(left: list[str]) -> tuple[str | None, list[str]]:

@@ -1,0 +1,129 @@
+"""`samestep translate`: translates lines with the weights of a run of the recipe translate."""
+
+import argparse
+import sys
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from samestep.console import say
+from samestep.errors import Error
+from samestep.files import is_object
+from samestep.snapshot.object_store import open_run, read_run
+from samestep.snapshot.store import Store
+from samestep.tools.inspect import CommandParser, parse_which
+
+if TYPE_CHECKING:
+    from samestep.recipes.models.seq2seq import Seq2Seq
+    from samestep.recipes.translate import Vocabulary
+
+DESCRIPTION = """\
+Translates the lines of the standard input with a run of the recipe translate. Each line of the output translates a line
+of the input, and is written as soon as it is complete. An empty line stays empty.
+
+  samestep translate runs/translate < text.en > text.de
+  echo "no such file or directory" | samestep translate runs/translate --beam 5
+
+The weights are those of the snapshot "best", which the recipe keeps for its best BLEU; the average, if it was trained
+with --ema.
+"""
+
+
+def run_translate(args: list[str]) -> int:
+    """Run the command with the arguments after its name. Returns the exit code.
+
+    Raises:
+        Error: there is no run, no sound snapshot or no such device, the run is not of the recipe translate, or a line
+            cannot be translated.
+    """
+    options = _build_parser().parse_args(args)
+    if options.beam < 1:
+        raise Error(f"--beam must be at least 1, not {options.beam}")
+    with open_run(options.run, which=options.snapshot) as run:
+        read_run(run, options.run)
+        store = Store(run)
+        snapshot = store.find(options.snapshot, warn=say)
+        if snapshot is None:
+            raise Error(f"{options.run} has no snapshot yet")
+        objects = store.read(snapshot, {"objects": is_object})["objects"]
+    vocabulary, model = _build_model(objects, options.run)
+    try:
+        model.to(options.device)
+    except (RuntimeError, AssertionError) as error:  # torch raises either
+        raise Error(
+            f"--device {options.device} cannot be used ({str(error).partition(chr(10))[0]}): name another"
+        ) from None
+    num_skipped = 0
+    for number, line in enumerate(_read_lines(), start=1):
+        tokens = vocabulary.encode(line)
+        is_long = tokens.shape[1] > model.max_length
+        if is_long and not options.skip_long:
+            raise Error(
+                f"line {number} of the input has {tokens.shape[1]} tokens, and the model takes {model.max_length}: "
+                "divide it, or leave such lines empty by --skip-long"
+            )
+        num_skipped += is_long
+        rows = (
+            model.translate(tokens.to(options.device), options.beam, options.length_penalty)
+            if line and not is_long
+            else []
+        )
+        print(" ".join(" ".join(vocabulary.target.decode(rows)).split()), flush=True)
+    if num_skipped:
+        say(f"{num_skipped} lines were too long for the model and left empty")
+    return 0
+
+
+def _build_parser() -> CommandParser:
+    parser = CommandParser(
+        prog="samestep translate", description=DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("run", metavar="RUN", help="the run's directory, or its URL")
+    parser.add_argument(
+        "--beam",
+        type=int,
+        default=4,
+        metavar="N",
+        help="beginnings that the search keeps; 1: greedy decoding (default: 4)",
+    )
+    parser.add_argument(
+        "--length-penalty", type=float, default=1.0, metavar="A",
+        help="the translation with the highest log probability / length**A wins; more favours longer ones (default: 1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--snapshot", metavar="STEP|NAME", default="best", type=parse_which,
+        help="best, latest, another name, or a step (default: best)",
+    )  # fmt: skip
+    parser.add_argument("--device", default="cpu", help="such as cuda (default: cpu)")
+    parser.add_argument(
+        "--skip-long", action="store_true", help="write an empty line for a line that is too long, instead of an error"
+    )
+    return parser
+
+
+def _build_model(objects: Mapping[str, Any], run: str) -> "tuple[Vocabulary, Seq2Seq]":
+    """Return the tokenizers and the model of a snapshot. Raises Error if it is of another recipe."""
+    saved = objects.get("vocabulary")
+    if not isinstance(saved, dict) or saved.keys() != {"source", "target", "settings"} or "model" not in objects:
+        raise Error(
+            f"{run} is no run of the recipe translate, its snapshot holds {', '.join(objects)}: name a run that "
+            "`samestep train translate` has made"
+        )
+    from samestep.recipes.corpora.bpe import Tokenizer
+    from samestep.recipes.translate import Vocabulary
+
+    vocabulary = Vocabulary(Tokenizer(saved["source"]), Tokenizer(saved["target"]), saved["settings"])
+    weights = objects["model"]
+    if average := objects.get("ema"):
+        weights = {key.removeprefix("module."): value for key, value in average.items() if key != "n_averaged"}
+    model = vocabulary.build_model()
+    model.load_state_dict(weights)
+    return vocabulary, model.eval()
+
+
+def _read_lines() -> Iterator[str]:
+    """Yield the lines of the standard input, without spaces at their ends. Raises Error for one that is not UTF-8."""
+    for number, line in enumerate(sys.stdin.buffer, start=1):
+        try:
+            yield line.decode().strip()
+        except UnicodeDecodeError as error:
+            raise Error(f"line {number} of the input is not UTF-8 ({error.reason}): convert the input") from None

@@ -1,0 +1,316 @@
+"""A Transformer that learns to translate: two BPE tokenizers, batches of similar lengths, BLEU and chrF.
+
+samestep train translate --target de --nproc-per-node 2
+samestep train translate --data pairs.tsv --source en --target it
+samestep translate runs/translate < text
+"""
+
+import argparse
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import samestep
+from samestep.recipes.corpora.bpe import LEAST_SIZE, Tokenizer
+from samestep.recipes.corpora.encoded_pairs import Bucketed, Pairs
+from samestep.recipes.corpora.sentence_pairs import Pair, read_pairs
+from samestep.recipes.models.seq2seq import END, PAD, Seq2Seq
+
+
+class Vocabulary:
+    """The tokenizers and the settings of the model. A part of every snapshot, where `samestep translate` finds them."""
+
+    def __init__(self, source: Tokenizer, target: Tokenizer, settings: dict[str, Any]) -> None:
+        self.source, self.target, self.settings = source, target, settings
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"source": self.source.text, "target": self.target.text, "settings": self.settings}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state != self.state_dict():
+            raise samestep.Error(
+                "the tokenizers or the model's settings are not those of the run, because the data, the options or the "
+                "version of the library tokenizers differ: restore them, or begin anew in another --run-dir"
+            )
+
+    def encode(self, sentence: str) -> Tensor:
+        """Return the token ids (1, S) of a sentence to translate."""
+        return torch.tensor([[*self.source.encode([sentence])[0], END]])
+
+    def build_model(self) -> Seq2Seq:
+        return Seq2Seq(len(self.source), len(self.target), **self.settings)
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run trains on.
+
+    Attributes:
+        tokenizers: of the source and the target, as JSON.
+        references: source and target of each pair in `held_out`.
+        left_out: why pairs were left out -> how many.
+    """
+
+    train: Pairs
+    held_out: Pairs
+    references: list[tuple[str, str]]
+    tokenizers: tuple[str, str]
+    left_out: Counter[str]
+
+
+def load_data(args: argparse.Namespace, directory: Path) -> Data:
+    """Read the pairs, divide them, train the tokenizers or read them from `directory`, and encode the pairs."""
+    corpus = read_pairs(args.data, args.source, args.target, skips_bad=args.skip_bad)
+    train, held_out = divide(corpus.pairs, args.held_out)
+    texts = [pair.source for pair in train], [pair.target for pair in train]
+    source, target = load_or_train(texts, args.vocab_size, directory)
+    corpus.skips_bad |= corpus.unit == "message"  # nobody can shorten the messages of the system
+
+    def encode(pairs: Sequence[Pair]) -> tuple[list[Pair], Pairs]:
+        sources, targets = source.encode([p.source for p in pairs]), target.encode([p.target for p in pairs])
+        kept = []
+        for number, pair in enumerate(pairs):
+            num_tokens = max(len(sources[number]), len(targets[number])) + 1
+            if num_tokens <= args.max_length:
+                kept.append(number)
+                continue
+            why = f"has {num_tokens} tokens, and the model takes {args.max_length} (--max-length)"
+            corpus.leave_out(pair.file, pair.number, why, f"pairs of more than {args.max_length} tokens")
+        if not kept:
+            raise samestep.Error(f"no pair has at most {args.max_length} tokens: give a larger --max-length")
+        kept.sort(key=lambda number: len(sources[number]))
+        return [pairs[k] for k in kept], Pairs([sources[k] for k in kept], [targets[k] for k in kept])
+
+    (_, encoded), (scored, encoded_held_out) = encode(train), encode(held_out)
+    references = [(pair.source, pair.target) for pair in scored]
+    return Data(encoded, encoded_held_out, references, (source.text, target.text), corpus.left_out)
+
+
+def divide(pairs: Sequence[Pair], num_held_out: int | None) -> tuple[list[Pair], list[Pair]]:
+    """Divide pairs into those to train on and those of held-out sources, the same in every run.
+
+    Args:
+        num_held_out: number of sources to hold out; 0: score the pairs that are trained on; None: a tenth, at most 500.
+    """
+    sources = sorted({pair.source.casefold() for pair in pairs})
+    num = min(500, max(1, len(sources) // 10)) if num_held_out is None else num_held_out
+    if num == 0:
+        return list(pairs), list(pairs)
+    if num >= len(sources):
+        raise samestep.Error(f"--held-out {num} leaves no pair to train on: there are {len(sources)} sources")
+    chosen = np.random.default_rng(0).permutation(len(sources))[:num]
+    held_out = {sources[number] for number in chosen}
+    parts: tuple[list[Pair], list[Pair]] = ([], [])
+    for pair in pairs:
+        parts[pair.source.casefold() in held_out].append(pair)
+    return parts
+
+
+def load_or_train(texts: Sequence[list[str]], size: int, directory: Path) -> list[Tokenizer]:
+    """Return the tokenizers of both languages: from their files if those are of the same texts, else trained."""
+    files, mark = [directory / "source.json", directory / "target.json"], directory / "trained_on"
+    trained_on = hashlib.sha256(json.dumps([texts, size]).encode()).hexdigest()
+    if mark.exists() and mark.read_text() == trained_on:
+        return [Tokenizer(file.read_text()) for file in files]
+    directory.mkdir(exist_ok=True)
+    mark.unlink(missing_ok=True)
+    found = [Tokenizer.train(sentences, size) for sentences in texts]
+    for file, tokenizer in zip(files, found, strict=True):
+        file.write_text(tokenizer.text)
+    mark.write_text(trained_on)
+    return found
+
+
+def build_metrics(target: str) -> dict[str, Any]:
+    """Return BLEU and chrF by name. Languages without spaces between words are compared by characters."""
+    try:
+        import sacrebleu
+    except ImportError:
+        raise samestep.Error("sacrebleu is not installed: pip install 'samestep[translate]'") from None
+    is_spaced = target.partition("_")[0] not in ("zh", "ja", "th", "lo", "km", "my")
+    return {"BLEU": sacrebleu.BLEU(tokenize="13a" if is_spaced else "char"), "chrF": sacrebleu.CHRF()}
+
+
+def scale_learning_rate(schedule: str, step: int, num_steps: int, num_warm_up: int) -> float:
+    """Return the factor of the highest learning rate: linear up to 1, then down as the schedule says.
+
+    "noam" (Vaswani et al., 2017) falls with the inverse square root of the step, "cosine" to 0 at the last step.
+    """
+    if step < num_warm_up:
+        return (step + 1) / num_warm_up
+    if schedule == "noam":
+        return math.sqrt(num_warm_up / (step + 1))
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - num_warm_up) / max(1, num_steps - num_warm_up))))
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="translate", description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument(
+        "--data",
+        default="gettext",
+        help="gettext (translated messages of the programs on this machine), a directory of gettext catalogues, a file "
+        "with a pair per line (source, tab, target), or datasets:NAME of Hugging Face (default: gettext)",
+    )
+    parser.add_argument("--source", default="en", help="language to translate from (default: en)")
+    parser.add_argument("--target", default="de", help="language to translate to (default: de)")
+    parser.add_argument(
+        "--held-out",
+        "--held_out",
+        type=int,
+        help="sentences to score and not to train on; 0: score those that are trained on (default: a tenth, up to 500)",
+    )
+    parser.add_argument(
+        "--skip-bad",
+        "--skip_bad",
+        action="store_true",
+        help="leave out and count pairs that are empty, one-sided or too long, instead of an error",
+    )
+    parser.add_argument(
+        "--vocab-size", "--vocab_size", type=int, default=8000, help="tokens of each language (default: 8000)"
+    )
+    parser.add_argument(
+        "--max-length", "--max_length", type=int, default=64, help="tokens of the longest sentence (default: 64)"
+    )
+    parser.add_argument("--dim", type=int, default=256, help="width of the model (default: 256)")
+    parser.add_argument("--heads", type=int, default=4, help="attention heads (default: 4)")
+    parser.add_argument("--layers", type=int, default=3, help="layers of the encoder and of the decoder (default: 3)")
+    parser.add_argument("--dropout", type=float, default=0.1, help="default: 0.1")
+    parser.add_argument("--label-smoothing", "--label_smoothing", type=float, default=0.1, help="default: 0.1")
+    parser.add_argument(
+        "--schedule", choices=("noam", "cosine"), default="cosine", help="of the learning rate (default: cosine)"
+    )
+    parser.add_argument("--lr", type=float, default=1e-3, help="the highest learning rate (default: 0.001)")
+    parser.add_argument(
+        "--warm-up", "--warm_up", type=int, default=400, help="steps until the highest learning rate (default: 400)"
+    )
+    parser.add_argument(
+        "--ema",
+        type=float,
+        default=0.0,
+        metavar="DECAY",
+        help="score an average of the weights, with this decay per step",
+    )
+    parser.add_argument("--epochs", type=int, default=20, help="passes over the training pairs (default: 20)")
+    parser.add_argument(
+        "--patience", type=int, default=5, help="stop after this many epochs without a better BLEU (default: 5)"
+    )
+    parser.add_argument(
+        "--batch-size", "--batch_size", type=int, default=128, help="pairs of one step over all ranks (default: 128)"
+    )
+    parser.add_argument(
+        "--micro-batch-size",
+        "--micro_batch_size",
+        type=int,
+        help="pairs of one forward and backward (default: a quarter of the batch, for up to 4 ranks)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of everything random except the split (default: 0)")
+    parser.add_argument(
+        "--num-workers", "--num_workers", type=int, default=0, help="DataLoader workers per rank (default: 0)"
+    )
+    parser.add_argument("--run-dir", "--run_dir", default="runs/translate", help="default: runs/translate")
+    args = parser.parse_args(argv)
+    if args.vocab_size < LEAST_SIZE:
+        parser.error(f"--vocab-size {args.vocab_size} is below {LEAST_SIZE}, a token for each byte and three others")
+    if args.dim % (2 * args.heads):
+        parser.error(f"--dim {args.dim} is no multiple of twice --heads {args.heads}")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_arguments(argv)
+    if args.micro_batch_size is None:
+        args.micro_batch_size = args.batch_size // math.gcd(args.batch_size, 4)
+    metrics = build_metrics(args.target)
+    run = samestep.Run(
+        args.run_dir,
+        batch_size=args.batch_size,
+        micro_batch_size=args.micro_batch_size,
+        seed=args.seed,
+        config=vars(args),
+    )
+    assert run.dir is not None
+    data = run.once(load_data, args, run.dir / "tokenizers")
+    run.print(f"{len(data.train):,} pairs to train on, {len(data.held_out):,} to score")
+    for reason, count in data.left_out.items():
+        run.print(f"left out: {count:,} {reason}")
+
+    settings = {
+        "dim": args.dim, "num_heads": args.heads, "num_layers": args.layers, "dropout": args.dropout,
+        "max_length": args.max_length,
+    }  # fmt: skip
+    vocabulary = Vocabulary(Tokenizer(data.tokenizers[0]), Tokenizer(data.tokenizers[1]), settings)
+    model = scored = vocabulary.build_model()
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.9, 0.98), eps=1e-9)
+    num_steps = args.epochs * math.ceil(len(data.train) / run.batch_size)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: scale_learning_rate(args.schedule, step, num_steps, args.warm_up)
+    )
+    prepared: dict[str, Any] = {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": scheduler,
+        "vocabulary": vocabulary,
+    }
+    if args.ema:
+        average = get_ema_multi_avg_fn(args.ema)  # type: ignore[no-untyped-call]
+        prepared["ema"] = ema = AveragedModel(model, multi_avg_fn=average)
+        scored = ema.module  # type: ignore[assignment]
+    run.prepare(**prepared)
+
+    def score(batch: dict[str, Any]) -> dict[str, Any]:
+        with run.autocast():
+            logits = scored(batch["source"], batch["target"])
+            loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=PAD)
+            rows = scored.translate(batch["source"])
+        return {"loss": (loss, batch["num_tokens"]), "translations": vocabulary.target.decode(rows)}
+
+    def validate(epoch: int) -> None:
+        """Score the held-out pairs, print some translations, keep the best weights, and stop where none get better."""
+        scores = run.evaluate(score, data.held_out, collate_fn=data.held_out.collate)
+        found = scores["translations"]
+        wanted = [target for _, target in data.references]
+        row = {name: metric.corpus_score(found, [wanted]).score for name, metric in metrics.items()}
+        run.log({"validation/loss": scores["loss"], **{f"validation/{name}": value for name, value in row.items()}})
+        for number in np.linspace(0, len(found) - 1, 5, dtype=int)[1:-1]:
+            run.print(f"{data.references[number][0]}\n  wanted: {wanted[number]}\n  found:  {found[number]}")
+        if row["BLEU"] > run.state.get("best", -1.0):
+            run.state.update(best=row["BLEU"], best_epoch=epoch)
+            run.snapshot("best")
+        elif epoch - run.state["best_epoch"] >= args.patience:
+            run.stop(f"no better BLEU for {args.patience} epochs")
+        run.summary["validation"] = f"BLEU {row['BLEU']:.1f} (best {run.state['best']:.1f}), chrF {row['chrF']:.1f}"
+
+    order = Bucketed(data.train, run.batch_size, run.seed)
+    for epoch in run.epochs(
+        data.train, args.epochs, sampler=order, collate_fn=data.train.collate, num_workers=args.num_workers
+    ):
+        for step in epoch:
+            for batch in step:
+                with run.autocast():
+                    logits: Tensor = model(batch["source"], batch["target"])
+                    loss = F.cross_entropy(
+                        logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=PAD,
+                        label_smoothing=args.label_smoothing,
+                    )  # fmt: skip
+                step.backward(loss, weight=batch["num_tokens"])
+            run.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            if args.ema:
+                ema.update_parameters(model)
+        validate(epoch.number)
+
+
+if __name__ == "__main__":
+    main()
