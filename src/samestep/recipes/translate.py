@@ -6,13 +6,8 @@ samestep translate runs/translate < text
 """
 
 import argparse
-import hashlib
-import json
 import math
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,8 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import samestep
 from samestep.recipes.corpora.bpe import LEAST_SIZE, Tokenizer
-from samestep.recipes.corpora.encoded_pairs import Bucketed, Pairs
-from samestep.recipes.corpora.sentence_pairs import Pair, read_pairs
+from samestep.recipes.corpora.encoded_pairs import Bucketed, load_data
 from samestep.recipes.models.seq2seq import END, PAD, Seq2Seq
 
 
@@ -50,86 +44,6 @@ class Vocabulary:
 
     def build_model(self) -> Seq2Seq:
         return Seq2Seq(len(self.source), len(self.target), **self.settings)
-
-
-@dataclass(frozen=True)
-class Data:
-    """What a run trains on.
-
-    Attributes:
-        tokenizers: of the source and the target, as JSON.
-        references: source and target of each pair in `held_out`.
-        left_out: why pairs were left out -> how many.
-    """
-
-    train: Pairs
-    held_out: Pairs
-    references: list[tuple[str, str]]
-    tokenizers: tuple[str, str]
-    left_out: Counter[str]
-
-
-def load_data(args: argparse.Namespace, directory: Path) -> Data:
-    """Read the pairs, divide them, train the tokenizers or read them from `directory`, and encode the pairs."""
-    corpus = read_pairs(args.data, args.source, args.target, skips_bad=args.skip_bad)
-    train, held_out = divide(corpus.pairs, args.held_out)
-    texts = [pair.source for pair in train], [pair.target for pair in train]
-    source, target = load_or_train(texts, args.vocab_size, directory)
-    corpus.skips_bad |= corpus.unit == "message"  # nobody can shorten the messages of the system
-
-    def encode(pairs: Sequence[Pair]) -> tuple[list[Pair], Pairs]:
-        sources, targets = source.encode([p.source for p in pairs]), target.encode([p.target for p in pairs])
-        kept = []
-        for number, pair in enumerate(pairs):
-            num_tokens = max(len(sources[number]), len(targets[number])) + 1
-            if num_tokens <= args.max_length:
-                kept.append(number)
-                continue
-            why = f"has {num_tokens} tokens, and the model takes {args.max_length} (--max-length)"
-            corpus.leave_out(pair.file, pair.number, why, f"pairs of more than {args.max_length} tokens")
-        if not kept:
-            raise samestep.Error(f"no pair has at most {args.max_length} tokens: give a larger --max-length")
-        kept.sort(key=lambda number: len(sources[number]))
-        return [pairs[k] for k in kept], Pairs([sources[k] for k in kept], [targets[k] for k in kept])
-
-    (_, encoded), (scored, encoded_held_out) = encode(train), encode(held_out)
-    references = [(pair.source, pair.target) for pair in scored]
-    return Data(encoded, encoded_held_out, references, (source.text, target.text), corpus.left_out)
-
-
-def divide(pairs: Sequence[Pair], num_held_out: int | None) -> tuple[list[Pair], list[Pair]]:
-    """Divide pairs into those to train on and those of held-out sources, the same in every run.
-
-    Args:
-        num_held_out: number of sources to hold out; 0: score the pairs that are trained on; None: a tenth, at most 500.
-    """
-    sources = sorted({pair.source.casefold() for pair in pairs})
-    num = min(500, max(1, len(sources) // 10)) if num_held_out is None else num_held_out
-    if num == 0:
-        return list(pairs), list(pairs)
-    if num >= len(sources):
-        raise samestep.Error(f"--held-out {num} leaves no pair to train on: there are {len(sources)} sources")
-    chosen = np.random.default_rng(0).permutation(len(sources))[:num]
-    held_out = {sources[number] for number in chosen}
-    parts: tuple[list[Pair], list[Pair]] = ([], [])
-    for pair in pairs:
-        parts[pair.source.casefold() in held_out].append(pair)
-    return parts
-
-
-def load_or_train(texts: Sequence[list[str]], size: int, directory: Path) -> list[Tokenizer]:
-    """Return the tokenizers of both languages: from their files if those are of the same texts, else trained."""
-    files, mark = [directory / "source.json", directory / "target.json"], directory / "trained_on"
-    trained_on = hashlib.sha256(json.dumps([texts, size]).encode()).hexdigest()
-    if mark.exists() and mark.read_text() == trained_on:
-        return [Tokenizer(file.read_text()) for file in files]
-    directory.mkdir(exist_ok=True)
-    mark.unlink(missing_ok=True)
-    found = [Tokenizer.train(sentences, size) for sentences in texts]
-    for file, tokenizer in zip(files, found, strict=True):
-        file.write_text(tokenizer.text)
-    mark.write_text(trained_on)
-    return found
 
 
 def build_metrics(target: str) -> dict[str, Any]:
@@ -203,7 +117,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--epochs", type=int, default=20, help="passes over the training pairs (default: 20)")
     parser.add_argument(
-        "--patience", type=int, default=5, help="stop after this many epochs without a better BLEU (default: 5)"
+        "--validate-every", "--validate_every", type=int, default=1, help="epochs between validations (default: 1)"
+    )
+    parser.add_argument(
+        "--patience", type=int, default=5, help="stop after this many validations without a better BLEU (default: 5)"
     )
     parser.add_argument(
         "--batch-size", "--batch_size", type=int, default=128, help="pairs of one step over all ranks (default: 128)"
@@ -222,6 +139,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.vocab_size < LEAST_SIZE:
         parser.error(f"--vocab-size {args.vocab_size} is below {LEAST_SIZE}, a token for each byte and three others")
+    if args.held_out is not None and args.held_out < 0:
+        parser.error(f"--held-out must be at least 0, not {args.held_out}")
+    for name in ("epochs", "validate_every", "patience", "warm_up"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     if args.dim % (2 * args.heads):
         parser.error(f"--dim {args.dim} is no multiple of twice --heads {args.heads}")
     return args
@@ -240,7 +162,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         config=vars(args),
     )
     assert run.dir is not None
-    data = run.once(load_data, args, run.dir / "tokenizers")
+    data = run.once(
+        load_data, args.data, args.source, args.target, run.dir / "tokenizers", held_out=args.held_out,
+        skips_bad=args.skip_bad, vocab_size=args.vocab_size, max_length=args.max_length,
+    )  # fmt: skip
     run.print(f"{len(data.train):,} pairs to train on, {len(data.held_out):,} to score")
     for reason, count in data.left_out.items():
         run.print(f"left out: {count:,} {reason}")
@@ -287,8 +212,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if row["BLEU"] > run.state.get("best", -1.0):
             run.state.update(best=row["BLEU"], best_epoch=epoch)
             run.snapshot("best")
-        elif epoch - run.state["best_epoch"] >= args.patience:
-            run.stop(f"no better BLEU for {args.patience} epochs")
+        elif epoch - run.state["best_epoch"] >= args.patience * args.validate_every:
+            run.stop(f"no better BLEU in {args.patience} validations")
         run.summary["validation"] = f"BLEU {row['BLEU']:.1f} (best {run.state['best']:.1f}), chrF {row['chrF']:.1f}"
 
     order = Bucketed(data.train, run.batch_size, run.seed)
@@ -309,7 +234,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             scheduler.step()
             if args.ema:
                 ema.update_parameters(model)
-        validate(epoch.number)
+        if (epoch.number + 1) % args.validate_every == 0 or epoch.number + 1 == args.epochs:
+            validate(epoch.number)
 
 
 if __name__ == "__main__":

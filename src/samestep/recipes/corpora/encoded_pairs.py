@@ -1,6 +1,11 @@
 """Sentence pairs as token ids, padded to batches of similar lengths."""
 
+import hashlib
+import json
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +14,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+import samestep
+from samestep.recipes.corpora.bpe import Tokenizer
+from samestep.recipes.corpora.sentence_pairs import Pair, read_pairs
 from samestep.recipes.models.seq2seq import END, PAD, START
 
 
@@ -70,3 +78,100 @@ class Bucketed:
         order = order[np.lexsort([lengths[order] for lengths in self.lengths])]  # by source, then target; stable
         batches = generator.permutation(order.reshape(-1, self.batch_size))
         return np.concatenate([batches.ravel(), short])
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run trains on.
+
+    Attributes:
+        tokenizers: of the source and the target, as JSON.
+        references: source and target of each pair in `held_out`.
+        left_out: why pairs were left out -> how many.
+    """
+
+    train: Pairs
+    held_out: Pairs
+    references: list[tuple[str, str]]
+    tokenizers: tuple[str, str]
+    left_out: Counter[str]
+
+
+def load_data(
+    data: str, source_language: str, target_language: str, directory: Path, *, held_out: int | None, skips_bad: bool,
+    vocab_size: int, max_length: int,
+) -> Data:  # fmt: skip
+    """Read the pairs, divide them, train the tokenizers or read them from `directory`, and encode the pairs.
+
+    The pairs of each part are in the order of their length.
+
+    Args:
+        data, source_language, target_language, skips_bad: as for `read_pairs`. `skips_bad` also leaves out pairs that
+            are too long, as is always done with messages of catalogues.
+        held_out: as for `divide`.
+        vocab_size: largest number of tokens of each language.
+        max_length: largest number of tokens of a sentence, as for `Seq2Seq`.
+
+    Raises:
+        Error: there are no such data, or a pair cannot be used.
+    """
+    corpus = read_pairs(data, source_language, target_language, skips_bad=skips_bad)
+    train, scored = divide(corpus.pairs, held_out)
+    texts = [pair.source for pair in train], [pair.target for pair in train]
+    source, target = load_or_train(texts, vocab_size, directory)
+    corpus.skips_bad |= corpus.unit == "message"  # nobody can shorten the messages of the system
+
+    def encode(pairs: Sequence[Pair]) -> tuple[list[Pair], Pairs]:
+        sources, targets = source.encode([p.source for p in pairs]), target.encode([p.target for p in pairs])
+        kept = []
+        for number, pair in enumerate(pairs):
+            num_tokens = max(len(sources[number]), len(targets[number])) + 1
+            if num_tokens <= max_length:
+                kept.append(number)
+                continue
+            why = f"has {num_tokens} tokens, and the model takes {max_length} (--max-length)"
+            corpus.leave_out(pair.file, pair.number, why, f"pairs of more than {max_length} tokens")
+        if not kept:
+            raise samestep.Error(f"no pair has at most {max_length} tokens: give a larger --max-length")
+        kept.sort(key=lambda number: len(sources[number]))
+        return [pairs[k] for k in kept], Pairs([sources[k] for k in kept], [targets[k] for k in kept])
+
+    kept, encoded_train = encode(train)
+    kept, encoded_scored = (kept, encoded_train) if scored is train else encode(scored)
+    references = [(pair.source, pair.target) for pair in kept]
+    return Data(encoded_train, encoded_scored, references, (source.text, target.text), corpus.left_out)
+
+
+def divide(pairs: list[Pair], num_held_out: int | None) -> tuple[list[Pair], list[Pair]]:
+    """Divide pairs into those to train on and those of held-out sources, the same in every run.
+
+    Args:
+        num_held_out: number of sources to hold out; 0: score the pairs that are trained on; None: a tenth, at most 500.
+    """
+    sources = sorted({pair.source.casefold() for pair in pairs})
+    num = min(500, max(1, len(sources) // 10)) if num_held_out is None else num_held_out
+    if num == 0:
+        return pairs, pairs
+    if num >= len(sources):
+        raise samestep.Error(f"--held-out {num} leaves no pair to train on: there are {len(sources)} sources")
+    chosen = np.random.default_rng(0).permutation(len(sources))[:num]
+    held_out = {sources[number] for number in chosen}
+    parts: tuple[list[Pair], list[Pair]] = ([], [])
+    for pair in pairs:
+        parts[pair.source.casefold() in held_out].append(pair)
+    return parts
+
+
+def load_or_train(texts: Sequence[list[str]], size: int, directory: Path) -> list[Tokenizer]:
+    """Return the tokenizers of both languages: from their files if those are of the same texts, else trained."""
+    files, mark = [directory / "source.json", directory / "target.json"], directory / "trained_on"
+    trained_on = hashlib.sha256(json.dumps([texts, size]).encode()).hexdigest()
+    if mark.exists() and mark.read_text() == trained_on:
+        return [Tokenizer(file.read_text()) for file in files]
+    directory.mkdir(exist_ok=True)
+    mark.unlink(missing_ok=True)
+    found = [Tokenizer.train(sentences, size) for sentences in texts]
+    for file, tokenizer in zip(files, found, strict=True):
+        file.write_text(tokenizer.text)
+    mark.write_text(trained_on)
+    return found

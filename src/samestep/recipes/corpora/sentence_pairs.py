@@ -15,6 +15,7 @@ OTHER_LENGTHS = f"messages of fewer than {MIN_WORDS} or more than {MAX_WORDS} wo
 UNREADABLE = "catalogues that cannot be read"
 CODES = {b"\xde\x12\x04\x95": "<", b"\x95\x04\x12\xde": ">"}  # first bytes of a catalogue -> byte order
 DATASETS = "datasets:"
+SYSTEM = ("/usr", "/usr/local")
 
 
 class Pair(NamedTuple):
@@ -139,7 +140,7 @@ def read_dataset(name: str, source: str, target: str, skips_bad: bool) -> Corpus
 
 def find_directories() -> list[Path]:
     """Return the directories of this machine that can hold catalogues: those of the system and of Python packages."""
-    prefixes = dict.fromkeys(["/usr", "/usr/local", sys.base_prefix, sys.prefix])
+    prefixes = dict.fromkeys([*SYSTEM, sys.base_prefix, sys.prefix])
     found = [Path(prefix) / "share" / name for prefix in prefixes for name in ("locale", "locale-langpack")]
     for packages in dict.fromkeys(path for path in sys.path if path.endswith("-packages")):
         for pattern in ("*/locale", "*/*/locale", "*/*/*/locale"):
