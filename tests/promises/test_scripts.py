@@ -23,8 +23,7 @@ STARTS = {
     "torchrun on 1": (*TORCHRUN, "1"),
     "torchrun on 3": (*TORCHRUN, "3"),
 }
-ARGUMENTS = {"trainer": ("4", "2", "--batch_size=20"), "gan": (), "translate": ("--epochs", "4")}
-RUN_DIRS = {"trainer": "trainer", "gan": "gan", "translate": "en-it"}
+ARGUMENTS = {"trainer": ("4", "2", "--batch_size=20"), "gan": ()}
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Scripts:
         cwd = self.root / f"{name} by {start}"
         cwd.mkdir()
         done = check(run_command(*STARTS[start], SCRIPTS / f"{name}.py", *ARGUMENTS[name], cwd=cwd))
-        return read_result(cwd / "runs" / RUN_DIRS[name], done.stdout + done.stderr)
+        return read_result(cwd / "runs" / name, done.stdout + done.stderr)
 
 
 def read_result(run_dir: Path, printed: str) -> Result:
@@ -72,8 +71,7 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Scripts:
         3,
         [
             *((name, start) for name in ARGUMENTS for start in ("launch on 1", "launch on 3")),
-            *((name, "torchrun on 3") for name in ("trainer", "translate")),
-            ("trainer", "torchrun on 1"),
+            *(("trainer", start) for start in ("torchrun on 3", "torchrun on 1")),
         ],
     ),
 )
@@ -88,31 +86,6 @@ def test_the_trainer_speaks_as_in_the_tutorials(scripts: Scripts) -> None:
     assert all(line.format(rank) in from_all for rank in range(3))
     # Its ranks are interpreters of their own, each with a hash seed of its own.
     assert from_all.count("hash strings differently") == from_all.count("export PYTHONHASHSEED=0") == 1
-
-
-def test_the_translation_gets_somewhere(scripts: Scripts) -> None:
-    result = scripts.start("translate", "python")
-    words = [float(found) for found in re.findall(rb'"validation/words": ([0-9.e-]+)', result.metrics)]
-    assert len(words) == 4
-    assert words[3] > 0.3 > words[0]
-    assert "  -> " in result.printed
-
-
-def test_the_tokenizers_were_trained_once_and_are_read_again(scripts: Scripts) -> None:
-    scripts.start("translate", "launch on 3")
-    run_dir = scripts.root / "translate by launch on 3" / "runs" / "en-it"
-    assert sorted(path.name for path in (run_dir / "tokenizers").iterdir()) == ["en.json", "it.json"]
-    assert Store(run_dir).find("best", warn=pytest.fail) is not None
-
-
-@pytest.mark.parametrize(("first", "then"), [(3, 2)])
-def test_resumed_on_another_number_of_ranks(scripts: Scripts, tmp_path: Path, first: int, then: int) -> None:
-    """No line of the script is about it."""
-    script = (SCRIPTS / "translate.py", *ARGUMENTS["translate"])
-    check(run_command(*LAUNCH, "--nproc-per-node", str(first), "--max-steps", "10", *script, cwd=tmp_path))
-    done = check(run_command(*LAUNCH, "--nproc-per-node", str(then), *script, cwd=tmp_path))
-    assert f"resumed at step 10 (was {first} ranks)" in done.stdout
-    assert_same(read_result(tmp_path / "runs" / "en-it", ""), scripts.start("translate", "python"))
 
 
 @pytest.mark.parametrize("start", one_in(6, ["python", "launch on 3", "torchrun on 3"]))

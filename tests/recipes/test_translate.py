@@ -379,7 +379,8 @@ def test_it_is_the_same_on_two_ranks_and_after_a_kill_of_one_of_three(
     expected, _ = trained
     arguments = [f"--data={pairs_file}", f"--run-dir={tmp_path / 'killed'}", *TINY]
     with pytest.raises(RuntimeError, match="SIGKILL"):
-        samestep.spawn(train, 3, (arguments, 21))
+        samestep.spawn(train, 3, (arguments, 23), env={"SAMESTEP_SNAPSHOT_EVERY": "3"})
+    assert Store(tmp_path / "killed").snapshots()[-1].step % 2  # inside an epoch
     written = (tmp_path / "killed/tokenizers/source.json").stat()
     assert digest(tmp_path / "killed") != digest(expected)
     samestep.spawn(train, 2, (arguments,))

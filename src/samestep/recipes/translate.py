@@ -53,7 +53,7 @@ def build_metrics(target: str) -> dict[str, Any]:
     except ImportError:
         raise samestep.Error("sacrebleu is not installed: pip install 'samestep[translate]'") from None
     is_spaced = target.partition("_")[0] not in ("zh", "ja", "th", "lo", "km", "my")
-    return {"BLEU": sacrebleu.BLEU(tokenize="13a" if is_spaced else "char"), "chrF": sacrebleu.CHRF()}
+    return {"BLEU": sacrebleu.BLEU(tokenize="13a" if is_spaced else "char", force=True), "chrF": sacrebleu.CHRF()}
 
 
 def scale_learning_rate(schedule: str, step: int, num_steps: int, num_warm_up: int) -> float:
@@ -181,17 +181,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: scale_learning_rate(args.schedule, step, num_steps, args.warm_up)
     )
-    prepared: dict[str, Any] = {
-        "model": model,
-        "optimizer": optimizer,
-        "scheduler": scheduler,
-        "vocabulary": vocabulary,
-    }
+    prepared: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    prepared["vocabulary"] = vocabulary
     if args.ema:
         average = get_ema_multi_avg_fn(args.ema)  # type: ignore[no-untyped-call]
         prepared["ema"] = ema = AveragedModel(model, multi_avg_fn=average)
         scored = ema.module  # type: ignore[assignment]
     run.prepare(**prepared)
+    if "best" in run.state:  # the run was resumed
+        run.summary["validation"] = f"best BLEU {run.state['best']:.1f}"
 
     def score(batch: dict[str, Any]) -> dict[str, Any]:
         with run.autocast():
