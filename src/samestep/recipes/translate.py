@@ -211,7 +211,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             run.state.update(best=row["BLEU"], best_epoch=epoch)
             run.snapshot("best")
         elif epoch - run.state["best_epoch"] >= args.patience * args.validate_every:
-            run.stop(f"no better BLEU in {args.patience} validations")
+            run.stop(f"no better BLEU, --patience {args.patience}")
         run.summary["validation"] = f"BLEU {row['BLEU']:.1f} (best {run.state['best']:.1f}), chrF {row['chrF']:.1f}"
 
     order = Bucketed(data.train, run.batch_size, run.seed)
