@@ -68,6 +68,12 @@ def scale_learning_rate(schedule: str, step: int, num_steps: int, num_warm_up: i
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (step - num_warm_up) / max(1, num_steps - num_warm_up))))
 
 
+def compute_loss(model: Seq2Seq, batch: dict[str, Any], label_smoothing: float = 0.0) -> Tensor:
+    """Return the mean loss over the target tokens of a batch."""
+    logits = model(batch["source"], batch["target"]).flatten(0, 1)
+    return F.cross_entropy(logits, batch["labels"].flatten(), ignore_index=PAD, label_smoothing=label_smoothing)
+
+
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="translate", description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument(
@@ -137,6 +143,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--run-dir", "--run_dir", default="runs/translate", help="default: runs/translate")
     args = parser.parse_args(argv)
+    if args.micro_batch_size is None:
+        args.micro_batch_size = args.batch_size // math.gcd(args.batch_size, 4)
     if args.vocab_size < LEAST_SIZE:
         parser.error(f"--vocab-size {args.vocab_size} is below {LEAST_SIZE}, a token for each byte and three others")
     if args.held_out is not None and args.held_out < 0:
@@ -149,10 +157,19 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+def choose_model(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of the model."""
+    return {
+        "dim": args.dim,
+        "num_heads": args.heads,
+        "num_layers": args.layers,
+        "dropout": args.dropout,
+        "max_length": args.max_length,
+    }
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
-    if args.micro_batch_size is None:
-        args.micro_batch_size = args.batch_size // math.gcd(args.batch_size, 4)
     metrics = build_metrics(args.target)
     run = samestep.Run(
         args.run_dir,
@@ -170,11 +187,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for reason, count in data.left_out.items():
         run.print(f"left out: {count:,} {reason}")
 
-    settings = {
-        "dim": args.dim, "num_heads": args.heads, "num_layers": args.layers, "dropout": args.dropout,
-        "max_length": args.max_length,
-    }  # fmt: skip
-    vocabulary = Vocabulary(Tokenizer(data.tokenizers[0]), Tokenizer(data.tokenizers[1]), settings)
+    vocabulary = Vocabulary(Tokenizer(data.tokenizers[0]), Tokenizer(data.tokenizers[1]), choose_model(args))
     model = scored = vocabulary.build_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr, betas=(0.9, 0.98), eps=1e-9)
     num_steps = args.epochs * math.ceil(len(data.train) / run.batch_size)
@@ -193,8 +206,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def score(batch: dict[str, Any]) -> dict[str, Any]:
         with run.autocast():
-            logits = scored(batch["source"], batch["target"])
-            loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=PAD)
+            loss = compute_loss(scored, batch)
             rows = scored.translate(batch["source"])
         return {"loss": (loss, batch["num_tokens"]), "translations": vocabulary.target.decode(rows)}
 
@@ -221,11 +233,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for step in epoch:
             for batch in step:
                 with run.autocast():
-                    logits: Tensor = model(batch["source"], batch["target"])
-                    loss = F.cross_entropy(
-                        logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=PAD,
-                        label_smoothing=args.label_smoothing,
-                    )  # fmt: skip
+                    loss = compute_loss(model, batch, args.label_smoothing)
                 step.backward(loss, weight=batch["num_tokens"])
             run.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
