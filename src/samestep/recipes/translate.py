@@ -77,71 +77,41 @@ def compute_loss(model: Seq2Seq, batch: dict[str, Any], label_smoothing: float =
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="translate", description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument(
-        "--data",
-        default="gettext",
+        "--data", default="gettext",
         help="gettext (translated messages of the programs on this machine), a directory of gettext catalogues, a file "
         "with a pair per line (source, tab, target), or datasets:NAME of Hugging Face (default: gettext)",
-    )
+    )  # fmt: skip
     parser.add_argument("--source", default="en", help="language to translate from (default: en)")
     parser.add_argument("--target", default="de", help="language to translate to (default: de)")
     parser.add_argument(
-        "--held-out",
-        "--held_out",
-        type=int,
+        "--held-out", type=int,
         help="sentences to score and not to train on; 0: score those that are trained on (default: a tenth, up to 500)",
-    )
+    )  # fmt: skip
     parser.add_argument(
-        "--skip-bad",
-        "--skip_bad",
-        action="store_true",
-        help="leave out and count pairs that are empty, one-sided or too long, instead of an error",
+        "--skip-bad", action="store_true", help="leave out and count pairs that are empty, one-sided or too long"
     )
-    parser.add_argument(
-        "--vocab-size", "--vocab_size", type=int, default=8000, help="tokens of each language (default: 8000)"
-    )
-    parser.add_argument(
-        "--max-length", "--max_length", type=int, default=64, help="tokens of the longest sentence (default: 64)"
-    )
-    parser.add_argument("--dim", type=int, default=256, help="width of the model (default: 256)")
+    parser.add_argument("--vocab-size", type=int, default=4000, help="tokens of each language (default: 4000)")
+    parser.add_argument("--max-length", type=int, default=64, help="tokens of the longest sentence (default: 64)")
+    parser.add_argument("--dim", type=int, default=128, help="width of the model (default: 128)")
     parser.add_argument("--heads", type=int, default=4, help="attention heads (default: 4)")
-    parser.add_argument("--layers", type=int, default=3, help="layers of the encoder and of the decoder (default: 3)")
+    parser.add_argument("--layers", type=int, default=2, help="layers of the encoder and of the decoder (default: 2)")
     parser.add_argument("--dropout", type=float, default=0.1, help="default: 0.1")
-    parser.add_argument("--label-smoothing", "--label_smoothing", type=float, default=0.1, help="default: 0.1")
-    parser.add_argument(
-        "--schedule", choices=("noam", "cosine"), default="cosine", help="of the learning rate (default: cosine)"
-    )
-    parser.add_argument("--lr", type=float, default=1e-3, help="the highest learning rate (default: 0.001)")
-    parser.add_argument(
-        "--warm-up", "--warm_up", type=int, default=400, help="steps until the highest learning rate (default: 400)"
-    )
-    parser.add_argument(
-        "--ema",
-        type=float,
-        default=0.0,
-        metavar="DECAY",
-        help="score an average of the weights, with this decay per step",
-    )
+    parser.add_argument("--label-smoothing", type=float, default=0.1, help="default: 0.1")
+    parser.add_argument("--schedule", choices=("noam", "cosine"), default="cosine", help="default: cosine")
+    parser.add_argument("--lr", type=float, default=2e-3, help="the highest learning rate (default: 0.002)")
+    parser.add_argument("--warm-up", type=int, default=400, help="steps until the highest learning rate (default: 400)")
+    parser.add_argument("--ema", type=float, default=0.0, metavar="DECAY", help="score an average of the weights")
     parser.add_argument("--epochs", type=int, default=20, help="passes over the training pairs (default: 20)")
+    parser.add_argument("--validate-every", type=int, default=1, help="epochs between validations (default: 1)")
+    parser.add_argument("--patience", type=int, default=5, help="validations without a better BLEU (default: 5)")
+    parser.add_argument("--batch-size", type=int, default=64, help="pairs of one step over all ranks (default: 64)")
     parser.add_argument(
-        "--validate-every", "--validate_every", type=int, default=1, help="epochs between validations (default: 1)"
-    )
-    parser.add_argument(
-        "--patience", type=int, default=5, help="stop after this many validations without a better BLEU (default: 5)"
-    )
-    parser.add_argument(
-        "--batch-size", "--batch_size", type=int, default=128, help="pairs of one step over all ranks (default: 128)"
-    )
-    parser.add_argument(
-        "--micro-batch-size",
-        "--micro_batch_size",
-        type=int,
+        "--micro-batch-size", type=int,
         help="pairs of one forward and backward (default: a quarter of the batch, for up to 4 ranks)",
-    )
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="seed of everything random except the split (default: 0)")
-    parser.add_argument(
-        "--num-workers", "--num_workers", type=int, default=0, help="DataLoader workers per rank (default: 0)"
-    )
-    parser.add_argument("--run-dir", "--run_dir", default="runs/translate", help="default: runs/translate")
+    parser.add_argument("--num-workers", type=int, default=0, help="DataLoader workers per rank (default: 0)")
+    parser.add_argument("--run-dir", default="runs/translate", help="default: runs/translate")
     args = parser.parse_args(argv)
     if args.micro_batch_size is None:
         args.micro_batch_size = args.batch_size // math.gcd(args.batch_size, 4)
@@ -159,13 +129,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def choose_model(args: argparse.Namespace) -> dict[str, Any]:
     """Return the settings of the model."""
-    return {
-        "dim": args.dim,
-        "num_heads": args.heads,
-        "num_layers": args.layers,
-        "dropout": args.dropout,
-        "max_length": args.max_length,
-    }
+    sizes = {"dim": args.dim, "num_heads": args.heads, "num_layers": args.layers}
+    return sizes | {"dropout": args.dropout, "max_length": args.max_length}
 
 
 def main(argv: Sequence[str] | None = None) -> None:
