@@ -231,9 +231,9 @@ def test_an_entry_point_that_builds_something_else(tmp_path: Path, monkeypatch: 
 
 
 def train_with_trackers(run_dir: str) -> list[Any]:
-    """Trains three steps in a git work tree, and returns what a tracker heard."""
+    """Trains three steps, and returns what a tracker heard; another one fails."""
     listed = Listed()
-    run = samestep.Run(run_dir, batch_size=4, log_every=1, trackers=[listed], config={"lr": 0.1})
+    run = samestep.Run(run_dir, batch_size=4, log_every=1, trackers=[Listed("log"), listed], config={"lr": 0.1})
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run.prepare(model=model, optimizer=optimizer)

@@ -281,8 +281,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             run.snapshot("best")
         elif args.patience is not None and epoch.number - run.state["best_epoch"] >= args.patience:
             run.stop(f"no better top-1 accuracy for {args.patience} epochs")
-    if "best" in run.state:
-        run.summary["best top-1"] = f"{run.state['best']:.2%} after epoch {run.state['best_epoch']}"
+        run.summary["validation top-1"] = f"{result['top1']:.2%} (best {run.state['best']:.2%})"
 
 
 if __name__ == "__main__":
