@@ -208,12 +208,9 @@ def test_crops_and_flips(tmp_path: Path) -> None:
     assert torch.equal(middle[0][0], middle[0][0])
 
 
-@pytest.mark.parametrize(
-    ("name", "num_weights"), [("resnet18", 11_689_512), ("resnet34", 21_797_672), ("resnet50", 25_557_032)]
-)
+@pytest.mark.parametrize(("name", "num_weights"), [("resnet18", 11_689_512), ("resnet50", 25_557_032)])
 def test_models_have_the_published_sizes(name: str, num_weights: int) -> None:
-    with torch.device("meta"):
-        model = resnet.build_resnet(name, 1000)
+    model = resnet.build_resnet(name, 1000)
     assert sum(weight.numel() for weight in model.parameters()) == num_weights
     names = set(model.state_dict())
     assert {"conv1.weight", "bn1.running_mean", "layer2.0.downsample.0.weight", "layer4.1.bn2.bias", "fc.bias"} <= names
