@@ -109,9 +109,16 @@ def test_modules_without_statistics() -> None:
 
 
 def test_layers_of_two_kinds() -> None:
-    model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3).double())
-    with pytest.raises(samestep.Error, match="BatchNorm layers are of 2 kinds"):
-        BatchNormStatistics([model])
+    """As with layers on two devices."""
+    models = nn.BatchNorm1d(3), nn.BatchNorm1d(3).double()
+    apart = [run_steps(each, [3, 2], 1, lambda m, x, v: m(x.to(m.running_mean.dtype))) for each in models]
+    for num_ranks in (1, 2, 3):
+        both = run_steps(
+            nn.ModuleList(copy.deepcopy(models)), [3, 2], num_ranks,
+            lambda both, x, v: [each(x.to(each.running_mean.dtype)) for each in both],
+        )  # fmt: skip
+        for k, wanted in enumerate(apart):
+            assert all(torch.equal(both[f"{k}.{name}"], buffer) for name, buffer in wanted.items())
 
 
 def test_the_buffers_are_still_the_models() -> None:

@@ -176,8 +176,10 @@ def test_buckets(cap_bytes: int) -> None:
     """Every parameter once, from the last to the first, one dtype to a bucket, each gradient aligned."""
     params = build_params()
     buckets = build_buckets(params, cap_bytes)
-    assert [i for bucket in buckets for i in bucket.indices] == [4, 3, 2, 1, 0]
+    assert sorted(i for bucket in buckets for i in bucket.indices) == [0, 1, 2, 3, 4]
+    assert [bucket.indices[0] for bucket in buckets][:2] == [4, 3], "in the order of a backward"
     for bucket in buckets:
+        assert bucket.indices == sorted(bucket.indices, reverse=True)
         size = bucket.params[0].element_size()
         assert {param.dtype for param in bucket.params} == {bucket.dtype}
         assert all(offset * size % ALIGN_BYTES == 0 for offset in bucket.offsets)
@@ -188,6 +190,16 @@ def test_buckets(cap_bytes: int) -> None:
             view.add_(1)
         assert flat.max() == 1, "no two overlap"
     assert (len(buckets) == 5) == (cap_bytes == 1)
+
+
+def test_buckets_of_two_devices() -> None:
+    """Layers that alternate between devices fill a bucket each, whose views are on that device."""
+    devices = ("cpu", "meta")
+    params = [nn.Parameter(torch.empty(10, device=devices[i % 2])) for i in range(6)]
+    buckets = build_buckets(params, 1 << 20)
+    assert [bucket.indices for bucket in buckets] == [[5, 3, 1], [4, 2, 0]]
+    assert [bucket.device.type for bucket in buckets] == ["meta", "cpu"]
+    assert [bucket.indices for bucket in build_buckets(params, 80)] == [[5, 3], [4, 2], [1], [0]]
 
 
 @pytest.mark.parametrize(("num_mb", "between_hosts"), [(0.01, 1.0), (8, 1.0), (48, 3.0), (40_000, 25.0)])

@@ -202,6 +202,36 @@ def test_a_recipe_on_several_ranks(tmp_path: Path) -> None:
     assert max(row.get("validation/top1", 0.0) for row in read_rows(tmp_path / "1")) > 0.9
 
 
+def train_on_two_devices(run_dir: str, kinds: tuple[str, str]) -> list[str]:
+    """Branches of a model, with BatchNorm, on two devices of one rank. Returns the types of the gradients' devices."""
+    run = samestep.Run(run_dir, batch_size=16, micro_batch_size=4, device="cpu", log_every=1)
+    branches = nn.ModuleList(
+        nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).to(kind) for kind in kinds
+    )
+    optimizer = torch.optim.Adam(branches.parameters(), 1e-2)
+    run.prepare(model=branches, optimizer=optimizer, device_map="keep")
+    for epoch in run.epochs(Pictures(), 2):
+        for step in epoch:
+            for images, labels in step:
+                scores = sum(branch(images.to(kind)).cpu() for branch, kind in zip(branches, kinds, strict=True))
+                step.backward(F.cross_entropy(scores, labels))
+            devices = [param.grad.device.type for param in branches.parameters()]
+            run.clip_grad_norm_(branches.parameters(), 0.5)
+            optimizer.step()
+    return devices
+
+
+@pytest.mark.parametrize("second", DEVICES)
+def test_layers_on_two_devices(second: str, tmp_path: Path) -> None:
+    digests = set()
+    for world_size in (1, 2, 3):
+        run_dir = tmp_path / f"{world_size}"
+        devices = samestep.spawn(train_on_two_devices, world_size, (str(run_dir), ("cpu", second)), device="cpu")
+        assert devices == ["cpu"] * 6 + [second] * 6
+        digests.add(digest(run_dir))
+    assert len(digests) == 1
+
+
 @pytest.mark.gpu
 def test_nccl(tmp_path: Path) -> None:
     world_size = samestep.spawn(torch.cuda.device_count, device="cuda")  # in this process, it would break later forks

@@ -172,21 +172,20 @@ def choose_cap_bytes(params: Sequence[nn.Parameter], *, one_host: bool) -> int:
 
 
 def build_buckets(params: Sequence[nn.Parameter], cap_bytes: int) -> list[Bucket]:
-    """Fill buckets in reverse order of the models' parameters, which is roughly the order of a backward."""
+    """Fill buckets in reverse order of the models' parameters, which is roughly the order of a backward.
+
+    The parameters of a bucket have one dtype and device.
+    """
     groups: list[list[int]] = []
-    size = 0
+    open_groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
     for i in reversed(range(len(params))):
-        param = params[i]
-        num_bytes = param.numel() * param.element_size()
-        same_kind = groups and (params[groups[-1][0]].dtype, params[groups[-1][0]].device) == (
-            param.dtype,
-            param.device,
-        )
-        if not same_kind or size + num_bytes > cap_bytes:
+        kind, num_bytes = (params[i].dtype, params[i].device), params[i].numel() * params[i].element_size()
+        if kind not in sizes or sizes[kind] + num_bytes > cap_bytes:
             groups.append([])
-            size = 0
-        groups[-1].append(i)
-        size += num_bytes
+            open_groups[kind], sizes[kind] = groups[-1], 0
+        open_groups[kind].append(i)
+        sizes[kind] += num_bytes
     return [Bucket(indices, [params[i] for i in indices]) for indices in groups]
 
 

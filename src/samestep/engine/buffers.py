@@ -83,29 +83,64 @@ def refuse_lone_sample(modules: Mapping[str, nn.Module], step: int, v: int, rank
 
 
 class BatchNormStatistics:
-    """The running statistics of all tracking BatchNorm layers, moved into one flat tensor that they view.
+    """The running statistics of all tracking BatchNorm layers.
 
     Attributes:
-        layers: the layers.
-        size: total number of running statistics.
-        active: whether there are any layers. Layers in eval mode count, because a micro-batch may change the mode.
+        layers: the layers. Layers in eval mode count, because a micro-batch may change the mode.
+        num_values: number of exchanged values per part: a weighted delta per statistic, a count per layer.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         found = {id(part): part for module in modules for part in module.modules() if isinstance(part, _BatchNorm)}
         self.layers = [part for part in found.values() if part.track_running_stats and part.running_mean is not None]
-        buffers = [
-            buffer for layer in self.layers for buffer in (layer.running_mean, layer.running_var) if buffer is not None
-        ]
+        by_kind: dict[tuple[torch.dtype, torch.device], list[_BatchNorm]] = {}
+        for layer in self.layers:
+            mean = cast(Tensor, layer.running_mean)
+            by_kind.setdefault((mean.dtype, mean.device), []).append(layer)
+        self._kinds = [_SameKind(layers) for layers in by_kind.values()]
+        self.num_values = sum(kind.num_values for kind in self._kinds)
+
+    def begin(self, layout: Layout, rank: int) -> None:
+        """Begin a pass: the current values become b0."""
+        for kind in self._kinds:
+            kind.begin(layout, rank)
+
+    def hold(self) -> None:
+        """Remember the current values for `undo`."""
+        for kind in self._kinds:
+            kind.hold()
+
+    def undo(self) -> None:
+        """Restore the values that `hold` remembered."""
+        for kind in self._kinds:
+            kind.undo()
+
+    def fold(self) -> None:
+        """End a micro-batch: keep its changes, on the device, and restore b0."""
+        for kind in self._kinds:
+            kind.fold()
+
+    def parts(self) -> NDArray[np.float64]:
+        """Return this rank's parts [max_parts, num_values]: its weighted deltas, folded. One read-back per GPU."""
+        return np.concatenate([kind.parts() for kind in self._kinds], axis=1) if self._kinds else np.zeros((0, 0))
+
+    def finish(self, parts: Sequence[NDArray[np.float64]]) -> None:
+        """Sum all ranks' parts along the tree, and update the statistics."""
+        first = 0
+        for kind in self._kinds:
+            kind.finish([part[:, first : first + kind.num_values] for part in parts])
+            first += kind.num_values
+
+
+class _SameKind:
+    """The statistics of layers with one dtype and device, moved into one flat tensor that they view."""
+
+    def __init__(self, layers: Sequence[_BatchNorm]) -> None:
+        self.layers = layers
+        buffers = [cast(Tensor, buffer) for layer in layers for buffer in (layer.running_mean, layer.running_var)]
         self.size = sum(buffer.numel() for buffer in buffers)
-        self.active = bool(self.layers)
-        self._no_parts = np.zeros((0, 0))
-        if not self.layers:
-            return
-        kinds = {(buffer.dtype, buffer.device) for buffer in buffers}
-        if len(kinds) > 1:
-            raise Error(f"the models' BatchNorm layers are of {len(kinds)} kinds ({kinds}): use one dtype and device")
-        dtype, device = kinds.pop()
+        self.num_values = self.size + len(layers)
+        dtype, device = buffers[0].dtype, buffers[0].device
         self._flat = torch.empty(self.size, dtype=dtype, device=device)
         self._counts = torch.empty(len(self.layers), dtype=torch.int64, device=device)
         # layer, name, its tensor, its view of the flat one
@@ -124,7 +159,6 @@ class BatchNormStatistics:
         self._scales: dict[tuple[int, int, tuple[int, ...], tuple[float | None, ...]], Tensor] = {}
 
     def begin(self, layout: Layout, rank: int) -> None:
-        """Begin a pass: the current values become b0."""
         self._layout, self._first = layout, layout.ranges[rank].start
         self._deltas = []
         self.hold()
@@ -142,26 +176,19 @@ class BatchNormStatistics:
                 get_buffers(layer)[name] = buffer
 
     def hold(self) -> None:
-        """Remember the current values for `undo`."""
-        if self.active:
-            self._move_in()
-            self._start.copy_(self._flat)
-            self._start_counts.copy_(self._counts)
+        self._move_in()
+        self._start.copy_(self._flat)
+        self._start_counts.copy_(self._counts)
 
     def undo(self) -> None:
-        """Restore the values that `hold` remembered."""
-        if self.active:
-            self._move_in()
-            self._go_back()
+        self._move_in()
+        self._go_back()
 
     def _go_back(self) -> None:
         self._flat.copy_(self._start)
         self._counts.copy_(self._start_counts)
 
     def fold(self) -> None:
-        """End a micro-batch: keep its changes, on the device, and restore b0."""
-        if not self.active:
-            return
         self._move_in()
         self._deltas.append(torch.cat([torch.sub(self._flat, self._start), self._counts - self._start_counts]))
         self._go_back()
@@ -183,15 +210,7 @@ class BatchNormStatistics:
             self._scales[key] = scale
         return scale
 
-    @property
-    def num_values(self) -> int:
-        """Number of exchanged values per part: a weighted delta per statistic, a count per layer."""
-        return self.size + len(self.layers)
-
     def parts(self) -> NDArray[np.float64]:
-        """Return this rank's parts [max_parts, num_values]: its weighted deltas, folded. One read-back from a GPU."""
-        if not self.active:
-            return self._no_parts
         out = np.zeros((self._layout.max_parts, self.num_values))
         n, folded = self._layout.num_micro_batches, list[Tensor]()
         rows = torch.stack(self._deltas).cpu() if len(self._deltas) > 1 else [delta.cpu() for delta in self._deltas]
@@ -205,9 +224,6 @@ class BatchNormStatistics:
         return out
 
     def finish(self, parts: Sequence[NDArray[np.float64]]) -> None:
-        """Sum all ranks' parts along the tree, and update the statistics."""
-        if not self.active:
-            return
         slots = np.concatenate(parts)
         for dst, src in self._layout.additions:
             slots[dst] += slots[src]

@@ -77,7 +77,8 @@ class Reducer:
         self.in_micro_batch = self._in_backward = self._last = False
         self.waited_s = 0.0
         self._checked: set[tuple[int, ...]] = set()
-        self._zeros = {param.dtype: torch.zeros((), dtype=param.dtype, device=param.device) for param in self.params}
+        kinds = {(param.dtype, param.device) for param in self.params}
+        self._zeros = {(dtype, device): torch.zeros((), dtype=dtype, device=device) for dtype, device in kinds}
         self._hooks: dict[int, RemovableHandle] = {}
 
     def remove(self) -> None:
@@ -366,7 +367,7 @@ class Reducer:
         nothing has to be done, which saves a pass over all memory.
         """
         if grad is not None and used & USED and (inverse != 1.0 or used & MISSED):
-            torch.add(self._zeros[grad.dtype], grad, alpha=inverse, out=grad)
+            torch.add(self._zeros[grad.dtype, grad.device], grad, alpha=inverse, out=grad)
 
     def _next_bucket(self) -> Bucket:
         return self._buckets[len(self._pending)]
@@ -419,7 +420,7 @@ class Reducer:
     def _build_buffers(self, layout: Layout) -> None:
         form = ControlFormat(layout, self._num_slots, len(self.params), self._num_values, self._num_names)
         # With GPUs the control block stays in host memory, because only the host reads it.
-        is_staged = self._group.is_staged
+        staged = {bucket.device: self._group.needs_staging(bucket.device) for bucket in self._buckets}
         all_buffers = [
             BucketBuffers(
                 bucket,
@@ -427,11 +428,11 @@ class Reducer:
                 self._group.rank,
                 exact=self._exact,
                 control_bytes=form.size_bytes
-                if bucket is self._buckets[-1] and (is_staged or bucket.device.type == "cpu")
+                if bucket is self._buckets[-1] and (bucket.device.type == "cpu" or staged[bucket.device])
                 else 0,
                 local_sockets=self._group.local_sockets,
                 device=bucket.device,
-                is_staged=is_staged,
+                is_staged=staged[bucket.device],
             )
             for bucket in self._buckets
         ]

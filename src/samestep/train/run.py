@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from samestep.data.loader import seed_all
 from samestep.data.pools import Pools
 from samestep.engine.gradient_pass import GradientPass
 from samestep.engine.precision import build_precision
-from samestep.errors import Error, UsageError
+from samestep.errors import Error, InvalidValue, UsageError
 from samestep.plan.schedule import LEAST_SAMPLES, describe
 from samestep.plan.seeds import derive
 from samestep.snapshot.serialization import encode
@@ -187,7 +187,9 @@ class Run:
         """
         return self._position.steps_done
 
-    def prepare(self, *unnamed: Any, override: bool = False, **objects: Any) -> None:
+    def prepare(
+        self, *unnamed: Any, override: bool = False, device_map: Literal["keep"] | None = None, **objects: Any
+    ) -> None:
         """Register everything that has a state, and restore it from the newest snapshot. Call it once.
 
         Works in place: modules move to the device and get the values of rank 0. The names become the keys of snapshots.
@@ -197,6 +199,8 @@ class Run:
                 with `state_dict` and `load_state_dict`, by name.
             override: for a resumed run, use the script's settings of optimizers and schedulers (`lr`, `T_max`) and its
                 data where they differ from those of the run. Without, the run keeps its settings and warns.
+            device_map: "keep" leaves every parameter on the device where the script has put it, for models whose
+                layers are on several devices. None: move all models to the device of the run.
 
         Raises:
             Error: an object has no state_dict, a model was built before the run, a model contains SyncBatchNorm, an
@@ -214,6 +218,8 @@ class Run:
             raise UsageError("run.prepare takes everything by name, run.prepare(model=model, ...), and returns nothing")
         if self._objects:
             raise UsageError("run.prepare was called twice: pass all objects in one call")
+        if device_map not in (None, "keep"):
+            raise InvalidValue(f'device_map must be "keep" or None, not {device_map!r}')
         context, config = self._context, self._context.config
         self._modules = modules = prepared.check(objects, self._old_params)
         self._objects.update(objects)
@@ -223,8 +229,9 @@ class Run:
         self._contents = Contents(objects, modules, context.precision, self._say)
         outline = prepared.outline(objects, modules) | {**self._contents.options.in_force}
         context.group.agree(config.shared() | {"override": self._overrides} | outline)
-        for module in modules.values():
-            module.to(self.device)
+        if device_map is None:
+            for module in modules.values():
+                module.to(self.device)
         if self._tracer is not None:
             self._tracer.prepare(objects, modules)
         context.group.broadcast_tensors([t for m in modules.values() for t in (*m.parameters(), *m.buffers())])

@@ -76,7 +76,6 @@ class Group:
         local_rank: index among the ranks of this node.
         device: where this rank computes.
         local_sockets: sockets to the other ranks if all run on one host, else None.
-        is_staged: tensors are exchanged through host memory.
     """
 
     def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
@@ -84,7 +83,6 @@ class Group:
         self.world_size = world_size
         self.local_rank = rank
         self.device = device
-        self.is_staged = False
         self.local_sockets: LocalSockets | None = None
         self._key = b""  # from the launcher's secret and random parts of all ranks, which the store never holds
         self.forget_stops()
@@ -197,11 +195,16 @@ class Group:
                 bits = tensor if tensor.is_complex() else tensor.view(CARRIERS[tensor.element_size()])
                 by_kind.setdefault((bits.dtype, bits.device), []).append(bits)
             for same_kind in by_kind.values():
-                sent = [bits.to("cpu", copy=True) for bits in same_kind] if self.is_staged else same_kind
+                is_staged = self.needs_staging(same_kind[0].device)
+                sent = [bits.to("cpu", copy=True) for bits in same_kind] if is_staged else same_kind
                 _broadcast_coalesced(process_group, sent, BROADCAST_CHUNK_BYTES, source)
-                if self.is_staged:
+                if is_staged:
                     for bits, copy in zip(same_kind, sent, strict=True):
                         bits.copy_(copy)
+
+    def needs_staging(self, device: torch.device) -> bool:
+        """Return whether tensors on this device are exchanged through host memory."""
+        return needs_staging(device)
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
@@ -291,7 +294,6 @@ def open_group(
             say(sentence)
 
     if group.world_size > 1:
-        group.is_staged = needs_staging(device)
         group.local_sockets = connect(group, timeout_s, (describe_software(), secrets.token_bytes(MAC_BYTES)), check)
     return group
 
