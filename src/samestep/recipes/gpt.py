@@ -1,4 +1,4 @@
-"""A GPT-2 language model, on the Python standard library's source by default: readable code in minutes.
+"""A GPT-2 language model, trained on the source of Python's standard library or on text of yours.
 
 samestep train gpt --nproc-per-node 2
 samestep train gpt --preset small --data tokens --steps 5000 --precision bf16 --compile
