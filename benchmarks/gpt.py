@@ -242,8 +242,8 @@ def run_loader(windows: Windows) -> Iterator[None]:
     source = Source(windows, collate_fn=torch.from_numpy)
     for epoch in itertools.count():
         order = build_order(len(windows), seed=0, epoch=epoch, shuffle=True)
-        spans = [(k, k + LOADED_SIZE) for k in range(0, len(windows) - LOADED_SIZE + 1, LOADED_SIZE)]
-        tasks = (Task(order.take(*span), derive(0, "data", step=k)) for k, span in enumerate(spans))
+        starts = range(0, len(windows) - LOADED_SIZE + 1, LOADED_SIZE)
+        tasks = (Task(order.take(k, k + LOADED_SIZE), derive(0, "data", step=k)) for k in starts)
         with Loader(source, tasks, device=torch.device("cpu")) as loader:
             for _ in loader:
                 yield
