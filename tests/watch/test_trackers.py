@@ -182,7 +182,7 @@ def test_a_failing_finish_does_not_keep_others_from_theirs() -> None:
 def test_a_tracker_that_cannot_start_stops_a_new_run_and_the_others() -> None:
     good, bad = Listed(), Listed("start")
     trackers = Trackers([good, bad], pytest.fail)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(Error, match=r"^tracker Listed cannot start \(RuntimeError: no connection\): set up its"):
         trackers.start(about(None))
     assert good.heard[-1] == ("finish", "failed")
     assert bad.heard == []

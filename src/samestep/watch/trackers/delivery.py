@@ -11,6 +11,7 @@ import torch
 
 from samestep.errors import Error
 from samestep.watch.trackers.protocol import Tracker, TrackerInfo
+from samestep.world.environment import advise
 
 MAX_BYTES = 64 << 20  # of rows that wait for one tracker
 PATIENCE_S = 60.0  # at the end, for one call of a tracker
@@ -33,8 +34,8 @@ class Trackers:
         """Start all trackers.
 
         Raises:
-            Exception: of a tracker that cannot start; the others are finished. A run that resumes continues without
-                the tracker, and starts it later, unless the exception is an `Error`.
+            Error: a tracker cannot start; the others are finished. A run that resumes continues without the tracker,
+                and starts it later, unless the tracker itself raises an `Error`.
         """
         try:
             for tracker in self._trackers:
@@ -91,7 +92,8 @@ class _Delivery:
             raise
         except Exception as error:
             if not self._info.resumed_step:
-                raise
+                advice = f"set up its service, or train without it: {advise(trackers='none')}"
+                raise Error(f"tracker {self.name} cannot start ({_describe(error)}): {advice}") from error
             self._failure = _describe(error)
         self._thread.start()
 
