@@ -268,7 +268,7 @@ def test_the_commit_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     script = tmp_path / "sub" / "script.py"
     script.parent.mkdir()
     script.write_text("")
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script))
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
     assert read_commit() == {}
     git("init")
     assert read_commit() == {}  # no commit yet
@@ -444,7 +444,7 @@ def run_for_real(tracker: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -
     command = [sys.executable, "-c", REAL_RUNS, tracker, str(run_dir)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     assert done.returncode == 0, done.stdout
-    return (run_dir / f"{tracker.lower()}.id").read_text().split()[0]
+    return str(json.loads((run_dir / "trackers.json").read_text())[tracker.lower()]["id"])
 
 
 # Steps of the run before it goes back, each once though two were repeated after the crash, and of the run after it.

@@ -25,7 +25,7 @@ from samestep.snapshot.manifest import find_damage
 from samestep.snapshot.object_store import Unreachable
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.store import SNAPSHOTS, Snapshot
-from samestep.watch.records import LEDGER, METRICS, RECORD, RESTARTS, STATUS, count_lines, list_orders
+from samestep.watch.records import LEDGER, METRICS, RECORD, RESTARTS, STATUS, TRACKERS, count_lines, list_orders
 from samestep.world.environment import read_host
 from samestep.world.group import Group
 
@@ -359,10 +359,10 @@ def _list_files(directory: RunDirectory, chosen: Snapshot | None, *, is_source: 
         By name: size, how many of the first bytes belong to the snapshot; content, their sha256; worth: the node with
         the greatest one sends the file to those that hold another one.
     """
-    # These two are of the last start, which may have begun without the node that has the snapshot.
+    # These are of the last start, which may have begun without the node that has the snapshot.
     last_start = [count_lines(directory.path / RESTARTS), (directory.path / STATUS).exists()]
     wanted: dict[str, tuple[int, list[int]]] = {
-        name: (_measure(directory.path / name), last_start) for name in (RESTARTS, STATUS)
+        name: (_measure(directory.path / name), last_start) for name in (RESTARTS, STATUS, TRACKERS)
     }
     if chosen is not None:
         wanted[RECORD] = _measure(directory.path / RECORD), [is_source]

@@ -23,10 +23,11 @@ RANKS = "ranks.json"  # the live state of every rank, written by rank 0
 STATUS = "status.json"  # whether the run is running, and how it ended
 RESTARTS = "restarts.jsonl"  # one line for each start but the first: time, reason, first step
 METRICS = "metrics.jsonl"  # one line for each logged row
+TRACKERS = "trackers.json"  # the run's id at each service of a tracker
 LEDGER = "ledger.bin"  # one record for each finished step: the samples it used
 ORDERS = "orders"  # a directory: the sample order of each epoch, if a sampler gives it
 LOGS = "logs"  # a directory: the output of each start's ranks
-SHARED = (RECORD, RESTARTS, STATUS, LEDGER, METRICS)  # what a copy of the run holds besides orders and snapshots
+SHARED = (RECORD, RESTARTS, STATUS, TRACKERS, LEDGER, METRICS)  # what a copy holds besides orders and snapshots
 
 MOST_ROWS_BYTES = 64 << 20
 
@@ -46,6 +47,7 @@ _SHAPES = {
         "status?": is_text, "reason?": is_text, "host?": is_text, "process?": is_count, "steps?": is_count,
         "lost?": is_text, "measured?": is_object,
     },
+    TRACKERS: is_object,
     RESTARTS: {"reason": is_text, "from_step": is_count},  # each line
     RANKS: {"time_s": is_number, "micro_batch_size": is_count, "ranks": [_RANK]},
 }  # fmt: skip

@@ -1,11 +1,12 @@
 """How a tracker continues what an earlier process of the run has logged."""
 
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from samestep.files import read_bytes, replace_file
-from samestep.watch.records import METRICS, RECORD, read_or_empty, read_rows
+from samestep.files import fits, is_count, is_text, replace_file
+from samestep.watch.records import METRICS, RECORD, TRACKERS, read_or_empty, read_rows
 from samestep.watch.trackers.protocol import TrackerInfo
 
 Point = tuple[str, int, float]  # name, step, value
@@ -16,24 +17,27 @@ def find_id(directory: Path | None, service: str) -> tuple[str, bool]:
 
     Args:
         directory: run directory.
-        service: "wandb" for the id in the file `wandb.id`.
+        service: name of the service in `trackers.json`.
 
     Returns:
         The id, "" if there is none yet or the run went back to an earlier step since; and whether it went back.
         Points cannot be removed at a service, so a run that went back continues under another id.
     """
-    path = None if directory is None else directory / f"{service}.id"
-    words = read_bytes(path).decode(errors="replace").split() if path is not None and path.exists() else []
-    if not words or directory is None:
+    if directory is None:
         return "", False
-    is_rewound = (words[1:] or ["0"])[0] != str(_count_rewinds(directory))
-    return "" if is_rewound else words[0], is_rewound
+    known: Any = read_or_empty(directory / TRACKERS).get(service)
+    if not fits(known, {"id": is_text, "num_rewinds": is_count}):
+        return "", False
+    is_rewound = known["num_rewinds"] != _count_rewinds(directory)
+    return "" if is_rewound else known["id"], is_rewound
 
 
 def keep_id(directory: Path | None, service: str, run_id: str) -> None:
     """Write the id that `find_id` returns at the next start."""
     if directory is not None:
-        replace_file(directory / f"{service}.id", f"{run_id} {_count_rewinds(directory)}\n".encode())
+        ids = read_or_empty(directory / TRACKERS)
+        ids[service] = {"id": run_id, "num_rewinds": _count_rewinds(directory)}
+        replace_file(directory / TRACKERS, json.dumps(ids, indent=2).encode())
 
 
 def _count_rewinds(directory: Path) -> int:
