@@ -52,6 +52,25 @@ def run_translate(args: list[str]) -> int:
         raise Error(
             f"--device {options.device} cannot be used ({str(error).partition(chr(10))[0]}): name another"
         ) from None
+    import torch
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # for one line at a time, threads cost more than they save
+    try:
+        num_skipped = _translate_lines(vocabulary, model, options)
+    finally:
+        torch.set_num_threads(num_threads)
+    if num_skipped:
+        say(f"{num_skipped} lines were too long for the model and left empty")
+    return 0
+
+
+def _translate_lines(vocabulary: "Vocabulary", model: "Seq2Seq", options: argparse.Namespace) -> int:
+    """Print the translation of each line of the input. Returns the number of lines that were too long.
+
+    Raises:
+        Error: a line is too long, and was not to be skipped, or is not UTF-8.
+    """
     num_skipped = 0
     for number, line in enumerate(_read_lines(), start=1):
         tokens = vocabulary.encode(line)
@@ -62,15 +81,11 @@ def run_translate(args: list[str]) -> int:
                 "divide it, or leave such lines empty by --skip-long"
             )
         num_skipped += is_long
-        rows = (
-            model.translate(tokens.to(options.device), options.beam, options.length_penalty)
-            if line and not is_long
-            else []
-        )
+        rows = []
+        if line and not is_long:
+            rows = model.translate(tokens.to(options.device), options.beam, options.length_penalty)
         print(" ".join(" ".join(vocabulary.target.decode(rows)).split()), flush=True)
-    if num_skipped:
-        say(f"{num_skipped} lines were too long for the model and left empty")
-    return 0
+    return num_skipped
 
 
 def _build_parser() -> CommandParser:
