@@ -102,12 +102,17 @@ def test_one_rank_repeats_and_resumes(device: str, tmp_path: Path) -> None:
 
 
 # Up to 4 MiB of all ranks' parts are sent directly; more by halving and doubling, or in chunks for 3 ranks.
-@pytest.mark.parametrize(("world_size", "width"), [(2, 32), (3, 32), (4, 32), (2, 30_000), (3, 30_000)])
-@pytest.mark.parametrize("device", [CUDA, "cpu"])
+SIZES = [(2, 32), (3, 32), (4, 32), (2, 30_000), (3, 30_000)]
+
+
+@pytest.mark.parametrize(
+    ("device", "world_size", "width"),
+    [pytest.param("cuda", *size, marks=pytest.mark.gpu) for size in SIZES]
+    + [pytest.param("cpu", *size, marks=pytest.mark.soak) for size in SIZES[:-1]]
+    + [("cpu", *SIZES[-1])],
+)
 def test_ranks_share_a_gpu(device: str, world_size: int, width: int, tmp_path: Path) -> None:
     """On the CPU, too, gradients are copied to the memory that is exchanged."""
-    if device == "cpu" and (world_size, width) not in [(2, 32), (3, 30_000)]:
-        pytest.skip("like others on the CPU")
     is_staged = device == "cpu"
     found = spawn(tmp_path / "many", device, world_size, width=width, is_staged=is_staged)
     assert found == spawn(tmp_path / "one", device, width=width)
