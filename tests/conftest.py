@@ -22,6 +22,7 @@ from support.strikes import Strike, format_tables, read_strikes
 LAUNCHERS = ("SAMESTEP_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
 SERVERS = ("launch.forkserver", "support.preloaded", "support.command_server", "multiprocessing.resource_tracker")
 GRACE_S = 20.0
+PID = os.getpid()
 LONG = ("test_slurm.py", "test_docs.py", "test_typed.py")
 
 use_for_spawn()
@@ -140,6 +141,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Those that wait longest begin first, so that no worker is left alone with them at the end."""
     items.sort(key=lambda item: not any(name in item.nodeid for name in LONG))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
+    """A child that a test has forked ends here: it would otherwise run the next tests, as a second worker."""
+    if os.getpid() != PID:
+        print("a forked child has left its test", call.excinfo and call.excinfo.getrepr(), file=sys.stderr, flush=True)
+        os._exit(1)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
