@@ -152,7 +152,9 @@ def test_a_forked_child_leaves_the_workers_to_its_parent(pools: Pools) -> None:
     _, before = evaluate(pools, source)
     pid = os.fork()
     if pid == 0:
-        dataloader._MultiProcessingDataLoaderIter._clean_up_persistent_workers_atexit()
+        iterator: Any = dataloader._MultiProcessingDataLoaderIter
+        if hasattr(iterator, "_clean_up_persistent_workers_atexit"):  # not in torch 2.11
+            iterator._clean_up_persistent_workers_atexit()
         pools.close()
         os._exit(0)
     os.waitpid(pid, 0)
