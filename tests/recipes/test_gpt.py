@@ -159,6 +159,25 @@ def test_flops_are_those_of_the_formula() -> None:
     assert model.count_flops_per_token(10) == 6 * (num_matrix + num_vector) + 12 * 3 * 16 * 10
 
 
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA A10G", None),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("Tesla T4", None),
+    ],
+)
+def test_peaks_are_those_of_whole_known_gpus(name: str, peak: float | None) -> None:
+    assert gpt.look_up_peak(name) == peak
+
+
 def test_generation() -> None:
     model, prompt = build_model(), torch.tensor([1, 2, 3])
 

@@ -9,6 +9,7 @@ import argparse
 import difflib
 import json
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -30,8 +31,8 @@ LEARNING_RATES = {"tiny": 2e-3, "small": 1e-3, "gpt2": 6e-4}
 # name comes before its beginning.
 PEAK_FLOPS = {
     "A100": 312e12, "A10": 125e12, "B200": 2250e12, "GH200": 989e12, "H100 NVL": 835e12, "H100 PCIe": 756e12,
-    "H100": 989e12, "H200": 989e12, "L40S": 362e12, "L4": 121e12, "RTX A6000": 155e12, "RTX 3090": 71e12,
-    "RTX 4090": 165e12,
+    "H100": 989e12, "H200 NVL": 835e12, "H200": 989e12, "L40S": 362e12, "L4": 121e12, "RTX A6000": 155e12,
+    "RTX 3090": 71e12, "RTX 4090": 165e12,
 }  # fmt: skip
 
 
@@ -70,11 +71,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-workers", type=int, default=0, help="DataLoader workers per rank (default: 0)")
     parser.add_argument("--run-dir", default="runs/gpt", help="default: runs/gpt")
     args = parser.parse_args(argv)
-    for name in ("steps", "batch_size", "eval_every", "eval_samples", "patience"):
-        if getattr(args, name) < 1:
+    for name in ("steps", "batch_size", "eval_every", "eval_samples", "patience", "context"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}: give 1 or more")
-    if args.context is not None and args.context < 1:
-        parser.error(f"--context is {args.context}: give 1 or more")
     if not 0 < args.held_out < 1:
         parser.error(f"--held-out is {args.held_out}: give a fraction between 0 and 1")
     if args.preset and args.init_from:
@@ -194,8 +193,14 @@ def find_peak_flops(run: samestep.Run) -> float | None:
     with run.autocast():
         if run.device.type != "cuda" or not torch.is_autocast_enabled("cuda"):
             return None
-    name = torch.cuda.get_device_name(run.device)
-    return next((peak * run.world_size for part, peak in PEAK_FLOPS.items() if part in name), None)
+    return (look_up_peak(torch.cuda.get_device_name(run.device)) or 0) * run.world_size or None
+
+
+def look_up_peak(name: str) -> float | None:
+    """Return the peak of a GPU by the name that torch gives it; None for an unknown one and for parts."""
+    if re.search(r"\b(Laptop|MIG|Max-Q|D)\b", name):
+        return None
+    return next((peak for part, peak in PEAK_FLOPS.items() if re.search(rf"\b{part}\b", name)), None)
 
 
 class Throughput:
