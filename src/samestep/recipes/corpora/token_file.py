@@ -236,7 +236,7 @@ def hash_file(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def read_pieces(file: Path, piece_bytes: int = 1 << 20) -> Iterator[bytes]:
+def read_pieces(file: Path, piece_bytes: int = 1 << 16) -> Iterator[bytes]:
     """Yield the content of a file in pieces of whole lines, so that no character of UTF-8 is divided."""
     with open(file, "rb") as opened:
         while lines := opened.readlines(piece_bytes):
