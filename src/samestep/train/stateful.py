@@ -9,6 +9,7 @@ from weakref import ref
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
@@ -41,7 +42,7 @@ def check(objects: Objects, old_params: OldParams) -> dict[str, nn.Module]:
             raise InvalidType(
                 f"{name} is wrapped in {type(thing).__name__}: pass the bare model, samestep reduces gradients"
             )
-        if isinstance(thing, torch.amp.GradScaler):
+        if isinstance(thing, GradScaler):
             raise InvalidType(
                 f"{name} is a GradScaler: leave it out, samestep.Run(precision='fp16') scales the loss itself"
             )

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
@@ -79,7 +80,7 @@ class Unprepared(StepObserver):
             self._warn(changed)
 
     def _warn(self, changed: Mapping[str, Any]) -> None:
-        scalers = {path: thing for path, thing in changed.items() if isinstance(thing, torch.amp.GradScaler)}
+        scalers = {path: thing for path, thing in changed.items() if isinstance(thing, GradScaler)}
         generators = {path: thing for path, thing in changed.items() if isinstance(thing, KINDS)}
         others = {path: thing for path, thing in changed.items() if path not in scalers and path not in generators}
         for things, cure in (
