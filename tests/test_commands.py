@@ -97,6 +97,7 @@ def test_a_module_that_fails(tmp_path: Path) -> None:
         assert (forked.returncode, forked.stdout, forked.stderr) == (real.returncode, real.stdout, real.stderr)
 
 
+@pytest.mark.soak  # two whole runs by new interpreters
 @pytest.mark.parametrize("start", [[], ["-m", "samestep", "launch", "--nproc-per-node", "2"]], ids=["python", "launch"])
 def test_bits_and_words_of_a_run(tmp_path: Path, start: list[str]) -> None:
     """The same state, to the last bit, and the same output."""

@@ -24,6 +24,8 @@ PAGES += sorted((ROOT / "docs").rglob("*.md"))
 USED = (ROOT, ROOT / "docs", ROOT / "docs" / "recipes")  # whose pages are about using samestep
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 TIMEOUT_S = 120
+DOCS = ROOT / "docs"
+LONG = ("coming-from.md",)  # the recipes' pages, too: the tests of recipes and adapters run the same code
 
 
 def find_blocks(page: Path, language: str) -> list[str]:
@@ -74,7 +76,11 @@ def write_scripts(page: Path, directory: Path) -> list[str]:
 @pytest.mark.timeout(900)  # a dozen commands, each with its own limit
 @pytest.mark.parametrize(
     "page",
-    [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "recipes").glob("*.md"))],
+    [
+        ROOT / "README.md",
+        *(pytest.param(page, marks=[pytest.mark.soak] * (page.name in LONG)) for page in sorted(DOCS.glob("*.md"))),
+        *(pytest.param(page, marks=pytest.mark.soak) for page in sorted((DOCS / "recipes").glob("*.md"))),
+    ],
     ids=lambda page: page.name,
 )
 def test_pages(page: Path, tmp_path: Path) -> None:

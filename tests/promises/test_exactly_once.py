@@ -136,7 +136,7 @@ def test_every_tail(tmp_path: Path, length: int, world_size: int) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_any_numbers(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     """The steps of any number of ranks are those of one."""
     world_size = data.draw(st.integers(2, 6), "ranks")

@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 import samestep
 
 Row = dict[str, Any]
-FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 class Weighted(Dataset[tuple[int, Tensor, Tensor, Tensor]]):

@@ -86,7 +86,7 @@ STATES = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(state=STATES)
 def test_any_state_comes_back_exactly(state: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     directory = tmp_path_factory.getbasetemp()
@@ -95,7 +95,7 @@ def test_any_state_comes_back_exactly(state: Any, tmp_path_factory: pytest.TempP
     assert digest(restored) == digest(state)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(tensor=make_tensors())
 def test_a_dense_tensor_keeps_its_strides(tensor: torch.Tensor, tmp_path_factory: pytest.TempPathFactory) -> None:
     restored = restore({"t": tensor}, tmp_path_factory.getbasetemp())["t"]

@@ -85,7 +85,7 @@ UNPOOL = (
 
 @pytest.mark.parametrize(
     ("faults", "words"),
-    one_in(8, [
+    one_in(16, [
         # A generator of the script's own: seeded once, by nobody, in the model, in the data set.
         ({"before": "rng = np.random.default_rng(3)", "in_micro_batch": "x = x + float(rng.normal())"},
          ["differs from step 0", "first: model.layers.0.weight", " ulp ", "rng (Generator) draws in the steps"]),
@@ -131,7 +131,7 @@ BIAS = "model.layers[0].bias.data += "
 
 @pytest.mark.parametrize(
     ("kind", "words", "faults"),
-    one_in(10, [
+    one_in(20, [
         (GENERATOR, "rng (Random) draws",
          {"before": "rng = random.Random()", "in_micro_batch": "x = x + rng.random()"}),
         (GENERATOR, "numpy.random in planted.py:",
@@ -195,7 +195,7 @@ def test_harmless_uses_are_no_cause(verify: Any) -> None:
 
 @pytest.mark.parametrize(
     ("module", "words"),
-    one_in(6, [
+    one_in(12, [
         ("RNG = np.random.default_rng(3)\ndef noise(): return float(RNG.random())",
          "lib.noise.RNG (Generator) draws in the steps"),
         ("def draw(rng=np.random.default_rng(3)): return float(rng.random())\nnoise = functools.partial(draw)",
@@ -269,7 +269,7 @@ WEIGHTED = "(F.cross_entropy(model(x), y, reduction='none') * (1 + y)).sum() / (
 
 @pytest.mark.parametrize(
     ("faults", "words"),
-    one_in(6, [
+    one_in(12, [
         ({"swap": "step.backward(loss -> step.backward(loss / run.world_size"},
          ["the gradient of step 0 on 3 ranks is not the average over the batch", "is off by 6.7e-01 of its norm"]),
         ({"swap": f"{CROSS_ENTROPY} -> F.cross_entropy(model(x), y, reduction='sum')"},
@@ -292,7 +292,7 @@ def test_a_wrong_average_is_found_and_named(verify: Any, faults: dict[str, str],
 
 @pytest.mark.parametrize(
     ("faults", "words"),
-    one_in(10, [
+    one_in(20, [
         ({"swap": f"{CROSS_ENTROPY} -> {WEIGHTED}", "weight": ", weight=(1 + y).sum()"},
          ["the loss of 8 samples is the weighted mean"]),
         ({"top": PAD, "in_epoch": EVALUATE.replace("SCORE", "(words.sum() / (words > 0).sum(), (words > 0).sum())")},
