@@ -37,7 +37,7 @@ $(VENV)/installed: pyproject.toml
 
 $(VENV)/installed-dev: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet "$(TORCH)" --editable ".[dev]"
+	$(BIN)/pip install --quiet --no-compile "$(TORCH)" --editable ".[dev]"
 	touch $(VENV)/installed $@
 
 clean:
