@@ -12,6 +12,7 @@ train: $(VENV)/installed
 
 test: $(VENV)/installed-dev
 	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/python -m compileall -q src tests  # read by many processes, which may not write it
 	$(BIN)/pytest -n 3 --dist worksteal -m "not soak"
 
 # Run the tests that need a GPU. One is enough: ranks share it.
@@ -37,7 +38,7 @@ $(VENV)/installed: pyproject.toml
 
 $(VENV)/installed-dev: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --no-compile "$(TORCH)" --editable ".[dev]"
+	$(BIN)/pip install --quiet "$(TORCH)" --editable ".[dev]"
 	touch $(VENV)/installed $@
 
 clean:

@@ -70,6 +70,7 @@ def run_twice(*words: str | Path, cwd: Path, **more: object) -> list[subprocess.
     ]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("kind", one_in(3, ["script", "module", "code"]))
 def test_a_program_finds_the_same(tmp_path: Path, kind: str) -> None:
     (tmp_path / "program.py").write_text(EVERYTHING)

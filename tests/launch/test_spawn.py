@@ -78,6 +78,7 @@ def test_later_spawns_are_forked_from_the_process_of_the_first() -> None:
     assert samestep.spawn(os.getppid, 2) == first
 
 
+@pytest.mark.soak
 def test_spawns_beside_each_other() -> None:
     sums = []
     threads = [
@@ -224,6 +225,7 @@ samestep.spawn(stay, 2)
 """
 
 
+@pytest.mark.soak
 def test_a_script_without_a_guard_whose_ranks_do_not_outlive_it(command: Command) -> None:
     command.write("script.py", SCRIPT)
     script = command.start("script.py", program="")

@@ -193,6 +193,7 @@ def test_a_host_that_cannot(command: Command, hosts: SshHosts, fault: str, tmp_p
     assert not (command.directory / "started").exists()
 
 
+@pytest.mark.soak
 def test_nobody_says_anything_any_more(command: Command) -> None:
     """A connection that is lost without a word ends the launcher, too; the run can save."""
     command.write("stoppable.py", STOPPABLE)

@@ -72,6 +72,7 @@ def test_output_that_cannot_be_written(command: Command) -> None:
             assert done.returncode == 2
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("program", one_in(4, ["samestep", ""]))
 def test_names_that_the_output_lacks(command: Command, program: str) -> None:
     command.write("train.py", SCRIPT)
@@ -105,6 +106,7 @@ def test_a_tidied_directory_for_temporary_files(command: Command, how: str) -> N
     command.assert_no_files_left()
 
 
+@pytest.mark.soak
 def test_a_terminal_that_is_gone(command: Command) -> None:
     """As after an ssh that was cut, for a run that does not heed SIGHUP."""
     command.write("train.py", SCRIPT)

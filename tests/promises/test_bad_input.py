@@ -374,6 +374,7 @@ def test_ranks_that_run_something_else(tmp_path: Path, change: str, said: str) -
     assert not (tmp_path / "x").exists()
 
 
+@pytest.mark.soak
 def test_once_under_torchrun(tmp_path: Path) -> None:
     """Its own words follow, and its own exit code."""
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

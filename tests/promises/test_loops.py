@@ -110,6 +110,7 @@ def test_any_number_of_ranks(tmp_path: Path, undisturbed: Outcome, world_size: i
     assert read(tmp_path / "run") == undisturbed
 
 
+@pytest.mark.soak
 def test_killed_and_stopped_everywhere(tmp_path: Path, undisturbed: Outcome) -> None:
     """In the first loop, in its last step, between two loops, inside later ones."""
     run_dir = tmp_path / "run"
