@@ -486,6 +486,24 @@ def read_run(run: Path, called: str) -> dict[str, Any]:
         ) from None
 
 
+def find_snapshot(store: Store, called: str, which: int | str) -> Snapshot:
+    """Find the snapshot that a tool shows or reads, as `Store.find`. `called`: the run as the user gave it.
+
+    Raises Error if there is none.
+    """
+    snapshot = store.find(which, warn=say)
+    if snapshot is None:
+        raise Error(f"{called} has no snapshot yet")
+    return snapshot
+
+
+def read_snapshot(run: Path, called: str, which: int | str, shape: Any) -> tuple[Snapshot, dict[str, Any]]:
+    """Find a snapshot of a run for a tool, and read its state. Arguments as for `find_snapshot` and `Store.read`."""
+    store = Store(run)
+    snapshot = find_snapshot(store, called, which)
+    return snapshot, store.read(snapshot, shape)
+
+
 def place_of(snapshot: Snapshot) -> str:
     """Return the name of a snapshot's directory at a URL."""
     return f"{snapshot.name}.step-{snapshot.step:08d}" if snapshot.name else snapshot.label

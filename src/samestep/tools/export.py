@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from samestep.console import escape, say
+from samestep.console import escape
 from samestep.errors import Error
 from samestep.files import is_object, replacing
-from samestep.snapshot.object_store import open_run, read_run
-from samestep.snapshot.store import Store
+from samestep.snapshot.object_store import open_run, read_run, read_snapshot
 from samestep.tools.inspect import CommandParser, parse_which
 
 if TYPE_CHECKING:
@@ -32,11 +31,8 @@ def run_export(args: list[str]) -> int:
         raise Error(f"{options.file} ends in none of {', '.join(SUFFIXES)}: name a file that does")
     with open_run(options.run, which=options.snapshot) as run:
         read_run(run, options.run)
-        store = Store(run)
-        snapshot = store.find(options.snapshot, warn=say)
-        if snapshot is None:
-            raise Error(f"{options.run} has no snapshot yet")
-        objects = store.read(snapshot, {"objects": is_object})["objects"]
+        snapshot, contents = read_snapshot(run, options.run, options.snapshot, {"objects": is_object})
+    objects = contents["objects"]
     name = options.object or _choose(objects)
     if name not in objects:
         raise Error(f"the snapshot holds no {name}: it holds {', '.join(objects)}; name one of them by --object")
@@ -106,17 +102,19 @@ def _is_average(state: Any) -> bool:
     return all(key == "n_averaged" or key.startswith("module.") for key in state)
 
 
-def _take_tensors(state: Any) -> tuple[dict[str, "Tensor"], dict[str, Any]]:
-    """Copy the tensors of a module's state_dict. Returns them and the other entries.
+def unwrap_average(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state of an AveragedModel under the names of its model, without the count of updates."""
+    return {key.removeprefix("module."): value for key, value in state.items() if key != "n_averaged"}
 
-    An AveragedModel is exported under the names of its model, without the count of updates.
-    """
+
+def _take_tensors(state: Any) -> tuple[dict[str, "Tensor"], dict[str, Any]]:
+    """Copy the tensors of a module's state_dict. Returns them and the other entries."""
     import torch
 
     if not isinstance(state, dict):
         return {}, {}
     if _is_average(state):
-        state = {key.removeprefix("module."): value for key, value in state.items() if key != "n_averaged"}
+        state = unwrap_average(state)
     tensors = {str(key): value for key, value in state.items() if isinstance(value, torch.Tensor)}
     # Tied weights are written under each of their names, as readers of safetensors expect.
     others = {str(key): value for key, value in state.items() if str(key) not in tensors}

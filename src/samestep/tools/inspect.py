@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from samestep.console import describe_age, describe_size, escape, list_values, print_table, say, to_text
+from samestep.console import describe_age, describe_size, escape, list_values, print_table, to_text
 from samestep.errors import Error
 from samestep.snapshot.manifest import find_damage
-from samestep.snapshot.object_store import open_run, read_run
+from samestep.snapshot.object_store import find_snapshot, open_run, read_run
 from samestep.snapshot.store import Snapshot, Store
 from samestep.tools.audit import show_samples
 from samestep.tools.compare import compare_runs, find_runs, list_runs, read_last_values, read_state
@@ -79,9 +79,7 @@ def parse_which(text: str) -> int | str:
 
 
 def _show_digest(directory: Path, options: argparse.Namespace) -> int:
-    snapshot = Store(directory).find(options.step, warn=say)
-    if snapshot is None:
-        raise Error(f"{options.run} has no snapshot yet")
+    snapshot = find_snapshot(Store(directory), options.run, options.step)
     digest = snapshot.manifest["digest"]
     if options.json:
         print(json.dumps({"step": snapshot.step, "name": snapshot.name, "digest": digest}))

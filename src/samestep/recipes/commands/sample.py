@@ -7,11 +7,10 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from samestep.console import escape, say
+from samestep.console import escape
 from samestep.errors import Error
 from samestep.files import fits, is_count, is_flag, is_number, is_object, is_text
-from samestep.snapshot.object_store import open_run, read_run
-from samestep.snapshot.store import Store
+from samestep.snapshot.object_store import open_run, read_run, read_snapshot
 from samestep.tools.inspect import CommandParser, parse_which
 
 if TYPE_CHECKING:
@@ -85,11 +84,7 @@ def _load(directory: Path, called: str, which: int | str) -> tuple["GPT2", "Toke
     another = Error(f"{called} is no run of the recipe gpt: name one that samestep train gpt has made")
     if not fits(read_run(directory, called).get("config"), CONFIG):
         raise another
-    store = Store(directory)
-    snapshot = store.find(which, warn=say)
-    if snapshot is None:
-        raise Error(f"{called} has no snapshot yet")
-    saved = store.read(snapshot, {"objects": is_object, "state": is_object})
+    _, saved = read_snapshot(directory, called, which, {"objects": is_object, "state": is_object})
     if not fits(saved, SAVED):
         raise another
     objects, sizes = saved["objects"], saved["state"]["model"]

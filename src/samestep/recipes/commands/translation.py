@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from samestep.console import say
 from samestep.errors import Error
 from samestep.files import is_object
-from samestep.snapshot.object_store import open_run, read_run
-from samestep.snapshot.store import Store
+from samestep.snapshot.object_store import open_run, read_run, read_snapshot
+from samestep.tools.export import unwrap_average
 from samestep.tools.inspect import CommandParser, parse_which
 
 if TYPE_CHECKING:
@@ -40,12 +40,8 @@ def run_translate(args: list[str]) -> int:
         raise Error(f"--beam must be at least 1, not {options.beam}")
     with open_run(options.run, which=options.snapshot) as run:
         read_run(run, options.run)
-        store = Store(run)
-        snapshot = store.find(options.snapshot, warn=say)
-        if snapshot is None:
-            raise Error(f"{options.run} has no snapshot yet")
-        objects = store.read(snapshot, {"objects": is_object})["objects"]
-    vocabulary, model = _build_model(objects, options.run)
+        _, contents = read_snapshot(run, options.run, options.snapshot, {"objects": is_object})
+    vocabulary, model = _build_model(contents["objects"], options.run)
     try:
         model.to(options.device)
     except (RuntimeError, AssertionError) as error:  # torch raises either
@@ -129,7 +125,7 @@ def _build_model(objects: Mapping[str, Any], run: str) -> "tuple[Vocabulary, Seq
     vocabulary = Vocabulary(Tokenizer(saved["source"]), Tokenizer(saved["target"]), saved["settings"])
     weights = objects["model"]
     if average := objects.get("ema"):
-        weights = {key.removeprefix("module."): value for key, value in average.items() if key != "n_averaged"}
+        weights = unwrap_average(average)
     model = vocabulary.build_model()
     model.load_state_dict(weights)
     return vocabulary, model.eval()
