@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 import samestep
+from samestep.recipes.corpora.text_tokenizer import train_byte_level
 
 SPECIAL = ("[PAD]", "[START]", "[END]")  # ids 0, 1 and 2
 LEAST_SIZE = 256 + len(SPECIAL)  # a token for each byte
@@ -32,16 +33,7 @@ class Tokenizer:
     @classmethod
     def train(cls, sentences: Sequence[str], size: int) -> Self:
         """Return a tokenizer of at most `size` tokens, trained on sentences. Raises Error."""
-        library = _import_library()
-        tokenizer = library.Tokenizer(library.models.BPE())
-        tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=True)
-        tokenizer.decoder = library.decoders.ByteLevel()
-        alphabet = library.pre_tokenizers.ByteLevel.alphabet()
-        trainer = library.trainers.BpeTrainer(
-            vocab_size=size, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
-        )
-        tokenizer.train_from_iterator(sentences, trainer)
-        return cls(tokenizer.to_str())
+        return cls(train_byte_level(_import_library(), sentences, size, SPECIAL, adds_space=True))
 
     def __len__(self) -> int:
         return int(self._tokenizer.get_vocab_size())

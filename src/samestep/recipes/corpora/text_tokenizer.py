@@ -147,16 +147,33 @@ def train_bpe(texts: Iterable[bytes], vocabulary_size: int) -> Tokenizer:
         Error: the library is not installed.
         UnicodeDecodeError: a text is not UTF-8.
     """
-    library = import_tokenizers()
+    decoded = (text.decode() for text in texts)
+    return build_bpe(train_byte_level(import_tokenizers(), decoded, vocabulary_size, [END], min_frequency=2).encode())
+
+
+def train_byte_level(
+    library: Any, texts: Iterable[str], size: int, special: Sequence[str], *, adds_space: bool = False,
+    min_frequency: int = 0,
+) -> str:  # fmt: skip
+    """Train a BPE with a token for each byte, and return its definition as JSON.
+
+    Args:
+        library: the package `tokenizers`.
+        size: number of tokens at most.
+        special: tokens that are in no text. They get the first numbers.
+        adds_space: a text begins with a space, so that its first word is as any other.
+        min_frequency: how often a pair occurs that becomes a token.
+    """
     tokenizer = library.Tokenizer(library.models.BPE())
-    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=adds_space)
     tokenizer.decoder = library.decoders.ByteLevel()
     trainer = library.trainers.BpeTrainer(
-        vocab_size=vocabulary_size, special_tokens=[END], show_progress=False, min_frequency=2,
+        vocab_size=size, special_tokens=list(special), show_progress=False, min_frequency=min_frequency,
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
-    tokenizer.train_from_iterator((text.decode() for text in texts), trainer)
-    return build_bpe(tokenizer.to_str().encode())
+    tokenizer.train_from_iterator(texts, trainer)
+    definition: str = tokenizer.to_str()
+    return definition
 
 
 def read_tokenizer(file: Path) -> Tokenizer:
