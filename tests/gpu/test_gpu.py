@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 import samestep
 from samestep.snapshot.store import Store
-from samestep.world import group
+from samestep.world.group import Group
 
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 DEVICES = [CUDA, pytest.param("cpu", marks=pytest.mark.soak)]
@@ -54,7 +54,7 @@ def train(
 ) -> str:  # fmt: skip
     """Trains two epochs of four steps, and returns the type of the device."""
     if is_staged:
-        group.needs_staging = lambda device: True
+        Group.needs_staging = lambda group, device: True
     run = samestep.Run(
         run_dir,
         batch_size=16,

@@ -63,11 +63,6 @@ def choose_device(environment: Environment, wanted: str | None, backend: str | N
     return torch.device("cuda", environment.local_rank % num_gpus)
 
 
-def needs_staging(device: torch.device) -> bool:
-    """Return whether tensors on this device are exchanged through host memory, since the backend is not NCCL."""
-    return device.type == "cuda" and dist.is_initialized() and "nccl" not in dist.get_backend_config()
-
-
 class Group:
     """All ranks of the run. With one rank there is no process group and every call returns at once.
 
@@ -203,8 +198,8 @@ class Group:
                         bits.copy_(copy)
 
     def needs_staging(self, device: torch.device) -> bool:
-        """Return whether tensors on this device are exchanged through host memory."""
-        return needs_staging(device)
+        """Return whether tensors on this device are exchanged through host memory, since the backend is not NCCL."""
+        return device.type == "cuda" and dist.is_initialized() and "nccl" not in dist.get_backend_config()
 
     def barrier(self) -> None:
         """Return when every rank has called it."""
