@@ -221,6 +221,12 @@ def find_trackers() -> "dict[str, EntryPoint]":
     return {each.name: each for each in entry_points(group="samestep.trackers")}
 
 
+def is_tracker(thing: Any) -> bool:
+    """Return whether an object has the methods of `samestep.Tracker`. A class is no tracker."""
+    methods = (getattr(thing, method, None) for method in ("start", "log", "finish"))
+    return not isinstance(thing, type) and all(map(callable, methods))
+
+
 def _check_trackers(name: str, value: Any) -> Any:
     """A tuple of trackers and names from a sequence of them or from names with commas between them."""
     if isinstance(value, str):
@@ -231,8 +237,7 @@ def _check_trackers(name: str, value: Any) -> Any:
         if isinstance(each, str) and each not in (known := find_trackers()):
             there = ", ".join(sorted(known)) or "none: install samestep again"
             raise InvalidValue(f"{name} names {each!r}, which is not a tracker; there are {there}")
-        methods = (getattr(each, method, None) for method in ("start", "log", "finish"))
-        if not isinstance(each, str) and (isinstance(each, type) or not all(map(callable, methods))):
+        if not isinstance(each, str) and not is_tracker(each):
             raise InvalidType(
                 f"{name} holds {each!r}, which is not a tracker: pass objects such as samestep.TensorBoard()"
             )

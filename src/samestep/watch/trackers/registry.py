@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from samestep.config import find_trackers
+from samestep.config import find_trackers, is_tracker
 from samestep.errors import InvalidType
 from samestep.watch.trackers.protocol import Tracker
 
@@ -21,6 +21,6 @@ def build_trackers(given: Sequence[Tracker | str]) -> list[Tracker]:
 
 def _build(name: str) -> Tracker:
     tracker: Tracker = find_trackers()[name].load()()
-    if not all(callable(getattr(tracker, method, None)) for method in ("start", "log", "finish")):
+    if not is_tracker(tracker):
         raise InvalidType(f"the entry point of the tracker {name} builds {tracker!r}, not a tracker: repair it")
     return tracker
