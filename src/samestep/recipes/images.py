@@ -176,7 +176,8 @@ def drop_corrupt(run: samestep.Run, folder: Path, *parts: list[Entry], num_worke
         more = f" and {len(corrupt) - MAX_SHOWN} more" if len(corrupt) > MAX_SHOWN else ""
         run.print(f"{len(corrupt)} of {len(names)} images cannot be decoded and are left out: {shown}{more}")
         run.summary["corrupt images"] = f"{len(corrupt)} of {len(names)}, left out"
-    return [[entry for entry in part if names[entry] not in corrupt] for part in parts]
+    left_out = set(corrupt)
+    return [[entry for entry in part if names[entry] not in left_out] for part in parts]
 
 
 def warm_up_then_cosine(step: int, num_steps: int, num_warm_up: int) -> float:
