@@ -50,7 +50,7 @@ from torch.utils.data import DataLoader
 import samestep
 from samestep.cli import main as run_command
 from samestep.data.loader import Loader, Task
-from samestep.data.source import Source
+from samestep.data.spec import DataSpec
 from samestep.plan.order import build_order
 from samestep.plan.seeds import derive
 from samestep.recipes import gpt
@@ -239,12 +239,12 @@ class OneByOne:
 
 
 def run_loader(windows: Windows) -> Iterator[None]:
-    source = Source(windows, collate_fn=torch.from_numpy)
+    spec = DataSpec(windows, collate_fn=torch.from_numpy)
     for epoch in itertools.count():
         order = build_order(len(windows), seed=0, epoch=epoch, shuffle=True)
         starts = range(0, len(windows) - LOADED_SIZE + 1, LOADED_SIZE)
         tasks = (Task(order.take(k, k + LOADED_SIZE), derive(0, "data", step=k)) for k in starts)
-        with Loader(source, tasks, device=torch.device("cpu")) as loader:
+        with Loader(spec, tasks, device=torch.device("cpu")) as loader:
             for _ in loader:
                 yield
 

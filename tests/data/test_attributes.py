@@ -10,7 +10,7 @@ from torch.utils.data import Subset
 
 import samestep
 from samestep.data.attributes import Attributes
-from samestep.data.source import Source
+from samestep.data.spec import DataSpec
 
 
 class Epochs(Pairs):
@@ -48,7 +48,7 @@ def test_a_change_that_the_workers_do_not_see_is_said_once(tmp_path: Path, capfd
 @pytest.mark.parametrize("wrap", [lambda data: data, lambda data: Subset(Subset(data, [0, 1]), [0])])
 def test_only_plain_values_count(wrap: Any) -> None:
     data = Epochs()
-    attributes = Attributes(Source(wrap(data), num_workers=1))
+    attributes = Attributes(DataSpec(wrap(data), num_workers=1))
     data.reads, data.x = [7], data.x + 1
     data.opened = 3  # type: ignore[attr-defined]  # what was not there before: a cache, as a rule
     assert attributes.find_change() is None

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from samestep.data.failure import write_traceback
 from samestep.data.loader import Loaded, Loader, Task, seed_all, to_device
-from samestep.data.source import understand
+from samestep.data.spec import understand
 from samestep.errors import Error, WorkerDied, recognize
 from samestep.plan.ledger import fingerprint
 
@@ -346,7 +346,7 @@ import itertools, multiprocessing, sys
 import numpy as np
 import torch
 from samestep.data.loader import Loader, Task
-from samestep.data.source import understand
+from samestep.data.spec import understand
 
 tasks = (Task(np.arange(4), seed) for seed in itertools.count())
 loader = Loader(understand(torch.zeros(8), num_workers=2), tasks, device=torch.device("cpu"))
@@ -454,9 +454,9 @@ def test_to_device_moves_every_structure() -> None:
 def test_a_tensor_dataset_is_read_by_the_column(tensors: tuple[Tensor, ...]) -> None:
     """With the bits, types and shapes of reading it sample by sample."""
     tasks = [Task(np.array([3, 8, 0, 3]), 1), Task(np.array([5]), 2)]
-    source = understand(TensorDataset(*tensors), micro_batch_size=4)
+    spec = understand(TensorDataset(*tensors), micro_batch_size=4)
     samples = [TensorDataset(*tensors)[i] for i in (3, 8, 0, 3)]
-    first, second = [loaded.batch for loaded in Loader(source, tasks, device=CPU)]
+    first, second = [loaded.batch for loaded in Loader(spec, tasks, device=CPU)]
     assert type(first) is type(second) is list
     assert [len(column) for column in second] == [1] * len(tensors)
     for column, wanted in zip(first, default_collate(samples), strict=True):

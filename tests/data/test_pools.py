@@ -16,7 +16,7 @@ from torch.utils.data import Subset, dataloader, default_collate
 
 from samestep.data.loader import Loader, Task
 from samestep.data.pools import MOST, Pools, describe
-from samestep.data.source import Source
+from samestep.data.spec import DataSpec
 
 CPU = torch.device("cpu")
 TASKS = [Task(np.arange(i, i + 3), i) for i in range(0, 12, 3)]
@@ -60,9 +60,9 @@ def pools() -> Iterator[Pools]:
     assert not multiprocessing.active_children()
 
 
-def evaluate(pools: Pools, source: Source, num_tasks: int = len(TASKS)) -> tuple[list[Any], set[int | None]]:
+def evaluate(pools: Pools, spec: DataSpec, num_tasks: int = len(TASKS)) -> tuple[list[Any], set[int | None]]:
     """Its micro-batches, and the processes that are there afterwards."""
-    with Loader(source, iter(TASKS), device=CPU, workers=pools.lend(source, CPU)) as loader:
+    with Loader(spec, iter(TASKS), device=CPU, workers=pools.lend(spec, CPU)) as loader:
         loaded = [next(loader).batch.tolist() for _ in range(num_tasks)]
         if num_tasks == len(TASKS):
             assert list(loader) == []
@@ -70,14 +70,14 @@ def evaluate(pools: Pools, source: Source, num_tasks: int = len(TASKS)) -> tuple
 
 
 def test_workers_stay_from_the_second_evaluation_on(pools: Pools) -> None:
-    source = Source(Data(), num_workers=2)
-    ends = [evaluate(pools, replace(source)) for _ in range(4)]
-    alone, _ = evaluate(pools, replace(source, num_workers=0))
+    spec = DataSpec(Data(), num_workers=2)
+    ends = [evaluate(pools, replace(spec)) for _ in range(4)]
+    alone, _ = evaluate(pools, replace(spec, num_workers=0))
     assert [loaded for loaded, _ in ends] == [alone] * 4
     assert not ends[0][1]
     assert ends[1][1] == ends[2][1] == ends[3][1]
     assert len(ends[1][1]) == 2
-    assert len(evaluate(pools, replace(source, num_workers=1))[1]) == 1
+    assert len(evaluate(pools, replace(spec, num_workers=1))[1]) == 1
 
 
 def change_large(data: Data) -> None:
@@ -101,45 +101,45 @@ CHANGES: dict[str, Callable[[Data], Any]] = {
 @pytest.mark.parametrize("wrap", [lambda data: data, lambda data: Subset(Subset(data, range(12)), range(12))])
 def test_a_change_between_two_evaluations_is_described(change: Callable[[Data], Any], wrap: Any) -> None:
     data = Data()
-    source = wrap(data)
-    before = describe(source)
-    assert describe(source) == before
+    spec = wrap(data)
+    before = describe(spec)
+    assert describe(spec) == before
     change(data)
-    assert describe(source) != before
+    assert describe(spec) != before
 
 
 def test_a_changed_data_set_is_seen_by_the_next_evaluation(pools: Pools) -> None:
-    source = Source(Data(), num_workers=1)
-    before = [evaluate(pools, source) for _ in range(2)][1]
-    source.dataset.labels[7] = 1
-    after, processes = evaluate(pools, source)
-    assert after == evaluate(pools, replace(source, num_workers=0))[0] != before[0]
+    spec = DataSpec(Data(), num_workers=1)
+    before = [evaluate(pools, spec) for _ in range(2)][1]
+    spec.dataset.labels[7] = 1
+    after, processes = evaluate(pools, spec)
+    assert after == evaluate(pools, replace(spec, num_workers=0))[0] != before[0]
     assert processes.isdisjoint(before[1])
 
 
 def test_a_changed_collate_fn_is_seen(pools: Pools) -> None:
     shift = Shift()
-    source = Source(Data(), num_workers=1, collate_fn=shift.collate)
+    spec = DataSpec(Data(), num_workers=1, collate_fn=shift.collate)
     for by in (0.0, 0.0, 1.0):
         shift.by = by
-        with_workers = evaluate(pools, replace(source, collate_fn=shift.collate))[0]
-        assert with_workers == evaluate(pools, replace(source, num_workers=0))[0]
+        with_workers = evaluate(pools, replace(spec, collate_fn=shift.collate))[0]
+        assert with_workers == evaluate(pools, replace(spec, num_workers=0))[0]
 
 
 def test_an_evaluation_that_is_left_ends_its_workers(pools: Pools) -> None:
-    source = Source(Data(), num_workers=1)
-    evaluate(pools, source)
-    assert len(evaluate(pools, source)[1]) == 1
-    assert not evaluate(pools, source, num_tasks=1)[1]
-    assert len(evaluate(pools, source)[1]) == 1
+    spec = DataSpec(Data(), num_workers=1)
+    evaluate(pools, spec)
+    assert len(evaluate(pools, spec)[1]) == 1
+    assert not evaluate(pools, spec, num_tasks=1)[1]
+    assert len(evaluate(pools, spec)[1]) == 1
 
 
 def test_few_data_sets_have_workers_and_new_ones_have_none(pools: Pools) -> None:
-    sources = [Source(Data(), num_workers=1) for _ in range(MOST + 1)]
-    for source in sources * 2:
-        _, processes = evaluate(pools, source)
+    specs = [DataSpec(Data(), num_workers=1) for _ in range(MOST + 1)]
+    for spec in specs * 2:
+        _, processes = evaluate(pools, spec)
     assert len(processes) == MOST
-    thread = threading.Thread(target=lambda: pools.lend(sources[0], CPU) or ended.append(None))
+    thread = threading.Thread(target=lambda: pools.lend(specs[0], CPU) or ended.append(None))
     ended: list[None] = []
     thread.start()
     thread.join()
@@ -147,9 +147,9 @@ def test_few_data_sets_have_workers_and_new_ones_have_none(pools: Pools) -> None
 
 
 def test_a_forked_child_leaves_the_workers_to_its_parent(pools: Pools) -> None:
-    source = Source(Data(), num_workers=1)
-    evaluate(pools, source)
-    _, before = evaluate(pools, source)
+    spec = DataSpec(Data(), num_workers=1)
+    evaluate(pools, spec)
+    _, before = evaluate(pools, spec)
     pid = os.fork()
     if pid == 0:
         iterator: Any = dataloader._MultiProcessingDataLoaderIter
@@ -158,13 +158,13 @@ def test_a_forked_child_leaves_the_workers_to_its_parent(pools: Pools) -> None:
         pools.close()
         os._exit(0)
     os.waitpid(pid, 0)
-    assert evaluate(pools, source)[1] == before
+    assert evaluate(pools, spec)[1] == before
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
 def test_workers_end_although_one_held_a_lock(is_killed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("samestep.data.loader.STOP_S", 0.05)
-    loader = Loader(Source(Data(), num_workers=2), iter(TASKS), device=CPU)
+    loader = Loader(DataSpec(Data(), num_workers=2), iter(TASKS), device=CPU)
     next(loader)
     workers = loader._workers
     assert workers is not None

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 import samestep
-from samestep.data.source import Source
+from samestep.data.spec import DataSpec
 from samestep.train.samples import check_samples, read_samples
 
 
@@ -85,12 +85,12 @@ SAME = ["augmented", "a path", "a count", "the time", "an object", "unreadable"]
 @pytest.mark.parametrize("kind", [*CHANGED, *SAME])
 def test_what_counts_as_other_data(kind: str) -> None:
     machine = {"torch": "1"}
-    first = Source(Samples(kind, 0), collate_fn=lambda samples: samples)
+    first = DataSpec(Samples(kind, 0), collate_fn=lambda samples: samples)
     record = {"machine": machine, "samples": check_samples(first, 3, {}, machine, overrides=False)}
     assert first.dataset.reads == [0, 2, 4]
     assert check_samples(first, 3, {"samples": [""]}, machine, overrides=False) is not None
-    again = Source(Samples(kind, 0), collate_fn=lambda samples: samples)
-    other = Source(Samples(kind, 1), collate_fn=lambda samples: samples)
+    again = DataSpec(Samples(kind, 0), collate_fn=lambda samples: samples)
+    other = DataSpec(Samples(kind, 1), collate_fn=lambda samples: samples)
     if kind in CHANGED:
         assert check_samples(again, 3, record, machine, overrides=False) == record["samples"]
         with pytest.raises(samestep.Error, match=rf"\(sample {CHANGED[kind]} differs\)"):

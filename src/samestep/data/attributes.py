@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from samestep.data.source import Source
+from samestep.data.spec import DataSpec
 
 
 def walk_attributes(dataset: Any) -> Iterator[tuple[str, Any]]:
@@ -18,9 +18,9 @@ def walk_attributes(dataset: Any) -> Iterator[tuple[str, Any]]:
 class Attributes:
     """The plain attributes (int, float, str, bool) of a data set and of those that it wraps, at the workers' start."""
 
-    def __init__(self, source: Source) -> None:
-        self._dataset = source.dataset
-        self._known = self._read() if source.num_workers else {}
+    def __init__(self, spec: DataSpec) -> None:
+        self._dataset = spec.dataset
+        self._known = self._read() if spec.num_workers else {}
 
     def _read(self) -> dict[str, str]:
         return {k: repr(v) for k, v in walk_attributes(self._dataset) if type(v) in (int, float, str, bool)}

@@ -1,6 +1,6 @@
 """Loads micro-batches from sample indices, seeded per micro-batch. The result does not depend on the loading process.
 
-A `Loader` turns `Task`s into `Loaded` micro-batches of a `Source`, in this process or in torch's DataLoader workers;
+A `Loader` turns `Task`s into `Loaded` micro-batches of a `DataSpec`, in this process or in torch's DataLoader workers;
 `to_device` moves them.
 """
 
@@ -26,7 +26,7 @@ from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, TensorDataset, default_collate, get_worker_info
 
 from samestep.data.failure import Failure, abbreviate, explain, pack, unpack
-from samestep.data.source import Source
+from samestep.data.spec import DataSpec
 from samestep.errors import WORKER_ADVICE, Error, WorkerDied
 from samestep.plan.ledger import fingerprint
 
@@ -130,12 +130,12 @@ class Loader:
     """
 
     def __init__(
-        self, source: Source, tasks: Iterable[Task], *, device: torch.device, workers: "Workers | None" = None
+        self, spec: DataSpec, tasks: Iterable[Task], *, device: torch.device, workers: "Workers | None" = None
     ) -> None:
-        self._fetcher = Fetcher(source.dataset, source.collate_fn)
+        self._fetcher = Fetcher(spec.dataset, spec.collate_fn)
         self._tasks = iter(tasks)
         self._keeps_workers = workers is not None
-        self._workers = workers or (Workers(source, device) if source.num_workers else None)
+        self._workers = workers or (Workers(spec, device) if spec.num_workers else None)
         if self._workers is not None:
             self._workers.begin(self._tasks)
         # The bits must equal those of a DataLoader worker, which has one thread.
@@ -194,30 +194,30 @@ class Loader:
 
 
 class Workers:
-    """torch's DataLoader workers for one source. They load one series of tasks after the other until `stop`.
+    """torch's DataLoader workers for one spec. They load one series of tasks after the other until `stop`.
 
     Attributes:
         iterator: yields the loaded micro-batches.
     """
 
-    def __init__(self, source: Source, device: torch.device) -> None:
-        context = source.multiprocessing_context
+    def __init__(self, spec: DataSpec, device: torch.device) -> None:
+        context = spec.multiprocessing_context
         is_forkserver = (context or multiprocessing).get_start_method() == "forkserver"
         start = WorkerStart(
-            worker_init_fn=source.worker_init_fn,
+            worker_init_fn=spec.worker_init_fn,
             deterministic_mode=torch.get_deterministic_debug_mode(),
             parent_pid=None if is_forkserver else os.getpid(),
         )
         self._series = _Series()
         self._loader: DataLoader[Any] = DataLoader(
-            Fetcher(source.dataset, source.collate_fn),  # type: ignore[arg-type]
+            Fetcher(spec.dataset, spec.collate_fn),  # type: ignore[arg-type]
             batch_size=None,
             sampler=self._series,
-            num_workers=source.num_workers,
+            num_workers=spec.num_workers,
             collate_fn=_unchanged,
-            pin_memory=source.pin_memory and device.type == "cuda",
-            prefetch_factor=source.prefetch_factor,
-            timeout=source.timeout_s,
+            pin_memory=spec.pin_memory and device.type == "cuda",
+            prefetch_factor=spec.prefetch_factor,
+            timeout=spec.timeout_s,
             worker_init_fn=start,
             multiprocessing_context=context,
             generator=torch.Generator().manual_seed(0),  # otherwise it draws from the default generator

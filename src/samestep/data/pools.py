@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from samestep.data.loader import Workers
-from samestep.data.source import Source
+from samestep.data.spec import DataSpec
 from samestep.torch_internals import read_version
 
 MOST = 4  # data sets; each worker holds the memory that its process had when it was forked
@@ -26,7 +26,7 @@ MAX_DEPTH = 5
 
 @dataclass
 class _Pool:
-    source: Source
+    spec: DataSpec
     state: Any
     workers: Workers
 
@@ -42,17 +42,17 @@ class Pools:
         self._pools: dict[int, _Pool] = {}
         self._seen: deque[int] = deque(maxlen=4 * MOST)  # ids of data sets; reused ids do no harm
 
-    def lend(self, source: Source, device: torch.device) -> Workers | None:
+    def lend(self, spec: DataSpec, device: torch.device) -> Workers | None:
         """Return the workers for one series of tasks; None if the Loader must use its own workers, or none.
 
         Persistent workers are used in the main thread only: workers end with the thread that has started them.
         """
-        if not source.num_workers or threading.current_thread() is not threading.main_thread():
+        if not spec.num_workers or threading.current_thread() is not threading.main_thread():
             return None
-        key, state = id(source.dataset), describe((source.dataset, source.collate_fn))
+        key, state = id(spec.dataset), describe((spec.dataset, spec.collate_fn))
         pool = self._pools.get(key)
         if pool is not None:
-            is_same = replace(pool.source, dataset=None) == replace(source, dataset=None)
+            is_same = replace(pool.spec, dataset=None) == replace(spec, dataset=None)
             if is_same and pool.state == state and pool.workers.are_alive:
                 return pool.workers
             self._pools.pop(key).workers.stop()
@@ -61,7 +61,7 @@ class Pools:
             return None
         if len(self._pools) == MOST:
             return None
-        self._pools[key] = pool = _Pool(source, state, Workers(source, device))
+        self._pools[key] = pool = _Pool(spec, state, Workers(spec, device))
         return pool.workers
 
     def close(self) -> None:

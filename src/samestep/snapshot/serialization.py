@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from samestep.data.content import view_bytes
 from samestep.errors import Error
 from samestep.files import MOST_BYTES, fits, is_count, is_object, is_text, open_regular, parse_json
 from samestep.snapshot.manifest import Pieces
@@ -128,15 +129,6 @@ def digest_of(structure: Any, hashes: Mapping[str, str]) -> str:
     """`digest` of an encoded state, from the sha256 of each tensor's bytes."""
     text = json.dumps(_canonical(structure, hashes), sort_keys=True, separators=(",", ":"))
     return _hash(text.encode())
-
-
-def view_bytes(tensor: "Tensor") -> memoryview:
-    """Return a tensor's elements in row-major order as bytes. Copies only if they are not so in host memory."""
-    import torch
-
-    host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    flat = host.as_strided((host.numel(),), (1,))  # reshape(-1) keeps unusual strides of tensors with 0 or 1 elements
-    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def write_tensors(file: BinaryIO, tensors: Mapping[str, "Tensor"]) -> tuple[Pieces, dict[str, str]]:

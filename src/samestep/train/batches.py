@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep.data.loader import Task
-from samestep.data.source import understand
+from samestep.data.spec import understand
 from samestep.errors import Error, InvalidType, InvalidValue
 from samestep.files import open_regular, replace_file
 from samestep.plan.ledger import fingerprint
@@ -35,7 +35,7 @@ class Batches:
         Error: that is no data, or its arguments contradict each other.
 
     Attributes:
-        source: the data set.
+        spec: the data set.
         first_step, first_epoch: where the loop begins.
         length: samples of one epoch.
         steps_per_epoch: None for endless batches (`run.steps`).
@@ -68,29 +68,29 @@ class Batches:
             raise InvalidValue(
                 "sampler and shuffle=True were both given: the sampler decides the order, leave shuffle out"
             )
-        source = self.source = understand(data, micro_batch_size=micro_batch_size, **arguments)
+        spec = self.spec = understand(data, micro_batch_size=micro_batch_size, **arguments)
         self._seed = seed
         self._sampler: Sampler | None = sampler
         self.first_step, self.first_epoch = start
         self.has_sampler = sampler is not None
         self.order = lru_cache(maxsize=2)(self._build_order)
         self.micro_batches = lru_cache(maxsize=64)(self._cut)
-        self.length = len(source) if sampler is None else len(self.order(self.first_epoch))
+        self.length = len(spec) if sampler is None else len(self.order(self.first_epoch))
         self.schedule: Schedule | EndlessSchedule
         if endless:
             self.schedule = EndlessSchedule(self.length, batch_size, micro_batch_size)
             self.steps_per_epoch = None
         else:
-            self.schedule = Schedule(self.length, batch_size, micro_batch_size, source.drop_last)
+            self.schedule = Schedule(self.length, batch_size, micro_batch_size, spec.drop_last)
             self.steps_per_epoch = self.schedule.num_steps
 
     def _build_order(self, epoch: int) -> Order:
         if self._sampler is None:
-            return build_order(len(self.source), seed=self._seed, epoch=epoch, shuffle=self.source.shuffle)
+            return build_order(len(self.spec), seed=self._seed, epoch=epoch, shuffle=self.spec.shuffle)
         given = self._sampler(epoch)
         if not isinstance(given, Iterable):
             raise InvalidType(f"sampler({epoch}) gave {given!r}: return the epoch's sample indices, such as a list")
-        order = GivenOrder(given, len(self.source))
+        order = GivenOrder(given, len(self.spec))
         if epoch > (first := self.first_epoch) and len(order) != self.length:
             raise InvalidValue(
                 f"sampler({epoch}) gave {len(order)} indices and sampler({first}) {self.length}: return equally many"
@@ -103,8 +103,8 @@ class Batches:
         return {
             "data_length": self.length,
             "mode": "steps" if self.steps_per_epoch is None else "epochs",
-            "shuffle": self.source.shuffle,
-            "drop_last": self.source.drop_last,
+            "shuffle": self.spec.shuffle,
+            "drop_last": self.spec.drop_last,
             "sampler": "given" if self.has_sampler else "default",
         }
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from samestep.data.failure import locate_error
 from samestep.data.loader import Loader, Task, seed_all, to_device
 from samestep.data.pools import Pools
-from samestep.data.source import Source, understand
+from samestep.data.spec import DataSpec, understand
 from samestep.engine.control import Vote
 from samestep.engine.gradient_pass import GradientPass
 from samestep.errors import Error, InvalidType, InvalidValue
@@ -58,12 +58,12 @@ class Evaluator:
         size = 1 if micro_batch_size is None else micro_batch_size
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise InvalidValue(f"micro_batch_size must be a whole number above 0, not {micro_batch_size!r}")
-        source = understand(data, **arguments)
-        source = replace(source, shuffle=False, micro_batch_size=micro_batch_size or source.micro_batch_size)
+        spec = understand(data, **arguments)
+        spec = replace(spec, shuffle=False, micro_batch_size=micro_batch_size or spec.micro_batch_size)
         if not callable(score):
             raise InvalidType(f"run.evaluate needs a function score(batch) -> dict, not {score!r}")
         try:
-            return self._evaluate(score, source)
+            return self._evaluate(score, spec)
         finally:
             seed_all(self._derive("after"))
 
@@ -72,11 +72,11 @@ class Evaluator:
         pass_ = 2**32 + position.num_evaluations  # distinct from those of steps
         return derive(self._context.config.seed, purpose, step=position.steps_done, pass_=pass_, micro_batch=v)
 
-    def _evaluate(self, score: Callable[[Any], Mapping[str, Any]], source: Source) -> dict[str, Any]:
+    def _evaluate(self, score: Callable[[Any], Mapping[str, Any]], spec: DataSpec) -> dict[str, Any]:
         group, steps_done = self._context.group, self._position.steps_done
         self._watchdog.enter("reducing", steps_done)
         check_not_alone(group.gather_number(EVALUATES + self._position.num_evaluations))
-        rows = self._score(score, source)
+        rows = self._score(score, spec)
         self._watchdog.enter("reducing", steps_done)
         gathered = group.gather((group.seal(rows), *self._stopping.cast_vote()))
         # A validation can be long: react to a signal before the next step.
@@ -84,15 +84,15 @@ class Evaluator:
         self._watchdog.enter("script", steps_done)
         return _merge([row for sealed, *_ in gathered for row in group.unseal(sealed)])
 
-    def _score(self, score: Callable[[Any], Mapping[str, Any]], source: Source) -> list[Row]:
+    def _score(self, score: Callable[[Any], Mapping[str, Any]], spec: DataSpec) -> list[Row]:
         """Return the scores of this rank's micro-batches."""
         context, position = self._context, self._position
-        length, micro_batch_size = len(source), source.micro_batch_size or context.config.micro_batch_size
+        length, micro_batch_size = len(spec), spec.micro_batch_size or context.config.micro_batch_size
         spans = [(start, min(start + micro_batch_size, length)) for start in range(0, length, micro_batch_size)]
         held = rank_range(len(spans), context.world_size, context.rank)
         order = build_order(length, seed=0, epoch=0, shuffle=False)
         tasks = (Task(order.take(*spans[v]), self._derive("data", v)) for v in held)
-        source = replace(source, num_workers=min(source.num_workers, len(held)))
+        spec = replace(spec, num_workers=min(spec.num_workers, len(held)))
         rows: list[Row] = []
         modes = {part: part.training for module in self._modules.values() for part in module.modules()}
         gradients = {param: param.grad for module in self._modules.values() for param in module.parameters()}
@@ -100,8 +100,8 @@ class Evaluator:
         self._gradients.hold_buffers()
         self._watchdog.enter("validating", position.steps_done)
         try:
-            workers = self._pools.lend(source, context.device)
-            with Loader(source, tasks, device=context.device, workers=workers) as loader, torch.no_grad():
+            workers = self._pools.lend(spec, context.device)
+            with Loader(spec, tasks, device=context.device, workers=workers) as loader, torch.no_grad():
                 for v, loaded in zip(held, loader, strict=True):
                     seed_all(self._derive("evaluate", v))
                     _set("training", evaluating)  # each time: a score function may call model.train()

@@ -142,8 +142,8 @@ class Loop:
         self.failure: Error | None = None
         self._agreed_epoch = -1
         tasks = batches.tasks(position.steps_done, place.last_step, rank=context.rank, world_size=context.world_size)
-        source = replace(batches.source, num_workers=0) if place.is_past else batches.source
-        self._loader, self._attributes = Loader(source, tasks, device=context.device), Attributes(batches.source)
+        spec = replace(batches.spec, num_workers=0) if place.is_past else batches.spec
+        self._loader, self._attributes = Loader(spec, tasks, device=context.device), Attributes(batches.spec)
 
     def run_epochs(self, num_epochs: int) -> Generator[Epoch, None, None]:
         """Yield the epochs from the run's position on."""

@@ -168,13 +168,13 @@ class Reference(Trace):
 
     def _load_probes(self, indices: list[int], step: int) -> Iterator[Any]:
         """Return the samples as one batch, then each as a batch."""
-        source, seed = self.batches.source, derive(self.context.config.seed, "data", step=step)
+        spec, seed = self.batches.spec, derive(self.context.config.seed, "data", step=step)
         seed_all(seed)
-        many = getattr(source.dataset, "__getitems__", None)
-        samples = [source.dataset[i] for i in indices] if many is None else many(indices)
+        many = getattr(spec.dataset, "__getitems__", None)
+        samples = [spec.dataset[i] for i in indices] if many is None else many(indices)
         for chosen in (samples, *([sample] for sample in samples)):
             seed_all(seed)
-            yield cast(to_device(source.collate_fn(chosen), self.context.device))
+            yield cast(to_device(spec.collate_fn(chosen), self.context.device))
 
 
 def summarize(rows: list[tuple[float, float | None, Tensor]]) -> dict[str, Any]:

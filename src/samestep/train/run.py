@@ -589,7 +589,7 @@ class Run:
         position, snapshotter = self._position, self._snapshotter
         # A rank that evaluates alone exchanges numbers: any other exchange of these ranks would wait for it forever.
         check_not_alone(context.group.gather_number(0))
-        lengths = {"the number of steps": total_steps, "the length of the data set": len(batches.source)}
+        lengths = {"the number of steps": total_steps, "the length of the data set": len(batches.spec)}
         context.group.agree(batches.numbers | lengths)
         if self._loop is None:
             machine = describe_machine(config, self.device)

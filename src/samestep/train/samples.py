@@ -1,20 +1,19 @@
 """Hashes of a few samples, by which a start detects that its data set is not that of the run."""
 
-import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 
+from samestep.data.content import hash_content
 from samestep.data.loader import Loader, Task
-from samestep.data.source import Source
+from samestep.data.spec import DataSpec
 from samestep.errors import Error
 from samestep.plan.seeds import derive
 from samestep.snapshot.run_record import Options, describe_changes
-from samestep.snapshot.serialization import view_bytes
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.batches import Batches
 from samestep.train.generators import keeping_generators
@@ -33,7 +32,7 @@ def add_samples(
             return [], ""
         snapshotter.directory.check_numbers(batches.numbers)  # gives a better error than a sample
         before = snapshotter.directory.record.get("samples", [])
-        now = check_samples(batches.source, seed, snapshotter.directory.record, machine, overrides=overrides)
+        now = check_samples(batches.spec, seed, snapshotter.directory.record, machine, overrides=overrides)
         return now, describe_changes({"samples": before or now}, {"samples": now})
 
     samples, changed = group.once(check)
@@ -41,7 +40,7 @@ def add_samples(
 
 
 def check_samples(
-    source: Source, seed: int, record: Mapping[str, Any], machine: Mapping[str, Any], *, overrides: bool
+    spec: DataSpec, seed: int, record: Mapping[str, Any], machine: Mapping[str, Any], *, overrides: bool
 ) -> list[str]:
     """Compare the first, the middle and the last sample with those of the run. On one rank.
 
@@ -59,10 +58,10 @@ def check_samples(
     Raises:
         Error: the data are not those of the run.
     """
-    before, now = record.get("samples", []), read_samples(source, seed)
-    rows = zip(_choose(source), before, now, strict=False)
+    before, now = record.get("samples", []), read_samples(spec, seed)
+    rows = zip(_choose(spec), before, now, strict=False)
     changed = [index for index, was, found in rows if was and found and was != found]
-    if not changed or read_samples(source, seed) != now:
+    if not changed or read_samples(spec, seed) != now:
         return before or now
     if not overrides and record.get("machine") == machine:
         raise Error(
@@ -73,59 +72,23 @@ def check_samples(
     return now
 
 
-def read_samples(source: Source, seed: int) -> list[str]:
+def read_samples(spec: DataSpec, seed: int) -> list[str]:
     """Return the hashes of a few samples, each read and collated alone, in the same way as in training.
 
     With workers, one is started for it: a data set may open its files where it is first read, and a file that was
     opened before the training's workers are forked would be shared by all of them.
     """
-    tasks = [Task(np.array([index]), derive(seed, "data", step=index, pass_=1)) for index in _choose(source)]
-    alone = replace(source, num_workers=min(source.num_workers, 1))
+    tasks = [Task(np.array([index]), derive(seed, "data", step=index, pass_=1)) for index in _choose(spec)]
+    alone = replace(spec, num_workers=min(spec.num_workers, 1))
     with keeping_generators(), Loader(alone, tasks, device=torch.device("cpu")) as loader:
         found = []
         for _ in tasks:
             with suppress(Error):  # the training will raise it for this sample
-                found.append(_hash(next(loader).batch))
+                found.append(hash_content(next(loader).batch))
                 continue
             found.append("")
     return found
 
 
-def _choose(source: Source) -> list[int]:
-    return sorted({0, len(source) // 2, len(source) - 1})
-
-
-def _hash(batch: Any) -> str:
-    """Return a hash of all tensors and numbers; "" without any. Not of strings: paths differ between starts."""
-    sha, is_empty = hashlib.sha256(), True
-    for value in find_leaves(batch):
-        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-            sha.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
-        elif isinstance(value, torch.Tensor):
-            dense = value.to_dense() if value.layout is not torch.strided else value
-            sha.update(f"{dense.dtype}{tuple(dense.shape)}".encode())
-            sha.update(view_bytes(dense))
-        elif isinstance(value, bool | int | float | complex | np.number):
-            sha.update(repr(value).encode())
-        else:
-            continue
-        is_empty = False
-    return "" if is_empty else sha.hexdigest()[:16]
-
-
-def find_leaves(value: Any, depth: int = 0) -> Iterator[Any]:
-    """Yield the values in nested mappings (with their keys as strings), sequences and dataclasses."""
-    if depth > 8:
-        return
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield str(key)
-            yield from find_leaves(item, depth + 1)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from find_leaves(item, depth + 1)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from find_leaves(getattr(value, field.name), depth + 1)
-    else:
-        yield value
+def _choose(spec: DataSpec) -> list[int]:
+    return sorted({0, len(spec) // 2, len(spec) - 1})

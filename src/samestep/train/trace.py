@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.data.attributes import walk_attributes
+from samestep.data.content import view_bytes
 from samestep.data.loader import Fetcher
 from samestep.engine.gradient_pass import GradientPass, Losses
 from samestep.errors import Error
-from samestep.snapshot.serialization import KIND, digest, digest_of, encode, view_bytes, write_tensors
+from samestep.snapshot.serialization import KIND, digest, digest_of, encode, write_tensors
 from samestep.train.batches import Batches
 from samestep.train.context import RunContext
 from samestep.train.generators import (
@@ -147,14 +148,14 @@ class Trace(Tracer):
 
     def _read_twice(self, step: Step) -> dict[str, Any]:
         """Read this rank's samples again, with the same seed. Returns whether they differ, and changed attributes."""
-        source, context = self.batches.source, self.context
-        fetcher, differs, changed = Fetcher(source.dataset, source.collate_fn), False, set[str]()
-        before = {name: hash_batch(value) for name, value in walk_attributes(source.dataset)}
+        spec, context = self.batches.spec, self.context
+        fetcher, differs, changed = Fetcher(spec.dataset, spec.collate_fn), False, set[str]()
+        before = {name: hash_batch(value) for name, value in walk_attributes(spec.dataset)}
         tasks = self.batches.tasks(step.number, step.number + 1, rank=context.rank, world_size=context.world_size)
         for task in tasks:
             one, other = (hash_batch(fetcher.load(task).batch) for _ in range(2))
             differs |= one != other
-            changed |= {name for name, now in walk_attributes(source.dataset) if before.get(name) != hash_batch(now)}
+            changed |= {name for name, now in walk_attributes(spec.dataset) if before.get(name) != hash_batch(now)}
         return {"differs": differs, "changed": sorted(changed)}
 
     def _write_begin(self, first_step: int) -> None:
@@ -181,8 +182,8 @@ class Trace(Tracer):
         )
 
     def _find_generators(self) -> dict[str, Any]:
-        source = self.batches.source
-        roots = {"the data set": source.dataset, "collate_fn": source.collate_fn, **self.modules}
+        spec = self.batches.spec
+        roots = {"the data set": spec.dataset, "collate_fn": spec.collate_fn, **self.modules}
         return find_things(roots, lambda thing: isinstance(thing, KINDS))
 
     def _arm(self, kill: dict[str, Any]) -> None:

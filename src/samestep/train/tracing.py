@@ -32,7 +32,7 @@ class PhaseTiming(Tracer):
                 "at_s": time.monotonic(),
                 "spent_s": self._watchdog.spent_s(),
                 "num_samples": sum(step.sizes[v] for v in step.held),
-                "num_workers": self.batches.source.num_workers,
+                "num_workers": self.batches.spec.num_workers,
             }
         )
 

@@ -12,11 +12,10 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from samestep.data.content import find_leaves, view_bytes
 from samestep.snapshot.async_copy import locate
-from samestep.snapshot.serialization import view_bytes
 from samestep.train.batches import Batches
 from samestep.train.generators import KINDS, find_things, look_into, read_generator
-from samestep.train.samples import find_leaves
 from samestep.train.steps import Step, StepObserver
 
 LOOK_AT = (1, 2, 4, 8, 16)  # steps of this start; the first look finds the objects, the others compare
@@ -62,8 +61,8 @@ class Unprepared(StepObserver):
         modules = [thing for thing in self._objects.values() if isinstance(thing, nn.Module)]
         known = {locate(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
         if self._marks is None:
-            source = self._batches.source
-            roots = {"the data set": source.dataset, "collate_fn": source.collate_fn}
+            spec = self._batches.spec
+            roots = {"the data set": spec.dataset, "collate_fn": spec.collate_fn}
             found = find_things(roots, self._is_wanted, max_looks=MAX_THINGS)
             self._marks = {path: (thing, _mark(thing, known), _read_seed(thing)) for path, thing in found.items()}
             return

@@ -19,7 +19,7 @@ from samestep.errors import Error
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSpec:
     """A data set, and how to load micro-batches from it.
 
     Args:
@@ -52,8 +52,8 @@ def understand(
     shuffle: bool | None = None,
     drop_last: bool | None = None,
     pin_memory: bool | None = None,
-) -> Source:
-    """Return the source for a map-style data set or a DataLoader.
+) -> DataSpec:
+    """Return the specification for a map-style data set or a DataLoader.
 
     Arguments other than None take precedence over the DataLoader's. The defaults are default_collate, no workers,
     shuffled, and the last short batch kept.
@@ -73,16 +73,16 @@ def understand(
     }
     wanted = {name: value for name, value in given.items() if value is not None}
     if isinstance(data, DataLoader):
-        source = dataclasses.replace(_understand_loader(data, micro_batch_size), **wanted)
+        spec = dataclasses.replace(_understand_loader(data, micro_batch_size), **wanted)
     else:
-        source = Source(data, **wanted)
-    _check_dataset(source.dataset)
-    if not isinstance(source.num_workers, int) or source.num_workers < 0:
-        raise Error(f"num_workers is {source.num_workers!r}: give 0 (load in this process) or more.")
-    return source
+        spec = DataSpec(data, **wanted)
+    _check_dataset(spec.dataset)
+    if not isinstance(spec.num_workers, int) or spec.num_workers < 0:
+        raise Error(f"num_workers is {spec.num_workers!r}: give 0 (load in this process) or more.")
+    return spec
 
 
-def _understand_loader(loader: DataLoader[Any], micro_batch_size: int | None) -> Source:
+def _understand_loader(loader: DataLoader[Any], micro_batch_size: int | None) -> DataSpec:
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise Error(
             f"{type(loader).__name__} iterates in its own way, which would not be the run's order: "
@@ -100,7 +100,7 @@ def _understand_loader(loader: DataLoader[Any], micro_batch_size: int | None) ->
             f"{micro_batch_size}, but they mean the same: pass the data set itself, with num_workers= and collate_fn= "
             f"as arguments, or create a DataLoader with batch_size={micro_batch_size}."
         )
-    return Source(
+    return DataSpec(
         dataset=loader.dataset,
         collate_fn=loader.collate_fn,
         num_workers=loader.num_workers,

@@ -19,7 +19,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from samestep.data.source import understand
+from samestep.data.spec import understand
 from samestep.errors import Error
 
 NUMBERS = TensorDataset(torch.arange(10))
@@ -50,11 +50,11 @@ def collate(samples: list[object]) -> list[object]:
 
 
 def test_a_plain_data_set_is_shuffled_and_collated_as_a_data_loader_would() -> None:
-    source = understand(NUMBERS)
-    assert source.dataset is NUMBERS
-    assert len(source) == 10
-    assert source.collate_fn is default_collate
-    assert (source.shuffle, source.drop_last, source.num_workers, source.micro_batch_size) == (
+    spec = understand(NUMBERS)
+    assert spec.dataset is NUMBERS
+    assert len(spec) == 10
+    assert spec.collate_fn is default_collate
+    assert (spec.shuffle, spec.drop_last, spec.num_workers, spec.micro_batch_size) == (
         True,
         False,
         0,
@@ -75,19 +75,19 @@ def test_a_data_loader_is_understood(shuffle: bool) -> None:
         timeout=9,
         collate_fn=collate,
     )
-    source = understand(loader, micro_batch_size=4)
-    assert source.dataset is NUMBERS
-    assert source.collate_fn is collate
-    assert (source.shuffle, source.drop_last) == (shuffle, True)
-    assert (source.num_workers, source.prefetch_factor, source.timeout_s) == (2, 3, 9)
-    assert source.micro_batch_size == 4
+    spec = understand(loader, micro_batch_size=4)
+    assert spec.dataset is NUMBERS
+    assert spec.collate_fn is collate
+    assert (spec.shuffle, spec.drop_last) == (shuffle, True)
+    assert (spec.num_workers, spec.prefetch_factor, spec.timeout_s) == (2, 3, 9)
+    assert spec.micro_batch_size == 4
 
 
 def test_arguments_win_over_the_data_loaders_own() -> None:
     loader = DataLoader(NUMBERS, batch_size=4, shuffle=True, num_workers=2, drop_last=True)
-    source = understand(loader, shuffle=False, num_workers=0, drop_last=False, collate_fn=collate)
-    assert (source.shuffle, source.num_workers, source.drop_last) == (False, 0, False)
-    assert source.collate_fn is collate
+    spec = understand(loader, shuffle=False, num_workers=0, drop_last=False, collate_fn=collate)
+    assert (spec.shuffle, spec.num_workers, spec.drop_last) == (False, 0, False)
+    assert spec.collate_fn is collate
 
 
 def test_another_batch_size_is_refused() -> None:

@@ -1,0 +1,58 @@
+"""The values inside of samples and batches, as bytes and as hashes."""
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def view_bytes(tensor: "Tensor") -> memoryview:
+    """Return a tensor's elements in row-major order as bytes. Copies only if they are not so in host memory."""
+    import torch
+
+    host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    flat = host.as_strided((host.numel(),), (1,))  # reshape(-1) keeps unusual strides of tensors with 0 or 1 elements
+    return memoryview(flat.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def hash_content(batch: Any) -> str:
+    """Return a hash of all tensors and numbers; "" without any. Not of strings: paths differ between starts."""
+    import torch
+
+    sha, is_empty = hashlib.sha256(), True
+    for value in find_leaves(batch):
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+            sha.update(f"{value.dtype}{value.shape}".encode() + value.tobytes())
+        elif isinstance(value, torch.Tensor):
+            dense = value.to_dense() if value.layout is not torch.strided else value
+            sha.update(f"{dense.dtype}{tuple(dense.shape)}".encode())
+            sha.update(view_bytes(dense))
+        elif isinstance(value, bool | int | float | complex | np.number):
+            sha.update(repr(value).encode())
+        else:
+            continue
+        is_empty = False
+    return "" if is_empty else sha.hexdigest()[:16]
+
+
+def find_leaves(value: Any, depth: int = 0) -> Iterator[Any]:
+    """Yield the values in nested mappings (with their keys as strings), sequences and dataclasses."""
+    if depth > 8:
+        return
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield str(key)
+            yield from find_leaves(item, depth + 1)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from find_leaves(item, depth + 1)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from find_leaves(getattr(value, field.name), depth + 1)
+    else:
+        yield value
