@@ -1,0 +1,414 @@
+"""Trains a model of Hugging Face's transformers with a samestep run, in place of transformers' Trainer."""
+
+import dataclasses
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from samestep import Error, InvalidType, InvalidValue, Run
+
+try:
+    import transformers
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.trainer_pt_utils import LabelSmoother
+    from transformers.trainer_utils import PredictionOutput, RemoveColumnsCollator, TrainOutput, unwrap_peft_model
+    from transformers.utils.generic import find_labels
+except ImportError as error:
+    raise Error(f"{error}: install the extra, pip install 'samestep[transformers]'") from None
+
+# Fields of transformers' TrainingArguments that have their effect here.
+SUPPORTED = """
+    output_dir per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps learning_rate
+    lr_scheduler_type lr_scheduler_kwargs warmup_steps warmup_ratio optim optim_args weight_decay adam_beta1 adam_beta2
+    adam_epsilon max_grad_norm label_smoothing_factor bf16 fp16 tf32 activation_checkpointing
+    activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs torch_compile
+    torch_compile_backend torch_compile_mode use_cache logging_strategy logging_steps report_to eval_strategy
+    eval_steps per_device_eval_batch_size prediction_loss_only save_strategy save_steps save_total_limit
+    load_best_model_at_end metric_for_best_model greater_is_better full_determinism seed use_cpu dataloader_drop_last
+    dataloader_num_workers dataloader_pin_memory remove_unused_columns label_names train_sampling_strategy
+    do_train do_eval do_predict local_rank
+"""
+# Fields that change neither the training nor its results, or that name what a run does in any case.
+WITHOUT_EFFECT = """
+    torch_empty_cache_steps logging_first_step log_on_each_node logging_nan_inf_filter log_level log_level_replica
+    disable_tqdm run_name project eval_use_gather_object eval_accumulation_steps save_on_each_node enable_jit_checkpoint
+    dataloader_persistent_workers dataloader_prefetch_factor length_column_name ddp_find_unused_parameters
+    ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout
+"""
+# What accelerate reads to join a process group of its own.
+LAUNCHER = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE PMI_SIZE OMPI_COMM_WORLD_SIZE MV2_COMM_WORLD_SIZE"
+
+
+@contextmanager
+def _hide_launcher() -> Iterator[None]:
+    hidden = {name: os.environ.pop(name) for name in LAUNCHER.split() if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
+
+
+class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
+    """As `transformers.TrainingArguments`. Creates the run, so create it before the model.
+
+    The batch of a step does not grow with the number of ranks: it has `per_device_train_batch_size *
+    gradient_accumulation_steps` samples, in micro-batches of `per_device_train_batch_size`, so that up to
+    `gradient_accumulation_steps` ranks share a step. `output_dir` is the run directory. `save_steps`,
+    `save_total_limit` and `logging_steps` set the intervals of snapshots and of rows in `metrics.jsonl`, `report_to`
+    the trackers. Options of the command line such as `--batch-size` replace them, as in every run.
+
+    Attributes:
+        run: the `samestep.Run`.
+
+    Raises:
+        InvalidValue: a field is set that has no equivalent here, such as `fsdp`. One sentence names it. A field that
+            merely has no effect, such as `ddp_timeout`, is named in a warning.
+    """
+
+    def __post_init__(self) -> None:
+        given = {}
+        for field in dataclasses.fields(self):
+            factory = field.default_factory
+            default = field.default if factory is dataclasses.MISSING else factory()
+            if (value := getattr(self, field.name)) != default:
+                given[field.name] = value
+        if refused := [name for name in given if name not in (SUPPORTED + WITHOUT_EFFECT).split()]:
+            raise InvalidValue(
+                f"TrainingArguments has {', '.join(f'{name}={given[name]!r}' for name in refused)}, which "
+                "samestep.adapters.transformers does not support: leave it out, or write the loop with samestep.Run"
+            )
+        with _hide_launcher():
+            super().__post_init__()
+        for name in ("logging_steps", "eval_steps", "save_steps"):
+            if 0 < (value := getattr(self, name) or 0) < 1:
+                raise InvalidValue(f"{name} is {value}, a share of the training: give a number of steps")
+        if self.train_sampling_strategy not in ("random", "sequential"):
+            raise InvalidValue(f"train_sampling_strategy is {self.train_sampling_strategy}: give random or sequential")
+        if self.lr_scheduler_type == "greedy":
+            raise InvalidValue("lr_scheduler_type is 'greedy', which is not supported: take reduce_lr_on_plateau")
+        logged: dict[str, int | str] = {"steps": int(self.logging_steps), "epoch": "1epochs", "no": "1000000epochs"}
+        saved: dict[str, int | str] = {"steps": int(self.save_steps), "epoch": "1epochs"}
+        self.run = Run(
+            self.output_dir, batch_size=self.per_device_train_batch_size * self.gradient_accumulation_steps,
+            micro_batch_size=self.per_device_train_batch_size, seed=self.seed, log_every=logged[self.logging_strategy],
+            precision="bf16" if self.bf16 else "fp16" if self.fp16 else "fp32", trackers=self.report_to,
+            snapshot_every=saved.get(self.save_strategy), device="cpu" if self.use_cpu else None,
+            config={"transformers": {name: str(value) for name, value in given.items()}},
+            keep_last=self.save_total_limit or 3,
+        )  # fmt: skip
+        if idle := [name for name in given if name in WITHOUT_EFFECT.split()]:
+            self.run.print(f"warning: these fields of TrainingArguments have no effect here: {', '.join(idle)}")
+
+
+@dataclasses.dataclass
+class Collator:
+    """Collates samples to (batch, number of labels that count), in a worker process where there are any.
+
+    Args:
+        shifts: whether the model's loss leaves out the first label of a row, as causal language models do.
+    """
+
+    collate: Callable[[list[Any]], Any]
+    shifts: bool
+
+    def __call__(self, samples: list[Any]) -> tuple[Any, int]:
+        batch = self.collate(samples)
+        labels = batch.get("shift_labels", batch.get("labels"))
+        if self.shifts and isinstance(labels, Tensor) and "shift_labels" not in batch:
+            labels = labels[..., 1:]
+        return batch, int(labels.ne(-100).sum()) if isinstance(labels, Tensor) else len(samples)
+
+
+class Trainer:
+    """As `transformers.Trainer`, with the promises of a run: the same bits at any number of ranks, and on resuming.
+
+    The loss of a step is the mean over all labels other than -100 of the whole batch, on all ranks. transformers'
+    Trainer computes the same for models that use `num_items_in_batch`, or without accumulation on one device. It
+    averages the means of micro-batches for others. `eval_loss` is the mean over all such labels, too, where
+    transformers averages means of batches. A batch without `labels` counts by samples.
+
+    A started script resumes by itself. `optimizers`, `compute_loss_func`, `preprocess_logits_for_metrics` and the other
+    arguments mean what they mean there. Subclasses may replace `compute_loss`, `create_optimizer` and
+    `create_scheduler`. Metrics are in `metrics.jsonl` of the run directory and in the trackers.
+
+    Args:
+        model: built after `args`, or pass `model_init`, a function that builds it.
+        args: `samestep.adapters.transformers.TrainingArguments`.
+        data_collator: default: as in transformers, padding with the tokenizer where `processing_class` is one.
+        train_dataset, eval_dataset: map-style data sets, `eval_dataset` also a dict of them.
+        processing_class: tokenizer or image processor, saved with the model.
+        compute_metrics: called once, on rank 0, with the predictions for the whole data set.
+        callbacks: `transformers.EarlyStoppingCallback` or none.
+
+    Raises:
+        InvalidType: the arguments are transformers' own, or another callback is passed.
+
+    Example::
+
+        from samestep.adapters.transformers import Trainer, TrainingArguments
+
+        args = TrainingArguments("runs/x", per_device_train_batch_size=8, gradient_accumulation_steps=4)
+        model = AutoModelForCausalLM.from_pretrained("gpt2")
+        Trainer(model, args, train_dataset=train, data_collator=collator).train()
+    """
+
+    create_optimizer = transformers.Trainer.create_optimizer
+    create_scheduler = transformers.Trainer.create_scheduler
+    get_decay_parameter_names = transformers.Trainer.get_decay_parameter_names
+    get_optimizer_cls_and_kwargs = staticmethod(transformers.Trainer.get_optimizer_cls_and_kwargs)
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable[[], Any] | None = None,
+        compute_loss_func: Callable[..., Tensor] | None = None,
+        compute_metrics: Callable[[Any], Mapping[str, Any]] | None = None,
+        callbacks: Sequence[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[type, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+    ) -> None:
+        if not isinstance(args, TrainingArguments):
+            raise InvalidType(
+                f"Trainer got args of {type(args).__module__}.{type(args).__name__}: create "
+                "samestep.adapters.transformers.TrainingArguments, before the model"
+            )
+        if (model is None) == (model_init is None):
+            raise InvalidValue("Trainer needs either model, built after the TrainingArguments, or model_init")
+        self.patience, self.threshold = math.inf, 0.0
+        for callback in callbacks or ():
+            if not isinstance(callback, transformers.EarlyStoppingCallback):
+                name = callback.__name__ if isinstance(callback, type) else type(callback).__name__
+                raise InvalidType(f"Trainer got {name}: of all callbacks, it supports EarlyStoppingCallback")
+            self.patience, self.threshold = callback.early_stopping_patience, callback.early_stopping_threshold
+        self.model = model_init() if model is None and model_init is not None else model
+        self.args, self.run, self.processing_class = args, args.run, processing_class
+        self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+        self.optimizer, self.lr_scheduler = optimizers
+        self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
+        self.label_smoother = LabelSmoother(args.label_smoothing_factor) if args.label_smoothing_factor else None
+
+        base = unwrap_peft_model(self.model)
+        self.label_names = find_labels(type(base)) if args.label_names is None else args.label_names
+        config, loss = getattr(base, "config", None), LOSS_MAPPING.get(getattr(base, "loss_type", None))
+        self.is_causal = type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        shifts = self.is_causal or (loss is ForCausalLMLoss and not getattr(config, "is_encoder_decoder", False))
+        if config is not None:
+            self.model.config.use_cache = args.use_cache
+        if args.activation_checkpointing:
+            self.model.activation_checkpointing_enable(args.activation_checkpointing_kwargs)
+        if data_collator is None:
+            kinds = transformers.PreTrainedTokenizerBase, transformers.SequenceFeatureExtractor
+            pads = isinstance(processing_class, kinds)
+            data_collator = transformers.DataCollatorWithPadding(processing_class) if pads else None
+        collate = transformers.default_data_collator if data_collator is None else data_collator
+        if args.remove_unused_columns:
+            wanted = [*signature(base.forward).parameters, "label", "label_ids", *self.label_names]
+            collate = RemoveColumnsCollator(collate, wanted)
+        self.collator = Collator(collate, shifts)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Create the optimizer and the schedule for the training data, and restore everything from a snapshot."""
+        self.num_steps = 0
+        objects = {"model": self.model}
+        if self.train_dataset is not None:
+            whole, rest = divmod(len(self.train_dataset), self.run.batch_size)
+            per_epoch = max(1, whole + (rest > 0 and not self.args.dataloader_drop_last))
+            self.num_steps = math.ceil(self.args.num_train_epochs * per_epoch)
+            if self.args.max_steps > 0:
+                self.num_steps = self.args.max_steps
+            self.num_epochs = math.ceil(self.num_steps / per_epoch)
+            objects["optimizer"] = self.create_optimizer()
+            objects["scheduler"] = self.create_scheduler(self.num_steps)
+        self.run.prepare(**objects)
+        compiled = self.args.torch_compile
+        options = {"backend": self.args.torch_compile_backend, "mode": self.args.torch_compile_mode}
+        self._forward = torch.compile(self.model, **options) if compiled else self.model
+
+    def train(self) -> Any:
+        """Train to the end, from the newest snapshot on. Returns transformers' `TrainOutput`.
+
+        Its `training_loss` is the average over the last epoch.
+        """
+        if self.train_dataset is None:
+            raise InvalidValue("Trainer.train needs train_dataset")
+        args, run = self.args, self.run
+        self.model.train()
+        epochs = run.epochs(
+            self.train_dataset, self.num_epochs, collate_fn=self.collator, num_workers=args.dataloader_num_workers,
+            shuffle=args.train_sampling_strategy == "random", drop_last=args.dataloader_drop_last,
+            pin_memory=args.dataloader_pin_memory,
+        )  # fmt: skip
+        for epoch in epochs:
+            for step in epoch:
+                for batch, num_labels in step:
+                    if num_labels:
+                        with run.autocast():
+                            loss = self.compute_loss(self._forward, batch, num_items_in_batch=num_labels)
+                        step.backward(loss, weight=num_labels)
+                if args.max_grad_norm > 0:
+                    step.log(grad_norm=run.clip_grad_norm_(self.model.parameters(), args.max_grad_norm))
+                self.optimizer.step()
+                if not isinstance(self.lr_scheduler, ReduceLROnPlateau):
+                    self.lr_scheduler.step()
+                if args.eval_strategy == "steps" and (step.number + 1) % args.eval_steps == 0:
+                    self._validate()
+                if step.number + 1 == self.num_steps < self.num_epochs * epoch.num_steps:
+                    run.stop(f"{self.num_steps} steps")
+            run.state["training_loss"] = epoch.metrics["loss"]
+            is_over = run.steps_done == self.num_steps or run.steps_done % epoch.num_steps == 0
+            if args.eval_strategy == "epoch" and is_over:
+                self._validate()
+        if args.load_best_model_at_end and "best" in run.state:
+            run.restore("best")
+        loss = run.state.get("training_loss", math.nan)
+        return TrainOutput(run.steps_done, loss, {"train_loss": loss})
+
+    def _validate(self) -> None:
+        """Evaluate, keep the best snapshot, and stop if patience ends."""
+        metrics, args, state = self.evaluate(), self.args, self.run.state
+        if args.metric_for_best_model is None:
+            return
+        name = args.metric_for_best_model
+        name = name if name.startswith("eval_") else f"eval_{name}"
+        if name not in metrics:
+            raise Error(f"metric_for_best_model is {name}, which is not one of the metrics: {', '.join(metrics)}")
+        if isinstance(self.lr_scheduler, ReduceLROnPlateau):
+            self.lr_scheduler.step(metrics[name])
+        value = metrics[name] if args.greater_is_better else -metrics[name]
+        lead = value - state.get("best", -math.inf)
+        state["num_worse"] = 0 if lead > self.threshold else state.get("num_worse", 0) + 1
+        if lead > 0:
+            state["best"] = value
+            self.run.snapshot("best")
+        if state["num_worse"] >= self.patience:
+            self.run.stop(f"no better {name} in {self.patience} evaluations")
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: int | None = None
+    ) -> Any:
+        """As in transformers: the loss that the model returns, or that of label smoothing or `compute_loss_func`.
+
+        Args:
+            num_items_in_batch: labels in this micro-batch, which the loss is a mean over.
+        """
+        inputs, labels = dict(inputs), None
+        if self.label_smoother is not None or self.compute_loss_func is not None:
+            labels = inputs.pop("labels", None)
+        outputs = model(**inputs)
+        if self.compute_loss_func is not None:
+            loss = self.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
+        elif self.label_smoother is not None and labels is not None:
+            loss = self.label_smoother(outputs, labels, shift_labels=self.is_causal)
+        elif not isinstance(outputs, dict) or outputs.get("loss") is not None:
+            loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
+        else:
+            raise Error(
+                f"{type(self.model).__name__} returned no loss for {', '.join(inputs)}, only {', '.join(outputs)}: "
+                "pass labels, or replace compute_loss"
+            )
+        return (loss, outputs) if return_outputs else loss
+
+    def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
+        """Score every sample once, over all ranks. Returns and logs the loss and what `compute_metrics` returns."""
+        data = self.eval_dataset if eval_dataset is None else eval_dataset
+        if data is None:
+            raise InvalidValue("Trainer.evaluate needs eval_dataset")
+        if isinstance(data, dict):
+            names = [(each, f"{metric_key_prefix}_{name}") for name, each in data.items()]
+            return {name: value for pair in names for name, value in self.evaluate(*pair).items()}
+        metrics = self._predict(data, metric_key_prefix, self.args.prediction_loss_only or not self.compute_metrics)[2]
+        self.run.log(metrics)
+        return metrics
+
+    def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> Any:
+        """Return transformers' `PredictionOutput` for every sample, in the order of the data set, on all ranks."""
+        return PredictionOutput(*self._predict(test_dataset, metric_key_prefix, self.args.prediction_loss_only))
+
+    def _predict(self, data: Any, prefix: str, loss_only: bool) -> tuple[Any, Any, dict[str, float]]:
+        """Return (predictions, labels, metrics). `loss_only`: without predictions and labels."""
+        config = getattr(self.model, "config", None)
+        ignored = ["loss", *getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])]
+
+        def score(collated: tuple[Any, int]) -> dict[str, Any]:
+            batch, num_labels = collated
+            labels = [batch[name] for name in self.label_names if batch.get(name) is not None]
+            with self.run.autocast():
+                if labels:
+                    loss, outputs = self.compute_loss(self._forward, batch, True, num_labels)
+                else:
+                    outputs = self._forward(**batch)
+            scores: dict[str, Any] = {"loss": (loss if num_labels else 0.0, num_labels)} if labels else {}
+            if loss_only:
+                return scores
+            logits = [v for name, v in outputs.items() if name not in ignored and isinstance(v, Tensor)]
+            if self.preprocess_logits_for_metrics is not None:
+                kept = self.preprocess_logits_for_metrics(_unpack(logits), _unpack(labels))
+                logits = list(kept) if isinstance(kept, tuple | list) else [kept]
+            for name, tensors in (("logits", logits), ("labels", labels)):
+                for i, tensor in enumerate(tensors):
+                    values = tensor.float() if tensor.dtype == torch.bfloat16 else tensor
+                    scores[f"{name}{i}"] = list(values.cpu().numpy())
+            return scores
+
+        size, workers = self.args.per_device_eval_batch_size, self.args.dataloader_num_workers
+        scores = self.run.evaluate(score, data, collate_fn=self.collator, num_workers=workers, micro_batch_size=size)
+        metrics = {f"{prefix}_loss": scores["loss"]} if "loss" in scores else {}
+        found = {kind: [_pad(v) for k, v in scores.items() if k.startswith(kind)] for kind in ("logits", "labels")}
+        logits, labels = _unpack(found["logits"]), _unpack(found["labels"])
+        if self.compute_metrics is not None and logits is not None and labels is not None:
+            computed = self.run.once(self.compute_metrics, transformers.EvalPrediction(logits, labels))
+            metrics |= {n if n.startswith(f"{prefix}_") else f"{prefix}_{n}": float(v) for n, v in computed.items()}
+        return logits, labels, metrics
+
+    def save_model(self, output_dir: str | Path | None = None) -> None:
+        """Write the model, and the tokenizer if there is one, for `from_pretrained`. Call it on all ranks.
+
+        Args:
+            output_dir: default: the run directory, as in transformers.
+
+        Raises:
+            InvalidType: the model has no `save_pretrained`; `samestep export` writes the weights of any.
+        """
+        if not hasattr(self.model, "save_pretrained"):
+            raise InvalidType(f"{type(self.model).__name__} has no save_pretrained: write its weights, samestep export")
+        directory = self.run.dir if output_dir is None else output_dir
+        parts = [part for part in (self.model, self.processing_class) if part is not None]
+        self.run.once(_save, parts, directory)
+
+
+def _save(parts: Sequence[Any], directory: Any) -> None:
+    for part in parts:
+        part.save_pretrained(directory)
+
+
+def _unpack(values: list[Any]) -> Any:
+    """Return None for no value, the value itself for one, and a tuple for several, as transformers does."""
+    return tuple(values) if len(values) > 1 else values[0] if values else None
+
+
+def _pad(arrays: list[Any]) -> Any:
+    """Stack arrays of different lengths, padded with -100."""
+    shape = [max(sizes) for sizes in zip(*(np.shape(array) for array in arrays), strict=True)]
+    stacked: Any = np.full((len(arrays), *shape), -100, dtype=np.asarray(arrays[0]).dtype)
+    for i, array in enumerate(arrays):
+        stacked[(i, *(slice(size) for size in np.shape(array)))] = array
+    return stacked

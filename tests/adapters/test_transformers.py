@@ -1,0 +1,284 @@
+"""Models of transformers trained by samestep: step by step as its Trainer does, and alike at any number of ranks."""
+
+import copy
+import functools
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.runs import digest, read_rows
+
+import samestep
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+pytest.importorskip("datasets")
+pytest.importorskip("peft")
+
+KINDS = ("bert", "gpt2", "t5", "vit", "lora")
+NUM_SAMPLES, BATCH_SIZE, NUM_EPOCHS = 22, 8, 2  # the last step of an epoch is short
+SIZES = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+def build_model(kind: str, dropout: float = 0.0) -> Any:
+    """A random model of a few thousand parameters."""
+    import transformers as hf
+
+    if kind == "bert":
+        rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+        return hf.BertForMaskedLM(hf.BertConfig(**SIZES, **rates, intermediate_size=32, max_position_embeddings=16))
+    if kind in ("gpt2", "lora"):
+        rates = {"resid_pdrop": dropout, "embd_pdrop": dropout, "attn_pdrop": dropout}
+        sizes = {"vocab_size": 40, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}
+        model = hf.GPT2LMHeadModel(hf.GPT2Config(**sizes, **rates, bos_token_id=0, eos_token_id=0))
+        if kind == "lora":
+            import peft
+
+            settings = peft.LoraConfig(r=2, lora_alpha=4, target_modules=["c_attn"], fan_in_fan_out=True)
+            model = peft.get_peft_model(model, settings)
+        return model
+    if kind == "t5":
+        sizes = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
+        return hf.T5ForConditionalGeneration(hf.T5Config(**sizes, dropout_rate=dropout, decoder_start_token_id=0))
+    sizes = {name: size for name, size in SIZES.items() if name != "vocab_size"}
+    sizes |= {"image_size": 8, "patch_size": 4, "num_labels": 3, "intermediate_size": 32}
+    return hf.ViTForImageClassification(hf.ViTConfig(**sizes, hidden_dropout_prob=dropout))
+
+
+def build_data(kind: str, num: int, seed: int) -> list[dict[str, Any]]:
+    """Random samples whose numbers of labels differ, and a column that no model takes."""
+    generator = np.random.default_rng(seed)
+    if kind == "vit":
+        images = generator.standard_normal((num, 3, 8, 8)).astype(np.float32)
+        return [{"pixel_values": image, "labels": i % 3, "name": f"image {i}"} for i, image in enumerate(images)]
+    samples = []
+    for i, tokens in enumerate(generator.integers(1, 40, (num, 12))):
+        labels = np.where(np.arange(12) < 2 + i % 9, tokens, -100)
+        labels[0] = -100  # which a causal model leaves out, and transformers 5.23 counts for GPT-2
+        samples.append({"input_ids": tokens, "attention_mask": np.ones(12, int), "labels": labels, "name": f"text {i}"})
+    return samples
+
+
+def score(predictions: Any) -> dict[str, float]:
+    logits, labels = predictions.predictions, predictions.label_ids
+    logits = logits[0] if isinstance(logits, tuple) else logits
+    return {"accuracy": float((logits.argmax(-1) == labels).mean()), "num": len(labels)}
+
+
+FIELDS: dict[str, Any] = {
+    "num_train_epochs": NUM_EPOCHS, "learning_rate": 3e-3, "weight_decay": 0.1, "warmup_steps": 2, "logging_steps": 1,
+    "lr_scheduler_type": "cosine", "max_grad_norm": 0.5, "use_cpu": True, "train_sampling_strategy": "sequential",
+    "per_device_eval_batch_size": 4, "report_to": "none",
+}  # fmt: skip
+
+
+def train_with_both(kind: str, directory: Path, **fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Train copies of one model in one rank. Returns the results of transformers and of samestep."""
+    import transformers as hf
+
+    from samestep.adapters.transformers import Trainer, TrainingArguments
+
+    fields = FIELDS | {"save_strategy": "no", "eval_strategy": "epoch"} | fields
+    split = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": BATCH_SIZE // 2}
+    args = TrainingArguments(directory / f"{kind}-{len(fields)}", **fields, **split)
+    model = build_model(kind)
+    start = copy.deepcopy(model)
+    data = {"train_dataset": build_data(kind, NUM_SAMPLES, 0), "eval_dataset": build_data(kind, 8, 1)}
+    trainer = Trainer(model, args, compute_metrics=score, **data)
+    trainer.train()
+    rows = read_rows(args.run.dir)
+    found = {
+        "losses": [row["train/loss"] for row in rows if "train/loss" in row],
+        "norms": [row["train/grad_norm"] for row in rows if "train/grad_norm" in row],
+        "metrics": [row["eval_accuracy"] for row in rows if "eval_accuracy" in row],
+        "weights": {name: value.clone() for name, value in model.state_dict().items()},
+        "predictions": trainer.predict(data["eval_dataset"]),
+    }
+
+    for name in [name for name in os.environ if name.endswith(("RANK", "WORLD_SIZE"))]:
+        del os.environ[name]
+    args = hf.TrainingArguments(directory / "theirs", **fields, per_device_train_batch_size=BATCH_SIZE)
+    theirs = hf.Trainer(start, args, compute_metrics=score, **data)
+    theirs.remove_callback(hf.PrinterCallback)
+    theirs.remove_callback(hf.ProgressCallback)
+    theirs.train()
+    rows = theirs.state.log_history
+    wanted = {
+        "losses": [row["loss"] for row in rows if "loss" in row],
+        "norms": [row["grad_norm"] for row in rows if "grad_norm" in row],
+        "metrics": [row["eval_accuracy"] for row in rows if "eval_accuracy" in row],
+        "weights": start.state_dict(),
+        "predictions": theirs.predict(data["eval_dataset"]),
+    }
+    return wanted, found
+
+
+def compare_all(directory: Path) -> dict[str, Any]:
+    results = {kind: train_with_both(kind, directory) for kind in KINDS}
+    results["smoothing"] = train_with_both("gpt2", directory, label_smoothing_factor=0.1)
+    results["max_steps"] = train_with_both("gpt2", directory, max_steps=4)
+    return results
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Everything that needs transformers in one rank, because importing it takes seconds."""
+    return samestep.spawn(functools.partial(compare_all, tmp_path_factory.mktemp("runs")), 1)
+
+
+@pytest.mark.parametrize("case", [*KINDS, "smoothing", "max_steps"])
+def test_as_transformers_itself(results: dict[str, Any], case: str) -> None:
+    wanted, found = results[case]
+    assert len(found["losses"]) == (4 if case == "max_steps" else NUM_EPOCHS * 3)
+    for name in ("losses", "norms", "metrics"):
+        assert found[name] == pytest.approx(wanted[name], rel=1e-4), name
+    for name, weight in wanted["weights"].items():
+        torch.testing.assert_close(found["weights"][name], weight, rtol=1e-4, atol=1e-5)
+    for theirs, ours in zip(wanted["predictions"][:2], found["predictions"][:2], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+
+
+def build_tokenizer() -> Any:
+    import tokenizers
+    import transformers as hf
+
+    words = {word: i for i, word in enumerate(["[PAD]", "[MASK]", "[UNK]", *(f"w{i}" for i in range(37))])}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    special = {"pad_token": "[PAD]", "mask_token": "[MASK]", "unk_token": "[UNK]"}
+    return hf.PreTrainedTokenizerFast(tokenizer_object=model, **special)
+
+
+def train(kind: str, directory: Path, max_steps: int | None = None, **fields: Any) -> tuple[float, dict[str, Any], Any]:
+    """Train with dropout, masked words and workers. Returns (loss, metrics, names of the files that are saved)."""
+    import transformers as hf
+
+    from samestep.adapters.transformers import Trainer, TrainingArguments
+
+    if max_steps is not None:
+        os.environ["SAMESTEP_MAX_STEPS"] = f"{max_steps}"
+    fields = FIELDS | {
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "train_sampling_strategy": "random",
+        "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2,
+        "metric_for_best_model": "loss", "load_best_model_at_end": True, "num_train_epochs": 1.5, "save_total_limit": 2,
+    } | fields  # fmt: skip
+    args = TrainingArguments(directory, **fields)
+    model = build_model(kind, dropout=0.2)
+    options: dict[str, Any] = {}
+    train_data, held_out = build_data(kind, NUM_SAMPLES, 0), build_data(kind, 9, 1)
+    if kind == "bert":
+        import datasets
+
+        tokenizer = build_tokenizer()
+        texts = [{"text": " ".join(f"w{j * i % 37}" for j in range(4 + i % 5))} for i in range(NUM_SAMPLES)]
+        data = datasets.Dataset.from_list(texts).map(lambda row: tokenizer(row["text"]))
+        train_data, held_out = data, data.select(range(9))
+        options = {
+            "processing_class": tokenizer, "data_collator": hf.DataCollatorForLanguageModeling(tokenizer),
+            "callbacks": [hf.EarlyStoppingCallback(early_stopping_patience=3)],
+        }  # fmt: skip
+    trainer = Trainer(model, args, train_dataset=train_data, eval_dataset=held_out, **options)
+    output = trainer.train()
+    metrics = trainer.evaluate({"held_out": held_out})
+    trainer.save_model(directory / "saved")
+    return output.training_loss, metrics, args.run.steps_done
+
+
+def train_all(directory: Path, max_steps: int | None = None) -> list[Any]:
+    return [train(kind, directory / kind, max_steps) for kind in KINDS]
+
+
+@pytest.mark.soak
+def test_the_same_bits_at_any_number_of_ranks(tmp_path: Path) -> None:
+    """And a saved model that `from_pretrained` loads."""
+    values = [samestep.spawn(functools.partial(train_all, tmp_path / f"{size}"), size) for size in (1, 2, 3)]
+    samestep.spawn(functools.partial(train_all, tmp_path / "parts", 3), 2)
+    values.append(samestep.spawn(functools.partial(train_all, tmp_path / "parts"), 3))
+    assert values == [values[0]] * 4
+    for kind, (_, _, num_steps) in zip(KINDS, values[0], strict=True):
+        assert num_steps == 5, "1.5 epochs of 3 steps"
+        directories = [tmp_path / name / kind for name in ("1", "2", "3", "parts")]
+        assert len({digest(directory) for directory in directories}) == 1
+        assert len({digest(directory, "best") for directory in directories}) == 1
+    samestep.spawn(functools.partial(load_all, tmp_path / "2"), 1)
+
+
+def load_all(directory: Path) -> None:
+    for kind in KINDS:
+        load(kind, directory / kind)
+
+
+def load(kind: str, directory: Path) -> None:
+    """Load what was saved, and compare it with the snapshot."""
+    import transformers as hf
+    from safetensors.torch import load_file
+
+    from samestep.cli import main
+
+    if kind == "lora":
+        import peft
+
+        torch.manual_seed(0)
+        model: Any = peft.PeftModel.from_pretrained(build_model("gpt2"), directory / "saved")
+    else:
+        names = {"bert": hf.BertForMaskedLM, "gpt2": hf.GPT2LMHeadModel, "t5": hf.T5ForConditionalGeneration}
+        model = names.get(kind, hf.ViTForImageClassification).from_pretrained(directory / "saved")
+    file = directory / "best.safetensors"
+    assert main(["export", f"{directory}", f"{file}", "--snapshot", "best"]) == 0
+    weights, found = load_file(file), model.state_dict()
+    compared = [name for name in weights if name in found and (kind != "lora" or "lora" in name)]
+    assert len(compared) >= (2 if kind == "lora" else 10)
+    for name in compared:
+        torch.testing.assert_close(found[name], weights[name], rtol=0, atol=0)
+    if kind == "bert":
+        assert len(hf.AutoTokenizer.from_pretrained(directory / "saved")) == 40
+
+
+def refuse_all(directory: Path) -> list[str]:
+    """Make mistakes. Returns their errors."""
+    import transformers as hf
+
+    from samestep.adapters.transformers import Trainer, TrainingArguments
+
+    errors = []
+
+    def refuse(make: Any) -> None:
+        with pytest.raises(samestep.Error) as caught:
+            make()
+        errors.append(str(caught.value))
+
+    wrong: list[dict[str, Any]] = [
+        {"fsdp": "full_shard"}, {"push_to_hub": True, "data_seed": 1}, {"save_steps": 0.1},
+        {"auto_find_batch_size": True},
+        {"train_sampling_strategy": "group_by_length"}, {"resume_from_checkpoint": "x"}, {"report_to": "comet_ml"},
+    ]  # fmt: skip
+    for fields in wrong:
+        refuse(lambda fields=fields: TrainingArguments(directory / "refused", use_cpu=True, **fields))
+    early = build_model("gpt2")
+    args = TrainingArguments(directory / "kept", use_cpu=True, ddp_timeout=3, per_device_train_batch_size=4)
+    data = build_data("gpt2", 8, 0)
+    refuse(lambda: Trainer(early, args, train_dataset=data))
+    refuse(lambda: Trainer(early, hf.TrainingArguments(directory / "theirs", use_cpu=True)))
+    refuse(lambda: Trainer(args=args))
+    refuse(lambda: Trainer(early, args, callbacks=[hf.TrainerCallback]))
+    trainer = Trainer(args=args, model_init=functools.partial(build_model, "gpt2"))
+    refuse(trainer.train)
+    refuse(trainer.evaluate)
+    return errors
+
+
+def test_what_it_refuses(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    errors = samestep.spawn(functools.partial(refuse_all, tmp_path), 1)
+    words = (
+        "has fsdp='full_shard', which samestep.adapters.transformers does not support",
+        "has push_to_hub=True, data_seed=1, which", "save_steps is 0.1, a share", "has auto_find_batch_size=True",
+        "train_sampling_strategy is group_by_length", "has resume_from_checkpoint='x'", "comet_ml",
+        "was built before", "create samestep.adapters.transformers.TrainingArguments", "needs either model",
+        "Trainer got TrainerCallback", "train needs train_dataset", "evaluate needs eval_dataset",
+    )  # fmt: skip
+    for error, start in zip(errors, words, strict=True):
+        assert start in error
+    assert "have no effect here: ddp_timeout" in "".join(capfd.readouterr())
