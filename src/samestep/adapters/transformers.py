@@ -2,9 +2,7 @@
 
 import dataclasses
 import math
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from samestep import Error, InvalidType, InvalidValue, Run
+from samestep.world.environment import hide_launcher
 
 try:
     import transformers
@@ -45,17 +44,6 @@ WITHOUT_EFFECT = """
     dataloader_persistent_workers dataloader_prefetch_factor length_column_name ddp_find_unused_parameters
     ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend ddp_timeout
 """
-# What accelerate reads to join a process group of its own.
-LAUNCHER = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE PMI_SIZE OMPI_COMM_WORLD_SIZE MV2_COMM_WORLD_SIZE"
-
-
-@contextmanager
-def _hide_launcher() -> Iterator[None]:
-    hidden = {name: os.environ.pop(name) for name in LAUNCHER.split() if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)
 
 
 class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
@@ -87,7 +75,7 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
                 f"TrainingArguments has {', '.join(f'{name}={given[name]!r}' for name in refused)}, which "
                 "samestep.adapters.transformers does not support: leave it out, or write the loop with samestep.Run"
             )
-        with _hide_launcher():
+        with hide_launcher():  # accelerate would join a process group of its own
             super().__post_init__()
         for name in ("logging_steps", "eval_steps", "save_steps"):
             if 0 < (value := getattr(self, name) or 0) < 1:

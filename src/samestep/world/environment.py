@@ -7,8 +7,8 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -144,6 +144,17 @@ def choose_interface(name: str) -> None:
     if name:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+@contextmanager
+def hide_launcher() -> Iterator[None]:
+    """Hide the variables from which another library would conclude that it should join a process group."""
+    names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE PMI_SIZE OMPI_COMM_WORLD_SIZE MV2_COMM_WORLD_SIZE"
+    hidden = {name: os.environ.pop(name) for name in names.split() if name in os.environ}
+    try:
+        yield
+    finally:
+        os.environ.update(hidden)
 
 
 def has_agent_store() -> bool:
