@@ -45,3 +45,9 @@ def test_autocast(name: str, dtype: torch.dtype) -> None:
 def test_unknown_precision_is_refused() -> None:
     with pytest.raises(samestep.Error, match="fp32, bf16 or fp16"):
         build_precision("fp8", CPU)
+
+
+def test_fp16_on_a_cpu_is_slow_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    samestep.Run(None, batch_size=4, precision="fp16", device="cpu")
+    samestep.Run(None, batch_size=4, precision="bf16", device="cpu")
+    assert "".join(capfd.readouterr()).count("fp16 is slower than fp32 on most CPUs: use bf16") == 1

@@ -157,6 +157,8 @@ class Run:
         self.summary: dict[str, Any] = {}
         self._progress, self._config = build_progress(rank=self.rank), dict(config or {})
         self._context = context = RunContext(environment, settings, group, self.device, precision_of_run, self._say)
+        if settings.precision == "fp16" and self.device.type == "cpu":
+            self._say("fp16 is slower than fp32 on most CPUs: use bf16, which needs no loss scale, or a GPU")
         used = settings.trackers if environment.trace is None else ()  # `samestep verify` trains many times
         self._trackers, self._pools, self._position = Trackers(build_trackers(used), self._say), Pools(), Position()
         self._snapshotter = Snapshotter(settings, group, self._say)
