@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from samestep import Error, InvalidType, InvalidValue, Run
-from samestep.world.environment import hide_launcher
+from samestep.train.shutdown import report_errors
+from samestep.world.environment import hide_launcher, read_rank
 
 try:
     import transformers
@@ -23,6 +24,7 @@ try:
     from transformers.trainer_utils import PredictionOutput, RemoveColumnsCollator, TrainOutput, unwrap_peft_model
     from transformers.utils.generic import find_labels
 except ImportError as error:
+    report_errors(read_rank())
     raise Error(f"{error}: install the extra, pip install 'samestep[transformers]'") from None
 
 # Fields of transformers' TrainingArguments that have their effect here.
@@ -64,6 +66,7 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
     """
 
     def __post_init__(self) -> None:
+        report_errors(read_rank())
         given = {}
         for field in dataclasses.fields(self):
             factory = field.default_factory

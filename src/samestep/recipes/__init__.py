@@ -1,6 +1,7 @@
 """Example scripts, to run and to copy."""
 
 import ast
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -29,6 +30,18 @@ def show_recipe_help(recipe: str) -> None:
         exec(code, main_module.__dict__)
     except SystemExit:
         print()
+
+
+def run_main(main: Callable[[], None]) -> None:
+    """Run the main function of `python -m samestep.recipes.NAME`.
+
+    An Error that it raises before its run exists is one sentence, too, with exit code 2.
+    """
+    from samestep.train.shutdown import report_errors
+    from samestep.world.environment import read_rank
+
+    report_errors(read_rank())
+    main()
 
 
 def describe_recipes() -> str:

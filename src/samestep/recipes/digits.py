@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import samestep
+from samestep.recipes import run_main
 
 
 class CNN(nn.Module):
@@ -150,4 +151,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import samestep
+from samestep.recipes import run_main
 from samestep.recipes.corpora.text_tokenizer import BYTES, Tokenizer
 from samestep.recipes.corpora.token_file import Corpus, name_tokenizer, open_corpus, read_standard_library, split
 from samestep.recipes.models.gpt2 import GPT2, PRESETS
@@ -298,4 +299,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import samestep
+from samestep.recipes import run_main
 from samestep.recipes.models.resnet import ARCHITECTURES, build_resnet
 
 try:
@@ -286,4 +287,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

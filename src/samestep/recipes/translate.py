@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import samestep
+from samestep.recipes import run_main
 from samestep.recipes.corpora.bpe import LEAST_SIZE, Tokenizer
 from samestep.recipes.corpora.encoded_pairs import Bucketed, load_data
 from samestep.recipes.models.seq2seq import END, PAD, Seq2Seq
@@ -210,4 +211,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -1,0 +1,25 @@
+"""Mistakes before a run exists: a sentence and exit code 2, as from a run."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from support.runs import run_command
+
+WITHOUT = "import sys; sys.modules['transformers'] = None; import samestep.adapters.transformers"
+
+
+@pytest.mark.parametrize(
+    ("command", "sentence"),
+    [
+        (["-c", WITHOUT], "install the extra, pip install 'samestep[transformers]'"),
+        (["-m", "samestep.recipes.gpt", "--data", "missing"], "missing is no token file"),
+    ],
+    ids=["adapter", "recipe"],
+)
+def test_a_sentence_and_no_traceback(command: list[str], sentence: str, tmp_path: Path) -> None:
+    done = run_command(sys.executable, *command, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("samestep: error: ")
+    assert sentence in done.stderr
+    assert done.stderr.count("\n") == 1
