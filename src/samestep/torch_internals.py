@@ -4,12 +4,14 @@ Each has no public equivalent that is as fast. A torch release that changes one 
 `tests/test_torch_internals.py` says which.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data._utils import worker as _worker
 
 # Tensor -> how often its storage was written through it, `.data` excepted. There is no public accessor.
 read_version: Callable[[Tensor], int] = attrgetter("_version")
@@ -32,3 +34,15 @@ def get_storage(tensor: Tensor) -> int:
 def count_storage_uses(storage: int) -> int:
     """How many tensors use the storage that `get_storage` returned."""
     return torch._C._storage_Use_Count(storage)
+
+
+@contextmanager
+def as_worker(worker: int, num_workers: int, dataset: Any) -> Iterator[None]:
+    """Let `torch.utils.data.get_worker_info` report this worker of so many inside the block."""
+    before = _worker._worker_info
+    info: Any = _worker.WorkerInfo(id=worker, num_workers=num_workers, seed=torch.initial_seed(), dataset=dataset)
+    _worker._worker_info = info
+    try:
+        yield
+    finally:
+        _worker._worker_info = before

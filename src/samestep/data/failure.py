@@ -90,7 +90,7 @@ def explain(
     where = f"one of the samples {abbreviate(indices)}" if odd is None else f"sample {indices[odd]}"
     info = get_worker_info()
     worker = f", in DataLoader worker {info.id}" if info is not None else ""
-    return f"{what} failed at {where} ({_describe_error(error)}{worker})."
+    return f"{what} failed at {where} ({describe_error(error)}{worker})."
 
 
 def _find_uncollatable(collate_fn: ManySamples, samples: Sequence[Any]) -> int | None:
@@ -118,7 +118,7 @@ def abbreviate(indices: Sequence[int]) -> str:
     return f"{', '.join(map(str, indices[:6]))}, ... {indices[-1]}"
 
 
-def _describe_error(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Format an error and its innermost frame outside libraries on one line: `KeyError: 'x' at data.py:31`."""
     text = " ".join(str(error).split())
     text = f": {text[:300]}" if text else ""

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 from torch._C import _remove_worker_pids
-from torch.utils.data import DataLoader, TensorDataset, default_collate, get_worker_info
+from torch.utils.data import DataLoader, TensorDataset, default_collate, default_convert, get_worker_info
 
 from samestep.data.failure import Failure, abbreviate, explain, pack, unpack
 from samestep.data.spec import DataSpec
@@ -47,11 +47,12 @@ class Task(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """One micro-batch on the host."""
+    """One micro-batch on the host. `state`: that of its lane, for some micro-batches of a stream."""
 
     batch: Any
     num_samples: int
     fingerprint: int
+    state: Any = None
 
 
 # The part of random.seed for integers. The checks for other types take longer than the seeding.
@@ -124,6 +125,9 @@ class Loader:
         workers: workers of `data.pools.Pools`, which outlive this Loader if it reaches the end of its tasks. None: the
             Loader starts its own.
 
+    Attributes:
+        lane_states: for a stream, the newest `LaneState` of each lane that `next` has returned.
+
     Raises:
         Error: (from next) the data set or collate_fn failed; names sample, exception and line.
         WorkerDied: (from next) a worker was killed.
@@ -141,11 +145,18 @@ class Loader:
         # The bits must equal those of a DataLoader worker, which has one thread.
         self._single_thread = self._workers is None and torch.get_num_threads() > 1
         self._closed = False
+        self.lane_states: dict[int, Any] = {}
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Loaded:
+        loaded = self._load_next()
+        if loaded.state is not None:
+            self.lane_states[loaded.state.lane] = loaded.state
+        return loaded
+
+    def _load_next(self) -> Loaded:
         if self._closed:
             raise StopIteration
         if self._workers is not None:
@@ -382,6 +393,7 @@ class Fetcher:
         self._dataset = dataset
         self._collate_fn = collate_fn
         self._many: Callable[[list[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
+        self._read_state: Callable[[Task], Any] | None = getattr(dataset, "read_lane_state", None)
         self._stacks = collate_fn is default_collate
         self._has_columns = self._stacks and type(dataset) is TensorDataset
 
@@ -412,12 +424,16 @@ class Fetcher:
                 dataset = self._dataset
                 for index in indices:
                     samples.append(dataset[index])
-            batch = self._stack(samples) if self._stacks else self._collate_fn(samples)
+            if not self._stacks:
+                batch = self._collate_fn(samples)
+            else:
+                batch = self._stack(samples) if isinstance(samples, list | tuple) else default_convert(samples)
+            state = None if self._read_state is None else self._read_state(task)
         except Error:
             raise
         except Exception as error:
             raise Error(explain(error, indices, samples, self._collate_fn, self._many)) from error
-        return Loaded(batch, len(indices), fingerprint(task.indices))
+        return Loaded(batch, len(indices), fingerprint(task.indices), state)
 
     def _read_columns(self, indices: NDArray[np.int64]) -> list[Tensor] | None:
         """Return the collated samples of a TensorDataset, with one index operation per tensor and no object per sample.

@@ -1,4 +1,4 @@
-"""Checks and normalizes the data that a script passes: a map-style data set, or a DataLoader of one."""
+"""Checks and normalizes the data that a script passes: a map-style data set, a stream, or a DataLoader of one."""
 
 import dataclasses
 from collections.abc import Callable
@@ -52,14 +52,16 @@ def understand(
     shuffle: bool | None = None,
     drop_last: bool | None = None,
     pin_memory: bool | None = None,
+    takes_streams: bool = False,
 ) -> DataSpec:
-    """Return the specification for a map-style data set or a DataLoader.
+    """Return the specification for a data set or a DataLoader.
 
     Arguments other than None take precedence over the DataLoader's. The defaults are default_collate, no workers,
     shuffled, and the last short batch kept.
 
     Args:
         micro_batch_size: the run's. A DataLoader with another batch size is refused; None accepts any.
+        takes_streams: whether data sets without indexing are accepted, too.
 
     Raises:
         Error: the data set has no indexing, no length or no samples, its sampler is not supported, or the sizes differ.
@@ -73,22 +75,22 @@ def understand(
     }
     wanted = {name: value for name, value in given.items() if value is not None}
     if isinstance(data, DataLoader):
-        spec = dataclasses.replace(_understand_loader(data, micro_batch_size), **wanted)
+        spec = dataclasses.replace(_understand_loader(data, micro_batch_size, takes_streams), **wanted)
     else:
         spec = DataSpec(data, **wanted)
-    _check_dataset(spec.dataset)
+    _check_dataset(spec.dataset, takes_streams)
     if not isinstance(spec.num_workers, int) or spec.num_workers < 0:
         raise Error(f"num_workers is {spec.num_workers!r}: give 0 (load in this process) or more.")
     return spec
 
 
-def _understand_loader(loader: DataLoader[Any], micro_batch_size: int | None) -> DataSpec:
+def _understand_loader(loader: DataLoader[Any], micro_batch_size: int | None, takes_streams: bool) -> DataSpec:
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise Error(
             f"{type(loader).__name__} iterates in its own way, which would not be the run's order: "
             "pass its data set, and collate_fn= and num_workers= beside it."
         )
-    _check_dataset(loader.dataset)
+    _check_dataset(loader.dataset, takes_streams)
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         raise Error(
             "the DataLoader has its own batch_sampler, or batch_size=None, but the run chooses the samples "
@@ -104,7 +106,7 @@ def _understand_loader(loader: DataLoader[Any], micro_batch_size: int | None) ->
         dataset=loader.dataset,
         collate_fn=loader.collate_fn,
         num_workers=loader.num_workers,
-        shuffle=_is_shuffled(loader),
+        shuffle=not is_stream(loader.dataset) and _is_shuffled(loader),
         drop_last=loader.drop_last,
         micro_batch_size=loader.batch_size,
         pin_memory=loader.pin_memory,
@@ -131,10 +133,22 @@ def _is_shuffled(loader: DataLoader[Any]) -> bool:
     raise Error(f"the DataLoader's sampler is a {name}, which a run does not support: {hint}.")
 
 
-def _check_dataset(dataset: Any) -> None:
+def is_stream(dataset: Any) -> bool:
+    """Return whether the data set is read in lanes (see `data.lanes`), since it has no indexing."""
+    has_lanes = callable(getattr(dataset, "lane", None)) and not hasattr(dataset, "__getitem__")
+    return isinstance(dataset, IterableDataset) or has_lanes
+
+
+def _check_dataset(dataset: Any, takes_streams: bool) -> None:
     name = type(dataset).__name__
-    indexed = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
-    if isinstance(dataset, IterableDataset) or not indexed:
+    if is_stream(dataset):
+        if takes_streams:
+            return
+        raise Error(
+            f"{name} is a stream without indexing, so the end of an epoch is not known: pass it to "
+            "run.steps(data, num_steps), or pass a map-style data set, with __getitem__ and __len__."
+        )
+    if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")):
         raise Error(
             f"{name} does not support indexing, so no step could be repeated: "
             "pass a map-style data set, with __getitem__ and __len__."

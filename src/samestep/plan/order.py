@@ -5,6 +5,7 @@ positions can be read at any time, so resuming in the middle of an epoch costs n
 """
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from math import isqrt
 from typing import Protocol
 
@@ -18,6 +19,7 @@ Indices = NDArray[np.int64]
 _Words = NDArray[np.uint64]
 
 MAX_SORTED_LENGTH = 65_536
+WINDOW_SHARDS = 4  # shards whose samples are mixed
 _BLOCK = 2048
 _NUM_ROUNDS = 8
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -39,11 +41,17 @@ class Order(Protocol):
         ...
 
 
-def build_order(length: int, *, seed: int, epoch: int, shuffle: bool = True) -> Order:
+def build_order(
+    length: int, *, seed: int, epoch: int, shuffle: bool = True, shard_sizes: Sequence[int] = ()
+) -> Order:
     """Build the order of one epoch over samples 0..length-1, each exactly once.
 
-    Up to `MAX_SORTED_LENGTH` samples it is a stable argsort of hashes, above that a `FeistelOrder`. The same
-    arguments give the same order on every machine and in every later version.
+    Up to `MAX_SORTED_LENGTH` samples it is a stable argsort of hashes, above that a `FeistelOrder`. With more than
+    `WINDOW_SHARDS` shards it is a `ShardedOrder`. The same arguments give the same order on every machine and in every
+    later version.
+
+    Args:
+        shard_sizes: the samples of each shard, if the data set is stored in shards. They add up to `length`.
 
     Raises:
         ValueError: `length` or `epoch` is negative.
@@ -52,7 +60,12 @@ def build_order(length: int, *, seed: int, epoch: int, shuffle: bool = True) -> 
         raise ValueError(f"length {length} and epoch {epoch} must not be negative")
     if not shuffle:
         return SequentialOrder(length)
-    key = derive(seed, "order", step=epoch)
+    if sum(size > 0 for size in shard_sizes) > WINDOW_SHARDS:
+        return ShardedOrder(shard_sizes, seed, epoch)
+    return _shuffle(length, derive(seed, "order", step=epoch))
+
+
+def _shuffle(length: int, key: int) -> Order:
     return SortedOrder(length, key) if length <= MAX_SORTED_LENGTH else FeistelOrder(length, key)
 
 
@@ -123,6 +136,51 @@ class SortedOrder:
     def take(self, start: int, stop: int) -> Indices:
         _check_span(start, stop, len(self._indices))
         return self._indices[start:stop].copy()
+
+
+class ShardedOrder:
+    """A shuffle of shards, and of the samples of each `WINDOW_SHARDS` consecutive ones of them.
+
+    A window's samples are all used before those of the next window, so a reader needs `WINDOW_SHARDS` shards at a time.
+    Memory and start-up time depend on the number of shards, and not on that of the samples.
+    """
+
+    def __init__(self, sizes: Sequence[int], seed: int, epoch: int) -> None:
+        of_shard = np.asarray(sizes, dtype=np.int64)
+        shards = SortedOrder(len(of_shard), derive(seed, "order", step=epoch)).take(0, len(of_shard))
+        shards = shards[of_shard[shards] > 0]
+        self._seed, self._epoch = seed, epoch
+        self._sizes, self._firsts = of_shard[shards], (np.cumsum(of_shard) - of_shard)[shards]
+        windows = np.add.reduceat(self._sizes, np.arange(0, len(shards), WINDOW_SHARDS))
+        self._stops = np.cumsum(windows)  # position after each window
+        self._open = lru_cache(maxsize=2)(self._open_window)
+
+    def __len__(self) -> int:
+        return int(self._stops[-1])
+
+    def take(self, start: int, stop: int) -> Indices:
+        _check_span(start, stop, len(self))
+        pieces = [np.empty(0, dtype=np.int64)]
+        window = int(np.searchsorted(self._stops, start, side="right"))
+        while start < stop:
+            window_stop = int(self._stops[window])
+            order, stops, shifts = self._open(window)
+            offset = window_stop - len(order)
+            end = min(stop, window_stop)
+            places = order.take(start - offset, end - offset)  # in the window's shards, one after the other
+            pieces.append(places + shifts[np.searchsorted(stops, places, side="right")])
+            start, window = end, window + 1
+        return np.concatenate(pieces)
+
+    def _open_window(self, window: int) -> tuple[Order, Indices, Indices]:
+        """Return the order of a window, and per shard of it: its end in the window, and its first sample less its start
+        there.
+        """
+        held = slice(window * WINDOW_SHARDS, (window + 1) * WINDOW_SHARDS)
+        sizes, firsts = self._sizes[held], self._firsts[held]
+        stops = np.cumsum(sizes)
+        key = derive(self._seed, "order", step=self._epoch, pass_=window + 1)
+        return _shuffle(int(stops[-1]), key), stops, firsts - (stops - sizes)
 
 
 class FeistelOrder:

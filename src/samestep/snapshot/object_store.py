@@ -35,7 +35,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _PLACE = re.compile(rf"(?:({NAME.pattern})\.)?step-(\d{{8,18}})")
-_ORDER = re.compile(r"epoch-\d{8,}\.npy")
+_ORDER = re.compile(r"epoch-\d{8,}\.npy|shards-[0-9a-f]{16}\.json")
 
 
 class Unreachable(Error):

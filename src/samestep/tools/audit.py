@@ -13,12 +13,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep.console import escape
+from samestep.data.source import parse_shards
 from samestep.errors import Error
-from samestep.files import is_count, open_regular
+from samestep.files import is_count, open_regular, read_bytes
 from samestep.plan.ledger import combine, count_records, fingerprint, read_records
 from samestep.plan.order import GivenOrder, Order, build_order
 from samestep.plan.schedule import EndlessSchedule, Schedule, Span
-from samestep.watch.records import LEDGER, STATUS, order_file, read_or_empty
+from samestep.watch.records import LEDGER, STATUS, order_file, read_or_empty, shards_file
 
 _NUM_SHOWN = 10
 _MOST_PROBLEMS = 1000  # an audit stops after these
@@ -49,6 +50,7 @@ class _Plan:
         try:
             sizes = numbers["data_length"], numbers["batch_size"], numbers["micro_batch_size"]
             self.is_endless, self.is_given = numbers["mode"] == "steps", numbers["sampler"] == "given"
+            self.is_stream, self._shards = "num_lanes" in numbers, numbers.get("shards", "")
             self._seed, self._shuffle, self.drop_last = numbers["seed"], numbers["shuffle"], numbers["drop_last"]
         except KeyError as error:
             raise Error(f"{run / 'run.json'} lacks {error}: the run has not started its first step yet") from None
@@ -94,7 +96,18 @@ class _Plan:
             start += end - offset
 
     def _build_order(self, epoch: int) -> Order:
-        return build_order(self.length, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
+        sizes = self._shard_sizes
+        return build_order(self.length, seed=self._seed, epoch=epoch, shuffle=self._shuffle, shard_sizes=sizes)
+
+    @cached_property
+    def _shard_sizes(self) -> list[int]:
+        if not self._shards or not self._shuffle:
+            return []
+        path = self._run / shards_file(self._shards)
+        try:
+            return [shard.num_samples for shard in parse_shards(read_bytes(path))]
+        except (OSError, ValueError) as error:
+            raise Error(f"the shards of the data set cannot be read from {path}: {error}") from None
 
     def _read_order(self, epoch: int) -> Order:
         path = self._run / order_file(epoch)
@@ -147,7 +160,7 @@ class _Audit:
 
     def describe(self) -> list[str]:
         """Describe what the audit has confirmed."""
-        parts = []
+        parts = ["each step read its positions of the stream"] if self._plan.is_stream else []
         if num_closed := len(self._closed):
             how_often = "as often as in the sampler's order" if self._plan.is_given else "once"
             left_out = " except for the dropped tail" if self._plan.drop_last else ""
@@ -163,6 +176,8 @@ class _Audit:
         return {self._plan.step(step).fingerprint: step for step in reversed(steps)}
 
     def _use(self, step: int, epoch: int, samples: Indices) -> None:
+        if self._plan.is_stream:
+            return  # each sample stands at one position
         if epoch in self._closed:
             self.problems.append(f"step {step}: sample {samples[0]} and so on were used in epoch {epoch} before")
             return

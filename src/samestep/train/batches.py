@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -9,16 +10,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from samestep.data.lanes import Lanes
 from samestep.data.loader import Task
-from samestep.data.spec import understand
+from samestep.data.source import Shard, explain_change, fingerprint_shards, format_shards, parse_shards, read_shards
+from samestep.data.spec import is_stream, understand
 from samestep.errors import Error, InvalidType, InvalidValue
-from samestep.files import open_regular, replace_file
+from samestep.files import open_regular, read_bytes, replace_file
 from samestep.plan.ledger import fingerprint
 from samestep.plan.order import GivenOrder, Order, build_order
 from samestep.plan.schedule import EndlessSchedule, Schedule, Span
 from samestep.plan.seeds import derive
 from samestep.plan.tree import build_layout
-from samestep.watch.records import order_file
+from samestep.watch.records import order_file, shards_file
+from samestep.world.environment import advise
+
+STREAM_LENGTH = 1 << 62
 
 Sampler = Callable[[int], Iterable[int]]
 
@@ -37,6 +43,8 @@ class Batches:
     Attributes:
         spec: the data set.
         first_step, first_epoch: where the loop begins.
+        lanes: the data set, if it is a stream; else None.
+        shards: of the data set, if it is a source; else ().
         length: samples of one epoch.
         steps_per_epoch: None for endless batches (`run.steps`).
         has_sampler: the order of an epoch is the script's.
@@ -68,8 +76,17 @@ class Batches:
             raise InvalidValue(
                 "sampler and shuffle=True were both given: the sampler decides the order, leave shuffle out"
             )
-        spec = self.spec = understand(data, micro_batch_size=micro_batch_size, **arguments)
-        self._seed = seed
+        spec = understand(data, micro_batch_size=micro_batch_size, takes_streams=endless, **arguments)
+        self.lanes: Lanes | None = None
+        if is_stream(spec.dataset):
+            if sampler is not None or arguments.get("shuffle"):
+                raise InvalidValue("a stream decides its order itself: leave sampler and shuffle out")
+            schedule = EndlessSchedule(STREAM_LENGTH, batch_size, micro_batch_size)
+            self.lanes = Lanes(spec.dataset, schedule, seed, start[0])
+            spec = replace(spec, dataset=self.lanes, shuffle=False)
+        self.spec, self._seed = spec, seed
+        self.shards: tuple[Shard, ...] = read_shards(spec.dataset)
+        self._shards_mark = fingerprint_shards(self.shards) if self.shards else ""
         self._sampler: Sampler | None = sampler
         self.first_step, self.first_epoch = start
         self.has_sampler = sampler is not None
@@ -86,7 +103,9 @@ class Batches:
 
     def _build_order(self, epoch: int) -> Order:
         if self._sampler is None:
-            return build_order(len(self.spec), seed=self._seed, epoch=epoch, shuffle=self.spec.shuffle)
+            sizes = [shard.num_samples for shard in self.shards]
+            shuffle = self.spec.shuffle
+            return build_order(len(self.spec), seed=self._seed, epoch=epoch, shuffle=shuffle, shard_sizes=sizes)
         given = self._sampler(epoch)
         if not isinstance(given, Iterable):
             raise InvalidType(f"sampler({epoch}) gave {given!r}: return the epoch's sample indices, such as a list")
@@ -100,7 +119,9 @@ class Batches:
     @property
     def numbers(self) -> dict[str, Any]:
         """The numbers that identify the loop."""
-        return {
+        lanes = {} if self.lanes is None else {"num_lanes": self.lanes.num_lanes}
+        shards = {"shards": self._shards_mark} if self.shards else {}
+        return lanes | shards | {
             "data_length": self.length,
             "mode": "steps" if self.steps_per_epoch is None else "epochs",
             "shuffle": self.spec.shuffle,
@@ -160,6 +181,48 @@ class Batches:
             spans = self.micro_batches(step)
             for v in build_layout(len(spans), world_size).ranges[rank]:
                 yield Task(self.indices(step, spans[v]), derive(self._seed, "data", step=step, micro_batch=v))
+
+    def count_workers(self, rank: int, world_size: int) -> int:
+        """Return the number of loader workers of a rank.
+
+        Workers take turns with the micro-batches, and a lane must stay in one worker: a stream gets as many as divide
+        the rank's lanes evenly.
+        """
+        most = self.spec.num_workers
+        if self.lanes is None or not most:
+            return most
+        held = len(build_layout(self.lanes.num_lanes, world_size).ranges[rank])
+        return max(count for count in range(1, held + 1) if held % count == 0 and count <= most)
+
+    def check_shards(self, run_dir: Path, mark: str | None) -> None:
+        """Compare the shards with those that the loop had before.
+
+        Args:
+            mark: the "shards" among the loop's numbers then.
+
+        Raises:
+            Error: they differ: names them.
+        """
+        if mark is None or mark == self._shards_mark:
+            return
+        try:
+            before = parse_shards(read_bytes(run_dir / shards_file(mark)))
+        except (OSError, ValueError):
+            return  # the numbers differ, which is an error, too
+        raise Error(
+            f"the data set's shards are not those that the run began with: {explain_change(before, self.shards)}; put "
+            f"back what was there, or start with {advise(fresh=True)}"
+        )
+
+    def keep_shards(self, run_dir: Path) -> str:
+        """Write the shards, for the audit of the ledger and later starts. Returns a problem; "" if there is none."""
+        path = run_dir / shards_file(self._shards_mark)
+        try:
+            path.parent.mkdir(exist_ok=True)
+            replace_file(path, format_shards(self.shards), sync=True)
+        except OSError as error:
+            return f"the list of the data set's shards could not be written ({error}): the run continues"
+        return ""
 
     def order_fingerprint(self, epoch: int) -> int:
         """Return a hash of the order that a sampler gave for an epoch, so that ranks can compare it."""

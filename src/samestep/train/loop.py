@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from samestep.data.attributes import Attributes
+from samestep.data.lanes import LaneState
 from samestep.data.loader import Loader, seed_all
 from samestep.engine.control import Vote
 from samestep.engine.gradient_pass import GradientPass
 from samestep.errors import Error, InvalidValue, UsageError
 from samestep.plan.seeds import derive
+from samestep.snapshot.inspection import TrainingState
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.batches import Batches
 from samestep.train.context import RunContext
@@ -142,7 +144,8 @@ class Loop:
         self.failure: Error | None = None
         self._agreed_epoch = -1
         tasks = batches.tasks(position.steps_done, place.last_step, rank=context.rank, world_size=context.world_size)
-        spec = replace(batches.spec, num_workers=0) if place.is_past else batches.spec
+        num_workers = 0 if place.is_past else batches.count_workers(context.rank, context.world_size)
+        spec = replace(batches.spec, num_workers=num_workers)
         self._loader, self._attributes = Loader(spec, tasks, device=context.device), Attributes(batches.spec)
 
     def run_epochs(self, num_epochs: int) -> Generator[Epoch, None, None]:
@@ -303,19 +306,36 @@ class Loop:
         stopping.agree(is_everyone_here=epochs_done is not None)
         if snapshotter.path is not None:
             epoch = self.batches.epoch_of(steps_done) if epochs_done is None else epochs_done
-            position = {"step": steps_done, "epoch": epoch}
+            position: dict[str, Any] = {"step": steps_done, "epoch": epoch}
             stopped = {"stopped": stopping.reason} if stopping.reason and steps_done < self.place.last_step else {}
+            notes: dict[str, Any] = {"tally": self._metrics.tally.state_dict()} | stopped
+
+            def get_state() -> TrainingState:
+                if self.batches.lanes is not None:
+                    lanes = self._gather_lanes()
+                    position["lanes"] = [lane.row for lane in lanes]
+                    notes["lanes_s"] = [lane.spent_s for lane in lanes]
+                return self._replicas.describe(lambda: self._build_state(position), steps_done)
+
             self._watchdog.enter("saving", steps_done)
             snapshotter.save_what_is_due(
-                lambda: self._replicas.describe(lambda: self._build_state(position), steps_done),
+                get_state,
                 step=steps_done,
                 epochs_done=epochs_done,
                 numbered=numbered,
                 ending=stopping.ending,
-                notes={"tally": self._metrics.tally.state_dict()} | stopped,
+                notes=notes,
             )
             self._watchdog.leave_saving(steps_done)
         self._exit_after_signal()
+
+    def _gather_lanes(self) -> list[LaneState]:
+        """Return the states of a stream's lanes, from the ranks that read them. On all ranks."""
+        assert self.batches.lanes is not None
+        states, group = dict(self.batches.lanes.states), self._context.group
+        for sealed in group.gather(group.seal(self._loader.lane_states)):
+            states |= group.unseal(sealed)
+        return [states[lane] for lane in sorted(states)]
 
     def _exit_after_signal(self) -> None:
         """End the process after a signal, once all ranks have voted."""

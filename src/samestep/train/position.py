@@ -41,11 +41,13 @@ class Position:
         steps_done: steps finished so far, over all restarts.
         resumed_step: `steps_done` of the snapshot that this start resumed from; 0 without one.
         began_step: `steps_done` when the current loop began.
+        lanes: the states of a stream's lanes (`LaneState.row`) in that snapshot.
         num_evaluations: evaluations since the current step or epoch began; each has a different random seed.
     """
 
     def __init__(self) -> None:
         self.steps_done = self.resumed_step = self.began_step = self.num_evaluations = 0
+        self.lanes: list[dict[str, Any]] = []
         self._ends: list[list[int]] = []  # per finished loop: its end, and its planned end
         self._num_begun = self._num_past = 0
 
@@ -56,6 +58,7 @@ class Position:
     def load_state_dict(self, position: Mapping[str, Any]) -> None:
         """Resume from the position in a snapshot."""
         self._ends, self.steps_done = position.get("loops", []), position["step"]
+        self.lanes = position.get("lanes", [])
         self.resumed_step, self._num_past = self.steps_done, len(self._ends)
 
     def begin_loop(

@@ -172,6 +172,7 @@ class Run:
         self._old_params = prepared.find_params()
         self._loop: Loop | None = None
         self._resumed, self._is_recalled = "", False
+        self._lanes_s: list[float] = []
         self._tracer = None
         if environment.trace is not None:
             self._tracer = open_tracer(context, self.dir, environment.trace, self._watchdog)
@@ -603,6 +604,14 @@ class Run:
             self._about = describe_run(context, self.dir, self._config, machine, options)
             fix_compiler()
         place = position.begin_loop(batches, total_steps, config.max_steps, snapshotter, self._say)
+        if batches.shards and snapshotter.path is not None:
+            directory = snapshotter.path
+            if problem := snapshotter.once(lambda: batches.keep_shards(directory)):
+                self._say(problem)
+        if batches.lanes is not None and not place.is_past and not place.is_further and position.lanes:
+            batches.lanes.resume(position.lanes, self._lanes_s)
+            if warning := batches.lanes.describe_catching_up(position.steps_done - batches.first_step):
+                self._say(warning)
         if place.is_further:
             self._resources.begin_loop()
         if place.is_replayed:
@@ -661,6 +670,7 @@ class Run:
         self.state = state["state"]
         self._position.load_state_dict(state["position"])
         self._metrics.tally.load_state_dict(meta.get("tally", {}))
+        self._lanes_s = meta.get("lanes_s", [0.0] * len(self._position.lanes))
         ranks = "" if (was := meta["world_size"]) == self.world_size else f" (was {was} rank{'s' if was != 1 else ''})"
         self._resumed = f"; resumed at step {self.steps_done}{ranks}"
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from samestep.data.content import hash_content
+from samestep.data.lanes import Lanes
 from samestep.data.loader import Loader, Task
 from samestep.data.spec import DataSpec
 from samestep.errors import Error
@@ -25,18 +26,33 @@ def add_samples(
     options: Options, group: Group, snapshotter: Snapshotter, batches: Batches, seed: int, machine: Mapping[str, Any],
     overrides: bool,
 ) -> Options:  # fmt: skip
-    """Return the options with the result of `check_samples` on rank 0. A run without a directory reads nothing."""
+    """Return the options with the result of `check_samples` on rank 0. A run without a directory reads only streams."""
 
     def check() -> tuple[list[str], str]:
-        if snapshotter.directory is None:
+        directory, lanes = snapshotter.directory, batches.lanes
+        if lanes is not None and not lanes.are_given:
+            check_lanes(batches.spec, lanes, seed)
+        if directory is None:
             return [], ""
-        snapshotter.directory.check_numbers(batches.numbers)  # gives a better error than a sample
-        before = snapshotter.directory.record.get("samples", [])
-        now = check_samples(batches.spec, seed, snapshotter.directory.record, machine, overrides=overrides)
+        # These give better errors than a sample.
+        batches.check_shards(directory.path, directory.record.get("numbers", {}).get("shards"))
+        directory.check_numbers(batches.numbers)
+        before = directory.record.get("samples", [])
+        now = check_samples(batches.spec, seed, directory.record, machine, overrides=overrides)
         return now, describe_changes({"samples": before or now}, {"samples": now})
 
     samples, changed = group.once(check)
     return replace(options, samples=samples, changed_data=changed)
+
+
+def check_lanes(spec: DataSpec, lanes: Lanes, seed: int) -> None:
+    """Compare the first samples of a few lanes. Raises Error if two are equal: the stream does not divide its data."""
+    found = read_samples(spec, seed)
+    if found[0] and len({*found}) < len(found):
+        raise Error(
+            f"several of the {lanes.num_lanes} lanes of {type(lanes.dataset).__name__} begin with the same sample: let "
+            "__iter__ divide the data by torch.utils.data.get_worker_info(), or give it a method lane(lane, num_lanes)"
+        )
 
 
 def check_samples(
@@ -78,7 +94,10 @@ def read_samples(spec: DataSpec, seed: int) -> list[str]:
     With workers, one is started for it: a data set may open its files where it is first read, and a file that was
     opened before the training's workers are forked would be shared by all of them.
     """
-    tasks = [Task(np.array([index]), derive(seed, "data", step=index, pass_=1)) for index in _choose(spec)]
+    # The lanes of a stream are compared with one another, too.
+    steps = [0 if isinstance(spec.dataset, Lanes) else index for index in _choose(spec)]
+    seeds = [derive(seed, "data", step=step, pass_=1) for step in steps]
+    tasks = [Task(np.array([index]), each) for index, each in zip(_choose(spec), seeds, strict=True)]
     alone = replace(spec, num_workers=min(spec.num_workers, 1))
     with keeping_generators(), Loader(alone, tasks, device=torch.device("cpu")) as loader:
         found = []
@@ -91,4 +110,6 @@ def read_samples(spec: DataSpec, seed: int) -> list[str]:
 
 
 def _choose(spec: DataSpec) -> list[int]:
+    if isinstance(spec.dataset, Lanes):
+        return spec.dataset.list_first()
     return sorted({0, len(spec) // 2, len(spec) - 1})

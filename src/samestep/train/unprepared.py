@@ -63,6 +63,8 @@ class Unprepared(StepObserver):
         if self._marks is None:
             spec = self._batches.spec
             roots = {"the data set": spec.dataset, "collate_fn": spec.collate_fn}
+            if self._batches.lanes is not None:
+                del roots["the data set"]  # its state is in the snapshots
             found = find_things(roots, self._is_wanted, max_looks=MAX_THINGS)
             self._marks = {path: (thing, _mark(thing, known), _read_seed(thing)) for path, thing in found.items()}
             return

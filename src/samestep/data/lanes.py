@@ -1,0 +1,220 @@
+"""Streams: an IterableDataset, read in lanes that depend neither on the ranks nor on the workers.
+
+A step has V micro-batches, and micro-batch v of every step comes from lane v of V. A lane is read in order, by whoever
+computes its micro-batch.
+"""
+
+import copy
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from samestep.data.content import hash_content
+from samestep.data.failure import describe_error
+from samestep.data.loader import Task, seed_all
+from samestep.errors import Error
+from samestep.plan.schedule import EndlessSchedule
+from samestep.plan.seeds import derive
+from samestep.torch_internals import as_worker
+
+STATE_EVERY = 16  # micro-batches of a lane. So many are read again after a restart, because workers read ahead.
+
+
+class LaneState(NamedTuple):
+    """The position of a lane after one of its samples.
+
+    Attributes:
+        lane: number of the lane.
+        num_samples: samples that it has given.
+        num_passes: how often it had begun again.
+        mark: hash of the last sample.
+        state: the `state_dict` of the lane; None without one.
+        spent_s: time that its samples have taken.
+    """
+
+    lane: int
+    num_samples: int
+    num_passes: int
+    mark: str
+    state: Any
+    spent_s: float
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """What a snapshot holds: without the time, which is not the same in every run."""
+        return {"samples": self.num_samples, "passes": self.num_passes, "mark": self.mark, "state": self.state}
+
+
+class _Lane:
+    """A lane at its beginning, or at a state. It begins again when it ends."""
+
+    def __init__(self, dataset: Any, lane: int, num_lanes: int, start: LaneState | None) -> None:
+        self._dataset, self._lane, self._num_lanes = dataset, lane, num_lanes
+        self.num_samples, self.num_passes, self.spent_s = 0, -1, 0.0
+        self.last: Any = None
+        self._iterator: Iterator[Any] = iter(())
+        if start is not None:
+            self.num_samples, self.num_passes, self.spent_s = start.num_samples, start.num_passes - 1, start.spent_s
+            self._begin_pass(start.state)
+
+    def draw(self, count: int) -> list[Any]:
+        """Return the next samples."""
+        began_s = time.perf_counter()
+        samples: list[Any] = []
+        with as_worker(self._lane, self._num_lanes, self._dataset):
+            while len(samples) < count:
+                try:
+                    samples.append(next(self._iterator))
+                except StopIteration:
+                    samples.append(self._draw_first())
+                except Exception as error:
+                    raise Error(
+                        f"the stream failed in lane {self._lane} of {self._num_lanes}, at its sample "
+                        f"{self.num_samples + len(samples)} ({describe_error(error)})"
+                    ) from error
+        self.num_samples, self.last = self.num_samples + count, samples[-1]
+        self.spent_s += time.perf_counter() - began_s
+        return samples
+
+    def _draw_first(self) -> Any:
+        self._begin_pass(None)
+        try:
+            return next(self._iterator)
+        except StopIteration:
+            raise Error(
+                f"lane {self._lane} of {self._num_lanes} of the stream ({type(self._dataset).__name__}) gave no "
+                f"sample: each micro-batch of a step has a lane, so give it at least {self._num_lanes} shards, or use "
+                "fewer and larger micro-batches"
+            ) from None
+
+    def _begin_pass(self, state: Any) -> None:
+        self.num_passes += 1
+        with as_worker(self._lane, self._num_lanes, self._dataset):
+            if callable(lane := getattr(self._dataset, "lane", None)):
+                self._samples = lane(self._lane, self._num_lanes)
+            else:
+                self._samples = self._copy()
+            if callable(set_epoch := getattr(self._samples, "set_epoch", None)):
+                set_epoch(self.num_passes)
+            if state is not None:
+                self._samples.load_state_dict(copy.deepcopy(state))
+            self._iterator = iter(self._samples)
+
+    def _copy(self) -> Any:
+        try:
+            return copy.deepcopy(self._dataset)
+        except Exception as error:
+            name = type(self._dataset).__name__
+            raise Error(
+                f"{name} cannot be copied for each of the {self._num_lanes} lanes ({type(error).__name__}: {error}): "
+                "give it a method lane(lane, num_lanes) that returns the samples of one"
+            ) from None
+
+    def read_state(self) -> LaneState:
+        state = None
+        if has_state(self._samples):
+            state = copy.deepcopy(self._samples.state_dict())
+        mark = hash_content(self.last)
+        return LaneState(self._lane, self.num_samples, self.num_passes, mark, state, self.spent_s)
+
+
+def has_state(samples: Any) -> bool:
+    """Whether the samples of a lane can be saved and restored."""
+    return all(callable(getattr(samples, name, None)) for name in ("state_dict", "load_state_dict"))
+
+
+class Lanes:
+    """A stream as a data set with indices: sample i is at position i of the run's steps, which are all full.
+
+    Args:
+        dataset: the stream. Lane v is `dataset.lane(v, num_lanes)`, or without this method a copy of it for which
+            `get_worker_info` reports worker v of `num_lanes`.
+        schedule: the loop's.
+        seed: the run's.
+        first_step: where the loop begins.
+    """
+
+    def __init__(self, dataset: Any, schedule: EndlessSchedule, seed: int, first_step: int) -> None:
+        self.dataset, self._seed, self._first_step = dataset, seed, first_step
+        self._length = schedule.length
+        self._size, self.num_lanes = schedule.micro_batch_size, schedule.num_micro_batches
+        self.states: dict[int, LaneState] = {}
+        self._open: dict[int, _Lane] = {}
+
+    @property
+    def are_given(self) -> bool:
+        """Whether the stream has a method `lane`."""
+        return callable(getattr(self.dataset, "lane", None))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_open": {}}
+
+    def resume(self, rows: Sequence[Mapping[str, Any]], spent_s: Sequence[float]) -> None:
+        """Continue after the states in a snapshot. `spent_s`: see `LaneState`."""
+        for lane, (row, lane_s) in enumerate(zip(rows, spent_s, strict=True)):
+            self.states[lane] = LaneState(lane, row["samples"], row["passes"], row["mark"], row["state"], lane_s)
+
+    def list_first(self) -> list[int]:
+        """Return the indices of the first samples of the first, the middle and the last lane."""
+        lanes = sorted({0, self.num_lanes // 2, self.num_lanes - 1})
+        return [lane * self._size for lane in lanes]
+
+    def describe_catching_up(self, num_steps: int) -> str:
+        """Say how many samples are read again to continue after `num_steps` steps of the loop; "" if few are."""
+        if not num_steps or any(state.state is not None for state in self.states.values()):
+            return ""
+        spent_s = sum(state.spent_s for state in self.states.values())
+        return (
+            f"{type(self.dataset).__name__} has no state_dict, so the first {num_steps * self._size} samples of each "
+            f"of the {self.num_lanes} lanes are read again, which took {spent_s:.3g} s before, divided among the ranks "
+            "and their workers"
+        )
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return the samples of one micro-batch. Going back begins the lane again."""
+        lane, start = self._locate(indices[0])
+        reader = self._open.get(lane)
+        state = self.states.get(lane)
+        state = state if state is not None and state.num_samples <= start else None
+        if reader is None or reader.num_samples > start or (state and reader.num_samples < state.num_samples):
+            usable = state if state is not None and state.state is not None else None
+            reader = self._open[lane] = _Lane(self.dataset, lane, self.num_lanes, usable)
+        if reader.num_samples < start:
+            self._catch_up(reader, lane, start)
+        return reader.draw(len(indices))
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        """Return the lane of a sample, and its position there."""
+        micro_batch, offset = divmod(index, self._size)
+        step, lane = divmod(micro_batch, self.num_lanes)
+        return lane, step * self._size + offset
+
+    def _catch_up(self, reader: _Lane, lane: int, start: int) -> None:
+        """Read the samples before position `start`, with the generators seeded as they were then."""
+        state = self.states.get(lane)
+        while (at := reader.num_samples) < start:
+            self._seed_for(lane, at // self._size)
+            reader.draw(min(self._size - at % self._size, start - at))
+            is_known = state is not None and state.num_samples == reader.num_samples
+            if state is not None and is_known and hash_content(reader.last) != state.mark:
+                raise Error(
+                    f"sample {reader.num_samples - 1} of lane {lane} of {self.num_lanes} of the stream "
+                    f"({type(self.dataset).__name__}) is not the same as before the restart: let its samples depend on "
+                    "the lane, the number of lanes and the seeded generators alone"
+                )
+        self._seed_for(lane, start // self._size)
+
+    def _seed_for(self, lane: int, step: int) -> None:
+        seed_all(derive(self._seed, "data", step=self._first_step + step, micro_batch=lane))
+
+    def read_lane_state(self, task: Task) -> LaneState | None:
+        """Return the lane's state after the micro-batch that was just read; None for most of them."""
+        lane, start = self._locate(int(task.indices[0]))
+        is_due = start % (STATE_EVERY * self._size) == 0 and len(task.indices) == self._size
+        return self._open[lane].read_state() if is_due else None
