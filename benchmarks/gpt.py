@@ -54,8 +54,9 @@ from samestep.data.spec import DataSpec
 from samestep.plan.order import build_order
 from samestep.plan.seeds import derive
 from samestep.recipes import gpt
-from samestep.recipes.corpora.token_file import Windows, open_corpus
+from samestep.recipes.corpora.token_file import open_corpus
 from samestep.recipes.models.gpt2 import GPT2, PRESETS, GPT2Config
+from samestep.sources import TokenWindows
 
 OURS, BY_HAND, BY_HAND_FUSED = "samestep", "nanoGPT's loop", "the same, fused AdamW"
 ACCELERATE, LIGHTNING = "Accelerate", "Lightning"
@@ -70,9 +71,9 @@ def compute_loss(model: nn.Module, tokens: Tensor) -> Tensor:
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def build_windows(data: Path, context: int) -> Windows:
+def build_windows(data: Path, context: int) -> TokenWindows:
     corpus = open_corpus(data)
-    return Windows(corpus.tokens, context, 0, len(corpus.tokens), corpus.tokenizer.vocabulary_size)
+    return TokenWindows(corpus.tokens, context, 0, len(corpus.tokens), corpus.tokenizer.vocabulary_size)
 
 
 def build_schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
@@ -228,7 +229,7 @@ def run_rank(
 class OneByOne:
     """The windows as most scripts write a data set: one tensor per sample."""
 
-    def __init__(self, windows: Windows) -> None:
+    def __init__(self, windows: TokenWindows) -> None:
         self.windows = windows
 
     def __len__(self) -> int:
@@ -238,7 +239,7 @@ class OneByOne:
         return torch.from_numpy(self.windows[index])
 
 
-def run_loader(windows: Windows) -> Iterator[None]:
+def run_loader(windows: TokenWindows) -> Iterator[None]:
     spec = DataSpec(windows, collate_fn=torch.from_numpy)
     for epoch in itertools.count():
         order = build_order(len(windows), seed=0, epoch=epoch, shuffle=True)

@@ -31,6 +31,7 @@ FLOORS = {
     "engine": 3,
     "watch": 3,
     "launch": 3,
+    "sources": 3,
     "snapshot": 4,
     "train": 5,
     "tools": 5,

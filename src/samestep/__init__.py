@@ -17,6 +17,8 @@ _EXPORTS = {
     "Trackio": "samestep.watch.trackers.trackio_tracker",
     "Tracker": "samestep.watch.trackers.protocol",
     "TrackerInfo": "samestep.watch.trackers.protocol",
+    "Source": "samestep.data.source",
+    "Shard": "samestep.data.source",
     "Error": "samestep.errors",
     "InvalidValue": "samestep.errors",
     "InvalidType": "samestep.errors",
@@ -34,6 +36,8 @@ __all__ = [
     "MLflow",
     "PeerFailed",
     "Run",
+    "Shard",
+    "Source",
     "Step",
     "Stuck",
     "TensorBoard",
@@ -48,6 +52,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from samestep.data.source import Shard, Source
     from samestep.errors import Error, InvalidType, InvalidValue, PeerFailed, Stuck, UsageError, WorkerDied
     from samestep.launch.spawn import spawn
     from samestep.train.loop import Epoch

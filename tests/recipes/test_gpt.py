@@ -27,13 +27,13 @@ from samestep.recipes import gpt
 from samestep.recipes.corpora.text_tokenizer import BYTES, Tokenizer, train_bpe
 from samestep.recipes.corpora.token_file import (
     Corpus,
-    Windows,
     list_standard_library,
     open_corpus,
     read_standard_library,
     split,
 )
 from samestep.recipes.models.gpt2 import GPT2, PRESETS, GPT2Config
+from samestep.sources import TokenWindows
 
 SIZES = GPT2Config(vocabulary_size=50, context=12, num_layers=3, num_heads=2, width=16)
 SENTENCES = ["the cat sat on the mat\n", "a dog ran to the cat\n", "naïve café\n"]
@@ -262,7 +262,7 @@ def test_windows(tokens: Path) -> None:
     pickled = pickle.dumps(train)
     assert len(pickled) < 1000, "a worker that is not forked opens the file itself"
     assert pickle.loads(pickled)[3].tolist() == read[0].tolist()
-    in_memory = Windows(corpus.tokens[:100].copy(), 16, 0, 100, 257)
+    in_memory = TokenWindows(corpus.tokens[:100].copy(), 16, 0, 100, 257)
     assert pickle.loads(pickle.dumps(in_memory))[2].tolist() == in_memory[2].tolist()
 
 
@@ -385,7 +385,7 @@ def test_a_damaged_token_file(tokens: Path, tmp_path: Path, how: str, said: str)
 
 
 def test_a_token_outside_of_the_vocabulary() -> None:
-    windows = Windows(np.array([1, 2, 300, 4], np.uint16), 1, 0, 4, 257)
+    windows = TokenWindows(np.array([1, 2, 300, 4], np.uint16), 1, 0, 4, 257)
     assert windows[0].tolist() == [1, 2]
     with pytest.raises(Error, match="the token file holds token 300, and its vocabulary has 257"):
         windows.__getitems__([0, 1])

@@ -15,7 +15,8 @@ from typing import Any, NoReturn
 from samestep.console import describe_size, escape, say
 from samestep.errors import Error
 from samestep.recipes.corpora.text_tokenizer import BYTES, MOST_TEXTS, Tokenizer, read_tokenizer, train_bpe
-from samestep.recipes.corpora.token_file import Tokens, list_standard_library, read_pieces, write_corpus
+from samestep.recipes.corpora.token_file import list_standard_library, read_pieces, write_corpus
+from samestep.sources.token_windows import Tokens
 from samestep.tools.inspect import CommandParser
 
 REPORT_EVERY_S = 5.0

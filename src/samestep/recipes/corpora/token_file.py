@@ -9,19 +9,17 @@ import json
 import math
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from mmap import mmap
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.lib.stride_tricks import sliding_window_view
-from numpy.typing import NDArray
 
 from samestep.errors import Error
 from samestep.files import fits, is_count, is_text, parse_json, read_bytes
 from samestep.recipes.corpora.text_tokenizer import BYTES, Tokenizer
+from samestep.sources.token_windows import Tokens, TokenWindows
 
 TOKENS, DESCRIPTION, DEFINITION = "tokens.npy", "tokens.json", "tokenizer.json"
 FORMAT = 1
@@ -31,9 +29,6 @@ SHAPE = {
 }  # fmt: skip
 HASHED_BYTES = 64 << 20  # the checksum of larger files is not compared at each start
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-
-Tokens = NDArray[np.integer[Any]]
-
 
 @dataclass(frozen=True)
 class Corpus:
@@ -50,60 +45,7 @@ class Corpus:
     num_documents: int
 
 
-class Windows:
-    """Sequences of `context` tokens and the one after them, as a data set. They overlap in one token.
-
-    `__getitems__` reads a micro-batch as one array, without an object per sample. Pass `collate_fn=torch.from_numpy`.
-
-    Args:
-        tokens: the tokens (n,), an array or a memory-mapped file.
-        context: length of a sequence.
-        start, stop: use `tokens[start:stop]`; it holds at least `context + 1` tokens.
-        vocabulary_size: number of tokens; a larger one in the file is an error.
-        every: use only every so many-th sequence.
-    """
-
-    def __init__(
-        self, tokens: Tokens, context: int, start: int, stop: int, vocabulary_size: int, every: int = 1
-    ) -> None:
-        self._tokens, self._arguments = tokens, (context, start, stop, vocabulary_size, every)
-        self._windows = sliding_window_view(tokens[start:stop], context + 1)[:: context * every]
-        self._vocabulary_size = vocabulary_size
-
-    def __len__(self) -> int:
-        return len(self._windows)
-
-    def __getitem__(self, index: int) -> NDArray[np.int64]:
-        window: NDArray[np.int64] = self.__getitems__([index])[0]
-        return window
-
-    def __getitems__(self, indices: Sequence[int]) -> NDArray[np.int64]:
-        """Return the windows (len(indices), context + 1).
-
-        Raises:
-            Error: a token is outside of the vocabulary.
-        """
-        read = self._windows[indices]
-        if read.max() >= self._vocabulary_size:
-            raise Error(
-                f"the token file holds token {read.max()}, and its vocabulary has {self._vocabulary_size}: it is "
-                "damaged, or was changed; prepare it again"
-            )
-        return read.astype(np.int64)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the name of a memory-mapped file instead of its content, for workers that are not forked."""
-        owner: object = self._tokens.base  # an mmap if the array is that of a whole file, and not a part of it
-        if isinstance(self._tokens, np.memmap) and isinstance(owner, mmap):
-            return _open_windows, (self._tokens.filename, *self._arguments)
-        return Windows, (self._tokens, *self._arguments)
-
-
-def _open_windows(file: str, *arguments: int) -> Windows:
-    return Windows(np.load(file, mmap_mode="r"), *arguments)
-
-
-def split(corpus: Corpus, context: int, fraction: float, most: int) -> tuple[Windows, Windows]:
+def split(corpus: Corpus, context: int, fraction: float, most: int) -> tuple[TokenWindows, TokenWindows]:
     """Return the windows to train on, and up to `most` of those of the tail, which is held out for validation.
 
     Args:
@@ -121,8 +63,8 @@ def split(corpus: Corpus, context: int, fraction: float, most: int) -> tuple[Win
         )
     every = math.ceil((num_tokens - cut - 1) // context / most)
     return (
-        Windows(corpus.tokens, context, 0, cut, size),
-        Windows(corpus.tokens, context, cut, num_tokens, size, every),
+        TokenWindows(corpus.tokens, context, 0, cut, size),
+        TokenWindows(corpus.tokens, context, cut, num_tokens, size, every),
     )
 
 

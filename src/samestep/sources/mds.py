@@ -1,0 +1,170 @@
+"""MosaicML's MDS shards, version 2, as `streaming.MDSWriter` writes them: `index.json` and uncompressed shards.
+
+A shard is the number of its samples and `number + 1` offsets as uint32, then the samples. A sample is the sizes of its
+columns of variable size as uint32, then the columns.
+"""
+
+import io
+import json
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from samestep.data.source import Shard
+from samestep.errors import Error
+from samestep.sources.shard_files import Blobs, Places
+
+CACHED_SHARDS = 64  # whose offsets are kept
+SCALARS = (
+    "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64",
+)  # fmt: skip
+# The numbers of dtypes in a column "ndarray", and of the dtypes of its shape.
+VALUES = {
+    8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
+    64: "uint64", 65: "int64", 66: "float64",
+}  # fmt: skip
+SHAPES = ("uint8", "uint16", "uint32", "uint64")
+Decoder = Callable[[bytes], Any]
+
+
+class MDS:
+    """A directory of MDS shards, as a source of dicts.
+
+    Encodings: bytes, str, int, (u)int8 to 64, float16 to 64, str_int, str_float, json, ndarray, jpeg and png (as Pillow
+    images). Others, such as pickles, are refused by name.
+
+    Args:
+        directory: holds `index.json`.
+        transform: function of a sample, such as one that makes tensors of its columns.
+
+    Raises:
+        Error: the index cannot be read, or a shard is missing, of another size or in an encoding that is not supported.
+    """
+
+    def __init__(self, directory: str | Path, transform: Callable[[dict[str, Any]], Any] | None = None) -> None:
+        root = Path(directory)
+        try:
+            index = json.loads((root / "index.json").read_bytes())
+            entries = [entry for entry in index["shards"] if entry["samples"]]
+            self._files = [root / entry["raw_data"]["basename"] for entry in entries]
+            self._num_bytes = [int(entry["raw_data"]["bytes"]) for entry in entries]
+            self._counts = [int(entry["samples"]) for entry in entries]
+            self._columns = [
+                [*zip(*(entry[f"column_{what}"] for what in ("names", "encodings", "sizes")), strict=True)]
+                for entry in entries
+            ]
+        except OSError as error:
+            raise Error(f"{root} is no directory of MDS shards ({error.strerror}: index.json)") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise Error(f"{root / 'index.json'} is no index of MDS shards ({type(error).__name__}: {error})") from None
+        for entry, file, num_bytes in zip(entries, self._files, self._num_bytes, strict=True):
+            _check_shard(entry, file, num_bytes)
+        for name, encoding, _ in {column for columns in self._columns for column in columns}:
+            if _find_decoder(encoding) is None:
+                raise Error(f"column {name} of {root} has the encoding {encoding}, which is not supported")
+        self._blobs, self._places, self._transform = Blobs(self._files), Places(self._counts), transform
+        self._begin()
+
+    def _begin(self) -> None:
+        self._read_offsets = lru_cache(maxsize=CACHED_SHARDS)(self._read_offsets_of)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_read_offsets"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+    @property
+    def shards(self) -> list[Shard]:
+        """The shards, for the order and the record of a run."""
+        rows = zip(self._files, self._counts, self._num_bytes, strict=True)
+        return [Shard(file.name, count, num_bytes) for file, count, num_bytes in rows]
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        samples = [self._read(int(shard), int(row)) for shard, row in zip(*self._places.find(indices), strict=True)]
+        return samples if self._transform is None else [self._transform(sample) for sample in samples]
+
+    def _read_offsets_of(self, shard: int) -> NDArray[np.uint32]:
+        count, num_bytes = self._counts[shard], self._num_bytes[shard]
+        header = np.frombuffer(self._blobs.read(shard, 0, 4 * (count + 2)), "<u4")
+        if header[0] != count or header[-1] > num_bytes or (np.diff(header[1:].astype(np.int64)) < 0).any():
+            raise Error(f"the shard {self._files[shard]} is damaged: its offsets are not those of {count} samples")
+        return header[1:]
+
+    def _read(self, shard: int, row: int) -> dict[str, Any]:
+        start, stop = map(int, self._read_offsets(shard)[row : row + 2])
+        data = self._blobs.read(shard, start, stop - start)
+        columns = self._columns[shard]
+        num_sizes = sum(not size for _, _, size in columns)
+        sizes = iter(np.frombuffer(data, "<u4", num_sizes).tolist() if len(data) >= 4 * num_sizes else ())
+        sample, at = {}, 4 * num_sizes
+        try:
+            for name, encoding, fixed in columns:
+                size = fixed or next(sizes)
+                decode = _find_decoder(encoding)
+                assert decode is not None
+                sample[name], at = decode(data[at : at + size]), at + size
+        except (ValueError, StopIteration, LookupError, OSError) as error:
+            what = f"column {name}: {type(error).__name__}: {error}"
+            raise Error(f"sample {row} of the shard {self._files[shard]} is damaged ({what}): restore it") from None
+        return sample
+
+
+def _check_shard(entry: dict[str, Any], file: Path, num_bytes: int) -> None:
+    if entry.get("format") != "mds" or entry.get("version") != 2:
+        what = f"format {entry.get('format')}, version {entry.get('version')}"
+        raise Error(f"the shard {file} has {what}: samestep reads mds, version 2")
+    if not file.is_file():
+        packed = entry.get("compression")
+        advice = f"decompress it ({packed})" if packed else "restore it, and index.json with it"
+        raise Error(f"the shard {file} is missing: {advice}")
+    if (found := file.stat().st_size) != num_bytes:
+        raise Error(f"the shard {file} has {found} bytes, and index.json says {num_bytes}: restore it")
+
+
+@lru_cache(maxsize=256)
+def _find_decoder(encoding: str) -> Decoder | None:
+    kind, _, arguments = encoding.partition(":")
+    if encoding in SCALARS:
+        dtype = np.dtype(encoding).newbyteorder("<")
+        return lambda data: np.frombuffer(data, dtype)[0]
+    if kind == "ndarray":
+        return _build_array_decoder(arguments)
+    plain: dict[str, Decoder] = {
+        "bytes": bytes, "str": bytes.decode, "int": lambda data: int.from_bytes(data, "little", signed=True),
+        "str_int": int, "str_float": float, "json": json.loads, "jpeg": _open_image, "png": _open_image,
+    }  # fmt: skip
+    return plain.get(encoding)
+
+
+def _build_array_decoder(arguments: str) -> Decoder:
+    dtype, _, lengths = arguments.partition(":")
+    fixed = tuple(map(int, lengths.split(","))) if lengths else None
+
+    def decode(data: bytes) -> NDArray[Any]:
+        kind, at = (dtype, 0) if dtype else (VALUES[data[0]], 1)
+        shape = fixed
+        if shape is None:
+            ndim, of_shape = data[at] >> 2, np.dtype(SHAPES[data[at] & 3])
+            shape = tuple(np.frombuffer(data, of_shape, ndim, at + 1).tolist())
+            at += 1 + ndim * of_shape.itemsize
+        return np.frombuffer(data, kind, offset=at).reshape(shape).copy()  # writable, as torch wants it
+
+    return decode
+
+
+def _open_image(data: bytes) -> Any:
+    from PIL import Image
+
+    return Image.open(io.BytesIO(data))

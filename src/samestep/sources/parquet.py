@@ -1,0 +1,145 @@
+"""Parquet files through pyarrow. A row group is a shard, because it is decoded as a whole."""
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from samestep.data.source import Shard
+from samestep.errors import Error
+from samestep.plan.order import WINDOW_SHARDS
+from samestep.sources.shard_files import Places, list_files, name_files
+
+MOST_OPEN = 64  # files
+
+
+class Parquet:
+    """Parquet files, as a source of micro-batches: a dict of columns.
+
+    A column of numbers is an array with one row per sample, also if each value is a list of fixed size. A column of
+    lists of other lengths is a list of arrays, and any other column a list of Python objects. Without a `collate_fn`,
+    the arrays become tensors; a `collate_fn` gets the dict.
+
+    Each process keeps `WINDOW_SHARDS` decoded row groups, so that groups of 10 to 100 MB are best.
+
+    Args:
+        files: the files in their order, or a directory of `*.parquet`.
+        columns: names of the columns to read. None: all.
+
+    Raises:
+        Error: pyarrow is not installed, a file is missing or damaged, or there is no such column.
+    """
+
+    def __init__(self, files: str | Path | Iterable[str | Path], columns: Sequence[str] | None = None) -> None:
+        self._files = list_files(files, ".parquet")
+        self._columns = None if columns is None else [*columns]
+        self._groups: list[tuple[int, int]] = []  # file, row group in it
+        counts, self._shards = list[int](), list[Shard]()
+        for number, (file, name) in enumerate(zip(self._files, name_files(self._files), strict=True)):
+            opened = _open(file)
+            known = opened.schema_arrow.names
+            if missing := [column for column in self._columns or () if column not in known]:
+                raise Error(f"{file} has no column {missing[0]}: its columns are {', '.join(known)}")
+            for group in range(opened.metadata.num_row_groups):
+                about = opened.metadata.row_group(group)
+                self._groups.append((number, group))
+                counts.append(about.num_rows)
+                self._shards.append(Shard(f"{name}:{group}", about.num_rows, about.total_byte_size))
+        self._places = Places(counts)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._open_file = lru_cache(maxsize=MOST_OPEN)(lambda number: _open(self._files[number]))
+        self._read_group = lru_cache(maxsize=WINDOW_SHARDS)(self._decode_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_open_file", "_read_group")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin()
+
+    @property
+    def shards(self) -> list[Shard]:
+        """The row groups, for the order and the record of a run."""
+        return self._shards
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {name: column[0] for name, column in self.__getitems__([index]).items()}
+
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, Any]:
+        shards, rows = self._places.find(indices)
+        wanted = [(shard, np.flatnonzero(shards == shard)) for shard in np.unique(shards).tolist()]
+        groups = [(self._read_group(shard), at) for shard, at in wanted]
+        batch: dict[str, Any] = {}
+        for name, first in groups[0][0].items():
+            if isinstance(first, np.ndarray):
+                column = np.empty((len(indices), *first.shape[1:]), first.dtype)
+                for group, at in groups:
+                    column[at] = group[name][rows[at]]
+                batch[name] = column
+            else:
+                values: list[Any] = [None] * len(indices)
+                for group, at in groups:
+                    for position, row in zip(at.tolist(), rows[at].tolist(), strict=True):
+                        values[position] = _read_value(group[name][row])
+                batch[name] = values
+        return batch
+
+    def _decode_group(self, shard: int) -> dict[str, Any]:
+        import pyarrow
+
+        number, group = self._groups[shard]
+        try:
+            table = self._open_file(number).read_row_group(group, columns=self._columns, use_threads=False)
+        except (pyarrow.ArrowException, OSError) as error:
+            why = " ".join(str(error).split())
+            where = f"row group {group} of the shard {self._files[number]}"
+            raise Error(f"{where} is damaged ({why}): restore it") from None
+        return {name: _convert(table.column(name), name, self._files[number]) for name in table.column_names}
+
+
+def _open(file: Path) -> Any:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise Error("Parquet files need pyarrow: pip install samestep[parquet]") from None
+    try:
+        return parquet.ParquetFile(file)
+    except (pyarrow.ArrowException, OSError) as error:
+        why = " ".join(str(error).split())
+        raise Error(f"the shard {file} is truncated, or no Parquet file ({why}): restore it") from None
+
+
+def _convert(column: Any, name: str, file: Path) -> Any:
+    """Return a column as an array with one row per sample, if it holds numbers; else as Arrow's."""
+    from pyarrow import types
+
+    column = column.combine_chunks()
+    kind, values, size = column.type, column, None
+    if types.is_fixed_size_list(kind):
+        kind, values, size = kind.value_type, column.flatten(), kind.list_size
+    is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind)
+    if not is_number:
+        return column
+    if column.null_count or values.null_count:
+        raise Error(f"column {name} of the shard {file} lacks some numbers: fill them in, or leave it out by columns=")
+    array: NDArray[Any] = values.to_numpy(zero_copy_only=False)
+    return array if size is None else array.reshape(-1, size)
+
+
+def _read_value(value: Any) -> Any:
+    from pyarrow import types
+
+    if types.is_list(value.type) or types.is_large_list(value.type):
+        inner = value.type.value_type
+        if value.is_valid and (types.is_integer(inner) or types.is_floating(inner)):
+            return value.values.to_numpy(zero_copy_only=False).copy()  # writable, as torch wants it
+    return value.as_py()

@@ -1,0 +1,83 @@
+"""What the sources share: names of files, places of samples, and reads that processes may share after a fork."""
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from samestep.errors import Error
+
+MOST_OPEN = 64  # files of one source in one process
+
+
+def list_files(files: str | Path | Iterable[str | Path], suffix: str) -> list[Path]:
+    """Return files in the given order; those of a directory sorted by name.
+
+    Raises:
+        Error: there are none, or one is missing.
+    """
+    if isinstance(files, str | Path):
+        given = Path(files)
+        found = sorted(given.glob(f"*{suffix}")) if given.is_dir() else [given]
+    else:
+        found = [Path(file) for file in files]
+    if not found:
+        raise Error(f"there are no {suffix} files in {files}: name the files, or a directory that has some")
+    for file in found:
+        if not file.is_file():
+            raise Error(f"the shard {file} is missing: restore it, or leave it out of the source")
+    return found
+
+
+def name_files(files: Sequence[Path]) -> list[str]:
+    """Return the paths relative to the directory that all files share, so that the data may be moved."""
+    root = os.path.commonpath([file.parent for file in files])
+    return [os.path.relpath(file, root) for file in files]
+
+
+class Places:
+    """Finds samples in shards. `counts`: samples per shard."""
+
+    def __init__(self, counts: Iterable[int]) -> None:
+        self._stops = np.cumsum([0, *counts])
+
+    def __len__(self) -> int:
+        return int(self._stops[-1])
+
+    def find(self, indices: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the shard of each sample, and its number there. Raises IndexError beyond the last sample."""
+        asked = np.asarray(indices, dtype=np.int64)
+        if asked.size and not (asked.min() >= 0 and asked.max() < len(self)):
+            raise IndexError(f"samples {asked.min()} to {asked.max()} of {len(self)}")
+        shards = np.searchsorted(self._stops, asked, side="right") - 1
+        return shards, asked - self._stops[shards]
+
+
+class Blobs:
+    """Reads ranges of bytes. Files are opened when they are first read, and again in a process that gets a pickle."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+        self._open: OrderedDict[int, Any] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_files": self._files, "_open": OrderedDict()}
+
+    def read(self, file: int, start: int, size: int) -> bytes:
+        """Return `size` bytes of a file from byte `start`. Raises Error if it has fewer, or cannot be read."""
+        try:
+            opened = self._open.get(file)
+            if opened is None:
+                while len(self._open) >= MOST_OPEN:
+                    self._open.popitem(last=False)[1].close()
+                opened = self._open[file] = open(self._files[file], "rb", buffering=0)  # noqa: SIM115
+            data = os.pread(opened.fileno(), size, start)  # does not use the offset, which forked processes share
+        except OSError as error:
+            raise Error(f"the shard {self._files[file]} cannot be read ({error.strerror}): restore it") from None
+        if len(data) < size:
+            raise Error(f"the shard {self._files[file]} is truncated at byte {start + len(data)}: restore it")
+        return data

@@ -1,0 +1,111 @@
+"""Sequences of tokens from a file that is mapped into memory."""
+
+import os
+from collections.abc import Sequence
+from mmap import mmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+from samestep.data.source import Shard
+from samestep.errors import Error
+
+Tokens = NDArray[np.integer[Any]]
+
+
+class TokenWindows:
+    """Sequences of `context` tokens and the one after them, as a data set. They overlap in one token.
+
+    `__getitems__` reads a micro-batch as one array, without an object per sample.
+
+    Args:
+        tokens: the tokens (n,), an array or a memory-mapped file.
+        context: length of a sequence.
+        start, stop: use `tokens[start:stop]`; it holds at least `context + 1` tokens.
+        vocabulary_size: number of tokens; a larger one in the file is an error.
+        every: use only every so many-th sequence.
+    """
+
+    def __init__(
+        self, tokens: Tokens, context: int, start: int, stop: int, vocabulary_size: int, every: int = 1
+    ) -> None:
+        self._tokens, self._arguments = tokens, (context, start, stop, vocabulary_size, every)
+        self._windows = sliding_window_view(tokens[start:stop], context + 1)[:: context * every]
+        self._vocabulary_size = vocabulary_size
+
+    @property
+    def shards(self) -> list[Shard]:
+        """The file, for the record of a run; none for tokens in memory."""
+        if (mapped := self._mapped) is None:
+            return []
+        return [Shard(Path(mapped.filename).name, len(self), os.path.getsize(mapped.filename))]
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def __getitem__(self, index: int) -> NDArray[np.int64]:
+        window: NDArray[np.int64] = self.__getitems__([index])[0]
+        return window
+
+    def __getitems__(self, indices: Sequence[int]) -> NDArray[np.int64]:
+        """Return the windows (len(indices), context + 1).
+
+        Raises:
+            Error: a token is outside of the vocabulary.
+        """
+        read = self._windows[indices]
+        if read.max() >= self._vocabulary_size:
+            raise Error(
+                f"the token file holds token {read.max()}, and its vocabulary has {self._vocabulary_size}: it is "
+                "damaged, or was changed; prepare it again"
+            )
+        return read.astype(np.int64)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle the name of a memory-mapped file instead of its content, for workers that are not forked."""
+        if (mapped := self._mapped) is not None:
+            return _map_windows, (mapped.filename, mapped.dtype, mapped.offset, mapped.shape, *self._arguments)
+        return TokenWindows, (self._tokens, *self._arguments)
+
+    @property
+    def _mapped(self) -> Any:
+        """The file, if the tokens are those of a whole one, and not a part of it."""
+        owner: object = self._tokens.base
+        return self._tokens if isinstance(self._tokens, np.memmap) and isinstance(owner, mmap) else None
+
+
+def _map_windows(file: str, dtype: Any, offset: int, shape: tuple[int], *arguments: int) -> TokenWindows:
+    return TokenWindows(np.memmap(file, dtype, "r", offset, shape), *arguments)
+
+
+def open_tokens(
+    file: str | Path, context: int, *, dtype: str = "uint16", vocabulary_size: int | None = None
+) -> TokenWindows:
+    """Open a file of tokens as a source of sequences.
+
+    Args:
+        file: a one-dimensional `.npy` file, such as `tokens.npy` of `samestep prepare text`; any other file is an array
+            without a header, such as nanoGPT's `train.bin`.
+        context: length of a sequence; samples have one token more.
+        dtype: of a file without a header.
+        vocabulary_size: number of tokens; a larger one in the file is an error. None: any.
+
+    Raises:
+        Error: the file is missing, damaged, or has too few tokens.
+    """
+    path = Path(file)
+    try:
+        is_array = path.suffix == ".npy"
+        tokens = np.load(path, mmap_mode="r") if is_array else np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r")
+        if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+            raise ValueError(f"it holds {tokens.shape} {tokens.dtype}, not a row of whole numbers")
+    except (OSError, ValueError, EOFError, TypeError) as error:
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise Error(f"the token file {path} cannot be read ({why}): restore it") from None
+    if context < 1 or len(tokens) <= context:
+        raise Error(f"{path} has {len(tokens)} tokens, too few for a sequence of {context} and the token after it")
+    largest = np.iinfo(tokens.dtype).max + 1 if vocabulary_size is None else vocabulary_size
+    return TokenWindows(tokens, context, 0, len(tokens), largest)

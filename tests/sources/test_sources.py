@@ -1,0 +1,214 @@
+"""Sources read what other programs have written, sample by sample and at random, and name a shard that is bad."""
+
+import io
+import json
+import pickle
+import tarfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from samestep.data.lanes import Lanes
+from samestep.data.loader import Loader, Task
+from samestep.data.source import read_shards
+from samestep.data.spec import understand
+from samestep.errors import Error
+from samestep.plan.schedule import EndlessSchedule
+from samestep.sources import MDS, Parquet, WebDataset, open_tokens
+
+NUM_SHARDS, PER_SHARD = 6, 5
+SAMPLES = NUM_SHARDS * PER_SHARD
+
+
+def write_mds(
+    root: Path, columns: dict[str, str], rows: Sequence[dict[str, bytes]], sizes: Sequence[int | None]
+) -> None:
+    """Writes shards of `PER_SHARD` rows by the format's definition. `rows`: encoded values."""
+    root.mkdir(parents=True, exist_ok=True)
+    shards = []
+    for number in range(0, len(rows), PER_SHARD):
+        bodies = []
+        for row in rows[number : number + PER_SHARD]:
+            lengths = [len(row[name]) for name, size in zip(columns, sizes, strict=True) if size is None]
+            bodies.append(np.array(lengths, "<u4").tobytes() + b"".join(row[name] for name in columns))
+        header = 4 * (len(bodies) + 2)
+        offsets = np.cumsum([header, *map(len, bodies)])
+        name = f"shard.{number // PER_SHARD:05d}.mds"
+        content = np.array([len(bodies), *offsets], "<u4").tobytes() + b"".join(bodies)
+        (root / name).write_bytes(content)
+        shards.append({
+            "column_encodings": [*columns.values()], "column_names": [*columns], "column_sizes": [*sizes],
+            "compression": None, "format": "mds", "hashes": [], "samples": len(bodies), "size_limit": 1 << 26,
+            "raw_data": {"basename": name, "bytes": len(content), "hashes": {}}, "version": 2, "zip_data": None,
+        })  # fmt: skip
+    (root / "index.json").write_text(json.dumps({"version": 2, "shards": shards}))
+
+
+def make_mds(root: Path) -> MDS:
+    columns = {"x": "float32", "name": "str", "row": "ndarray:int16:2", "any": "ndarray", "number": "int"}
+    rows = [
+        {
+            "x": np.float32(i).tobytes(),
+            "name": f"sample {i}".encode(),
+            "row": np.array([i, -i], "<i2").tobytes(),
+            "any": bytes([34, 2 << 2, 1, 3]) + np.full(3, i, "<f4").tobytes(),
+            "number": (-i).to_bytes(8, "little", signed=True),
+        }
+        for i in range(SAMPLES)
+    ]
+    write_mds(root, columns, rows, [4, None, 4, None, 8])
+    return MDS(root)
+
+
+def make_tars(root: Path) -> WebDataset:
+    root.mkdir(parents=True, exist_ok=True)
+    for number in range(NUM_SHARDS):
+        with tarfile.open(root / f"{number}.tar", "w") as tar:
+            for i in range(number * PER_SHARD, (number + 1) * PER_SHARD):
+                for extension, content in (("x.npy", np.float32(i).tobytes()), ("txt", f"sample {i}".encode())):
+                    about = tarfile.TarInfo(f"train/{i:04d}.{extension}")
+                    about.size = len(content)
+                    tar.addfile(about, io.BytesIO(content))
+    return WebDataset(root, decode)
+
+
+def decode(sample: dict[str, bytes]) -> dict[str, Any]:
+    return {"x": np.frombuffer(sample["x.npy"], "<f4")[0], "name": sample["txt"].decode()}
+
+
+def make_parquet(root: Path) -> Parquet:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    root.mkdir(parents=True, exist_ok=True)
+    for number in range(NUM_SHARDS // 2):
+        ids = [*range(number * 2 * PER_SHARD, (number + 1) * 2 * PER_SHARD)]
+        table = arrow.table({
+            "x": arrow.array(ids, arrow.float32()),
+            "row": arrow.FixedSizeListArray.from_arrays(arrow.array(np.repeat(ids, 2)), 2),
+            "tokens": [[*range(i % 4)] for i in ids],
+            "name": [f"sample {i}" for i in ids],
+        })  # fmt: skip
+        parquet.write_table(table, root / f"{number}.parquet", row_group_size=PER_SHARD)
+    return Parquet(root)
+
+
+def make_tokens(root: Path) -> Any:
+    root.mkdir(parents=True, exist_ok=True)
+    np.arange(SAMPLES + 1, dtype="<u2").tofile(root / "train.bin")
+    return open_tokens(root / "train.bin", 1)
+
+
+MAKERS: dict[str, Callable[[Path], Any]] = {
+    "mds": make_mds,
+    "webdataset": make_tars,
+    "parquet": make_parquet,
+    "tokens": make_tokens,
+}
+
+
+def read_x(batch: Any) -> list[float]:
+    return (batch["x"] if isinstance(batch, dict) else batch[:, 0]).tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_any_sample_in_any_order(kind: str, tmp_path: Path) -> None:
+    source = MAKERS[kind](tmp_path / "data")
+    assert len(source) == SAMPLES
+    shards = read_shards(source)
+    assert [shard.num_samples for shard in shards] == ([SAMPLES] if kind == "tokens" else [PER_SHARD] * NUM_SHARDS)
+    indices = np.random.default_rng(0).permutation(SAMPLES)
+    for each in (source, pickle.loads(pickle.dumps(source))):
+        for spec in (understand(each), understand(each, num_workers=2)):
+            tasks = [Task(indices[at : at + 7], 0) for at in range(0, SAMPLES, 7)]
+            with Loader(spec, tasks, device=torch.device("cpu")) as loader:
+                assert [x for loaded in loader for x in read_x(loaded.batch)] == indices.tolist()
+    with pytest.raises(IndexError):
+        source.__getitems__([SAMPLES])
+
+
+def test_values_of_columns(tmp_path: Path) -> None:
+    sample = make_mds(tmp_path)[7]
+    assert (sample["x"], sample["name"], sample["row"].tolist(), sample["number"]) == (7.0, "sample 7", [7, -7], -7)
+    assert sample["any"].tolist() == [[7.0] * 3] and sample["any"].dtype == np.float32  # noqa: PT018
+
+
+def test_columns_of_parquet(tmp_path: Path) -> None:
+    batch = make_parquet(tmp_path).__getitems__([29, 3, 2])
+    assert batch["row"].tolist() == [[29, 29], [3, 3], [2, 2]]
+    assert [tokens.tolist() for tokens in batch["tokens"]] == [[0], [0, 1, 2], [0, 1]]
+    assert batch["name"] == ["sample 29", "sample 3", "sample 2"]
+    with pytest.raises(Error, match=r"has no column y: its columns are x, row"):
+        Parquet(tmp_path, columns=["y"])
+
+
+def test_samples_of_tars(tmp_path: Path) -> None:
+    make_tars(tmp_path)
+    assert WebDataset(tmp_path)[12]["__key__"] == "train/0012"
+    indices = sorted(tmp_path.glob("*.index.npz"))
+    assert len(indices) == NUM_SHARDS
+    before = indices[0].stat().st_mtime_ns
+    with tarfile.open(tmp_path / "1.tar", "w"):
+        pass
+    source = WebDataset(tmp_path)
+    assert len(source) == SAMPLES - PER_SHARD, "the index of a tar that has changed is built again"
+    assert indices[0].stat().st_mtime_ns == before
+    assert [shard.num_samples for shard in source.shards][1] == 0
+
+
+def spoil(kind: str, root: Path, how: str) -> str:
+    """Harms the second shard, and returns its name."""
+    names = {"mds": "shard.00001.mds", "webdataset": "1.tar", "parquet": "1.parquet", "tokens": "train.bin"}
+    file = root / names[kind]
+    if how == "missing":
+        file.unlink()
+    elif how == "truncated":
+        with open(file, "r+b") as opened:
+            opened.truncate(1 if kind == "tokens" else 700 if kind == "webdataset" else file.stat().st_size - 3)
+    else:
+        content = bytearray(file.read_bytes())
+        content[: len(content) // 2] = b"\xff" * (len(content) // 2)
+        file.write_bytes(content)
+    return file.name
+
+
+@pytest.mark.parametrize("how", ["missing", "truncated", "damaged"])
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_bad_shard_is_named(kind: str, how: str, tmp_path: Path) -> None:
+    if (kind, how) in {("webdataset", "missing"), ("parquet", "missing"), ("tokens", "damaged")}:
+        pytest.skip("a directory has no list of its files, which the run's record has; any bytes are tokens")
+    MAKERS[kind](tmp_path)
+    for index in tmp_path.glob("*.npz"):
+        index.unlink()
+    name = spoil(kind, tmp_path, how)
+    opener: Any = {"mds": MDS, "webdataset": WebDataset, "parquet": Parquet, "tokens": open_tokens}[kind]
+    with pytest.raises(Error, match=name.replace(".", r"\.")) as error:
+        source = opener(tmp_path / name, 1) if kind == "tokens" else opener(tmp_path)
+        source.__getitems__([*range(SAMPLES)])
+    assert "\n" not in str(error.value)
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Error, match=r"there are no \.tar files in"):
+        WebDataset(tmp_path)
+    with pytest.raises(Error, match=r"no directory of MDS shards"):
+        MDS(tmp_path)
+    write_mds(tmp_path, {"x": "pkl"}, [{"x": b"."}], [None])
+    with pytest.raises(Error, match=r"column x of .* has the encoding pkl, which is not supported"):
+        MDS(tmp_path)
+    with pytest.raises(Error, match=r"the shard .*b\.tar is missing"):
+        WebDataset([tmp_path / "b.tar"])
+
+
+def test_arrow_data_sets_of_hugging_face(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    data = datasets.Dataset.from_dict({"x": [float(i) for i in range(SAMPLES)]}).with_format("torch")
+    with Loader(understand(data), [Task(np.array([5, 2]), 0)], device=torch.device("cpu")) as loader:
+        assert read_x(next(loader).batch) == [5, 2]
+    stream = data.to_iterable_dataset(num_shards=3)
+    lanes = Lanes(stream, EndlessSchedule(1 << 40, 6, 2), 0, 0)
+    assert [row["x"].item() for row in lanes.__getitems__([2, 3])] == [10, 11], "lane 1 has the second shard"
+    assert [row["x"].item() for row in lanes.__getitems__([8, 9])] == [12, 13]
