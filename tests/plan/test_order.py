@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from samestep.errors import Error
 from samestep.plan.order import (
     MAX_SORTED_LENGTH,
+    WINDOW_SHARDS,
     FeistelOrder,
     GivenOrder,
     Order,
+    ShardedOrder,
     SortedOrder,
     build_order,
 )
@@ -79,11 +81,12 @@ ORDERS = [
     build_order(70_000, seed=1, epoch=2),
     build_order(5000, seed=1, epoch=2, shuffle=False),
     GivenOrder(range(4999, -1, -1), 5000),
+    ShardedOrder([500, 0, 1, 999, 1500, 0, 200, 800, 1000], seed=1, epoch=2),
 ]
 WHOLES = [whole(order) for order in ORDERS]
 
 
-@given(st.sampled_from([0, 1, 2, 3]), st.data())
+@given(st.sampled_from([0, 1, 2, 3, 4]), st.data())
 def test_ranges_are_slices_of_the_whole(kind: int, data: st.DataObject) -> None:
     order, expected = ORDERS[kind], WHOLES[kind]
     start = data.draw(st.integers(0, len(order)))
@@ -94,7 +97,7 @@ def test_ranges_are_slices_of_the_whole(kind: int, data: st.DataObject) -> None:
     assert np.array_equal(order.take(start, stop), expected[start:stop])
 
 
-@pytest.mark.parametrize("kind", range(4))
+@pytest.mark.parametrize("kind", range(5))
 def test_bad_ranges(kind: int) -> None:
     order = ORDERS[kind]
     for start, stop in ((-1, 1), (2, 1), (0, len(order) + 1), (len(order) + 1, len(order) + 1)):
@@ -196,3 +199,33 @@ def test_a_sampler_s_indices_as_given() -> None:
 def test_mistaken_samplers(indices: object, sentence: str) -> None:
     with pytest.raises(Error, match=sentence):
         GivenOrder(indices, 4)  # type: ignore[arg-type]
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=60), st.integers(0, 2**63 - 1), st.integers(0, 3))
+def test_an_order_of_shards_has_each_sample_once_and_stays_local(sizes: list[int], seed: int, epoch: int) -> None:
+    order = build_order(sum(sizes), seed=seed, epoch=epoch, shard_sizes=sizes)
+    taken = whole(order)
+    assert np.array_equal(np.sort(taken), np.arange(sum(sizes)))
+    if not isinstance(order, ShardedOrder):
+        assert sum(size > 0 for size in sizes) <= WINDOW_SHARDS
+        return
+    shards = np.searchsorted(np.cumsum(sizes), taken, side="right")
+    seen: set[int] = set()
+    at = 0
+    while at < len(shards):  # window by window
+        window: set[int] = set()
+        stop = at
+        while stop < len(shards) and len(window | {shards[stop]}) <= WINDOW_SHARDS:
+            window.add(shards[stop])
+            stop += 1
+        assert not window & seen
+        seen |= window
+        at = stop
+
+
+def test_values_of_an_order_of_shards_are_the_same_for_ever() -> None:
+    order = build_order(20, seed=0, epoch=0, shard_sizes=[2] * 10)
+    assert whole(order).tolist() == [9, 15, 0, 1, 8, 13, 14, 12, 5, 17, 11, 4, 2, 16, 10, 3, 6, 7, 19, 18]
+    tail = build_order(10**8, seed=7, epoch=3, shard_sizes=[10**4] * 10**4).take(10**8 - 3, 10**8)
+    assert tail.tolist() == [14494531, 84970005, 14490016]
+    assert not np.array_equal(whole(build_order(20, seed=0, epoch=1, shard_sizes=[2] * 10)), whole(order))

@@ -20,6 +20,9 @@ from samestep.torch_internals import as_worker
 STATE_EVERY = 16  # micro-batches of a lane. So many are read again after a restart, because workers read ahead.
 
 
+END = object()  # of an iterator
+
+
 class LaneState(NamedTuple):
     """The position of a lane after one of its samples.
 
@@ -62,16 +65,17 @@ class _Lane:
         began_s = time.perf_counter()
         samples: list[Any] = []
         with as_worker(self._lane, self._num_lanes, self._dataset):
-            while len(samples) < count:
-                try:
-                    samples.append(next(self._iterator))
-                except StopIteration:
-                    samples.append(self._draw_first())
-                except Exception as error:
-                    raise Error(
-                        f"the stream failed in lane {self._lane} of {self._num_lanes}, at its sample "
-                        f"{self.num_samples + len(samples)} ({describe_error(error)})"
-                    ) from error
+            try:
+                while len(samples) < count:
+                    sample = next(self._iterator, END)
+                    samples.append(self._draw_first() if sample is END else sample)
+            except Error:
+                raise
+            except Exception as error:
+                raise Error(
+                    f"the stream failed in lane {self._lane} of {self._num_lanes}, at its sample "
+                    f"{self.num_samples + len(samples)} ({describe_error(error)})"
+                ) from error
         self.num_samples, self.last = self.num_samples + count, samples[-1]
         self.spent_s += time.perf_counter() - began_s
         return samples

@@ -42,7 +42,7 @@ class Order(Protocol):
 
 
 def build_order(
-    length: int, *, seed: int, epoch: int, shuffle: bool = True, shard_sizes: Sequence[int] = ()
+    length: int, *, seed: int, epoch: int, shuffle: bool = True, shard_sizes: Sequence[int] | Indices = ()
 ) -> Order:
     """Build the order of one epoch over samples 0..length-1, each exactly once.
 
@@ -60,7 +60,7 @@ def build_order(
         raise ValueError(f"length {length} and epoch {epoch} must not be negative")
     if not shuffle:
         return SequentialOrder(length)
-    if sum(size > 0 for size in shard_sizes) > WINDOW_SHARDS:
+    if np.count_nonzero(shard_sizes) > WINDOW_SHARDS:
         return ShardedOrder(shard_sizes, seed, epoch)
     return _shuffle(length, derive(seed, "order", step=epoch))
 
@@ -145,7 +145,7 @@ class ShardedOrder:
     Memory and start-up time depend on the number of shards, and not on that of the samples.
     """
 
-    def __init__(self, sizes: Sequence[int], seed: int, epoch: int) -> None:
+    def __init__(self, sizes: Sequence[int] | Indices, seed: int, epoch: int) -> None:
         of_shard = np.asarray(sizes, dtype=np.int64)
         shards = SortedOrder(len(of_shard), derive(seed, "order", step=epoch)).take(0, len(of_shard))
         shards = shards[of_shard[shards] > 0]

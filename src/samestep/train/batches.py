@@ -86,6 +86,7 @@ class Batches:
             spec = replace(spec, dataset=self.lanes, shuffle=False)
         self.spec, self._seed = spec, seed
         self.shards: tuple[Shard, ...] = read_shards(spec.dataset)
+        self._shard_sizes = np.array([shard.num_samples for shard in self.shards], dtype=np.int64)
         self._shards_mark = fingerprint_shards(self.shards) if self.shards else ""
         self._sampler: Sampler | None = sampler
         self.first_step, self.first_epoch = start
@@ -103,9 +104,9 @@ class Batches:
 
     def _build_order(self, epoch: int) -> Order:
         if self._sampler is None:
-            sizes = [shard.num_samples for shard in self.shards]
-            shuffle = self.spec.shuffle
-            return build_order(len(self.spec), seed=self._seed, epoch=epoch, shuffle=shuffle, shard_sizes=sizes)
+            return build_order(
+                len(self.spec), seed=self._seed, epoch=epoch, shuffle=self.spec.shuffle, shard_sizes=self._shard_sizes
+            )
         given = self._sampler(epoch)
         if not isinstance(given, Iterable):
             raise InvalidType(f"sampler({epoch}) gave {given!r}: return the epoch's sample indices, such as a list")

@@ -1,0 +1,217 @@
+"""Sources and streams: the same bits at any number of ranks and workers, through a kill, and refusals by name."""
+
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.runs import digest
+from support.selection import one_in
+from support.shards import MAKERS, make_tars, read_x
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+
+import samestep
+from samestep.cli import main
+from samestep.sources import WebDataset
+
+NUM_EPOCHS, NUM_STEPS, DIES_AT = 3, 30, 23
+
+
+class Stream(IterableDataset[Tensor]):
+    """Divides its numbers by the convention of torch's workers; in each pass in another order, and with noise."""
+
+    def __init__(self, length: int = 70, *, shift: int = 0, shift_from: int = 0) -> None:
+        self.length, self.shift, self.shift_from, self.epoch = length, shift, shift_from, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Tensor]:
+        info = get_worker_info()
+        assert info is not None
+        yield from self.draw(info.id, info.num_workers, 0)
+
+    def draw(self, lane: int, num_lanes: int, start: int) -> Iterator[Tensor]:
+        numbers = [*range(lane, self.length, num_lanes)]
+        random.Random(self.epoch).shuffle(numbers)
+        for at, number in enumerate(numbers[start:], start):
+            shift = self.shift if at >= self.shift_from else 0
+            yield torch.tensor([float(number + shift), random.random() + float(torch.rand(()))])
+
+
+class Whole(Stream):
+    """Does not divide its data."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from self.draw(0, 1, 0)
+
+
+class Stateful(Stream):
+    """Has no way to read its samples again."""
+
+    at = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        info = get_worker_info()
+        assert info is not None
+        for sample in self.draw(info.id, info.num_workers, self.at):
+            self.at += 1
+            yield sample
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "epoch": np.int64(self.epoch).item(), "buffer": torch.ones(2)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"]
+
+
+class Given:
+    """Names its lanes itself, and cannot be copied."""
+
+    def __deepcopy__(self, memo: object) -> None:
+        raise TypeError
+
+    def lane(self, lane: int, num_lanes: int) -> Iterator[Tensor]:
+        return Stream().draw(lane, num_lanes, 0)
+
+
+STREAMS: dict[str, Callable[[], Any]] = {"plain": Stream, "stateful": Stateful, "given": Given}
+
+
+def train(
+    run_dir: Path | None, data: Any, num_workers: int = 0, dies_at: int = -1, max_steps: int | None = None, **feed: Any
+) -> list[float]:
+    """Trains on a source for some epochs, or on a stream for some steps. Returns the samples of the first 4 steps."""
+    run = samestep.Run(run_dir, batch_size=12, micro_batch_size=2, snapshot_every=5, max_steps=max_steps)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    run.prepare(model=model, optimizer=optimizer)
+    is_stream = not hasattr(data, "__getitems__")
+    used: list[float] = []
+    if is_stream:
+        steps: Iterator[Any] = run.steps(data, NUM_STEPS, num_workers=num_workers, **feed)
+    else:
+        steps = (step for epoch in run.epochs(data, NUM_EPOCHS, num_workers=num_workers) for step in epoch)
+    for step in steps:
+        for batch in step:
+            x = batch[:, :2].sum(1, dtype=torch.float32) if isinstance(batch, Tensor) else batch["x"]
+            step.backward(model(x[:, None]).square().mean())
+            used += read_x(batch) if step.number < 4 else []
+        optimizer.step()
+        if step.number == dies_at and run.rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return used
+
+
+def load(kind: str, root: Path) -> Any:
+    return STREAMS[kind]() if kind in STREAMS else MAKERS[kind](root)
+
+
+@pytest.mark.parametrize("kind", one_in(4, ["webdataset", "mds", "parquet", "plain", "stateful", "tokens", "given"]))
+def test_the_same_bits_through_a_kill_at_any_number_of_ranks(kind: str, tmp_path: Path) -> None:
+    data = load(kind, tmp_path / "data")
+    dies_at = DIES_AT if kind in STREAMS else 4  # in the middle of an epoch of 3 steps
+    samestep.spawn(train, 1, (tmp_path / "alone", data))
+    with pytest.raises(RuntimeError, match="SIGKILL"):
+        samestep.spawn(train, 2, (tmp_path / "killed", data, 2, dies_at))
+    samestep.spawn(train, 3, (tmp_path / "killed", load(kind, tmp_path / "data"), 1))
+    assert digest(tmp_path / "killed") == digest(tmp_path / "alone")
+    for name in ("ledger.bin", "metrics.jsonl"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "alone" / name).read_bytes()
+    assert main(["inspect", str(tmp_path / "killed"), "--samples"]) == 0
+
+
+def test_lanes_begin_again_when_they_end() -> None:
+    """A lane of 3 samples gives 8 of them in 4 steps: those of two passes, and of a third."""
+    found = np.array(samestep.spawn(train, 1, (None, Stream(18), 0, -1, 4))).reshape(4, 6, 2)
+    for lane in range(6):
+        expected = []
+        for epoch in range(3):
+            stream = Stream(18)
+            stream.set_epoch(epoch)
+            expected += [sample[0].item() for sample in stream.draw(lane, 6, 0)]
+        assert found[:, lane].flatten().tolist() == expected[:8]
+
+
+def test_a_warning_says_what_is_read_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for max_steps in (20, 25):
+        samestep.spawn(train, 1, (tmp_path, Stream(), 0, -1, max_steps))
+    out = capfd.readouterr()
+    sentence = "Stream has no state_dict, so the first 40 samples of each of the 6 lanes are read again, which took "
+    assert (out.out + out.err).count(sentence) == 1
+
+
+@pytest.mark.parametrize(
+    ("then", "message"),
+    [
+        (Stream(shift=1, shift_from=3), r"sample 33 of lane 0 of 6 of the stream \(Stream\) is not the same as before"),
+        (Stream(shift=1), r"the data set is not the one that the run began with \(sample 0 differs\)"),
+    ],
+)
+def test_a_stream_with_other_samples(then: Stream, message: str, tmp_path: Path) -> None:
+    samestep.spawn(train, 1, (tmp_path, Stream(600), 0, -1, 18))
+    then.length = 600
+    with pytest.raises(samestep.Error, match=message):
+        samestep.spawn(train, 1, (tmp_path, then))
+
+
+@pytest.mark.parametrize(
+    ("data", "feed", "message"),
+    [
+        (Stream(5), {}, r"lane 5 of 6 of the stream \(Stream\) gave no sample: .*at least 6 shards"),
+        (Stream(0), {}, "lane 0 of 6 of the stream"),
+        (Whole(), {}, r"several of the 6 lanes of Whole begin with the same sample: let __iter__ divide"),
+        (Stream(), {"shuffle": True}, "a stream decides its order itself"),
+        (Stream(shift="x"), {}, r"the stream failed in lane 0 of 6, at its sample 0 \(TypeError: .* at .*\.py:\d+\)"),  # type: ignore[arg-type]
+        (DataLoader(Stream(), batch_size=3), {}, "batch_size is 3 and the run's micro_batch_size 2"),
+    ],
+)
+def test_what_a_stream_must_be(data: Any, feed: dict[str, Any], message: str) -> None:
+    with pytest.raises(samestep.Error, match=message):
+        samestep.spawn(train_fed, 1, (data, feed))
+
+
+def train_fed(data: Any, feed: dict[str, Any]) -> None:
+    train(None, data, **feed)
+
+
+def use_elsewhere() -> list[str]:
+    run = samestep.Run(None, batch_size=12)
+    model = nn.Linear(1, 1)
+    run.prepare(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    calls = (lambda: run.epochs(Stream(), 2), lambda: run.evaluate(lambda x: {}, Stream()))
+    messages = []
+    for call in calls:
+        try:
+            call()
+        except samestep.Error as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_streams_have_no_epochs() -> None:
+    messages = samestep.spawn(use_elsewhere, 1)
+    assert len(messages) == 2
+    assert all("Stream is a stream without indexing" in message for message in messages)
+
+
+@pytest.mark.parametrize("how", ["missing", "changed"])
+def test_shards_that_are_not_those_of_the_run(how: str, tmp_path: Path) -> None:
+    samestep.spawn(train, 1, (tmp_path / "run", make_tars(tmp_path / "data"), 0, -1, 4))
+    before = (tmp_path / "run" / "run.json").read_bytes()
+    tar = tmp_path / "data" / "2.tar"
+    if how == "missing":
+        tar.unlink()
+        data: Any = WebDataset(tmp_path / "data")
+    else:
+        make_tars(tmp_path / "data", spare=2)
+        data = WebDataset(tmp_path / "data")
+    with pytest.raises(samestep.Error, match=rf"shards are not those that the run began with: 2\.tar (is|has) {how}"):
+        samestep.spawn(train, 2, (tmp_path / "run", data))
+    assert (tmp_path / "run" / "run.json").read_bytes() == before
