@@ -35,7 +35,7 @@ line and as environment variables only. A run directory belongs to one value of 
 """
 
 
-MADE_BY_RUN = ("Step", "Epoch", "TrackerInfo", "Tracker")  # Their constructors are not public.
+MADE_BY_RUN = ("Step", "Epoch", "TrackerInfo", "Tracker", "Source")  # Their constructors are not public.
 INTERNAL = {"Step": ("loaded_fingerprint", "fingerprint", "refuse_inside", "check_not_left")}
 
 

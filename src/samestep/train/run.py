@@ -268,7 +268,7 @@ class Run:
         """Iterate over epochs from the point where the run resumes. Each uses every sample of `data` exactly once.
 
         Args:
-            data: a map-style data set, or a DataLoader of one whose batch size is the micro-batch size.
+            data: a map-style data set, a `Source`, or a DataLoader of one whose batch size is the micro-batch size.
             num_epochs: number of epochs of this loop, including those before a restart. A run may have several loops;
                 see docs/loops.md.
             collate_fn, num_workers, pin_memory: as in `torch.utils.data.DataLoader`.
@@ -317,7 +317,9 @@ class Run:
         """Iterate over steps, from the point where the run resumes. The data set is repeated, and no step is short.
 
         Args:
-            data, collate_fn, num_workers, sampler, shuffle, pin_memory: as in `epochs`.
+            data: as in `epochs`, or an `IterableDataset`, of which each micro-batch of a step has a lane; see
+                docs/streaming.md.
+            collate_fn, num_workers, sampler, shuffle, pin_memory: as in `epochs`.
             num_steps: number of steps of this loop, including those before a restart.
 
         Raises:
