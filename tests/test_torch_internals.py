@@ -2,6 +2,7 @@
 
 import torch
 from torch import nn
+from torch.utils.data import get_worker_info
 
 from samestep import torch_internals
 
@@ -33,6 +34,14 @@ def test_storage_and_its_uses() -> None:
     before = torch_internals.count_storage_uses(storage)
     del view
     assert torch_internals.count_storage_uses(storage) == before - 1
+
+
+def test_a_lane_is_reported_as_a_worker() -> None:
+    with torch_internals.as_worker(2, 5, "data"):
+        info = get_worker_info()
+        assert info is not None
+        assert (info.id, info.num_workers, info.dataset) == (2, 5, "data")
+    assert get_worker_info() is None
 
 
 def test_backward_accumulates_what_torch_autograd_backward_does() -> None:

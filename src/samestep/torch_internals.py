@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data._utils import worker as _worker
 
 # Tensor -> how often its storage was written through it, `.data` excepted. There is no public accessor.
 read_version: Callable[[Tensor], int] = attrgetter("_version")
@@ -39,10 +38,11 @@ def count_storage_uses(storage: int) -> int:
 @contextmanager
 def as_worker(worker: int, num_workers: int, dataset: Any) -> Iterator[None]:
     """Let `torch.utils.data.get_worker_info` report this worker of so many inside the block."""
-    before = _worker._worker_info
-    info: Any = _worker.WorkerInfo(id=worker, num_workers=num_workers, seed=torch.initial_seed(), dataset=dataset)
-    _worker._worker_info = info
+    workers = torch.utils.data._utils.worker
+    before = torch.utils.data._utils.worker._worker_info
+    info: Any = workers.WorkerInfo(id=worker, num_workers=num_workers, seed=torch.initial_seed(), dataset=dataset)
+    torch.utils.data._utils.worker._worker_info = info
     try:
         yield
     finally:
-        _worker._worker_info = before
+        torch.utils.data._utils.worker._worker_info = before

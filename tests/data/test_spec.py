@@ -109,7 +109,7 @@ def test_another_batch_size_is_refused() -> None:
         (DataLoader(NUMBERS, sampler=[3, 1, 2]), "sampler is a list"),
         (DataLoader(NUMBERS, batch_size=None), "batch_size=None"),
         (DataLoader(NUMBERS, batch_sampler=[[1, 2], [3]]), "batch_sampler"),
-        (DataLoader(Endless()), "Endless does not support indexing"),
+        (DataLoader(Endless()), "Endless is a stream without indexing"),
         (OwnLoader(NUMBERS), "OwnLoader iterates in its own way"),
     ],
 )
@@ -130,7 +130,7 @@ def test_a_batch_sampler_that_is_the_default_one_spelled_out() -> None:
     [
         ([], "is empty"),
         (DataLoader(TensorDataset(torch.empty(0, 3))), "is empty"),
-        (Endless(), "Endless does not support indexing"),
+        (Endless(), "Endless is a stream without indexing"),
         (iter([1, 2]), "does not support indexing"),
         (Sized(), "does not support indexing"),
         (Unsized(), "Unsized has no len"),

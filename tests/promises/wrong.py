@@ -820,10 +820,10 @@ DATA = {
     "an empty data set": ([], r"the data set \(list\) is empty: a run needs at least one"),
     "no data": (None, r"NoneType does not support indexing"),
     "a generator": ((x for x in "ab"), r"generator does not support indexing, .*: pass a map-style data set"),
-    "an IterableDataset": (Stream(), r"Stream does not support indexing, .*: pass a map-style data set"),
+    "an IterableDataset": (Stream(), r"Stream is a stream without indexing, .*: pass it to run\.steps"),
     "a DataLoader of one": (
         DataLoader(Stream()),
-        r"Stream does not support indexing, .*: pass a map-style da",
+        r"Stream is a stream without indexing, .*: pass it to run\.steps",
     ),
     "a DataLoader of other micro-batches": (
         DataLoader(Pairs(), 3),
