@@ -6,18 +6,19 @@ from pathlib import Path
 import pytest
 from support.runs import run_command
 
-WITHOUT = "import sys; sys.modules['transformers'] = None; import samestep.adapters.transformers"
+WITHOUT = "import sys\nsys.modules['transformers'] = None\nimport samestep.adapters.transformers\n"
 
 
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [
-        (["-c", WITHOUT], "install the extra, pip install 'samestep[transformers]'"),
+        (["train.py"], "install the extra, pip install 'samestep[transformers]'"),
         (["-m", "samestep.recipes.gpt", "--data", "missing"], "missing is no token file"),
     ],
     ids=["adapter", "recipe"],
 )
 def test_a_sentence_and_no_traceback(command: list[str], sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(WITHOUT)
     done = run_command(sys.executable, *command, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("samestep: error: ")
