@@ -1,0 +1,40 @@
+"""`benchmarks/gpu.py`, on the CPU: it runs unattended where a GPU is there for a short time."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.runs import clean_variables
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_every_part_runs_on_the_cpu() -> None:
+    command = [sys.executable, SCRIPT, "--quick", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=clean_variables(), timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads(done.stdout)["summary"]
+    assert list(rows) == ["train", "syncs", "step", "loader", "snapshot", "verify"]
+    assert rows["verify"][0][1] == "identical"
+
+
+@pytest.mark.soak
+def test_a_part_that_fails_is_a_row(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    spec = importlib.util.spec_from_file_location("gpu_benchmark", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    monkeypatch.setattr(benchmark, "PARTS", {"nothing": (None, 60), "step": (None, 0.1)})
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--quick"])
+    with pytest.raises(SystemExit):
+        benchmark.main()
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "nothing FAILED gpu.py: error: argument --part: invalid choice: 'nothing'" in shown
+    assert "step FAILED took more than 0.1 s" in shown
