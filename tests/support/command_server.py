@@ -96,7 +96,8 @@ def serve(life_fd: int, listener_fd: int, base_path: list[str]) -> None:
     preload()
     own = (module.name for module in pkgutil.walk_packages(samestep.__path__, "samestep."))
     for name in (*PRELOAD, *(name for name in own if not name.startswith(PROGRAMS))):
-        importlib.import_module(name)
+        with suppress(samestep.Error):  # an extra is not installed
+            importlib.import_module(name)
     gc.collect()
     gc.freeze()
     gc.enable()
