@@ -20,6 +20,7 @@ _Words = NDArray[np.uint64]
 
 MAX_SORTED_LENGTH = 65_536
 WINDOW_SHARDS = 4  # shards whose samples are mixed
+MAX_SORTED_WINDOW = 2048  # samples of a window: a start in mid-epoch has to shuffle a whole one
 _BLOCK = 2048
 _NUM_ROUNDS = 8
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -65,8 +66,8 @@ def build_order(
     return _shuffle(length, derive(seed, "order", step=epoch))
 
 
-def _shuffle(length: int, key: int) -> Order:
-    return SortedOrder(length, key) if length <= MAX_SORTED_LENGTH else FeistelOrder(length, key)
+def _shuffle(length: int, key: int, most_sorted: int = MAX_SORTED_LENGTH) -> Order:
+    return SortedOrder(length, key) if length <= most_sorted else FeistelOrder(length, key)
 
 
 class SequentialOrder:
@@ -180,7 +181,7 @@ class ShardedOrder:
         sizes, firsts = self._sizes[held], self._firsts[held]
         stops = np.cumsum(sizes)
         key = derive(self._seed, "order", step=self._epoch, pass_=window + 1)
-        return _shuffle(int(stops[-1]), key), stops, firsts - (stops - sizes)
+        return _shuffle(int(stops[-1]), key, MAX_SORTED_WINDOW), stops, firsts - (stops - sizes)
 
 
 class FeistelOrder:

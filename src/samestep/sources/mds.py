@@ -107,9 +107,9 @@ class MDS:
         data = self._blobs.read(shard, start, stop - start)
         columns = self._columns[shard]
         num_sizes = sum(not size for _, _, size in columns)
-        sizes = iter(np.frombuffer(data, "<u4", num_sizes).tolist() if len(data) >= 4 * num_sizes else ())
         sample, at = {}, 4 * num_sizes
         try:
+            sizes = iter(np.frombuffer(data, "<u4", num_sizes).tolist())
             for name, encoding, fixed in columns:
                 size = fixed or next(sizes)
                 decode = _find_decoder(encoding)

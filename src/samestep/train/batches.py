@@ -219,6 +219,8 @@ class Batches:
         """Write the shards, for the audit of the ledger and later starts. Returns a problem; "" if there is none."""
         path = run_dir / shards_file(self._shards_mark)
         try:
+            if path.exists():
+                return ""
             path.parent.mkdir(exist_ok=True)
             replace_file(path, format_shards(self.shards), sync=True)
         except OSError as error:
