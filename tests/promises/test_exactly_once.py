@@ -267,15 +267,15 @@ def test_inspect_tells_what_each_step_used(audited: tuple[Path, Used]) -> None:
 
 def swap_steps(records: list[tuple[int, ...]]) -> None:
     """Step 5 has used what step 2 did: of another epoch."""
-    records[5] = (*records[5][:3], records[2][3])
+    records[5] = (*records[5][:3], *records[2][3:])
 
 
 def use_unknown(records: list[tuple[int, ...]]) -> None:
-    records[5] = (*records[5][:3], records[5][3] ^ 1)
+    records[5] = (*records[5][:3], records[5][3] ^ 1, *records[5][4:])
 
 
 def use_fewer(records: list[tuple[int, ...]]) -> None:
-    records[5] = (5, 1, 11, records[5][3])
+    records[5] = (5, 1, 11, *records[5][3:])
 
 
 def lose_a_step(records: list[tuple[int, ...]]) -> None:

@@ -333,7 +333,7 @@ def test_a_later_run_of_the_process_takes_over(tmp_path: Path) -> None:
 
     samestep.spawn(train)
     assert [snapshot.step for snapshot in Store(tmp_path / "run").snapshots()] == [2, 3, 4]
-    assert (tmp_path / "run" / "ledger.bin").stat().st_size == 4 * 24
+    assert (tmp_path / "run" / "ledger.bin").stat().st_size == 4 * RECORD.size
 
 
 def test_prepare_again_after_a_mistake() -> None:

@@ -480,7 +480,7 @@ def test_a_disk_is_full_for_a_while(
         rows = [(disk / "run/metrics.jsonl").read_text() for disk in disks]
         assert rows[0] == rows[1]
         assert rows[0].count("\n") == 16
-        assert [(disk / "run/ledger.bin").stat().st_size for disk in disks] == [8 * 24] * 2
+        assert [(disk / "run/ledger.bin").stat().st_size for disk in disks] == [8 * 40] * 2
     finally:
         subprocess.run(["umount", str(disks[node])], check=True)
 

@@ -196,7 +196,7 @@ def test_rows_past_the_snapshot_are_cut(trial: Trial, undisturbed: Undisturbed) 
     rows = (trial.dir / "metrics.jsonl").read_bytes()
     ledger = (trial.dir / "ledger.bin").read_bytes()
     assert b'{"step": 8' in rows
-    assert len(ledger) == 9 * 24
+    assert len(ledger) == 9 * 40
     trial.spawn(2, fault)
     assert trial.outcome() == undisturbed()
     assert undisturbed().metrics.startswith(rows), "the run that failed had the same rows up to there"

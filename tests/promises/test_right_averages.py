@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import samestep
+from samestep.plan.ledger import read_records
 
 Row = dict[str, Any]
 FEW = settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -453,8 +454,10 @@ def test_fast_keeps_all_but_the_bits(
     torch.testing.assert_close(fast["weights"], exact["weights"], **close)
     assert fast["losses"] == pytest.approx(exact["losses"], rel=close["rtol"])
     assert fast["unused"] == exact["unused"]
-    assert (tmp_path / "fast" / "ledger.bin").read_bytes() == (tmp_path / "exact" / "ledger.bin").read_bytes()
+    ledgers = [[*read_records(tmp_path / name / "ledger.bin")] for name in ("fast", "exact")]
+    assert [entry[:4] for entry in ledgers[0]] == [entry[:4] for entry in ledgers[1]]
     if world_size == 1:
         assert freeze(fast) == freeze(exact)
+        assert ledgers[0] == ledgers[1]
     for row, other in zip(read_rows(tmp_path / "fast"), read_rows(tmp_path / "exact"), strict=True):
         assert row.keys() == other.keys()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from states import assert_same
 
 from samestep.errors import Error
-from samestep.plan.ledger import RECORD
+from samestep.plan.ledger import Entry
 from samestep.snapshot.manifest import parse_manifest, seal
 from samestep.snapshot.object_store import ObjectStore, Unreachable
 from samestep.snapshot.run_directory import RunDirectory
@@ -256,7 +256,7 @@ NAMES += [SNAPSHOT + name for name in ("manifest.json", "state.json")]
 @pytest.mark.parametrize("what", [*TEXTS, *PLANTED])
 @pytest.mark.parametrize("name", NAMES)
 def test_tools_pass_over_what_they_cannot_read(place: Path, name: str, what: str, capsys: Any) -> None:
-    (place / "run" / "ledger.bin").write_bytes(RECORD.pack(0, 0, 8, 1))
+    (place / "run" / "ledger.bin").write_bytes(Entry(0, 0, 8, 1).pack())
     path = place / "run" / name
     path.unlink(missing_ok=True)
     if what in TEXTS:

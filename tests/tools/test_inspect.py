@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from support.commands import Popen
 
 from samestep.errors import Error
-from samestep.plan.ledger import RECORD, combine, fingerprint
+from samestep.plan.ledger import RECORD, Entry, combine, fingerprint
 from samestep.plan.order import build_order
 from samestep.snapshot.serialization import digest
 from samestep.snapshot.store import Store
@@ -45,7 +45,7 @@ def write_ledger(run: Path, steps: Steps, micro_batch_size: int = 2) -> None:
         for step, (epoch, samples) in enumerate(steps):
             cuts = [samples[at : at + micro_batch_size] for at in range(0, len(samples), micro_batch_size)]
             mark = combine([fingerprint(np.array(cut, dtype=np.int64)) for cut in cuts])
-            file.write(RECORD.pack(step, epoch, len(samples), mark))
+            file.write(Entry(step, epoch, len(samples), mark).pack())
 
 
 def plan_steps(num_steps: int, orders: Callable[[int], NDArray[np.int64]], drop_last: bool = False) -> Steps:

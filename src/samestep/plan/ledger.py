@@ -1,22 +1,64 @@
-"""The ledger's records: fingerprints of the samples that each step used.
+"""The ledger's records: a fingerprint of the samples that each step used, and the bits of its loss and gradient.
 
 `ledger.bin` holds one `RECORD` per finished step, step `s` of the run (counted from 0) at byte `s * RECORD.size`.
 A fingerprint depends on the indices and their order, never on the ranks: each rank computes those of its own
-micro-batches, and one rank combines them.
+micro-batches, and one rank combines them. Earlier versions wrote records without loss and gradient; these files are
+read as well, and `upgrade` converts them.
 """
 
 import hashlib
+import os
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from samestep.files import open_regular
+from samestep.files import open_regular, replacing
 
 NUM_READ = 1 << 16  # records at a time
-RECORD = struct.Struct("<QIIQ")  # step, epoch, number of samples, fingerprint
+RECORD = struct.Struct("<QIIQQQ")  # the fields of `Entry`
+_OLD_RECORD = struct.Struct("<QIIQ")  # without loss and gradient
+UNKNOWN = 2**64 - 1  # loss and gradient in a converted ledger. As a loss, a nan that no computation gives.
+
+
+class Entry(NamedTuple):
+    """A record.
+
+    Attributes:
+        num_samples: 0 if the record is missing: a resumed run fills a truncated file with zeros.
+        fingerprint: of the samples, see `combine`.
+        loss: the 64 bits of the loss, averaged over the batch; those of nan if no micro-batch counted.
+        gradient: the checksum of the reduced gradient before the script changes it.
+    """
+
+    step: int
+    epoch: int
+    num_samples: int
+    fingerprint: int
+    loss: int = UNKNOWN
+    gradient: int = UNKNOWN
+
+    def pack(self) -> bytes:
+        """Return the bytes of the record."""
+        return RECORD.pack(*self)
+
+    @property
+    def has_bits(self) -> bool:
+        """Whether loss and gradient were recorded."""
+        return (self.loss, self.gradient) != (UNKNOWN, UNKNOWN) and self.num_samples > 0
+
+
+def to_bits(number: float) -> int:
+    """Return the 64 bits of a float."""
+    return int.from_bytes(struct.pack("<d", number), "little")
+
+
+def to_float(bits: int) -> float:
+    """Return the float of 64 bits."""
+    return float(struct.unpack("<d", bits.to_bytes(8, "little"))[0])
 
 
 def fingerprint(indices: NDArray[np.int64]) -> int:
@@ -35,13 +77,45 @@ def _hash(data: bytes) -> int:
 
 def count_records(ledger: Path) -> int:
     """Return the number of complete records in a file; 0 if it does not exist."""
-    return ledger.stat().st_size // RECORD.size if ledger.exists() else 0
+    return ledger.stat().st_size // _find_struct(ledger).size if ledger.exists() else 0
 
 
-def read_records(ledger: Path) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the complete records of a file of any size; none if it does not exist. Raises OSError."""
+def read_records(ledger: Path, *, first: int = 0) -> Iterator[Entry]:
+    """Yield the complete records of a file of any size, from one on; none if it does not exist. Raises OSError."""
     if not ledger.exists():
         return
+    record = _find_struct(ledger)
     with open(ledger, "rb", opener=open_regular) as file:
-        while len(data := file.read(NUM_READ * RECORD.size)) >= RECORD.size:
-            yield from RECORD.iter_unpack(data[: len(data) // RECORD.size * RECORD.size])
+        file.seek(first * record.size)
+        while len(data := file.read(NUM_READ * record.size)) >= record.size:
+            yield from map(Entry._make if record is RECORD else _fill, record.iter_unpack(_trim(data, record)))
+
+
+def upgrade(ledger: Path) -> None:
+    """Convert a file of an earlier version, whole or not at all. Raises OSError."""
+    if ledger.exists() and _find_struct(ledger) is _OLD_RECORD:
+        with replacing(ledger, sync=True) as path, open(path, "xb", opener=open_regular) as file:
+            for entry in read_records(ledger):
+                file.write(entry.pack())
+
+
+def _fill(fields: tuple[int, ...]) -> Entry:
+    return Entry(*fields)
+
+
+def _trim(data: bytes, record: struct.Struct) -> bytes:
+    return data[: len(data) // record.size * record.size]
+
+
+def _find_struct(ledger: Path) -> struct.Struct:
+    """Return the format of a file's records: the one by which a record holds the number of its place."""
+    with open(ledger, "rb", opener=open_regular) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size < 2 * _OLD_RECORD.size:
+            return _OLD_RECORD if _OLD_RECORD.size <= size < RECORD.size else RECORD
+        for place in range(1, size // _OLD_RECORD.size + 1):  # the first is enough, unless records are missing
+            for record in (RECORD, _OLD_RECORD):
+                file.seek(place * record.size)
+                if file.read(8) == place.to_bytes(8, "little"):
+                    return record
+    return RECORD

@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 from samestep.errors import Error
 from samestep.files import fits, is_count, is_object, overwrite, replace_file
 from samestep.plan.ledger import RECORD as LEDGER_RECORD
+from samestep.plan.ledger import Entry, upgrade
 from samestep.snapshot.append_log import AppendLog, format_row
 from samestep.snapshot.lock import Lock, detach, refuse_links
 from samestep.snapshot.run_record import Options, build_record, find_different, read_record
@@ -69,6 +70,7 @@ class RunDirectory:
         self._lock: Lock | None = None
         self._logs: tuple[AppendLog, AppendLog] | None = None  # metrics and ledger
         self._early_rows: list[Mapping[str, Any]] = []
+        self._last_entry: Callable[[], Entry] | None = None  # of a step whose gradient may not be computed yet
         self.elsewhere: Elsewhere | None = None
         self.snapshot: Snapshot | None = None
         self._is_begun, self._lost_steps = False, 0
@@ -224,6 +226,7 @@ class RunDirectory:
         if "steps" in status:  # those in the ledger, which is about to be cut
             with suppress(OSError):
                 self._overwrite_status({**status, "steps": 0})
+        upgrade(records)
         metrics = AppendLog(rows, flush_s=METRICS_FLUSH_S)
         ledger = AppendLog(records, flush_s=LEDGER_FLUSH_S, record_bytes=LEDGER_RECORD.size)
         self._logs = metrics, ledger
@@ -307,10 +310,22 @@ class RunDirectory:
             metrics.append(rows)
             metrics.flush()
 
-    def enter(self, step: int, epoch: int, num_samples: int, fingerprint: int) -> None:
-        """Add a finished step, counted from 0, to the ledger."""
-        _, ledger = self._get_logs()
-        self._append(LEDGER, ledger, LEDGER_RECORD.pack(step, epoch, num_samples, fingerprint))
+    def enter(self, get_entry: Callable[[], Entry], *, is_late: bool = False) -> None:
+        """Add a finished step to the ledger.
+
+        Args:
+            is_late: call `get_entry` when the next step is added, or at the next snapshot, so that it does not wait.
+        """
+        self._get_logs()
+        self._enter_last()
+        self._last_entry = get_entry
+        if not is_late:
+            self._enter_last()
+
+    def _enter_last(self) -> None:
+        get_entry, self._last_entry = self._last_entry, None
+        if get_entry is not None and self._logs is not None:
+            self._append(LEDGER, self._logs[1], get_entry().pack())
 
     def _append(self, name: str, log: AppendLog, record: bytes) -> None:
         log.append(record)
@@ -325,6 +340,7 @@ class RunDirectory:
         """Return a sentence about rows and records that cannot be written; "" if all are in their files."""
         if self._logs is None:
             return ""
+        self._enter_last()
         metrics, ledger = self._logs
         problem = self.lost = ""
         for log in self._logs:
@@ -353,6 +369,7 @@ class RunDirectory:
         """
         metrics, ledger = self._get_logs()
         self.check_still_ours()
+        self._enter_last()
         ledger.flush()
         return {
             "epoch": epoch,

@@ -28,6 +28,7 @@ class Options:
         samples: hashes of a few samples of the data set.
         changed_data: a description of how these changed; "" if they did not.
         git: commit of the script's work tree, and whether files differ from it; {} outside of one.
+        script: the script's file, hash and arguments; {} if unknown.
     """
 
     in_force: Mapping[str, Any]  # "optimizer.lr" -> 0.1; a list if parameter groups differ
@@ -36,6 +37,7 @@ class Options:
     samples: Sequence[str] = ()
     changed_data: str = ""
     git: Mapping[str, Any] = field(default_factory=dict)
+    script: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_record(run_dir: Path, called: object) -> dict[str, Any]:
@@ -101,6 +103,7 @@ def build_record(
     record |= {"settings": dict(options.in_force), "asked": dict(options.asked), "samples": options.samples}
     record |= {"config": config, "rewinds": [*rewinds], "changes": rows, "loops": before.get("loops", [])}
     record |= {"git": git} if git else {}
+    record |= {"script": script} if (script := dict(options.script) or before.get("script")) else {}
     return record, warnings
 
 

@@ -16,7 +16,7 @@ from samestep.console import escape
 from samestep.data.source import parse_shards
 from samestep.errors import Error
 from samestep.files import is_count, open_regular, read_bytes
-from samestep.plan.ledger import combine, count_records, fingerprint, read_records
+from samestep.plan.ledger import Entry, combine, count_records, fingerprint, read_records
 from samestep.plan.order import GivenOrder, Order, build_order
 from samestep.plan.schedule import EndlessSchedule, Schedule, Span
 from samestep.watch.records import LEDGER, STATUS, order_file, read_or_empty, shards_file
@@ -134,9 +134,9 @@ class _Audit:
         self._plan, self._num_steps = plan, num_steps
         self._left: dict[int, Indices] = {}  # incomplete epoch -> remaining uses of each sample
 
-    def add(self, step: int, record: tuple[int, int, int, int]) -> _Planned:
+    def add(self, step: int, record: Entry) -> _Planned:
         """Check the ledger's record of step `step`. Returns the samples that the step used."""
-        found_step, epoch, num_samples, found = record
+        found_step, epoch, num_samples, found, *_ = record
         planned = used = self._plan.step(step)
         if not num_samples:  # a resumed run fills a truncated file with zeros
             self.problems.append(f"step {step}: the ledger has no record of it, ledger.bin was truncated")

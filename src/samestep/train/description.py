@@ -1,9 +1,11 @@
 """Describes a start of a run for its record and its trackers: the script's commit, versions, device, data."""
 
+import hashlib
 import platform
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,21 @@ def read_commit() -> dict[str, Any]:
     if not commits or commits[0] == "(initial)":
         return {}
     return {"commit": commits[0], "is_dirty": any(not line.startswith("#") for line in lines)}
+
+
+def describe_script() -> dict[str, Any]:
+    """Return the file of the script, the start of its sha256, and its arguments; {} in a notebook.
+
+    Returns:
+        {"file": "train.py", "sha256": "9f86d081884c7d65", "arguments": ["--lr", "0.1"]}
+    """
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    with suppress(OSError):
+        if file is not None:
+            content = Path(file).read_bytes()
+            sha256 = hashlib.sha256(content).hexdigest()[:16]
+            return {"file": Path(file).name, "sha256": sha256, "arguments": sys.argv[1:]}
+    return {}
 
 
 def describe_run(

@@ -23,7 +23,7 @@ from samestep.train import stateful as prepared
 from samestep.train.arguments import build_config, check_count, check_script_config
 from samestep.train.batches import Batches, Sampler
 from samestep.train.context import RunContext
-from samestep.train.description import describe_run, read_commit
+from samestep.train.description import describe_run, describe_script, read_commit
 from samestep.train.determinism import describe_machine, fix_compiler, fix_kernels
 from samestep.train.evaluate import Evaluator
 from samestep.train.generators import call_on_rank_0
@@ -601,7 +601,8 @@ class Run:
             options = self._contents.options
             options = add_samples(options, context.group, snapshotter, batches, self.seed, machine, self._overrides)
             if self.dir is not None:
-                options = replace(options, git=context.group.once(read_commit))
+                git, script = context.group.once(lambda: (read_commit(), describe_script()))
+                options = replace(options, git=git, script=script)
             snapshotter.record(self._numbers | batches.numbers, machine, self._config, options)
             self._about = describe_run(context, self.dir, self._config, machine, options)
             fix_compiler()
@@ -619,7 +620,7 @@ class Run:
         if place.is_replayed:
             self.state = self._contents.restore_again(snapshotter.read_again())
         self._stopping.begin_loop(place)
-        self._metrics.begin_loop(batches)
+        self._metrics.begin_loop(batches, self._gradients)
         observers: list[StepObserver] = [self._misuse, self._parameters, self._watchdog, self._metrics, self._stopping]
         if self.world_size > 1:
             observers.append(self._replicas)

@@ -5,6 +5,12 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
+from samestep.engine.gradient_checksum import GradientChecksum
+from samestep.engine.gradient_pass import GradientPass
+from samestep.plan.ledger import Entry, to_bits
+from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.batches import Batches
 from samestep.train.context import RunContext
@@ -73,20 +79,24 @@ class RunMetrics(StepObserver):
         self._progress, self._trackers = progress, trackers
         self.tally, self._num_samples = Tally(), 0
         self._rates: dict[str, float] = {}
+        self._checksum = GradientChecksum()
         self._is_logged = False  # the present step gets a row in metrics.jsonl
         self._began_s = time.perf_counter()
         self._logged_s = -math.inf  # when the last row was written; rank 0's clock counts, which alone writes rows
 
-    def begin_loop(self, batches: Batches) -> None:
+    def begin_loop(self, batches: Batches, gradients: GradientPass) -> None:
         """A loop begins."""
-        self._num_samples, self._batches = 0, batches
+        self._num_samples, self._batches, self._gradients = 0, batches, gradients
 
     def start_clock(self) -> None:
         """The first step follows. The time of the loop does not include the start of trackers."""
         self._began_s = time.perf_counter()
 
     def reduced(self, step: Step) -> None:
-        """Read the learning rates of the step's update: the script's body may change them after it."""
+        """Read what the script's body may change after it: the gradient and the learning rates of the update."""
+        if self._snapshotter.directory is not None:
+            grads = [param.grad for param in self._gradients.reducer.params]
+            step.add_checksum(self._checksum.compute(grads))
         every, steps_done = self._context.config.log_every, step.number + 1
         epochs_done = self._batches.epochs_done(steps_done) if every.epochs else None
         now_s = time.monotonic()
@@ -100,7 +110,7 @@ class RunMetrics(StepObserver):
         self._num_samples += step.num_samples
         directory, steps_done = self._snapshotter.directory, step.number + 1
         if directory is not None:
-            directory.enter(step.number, step.epoch, step.num_samples, step.fingerprint)
+            self._enter(directory, step)
         self._progress.step(steps_done, step.num_samples, step.epoch)
         if step.is_skipped:
             self.tally.num_skipped += 1
@@ -116,6 +126,24 @@ class RunMetrics(StepObserver):
             loss = {"train/loss": row.pop("train/loss")} if "train/loss" in row else {}
             skipped = {"train/skipped_steps": self.tally.num_skipped} if self.tally.num_skipped else {}
             self.write_row(loss | self._rates | row | skipped, steps_done, epoch=step.epoch)
+
+    def _enter(self, directory: RunDirectory, step: Step) -> None:
+        """Add a step to the ledger. From a GPU the checksum is read when the next step has ended, without a wait."""
+        gradient, is_late = step.checksum, step.checksum.is_cuda
+        if is_late:
+            gradient = gradient.to("cpu", non_blocking=True)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+
+        def build_entry() -> Entry:
+            if is_late:
+                copied.synchronize()
+            loss = math.nan if step.averaged_loss is None else step.averaged_loss
+            return Entry(
+                step.number, step.epoch, step.num_samples, step.fingerprint, to_bits(loss), int(gradient) % 2**64
+            )
+
+        directory.enter(build_entry, is_late=is_late)
 
     def write_row(self, values: Mapping[str, Any], step: int, **place: int) -> None:
         """Write a row of `metrics.jsonl`, and pass it to the progress display and the trackers. On rank 0."""

@@ -39,6 +39,7 @@ _RANK = {
 _SHAPES = {
     RECORD: {
         "format?": is_count, "numbers?": is_object, "machine?": is_object, "config?": is_object, "git?": is_object,
+        "script?": {"arguments": [is_text]},
         "settings?": is_object, "asked?": is_object, "rewinds?": [is_count],
         "loops?": [{"first_step": is_count, "first_epoch": is_count}],
         "changes?": [{"after_step": is_count, "changed": is_text}],
