@@ -45,6 +45,8 @@ Commands:
   samestep submit SCRIPT ...    submit your script to Slurm or Kubernetes
   samestep inspect RUN          show what a run directory holds: settings, snapshots, restarts, samples, digest
   samestep watch RUN            show the live state of every rank of a running job
+  samestep replay RUN SCRIPT .. compute a step of a run again, compare its bits, examine one micro-batch, debug it
+  samestep diff RUN RUN         show the first step in which two runs differ, and what differs between them
   samestep verify SCRIPT ...    prove that a script gives the same run on 1 to 4 ranks and after kills
   samestep doctor               check whether this machine or a cluster is fit for training
   samestep export RUN FILE      write a snapshot's weights to a .safetensors, .pt or .pth file
@@ -129,7 +131,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _dispatch(arguments: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": _train, "launch": _launch, "submit": _submit, "verify": _verify, "doctor": _doctor, "watch": _watch,
-        "inspect": _inspect, "export": _export, "prepare": _prepare, "sample": _sample, "translate": _translate,
+        "inspect": _inspect, "diff": _diff, "replay": _replay, "export": _export, "prepare": _prepare,
+        "sample": _sample, "translate": _translate,
     }  # fmt: skip
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(HELP, end="")
@@ -290,6 +293,28 @@ def _verify(arguments: list[str]) -> int:
         print(f"{command.HELP}\n{describe_command_flags(command.FLAGS)}", end="")
         return 0
     return command.run_verify(target, values)
+
+
+def _replay(arguments: list[str]) -> int:
+    from samestep.tools import replay
+
+    values, left = take_flags(arguments, stop_at_first=True, flags=replay.FLAGS)
+    if not left or any(word in ("-h", "--help") for word in left[:2]):
+        print(f"{replay.HELP}\n{describe_command_flags(replay.FLAGS)}", end="")
+        return 0
+    run, *left = left
+    if not left:
+        raise Error("replay needs a run and its script: samestep replay RUN --step S SCRIPT")
+    more, target = _take_flags_and_target("replay", left, replay.FLAGS)
+    if target is None:
+        return _replay(["--help"])
+    return replay.run_replay(run, target, values | more)
+
+
+def _diff(arguments: list[str]) -> int:
+    from samestep.tools.inspect import run_diff
+
+    return run_diff(arguments)
 
 
 def _doctor(arguments: list[str]) -> int:

@@ -319,7 +319,7 @@ def use(run: Path) -> None:
         directory.write_record({}, {}, {}, Options({}))
         directory.write_start(None, from_step=0, world_size=1)
         directory.write_row({"loss": 1.0})
-        directory.enter(0, 0, 8, 1)
+        directory.enter(lambda: Entry(0, 0, 8, 1))
         directory.store.make_inbox()
         meta = directory.mark(epoch=0, world_size=1, notes={})
         directory.save({}, {}, step=4, name=None, meta=meta, confirm=lambda: None)

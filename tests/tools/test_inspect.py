@@ -210,14 +210,15 @@ def test_two_runs_are_compared(tmp_path: Path, capsys: Any) -> None:
     assert re.search(r"^  numbers.seed +3 +4$", out, re.M)
     assert "numbers.batch_size" not in out
     assert re.search(r"^  loss +0.375 \(2\) +0.5 \(2\)$", out, re.M)
-    assert out.endswith("step 1 is the first that used other samples\nNOT identical\n")
+    assert "\nthe steps are not comparable one by one: seed differs\n" in out
+    assert out.endswith("\nstep 1 is the first that differs: other samples\n")
     assert run_inspect([a, a]) == 0
     out = capsys.readouterr().out
     assert "differences" not in out
-    assert out.endswith("identical: the newest snapshots have one digest\n")
+    assert out.endswith("identical in all 2 common steps, and in 1 common snapshot\n")
     assert run_inspect([a, b, "--json"]) == 1
     shown = json.loads(capsys.readouterr().out)
-    assert (shown["same"], shown["first_step_with_other_samples"]) == (False, 1)
+    assert (shown["same"], shown["first_differing_step"], shown["differs_in"]) == (False, 1, ["other samples"])
     with pytest.raises(Error, match="there is no directory"):
         run_inspect([a, str(tmp_path / "c")])
 

@@ -113,7 +113,7 @@ def _find_struct(ledger: Path) -> struct.Struct:
         size = os.fstat(file.fileno()).st_size
         if size < 2 * _OLD_RECORD.size:
             return _OLD_RECORD if _OLD_RECORD.size <= size < RECORD.size else RECORD
-        for place in range(1, size // _OLD_RECORD.size + 1):  # the first is enough, unless records are missing
+        for place in range(1, min(size // _OLD_RECORD.size, NUM_READ) + 1):  # 1 is enough, unless records are missing
             for record in (RECORD, _OLD_RECORD):
                 file.seek(place * record.size)
                 if file.read(8) == place.to_bytes(8, "little"):

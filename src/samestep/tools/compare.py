@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from samestep.console import describe_age, list_values, print_table, to_text
+from samestep.errors import Error
 from samestep.files import parse_json, read_bytes
-from samestep.plan.ledger import count_records, read_records
+from samestep.plan.ledger import Entry, count_records, read_records, to_float
 from samestep.snapshot.manifest import STATE
 from samestep.snapshot.object_store import open_run, read_run
 from samestep.snapshot.store import Store
 from samestep.watch.records import LEDGER, METRICS, RECORD, STATUS, read_or_empty, read_rows
 
 SHORT = 12  # of a digest's 64 digits
+COUNTED = ("data_length", "batch_size", "micro_batch_size", "seed")  # numbers by which steps use other samples
 PLACE = ("step", "epoch")  # entries of a row that are not metrics
 
 
@@ -83,23 +85,30 @@ def _shorten(value: Any) -> str:
 
 
 def compare_runs(one: str, other: str, *, is_json: bool) -> int:
-    """Print the differences between two runs (numbers, config, settings, steps, digests) and their metrics.
+    """Print the first difference between two runs, what differs between them, and their metrics.
 
     Returns:
-        The exit code: 0 if their newest snapshots have the same step and digest.
+        The exit code: 0 if all steps and snapshots that both have are the same.
 
     Raises:
-        Error: one of them is not a run.
+        Error: one of them is not a run, or they have no step in common.
     """
     with open_run(one) as first, open_run(other) as second:
         records = [read_run(first, one), read_run(second, other)]
         described = [describe_run(first), describe_run(second)]
-        step = _find_first_difference(first, second)
+        common = min(each["steps"] for each in described)
+        if not common:
+            raise Error(f"{one if not described[0]['steps'] else other} has no step yet: there is nothing to compare")
+        step, what = _find_first_difference(first, second)
+        state_step = _find_first_state(first, second)
+        num_snapshots = len(_read_digests(first).keys() & _read_digests(second).keys())
     differences = _find_differences(records, described)
-    a, b = ((each["snapshot"], each["digest"]) for each in described)
-    is_same = a == b and a[1] is not None
+    is_same = step is None and state_step is None
     if is_json:
-        shown = {"same": is_same, "differences": differences, "first_step_with_other_samples": step, "runs": described}
+        shown = {
+            "same": is_same, "differences": differences, "common_steps": common, "common_snapshots": num_snapshots,
+            "first_differing_step": step, "differs_in": what, "first_differing_state": state_step, "runs": described,
+        }  # fmt: skip
         print(json.dumps(shown, indent=1))
         return 0 if is_same else 1
     if differences:
@@ -110,12 +119,33 @@ def compare_runs(one: str, other: str, *, is_json: bool) -> int:
     if names:
         rows = [(name, *(_format(values.get(name)) for values in metrics)) for name in names]
         print_table("last metrics, and their steps", ("name", one, other), rows)
+    if different := [name for name in COUNTED if f"numbers.{name}" in differences]:
+        print(f"the steps are not comparable one by one: {', '.join(different)} differs")
+    if state_step is not None:
+        print(f"the state after {state_step} steps is the first in a common snapshot that differs")
     if step is not None:
-        print(f"step {step} is the first that used other samples")
-    elif described[0]["steps"] != described[1]["steps"]:
-        print("all steps that both runs have used the same samples")
-    print("identical: the newest snapshots have one digest" if is_same else "NOT identical")
+        print(f"step {step} is the first that differs: {'; '.join(what)}")
+    if is_same:
+        state = (
+            f", and in {num_snapshots} common snapshot{'s' * (num_snapshots > 1)}"
+            if num_snapshots
+            else "; there is no common snapshot"
+        )
+        print(f"identical in all {common} common steps{state}")
     return 0 if is_same else 1
+
+
+def describe_difference(one: Entry, other: Entry) -> list[str]:
+    """Describe how the records of one step differ in two runs; [] if they do not, in what both have."""
+    found = []
+    if (one.num_samples, one.fingerprint) != (other.num_samples, other.fingerprint):
+        found.append("other samples")
+    if one.has_bits and other.has_bits:
+        if one.loss != other.loss:
+            found.append(f"the loss is {to_float(one.loss)!r} and {to_float(other.loss)!r}")
+        if one.gradient != other.gradient:
+            found.append("another gradient" if found else "another gradient from the same samples and loss")
+    return found
 
 
 def _format(last: Mapping[str, Any] | None) -> str:
@@ -127,17 +157,31 @@ def _find_differences(
 ) -> dict[str, tuple[Any, Any]]:
     """Return the values that differ between two runs, by name, the most important first."""
     found: dict[str, tuple[Any, Any]] = {}
-    for section in ("numbers", "settings", "machine", "config"):
+    for section in ("numbers", "settings", "config", "script", "git", "machine"):
         one, other = (dict(list_values(record.get(section) or {})) for record in records)
         names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
         found |= {f"{section}.{name}": (one.get(name), other.get(name)) for name in names}
+    if (versions := (records[0].get("samestep"), records[1].get("samestep")))[0] != versions[1]:
+        found["samestep"] = versions
     for name in ("status", "steps", "snapshot", "digest"):
         if described[0][name] != described[1][name]:
             found[name] = described[0][name], described[1][name]
     return found
 
 
-def _find_first_difference(one: Path, other: Path) -> int | None:
-    """Return the first step in which two runs used different samples."""
-    pairs = zip(read_records(one / LEDGER), read_records(other / LEDGER), strict=False)
-    return next((step for step, (a, b) in enumerate(pairs) if a[1:] != b[1:]), None)
+def _find_first_difference(one: Path, other: Path) -> tuple[int | None, list[str]]:
+    """Return the first step of both runs that differs, and in what."""
+    for step, (a, b) in enumerate(zip(read_records(one / LEDGER), read_records(other / LEDGER), strict=False)):
+        if a != b and (found := describe_difference(a, b)):
+            return step, found
+    return None, []
+
+
+def _find_first_state(one: Path, other: Path) -> int | None:
+    """Return the first step at which both runs have a snapshot, and these differ."""
+    first, second = _read_digests(one), _read_digests(other)
+    return min((step for step in first.keys() & second.keys() if first[step] != second[step]), default=None)
+
+
+def _read_digests(run: Path) -> dict[int, str]:
+    return {each.step: each.manifest["digest"] for each in _find_sound(run)}

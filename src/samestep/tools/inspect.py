@@ -1,4 +1,4 @@
-"""`samestep inspect`: shows and checks a run's directory. Does not import torch."""
+"""`samestep inspect` and `diff`: show, check and compare runs' directories. Do not import torch."""
 
 import argparse
 import json
@@ -41,6 +41,20 @@ def run_inspect(args: list[str]) -> int:
                 why = f"{type(error).__name__}: {error}"
                 raise Error(f"{options.run}/run.json has numbers that no run has ({why}): repair it") from None
         return _show_run(directory, options, record)
+
+
+def run_diff(arguments: Sequence[str]) -> int:
+    """Run `samestep diff` with the arguments after its name. Returns the exit code, see `compare_runs`."""
+    parser = CommandParser(
+        prog="samestep diff",
+        description="Shows the first step in which two runs differ, and in what: samples, loss, gradient or state.",
+        epilog="Exit code: 0 if all common steps and snapshots are the same; 1 if not; 2 if nothing can be compared.",
+    )
+    parser.add_argument("one", metavar="RUN", help="a run's directory, or its URL")
+    parser.add_argument("other", metavar="OTHER", help="another run")
+    parser.add_argument("--json", action="store_true", help="JSON for programs")
+    options = parser.parse_args(arguments)
+    return compare_runs(options.one, options.other, is_json=options.json)
 
 
 class CommandParser(argparse.ArgumentParser):

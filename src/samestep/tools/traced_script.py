@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,6 +10,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from samestep.world.environment import TRACE, child_variables
 
 
 @contextmanager
@@ -53,6 +56,28 @@ def exiting_on_sigterm() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def build_trace(
+    directory: Path, variables: Mapping[str, str], *, hash_seed: str = "0", **options: Any
+) -> dict[str, str]:
+    """Return the environment of a script whose ranks write traces into a directory.
+
+    Args:
+        variables: further ones.
+        hash_seed: PYTHONHASHSEED, unless it is set for this process.
+        options: of the tracer.
+    """
+    variables = {"PYTHONHASHSEED": hash_seed} | child_variables() | dict(variables)
+    return variables | {"WANDB_MODE": "disabled", TRACE: json.dumps({"dir": str(directory), **options})}
+
+
+def link_or_copy(source: str, target: str) -> None:
+    """Link a file that is never changed, or copy it if the file system has no links. For `shutil.copytree`."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

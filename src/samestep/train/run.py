@@ -155,11 +155,13 @@ class Run:
         self.rank, self.local_rank, self.world_size = environment.rank, environment.local_rank, environment.world_size
         self.state: dict[str, Any] = {}
         self.summary: dict[str, Any] = {}
-        self._progress, self._config = build_progress(rank=self.rank), dict(config or {})
+        is_traced = environment.trace is not None  # then a terminal is for the debugger
+        self._progress = build_progress(rank=self.rank, terminal=False if is_traced else None)
+        self._config = dict(config or {})
         self._context = context = RunContext(environment, settings, group, self.device, precision_of_run, self._say)
         if settings.precision == "fp16" and self.device.type == "cpu":
             self._say("fp16 is slower than fp32 on most CPUs: use bf16, which needs no loss scale, or a GPU")
-        used = settings.trackers if environment.trace is None else ()  # `samestep verify` trains many times
+        used = () if is_traced else settings.trackers  # `samestep verify` trains many times
         self._trackers, self._pools, self._position = Trackers(build_trackers(used), self._say), Pools(), Position()
         self._snapshotter = Snapshotter(settings, group, self._say)
         self.dir = self._snapshotter.path

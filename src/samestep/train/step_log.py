@@ -46,8 +46,13 @@ def collect_values(what: str, values: Mapping[str, Any] | None, named: Mapping[s
     return {**(values or {}), **named}
 
 
-def read_number(name: str, given: object) -> Value:
-    """A value of step.log, without waiting for a GPU. Raises Error for anything but a number."""
+def read_number(name: str, given: object, num_samples: int = 1) -> Value:
+    """A value of step.log, without waiting for a GPU. Of a tensor with `num_samples` values, their mean.
+
+    Raises Error for anything else but a number.
+    """
+    if isinstance(given, Tensor) and given.shape == (num_samples,) and num_samples > 1:
+        given = given.detach().double().mean()
     if not (given.numel() == 1 if isinstance(given, Tensor) else isinstance(given, Real)):
         raise InvalidType(f"step.log needs a number as {name}, not {describe(given)}: take its mean")
     if isinstance(given, Tensor):

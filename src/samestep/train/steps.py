@@ -49,6 +49,9 @@ class StepObserver:
     def backward(self, step: "Step", loss: Losses, weight: float | Tensor | None, model: nn.Module | None) -> None:
         """The script has called step.backward."""
 
+    def log(self, step: "Step", values: Mapping[str, Any]) -> None:
+        """The script has called step.log."""
+
     def end_backward(self, step: "Step", waited_s: float) -> None:
         """step.backward has returned. It waited `waited_s` for other ranks."""
 
@@ -99,7 +102,7 @@ class Observers:
 
         self.probes, self.forward = find("probe"), find("forward")
         self.begin_step, self.begin_pass, self.load = join("begin_step"), join("begin_pass"), join("load")
-        self.backward, self.end_backward = join("backward"), join("end_backward")
+        self.backward, self.end_backward, self.log = join("backward"), join("end_backward"), join("log")
         self.end_micro_batch, self.exchange = join("end_micro_batch"), join("exchange")
         self.exchange_failed, self.exchanged = join("exchange_failed"), join("exchanged")
         self.reduced, self.end_step = join("reduced"), join("end_step")
@@ -382,8 +385,9 @@ class Step:
         """Add values to the metrics of this step.
 
         Inside the loop over micro-batches, values are averaged over the batch with the weights of `backward`, without a
-        synchronization. After it, values are taken as they are. The averages are in `metrics`, and in `metrics.jsonl`
-        every `log_every` steps.
+        synchronization. A tensor with one value per sample of the micro-batch counts as their mean; `samestep replay
+        --micro-batch` shows each of them. After the loop, values are taken as they are. The averages are in `metrics`,
+        and in `metrics.jsonl` every `log_every` steps.
 
         Args:
             values: name -> number or scalar tensor; further ones as keyword arguments.
@@ -399,10 +403,12 @@ class Step:
                 f"step.log of step {self.number} was called outside of its body: call it in or after its micro-batch "
                 "loop, or run.log elsewhere"
             )
+        collected = collect_values("step.log", values, named)
+        self._on.log(self, collected)
         if self._is_probe:
             return
-        for name, given in collect_values("step.log", values, named).items():
-            value = read_number(name, given)
+        for name, given in collected.items():
+            value = read_number(name, given, self.sizes[self.micro_batch] if self.open else 1)
             if self.open:
                 self._log.add(self.micro_batch - self.held.start, name, value)
             else:

@@ -1,4 +1,4 @@
-"""Opens the tracer that `samestep verify` or `samestep doctor` requests by an environment variable."""
+"""Opens the tracer that `samestep verify`, `replay` or `doctor` requests by an environment variable."""
 
 import json
 import time
@@ -8,6 +8,7 @@ from typing import Any
 
 from samestep.train.context import RunContext
 from samestep.train.reference import Reference
+from samestep.train.replay import Replay
 from samestep.train.steps import Step
 from samestep.train.trace import Trace, Tracer
 from samestep.train.watchdog import Watchdog
@@ -38,8 +39,10 @@ class PhaseTiming(Tracer):
 
 
 def open_tracer(context: RunContext, run_dir: Path | None, options: str, watchdog: Watchdog) -> Tracer:
-    """The tracer for `options`, which is JSON: `dir`, and perhaps `dump`, `kill`, `reread`, `reference` or `paces`."""
+    """The tracer for `options`, which is JSON: `dir`, and what chooses the tracer and belongs to it."""
     parsed = json.loads(options)
+    if parsed.get("replay"):
+        return Replay(context, run_dir, parsed)
     if parsed.get("paces"):
         return PhaseTiming(context, run_dir, parsed, watchdog)
     return Reference(context, run_dir, parsed) if parsed.get("reference") else Trace(context, run_dir, parsed)

@@ -1,13 +1,10 @@
 """Runs the script, each time in new processes and in a separate directory."""
 
 import json
-import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +13,10 @@ from samestep.config import Overrides, to_variables
 from samestep.launch.local_ranks import Target
 from samestep.plan.ledger import read_records
 from samestep.snapshot.store import SNAPSHOTS, Store
-from samestep.tools.traced_script import start
+from samestep.tools.traced_script import build_trace, link_or_copy, start
 from samestep.tools.verify.traces import Traced, read_traces
 from samestep.watch.records import LEDGER
-from samestep.world.environment import HOOK, TRACE, child_variables
+from samestep.world.environment import HOOK
 
 SHOWN_LINES = 30
 LEAST_DEADLINE_S = 120.0
@@ -120,16 +117,11 @@ class Trials:
             "log_every": 1,
             **(overrides or {}),
         }
-        variables = {"PYTHONHASHSEED": hash_seed} | child_variables() | to_variables(options)
-        variables["WANDB_MODE"] = "disabled"
+        variables = build_trace(place, to_variables(options), hash_seed=hash_seed, **trace)
         if fixed:
             variables[HOOK] = json.dumps(["samestep.tools.verify.fixed", {"dir": str(place), "fixed": list(fixed)}])
-        variables[TRACE] = json.dumps({"dir": str(place), **trace})
-        command, words = self.target.to_command()
-        recipe, own = (words[:1], words[1:]) if command == "train" else ([], words)
-        ranks = ("--nproc-per-node", str(world_size))
         began_s = time.monotonic()
-        code = self._start([sys.executable, "-m", "samestep", command, *recipe, *ranks, *own], variables, place)
+        code = self._start(self.target.to_full_command(world_size), variables, place)
         final = Store(run_dir).find("latest", warn=lambda _: None) if run_dir.exists() else None
         return Outcome(
             world_size=world_size,
@@ -161,11 +153,7 @@ def _copy_run(run_dir: Path, to: Path) -> Path | None:
     snapshots = run_dir / SNAPSHOTS
 
     def copy(source: str, target: str) -> None:
-        if snapshots in Path(source).parents:
-            with suppress(OSError):  # the file system has no links
-                os.link(source, target)
-                return
-        shutil.copy2(source, target)
+        (link_or_copy if snapshots in Path(source).parents else shutil.copy2)(source, target)
 
     shutil.copytree(run_dir, to, copy_function=copy)
     return to

@@ -1,0 +1,264 @@
+"""`samestep replay`: computes a step of a run again, in a scratch directory, and compares its bits with the ledger."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from samestep.config import Option, to_variables
+from samestep.console import escape, print_table, say, show_activity, to_text
+from samestep.errors import Error
+from samestep.launch.flags import FLAGS as LAUNCH_FLAGS
+from samestep.launch.launcher import check_target
+from samestep.launch.local_ranks import Target
+from samestep.plan.ledger import Entry, count_records, read_records
+from samestep.snapshot.manifest import find_damage
+from samestep.snapshot.object_store import open_run, read_run
+from samestep.snapshot.run_record import describe_changes
+from samestep.snapshot.store import SNAPSHOTS, Snapshot, Store
+from samestep.tools.compare import describe_difference
+from samestep.tools.traced_script import build_trace, exiting_on_sigterm, link_or_copy, read_lines, start
+from samestep.watch.records import LEDGER, METRICS, ORDERS, RECORD, STATUS, read_or_empty
+from samestep.world.workdir import WorkDir
+
+HELP = """\
+usage: samestep replay RUN --step S [options] SCRIPT [arguments of the script]
+       samestep replay RUN --step S [options] -m MODULE [arguments of the module]
+       samestep replay RUN --step S [options] RECIPE [options, also those of the recipe, in any order]
+
+Computes step S of a run again (counted from 0, as step.number), on any number of ranks: from the nearest sound snapshot
+before it, or from the beginning. Prints its loss, gradient and samples, and whether the bits of all replayed steps are
+those of the run's ledger. Reads the run, and writes nothing to it. Without arguments, the script gets those of the run.
+Exit code: 0; 1 if bits differ; 2 if the step cannot be replayed.
+"""
+FLAGS: dict[str, Option] = {
+    "step": Option(int, "S", "the step, counted from 0; the last one is the step in which the run failed"),
+    "micro_batch": Option(int, "V", "of step S, compute only this micro-batch, and describe it"),
+    "nproc_per_node": Option(int, "N", "number of ranks; default: 1"),
+    "pdb": Option(bool, "", "open the debugger in the script's loop, at the first micro-batch of step S or at V"),
+    "save": Option(str, "FILE", "with --micro-batch: write the batch, the weights and the gradient, for torch.load"),
+    "device": LAUNCH_FLAGS["device"],
+    "backend": LAUNCH_FLAGS["backend"],
+}
+NUM_SHOWN = 10
+POLL_S = 0.1
+SHOWN_LINES = 30
+_OTHER_RUN = re.compile(r".* holds another run \((.*)\): use its numbers, .*", re.DOTALL)
+
+
+def run_replay(run: str, target: Target, values: Mapping[str, Any]) -> int:
+    """Replay a step with the options of FLAGS.
+
+    Returns:
+        The exit code: 1 if the bits differ from those in the run's ledger, else 0.
+
+    Raises:
+        Error: the run has no such step, or the script cannot replay it.
+    """
+    check_target(target)
+    if (step := values.get("step")) is None or step < 0:
+        raise Error("replay needs the step: --step S, counted from 0")
+    if values.get("micro_batch", 0) < 0 or values.get("nproc_per_node", 1) < 1:
+        raise Error("--micro-batch is counted from 0, and --nproc-per-node from 1")
+    if values.get("save") is not None and "micro_batch" not in values:
+        raise Error("--save writes one micro-batch: name it by --micro-batch")
+    if values.get("pdb") and not (sys.stdin.isatty() and sys.stdout.isatty()):
+        raise Error("--pdb needs a terminal: start it in one, without redirections")
+    if values.get("pdb") and values.get("nproc_per_node", 1) > 1:
+        raise Error("--pdb debugs one rank, which computes the same bits: leave out --nproc-per-node")
+    # The scratch directory is locked by the ranks, too: it is removed when a later command finds that all have ended.
+    with exiting_on_sigterm(), WorkDir("replay-") as scratch, open_run(run, is_whole=True) as directory:
+        return _Replay(run, directory, target, values, scratch).run()
+
+
+class _Replay:
+    """One replay, from the run in `directory` to a run in the scratch directory."""
+
+    def __init__(self, run: str, directory: Path, target: Target, values: Mapping[str, Any], scratch: WorkDir) -> None:
+        self._called, self._directory, self._values, self._scratch = run, directory, values, scratch
+        self._record = read_run(directory, run)
+        self._step, self._micro_batch = values["step"], values.get("micro_batch")
+        self._num_ranks = values.get("nproc_per_node", 1)
+        arguments = self._record.get("script", {}).get("arguments", [])
+        if arguments and not target.arguments:
+            say(f"the script gets the arguments of the run: {' '.join(arguments)}")
+            target = replace(target, arguments=arguments)
+        self._target = target
+
+    def run(self) -> int:
+        num_steps = count_records(self._directory / LEDGER)
+        if self._step > num_steps:
+            raise Error(f"{self._called} has {num_steps} steps, 0 to {num_steps - 1}, and not yet step {self._step}")
+        snapshot = _choose(Store(self._directory), self._step, self._record.get("rewinds", []))
+        first = 0 if snapshot is None else snapshot.step
+        stop = self._step + (self._micro_batch is None)  # the steps of which the bits are compared
+        wanted = [*islice(read_records(self._directory / LEDGER, first=first), stop - first)]
+        self._say_begin(snapshot, first)
+        output = self._scratch.path / "output"
+        lines = self._compute(self._build_run(snapshot), output, first)
+        about = next((line["about"] for line in lines if "about" in line), None)
+        if about is None:
+            raise self._explain(output)
+        for name in ("machine", "git", "script"):
+            there = self._record.get(name) or about[name]
+            if change := describe_changes(there, about[name]):
+                say(f"not as in the run: {name} ({change})")
+        result = next(line["result"] for line in lines if "result" in line)
+        _print_result(self._step, self._micro_batch, result)
+        if self._values.get("save") is not None:
+            print(f"saved in {self._values['save']}")
+        found = [Entry(line["step"], 0, line["num_samples"], line["fingerprint"], line["loss"], line["gradient"])
+                 for line in lines if "loss" in line]  # fmt: skip
+        sentence, is_same = compare_bits(found, wanted)
+        print(sentence)
+        return 0 if is_same else 1
+
+    def _say_begin(self, snapshot: Snapshot | None, first: int) -> None:
+        where = "the beginning" if snapshot is None else f"the snapshot of step {first}"
+        sentence = f"replaying steps {first} to {self._step} from {where}"
+        older = [each.step for each in Store(self._directory).snapshots() if each.problem is None]
+        if snapshot is None and older:
+            sentence += f", as the oldest sound snapshot is that of step {min(older)}"
+        measured = read_or_empty(self._directory / STATUS).get("measured") or {}
+        if pace := measured.get("samples_per_s"):
+            batch_size = self._record.get("numbers", {}).get("batch_size", 0)
+            sentence += f"; the run took about {(self._step - first + 1) * batch_size / pace:.1f} s for them"
+        say(sentence)
+
+    def _build_run(self, snapshot: Snapshot | None) -> Path:
+        """Copy what the run needs to resume, with links to the snapshot's files where the file system allows that."""
+        run_dir = self._scratch.path / "run"
+        run_dir.mkdir()
+        shutil.copyfile(self._directory / RECORD, run_dir / RECORD)
+        if (self._directory / ORDERS).exists():
+            shutil.copytree(self._directory / ORDERS, run_dir / ORDERS)
+        if snapshot is not None:
+            target = run_dir / SNAPSHOTS / snapshot.label
+            shutil.copytree(snapshot.path, target, copy_function=link_or_copy)
+            if (self._directory / LEDGER).exists():
+                shutil.copyfile(self._directory / LEDGER, run_dir / LEDGER)
+            with open(run_dir / METRICS, "wb") as file:
+                file.truncate(snapshot.manifest["meta"].get("metrics_bytes", 0))  # rows are not read
+        return run_dir
+
+    def _compute(self, run_dir: Path, output: Path, first: int) -> list[dict[str, Any]]:
+        """Run the script. Returns the lines of rank 0's trace."""
+        numbers = self._record.get("numbers", {})
+        names = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision")
+        options = {name: numbers[name] for name in names if name in numbers}
+        options |= {name: self._values[name] for name in ("device", "backend") if name in self._values}
+        options |= {
+            "run_dir": run_dir, "resume": first if (run_dir / SNAPSHOTS).exists() else "latest", "fresh": False,
+            "snapshot_every": "never", "compare_every": "never", "log_every": 10**9, "stuck_after_s": 0,
+        }  # fmt: skip
+        is_debugged = bool(self._values.get("pdb"))
+        save = self._values.get("save")
+        trace = {
+            "step": self._step, "micro_batch": self._micro_batch, "debug": is_debugged,
+            "save": None if save is None else os.path.abspath(save),
+        }  # fmt: skip
+        variables = build_trace(self._scratch.path, to_variables(options), replay=True, **trace)
+        locks = (self._scratch.lock.fileno(),)
+        if is_debugged:
+            with _ignoring_interrupts():
+                subprocess.run(self._target.to_plain_command(), env=variables, pass_fds=locks, check=False)
+            return read_lines(self._scratch.path / "rank-0.jsonl")
+        command = self._target.to_full_command(self._num_ranks)
+        shown_s = time.monotonic()
+        with start(command, variables, output, locks) as process:
+            while process.poll() is None:
+                try:
+                    process.wait(POLL_S)
+                except subprocess.TimeoutExpired:
+                    if sys.stdout.isatty() and time.monotonic() > shown_s + 1:
+                        shown_s, done = time.monotonic(), len(read_lines(self._scratch.path / "rank-0.jsonl"))
+                        show_activity(f"step {first + done} of {self._step}")
+        show_activity("")
+        return read_lines(self._scratch.path / "rank-0.jsonl")
+
+    def _explain(self, output: Path) -> Error:
+        """Return the error of a replay that has not reached the step."""
+        name = self._target.name.removeprefix("samestep.recipes.")
+        if not output.exists():
+            return Error(f"{name} ended before step {self._step} was replayed")
+        text = output.read_text(errors="replace").replace(str(self._scratch.path / "run"), self._called)
+        lines = text.rstrip().splitlines()
+        errors = [line.partition("error: ")[2] for line in lines if line.startswith("samestep: error: ")]
+        if errors and (other := _OTHER_RUN.fullmatch(errors[-1])):
+            return Error(f"{name} is not the script of {self._called}, or has other arguments ({other[1]})")
+        if errors:
+            return Error(f"step {self._step} cannot be replayed: {errors[-1]}")
+        print("\n".join(lines[-SHOWN_LINES:]), file=sys.stderr)
+        return Error(f"{name} ended before step {self._step} was replayed: see its output above")
+
+
+def _choose(store: Store, step: int, rewinds: Sequence[int]) -> Snapshot | None:
+    """Return the last snapshot up to a step of which every byte is sound. None: begin at step 0."""
+    found = [each for each in store.snapshots() if 0 < each.step <= step and not each.was_left(rewinds)]
+    for snapshot in sorted(found, key=lambda each: each.age, reverse=True):
+        problem = snapshot.problem or find_damage(snapshot.path, snapshot.manifest)
+        if not problem:
+            return snapshot
+        say(f"skipping the snapshot {snapshot.label}, which is not sound: {problem}")
+    return None
+
+
+@contextmanager
+def _ignoring_interrupts() -> Iterator[None]:
+    """Leave Ctrl-C to the debugged process."""
+    before = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def compare_bits(found: Sequence[Entry], wanted: Sequence[Entry]) -> tuple[str, bool]:
+    """Compare replayed steps with the run's records of them. Returns a sentence, and whether nothing differs."""
+    pairs = [(one, other) for one, other in zip(found, wanted, strict=False) if other.num_samples]
+    for one, other in pairs:
+        if differences := describe_difference(one, other):
+            return f"the bits DIFFER from step {one.step} on: {'; '.join(differences)}", False
+    if not pairs:
+        return "no bits were compared: the run's ledger has none of these steps", True
+    first, last = pairs[0][0].step, pairs[-1][0].step
+    which = f"of step {last}" if first == last else f"of steps {first} to {last}"
+    if not all(other.has_bits for _, other in pairs):
+        return f"the samples {which} agree; an earlier samestep recorded no bits of the loss and the gradient", True
+    return f"the bits {which} agree with the run's ledger: samples, loss and gradient", True
+
+
+def _print_result(step: int, micro_batch: int | None, result: Mapping[str, Any]) -> None:
+    sizes = result["sizes"]
+    what = f"step {step}, epoch {result['epoch']}"
+    if micro_batch is None:
+        print(f"{what}: {sum(sizes)} samples in {len(sizes)} micro-batches")
+        print(f"loss {result.get('loss')}")
+    else:
+        print(f"{what}, micro-batch {micro_batch} of {len(sizes)}: {sizes[micro_batch]} samples")
+        for loss, weight in zip(result["losses"], result["weights"], strict=True):
+            print(f"loss {loss}, weight {weight:g}")
+    print(f"gradient norm {result['norm']}")
+    most = NUM_SHOWN if sys.stdout.isatty() else sys.maxsize
+    for v, samples in enumerate(result["samples"], start=micro_batch or 0):
+        print(f"samples of micro-batch {v}: {_list(samples, most)}")
+    for name, value in result.get("logged", {}).items():
+        print(escape(f"logged {name}: {_list(value, most) if isinstance(value, list) else value}"))
+    for sentence in result.get("not_finite", ()):
+        print(escape(sentence))
+    rows = [(name, to_text(norm)) for name, norm in [*result["norms"].items()][:NUM_SHOWN]]
+    more = f", {NUM_SHOWN} of {len(result['norms'])}" if len(result["norms"]) > NUM_SHOWN else ""
+    print_table(f"largest gradient norms{more}", ("parameter", "norm"), rows)
+
+
+def _list(values: Sequence[Any], most: int) -> str:
+    return " ".join(map(str, values[:most])) + (" ..." if len(values) > most else "")

@@ -1,0 +1,245 @@
+"""Replays steps of a run for `samestep replay`, up to one step or one micro-batch of it, and describes that one.
+
+Rank 0 writes a line per step with its bits, and a last one about the step that was asked for. Then all ranks end.
+"""
+
+import pdb
+import sys
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from samestep.data.loader import Fetcher, Task, seed_all, to_device
+from samestep.engine.gradient_pass import Losses
+from samestep.errors import Error
+from samestep.files import replacing
+from samestep.launch.rank_process import leave
+from samestep.plan.ledger import to_bits
+from samestep.plan.seeds import derive
+from samestep.train.context import RunContext
+from samestep.train.description import describe_script, read_commit
+from samestep.train.determinism import describe_machine
+from samestep.train.steps import Step
+from samestep.train.trace import Tracer
+
+PACKAGE = Path(__file__).parents[1]
+MOST_NORMS = 1000  # parameters in the result
+
+
+class Replay(Tracer):
+    """Ends the run after a step, or after one micro-batch of it. Without others of that step, if one is asked for.
+
+    Options: `step`; `micro_batch`, or None for the whole step; `debug`: open pdb in the script's loop; `save`: a file
+    for the micro-batch, the weights and the gradient, or None.
+    """
+
+    def __init__(self, context: RunContext, run_dir: Path | None, options: Mapping[str, Any]) -> None:
+        super().__init__(context, run_dir, options)
+        self._step, self._micro_batch = options["step"], options["micro_batch"]
+        self._is_alone = False  # the script's body runs for one micro-batch, without the other ranks
+        self._result: dict[str, Any] = {}
+        self._logged: dict[str, Any] = {}
+        self._grads: list[Tensor | None] = []
+
+    def forward(self, step: Step, batch: Any) -> Any:
+        if self.options["debug"] and step.number == self._step and step.micro_batch == step.held.start:
+            _open_debugger(step)
+        return batch
+
+    def reduced(self, step: Step) -> None:
+        if step.number == self._step:
+            self._grads = [param.grad for param in self.gradients.reducer.params]
+            self._result |= {"loss": step.averaged_loss, **self._measure()}
+
+    def end_step(self, step: Step) -> None:
+        """Write the step's bits. After the step that was asked for, end this process."""
+        if self.context.rank == 0:
+            loss = float("nan") if step.averaged_loss is None else step.averaged_loss
+            bits = {"loss": to_bits(loss), "gradient": int(step.checksum) % 2**64}
+            samples = {"num_samples": step.num_samples, "fingerprint": step.fingerprint}
+            self.write({"step": step.number, **samples, **bits})
+        if step.number == self._step:
+            spans = self.batches.micro_batches(step.number)
+            indices = [self.batches.indices(step.number, span).tolist() for span in spans]
+            self._finish(step, {**self._result, "samples": indices})
+
+    def _finish(self, step: Step, result: dict[str, Any]) -> NoReturn:
+        if self.context.rank == 0:
+            machine = describe_machine(self.context.config, self.context.device)
+            about = {"machine": machine, "git": read_commit(), "script": describe_script()}
+            self.write({"result": {"epoch": step.epoch, "sizes": step.sizes, **result}, "about": about})
+        self.context.group.gather_number(0)  # a rank that ended earlier would count as lost
+        leave(0)
+
+    # --- one micro-batch --------------------------------------------------------------------------------------
+
+    def probe(self, step: Step) -> Iterator[Any]:
+        """Give the script the micro-batch that was asked for. `backward` and `log` then get what it computes."""
+        v = self._micro_batch
+        if step.number != self._step or v is None:
+            return
+        if v >= len(step.sizes):
+            raise Error(f"step {step.number} has {len(step.sizes)} micro-batches, 0 to {len(step.sizes) - 1}, not {v}")
+        if self.context.rank == 0:
+            seed, place = self.context.config.seed, {"step": step.number, "micro_batch": v}
+            indices = self.batches.indices(step.number, self.batches.micro_batches(step.number)[v])
+            fetcher = Fetcher(self.batches.source.dataset, self.batches.source.collate_fn)
+            batch = fetcher.load(Task(indices, derive(seed, "data", **place))).batch
+            batch = to_device(batch, self.context.device)
+            step.micro_batch, self._is_alone = v, True
+            self._result = {"samples": [indices.tolist()], "losses": [], "weights": []}
+            self._grads = [None] * len(self.gradients.reducer.params)
+            watch = _NonFinite(self.modules)
+            seed_all(derive(seed, "compute", pass_=0, **place))
+            if self.options["debug"]:
+                _open_debugger(step)
+            yield batch
+            watch.close()
+            self._result |= {"not_finite": watch.found, "logged": _to_json(self._logged), **self._measure()}
+            if self.options["save"] is not None:
+                self._save(Path(self.options["save"]), batch)
+        self._finish(step, self._result)
+
+    def backward(self, step: Step, loss: Losses, weight: float | Tensor | None, model: nn.Module | None) -> None:
+        """Compute the gradient of the micro-batch's own mean: without the other micro-batches, and without scaling."""
+        if not self._is_alone:
+            return
+        for term, own in loss.items() if isinstance(loss, Mapping) else [(loss, weight)]:
+            params = [param for param in self.gradients.reducer.params if param.requires_grad]
+            found = iter(torch.autograd.grad(term, params, retain_graph=True, allow_unused=True))
+            for i, param in enumerate(self.gradients.reducer.params):
+                grad, before = next(found) if param.requires_grad else None, self._grads[i]
+                self._grads[i] = grad if before is None else before if grad is None else before + grad
+            self._result["losses"].append(float(term.detach()))
+            self._result["weights"].append(float(step.sizes[step.micro_batch] if own is None else own))
+
+    def log(self, step: Step, values: Mapping[str, Any]) -> None:
+        if self._is_alone:
+            self._logged.update(values)
+
+    def _measure(self) -> dict[str, Any]:
+        """Return the norm of the gradient, and the norms of its parts by parameter, the largest first."""
+        grads = zip(self.gradients.reducer.names, self._grads, strict=True)
+        norms = {name: float(grad.detach().double().norm()) for name, grad in grads if grad is not None}
+        ordered = sorted(norms, key=lambda name: (norms[name] <= sys.float_info.max, -norms[name]))
+        total = float(np.linalg.norm([*norms.values()])) if norms else 0.0
+        return {"norm": total, "norms": {name: norms[name] for name in ordered[:MOST_NORMS]}}
+
+    def _save(self, file: Path, batch: Any) -> None:
+        names = self.gradients.reducer.names
+        contents = {
+            "step": self._step,
+            "micro_batch": self._micro_batch,
+            **{name: self._result[name] for name in ("samples", "losses", "weights")},
+            "logged": self._logged,
+            "batch": batch,
+            "models": {name: module.state_dict() for name, module in self.modules.items()},
+            "gradient": dict(zip(names, self._grads, strict=True)),
+        }
+        try:
+            with replacing(file) as partial_file, open(partial_file, "xb") as opened:
+                torch.save(_to_plain(contents), opened)
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a full disk
+            why = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            raise Error(f"--save {file} cannot be written ({why}): name a file on another disk") from None
+
+
+class _NonFinite:
+    """Finds the modules that are the first to produce values that are not finite, in the forward and in the backward.
+
+    Attributes:
+        found: sentences.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self.found = [
+            f"the weights of {name}.{path} are not finite"
+            for name, module in modules.items()
+            for path, param in module.named_parameters()
+            if not _is_finite(param)
+        ]
+        self._has_forward = self._has_backward = False
+        self._hooks = [
+            part.register_forward_hook(partial(self._look, f"{name}.{path}".rstrip(".")))
+            for name, module in modules.items()
+            for path, part in module.named_modules()
+        ]
+
+    def _look(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        label = f"{name} ({type(module).__name__})"
+        tensors = [*_find_tensors(output)]
+        if not self._has_forward and not all(map(_is_finite, tensors)):
+            self._has_forward = True
+            given = "finite" if all(map(_is_finite, _find_tensors(inputs))) else "not finite either"
+            self.found.append(f"the output of {label} is the first that is not finite; its inputs are {given}")
+        for tensor in tensors:
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._look_back, label))  # type: ignore[no-untyped-call]
+
+    def _look_back(self, label: str, grad: Tensor) -> None:
+        if not self._has_backward and not _is_finite(grad):
+            self._has_backward = True
+            self.found.append(f"in the backward, the gradient of the output of {label} is the first that is not finite")
+
+    def close(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex()) or bool(tensor.detach().isfinite().all())
+
+
+def _find_tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _find_tensors(item)
+
+
+def _to_plain(value: Any) -> Any:
+    """Return a value that torch.load(weights_only=True) can read. Objects of other types become their repr."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, np.ndarray) and value.dtype.kind in "fiub":
+        return torch.as_tensor(value)
+    if isinstance(value, Mapping):
+        return {_to_plain(key): _to_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_to_plain(item) for item in value]
+    return value if isinstance(value, str | int | float | bool | None) else repr(value)
+
+
+def _to_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: torch.as_tensor(value).detach().double().cpu().tolist() for name, value in values.items()}
+
+
+class _Debugger(pdb.Pdb):
+    """pdb that ends the process when the user quits."""
+
+    def set_quit(self) -> None:
+        leave(0)
+
+
+def _open_debugger(step: Step) -> None:
+    """Stop at the next line of the script's own loop: the first line of its body."""
+    frame: FrameType | None = sys._getframe(1)
+    outside = []
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if PACKAGE not in path.parents or PACKAGE / "recipes" in path.parents:
+            outside.append(frame)
+        frame = frame.f_back
+    own = [each for each in outside if "site-packages" not in each.f_code.co_filename]  # not a progress bar's
+    chosen = (own or outside)[0]
+    print(f"samestep: step {step.number}, micro-batch {step.micro_batch}; c continues, q quits", flush=True)
+    debugger = _Debugger()
+    debugger.set_trace(chosen)
+    debugger.set_next(chosen)
