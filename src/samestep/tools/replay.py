@@ -88,16 +88,16 @@ class _Replay:
         self._record = read_run(directory, run)
         self._step, self._micro_batch = values["step"], values.get("micro_batch")
         self._num_ranks = values.get("nproc_per_node", 1)
-        arguments = self._record.get("script", {}).get("arguments", [])
-        if arguments and not target.arguments:
-            say(f"the script gets the arguments of the run: {' '.join(arguments)}")
-            target = replace(target, arguments=arguments)
         self._target = target
 
     def run(self) -> int:
         num_steps = count_records(self._directory / LEDGER)
         if self._step > num_steps:
             raise Error(f"{self._called} has {num_steps} steps, 0 to {num_steps - 1}, and not yet step {self._step}")
+        arguments = self._record.get("script", {}).get("arguments", [])
+        if arguments and not self._target.arguments:
+            say(f"the script gets the arguments of the run: {' '.join(arguments)}")
+            self._target = replace(self._target, arguments=arguments)
         snapshot = _choose(Store(self._directory), self._step, self._record.get("rewinds", []))
         first = 0 if snapshot is None else snapshot.step
         stop = self._step + (self._micro_batch is None)  # the steps of which the bits are compared

@@ -224,6 +224,16 @@ def _to_json(values: Mapping[str, Any]) -> dict[str, Any]:
 class _Debugger(pdb.Pdb):
     """pdb that ends the process when the user quits."""
 
+    def stop_in(self, frame: FrameType) -> None:
+        """Stop at the next line of a frame, not in what it has called: otherwise the same as `set_trace`."""
+        self.reset()
+        each: FrameType | None = frame
+        while each is not None:
+            each.f_trace = self.trace_dispatch
+            self.botframe, each = each, each.f_back
+        self.set_next(frame)
+        sys.settrace(self.trace_dispatch)
+
     def set_quit(self) -> None:
         leave(0)
 
@@ -240,6 +250,4 @@ def _open_debugger(step: Step) -> None:
     own = [each for each in outside if "site-packages" not in each.f_code.co_filename]  # not a progress bar's
     chosen = (own or outside)[0]
     print(f"samestep: step {step.number}, micro-batch {step.micro_batch}; c continues, q quits", flush=True)
-    debugger = _Debugger()
-    debugger.set_trace(chosen)
-    debugger.set_next(chosen)
+    _Debugger().stop_in(chosen)

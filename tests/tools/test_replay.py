@@ -1,0 +1,275 @@
+"""`samestep replay`: steps of a run, computed again, have the run's bits, and the run is left as it is."""
+
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support.commands import Popen
+from support.runs import check, clean_variables, samestep_command
+from support.waiting import wait_until
+from torch import nn
+
+from samestep.plan.ledger import RECORD, read_records
+
+SCRIPT = """
+import sys
+import samestep
+import torch
+from torch import nn
+
+class Log(nn.Module):
+    def forward(self, x):
+        return x.log()
+
+rate, bad = float(sys.argv[1]), int(sys.argv[2])
+run = samestep.Run("run", batch_size=16, micro_batch_size=4, snapshot_every=4, keep_last=2)
+x = torch.rand(64, 8) + 0.5
+x[bad:bad + 1] = 0
+data = torch.utils.data.TensorDataset(torch.arange(64), x, torch.rand(64, 1))
+model = nn.Sequential(nn.Identity(), Log(), nn.Linear(8, int(sys.argv[3])), nn.Dropout(0.2), nn.LazyLinear(1))
+model(x[:2] + 1)
+optimizer = torch.optim.Adam(model.parameters(), lr=rate)
+run.prepare(model=model, optimizer=optimizer)
+for step in run.steps(data, 12):
+    for numbers, inputs, targets in step:
+        losses = (model(inputs) - targets).square().squeeze(1)
+        step.log(per_sample=losses, first=numbers[0])
+        step.backward(losses.mean())
+    optimizer.step()
+"""
+ARGUMENTS = ("0.01", "64", "6")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a run of 12 steps on 2 ranks, and snapshots of the steps 8 and 12."""
+    home = tmp_path_factory.mktemp("replay")
+    (home / "train.py").write_text(SCRIPT)
+    check(samestep_command("launch", "--nproc-per-node", 2, "train.py", *ARGUMENTS, cwd=home))
+    return home
+
+
+def replay(home: Path, *words: str | int, code: int = 0) -> str:
+    """The output of a replay, which has changed nothing in the run and left nothing behind."""
+    scratch = home / "scratch"
+    scratch.mkdir(exist_ok=True)
+    before = list_files(home / "run")
+    done = samestep_command("replay", "run", *map(str, words), cwd=home, env={"TMPDIR": str(scratch)})
+    check(done, code)
+    assert list_files(home / "run") == before
+    assert [*scratch.iterdir()] == []
+    return done.stdout + done.stderr
+
+
+def list_files(run: Path) -> dict[str, tuple[int, bytes]]:
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in run.rglob("*") if path.is_file()}
+
+
+def read_samples(home: Path, step: int) -> list[int]:
+    printed = samestep_command("inspect", "run", "--samples", "--json", cwd=home).stdout
+    samples: list[int] = json.loads(printed)["steps"][step]["samples"]
+    return samples
+
+
+def test_a_step_after_a_snapshot(home: Path) -> None:
+    """With the arguments of the run."""
+    out = replay(home, "--step", 10, "train.py")
+    assert "the script gets the arguments of the run: 0.01 64 6" in out
+    assert "replaying steps 8 to 10 from the snapshot of step 8" in out
+    assert "the bits of steps 8 to 10 agree with the run's ledger: samples, loss and gradient" in out
+    assert "not as in the run" not in out
+    found = [int(word) for line in re.findall(r"samples of micro-batch \d: (.*)", out) for word in line.split()]
+    assert found == read_samples(home, 10)
+    loss = float(re.search(r"^loss (.*)$", out, re.M)[1])  # type: ignore[index]
+    assert [*read_records(home / "run/ledger.bin")][10].loss == int.from_bytes(
+        torch.tensor([loss], dtype=torch.float64).numpy().tobytes(), "little"
+    )
+
+
+def test_a_step_before_all_snapshots_and_at_another_number_of_ranks(home: Path) -> None:
+    out = replay(home, "--step", 2, "--nproc-per-node", 3, "train.py")
+    assert "replaying steps 0 to 2 from the beginning, as the oldest sound snapshot is that of step 8" in out
+    assert "the bits of steps 0 to 2 agree" in out
+
+
+def test_one_micro_batch(home: Path) -> None:
+    """What is saved gives the loss and the gradient again, in plain PyTorch."""
+    file = home / "saved.pt"
+    out = replay(home, "--step", 9, "--micro-batch", 2, "--save", file, "train.py")
+    samples = read_samples(home, 9)[8:12]
+    assert f"samples of micro-batch 2: {' '.join(map(str, samples))}\n" in out
+    assert "the bits of step 8 agree" in out
+    saved = torch.load(file, weights_only=True)
+    assert saved["samples"] == [samples]
+    numbers, inputs, targets = saved["batch"]
+    assert numbers.tolist() == samples
+    model = nn.Sequential(nn.Identity(), nn.Identity(), nn.Linear(8, 6), nn.Identity(), nn.Linear(6, 1))
+    model.load_state_dict(saved["models"]["model"])
+    hidden = model[2](inputs.log())
+    gradient = saved["gradient"]
+    assert len(saved["logged"]["per_sample"]) == 4
+    assert saved["logged"]["per_sample"].mean() == pytest.approx(saved["losses"][0])
+    assert saved["weights"] == [4.0]
+    # Dropout has kept some units and scaled them: the gradient of the last layer tells which.
+    errors = gradient["model.4.bias"]
+    assert torch.isfinite(errors).all()
+    assert gradient["model.4.weight"].shape == (1, 6)
+    assert hidden.shape == targets.expand(-1, 6).shape
+    norm = float(torch.cat([grad.flatten() for grad in gradient.values()]).double().norm())
+    assert float(re.search(r"^gradient norm (.*)$", out, re.M)[1]) == pytest.approx(norm)  # type: ignore[index]
+    logged = re.search(r"^logged per_sample: (.*)$", out, re.M)
+    assert logged is not None
+    assert [float(word) for word in logged[1].split()] == pytest.approx(saved["logged"]["per_sample"].tolist())
+
+
+def test_other_bits_are_reported(home: Path) -> None:
+    path = home / "run/ledger.bin"
+    content = path.read_bytes()
+    changed = bytearray(content)
+    changed[9 * RECORD.size + 32] ^= 1
+    path.write_bytes(changed)
+    try:
+        out = replay(home, "--step", 10, "train.py", code=1)
+    finally:
+        path.write_bytes(content)
+    assert "the bits DIFFER from step 9 on: another gradient from the same samples and loss\n" in out
+
+
+def test_a_damaged_snapshot_and_another_script(home: Path) -> None:
+    [tensors] = (home / "run/snapshots/step-00000008").glob("*.safetensors")
+    content = tensors.read_bytes()
+    tensors.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    (home / "other.py").write_text(f"{SCRIPT}\n# changed\n")
+    try:
+        out = replay(home, "--step", 8, "other.py")
+    finally:
+        tensors.write_bytes(content)
+    assert "skipping the snapshot step-00000008, which is not sound: " in out
+    assert "replaying steps 0 to 8 from the beginning" in out
+    assert "not as in the run: script (file train.py -> other.py, sha256 " in out
+    assert "the bits of steps 0 to 8 agree" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--step", "13", "train.py"], "run has 12 steps, 0 to 11, and not yet step 13"),
+        (["train.py"], "replay needs the step: --step S, counted from 0"),
+        (["--step", "3"], "replay needs a script or a recipe"),
+        (["--step", "3", "--micro-batch", "-1", "train.py"], "--micro-batch is counted from 0"),
+        (["--step", "3", "--save", "x.pt", "train.py"], "--save writes one micro-batch: name it by --micro-batch"),
+        (["--step", "3", "--pdb", "train.py"], "--pdb needs a terminal"),
+        (["--step", "3", "missing.py"], "there is no script missing.py"),
+    ],
+)
+def test_what_is_refused_at_once(home: Path, words: list[str], message: str) -> None:
+    out = replay(home, *words, code=2)
+    assert out.startswith(f"samestep: error: {message}")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--micro-batch", "4", "train.py"], r"step 8 cannot be replayed: step 8 has 4 micro-batches, 0 to 3, not 4"),
+        (["train.py", "0.01", "64", "5"], r"train.py is not the script of run, or has other arguments \(models .*\)"),
+        pytest.param(
+            ["--micro-batch", "0", "--save", "/dev/full/x", "train.py"],
+            r"step 8 cannot be replayed: --save /dev/full/x cannot be written \(Not a directory\): .*",
+            marks=pytest.mark.soak,
+        ),
+    ],
+)
+def test_what_the_script_refuses(home: Path, words: list[str], message: str) -> None:
+    out = replay(home, "--step", 8, *words, code=2)
+    last = out.rstrip().splitlines()[-1]
+    assert re.fullmatch(f"samestep: error: {message}", last), out
+
+
+def test_the_step_in_which_a_run_failed(tmp_path: Path) -> None:
+    """The loss was nan: the replay of its micro-batch names the sample and the layer."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    failed = check(samestep_command("launch", "train.py", "0.01", "20", "6", cwd=tmp_path), 2)
+    found = re.search(r"the loss of step (\d+) is (?:nan|inf) in micro-batch (\d)", failed.stderr)
+    assert found is not None, failed.stderr
+    out = replay(tmp_path, "--step", found[1], "--micro-batch", found[2], "train.py")
+    assert "the output of model.1 (Log) is the first that is not finite; its inputs are finite\n" in out
+    per_sample = re.search(r"^logged per_sample: (.*)$", out, re.M)
+    samples = re.search(r"^samples of micro-batch \d: (.*)$", out, re.M)
+    assert per_sample is not None
+    assert samples is not None
+    values = dict(zip(samples[1].split(), per_sample[1].split(), strict=True))
+    assert [sample for sample, value in values.items() if value in ("nan", "inf", "-inf")] == ["20"]
+
+
+def test_the_debugger_stops_in_the_scripts_own_loop(home: Path) -> None:
+    """On a terminal, with line editing. Another step of the script, and the process is left."""
+    outer, inner = pty.openpty()
+    command = [sys.executable, "-m", "samestep", "replay", "run", "--step", "8", "--micro-batch", "1", "--pdb"]
+    variables = clean_variables({"TMPDIR": str(home), "TERM": "xterm"})
+    process = Popen([*command, "train.py"], cwd=home, env=variables, stdin=inner, stdout=inner, stderr=inner)
+    os.close(inner)
+    shown = b""
+
+    def read_until(text: bytes) -> None:
+        nonlocal shown
+        began_s, shown = time.monotonic(), b""
+        while text not in shown:
+            assert time.monotonic() - began_s < 60, shown
+            if select.select([outer], [], [], 0.1)[0]:
+                shown += os.read(outer, 4096)
+
+    try:
+        read_until(b"(Pdb) ")
+        assert b"losses = (model(inputs) - targets)" in shown
+        os.write(outer, b"p step.number, step.micro_batch, numbers.tolist()\n")
+        read_until(b"(Pdb) ")
+        assert f"(8, 1, {read_samples(home, 8)[4:8]})".encode() in shown
+        os.write(outer, b"next\n")
+        read_until(b"(Pdb) ")
+        assert b"step.log(" in shown
+        os.write(outer, b"continue\n")
+        read_until(b"no bits were compared")
+        assert b"samples of micro-batch 1: " in shown
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(outer)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_a_replay_that_is_stopped(home: Path, signum: signal.Signals) -> None:
+    """Nothing is left of it, at the latest when the next one starts."""
+    slow = "import time\n" + SCRIPT.replace("    optimizer.step()", "    optimizer.step(); time.sleep(0.3)")
+    (home / "slow.py").write_text(slow)
+    (scratch := home / "scratch").mkdir(exist_ok=True)
+    before = list_files(home / "run")
+    command = [sys.executable, "-m", "samestep", "replay", "run", "--step", "7", "slow.py"]
+    variables = clean_variables({"TMPDIR": str(scratch)})
+    process = Popen(command, cwd=home, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    wait_until(lambda: any(scratch.glob("samestep-replay-*/rank-0.jsonl")), "the replay's first step")
+    process.send_signal(signum)
+    _, printed = process.communicate(timeout=60)
+    assert "Traceback" not in printed
+    assert list_files(home / "run") == before
+    if signum != signal.SIGKILL:
+        assert process.returncode == 128 + signum
+        assert not [*scratch.glob("samestep-replay-*")]
+        return
+
+    def replay_again() -> bool:
+        """Whether nothing is left after a further replay: not while ranks of the one that was killed still run."""
+        check(samestep_command("replay", "run", "--step", 0, "train.py", cwd=home, env={"TMPDIR": str(scratch)}))
+        return not [*scratch.iterdir()]
+
+    wait_until(replay_again, "the end of the killed replay's ranks")
