@@ -1,62 +1,69 @@
-"""The checksum of a gradient tells apart what a ledger must tell apart."""
-
-from itertools import combinations
+"""The checksum of a gradient's pieces tells apart what a ledger must tell apart."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from samestep.engine.gradient_checksum import LEAST_BYTES, NUM_COLUMNS, GradientChecksum
-
-SUMS = GradientChecksum()
-LARGE = LEAST_BYTES // 4 + 3  # float32 elements: more than one row, and an incomplete word
+from samestep.engine.gradient_checksum import NUM_PIECES, PIECE_BYTES, GradientChecksum, choose_windows
 
 
-def checksum(*grads: Tensor | None) -> int:
-    return int(SUMS.compute(grads))
+def checksum(*grads: Tensor | None, step: int = 0) -> int:
+    read, is_late = GradientChecksum().compute(grads, step)
+    assert not is_late
+    return read()
 
 
-def flip(grad: Tensor, place: int, bit: int) -> Tensor:
-    """A copy with another bit."""
+def flip(grad: Tensor, place: int) -> Tensor:
+    """A copy with another lowest bit."""
     words = grad.clone().flatten().view(torch.int32)
-    words[place] ^= 1 << bit if bit < 31 else -(2**31)
+    words[place] ^= 1
     return words.view(torch.float32).view(grad.shape)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 50, 2 * NUM_COLUMNS + 1, LARGE])
-def test_each_bit_counts(size: int) -> None:
-    grad, other = torch.randn(size), torch.randn(5)
-    wanted = checksum(other, grad)
-    for place in {0, size // 2, size - 1}:
-        assert all(checksum(other, flip(grad, place, bit)) != wanted for bit in (0, 7, 22, 31))
+def test_small_gradients_are_read_whole() -> None:
+    grads = [torch.randn(3), torch.randn(40, 60), torch.randn(1)]
+    wanted = checksum(*grads)
+    for i, grad in enumerate(grads):
+        for place in range(0, grad.numel(), 7):
+            assert checksum(*grads[:i], flip(grad, place), *grads[i + 1 :], step=5) != wanted
+    assert checksum(grads[0], None, grads[1], grads[2]) == wanted
+    assert checksum(grads[1], grads[0], grads[2]) != wanted
+    assert checksum() == checksum(None)
+    grads[1][0, 0] = 0.0
+    zero = checksum(*grads)
+    grads[1][0, 0] = -0.0
+    assert checksum(*grads) != zero
 
 
-def test_two_signs_and_two_places() -> None:
-    """A plain sum of words would not see these."""
-    grad = torch.randn(64)
-    wanted = checksum(grad)
-    for one, other in combinations(range(0, 64, 7), 2):
-        assert checksum(flip(flip(grad, one, 31), other, 31)) != wanted
-        swapped = grad.clone()
-        swapped[one], swapped[other] = grad[other], grad[one]
-        assert checksum(swapped) != wanted
+@pytest.mark.parametrize("sizes", [(5000,), (1, 20_000, 3), (7,) * 900, (100, 7_001, 3, 40_001, 12)])
+def test_a_step_reads_a_few_pieces_and_many_steps_read_all(sizes: tuple[int, ...]) -> None:
+    """The windows are spread over the gradient, and a changed element is noticed in just the steps that read it."""
+    grads = [torch.randn(size) for size in sizes]
+    num_bytes, num_seen = 4 * sum(sizes), 0
+    for i in {0, len(sizes) // 2, len(sizes) - 1}:
+        place = sizes[i] // 2
+        changed = [*grads[:i], flip(grads[i], place), *grads[i + 1 :]]
+        at = 4 * (sum(sizes[:i]) + place)
+        for step in range(300):
+            windows = choose_windows(num_bytes, step)
+            assert sum(stop - start for start, stop in windows) <= NUM_PIECES * PIECE_BYTES
+            is_read = any(start - 4 < at < stop for start, stop in windows)
+            if is_read or step < 10:
+                assert (checksum(*changed, step=step) != checksum(*grads, step=step)) == is_read
+            num_seen += is_read
+    assert num_seen > 0
+    read = torch.zeros(num_bytes, dtype=torch.bool)
+    for step in range(300):
+        for start, stop in choose_windows(num_bytes, step):
+            assert 0 <= start < stop <= num_bytes
+            read[start:stop] = True
+    assert read.float().mean() > 0.99
 
 
-def test_order_of_parameters_and_what_has_no_gradient() -> None:
-    small, large = torch.randn(8), torch.randn(2, LARGE)
-    assert checksum(large[0].clone(), large[1].clone()) != checksum(large[1].clone(), large[0].clone())
-    assert checksum(small, torch.ones(4)) != checksum(torch.ones(4), small)
-    assert checksum(small, None) == checksum(small)
-    assert checksum() == checksum(None) == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64])
-def test_memory_does_not_count(dtype: torch.dtype) -> None:
-    """Only the elements do: not their strides, nor where they are."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+def test_dtypes_and_strides(dtype: torch.dtype) -> None:
+    """Memory is read in its order: the transposed matrix has the same."""
     grad = torch.randn(96, 500).to(dtype)
-    column = grad.t().contiguous().t()
-    inside = torch.cat([torch.zeros(1, dtype=dtype), grad.flatten()])[1:].view(grad.shape)
-    mixed = (torch.randn(3), grad, torch.randn(7))
-    assert checksum(grad) == checksum(column) == checksum(inside)
-    assert checksum(*mixed) == checksum(mixed[0], column, mixed[2])
-    assert checksum(*mixed) != checksum(mixed[0], grad)
+    assert checksum(grad, step=3) == checksum(grad.clone(), step=3) == checksum(grad.t(), step=3)
+    assert checksum(grad, step=3) != checksum(grad.t().contiguous(), step=3)
+    assert checksum(torch.ones((), dtype=dtype)) != checksum(torch.zeros((), dtype=dtype))

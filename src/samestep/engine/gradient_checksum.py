@@ -1,79 +1,83 @@
-"""A checksum of a step's gradient for the ledger: the same number at every number of ranks, in one pass over memory.
+"""A checksum of pieces of a step's gradient for the ledger: the same at every number of ranks.
 
-The gradient is seen as 64-bit words in rows of `NUM_COLUMNS`. The columns are added up modulo 2**64 at the speed of
-memory, and each column's sum then counts with a weight of its own. One word that differs always changes the checksum.
-Differences that cancel each other do not change it only if they are in the same column: of two words that differ by
-opposite amounts, about one pair in a thousand. A plain sum would miss all of these, and a cryptographic hash is ten
-times slower.
+Each step reads other pieces of a few kilobytes, spread over all parameters; gradients of 16 KiB and less are read
+whole. If two runs differ anywhere, the weights differ after the step, and with them almost every word of the next
+step's gradient: the difference is in the ledger at its own step, or at the next one. A pass over the whole gradient
+costs one to two percent of a step (docs/decisions/ledger.md): a backward leaves most of it outside of the caches.
 """
 
-from collections.abc import Iterable
+import zlib
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-NUM_COLUMNS = 1024
-LEAST_BYTES = 1 << 16  # smaller gradients are copied into one tensor: an operation on each would cost more
-_FACTOR = 0x9E3779B97F4A7C15 - 2**64  # odd; the golden ratio as in Knuth, "The Art of Computer Programming", 6.4
+NUM_PIECES, PIECE_BYTES = 4, 4096
+_FACTOR = 0x9E3779B97F4A7C15  # 2**64 by the golden ratio: its multiples spread evenly (Knuth, vol. 3, 6.4)
 
 
 class GradientChecksum:
-    """Computes checksums of the gradients of one run's parameters. Never waits for a GPU."""
+    """Computes checksums of the gradients of some parameters."""
 
     def __init__(self) -> None:
-        self._weights: dict[torch.device, Tensor] = {}
+        self._ends: dict[tuple[bool, ...], list[int]] = {}
 
-    def compute(self, grads: Iterable[Tensor | None]) -> Tensor:
-        """Return the checksum of gradients in order: an int64 scalar on the device of the first; 0 for none."""
-        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for grad in grads:
-            if grad is not None:
-                kinds.setdefault((grad.dtype, grad.device), []).append(grad)
-        total = torch.zeros((), dtype=torch.int64)
-        for number, group in enumerate(kinds.values()):
-            part = self._compute(group)
-            total = part if not number else total * _FACTOR + part.to(total.device, non_blocking=True)
-        return total
+    def compute(self, grads: Sequence[Tensor | None], step: int) -> tuple[Callable[[], int], bool]:
+        """Read the pieces of a step. Call before the gradients change, with those of the same parameters each time.
 
-    def _compute(self, grads: list[Tensor]) -> Tensor:
-        """Return the checksum of gradients of one dtype and device."""
-        if grads[0].is_complex():
-            grads = [torch.view_as_real(grad.resolve_conj()) for grad in grads]
-        columns: Tensor | None = None
-        small = []
-        for grad in grads:
-            flat = grad.reshape(-1)
-            if flat.nbytes >= LEAST_BYTES:
-                num_whole = flat.nbytes // 8 * 8 // flat.element_size()
-                columns = _add(columns, flat[:num_whole])
-                flat = flat[num_whole:]
-            small.append(flat)
-        flat = torch.cat(small)
-        if missing := -flat.nbytes % 8:
-            flat = torch.cat([flat, flat.new_zeros(missing // flat.element_size())])
-        columns = _add(columns, flat)
-        columns = columns ^ (columns >> 32)  # the highest bit of a word would otherwise count without its weight
-        return columns.mul_(self._get_weights(columns.device)[: len(columns)]).sum()
+        Returns:
+            A function that returns the checksum (CRC-32), and whether it may wait for a GPU.
+        """
+        found = [grad for grad in grads if grad is not None]
+        key = tuple([grad is None for grad in grads])
+        if key not in self._ends:
+            self._ends[key] = [*accumulate(grad.nbytes for grad in found)]
+        pieces = _read(found, self._ends[key], step)
+        if not any(grad.is_cuda for grad in found):
+            checksum = _sum_up(pieces)
+            return lambda: checksum, False
+        copies, events = [], []
+        for piece in pieces:
+            copies.append(piece.to("cpu", non_blocking=True))
+            if piece.is_cuda:
+                events.append(event := torch.cuda.Event())  # type: ignore[no-untyped-call]
+                event.record(torch.cuda.current_stream(piece.device))
 
-    def _get_weights(self, device: torch.device) -> Tensor:
-        if device not in self._weights:
-            powers = [1]
-            for _ in range(NUM_COLUMNS - 1):
-                powers.append((powers[-1] * _FACTOR + 2) % 2**64)  # odd, so that no bit of a word is lost
-            signed = [power - 2**64 * (power >> 63) for power in powers]
-            self._weights[device] = torch.tensor(signed, device=device)
-        return self._weights[device]
+        def wait_and_sum_up() -> int:
+            for event in events:
+                event.synchronize()
+            return _sum_up(copies)
+
+        return wait_and_sum_up, True
 
 
-def _add(columns: Tensor | None, flat: Tensor) -> Tensor:
-    """Return the sums of the columns with those of another tensor, whose place counts. May return its memory."""
-    if flat.storage_offset() * flat.element_size() % 8:
-        flat = flat.clone()
-    words = flat.view(torch.int64)
-    num_rows = len(words) // NUM_COLUMNS
-    if columns is None and not num_rows:
-        return words
-    sums = words[: num_rows * NUM_COLUMNS].view(num_rows, NUM_COLUMNS).sum(0)
-    if rest := len(words) - num_rows * NUM_COLUMNS:
-        sums[:rest] += words[num_rows * NUM_COLUMNS :]
-    return sums if columns is None else sums.add_(columns, alpha=_FACTOR)
+def choose_windows(num_bytes: int, step: int) -> list[tuple[int, int]]:
+    """Return the ranges of bytes that are read in a step."""
+    if num_bytes <= NUM_PIECES * PIECE_BYTES:
+        return [(0, num_bytes)]
+    distance = num_bytes // NUM_PIECES
+    first = (step * _FACTOR % 2**64) * distance >> 64
+    return [(first + k * distance, min(first + k * distance + PIECE_BYTES, num_bytes)) for k in range(NUM_PIECES)]
+
+
+def _read(grads: Sequence[Tensor], ends: Sequence[int], step: int) -> Iterator[Tensor]:
+    """Yield pieces of dense gradients, flat and in memory order. `ends`: of the gradients, in bytes."""
+    for start, stop in choose_windows(ends[-1] if ends else 0, step):
+        i = bisect_right(ends, start)
+        while start < stop:
+            grad, offset = grads[i], ends[i] - grads[i].nbytes
+            flat = grad.view(-1) if grad.is_contiguous() else grad.as_strided((grad.numel(),), (1,))
+            if flat.dtype is not torch.float32:
+                flat = flat.view(torch.uint8)  # NumPy does not have all types
+            size = flat.element_size()
+            yield flat[(start - offset) // size : -(-(min(stop, ends[i]) - offset) // size)]
+            start, i = ends[i], i + 1
+
+
+def _sum_up(pieces: Iterable[Tensor]) -> int:
+    total = 0
+    for piece in pieces:
+        total = zlib.crc32(piece.numpy(), total)  # type: ignore[arg-type]
+    return total

@@ -10,6 +10,7 @@ import hashlib
 import os
 import struct
 from collections.abc import Iterator, Sequence
+from itertools import starmap
 from pathlib import Path
 from typing import NamedTuple
 
@@ -88,7 +89,8 @@ def read_records(ledger: Path, *, first: int = 0) -> Iterator[Entry]:
     with open(ledger, "rb", opener=open_regular) as file:
         file.seek(first * record.size)
         while len(data := file.read(NUM_READ * record.size)) >= record.size:
-            yield from map(Entry._make if record is RECORD else _fill, record.iter_unpack(_trim(data, record)))
+            whole = data[: len(data) // record.size * record.size]
+            yield from starmap(Entry, record.iter_unpack(whole))
 
 
 def upgrade(ledger: Path) -> None:
@@ -97,14 +99,6 @@ def upgrade(ledger: Path) -> None:
         with replacing(ledger, sync=True) as path, open(path, "xb", opener=open_regular) as file:
             for entry in read_records(ledger):
                 file.write(entry.pack())
-
-
-def _fill(fields: tuple[int, ...]) -> Entry:
-    return Entry(*fields)
-
-
-def _trim(data: bytes, record: struct.Struct) -> bytes:
-    return data[: len(data) // record.size * record.size]
 
 
 def _find_struct(ledger: Path) -> struct.Struct:

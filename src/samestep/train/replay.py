@@ -61,7 +61,7 @@ class Replay(Tracer):
         """Write the step's bits. After the step that was asked for, end this process."""
         if self.context.rank == 0:
             loss = float("nan") if step.averaged_loss is None else step.averaged_loss
-            bits = {"loss": to_bits(loss), "gradient": int(step.checksum) % 2**64}
+            bits = {"loss": to_bits(loss), "gradient": step.gradient_checksum}
             samples = {"num_samples": step.num_samples, "fingerprint": step.fingerprint}
             self.write({"step": step.number, **samples, **bits})
         if step.number == self._step:

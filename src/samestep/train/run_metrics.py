@@ -5,10 +5,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from samestep.engine.gradient_checksum import GradientChecksum
 from samestep.engine.gradient_pass import GradientPass
+from samestep.engine.reducer import Reducer
 from samestep.plan.ledger import Entry, to_bits
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.snapshotter import Snapshotter
@@ -80,6 +79,7 @@ class RunMetrics(StepObserver):
         self.tally, self._num_samples = Tally(), 0
         self._rates: dict[str, float] = {}
         self._checksum = GradientChecksum()
+        self._checksummed: Reducer | None = None
         self._is_logged = False  # the present step gets a row in metrics.jsonl
         self._began_s = time.perf_counter()
         self._logged_s = -math.inf  # when the last row was written; rank 0's clock counts, which alone writes rows
@@ -95,8 +95,11 @@ class RunMetrics(StepObserver):
     def reduced(self, step: Step) -> None:
         """Read what the script's body may change after it: the gradient and the learning rates of the update."""
         if self._snapshotter.directory is not None:
-            grads = [param.grad for param in self._gradients.reducer.params]
-            step.add_checksum(self._checksum.compute(grads))
+            reducer = self._gradients.reducer
+            if reducer is not self._checksummed:  # other parameters
+                self._checksummed, self._checksum = reducer, GradientChecksum()
+            grads = [param.grad for param in reducer.params]
+            step.checksums.append(self._checksum.compute(grads, step.number))
         every, steps_done = self._context.config.log_every, step.number + 1
         epochs_done = self._batches.epochs_done(steps_done) if every.epochs else None
         now_s = time.monotonic()
@@ -128,22 +131,15 @@ class RunMetrics(StepObserver):
             self.write_row(loss | self._rates | row | skipped, steps_done, epoch=step.epoch)
 
     def _enter(self, directory: RunDirectory, step: Step) -> None:
-        """Add a step to the ledger. From a GPU the checksum is read when the next step has ended, without a wait."""
-        gradient, is_late = step.checksum, step.checksum.is_cuda
-        if is_late:
-            gradient = gradient.to("cpu", non_blocking=True)
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record()
+        """Add a step to the ledger. Checksums of a GPU are read when the next step has ended, which needs no wait."""
 
         def build_entry() -> Entry:
-            if is_late:
-                copied.synchronize()
             loss = math.nan if step.averaged_loss is None else step.averaged_loss
             return Entry(
-                step.number, step.epoch, step.num_samples, step.fingerprint, to_bits(loss), int(gradient) % 2**64
+                step.number, step.epoch, step.num_samples, step.fingerprint, to_bits(loss), step.gradient_checksum
             )
 
-        directory.enter(build_entry, is_late=is_late)
+        directory.enter(build_entry, is_late=any(is_late for _, is_late in step.checksums))
 
     def write_row(self, values: Mapping[str, Any], step: int, **place: int) -> None:
         """Write a row of `metrics.jsonl`, and pass it to the progress display and the trackers. On rank 0."""

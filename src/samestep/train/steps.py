@@ -129,7 +129,7 @@ class Step:
         num_passes: number of complete iterations over the micro-batches.
         averaged_loss: loss over the whole batch in the last pass; None if no micro-batch counted.
         averages: name -> (value, weight), for the loss and the values of `log`.
-        checksum: of the gradients of all passes so far, for the ledger: an int64 scalar. On ranks that write the run.
+        checksums: of each pass's gradient, as `GradientChecksum.compute` returns them. On ranks that write the run.
 
     Example::
 
@@ -171,7 +171,7 @@ class Step:
         self._fingerprints: list[int] = []
         self.averaged_loss: float | None = None
         self.averages: dict[str, tuple[Value, float]] = {}
-        self.checksum = torch.zeros((), dtype=torch.int64)
+        self.checksums: list[tuple[Callable[[], int], bool]] = []
         self.open = self.is_over = self.has_gradients = self._is_left = self._is_probe = False
         self.is_skipped = True
 
@@ -189,6 +189,11 @@ class Step:
     def fingerprint(self) -> int:
         """Fingerprint of the samples used, for the ledger."""
         return combine(self._fingerprints)
+
+    @property
+    def gradient_checksum(self) -> int:
+        """Checksum of the gradients of all passes, for the ledger. On a GPU, waits for the last one."""
+        return combine([read() for read, _ in self.checksums])
 
     @property
     def loss(self) -> Tensor:
@@ -325,10 +330,6 @@ class Step:
         self.num_passes += 1
         self.open = False
         self._on.reduced(self)
-
-    def add_checksum(self, checksum: Tensor) -> None:
-        """Add the checksum of the gradient of the pass that has completed."""
-        self.checksum = checksum if self.num_passes == 1 else checksum - self.checksum * 3
 
     def refuse_inside(self, what: str, instead: str) -> None:
         """Raise Error inside the loop over the micro-batches."""
