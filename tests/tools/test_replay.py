@@ -104,7 +104,7 @@ def test_a_step_before_all_snapshots_and_at_another_number_of_ranks(home: Path) 
 def test_one_micro_batch(home: Path) -> None:
     """What is saved gives the loss and the gradient again, in plain PyTorch."""
     file = home / "saved.pt"
-    out = replay(home, "--step", 9, "--micro-batch", 2, "--save", file, "train.py")
+    out = replay(home, "--step", 9, "--nproc-per-node", 2, "--micro-batch", 2, "--save", file, "train.py")
     samples = read_samples(home, 9)[8:12]
     assert f"samples of micro-batch 2: {' '.join(map(str, samples))}\n" in out
     assert "the bits of step 8 agree" in out

@@ -151,7 +151,7 @@ class _Replay:
         return run_dir
 
     def _compute(self, run_dir: Path, output: Path, first: int) -> list[dict[str, Any]]:
-        """Run the script. Returns the lines of rank 0's trace."""
+        """Run the script. Returns the lines of its traces."""
         numbers = self._record.get("numbers", {})
         names = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision")
         options = {name: numbers[name] for name in names if name in numbers}
@@ -171,7 +171,7 @@ class _Replay:
         if is_debugged:
             with _ignoring_interrupts():
                 subprocess.run(self._target.to_plain_command(), env=variables, pass_fds=locks, check=False)
-            return read_lines(self._scratch.path / "rank-0.jsonl")
+            return self._read_lines()
         command = self._target.to_full_command(self._num_ranks)
         shown_s = time.monotonic()
         with start(command, variables, output, locks) as process:
@@ -183,7 +183,11 @@ class _Replay:
                         shown_s, done = time.monotonic(), len(read_lines(self._scratch.path / "rank-0.jsonl"))
                         show_activity(f"step {first + done} of {self._step}")
         show_activity("")
-        return read_lines(self._scratch.path / "rank-0.jsonl")
+        return self._read_lines()
+
+    def _read_lines(self) -> list[dict[str, Any]]:
+        """Return the steps that rank 0 has written, and the result, which any rank may have written."""
+        return [line for path in sorted(self._scratch.path.glob("rank-*.jsonl")) for line in read_lines(path)]
 
     def _explain(self, output: Path) -> Error:
         """Return the error of a replay that has not reached the step."""

@@ -1,6 +1,7 @@
 """Replays steps of a run for `samestep replay`, up to one step or one micro-batch of it, and describes that one.
 
-Rank 0 writes a line per step with its bits, and a last one about the step that was asked for. Then all ranks end.
+Rank 0 writes a line per step with its bits. A last line, of rank 0 or of the rank that has the micro-batch, describes
+what was asked for. Then all ranks end.
 """
 
 import pdb
@@ -15,13 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from samestep.data.loader import Fetcher, Task, seed_all, to_device
+from samestep.data.loader import seed_all
 from samestep.engine.gradient_pass import Losses
 from samestep.errors import Error
 from samestep.files import replacing
 from samestep.launch.rank_process import leave
 from samestep.plan.ledger import to_bits
 from samestep.plan.seeds import derive
+from samestep.plan.tree import build_layout
 from samestep.train.context import RunContext
 from samestep.train.description import describe_script, read_commit
 from samestep.train.determinism import describe_machine
@@ -70,7 +72,7 @@ class Replay(Tracer):
             self._finish(step, {**self._result, "samples": indices})
 
     def _finish(self, step: Step, result: dict[str, Any]) -> NoReturn:
-        if self.context.rank == 0:
+        if self._is_alone or (self._micro_batch is None and self.context.rank == 0):
             machine = describe_machine(self.context.config, self.context.device)
             about = {"machine": machine, "git": read_commit(), "script": describe_script()}
             self.write({"result": {"epoch": step.epoch, "sizes": step.sizes, **result}, "about": about})
@@ -86,17 +88,15 @@ class Replay(Tracer):
             return
         if v >= len(step.sizes):
             raise Error(f"step {step.number} has {len(step.sizes)} micro-batches, 0 to {len(step.sizes) - 1}, not {v}")
-        if self.context.rank == 0:
-            seed, place = self.context.config.seed, {"step": step.number, "micro_batch": v}
+        step.held = build_layout(len(step.sizes), self.context.world_size).ranges[self.context.rank]
+        if v in step.held:
+            batch = step.load_up_to(v)
+            self._is_alone = True
             indices = self.batches.indices(step.number, self.batches.micro_batches(step.number)[v])
-            fetcher = Fetcher(self.batches.source.dataset, self.batches.source.collate_fn)
-            batch = fetcher.load(Task(indices, derive(seed, "data", **place))).batch
-            batch = to_device(batch, self.context.device)
-            step.micro_batch, self._is_alone = v, True
             self._result = {"samples": [indices.tolist()], "losses": [], "weights": []}
             self._grads = [None] * len(self.gradients.reducer.params)
             watch = _NonFinite(self.modules)
-            seed_all(derive(seed, "compute", pass_=0, **place))
+            seed_all(derive(self.context.config.seed, "compute", step=step.number, pass_=0, micro_batch=v))
             if self.options["debug"]:
                 _open_debugger(step)
             yield batch
