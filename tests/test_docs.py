@@ -69,6 +69,7 @@ def write_scripts(page: Path, directory: Path) -> list[str]:
         assert name, f"a script in {page.name} without a name: {script[:60]}"
         (directory / name[1]).write_text(script)
         trainers = re.findall(r"^from (?:samestep.adapters.)?(accelerate|transformers|pyarrow) import", script, re.M)
+        trainers += re.findall(r"^import (keras)$", script, re.M)
         if all(find_spec(trainer) for trainer in trainers):
             names.append(name[1])
     return names

@@ -276,6 +276,15 @@ def bf16() -> Result:
 
 
 @case
+def parameters_of_integers() -> Result:
+    """As quantized weights and the states of Keras are: frozen, and in the optimizer nevertheless."""
+    run = build_run()
+    model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 4))
+    model.register_parameter("code", nn.Parameter(torch.arange(3), requires_grad=False))
+    return train_classes(run, model, torch.optim.AdamW(model.parameters(), 1e-2))
+
+
+@case
 def fp16_with_overflows() -> Result:
     """Gradients that overflow in some micro-batches: no rank makes that step's update, and the scale is halved."""
     run = build_run(precision="fp16")

@@ -364,9 +364,9 @@ class Reducer:
 
         Computes 0 + inverse * x, because the sign of a sum of -0.0 would otherwise depend on whether an absent gradient
         was sent as +0.0. If no gradient was absent and the factor is 1 (a power of two is applied by the backward),
-        nothing has to be done, which saves a pass over all memory.
+        nothing has to be done, which saves a pass over all memory. Integers have no gradient.
         """
-        if grad is not None and used & USED and (inverse != 1.0 or used & MISSED):
+        if grad is not None and used & USED and (inverse != 1.0 or used & MISSED) and not _is_integer(grad):
             torch.add(self._zeros[grad.dtype, grad.device], grad, alpha=inverse, out=grad)
 
     def _next_bucket(self) -> Bucket:
@@ -448,3 +448,7 @@ class Reducer:
         }
         self._views_of[layout] = [views[i] for i in range(len(self.params))]
         self._controls[layout] = (form, own_rows, blocks)
+
+
+def _is_integer(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() and not tensor.is_complex()
