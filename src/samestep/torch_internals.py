@@ -36,11 +36,13 @@ def count_storage_uses(storage: int) -> int:
 
 
 @contextmanager
-def as_worker(worker: int, num_workers: int, dataset: Any) -> Iterator[None]:
-    """Let `torch.utils.data.get_worker_info` report this worker of so many inside the block."""
+def as_worker(worker: int | None, num_workers: int, dataset: Any) -> Iterator[None]:
+    """Let `torch.utils.data.get_worker_info` report this worker of so many inside the block; None: no worker."""
     workers = torch.utils.data._utils.worker
     before = torch.utils.data._utils.worker._worker_info
-    info: Any = workers.WorkerInfo(id=worker, num_workers=num_workers, seed=torch.initial_seed(), dataset=dataset)
+    info: Any = None
+    if worker is not None:
+        info = workers.WorkerInfo(id=worker, num_workers=num_workers, seed=torch.initial_seed(), dataset=dataset)
     torch.utils.data._utils.worker._worker_info = info
     try:
         yield

@@ -71,6 +71,13 @@ class Stateful(Stream):
         self.at = state["at"]
 
 
+class Forgetful(Stateful):
+    """Its state lacks something, as that of a shuffle buffer would."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = state["at"] + 1
+
+
 class Given:
     """Names its lanes itself, and cannot be copied."""
 
@@ -78,6 +85,7 @@ class Given:
         raise TypeError
 
     def lane(self, lane: int, num_lanes: int) -> Iterator[Tensor]:
+        assert get_worker_info() is None
         return Stream().draw(lane, num_lanes, 0)
 
 
@@ -148,15 +156,19 @@ def test_a_warning_says_what_is_read_again(tmp_path: Path, capfd: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    ("then", "message"),
+    ("first", "then", "message"),
     [
-        (Stream(shift=1, shift_from=3), r"sample 33 of lane 0 of 6 of the stream \(Stream\) is not the same as before"),
-        (Stream(shift=1), r"the data set is not the one that the run began with \(sample 0 differs\)"),
+        (
+            Stream(600),
+            Stream(600, shift=1, shift_from=3),
+            r"sample 35 of lane 0 of 6 of the stream \(Stream\) is not the same as before",
+        ),
+        (Forgetful(600), Forgetful(600), r"sample 35 of lane 0 of 6 .*Forgetful.* such as a shuffle buffer"),
+        (Stream(600), Stream(600, shift=1), r"the data set is not the one .* began with \(sample 0 differs\)"),
     ],
 )
-def test_a_stream_with_other_samples(then: Stream, message: str, tmp_path: Path) -> None:
-    samestep.spawn(train, 1, (tmp_path, Stream(600), 0, -1, 18))
-    then.length = 600
+def test_a_stream_with_other_samples(first: Stream, then: Stream, message: str, tmp_path: Path) -> None:
+    samestep.spawn(train, 1, (tmp_path, first, 0, -1, 18))
     with pytest.raises(samestep.Error, match=message):
         samestep.spawn(train, 1, (tmp_path, then))
 

@@ -7,6 +7,7 @@ computes its micro-batch.
 import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from samestep.data.content import hash_content
@@ -23,48 +24,61 @@ STATE_EVERY = 16  # micro-batches of a lane. So many are read again after a rest
 END = object()  # of an iterator
 
 
-class LaneState(NamedTuple):
-    """The position of a lane after one of its samples.
+class LaneStart(NamedTuple):
+    """A point from which a lane can be read again.
+
+    Attributes:
+        num_samples: samples before it.
+        num_passes: how often the lane had begun again.
+        state: the lane's `state_dict`; None without one, and at the beginning.
+    """
+
+    num_samples: int
+    num_passes: int
+    state: Any
+
+
+class LanePosition(NamedTuple):
+    """The position of a lane after one of its micro-batches.
 
     Attributes:
         lane: number of the lane.
         num_samples: samples that it has given.
-        num_passes: how often it had begun again.
         mark: hash of the last sample.
-        state: the `state_dict` of the lane; None without one.
         spent_s: time that its samples have taken.
+        start: the newest start before that micro-batch; None: as for the micro-batch before.
     """
 
     lane: int
     num_samples: int
-    num_passes: int
     mark: str
-    state: Any
     spent_s: float
+    start: LaneStart | None
 
     @property
     def row(self) -> dict[str, Any]:
         """What a snapshot holds: without the time, which is not the same in every run."""
-        return {"samples": self.num_samples, "passes": self.num_passes, "mark": self.mark, "state": self.state}
+        return {"samples": self.num_samples, "mark": self.mark, "start": [*(self.start or ())]}
 
 
 class _Lane:
     """A lane at its beginning, or at a state. It begins again when it ends."""
 
-    def __init__(self, dataset: Any, lane: int, num_lanes: int, start: LaneState | None) -> None:
+    def __init__(self, dataset: Any, lane: int, num_lanes: int, start: LaneStart | None) -> None:
         self._dataset, self._lane, self._num_lanes = dataset, lane, num_lanes
-        self.num_samples, self.num_passes, self.spent_s = 0, -1, 0.0
+        self.num_samples, self._num_passes, self.spent_s = 0, -1, 0.0
         self.last: Any = None
+        self._samples: Any = None
         self._iterator: Iterator[Any] = iter(())
         if start is not None:
-            self.num_samples, self.num_passes, self.spent_s = start.num_samples, start.num_passes - 1, start.spent_s
+            self.num_samples, self._num_passes = start.num_samples, start.num_passes - 1
             self._begin_pass(start.state)
 
     def draw(self, count: int) -> list[Any]:
         """Return the next samples."""
         began_s = time.perf_counter()
         samples: list[Any] = []
-        with as_worker(self._lane, self._num_lanes, self._dataset):
+        with self._reporting():
             try:
                 while len(samples) < count:
                     sample = next(self._iterator, END)
@@ -80,6 +94,11 @@ class _Lane:
         self.spent_s += time.perf_counter() - began_s
         return samples
 
+    def _reporting(self) -> AbstractContextManager[None]:
+        """Report the lane as a worker, unless the data set knows it."""
+        lane = None if callable(getattr(self._dataset, "lane", None)) else self._lane
+        return as_worker(lane, self._num_lanes, self._dataset)
+
     def _draw_first(self) -> Any:
         self._begin_pass(None)
         try:
@@ -92,14 +111,14 @@ class _Lane:
             ) from None
 
     def _begin_pass(self, state: Any) -> None:
-        self.num_passes += 1
-        with as_worker(self._lane, self._num_lanes, self._dataset):
+        self._num_passes += 1
+        with self._reporting():
             if callable(lane := getattr(self._dataset, "lane", None)):
                 self._samples = lane(self._lane, self._num_lanes)
             else:
                 self._samples = self._copy()
             if callable(set_epoch := getattr(self._samples, "set_epoch", None)):
-                set_epoch(self.num_passes)
+                set_epoch(self._num_passes)
             if state is not None:
                 self._samples.load_state_dict(copy.deepcopy(state))
             self._iterator = iter(self._samples)
@@ -114,17 +133,11 @@ class _Lane:
                 "give it a method lane(lane, num_lanes) that returns the samples of one"
             ) from None
 
-    def read_state(self) -> LaneState:
-        state = None
-        if has_state(self._samples):
-            state = copy.deepcopy(self._samples.state_dict())
-        mark = hash_content(self.last)
-        return LaneState(self._lane, self.num_samples, self.num_passes, mark, state, self.spent_s)
-
-
-def has_state(samples: Any) -> bool:
-    """Whether the samples of a lane can be saved and restored."""
-    return all(callable(getattr(samples, name, None)) for name in ("state_dict", "load_state_dict"))
+    def read_start(self) -> LaneStart:
+        """Return the point from which the next sample can be read again."""
+        has_state = all(callable(getattr(self._samples, name, None)) for name in ("state_dict", "load_state_dict"))
+        state = copy.deepcopy(self._samples.state_dict()) if has_state else None
+        return LaneStart(self.num_samples, self._num_passes, state)
 
 
 class Lanes:
@@ -142,8 +155,9 @@ class Lanes:
         self.dataset, self._seed, self._first_step = dataset, seed, first_step
         self._length = schedule.length
         self._size, self.num_lanes = schedule.micro_batch_size, schedule.num_micro_batches
-        self.states: dict[int, LaneState] = {}
+        self.positions: dict[int, LanePosition] = {}
         self._open: dict[int, _Lane] = {}
+        self._starts: dict[int, LaneStart] = {}  # of the lanes' last micro-batches
 
     @property
     def are_given(self) -> bool:
@@ -157,9 +171,9 @@ class Lanes:
         return {**self.__dict__, "_open": {}}
 
     def resume(self, rows: Sequence[Mapping[str, Any]], spent_s: Sequence[float]) -> None:
-        """Continue after the states in a snapshot. `spent_s`: see `LaneState`."""
+        """Continue at the positions in a snapshot. `rows`, `spent_s`: see `LanePosition`."""
         for lane, (row, lane_s) in enumerate(zip(rows, spent_s, strict=True)):
-            self.states[lane] = LaneState(lane, row["samples"], row["passes"], row["mark"], row["state"], lane_s)
+            self.positions[lane] = LanePosition(lane, row["samples"], row["mark"], lane_s, LaneStart(*row["start"]))
 
     def list_first(self) -> list[int]:
         """Return the indices of the first samples of the first, the middle and the last lane."""
@@ -168,9 +182,11 @@ class Lanes:
 
     def describe_catching_up(self, num_steps: int) -> str:
         """Say how many samples are read again to continue after `num_steps` steps of the loop; "" if few are."""
-        if not num_steps or any(state.state is not None for state in self.states.values()):
+        positions = self.positions.values()
+        has_state = any(each.start is not None and each.start.state is not None for each in positions)
+        if num_steps <= STATE_EVERY or has_state:
             return ""
-        spent_s = sum(state.spent_s for state in self.states.values())
+        spent_s = sum(position.spent_s for position in positions)
         return (
             f"{type(self.dataset).__name__} has no state_dict, so the first {num_steps * self._size} samples of each "
             f"of the {self.num_lanes} lanes are read again, which took {spent_s:.3g} s before, divided among the ranks "
@@ -183,14 +199,17 @@ class Lanes:
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return the samples of one micro-batch. Going back begins the lane again."""
         lane, start = self._locate(indices[0])
-        reader = self._open.get(lane)
-        state = self.states.get(lane)
-        state = state if state is not None and state.num_samples <= start else None
-        if reader is None or reader.num_samples > start or (state and reader.num_samples < state.num_samples):
-            usable = state if state is not None and state.state is not None else None
+        reader, position = self._open.get(lane), self.positions.get(lane)
+        known = position.start if position is not None and position.num_samples <= start else None
+        if reader is None or reader.num_samples > start or (known and reader.num_samples < known.num_samples):
+            usable = known if known is not None and known.state is not None else None
             reader = self._open[lane] = _Lane(self.dataset, lane, self.num_lanes, usable)
+            reader.spent_s = position.spent_s if position is not None and usable is not None else 0.0
         if reader.num_samples < start:
             self._catch_up(reader, lane, start)
+        self._starts.pop(lane, None)
+        if start % (STATE_EVERY * self._size) == 0:
+            self._starts[lane] = reader.read_start()
         return reader.draw(len(indices))
 
     def _locate(self, index: int) -> tuple[int, int]:
@@ -201,24 +220,25 @@ class Lanes:
 
     def _catch_up(self, reader: _Lane, lane: int, start: int) -> None:
         """Read the samples before position `start`, with the generators seeded as they were then."""
-        state = self.states.get(lane)
+        position = self.positions.get(lane)
         while (at := reader.num_samples) < start:
             self._seed_for(lane, at // self._size)
             reader.draw(min(self._size - at % self._size, start - at))
-            is_known = state is not None and state.num_samples == reader.num_samples
-            if state is not None and is_known and hash_content(reader.last) != state.mark:
+            is_known = position is not None and position.num_samples == reader.num_samples
+            if position is not None and is_known and hash_content(reader.last) != position.mark:
                 raise Error(
                     f"sample {reader.num_samples - 1} of lane {lane} of {self.num_lanes} of the stream "
                     f"({type(self.dataset).__name__}) is not the same as before the restart: let its samples depend on "
-                    "the lane, the number of lanes and the seeded generators alone"
+                    "the lane, the number of lanes and the seeded generators alone, and let state_dict hold all else, "
+                    "such as a shuffle buffer"
                 )
         self._seed_for(lane, start // self._size)
 
     def _seed_for(self, lane: int, step: int) -> None:
         seed_all(derive(self._seed, "data", step=self._first_step + step, micro_batch=lane))
 
-    def read_lane_state(self, task: Task) -> LaneState | None:
-        """Return the lane's state after the micro-batch that was just read; None for most of them."""
-        lane, start = self._locate(int(task.indices[0]))
-        is_due = start % (STATE_EVERY * self._size) == 0 and len(task.indices) == self._size
-        return self._open[lane].read_state() if is_due else None
+    def read_lane_position(self, task: Task) -> LanePosition:
+        """Return the lane's position after the micro-batch that was just read."""
+        lane, _ = self._locate(int(task.indices[0]))
+        reader, start = self._open[lane], self._starts.get(lane)
+        return LanePosition(lane, reader.num_samples, hash_content(reader.last), reader.spent_s, start)

@@ -47,12 +47,12 @@ class Task(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """One micro-batch on the host. `state`: that of its lane, for some micro-batches of a stream."""
+    """One micro-batch on the host. `position`: that of its lane, for a stream."""
 
     batch: Any
     num_samples: int
     fingerprint: int
-    state: Any = None
+    position: Any = None
 
 
 # The part of random.seed for integers. The checks for other types take longer than the seeding.
@@ -126,7 +126,7 @@ class Loader:
             Loader starts its own.
 
     Attributes:
-        lane_states: for a stream, the newest `LaneState` of each lane that `next` has returned.
+        positions: for a stream, the newest `LanePosition` of each lane that `next` has returned.
 
     Raises:
         Error: (from next) the data set or collate_fn failed; names sample, exception and line.
@@ -145,15 +145,17 @@ class Loader:
         # The bits must equal those of a DataLoader worker, which has one thread.
         self._single_thread = self._workers is None and torch.get_num_threads() > 1
         self._closed = False
-        self.lane_states: dict[int, Any] = {}
+        self.positions: dict[int, Any] = {}
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> Loaded:
         loaded = self._load_next()
-        if loaded.state is not None:
-            self.lane_states[loaded.state.lane] = loaded.state
+        if (position := loaded.position) is not None:
+            if position.start is None:
+                position = position._replace(start=self.positions[position.lane].start)
+            self.positions[position.lane] = position
         return loaded
 
     def _load_next(self) -> Loaded:
@@ -393,7 +395,7 @@ class Fetcher:
         self._dataset = dataset
         self._collate_fn = collate_fn
         self._many: Callable[[list[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
-        self._read_state: Callable[[Task], Any] | None = getattr(dataset, "read_lane_state", None)
+        self._read_position: Callable[[Task], Any] | None = getattr(dataset, "read_lane_position", None)
         self._stacks = collate_fn is default_collate
         self._has_columns = self._stacks and type(dataset) is TensorDataset
 
@@ -428,12 +430,12 @@ class Fetcher:
                 batch = self._collate_fn(samples)
             else:
                 batch = self._stack(samples) if isinstance(samples, list | tuple) else default_convert(samples)
-            state = None if self._read_state is None else self._read_state(task)
+            position = None if self._read_position is None else self._read_position(task)
         except Error:
             raise
         except Exception as error:
             raise Error(explain(error, indices, samples, self._collate_fn, self._many)) from error
-        return Loaded(batch, len(indices), fingerprint(task.indices), state)
+        return Loaded(batch, len(indices), fingerprint(task.indices), position)
 
     def _read_columns(self, indices: NDArray[np.int64]) -> list[Tensor] | None:
         """Return the collated samples of a TensorDataset, with one index operation per tensor and no object per sample.

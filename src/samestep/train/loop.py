@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.data.attributes import Attributes
-from samestep.data.lanes import LaneState
+from samestep.data.lanes import LanePosition
 from samestep.data.loader import Loader, seed_all
 from samestep.engine.control import Vote
 from samestep.engine.gradient_pass import GradientPass
@@ -147,6 +147,8 @@ class Loop:
         num_workers = 0 if place.is_past else batches.count_workers(context.rank, context.world_size)
         spec = replace(batches.spec, num_workers=num_workers)
         self._loader, self._attributes = Loader(spec, tasks, device=context.device), Attributes(batches.spec)
+        if batches.lanes is not None:
+            self._loader.positions.update(batches.lanes.positions)
 
     def run_epochs(self, num_epochs: int) -> Generator[Epoch, None, None]:
         """Yield the epochs from the run's position on."""
@@ -329,13 +331,14 @@ class Loop:
             self._watchdog.leave_saving(steps_done)
         self._exit_after_signal()
 
-    def _gather_lanes(self) -> list[LaneState]:
-        """Return the states of a stream's lanes, from the ranks that read them. On all ranks."""
-        assert self.batches.lanes is not None
-        states, group = dict(self.batches.lanes.states), self._context.group
-        for sealed in group.gather(group.seal(self._loader.lane_states)):
-            states |= group.unseal(sealed)
-        return [states[lane] for lane in sorted(states)]
+    def _gather_lanes(self) -> list[LanePosition]:
+        """Return the positions of a stream's lanes, from the ranks that read them. On all ranks."""
+        group, newest = self._context.group, dict[int, LanePosition]()
+        for sealed in group.gather(group.seal(self._loader.positions)):
+            for lane, position in group.unseal(sealed).items():
+                if lane not in newest or newest[lane].num_samples < position.num_samples:
+                    newest[lane] = position
+        return [newest[lane] for lane in sorted(newest)]
 
     def _exit_after_signal(self) -> None:
         """End the process after a signal, once all ranks have voted."""

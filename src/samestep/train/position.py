@@ -41,7 +41,7 @@ class Position:
         steps_done: steps finished so far, over all restarts.
         resumed_step: `steps_done` of the snapshot that this start resumed from; 0 without one.
         began_step: `steps_done` when the current loop began.
-        lanes: the states of a stream's lanes (`LaneState.row`) in that snapshot.
+        lanes: the positions in a stream (`LanePosition.row`) in that snapshot.
         num_evaluations: evaluations since the current step or epoch began; each has a different random seed.
     """
 
