@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.files import replace_file
-from samestep.watch.records import RANKS
+from samestep.watch.records import RANKS, TIMELINE
 from samestep.watch.stall_diagnosis import (
     PHASES,
     SLOW_AFTER_STEPS,
@@ -34,6 +34,7 @@ from samestep.watch.thread_state import (
     read_thread_state,
     trim_stack,
 )
+from samestep.watch.timeline import Timeline
 from samestep.world.forking import at_rest, at_work
 from samestep.world.host import read_host_id
 from samestep.world.rendezvous_store import Mail
@@ -96,7 +97,7 @@ class Facts:
         say: prints a line on the terminal.
         end: ends this process. Takes a sentence, and whether this rank is the stuck one.
         condemn: ends ranks of this host that cannot end themselves. Takes (rank, pid) pairs and a sentence.
-        run_dir: receives ranks.json; None: not written.
+        run_dir: receives ranks.json and timeline.jsonl; None: not written.
         logs: receives the stacks of a stuck rank; None: not written.
         may_write: whether the directory still belongs to this run.
         began_step: the first step of this start of the run.
@@ -143,6 +144,9 @@ class Heartbeat:
         self._window: tuple[float, dict[int, Beat]] | None = None  # its begin, in which paces are compared
         self._reported_slow: set[int] = set()
         self._still_s = 0.0
+        self._timeline: Timeline | None = None
+        if facts.rank == 0 and facts.run_dir is not None:
+            self._timeline = Timeline(facts.run_dir / TIMELINE)
         loops = [self._watch] if mail is None else [self._exchange, self._watch]
         self._threads = [threading.Thread(target=loop, name=f"samestep {loop.__name__}", daemon=True) for loop in loops]
         for started in self._threads:
@@ -156,6 +160,8 @@ class Heartbeat:
         for thread in self._threads:
             thread.join(GRACE_S)
         if (self._facts.rank == 0 or self._published) and self._facts.run_dir is not None and self._facts.may_write():
+            if self._timeline is not None and (ranks := self._collect()) is not None:
+                self._timeline.add(ranks, is_last=True)
             with suppress(OSError):
                 (self._facts.run_dir / RANKS).unlink()
 
@@ -378,7 +384,7 @@ class Heartbeat:
         if min(cut_off_s, still_s) > (limits.stop_s or max(limits.first_s, 2 * limits.floor_s)):
             facts.end(sentence, True)
 
-    # --- slow ranks, and ranks.json ---------------------------------------------------------------------------------
+    # --- slow ranks, ranks.json and the timeline ----------------------------------------------------------------------
 
     def _report_slow(self, ranks: Sequence[Beat], now_s: float) -> None:
         """Print each rank, once, that computes more slowly than the others over `SLOW_AFTER_STEPS` steps."""
@@ -399,7 +405,7 @@ class Heartbeat:
                 )
 
     def _publish(self, ranks: Sequence[Beat]) -> None:
-        """Write ranks.json for `samestep watch`."""
+        """Write ranks.json for `samestep watch`, and the timeline."""
         facts = self._facts
         if facts.run_dir is None or not facts.may_write():
             return
@@ -409,6 +415,8 @@ class Heartbeat:
         with suppress(OSError):
             replace_file(facts.run_dir / RANKS, text)
             self._published += len(text)
+        if self._timeline is not None:
+            self._timeline.add(ranks)
 
 
 def _compute_paces(before: Mapping[int, Beat], now: Mapping[int, Beat]) -> dict[int, dict[str, float]]:

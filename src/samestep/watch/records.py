@@ -23,6 +23,7 @@ RANKS = "ranks.json"  # the live state of every rank, written by rank 0
 STATUS = "status.json"  # whether the run is running, and how it ended
 RESTARTS = "restarts.jsonl"  # one line for each start but the first: time, reason, first step
 METRICS = "metrics.jsonl"  # one line for each logged row
+TIMELINE = "timeline.jsonl"  # where the time of every rank went: `watch.timeline`
 TRACKERS = "trackers.json"  # the run's id at each service of a tracker
 LEDGER = "ledger.bin"  # one record for each finished step: the samples it used
 ORDERS = "orders"  # a directory: the sample order of each epoch, if a sampler gives it, and the shards of sources
@@ -49,6 +50,10 @@ _SHAPES = {
         "lost?": is_text, "measured?": is_object,
     },
     TRACKERS: is_object,
+    TIMELINE: {
+        "time_s": is_number, "steps": [is_count],
+        "spent_s": lambda value: is_object(value) and all(fits(row, [is_number]) for row in value.values()),
+    },
     RESTARTS: {"reason": is_text, "from_step": is_count},  # each line
     RANKS: {"time_s": is_number, "micro_batch_size": is_count, "ranks": [_RANK]},
 }  # fmt: skip
