@@ -3,7 +3,7 @@
 import json
 import sys
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -30,7 +30,7 @@ Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
-class _Planned:
+class Planned:
     """The planned samples of a step: epoch and samples, for each epoch that the step touches."""
 
     pieces: tuple[tuple[int, Indices], ...]
@@ -63,7 +63,7 @@ class _Plan:
         self._schedule = EndlessSchedule(*sizes) if self.is_endless else Schedule(*sizes, self.drop_last)
         self.order = lru_cache(maxsize=2)(self._read_order if self.is_given else self._build_order)
 
-    def step(self, step: int) -> _Planned:
+    def step(self, step: int) -> Planned:
         step -= self.first_step
         if isinstance(self._schedule, EndlessSchedule):
             epoch, spans = 0, self._schedule.micro_batches(step)
@@ -72,7 +72,7 @@ class _Plan:
             spans = self._schedule.micro_batches(step)
         taken = [list(self._take(self._first_epoch + epoch, span)) for span in spans]
         prints = [fingerprint(np.concatenate([samples for _, samples in pieces])) for pieces in taken]
-        return _Planned(tuple(piece for pieces in taken for piece in pieces), combine(prints))
+        return Planned(tuple(piece for pieces in taken for piece in pieces), combine(prints))
 
     def num_steps_until(self, epoch: int) -> int:
         """The number of steps until all samples of an epoch and of earlier ones are used."""
@@ -134,7 +134,7 @@ class _Audit:
         self._plan, self._num_steps = plan, num_steps
         self._left: dict[int, Indices] = {}  # incomplete epoch -> remaining uses of each sample
 
-    def add(self, step: int, record: Entry) -> _Planned:
+    def add(self, step: int, record: Entry) -> Planned:
         """Check the ledger's record of step `step`. Returns the samples that the step used."""
         found_step, epoch, num_samples, found, *_ = record
         planned = used = self._plan.step(step)
@@ -199,8 +199,8 @@ class _Audit:
             self.problems.append(f"epoch {epoch}: samples never used: {named}")
 
 
-def _summarize(problems: Sequence[str], parts: Sequence[str]) -> str:
-    """Format the result of an audit."""
+def summarize(problems: Sequence[str], parts: Sequence[str]) -> str:
+    """Format the result of `audit_samples`."""
     if problems:
         shown = "".join(f"\n  {problem}" for problem in problems[:_NUM_SHOWN])
         more = len(problems) - _NUM_SHOWN
@@ -208,40 +208,66 @@ def _summarize(problems: Sequence[str], parts: Sequence[str]) -> str:
     return f"audit passed: {'; '.join(parts) or 'there are no steps yet'}"
 
 
-def show_samples(run: Path, record: Mapping[str, Any], *, which: int | str, is_json: bool) -> int:
-    """Print the samples of a step, or with `which` "latest" of all, and the audit. Returns 1 if the audit failed."""
+def audit_samples(
+    run: Path, record: Mapping[str, Any], see: Callable[[int, Planned], None] | None = None
+) -> tuple[list[str], list[str]]:
+    """Check that each step of a run used its planned samples, and each epoch each sample once.
+
+    Args:
+        record: the content of run.json.
+        see: called with each step and the samples that it used.
+
+    Returns:
+        What is wrong, and what the audit has confirmed, in words.
+
+    Raises:
+        Error: run.json or an order file lacks what the audit needs.
+    """
     numbers = record.get("numbers", {})
     plans = [_Plan(run, numbers | loop) for loop in ({}, *record.get("loops", []))]
     path, status = run / LEDGER, read_or_empty(run / STATUS)
     num_steps = count_records(path)
     ends = [*(plan.first_step for plan in plans[1:]), num_steps]
     audits = [_Audit(plan, min(end, num_steps)) for plan, end in zip(plans, ends, strict=True)]
-    steps = []
     for step, entry in enumerate(read_records(path)):
         audit = audits[bisect_right(ends[:-1], step)]
         if len(audit.problems) > _MOST_PROBLEMS:
             audit.problems.append(f"steps {step} to {num_steps - 1}: they were not checked")
             break
         used = audit.add(step, entry)
+        if see is not None:
+            see(step, used)
+    if num_steps < (num_done := status.get("steps", 0)):
+        why = status.get("lost", "ledger.bin was truncated")
+        audits[-1].problems.append(f"steps {num_steps} to {num_done - 1}: the ledger has no record of them, {why}")
+    return (
+        [problem for audit in audits for problem in audit.problems],
+        [part for audit in audits for part in audit.describe()],
+    )
+
+
+def show_samples(run: Path, record: Mapping[str, Any], *, which: int | str, is_json: bool) -> int:
+    """Print the samples of a step, or with `which` "latest" of all, and the audit. Returns 1 if the audit failed."""
+    steps = []
+
+    def show(step: int, used: Planned) -> None:
         if which not in ("latest", step):
-            continue
+            return
         if is_json:
             epoch, samples = used.pieces[0][0], used.samples.tolist()
             steps.append({"step": step, "epoch": epoch, "num_samples": len(samples), "samples": samples})
         else:
             print(_format_step(step, used, _NUM_SHOWN if sys.stdout.isatty() else len(used.samples)))
-    if num_steps < (num_done := status.get("steps", 0)):
-        why = status.get("lost", "ledger.bin was truncated")
-        audits[-1].problems.append(f"steps {num_steps} to {num_done - 1}: the ledger has no record of them, {why}")
-    problems = [problem for audit in audits for problem in audit.problems]
+
+    problems, parts = audit_samples(run, record, show)
     if is_json:
         print(json.dumps({"steps": steps, "audit": {"passed": not problems, "problems": problems}}))
     else:
-        print(escape(_summarize(problems, [part for audit in audits for part in audit.describe()])))
+        print(escape(summarize(problems, parts)))
     return 1 if problems else 0
 
 
-def _format_step(step: int, used: _Planned, num_shown: int) -> str:
+def _format_step(step: int, used: Planned, num_shown: int) -> str:
     samples = used.samples
     listed = " ".join(map(str, samples[:num_shown])) + (" ..." if len(samples) > num_shown else "")
     return f"{step} epoch {used.pieces[0][0]} {len(samples)}: {listed}"
