@@ -1,0 +1,192 @@
+"""The charts of a report: their data for the script of the page, and static SVG and PNG for pages without scripts."""
+
+import base64
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from samestep.tools.report.decimation import colour, decimate, merge_rows, shorten
+from samestep.tools.report.run_data import Intervals, Points, RunData
+
+# After Okabe and Ito, who chose colours that colour-blind people can tell apart.
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#7f7f7f")
+NUM_BUCKETS = 1000  # of a chart: two points each
+NUM_STATIC_BUCKETS = 200
+WIDTH, HEIGHT, LEFT, BOTTOM = 720, 220, 60, 24  # of an SVG, in its own units
+MOST_COLUMNS, MOST_CELLS = 400, 100_000  # of a heat map
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A vertical line in every chart. `kind`: "restart" or "snapshot"."""
+
+    step: int
+    kind: str
+    label: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Curves over the steps."""
+
+    title: str
+    series: Mapping[str, Points]
+
+
+def group_charts(runs: Sequence[RunData]) -> list[Chart]:
+    """Return a chart for all metrics with the same name after the last slash, and one of the throughput."""
+    charts: dict[str, dict[str, Points]] = {}
+    for run in runs:
+        prefix = f"{run.name}: " if len(runs) > 1 else ""
+        for name, points in run.metrics.items():
+            charts.setdefault(name.rpartition("/")[2], {})[prefix + name] = points
+        if (rate := measure_throughput(run)) is not None:
+            charts.setdefault("samples per second", {})[f"{prefix}samples/s"] = rate
+    return [Chart(title, series) for title, series in charts.items()]
+
+
+def measure_throughput(run: RunData) -> Points | None:
+    """Return samples per second over the steps; None without a timeline."""
+    batch_size = run.record.get("numbers", {}).get("batch_size")
+    if run.timeline is None or not isinstance(batch_size, int):
+        return None
+    with np.errstate(all="ignore"):
+        rates = np.diff(run.timeline.edges) * batch_size / run.timeline.seconds
+    return Points(run.timeline.edges[1:], np.where(np.isfinite(rates), rates, np.nan))
+
+
+def find_marks(runs: Sequence[RunData]) -> list[Mark]:
+    """Return the restarts, with changes of the world size, and the snapshots of a single run."""
+    marks = []
+    for run in runs:
+        prefix = f"{run.name}: " if len(runs) > 1 else ""
+        before = None
+        for row in run.restarts:
+            world_size = row.get("world_size")
+            change = f", {before} to {world_size} ranks" if before not in (None, world_size) else ""
+            before = world_size
+            marks.append(Mark(row["from_step"], "restart", f"{prefix}restart at {row['from_step']}{change}"))
+    if len(runs) == 1:
+        marks += [Mark(each["step"], "snapshot", f"snapshot {each['step']}") for each in runs[0].snapshots]
+    return marks
+
+
+def to_json(chart: Chart) -> dict[str, Any]:
+    """Return a chart for the script of the page: at most 2 * NUM_BUCKETS points per curve."""
+    series = []
+    for number, (label, points) in enumerate(chart.series.items()):
+        x, y = decimate(points.steps, points.values, NUM_BUCKETS)
+        item = {"label": label, "colour": COLOURS[number % len(COLOURS)], "x": shorten(x, 15), "y": shorten(y)}
+        series.append(item)
+    return {"title": chart.title, "series": series}
+
+
+def draw_svg(chart: Chart, marks: Sequence[Mark]) -> str:
+    """Draw a chart as SVG, for pages without scripts and for print."""
+    curves = [decimate(points.steps, points.values, NUM_STATIC_BUCKETS) for points in chart.series.values()]
+    x_all = np.concatenate([x for x, _ in curves])
+    y_all = np.concatenate([y for _, y in curves])
+    y_all = y_all[np.isfinite(y_all)]
+    low_x, high_x = _span(x_all)
+    low_y, high_y = _span(y_all)
+
+    def place(x: Any, y: Any) -> tuple[Any, Any]:
+        across = LEFT + (x - low_x) / (high_x - low_x) * (WIDTH - LEFT - 8)
+        return across, 8 + (high_y - y) / (high_y - low_y) * (HEIGHT - BOTTOM - 8)
+
+    parts = []
+    for mark in marks:
+        if mark.kind == "restart" and low_x <= mark.step <= high_x:
+            across, _ = place(mark.step, low_y)
+            parts.append(f'<line class="restart" x1="{across:.1f}" x2="{across:.1f}" y1="8" y2="{HEIGHT - BOTTOM}"/>')
+    for number, (x, y) in enumerate(curves):
+        is_number = np.isfinite(y)
+        across, down = place(x[is_number], y[is_number])
+        points = " ".join(f"{a:.1f},{d:.1f}" for a, d in zip(across, down, strict=True))
+        points += f" {points}" if len(x) == 1 else ""  # drawn as a dot
+        stroke = COLOURS[number % len(COLOURS)]
+        parts.append(f'<polyline fill="none" stroke-linecap="round" stroke="{stroke}" points="{points}"/>')
+    floor = HEIGHT - BOTTOM
+    parts.append(f'<path class="axis" fill="none" d="M{LEFT},8V{floor}H{WIDTH - 8}"/>')
+    for text, across, down, anchor in (
+        (f"{high_y:.4g}", LEFT - 6, 16, "end"),
+        (f"{low_y:.4g}", LEFT - 6, floor, "end"),
+        (f"{low_x:g}", LEFT, HEIGHT - 6, "start"),
+        (f"step {high_x:g}", WIDTH - 8, HEIGHT - 6, "end"),
+    ):
+        parts.append(f'<text x="{across}" y="{down}" text-anchor="{anchor}">{text}</text>')
+    words = escape(describe(chart))
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{words}">{"".join(parts)}</svg>'
+
+
+def _span(values: NDArray[np.float64]) -> tuple[float, float]:
+    """Return the smallest and largest value, or an interval around a single one."""
+    low, high = (float(values.min()), float(values.max())) if values.size else (0.0, 1.0)
+    pad = abs(low) / 2 or 0.5
+    return (low, high) if high > low else (low - pad, high + pad)
+
+
+def describe(chart: Chart) -> str:
+    """Describe a chart in words."""
+    parts = []
+    for label, points in chart.series.items():
+        values = points.values[np.isfinite(points.values)]
+        number = len(points.values) - len(values)
+        text = f"{label} from {values[0]:.4g} to {values[-1]:.4g}" if values.size else f"{label} has no finite value"
+        parts.append(text + (f" ({number} values are not finite)" if number and values.size else ""))
+    return f"{chart.title} over the steps: {'; '.join(parts)}"
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """Milliseconds per step in which each rank waits for no other.
+
+    Attributes:
+        edges: steps between the columns.
+        cells: columns x ranks; nan where a rank has completed no step.
+        means: over all columns, for each rank.
+    """
+
+    edges: NDArray[np.float64]
+    cells: NDArray[np.float64]
+    means: NDArray[np.float64]
+
+    @property
+    def image(self) -> str:
+        """The map as the URL of a PNG, one pixel per cell, rank 0 at the top."""
+        return f"data:image/png;base64,{base64.b64encode(_write_png(colour(self.cells.T))).decode()}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the values for the script of the page."""
+        return {"edges": shorten(self.edges, 15), "ranks": [shorten(row, 4) for row in self.cells.T]}
+
+
+def build_heat_map(timeline: Intervals | None) -> HeatMap | None:
+    """Build the heat map of a run, with as many columns as a page shows. None if no row covers a step."""
+    if timeline is None or not timeline.num_steps.any():
+        return None
+    num_rows, num_ranks = timeline.busy_s.shape
+    starts = merge_rows(num_rows, max(1, min(MOST_COLUMNS, MOST_CELLS // num_ranks)))
+    busy_s, num_steps = np.add.reduceat(timeline.busy_s, starts), np.add.reduceat(timeline.num_steps, starts)
+    with np.errstate(all="ignore"):
+        cells = np.where(num_steps > 0, 1000 * busy_s / num_steps, np.nan)
+        means = 1000 * busy_s.sum(axis=0) / num_steps.sum(axis=0)
+    return HeatMap(timeline.edges[[*starts, num_rows]], cells, means)
+
+
+def _write_png(pixels: NDArray[np.uint8]) -> bytes:
+    """Encode RGBA pixels, height x width x 4, as described in the PNG specification (ISO/IEC 15948)."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    height, width, _ = pixels.shape
+    rows = b"".join(b"\0" + row.tobytes() for row in pixels)  # 0: no filter
+    header = struct.pack(">IIBBBBB", width, height, 8, 6, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(rows)) + chunk(b"IEND", b"")

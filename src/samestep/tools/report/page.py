@@ -1,0 +1,200 @@
+"""Writes the HTML of a report: one file without links to others."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+import numpy as np
+
+from samestep.console import list_values, to_text
+from samestep.tools.report.charts import (
+    HeatMap,
+    build_heat_map,
+    draw_svg,
+    find_marks,
+    group_charts,
+    to_json,
+)
+from samestep.tools.report.run_data import RunData
+from samestep.version import __version__
+from samestep.watch.stall_diagnosis import share_spent
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+SECTIONS = ("numbers", "machine", "git", "config", "settings")
+RESTART = ("time", "reason", "rank", "from_step", "lost_steps", "world_size")
+FEW_ROWS = 16  # a longer table is folded
+
+
+def build_page(runs: Sequence[RunData], comparison: str, attachments: Mapping[str, str]) -> str:
+    """Return the page.
+
+    Args:
+        comparison: what two runs have in common, in a sentence; "" for another number of runs.
+        attachments: title -> text, such as the output of `samestep verify`.
+    """
+    charts, marks = group_charts(runs), find_marks(runs)
+    maps = {run.name: heat for run in runs if (heat := build_heat_map(run.timeline)) is not None}
+    data = {
+        "charts": [to_json(chart) for chart in charts],
+        "marks": [mark.__dict__ for mark in marks],
+        "maps": [each.to_json() for each in maps.values()],
+    }
+    figures = "".join(
+        f'<figure class="chart"><figcaption>{escape(chart.title)}</figcaption>{draw_svg(chart, marks)}'
+        f'<ul class="key">{"".join(f"<li>{escape(label)}</li>" for label in chart.series)}</ul></figure>'
+        for chart in charts
+    )
+    body = [
+        f"<header><h1>{escape(', '.join(run.name for run in runs))}</h1>",
+        f"<p>samestep {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC</p></header><main>",
+        _section("Summary", _build_summary(runs) + (f"<p>{escape(comparison)}</p>" if comparison else "")),
+        _section("Metrics", figures or "<p>No metrics were logged.</p>"),
+        _section("Where the time goes", "".join(_build_times(runs, maps))),
+        _section("Restarts", "".join(_build_restarts(runs))),
+        _section("Configuration", _build_configuration(runs)),
+        *(_section(title, f"<pre>{escape(text)}</pre>") for title, text in attachments.items()),
+        _section("Last lines of failed ranks", "".join(_build_logs(runs))),
+        "</main>",
+    ]
+    assets = files("samestep.tools.report") / "assets"
+    text = {name: (assets / name).read_text() for name in ("uPlot.min.css", "page.css", "uPlot.iife.min.js", "page.js")}
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" '
+        f'content="light dark"><title>{escape(", ".join(run.name for run in runs))}</title>'
+        f"<style>{text['uPlot.min.css']}{text['page.css']}</style></head><body>{''.join(body)}"
+        f'<script type="application/json" id="data">{_to_script(data)}</script>'
+        f"<script>{text['uPlot.iife.min.js']}</script><script>{text['page.js']}</script></body></html>\n"
+    )
+
+
+def _to_script(value: Any) -> str:
+    """Return JSON that cannot end a script element."""
+    return json.dumps(value, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _section(title: str, content: str) -> str:
+    return f"<section><h2>{escape(title)}</h2>{content}</section>" if content else ""
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]], *, marked: Sequence[bool] = ()) -> str:
+    """Return a table. The first cell of a row is its header; `marked` rows are highlighted."""
+    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in header)
+    lines = []
+    for number, (first, *cells) in enumerate(rows):
+        kind = ' class="differs"' if number < len(marked) and marked[number] else ""
+        content = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        lines.append(f'<tr{kind}><th scope="row">{escape(first)}</th>{content}</tr>')
+    return (
+        f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+        if rows
+        else ""
+    )
+
+
+def _fold(title: str, content: str, *, is_open: bool) -> str:
+    return f"<details{' open' if is_open else ''}><summary>{escape(title)}</summary>{content}</details>"
+
+
+def _build_summary(runs: Sequence[RunData]) -> str:
+    rows: dict[str, list[str]] = {}
+    for number, run in enumerate(runs):
+        measured = run.status.get("measured") or {}
+        state = "live: the run is being written" if run.is_live else run.status.get("status", "not begun")
+        reason = run.status.get("reason")
+        facts = {
+            "state": f"{state}: {reason}" if reason else state,
+            "steps": f"{run.num_steps:,}",
+            "snapshots": ", ".join(str(each["step"]) for each in run.snapshots[-5:]) or "none",
+            "digest": run.digest,
+            "restarts": str(len(run.restarts)),
+            "samples/s": f"{measured['samples_per_s']:,.0f}" if "samples_per_s" in measured else "",
+            "samples": run.audit,
+        }
+        for name, points in run.metrics.items():
+            finite = points.values[np.isfinite(points.values)]
+            if finite.size:
+                facts[name] = f"{finite[-1]:.5g} (lowest {finite.min():.5g}, highest {finite.max():.5g})"
+        for name, value in facts.items():
+            rows.setdefault(name, [""] * len(runs))[number] = value
+    return _table(["", *(run.name for run in runs)], [[name, *cells] for name, cells in rows.items() if any(cells)])
+
+
+def _build_times(runs: Sequence[RunData], maps: Mapping[str, HeatMap]) -> Iterator[str]:
+    for run in runs:
+        shares = share_spent(run.spent_s) or (run.status.get("measured") or {}).get("time_share") or {}
+        parts = [
+            (number, f"{escape(name)} {100 * share:.1f} %", share)
+            for number, (name, share) in enumerate(shares.items())
+            if share >= 0.0005
+        ]
+        if parts:
+            words = ", ".join(text for _, text, _ in parts)
+            bars = "".join(f'<span class="part part{n}" style="flex-grow:{share:.4f}"></span>' for n, _, share in parts)
+            keys = "".join(f'<li class="part{n}">{text}</li>' for n, text, _ in parts)
+            yield (
+                f'<figure><figcaption>{escape(run.name)}: time of all ranks</figcaption><div class="bar" role="img" '
+                f'aria-label="{words}">{bars}</div><ul class="key">{keys}</ul></figure>'
+            )
+        if run.name in maps:
+            yield _build_map(run.name, maps[run.name], list(maps).index(run.name))
+
+
+def _build_map(name: str, heat: HeatMap, number: int) -> str:
+    """Return a heat map with a table of the ranks' means."""
+    means = np.nan_to_num(heat.means)
+    slowest, low, high = int(means.argmax()), float(np.nanmin(heat.cells)), float(np.nanmax(heat.cells))
+    words = (
+        f"steps {heat.edges[0]:g} to {heat.edges[-1]:g} across, ranks 0 to {len(means) - 1} down, from {low:.3g} ms "
+        f"(dark) to {high:.3g} ms (bright); rank {slowest} takes longest, {means[slowest]:.3g} ms on average"
+    )
+    table = _table(("rank", "ms per step"), [(str(rank), f"{mean:.3g}") for rank, mean in enumerate(means)])
+    height = min(max(len(means) * 14, 28), 480)
+    return (
+        f'<figure class="map" data-number="{number}"><figcaption>{escape(name)}: milliseconds per step in which a rank '
+        f'waits for no other</figcaption><img src="{heat.image}" alt="{escape(words)}" style="height:{height}px">'
+        f'<p class="note">{escape(words)}</p></figure>' + _fold("mean of every rank", table, is_open=False)
+    )
+
+
+def _build_restarts(runs: Sequence[RunData]) -> Iterator[str]:
+    for run in runs:
+        rows = [["" if row.get(key) is None else str(row[key]) for key in RESTART] for row in run.restarts]
+        changes = [(str(each["after_step"]), each["changed"]) for each in run.record.get("changes") or []]
+        content = _table(RESTART, rows) + _table(("after step", "changed"), changes)
+        if content:
+            yield _fold(run.name, content, is_open=len(rows) <= FEW_ROWS)
+
+
+def _build_configuration(runs: Sequence[RunData]) -> str:
+    values = [
+        {f"{section}.{name}": text for section in SECTIONS for name, text in list_values(run.record.get(section) or {})}
+        for run in runs
+    ]
+    versions = [{"samestep": to_text(run.record.get("samestep", ""))} for run in runs]
+    found = [first | second for first, second in zip(versions, values, strict=True)]
+    names = dict.fromkeys(name for each in found for name in each)
+    rows = [[name, *(each.get(name, "") for each in found)] for name in names]
+    differs = [len(set(cells)) > 1 for _, *cells in rows]
+    order = sorted(range(len(rows)), key=lambda number: not differs[number])
+    table = _table(
+        ["", *(run.name for run in runs)],
+        [rows[number] for number in order],
+        marked=[differs[number] for number in order],
+    )
+    title = f"{sum(differs)} of {len(rows)} values differ" if len(runs) > 1 else f"{len(rows)} values"
+    note = (
+        "<p class=note>The bits of a run depend on <code>numbers</code>, <code>machine</code> and the script. They do "
+        "not depend on the number of ranks.</p>"
+    )
+    return _fold(title, table, is_open=len(runs) > 1) + note
+
+
+def _build_logs(runs: Sequence[RunData]) -> Iterator[str]:
+    for run in runs:
+        for title, text in run.logs:
+            yield _fold(f"{run.name}: {title}", f"<pre>{escape(text)}</pre>", is_open=True)

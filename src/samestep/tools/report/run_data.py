@@ -1,0 +1,215 @@
+"""Reads what a report shows of one run from the run's directory."""
+
+import math
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from samestep.errors import Error
+from samestep.files import fits, is_count, open_regular, parse_json
+from samestep.plan.ledger import count_records
+from samestep.snapshot.store import Store
+from samestep.tools.audit import audit_samples, summarize
+from samestep.tools.compare import PLACE
+from samestep.tools.watch import has_ended
+from samestep.watch.records import LEDGER, LOGS, METRICS, RESTARTS, STATUS, TIMELINE, read_or_empty, read_rows
+
+BUSY = ("loading", "forward", "backward", "updating")  # phases in which a rank waits for no other rank
+NOT_TRAINING = ("starting", "validating", "left", "ended")
+NUM_LINES = 30  # of a failed rank's log
+NUM_LOGS = 8  # logs of one start
+TAIL_BYTES = 1 << 16
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Points:
+    """One metric: its values over the steps at which it was logged, in the order of the file."""
+
+    steps: Floats
+    values: Floats
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """The timeline of the steps that remain in the run. Row i covers steps `edges[i]` to `edges[i + 1]` of rank 0.
+
+    Attributes:
+        edges: float64 of length n + 1, increasing.
+        seconds: time of rank 0 in each row, without start and validation, float64 of length n.
+        busy_s: seconds per row and rank, n x ranks, in which the rank waits for no other; 0 if a row lacks the rank.
+        num_steps: steps per row and rank, n x ranks, that these seconds belong to.
+    """
+
+    edges: Floats
+    seconds: Floats
+    busy_s: Floats
+    num_steps: Floats
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What a report shows of one run.
+
+    Attributes:
+        name: how the run is called in the report.
+        is_live: the run is being written.
+        metrics: name -> points.
+        timeline: None if the run has no rows that cover a step.
+        spent_s: phase -> seconds, summed over all ranks, over all starts that have a timeline.
+        audit: the result of the audit of the samples, in words.
+        logs: (title, last lines) of the ranks of each start that failed.
+    """
+
+    name: str
+    record: Mapping[str, Any]
+    status: Mapping[str, Any]
+    is_live: bool
+    num_steps: int
+    snapshots: Sequence[Mapping[str, Any]]
+    restarts: Sequence[Mapping[str, Any]]
+    metrics: Mapping[str, Points]
+    timeline: Intervals | None
+    spent_s: Mapping[str, float]
+    audit: str
+    audit_passed: bool
+    logs: Sequence[tuple[str, str]]
+
+    @property
+    def digest(self) -> str:
+        """The digest of the newest sound snapshot; "" if there is none."""
+        return str(self.snapshots[-1]["digest"]) if self.snapshots else ""
+
+
+def read_run_data(run_dir: Path, name: str, record: Mapping[str, Any]) -> RunData:
+    """Read the data of a run, which may be running. Files that are damaged or missing count as empty.
+
+    Args:
+        record: the content of run.json.
+    """
+    status, restarts = read_or_empty(run_dir / STATUS), read_rows(run_dir / RESTARTS)
+    rows = read_rows(run_dir / TIMELINE)
+    try:
+        problems, parts = audit_samples(run_dir, record)
+        audit, passed = summarize(problems, parts), not problems
+    except (Error, MemoryError, OverflowError, ValueError) as error:
+        audit, passed = f"the samples cannot be audited: {error}", False
+    sound = sorted((each for each in Store(run_dir).snapshots() if each.problem is None), key=lambda each: each.step)
+    return RunData(
+        name=name,
+        record=record,
+        status=status,
+        is_live=status.get("status") == "running" and not has_ended(run_dir),
+        num_steps=count_records(run_dir / LEDGER),
+        snapshots=[{"step": each.step, "digest": each.manifest.get("digest", "")} for each in sound],
+        restarts=restarts,
+        metrics=read_metrics(run_dir / METRICS),
+        timeline=build_intervals(rows),
+        spent_s=sum_phases(rows),
+        audit=audit,
+        audit_passed=passed,
+        logs=list(_read_logs(run_dir, status, restarts)),
+    )
+
+
+def read_metrics(path: Path) -> dict[str, Points]:
+    """Read all rows of a file of metrics of any size: 5 us per row. Values that are not numbers are passed over."""
+    found: dict[str, tuple[array[float], array[float]]] = {}
+    with suppress(OSError), open(path, "rb", opener=open_regular) as file:
+        for line in file:
+            with suppress(ValueError):
+                row = parse_json(line)
+                if not fits(row, {"step": is_count}):
+                    continue
+                for name, value in row.items():
+                    if name in PLACE or isinstance(value, bool) or not isinstance(value, int | float | None):
+                        continue
+                    steps, values = found.setdefault(name, (array("d"), array("d")))
+                    steps.append(row["step"])
+                    values.append(math.nan if value is None else value)
+    return {name: Points(np.array(steps), np.array(values)) for name, (steps, values) in found.items()}
+
+
+def sum_phases(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Sum the seconds of each phase over all rows and ranks of a timeline."""
+    total: dict[str, float] = {}
+    for row in rows:
+        for phase, seconds in row["spent_s"].items():
+            total[phase] = total.get(phase, 0.0) + sum(seconds)
+    return total
+
+
+def build_intervals(rows: Sequence[Mapping[str, Any]]) -> Intervals | None:
+    """Return the rows of a timeline that cover the steps of the run. Of repeated steps, the last repetition counts.
+
+    Example::
+
+        >>> rows = [{"time_s": t, "steps": [10 * t, 9 * t], "spent_s": {"forward": [0.5, 0.25]}} for t in (1, 2, 3)]
+        >>> intervals = build_intervals(rows)
+        >>> intervals.edges, intervals.busy_s[0], intervals.num_steps[0]
+        (array([10., 20., 30.]), array([0.5 , 0.25]), array([10.,  9.]))
+    """
+    num_ranks = max((len(row["steps"]) for row in rows), default=0)
+    edges: list[float] = []
+    kept: list[tuple[float, Floats]] = []  # seconds, and busy seconds and steps per rank
+    held_s, held = 0.0, np.zeros((2, num_ranks))  # of rows in which no step has ended
+    before: list[int] = []
+    for row in rows:
+        steps = row["steps"]
+        if before and steps and before[0] > steps[0]:  # the run went back to a snapshot
+            while edges and edges[-1] > steps[0]:
+                edges.pop(), kept.pop()
+            held_s, held, before = 0.0, np.zeros((2, num_ranks)), []
+        for phase, spent_s in row["spent_s"].items():
+            held_s += spent_s[0] if spent_s and phase not in NOT_TRAINING else 0.0
+            if phase in BUSY:
+                held[0, : len(spent_s[:num_ranks])] += spent_s[:num_ranks]
+        if before:
+            held[1, : len(steps)] += [now - was for now, was in zip_longest(steps, before[: len(steps)], fillvalue=0)]
+        before = steps
+        if not steps or (edges and edges[-1] == steps[0]):
+            continue
+        edges.append(steps[0])
+        kept.append((held_s, held))
+        held_s, held = 0.0, np.zeros((2, num_ranks))
+    if len(edges) < 2:
+        return None
+    ranks = np.stack([each for _, each in kept[1:]])
+    return Intervals(np.array(edges, dtype=np.float64), np.array([s for s, _ in kept[1:]]), ranks[:, 0], ranks[:, 1])
+
+
+def _read_logs(
+    run_dir: Path, status: Mapping[str, Any], restarts: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, str]]:
+    """Yield title and last lines of logs: of the rank that ended each start, and of all ranks at a failed run's end."""
+    for number, restart in enumerate(restarts):
+        if is_count(restart.get("rank")):
+            path = run_dir / LOGS / str(number) / f"{restart['rank']}.log"
+            if text := _read_tail(path):
+                yield f"start {number}, rank {restart['rank']}: {restart['reason']}", text
+    if status.get("status") == "failed":
+        starts = [path for path in (run_dir / LOGS).glob("*") if path.name.isdecimal()]
+        newest = max(starts, key=lambda path: int(path.name), default=run_dir / LOGS)
+        ranks = [path for path in newest.glob("*.log") if path.stem.isdecimal()]
+        for path in sorted(ranks, key=lambda path: int(path.stem))[:NUM_LOGS]:
+            if text := _read_tail(path):
+                yield f"start {newest.name}, rank {path.stem}", text
+
+
+def _read_tail(path: Path) -> str:
+    """Return the last lines of a text file; "" if it cannot be read."""
+    try:
+        with open(path, "rb", opener=open_regular) as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            lines = file.read(TAIL_BYTES).decode(errors="replace").splitlines()
+    except OSError:
+        return ""
+    return "\n".join(lines[-NUM_LINES:])

@@ -1,0 +1,74 @@
+"""`samestep report`: writes an HTML file about one or several runs. Does not import torch."""
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from samestep.console import escape, show_activity
+from samestep.errors import Error
+from samestep.files import replace_file
+from samestep.snapshot.object_store import open_run, read_run
+from samestep.tools.inspect import CommandParser
+from samestep.tools.report.page import build_page
+from samestep.tools.report.run_data import RunData, read_run_data
+
+MOST_ATTACHED_BYTES = 1 << 20
+
+
+def run_report(args: list[str]) -> int:
+    """Run the command with the arguments after its name. Returns the exit code.
+
+    Raises:
+        Error: there is no run, or the file cannot be written.
+    """
+    parser = CommandParser(
+        prog="samestep report",
+        description="Writes one HTML file about one or several runs: metrics, throughput, where the time of every rank "
+        "went, restarts, snapshots, the audit of the samples, and the configuration. The file needs no network. A run "
+        "that is being written is shown as it is now. Several runs are drawn into the same charts.",
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="a run's directory or URL")
+    parser.add_argument("-o", "--output", metavar="FILE", default="report.html", help="default: report.html")
+    parser.add_argument(
+        "--attach", metavar="FILE", action="append", default=[],
+        help="a text to include, such as the output of samestep verify or doctor; can be repeated",
+    )  # fmt: skip
+    options = parser.parse_args(args)
+    output = Path(options.output)
+    attachments = {Path(name).name: read_attachment(Path(name)) for name in options.attach}
+    names = name_runs(options.runs)
+    found: list[RunData] = []
+    with ExitStack() as stack:
+        for run, name in zip(options.runs, names, strict=True):
+            show_activity(f"reading {run} ...")
+            directory = stack.enter_context(open_run(run))
+            found.append(read_run_data(directory, name, read_run(directory, run)))
+    page = build_page(found, "", attachments).encode()
+    try:
+        replace_file(output, page)
+    except OSError as error:
+        raise Error(f"{output} could not be written ({error.strerror}): name another file with -o") from None
+    show_activity("")
+    print(escape(f"{output}: {len(found)} {'run' if len(found) == 1 else 'runs'}, {len(page) / 1e6:.1f} MB"))
+    return 0
+
+
+def name_runs(runs: list[str]) -> list[str]:
+    """Return a short name for each run: its last part, or all of it if that is not unique."""
+    short = [run.rstrip("/").rpartition("/")[2] or run for run in runs]
+    return [name if short.count(name) == 1 else run for name, run in zip(short, runs, strict=True)]
+
+
+def read_attachment(path: Path) -> str:
+    """Return the text of a file.
+
+    Raises:
+        Error: it cannot be read, or is too large.
+    """
+    try:
+        with open(path, "rb") as file:
+            text = file.read(MOST_ATTACHED_BYTES + 1)
+    except OSError as error:
+        raise Error(f"{path} cannot be read ({error.strerror}): name a text file with --attach") from None
+    if len(text) > MOST_ATTACHED_BYTES:
+        raise Error(f"{path} has more than {MOST_ATTACHED_BYTES:,} bytes: attach a smaller text")
+    return text.decode(errors="replace")
