@@ -99,7 +99,7 @@ def compare_runs(one: str, other: str, *, is_json: bool) -> int:
         common = min(each["steps"] for each in described)
         if not common:
             raise Error(f"{one if not described[0]['steps'] else other} has no step yet: there is nothing to compare")
-        step, what = _find_first_difference(first, second)
+        step, what = find_first_difference(first, second)
         state_step = _find_first_state(first, second)
         num_snapshots = len(_read_digests(first).keys() & _read_digests(second).keys())
     differences = _find_differences(records, described)
@@ -169,7 +169,7 @@ def _find_differences(
     return found
 
 
-def _find_first_difference(one: Path, other: Path) -> tuple[int | None, list[str]]:
+def find_first_difference(one: Path, other: Path) -> tuple[int | None, list[str]]:
     """Return the first step of both runs that differs, and in what."""
     for step, (a, b) in enumerate(zip(read_records(one / LEDGER), read_records(other / LEDGER), strict=False)):
         if a != b and (found := describe_difference(a, b)):

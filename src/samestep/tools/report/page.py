@@ -28,11 +28,11 @@ RESTART = ("time", "reason", "rank", "from_step", "lost_steps", "world_size")
 FEW_ROWS = 16  # a longer table is folded
 
 
-def build_page(runs: Sequence[RunData], comparison: str, attachments: Mapping[str, str]) -> str:
+def build_page(runs: Sequence[RunData], comparison: Sequence[str], attachments: Mapping[str, str]) -> str:
     """Return the page.
 
     Args:
-        comparison: what two runs have in common, in a sentence; "" for another number of runs.
+        comparison: what each further run has in common with the first one, in a sentence.
         attachments: title -> text, such as the output of `samestep verify`.
     """
     charts, marks = group_charts(runs), find_marks(runs)
@@ -50,7 +50,7 @@ def build_page(runs: Sequence[RunData], comparison: str, attachments: Mapping[st
     body = [
         f"<header><h1>{escape(', '.join(run.name for run in runs))}</h1>",
         f"<p>samestep {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC</p></header><main>",
-        _section("Summary", _build_summary(runs) + (f"<p>{escape(comparison)}</p>" if comparison else "")),
+        _section("Summary", _build_summary(runs) + "".join(f"<p>{escape(each)}</p>" for each in comparison)),
         _section("Metrics", figures or "<p>No metrics were logged.</p>"),
         _section("Where the time goes", "".join(_build_times(runs, maps))),
         _section("Restarts", "".join(_build_restarts(runs))),

@@ -1,5 +1,6 @@
 """Reads what a report shows of one run from the run's directory."""
 
+import json
 import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep.errors import Error
-from samestep.files import fits, is_count, open_regular, parse_json
+from samestep.files import is_count, open_regular
 from samestep.plan.ledger import count_records
 from samestep.snapshot.store import Store
 from samestep.tools.audit import audit_samples, summarize
@@ -23,6 +24,7 @@ from samestep.watch.records import LEDGER, LOGS, METRICS, RESTARTS, STATUS, TIME
 
 BUSY = ("loading", "forward", "backward", "updating")  # phases in which a rank waits for no other rank
 NOT_TRAINING = ("starting", "validating", "left", "ended")
+MOST_STEPS = 1 << 53  # whole numbers that a float holds
 NUM_LINES = 30  # of a failed rank's log
 NUM_LOGS = 8  # logs of one start
 TAIL_BYTES = 1 << 16
@@ -121,20 +123,23 @@ def read_run_data(run_dir: Path, name: str, record: Mapping[str, Any]) -> RunDat
 
 
 def read_metrics(path: Path) -> dict[str, Points]:
-    """Read all rows of a file of metrics of any size: 5 us per row. Values that are not numbers are passed over."""
+    """Read all rows of a file of metrics of any size. Rows that are damaged and values of other kinds are skipped."""
     found: dict[str, tuple[array[float], array[float]]] = {}
     with suppress(OSError), open(path, "rb", opener=open_regular) as file:
         for line in file:
-            with suppress(ValueError):
-                row = parse_json(line)
-                if not fits(row, {"step": is_count}):
-                    continue
-                for name, value in row.items():
-                    if name in PLACE or isinstance(value, bool) or not isinstance(value, int | float | None):
-                        continue
-                    steps, values = found.setdefault(name, (array("d"), array("d")))
-                    steps.append(row["step"])
-                    values.append(math.nan if value is None else value)
+            try:
+                row = json.loads(line)  # without the checks of parse_json, which take three times as long
+            except (ValueError, RecursionError):
+                continue
+            step = row.get("step") if type(row) is dict else None
+            if type(step) is not int or not 0 <= step < MOST_STEPS:
+                continue
+            for name, value in row.items():
+                if name not in PLACE and (type(value) is float or type(value) is int or value is None):
+                    steps, values = found.get(name) or found.setdefault(name, (array("d"), array("d")))
+                    with suppress(OverflowError):  # an integer that no float holds
+                        values.append(math.nan if value is None else value)
+                        steps.append(step)
     return {name: Points(np.array(steps), np.array(values)) for name, (steps, values) in found.items()}
 
 

@@ -7,6 +7,7 @@ from samestep.console import escape, show_activity
 from samestep.errors import Error
 from samestep.files import replace_file
 from samestep.snapshot.object_store import open_run, read_run
+from samestep.tools.compare import find_first_difference
 from samestep.tools.inspect import CommandParser
 from samestep.tools.report.page import build_page
 from samestep.tools.report.run_data import RunData, read_run_data
@@ -37,12 +38,16 @@ def run_report(args: list[str]) -> int:
     attachments = {Path(name).name: read_attachment(Path(name)) for name in options.attach}
     names = name_runs(options.runs)
     found: list[RunData] = []
+    directories: list[Path] = []
     with ExitStack() as stack:
         for run, name in zip(options.runs, names, strict=True):
             show_activity(f"reading {run} ...")
             directory = stack.enter_context(open_run(run))
+            directories.append(directory)
             found.append(read_run_data(directory, name, read_run(directory, run)))
-    page = build_page(found, "", attachments).encode()
+        pairs = zip(found[1:], directories[1:], strict=True)
+        comparison = [compare(found[0], other, directories[0], directory) for other, directory in pairs]
+    page = build_page(found, comparison, attachments).encode()
     try:
         replace_file(output, page)
     except OSError as error:
@@ -50,6 +55,15 @@ def run_report(args: list[str]) -> int:
     show_activity("")
     print(escape(f"{output}: {len(found)} {'run' if len(found) == 1 else 'runs'}, {len(page) / 1e6:.1f} MB"))
     return 0
+
+
+def compare(one: RunData, other: RunData, directory: Path, other_directory: Path) -> str:
+    """Return how long the steps of two runs have the same bits, in a sentence."""
+    num_common = min(one.num_steps, other.num_steps)
+    step, what = find_first_difference(directory, other_directory)
+    if step is None:
+        return f"{one.name} and {other.name}: identical in all {num_common:,} steps that both have"
+    return f"{one.name} and {other.name}: identical until step {step:,}, then {' and '.join(what)}"
 
 
 def name_runs(runs: list[str]) -> list[str]:

@@ -1,0 +1,301 @@
+"""The page that `samestep report` writes: what it shows, that nothing in it can act, and that a browser runs it."""
+
+import base64
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import zlib
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import samestep
+from samestep.errors import Error
+from samestep.tools.report.charts import build_heat_map
+from samestep.tools.report.decimation import decimate
+from samestep.tools.report.run_data import build_intervals, read_run_data
+from samestep.tools.report.run_report import run_report
+from samestep.watch import timeline
+from samestep.watch.stall_diagnosis import Beat
+from samestep.world.environment import read_host
+
+HOSTILE = "</script><script>document.title='hacked'</script><img src=x onerror=alert(1)>"
+NUMBERS = {
+    "seed": 0, "batch_size": 8, "micro_batch_size": 2, "data_length": 16, "mode": "epochs", "shuffle": True,
+    "drop_last": False, "sampler": "default",
+}  # fmt: skip
+
+
+def write_run(run: Path, *, record: Any = (), status: Any = (), **files: list[dict[str, Any]]) -> Path:
+    """A run's directory with rows in some of its files."""
+    run.mkdir(parents=True)
+    (run / "run.json").write_text(json.dumps({"format": 1, "samestep": "0.1.0", "numbers": NUMBERS, **dict(record)}))
+    (run / "status.json").write_text(json.dumps({"status": "done", "reason": "", **dict(status)}))
+    for name, rows in files.items():
+        (run / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return run
+
+
+def report(*runs: Path, output: Path, more: tuple[str, ...] = ()) -> str:
+    assert run_report([*map(str, runs), "-o", str(output), *more]) == 0
+    return output.read_text()
+
+
+class Texts(HTMLParser):
+    """The text of a page outside of scripts, and its elements."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.text, self.elements, self._inside = "", list[tuple[str, dict[str, str | None]]](), ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self._inside = tag
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._inside not in ("script", "style"):
+            self.text += data
+
+
+def read_data(page: str) -> Any:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page)
+    assert found is not None
+    return json.loads(found[1])
+
+
+# --- a real run ---------------------------------------------------------------------------------------------------
+
+
+def test_a_run_is_shown_and_compared(tmp_path: Path) -> None:
+    for name, rate in (("one", 0.1), ("other", 0.1), ("third", 0.2)):
+        run = samestep.Run(tmp_path / name, batch_size=8, micro_batch_size=2, config={"name": name}, log_every=1)
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+        run.prepare(model=model, optimizer=optimizer)
+        for epoch in run.epochs(torch.ones(16, 2), 2):
+            for step in epoch:
+                for x in step:
+                    step.backward(model(x).pow(2).mean())
+                optimizer.step()
+    page = report(*(tmp_path / name for name in ("one", "other", "third")), output=tmp_path / "out.html")
+    shown = Texts(page)
+    assert "audit passed: in 2 complete epochs each of 16 samples was used once" in shown.text
+    assert "config.name" in shown.text
+    assert "2 of " in shown.text  # and the learning rate
+    assert "values differ" in shown.text
+    assert "one and other: identical in all 4 steps that both have" in shown.text
+    assert "one and third: identical until step 1, then the loss is" in shown.text
+    charts = {chart["title"]: chart for chart in read_data(page)["charts"]}
+    assert [series["label"] for series in charts["loss"]["series"]] == [
+        f"{name}: train/loss" for name in ("one", "other", "third")
+    ]
+    assert charts["loss"]["series"][0]["x"] == [1, 2, 3, 4]
+    rows = [json.loads(line) for line in (tmp_path / "one" / "timeline.jsonl").read_text().splitlines()]
+    assert rows[-1]["steps"] == [4]
+    assert rows[-1]["spent_s"]["forward"][0] > 0
+    assert "compute" in shown.text
+    assert all(attributes.get("aria-label") for tag, attributes in shown.elements if tag == "svg")
+
+
+# --- parts --------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.floats(allow_infinity=False, width=32), min_size=1, max_size=100), st.integers(1, 20))
+def test_no_peak_is_lost(values: list[float], num_buckets: int) -> None:
+    y = np.array(values)
+    x = np.arange(len(y), dtype=np.float64)
+    kept_x, kept_y = decimate(x, y, num_buckets)
+    assert len(kept_x) <= max(2 * num_buckets, 0) or len(y) <= 2 * num_buckets
+    assert (np.diff(kept_x) > 0).all()
+    np.testing.assert_array_equal(kept_y, y[kept_x.astype(int)])
+    if not np.isnan(y).all():
+        assert (np.nanmin(kept_y), np.nanmax(kept_y)) == (np.nanmin(y), np.nanmax(y))
+
+
+def make_row(steps: list[int], **spent_s: list[float]) -> dict[str, Any]:
+    return {"time_s": 0.0, "steps": steps, "spent_s": spent_s}
+
+
+def test_repeated_steps_count_once_and_ranks_by_their_own_steps() -> None:
+    rows = [
+        make_row([0, 0], starting=[9.0, 9.0]),
+        make_row([10, 8], forward=[1.0, 4.0]),
+        make_row([20, 20], forward=[1.0, 1.0]),  # lost: the run goes back to step 10, with one more rank
+        make_row([10, 10, 10], starting=[9.0, 9.0, 9.0]),
+        make_row([15, 15, 15], forward=[5.0, 5.0, 5.0]),
+        make_row([15, 15, 15], validating=[7.0, 7.0, 7.0]),
+        make_row([20, 20, 20], forward=[1.0, 2.0, 3.0], reducing=[2.0, 1.0, 0.0]),
+    ]
+    intervals = build_intervals(rows)
+    assert intervals is not None
+    assert intervals.edges.tolist() == [0, 10, 15, 20]
+    assert intervals.seconds.tolist() == [1, 5, 3]
+    heat = build_heat_map(intervals)
+    assert heat is not None
+    np.testing.assert_array_equal(heat.cells, [[100, 500, np.nan], [1000, 1000, 1000], [200, 400, 600]])
+    assert heat.means.tolist() == [350, 11000 / 18, 800]
+    assert build_intervals(rows[:1]) is None
+
+
+def test_the_image_of_a_heat_map() -> None:
+    """Decoded here: one pixel for each cell, the smallest dark and the largest bright."""
+    rows = [make_row([10 * n, 10 * n], forward=[1.0, float(n)]) for n in range(4)]
+    heat = build_heat_map(build_intervals(rows))
+    assert heat is not None
+    data = base64.b64decode(heat.image.partition(",")[2])
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    assert int.from_bytes(data[16:20], "big") == 3
+    assert int.from_bytes(data[20:24], "big") == 2
+    at = data.index(b"IDAT")
+    raw = zlib.decompress(data[at + 4 : at + 4 + int.from_bytes(data[at - 4 : at], "big")])
+    assert raw[1:5] == bytes([68, 1, 84, 255])
+    assert raw[13 + 9 : 13 + 13] == bytes([253, 231, 37, 255])
+
+
+def test_the_rows_of_a_timeline_get_rarer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make_beat(second: int) -> Beat:
+        spent_s = {"forward": float(second)}
+        return Beat(rank=0, host="here", pid=1, number=1, step=second, phase="forward", for_s=0.0, spent_s=spent_s)
+
+    now_s = 0.0
+    monkeypatch.setattr(timeline.time, "monotonic", lambda: now_s)
+    written = timeline.Timeline(tmp_path / "timeline.jsonl")
+    for second in range(1, 4001):
+        now_s = float(second)
+        written.add([make_beat(second)])
+    rows = [json.loads(line) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
+    assert [row["steps"] for row in rows[:500]] == [[second] for second in range(1, 501)]
+    assert 500 * (1 + math.log(8)) * 0.7 < len(rows) < 500 * (1 + math.log(8)) * 1.1
+    assert sum(row["spent_s"]["forward"][0] for row in rows) == pytest.approx(rows[-1]["steps"][0])
+
+
+# --- bad and hostile input ----------------------------------------------------------------------------------------
+
+
+def test_nothing_in_a_run_can_act_in_the_page(tmp_path: Path) -> None:
+    run = write_run(
+        tmp_path / "run",
+        record={"config": {HOSTILE: HOSTILE}, "changes": [{"after_step": 1, "changed": HOSTILE}]},
+        status={"status": "failed", "reason": HOSTILE},
+        metrics=[
+            {"step": 1, HOSTILE: 1.0, "train/loss": None},
+            {"step": "x", "loss": 1.0},
+            {"step": 2, HOSTILE: "text"},
+        ],
+        restarts=[{"reason": HOSTILE, "from_step": 0, "rank": 0, "world_size": 2, "time": HOSTILE}],
+        timeline=[make_row([1]), make_row([], forward=[]), {"steps": 3}, make_row([4], **{HOSTILE: [1.0]})],
+    )
+    (run / "logs" / "0").mkdir(parents=True)
+    (run / "logs" / "0" / "0.log").write_text(f"line\n{HOSTILE}\n")
+    (tmp_path / "verify.txt").write_text(HOSTILE)
+    page = report(run, output=tmp_path / "out.html", more=("--attach", str(tmp_path / "verify.txt")))
+    assert HOSTILE not in page
+    shown = Texts(page)
+    assert shown.text.count(HOSTILE) >= 7
+    assert sum(tag == "script" for tag, _ in shown.elements) == 3
+    assert not any(name.startswith("on") for _, attributes in shown.elements for name in attributes)
+    policy = next(each["content"] for tag, each in shown.elements if tag == "meta" and "http-equiv" in each)
+    assert policy is not None
+    assert policy.startswith("default-src 'none'")
+    assert "://" not in page.replace("http://www.w3.org", "").replace("https://github.com/leeoniya/uPlot", "")
+
+
+def test_a_run_that_is_being_written(tmp_path: Path) -> None:
+    status = {"status": "running", "process": os.getpid(), "host": read_host()}
+    run = write_run(tmp_path / "run", status=status, metrics=[{"step": 1, "loss": 2.0}])
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"step": 2, "lo')  # the writer is in the middle of a line
+    assert "live: the run is being written" in Texts(report(run, output=tmp_path / "out.html")).text
+    data = read_run_data(run, "run", json.loads((run / "run.json").read_text()))
+    assert data.metrics["loss"].values.tolist() == [2.0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["nothing"], "there is no directory nothing"),
+        (["run", "-o", "missing/out.html"], "missing/out.html could not be written"),
+        (["run", "--attach", "missing.txt"], "missing.txt cannot be read"),
+        ([], "the following arguments are required: RUN"),
+    ],
+)
+def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], sentence: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_run(tmp_path / "run")
+    (tmp_path / "report.html").write_text("kept")
+    with pytest.raises(Error, match=re.escape(sentence)):
+        run_report(arguments)
+    assert (tmp_path / "report.html").read_text() == "kept"
+
+
+# --- in a browser -------------------------------------------------------------------------------------------------
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+HOVER = """
+<script>
+requestAnimationFrame(() => setTimeout(() => {
+  const over = document.querySelector(".u-over"), box = over.getBoundingClientRect();
+  over.dispatchEvent(new MouseEvent("mouseenter", {bubbles: true}));
+  const at = {bubbles: true, clientX: box.left + box.width - 1, clientY: box.top + 5};
+  over.dispatchEvent(new MouseEvent("mousemove", at));
+  const image = document.querySelector(".map img"), place = image.getBoundingClientRect();
+  image.dispatchEvent(new MouseEvent("mousemove", {clientX: place.left + 2, clientY: place.top + 2}));
+  requestAnimationFrame(() => setTimeout(() => document.body.append(Object.assign(document.createElement("div"), {
+    id: "hovered",
+    textContent: [...document.querySelectorAll(".u-legend")].map((each) => each.textContent).join("|"),
+  })), 50));
+}, 50));
+</script></body>"""
+
+
+def browse(page: Path, profile: Path) -> tuple[str, str]:
+    """The document after its scripts have run, and what the browser has printed."""
+    assert CHROMIUM is not None
+    words = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--user-data-dir={profile}"]
+    done = subprocess.run(
+        [CHROMIUM, *words, "--virtual-time-budget=5000", "--dump-dom", page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return done.stdout, done.stderr
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium here")
+def test_in_a_browser(tmp_path: Path) -> None:
+    rows = [make_row([10 * n, 10 * n], forward=[1.0, float(n)]) for n in range(6)]
+    metrics = [{"step": n, "train/loss": 1 / n, "validation/loss": 2 / n, "train/lr": 0.1} for n in range(1, 51)]
+    run = write_run(tmp_path / "run", metrics=metrics, timeline=rows)
+    page = report(run, output=tmp_path / "out.html")
+    (tmp_path / "hover.html").write_text(page.replace("</body>", HOVER))
+    document, log = browse(tmp_path / "hover.html", tmp_path / "profile")
+    assert "CONSOLE" not in log
+    assert document.count('class="uplot') == 3  # loss, lr, samples per second
+    hovered = re.search(r'<div id="hovered">(.*?)</div>', document, re.DOTALL)
+    assert hovered is not None
+    legends = hovered[1].split("|")
+    assert "0.02" in legends[0]  # the loss in the last step
+    assert "0.04" in legends[0]
+    assert "0.1" in legends[1]  # the cursors of all charts move together
+    assert "rank 0, steps 0 to 9: 100 ms" in document
+
+    static = page.replace("script-src 'unsafe-inline'", "script-src 'none'")
+    (tmp_path / "static.html").write_text(static)
+    document, _ = browse(tmp_path / "static.html", tmp_path / "profile")
+    assert 'class="uplot' not in document
+    assert document.count("<svg") == 3
