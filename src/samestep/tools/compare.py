@@ -17,6 +17,7 @@ from samestep.watch.records import LEDGER, METRICS, RECORD, STATUS, read_or_empt
 
 SHORT = 12  # of a digest's 64 digits
 COUNTED = ("data_length", "batch_size", "micro_batch_size", "seed")  # numbers by which steps use other samples
+SECTIONS = ("numbers", "settings", "config", "script", "git", "machine")  # of run.json, the most important first
 PLACE = ("step", "epoch")  # entries of a row that are not metrics
 
 
@@ -157,7 +158,7 @@ def _find_differences(
 ) -> dict[str, tuple[Any, Any]]:
     """Return the values that differ between two runs, by name, the most important first."""
     found: dict[str, tuple[Any, Any]] = {}
-    for section in ("numbers", "settings", "config", "script", "git", "machine"):
+    for section in SECTIONS:
         one, other = (dict(list_values(record.get(section) or {})) for record in records)
         names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
         found |= {f"{section}.{name}": (one.get(name), other.get(name)) for name in names}

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from samestep.console import list_values, to_text
+from samestep.tools.compare import SECTIONS
 from samestep.tools.report.charts import (
     HeatMap,
     build_heat_map,
@@ -23,7 +24,6 @@ from samestep.version import __version__
 from samestep.watch.stall_diagnosis import share_spent
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-SECTIONS = ("numbers", "machine", "git", "config", "settings")
 RESTART = ("time", "reason", "rank", "from_step", "lost_steps", "world_size")
 FEW_ROWS = 16  # a longer table is folded
 
