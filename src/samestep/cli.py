@@ -254,6 +254,8 @@ def _build_recipe_target(
     if "batch_size" in values:
         arguments = [*arguments, f"--batch-size={values['batch_size']}"]  # the recipe derives other numbers from it
     known = {name_option(option) for option in read_options(find_recipes()[recipe])}
+    if "run_dir" not in flags:  # verify, which names the directories itself
+        known.discard(name_option("--run-dir"))
     for token in arguments:
         if token.startswith("--") and name_option(token) not in known:
             raise reject_option(f"{command} {recipe}", token, [*known, *name_flags(flags)])

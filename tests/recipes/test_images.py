@@ -178,7 +178,7 @@ BAD_FOLDERS: dict[str, tuple[Callable[[Path], object], str]] = {
     "missing": (lambda folder: None, "is not a folder: name one"),
     "file": (lambda folder: folder.write_text(""), "is not a folder: name one"),
     "empty": (lambda folder: folder.mkdir(), "has 0 folders: it needs"),
-    "one class": (lambda folder: shutil.rmtree(write_photos(folder, 2) / "dark"), "has 1 folders: it needs"),
+    "one class": (lambda folder: shutil.rmtree(write_photos(folder, 2) / "dark"), "has 1 folder: it needs"),
     "empty class": (lambda folder: (write_photos(folder, 2) / "grey").mkdir(), "grey holds no image"),
     "few": (lambda folder: write_photos(folder, 1), "2 images in .* are too few to hold out"),
     "other classes": (make_other_classes, r"have different classes \(dark, grey\): make them the same"),

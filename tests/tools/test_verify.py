@@ -145,6 +145,7 @@ def test_a_script_that_does_not_train(tmp_path: Path, script: str, words: str) -
         (["--keep-runs", "/proc/x", "mlp"], "--keep-runs /proc/x cannot be created (No such file or directory): name"),
         (["--step", "3", "mlp"], "verify has no option --step; did you mean --steps?"),
         (["--run-dir", "x", "mlp"], "verify has no option --run-dir"),
+        (["mlp", "--run-dir", "x"], "verify mlp has no option --run-dir"),
         (["mlp", "--no-such-option"], "verify mlp has no option --no-such-option"),
     ],
 )

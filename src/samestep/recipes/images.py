@@ -51,7 +51,10 @@ def find_images(folder: Path) -> tuple[list[str], list[Entry]]:
             raise samestep.Error(f"{folder / name} holds no image ({', '.join(SUFFIXES)}): fill it or remove it")
         entries += [(path, number) for path in files]
     if len(classes) < 2:
-        raise samestep.Error(f"{folder} has {len(classes)} folders: it needs a folder of images for each of 2 classes")
+        raise samestep.Error(
+            f"{folder} has {len(classes)} folder{'s' * (len(classes) != 1)}: it needs "
+            "a folder of images for each of 2 classes"
+        )
     return classes, entries
 
 
@@ -117,7 +120,8 @@ def decode(path: Path) -> Image.Image:
             return Image.open(io.BytesIO(content)).convert("RGB")
     except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, struct.error and others
         advice = "repair or remove it, or start with --skip-corrupt, which names and leaves out all such images"
-        raise CorruptImage(f"{path} cannot be decoded ({type(error).__name__}: {error}): {advice}") from error
+        why = f"{type(error).__name__}: {error}".partition(" <")[0]  # without the address of the BytesIO
+        raise CorruptImage(f"{path} cannot be decoded ({why}): {advice}") from error
 
 
 class Images(Dataset[tuple[Tensor, int]]):
