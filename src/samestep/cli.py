@@ -302,12 +302,12 @@ def _replay(arguments: list[str]) -> int:
     from samestep.tools import replay
 
     values, left = take_flags(arguments, stop_at_first=True, flags=replay.FLAGS)
-    if not left or any(word in ("-h", "--help") for word in left[:2]):
+    if any(word in ("-h", "--help") for word in left[:2]):
         print(f"{replay.HELP}\n{describe_command_flags(replay.FLAGS)}", end="")
         return 0
-    run, *left = left
-    if not left:
+    if not left[1:]:
         raise Error("replay needs a run and its script: samestep replay RUN --step S SCRIPT")
+    run, *left = left
     more, target = _take_flags_and_target("replay", left, replay.FLAGS)
     if target is None:
         return _replay(["--help"])

@@ -71,6 +71,8 @@ def run_replay(run: str, target: Target, values: Mapping[str, Any]) -> int:
         raise Error("--micro-batch is counted from 0, and --nproc-per-node from 1")
     if values.get("save") is not None and "micro_batch" not in values:
         raise Error("--save writes one micro-batch: name it by --micro-batch")
+    if (save := values.get("save")) is not None and (Path(save).is_dir() or not Path(save).absolute().parent.is_dir()):
+        raise Error(f"--save {save} is a directory, or is in none that exists: name a file in one that does")
     if values.get("pdb") and not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise Error("--pdb needs a terminal: start it in one, without redirections")
     if values.get("pdb") and values.get("nproc_per_node", 1) > 1:

@@ -145,9 +145,10 @@ class Replay(Tracer):
         try:
             with replacing(file) as partial_file, open(partial_file, "xb") as opened:
                 torch.save(_to_plain(contents), opened)
-        except (OSError, RuntimeError) as error:  # torch raises RuntimeError for a full disk
-            why = getattr(error, "strerror", None) or str(error).splitlines()[0]
-            raise Error(f"--save {file} cannot be written ({why}): name a file on another disk") from None
+        except (OSError, RuntimeError) as error:  # torch raises RuntimeError while it handles a full disk
+            reasons = [getattr(each, "strerror", None) for each in (error, error.__context__)]
+            why = next(filter(None, reasons), str(error).splitlines()[0])
+            raise Error(f"--save {file} cannot be written ({why}): free space, or name another file") from None
 
 
 class _NonFinite:
