@@ -6,7 +6,7 @@ columns of variable size as uint32, then the columns.
 
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from samestep.data.source import Shard
 from samestep.errors import Error
-from samestep.sources.shard_files import Blobs, Places
+from samestep.sources.shard_files import Kept, SampleFiles
 
 CACHED_SHARDS = 64  # whose offsets are kept
 SCALARS = (
@@ -31,7 +31,7 @@ SHAPES = ("uint8", "uint16", "uint32", "uint64")
 Decoder = Callable[[bytes], Any]
 
 
-class MDS:
+class MDS(SampleFiles):
     """A directory of MDS shards, as a source of dicts.
 
     Encodings: bytes, str, int, (u)int8 to 64, float16 to 64, str_int, str_float, json, ndarray, jpeg and png (as Pillow
@@ -66,34 +66,9 @@ class MDS:
         for name, encoding, _ in {column for columns in self._columns for column in columns}:
             if _find_decoder(encoding) is None:
                 raise Error(f"column {name} of {root} has the encoding {encoding}, which is not supported")
-        self._blobs, self._places, self._transform = Blobs(self._files), Places(self._counts), transform
-        self._begin()
-
-    def _begin(self) -> None:
-        self._read_offsets = lru_cache(maxsize=CACHED_SHARDS)(self._read_offsets_of)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_read_offsets"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._begin()
-
-    @property
-    def shards(self) -> list[Shard]:
-        """The shards, for the order and the record of a run."""
         rows = zip(self._files, self._counts, self._num_bytes, strict=True)
-        return [Shard(file.name, count, num_bytes) for file, count, num_bytes in rows]
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        samples = [self._read(int(shard), int(row)) for shard, row in zip(*self._places.find(indices), strict=True)]
-        return samples if self._transform is None else [self._transform(sample) for sample in samples]
+        super().__init__([Shard(file.name, *sizes) for file, *sizes in rows], self._files, transform)
+        self._read_offsets = Kept(self._read_offsets_of, CACHED_SHARDS)
 
     def _read_offsets_of(self, shard: int) -> NDArray[np.uint32]:
         count, num_bytes = self._counts[shard], self._num_bytes[shard]

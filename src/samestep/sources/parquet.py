@@ -1,7 +1,6 @@
 """Parquet files through pyarrow. A row group is a shard, because it is decoded as a whole."""
 
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 from samestep.data.source import Shard
 from samestep.errors import Error
 from samestep.plan.order import WINDOW_SHARDS
-from samestep.sources.shard_files import Places, list_files, name_files
+from samestep.sources.shard_files import Kept, Places, list_files, name_files
 
 MOST_OPEN = 64  # files
 
@@ -29,6 +28,9 @@ class Parquet:
         files: the files in their order, or a directory of `*.parquet`.
         columns: names of the columns to read. None: all.
 
+    Attributes:
+        shards: the row groups, for the order and the record of a run.
+
     Raises:
         Error: pyarrow is not installed, a file is missing or damaged, or there is no such column.
     """
@@ -37,7 +39,7 @@ class Parquet:
         self._files = list_files(files, ".parquet")
         self._columns = None if columns is None else [*columns]
         self._groups: list[tuple[int, int]] = []  # file, row group in it
-        counts, self._shards = list[int](), list[Shard]()
+        counts, self.shards = list[int](), list[Shard]()
         for number, (file, name) in enumerate(zip(self._files, name_files(self._files), strict=True)):
             opened = _open(file)
             known = opened.schema_arrow.names
@@ -47,25 +49,10 @@ class Parquet:
                 about = opened.metadata.row_group(group)
                 self._groups.append((number, group))
                 counts.append(about.num_rows)
-                self._shards.append(Shard(f"{name}:{group}", about.num_rows, about.total_byte_size))
+                self.shards.append(Shard(f"{name}:{group}", about.num_rows, about.total_byte_size))
         self._places = Places(counts)
-        self._begin()
-
-    def _begin(self) -> None:
-        self._open_file = lru_cache(maxsize=MOST_OPEN)(lambda number: _open(self._files[number]))
-        self._read_group = lru_cache(maxsize=WINDOW_SHARDS)(self._decode_group)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_open_file", "_read_group")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._begin()
-
-    @property
-    def shards(self) -> list[Shard]:
-        """The row groups, for the order and the record of a run."""
-        return self._shards
+        self._open_file = Kept(self._open_number, MOST_OPEN)
+        self._read_group = Kept(self._decode_group, WINDOW_SHARDS)
 
     def __len__(self) -> int:
         return len(self._places)
@@ -91,6 +78,9 @@ class Parquet:
                         values[position] = _read_value(group[name][row])
                 batch[name] = values
         return batch
+
+    def _open_number(self, number: int) -> Any:
+        return _open(self._files[number])
 
     def _decode_group(self, shard: int) -> dict[str, Any]:
         import pyarrow

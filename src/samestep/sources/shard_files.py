@@ -2,13 +2,14 @@
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from samestep.data.source import Shard
 from samestep.errors import Error
 
 MOST_OPEN = 64  # files of one source in one process
@@ -57,25 +58,68 @@ class Places:
         return shards, asked - self._stops[shards]
 
 
+class Kept:
+    """A function whose last `most` results are kept. They are not pickled."""
+
+    def __init__(self, function: Callable[[int], Any], most: int) -> None:
+        self._function, self._most = function, most
+        self._results: OrderedDict[int, Any] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_results": OrderedDict()}
+
+    def __call__(self, number: int) -> Any:
+        if number in self._results:
+            self._results.move_to_end(number)
+        else:
+            while len(self._results) >= self._most:
+                self._results.popitem(last=False)
+            self._results[number] = self._function(number)
+        return self._results[number]
+
+
+class SampleFiles:
+    """A source whose samples are read one by one. Subclasses define `_read(shard, row)`.
+
+    Attributes:
+        shards: the shards, for the order and the record of a run.
+    """
+
+    def __init__(self, shards: list[Shard], files: Sequence[Path], transform: Callable[[Any], Any] | None) -> None:
+        self.shards, self._transform = shards, transform
+        self._places = Places(shard.num_samples for shard in shards)
+        self._blobs = Blobs(files)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        shards, rows = self._places.find(indices)
+        samples = [self._read(shard, row) for shard, row in zip(shards.tolist(), rows.tolist(), strict=True)]
+        return samples if self._transform is None else [self._transform(sample) for sample in samples]
+
+    def _read(self, shard: int, row: int) -> dict[str, Any]:
+        raise NotImplementedError
+
+
 class Blobs:
     """Reads ranges of bytes. Files are opened when they are first read, and again in a process that gets a pickle."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
-        self._open: OrderedDict[int, Any] = OrderedDict()
+        self._open = Kept(self._open_file, MOST_OPEN)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_files": self._files, "_open": OrderedDict()}
+    def _open_file(self, file: int) -> Any:
+        return open(self._files[file], "rb", buffering=0)
 
     def read(self, file: int, start: int, size: int) -> bytes:
         """Return `size` bytes of a file from byte `start`. Raises Error if it has fewer, or cannot be read."""
         try:
-            opened = self._open.get(file)
-            if opened is None:
-                while len(self._open) >= MOST_OPEN:
-                    self._open.popitem(last=False)[1].close()
-                opened = self._open[file] = open(self._files[file], "rb", buffering=0)  # noqa: SIM115
-            data = os.pread(opened.fileno(), size, start)  # does not use the offset, which forked processes share
+            # pread does not use the file's offset, which forked processes share
+            data = os.pread(self._open(file).fileno(), size, start)
         except OSError as error:
             raise Error(f"the shard {self._files[file]} cannot be read ({error.strerror}): restore it") from None
         if len(data) < size:

@@ -4,8 +4,7 @@ import os
 import tarfile
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from numpy.typing import NDArray
 
 from samestep.data.source import Shard
 from samestep.errors import Error
-from samestep.sources.shard_files import Blobs, Places, list_files, name_files
+from samestep.sources.shard_files import Kept, SampleFiles, list_files, name_files
 
 CACHED_SHARDS = 64  # whose indices are kept
 INDEX = ".index.npz"
@@ -23,7 +22,7 @@ FORMAT = 1
 Index = dict[str, NDArray[Any]]
 
 
-class WebDataset:
+class WebDataset(SampleFiles):
     """Uncompressed tar files, as a source of dicts: "__key__" and, by extension, the files' bytes.
 
     An index of each tar is built when it is first used, and again when the tar has changed. It lies beside the tar.
@@ -46,42 +45,20 @@ class WebDataset:
         index_dir: str | Path | None = None,
     ) -> None:
         self._files = list_files(files, ".tar")
-        self._names, self._transform = name_files(self._files), transform
+        names = name_files(self._files)
         self._index_files = [
             Path(index_dir, name.replace(os.sep, "--") + INDEX) if index_dir else file.with_name(file.name + INDEX)
-            for file, name in zip(self._files, self._names, strict=True)
+            for file, name in zip(self._files, names, strict=True)
         ]
-        self._counts = [
-            _count_samples(file, at) for file, at in zip(self._files, self._index_files, strict=True)
+        shards = [
+            Shard(name, _count_samples(file, at), file.stat().st_size)
+            for name, file, at in zip(names, self._files, self._index_files, strict=True)
         ]
-        self._num_bytes = [file.stat().st_size for file in self._files]
-        self._blobs, self._places = Blobs(self._files), Places(self._counts)
-        self._begin()
+        super().__init__(shards, self._files, transform)
+        self._read_index = Kept(self._read_index_of, CACHED_SHARDS)
 
-    def _begin(self) -> None:
-        self._read_index = lru_cache(maxsize=CACHED_SHARDS)(lambda shard: _read_index(self._index_files[shard]))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_read_index"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._begin()
-
-    @property
-    def shards(self) -> list[Shard]:
-        """The tars, for the order and the record of a run."""
-        return [Shard(*row) for row in zip(self._names, self._counts, self._num_bytes, strict=True)]
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.__getitems__([index])[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        samples = [self._read(int(shard), int(row)) for shard, row in zip(*self._places.find(indices), strict=True)]
-        return samples if self._transform is None else [self._transform(sample) for sample in samples]
+    def _read_index_of(self, shard: int) -> Index:
+        return _read_index(self._index_files[shard])
 
     def _read(self, shard: int, row: int) -> dict[str, Any]:
         index = self._read_index(shard)
