@@ -121,7 +121,7 @@ def load(kind: str, root: Path) -> Any:
     return STREAMS[kind]() if kind in STREAMS else MAKERS[kind](root)
 
 
-@pytest.mark.parametrize("kind", one_in(4, ["webdataset", "mds", "parquet", "plain", "stateful", "tokens", "given"]))
+@pytest.mark.parametrize("kind", one_in(7, ["webdataset", "mds", "parquet", "plain", "stateful", "tokens", "given"]))
 def test_the_same_bits_through_a_kill_at_any_number_of_ranks(kind: str, tmp_path: Path) -> None:
     data = load(kind, tmp_path / "data")
     dies_at = DIES_AT if kind in STREAMS else 4  # in the middle of an epoch of 3 steps
@@ -227,3 +227,34 @@ def test_shards_that_are_not_those_of_the_run(how: str, tmp_path: Path) -> None:
     with pytest.raises(samestep.Error, match=rf"shards are not those that the run began with: 2\.tar (is|has) {how}"):
         samestep.spawn(train, 2, (tmp_path / "run", data))
     assert (tmp_path / "run" / "run.json").read_bytes() == before
+
+
+def train_in_turns(run_dir: Path, dies_at: int = -1) -> None:
+    """A stream, a data set and another stream: three loops."""
+    run = samestep.Run(run_dir, batch_size=12, micro_batch_size=2, snapshot_every=4)
+    model = nn.Linear(2, 1)
+    run.prepare(model=model, optimizer=(optimizer := torch.optim.SGD(model.parameters(), lr=1e-4)))
+    loops = (
+        lambda: run.steps(DataLoader(Stream(), batch_size=2, num_workers=1), 9),
+        lambda: run.steps(torch.ones(30, 2), 5),
+        lambda: run.steps(Stateful(), 22, num_workers=3),
+    )
+    for loop in loops:
+        for step in loop():
+            for x in step:
+                step.backward(model(x).square().mean())
+            optimizer.step()
+            if step.number == dies_at and run.rank == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_streams_in_several_loops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    samestep.spawn(train_in_turns, 1, (tmp_path / "alone",))
+    for dies_at in (6, 33):
+        with pytest.raises(RuntimeError, match="SIGKILL"):
+            samestep.spawn(train_in_turns, 2, (tmp_path / "killed", dies_at))
+    samestep.spawn(train_in_turns, 3, (tmp_path / "killed",))
+    assert digest(tmp_path / "killed") == digest(tmp_path / "alone")
+    capsys.readouterr()
+    assert main(["inspect", str(tmp_path / "killed"), "--samples"]) == 0
+    assert capsys.readouterr().out.count("each step read its positions of the stream") == 2

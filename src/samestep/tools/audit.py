@@ -224,7 +224,8 @@ def audit_samples(
         Error: run.json or an order file lacks what the audit needs.
     """
     numbers = record.get("numbers", {})
-    plans = [_Plan(run, numbers | loop) for loop in ({}, *record.get("loops", []))]
+    of_all = {name: value for name, value in numbers.items() if name not in ("num_lanes", "shards")}
+    plans = [_Plan(run, numbers), *(_Plan(run, of_all | loop) for loop in record.get("loops", []))]
     path, status = run / LEDGER, read_or_empty(run / STATUS)
     num_steps = count_records(path)
     ends = [*(plan.first_step for plan in plans[1:]), num_steps]

@@ -102,6 +102,7 @@ class Position:
         loops = recorded if place.is_further else recorded[: self._num_past]
         numbers = {"first_step": batches.first_step, "first_epoch": batches.first_epoch, **batches.numbers}
         if 0 < place.number <= len(loops):
+            batches.check_shards(directory.path, loops[place.number - 1].get("shards"))
             if different := find_different(loops[place.number - 1], numbers):
                 raise Error(
                     f"loop {place.number + 1} of the run in {directory.named} was another one ({different}): use its "
