@@ -90,7 +90,7 @@ def test_a_run_is_shown_and_compared(tmp_path: Path) -> None:
                 for x in step:
                     step.backward(model(x).pow(2).mean())
                 optimizer.step()
-    page = report(*(tmp_path / name for name in ("one", "other", "third")), output=tmp_path / "out.html")
+    page = report(tmp_path / "one", tmp_path, output=tmp_path / "out.html")
     shown = Texts(page)
     assert "audit passed: in 2 complete epochs each of 16 samples was used once" in shown.text
     assert "config.name" in shown.text

@@ -7,7 +7,7 @@ from samestep.console import escape, show_activity
 from samestep.errors import Error
 from samestep.files import replace_file
 from samestep.snapshot.object_store import open_run, read_run
-from samestep.tools.compare import find_first_difference
+from samestep.tools.compare import find_first_difference, find_runs
 from samestep.tools.inspect import CommandParser
 from samestep.tools.report.page import build_page
 from samestep.tools.report.run_data import RunData, read_run_data
@@ -27,7 +27,7 @@ def run_report(args: list[str]) -> int:
         "went, restarts, snapshots, the audit of the samples, and the configuration. The file needs no network. A run "
         "that is being written is shown as it is now. Several runs are drawn into the same charts.",
     )
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="a run's directory or URL")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="a run's directory or URL, or a directory of runs")
     parser.add_argument("-o", "--output", metavar="FILE", default="report.html", help="default: report.html")
     parser.add_argument(
         "--attach", metavar="FILE", action="append", default=[],
@@ -36,11 +36,11 @@ def run_report(args: list[str]) -> int:
     options = parser.parse_args(args)
     output = Path(options.output)
     attachments = {Path(name).name: read_attachment(Path(name)) for name in options.attach}
-    names = name_runs(options.runs)
+    runs = [*dict.fromkeys(run for name in options.runs for run in map(str, find_runs(Path(name)) or [name]))]
     found: list[RunData] = []
     directories: list[Path] = []
     with ExitStack() as stack:
-        for run, name in zip(options.runs, names, strict=True):
+        for run, name in zip(runs, name_runs(runs), strict=True):
             show_activity(f"reading {run} ...")
             directory = stack.enter_context(open_run(run))
             directories.append(directory)
