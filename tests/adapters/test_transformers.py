@@ -282,3 +282,50 @@ def test_what_it_refuses(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
     for error, start in zip(errors, words, strict=True):
         assert start in error
     assert "have no effect here: ddp_timeout" in "".join(capfd.readouterr())
+
+
+def sum_of_losses(outputs: Any, labels: Any, num_items_in_batch: int | None = None) -> Any:
+    logits, targets = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(logits, targets, reduction="sum") / num_items_in_batch
+
+
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # fields, further arguments of Trainer
+    "plain": ({}, {}),
+    "recomputed": ({"activation_checkpointing": True, "logging_strategy": "no"}, {}),
+    "workers": ({"dataloader_num_workers": 2, "logging_strategy": "epoch"}, {}),
+    "own loss": (
+        {},
+        {"compute_loss_func": sum_of_losses, "preprocess_logits_for_metrics": lambda logits, _: logits},
+    ),
+    "bf16": ({"bf16": True}, {}),
+    "plateau": ({"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss"}, {}),
+    "best": ({"optim": "adafactor", "save_strategy": "best", "load_best_model_at_end": True}, {}),
+    "sgd": ({"optim": "sgd", "dataloader_drop_last": True, "max_grad_norm": 0.0}, {}),
+}
+
+
+def train_with_options(directory: Path) -> dict[str, tuple[int, dict[str, float]]]:
+    from samestep.adapters.transformers import Trainer, TrainingArguments
+
+    found = {}
+    for name, (fields, arguments) in OPTIONS.items():
+        sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "eval_strategy": "epoch"}
+        args = TrainingArguments(directory / name, **FIELDS | sizes | fields)
+        data = {"train_dataset": build_data("gpt2", NUM_SAMPLES, 0), "eval_dataset": build_data("gpt2", 8, 1)}
+        trainer = Trainer(build_model("gpt2", dropout=0.1), args, compute_metrics=score, **data, **arguments)
+        found[name] = trainer.train().global_step, trainer.evaluate()
+    return found
+
+
+@pytest.mark.soak
+def test_options(tmp_path: Path) -> None:
+    """Those that only change how something is computed give the same values."""
+    found = samestep.spawn(functools.partial(train_with_options, tmp_path), 1)
+    assert {name: steps for name, (steps, _) in found.items() if steps != 6} == {"sgd": 4}
+    plain = found["plain"][1]
+    for name in ("recomputed", "workers"):
+        assert found[name][1] == plain
+    for name in ("own loss", "bf16"):
+        assert found[name][1]["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-3)
+    losses = [row["eval_loss"] for row in read_rows(tmp_path / "best") if "eval_loss" in row]
+    assert losses[-1] == min(losses)
