@@ -44,6 +44,7 @@ Commands:
   samestep launch SCRIPT ...    start your script on several ranks, on this machine or on several machines
   samestep submit SCRIPT ...    submit your script to Slurm or Kubernetes
   samestep inspect RUN          show what a run directory holds: settings, snapshots, restarts, samples, digest
+  samestep runs [DIR]           list the runs in a directory, sorted by any metric
   samestep report RUN ...       write an HTML page about one or several runs: metrics, time, restarts, configuration
   samestep watch RUN            show the live state of every rank of a running job
   samestep replay RUN SCRIPT .. compute a step of a run again, compare its bits, examine one micro-batch, debug it
@@ -132,8 +133,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _dispatch(arguments: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": _train, "launch": _launch, "submit": _submit, "verify": _verify, "doctor": _doctor, "watch": _watch,
-        "inspect": _inspect, "diff": _diff, "report": _report, "replay": _replay, "export": _export,
-        "prepare": _prepare, "sample": _sample, "translate": _translate,
+        "inspect": _inspect, "diff": _diff, "runs": _runs, "report": _report, "replay": _replay,
+        "export": _export, "prepare": _prepare, "sample": _sample, "translate": _translate,
     }  # fmt: skip
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(HELP, end="")
@@ -336,6 +337,12 @@ def _watch(arguments: list[str]) -> int:
     from samestep.tools.watch import run_watch
 
     return run_watch(arguments)
+
+
+def _runs(arguments: list[str]) -> int:
+    from samestep.tools.runs import run_runs
+
+    return run_runs(arguments)
 
 
 def _report(arguments: list[str]) -> int:

@@ -15,6 +15,7 @@ from samestep.snapshot.object_store import open_run, read_run
 from samestep.snapshot.store import Store
 from samestep.watch.records import LEDGER, METRICS, RECORD, STATUS, read_or_empty, read_rows
 
+BEST = "best"  # the usual name of the snapshot of the best weights
 SHORT = 12  # of a digest's 64 digits
 COUNTED = ("data_length", "batch_size", "micro_batch_size", "seed")  # numbers by which steps use other samples
 SECTIONS = ("numbers", "settings", "config", "script", "git", "machine")  # of run.json, the most important first
@@ -60,24 +61,25 @@ def describe_run(run: Path) -> dict[str, Any]:
         "steps": count_records(run / LEDGER),
         "snapshot": sound[-1].step if sound else None,
         "digest": sound[-1].manifest.get("digest") if sound else None,
+        "best": next((each.step for each in sound if each.name == BEST), None),
         "time": status.get("time"),
         "metrics": read_last_values(run),
         "measured": status.get("measured"),
     }
 
 
-def list_runs(runs: Sequence[Path], *, is_json: bool) -> int:
-    """Print one line per run. Returns the exit code."""
-    found = [describe_run(run) for run in runs]
+def list_runs(found: Sequence[Mapping[str, Any]], *, is_json: bool) -> int:
+    """Print one line per run that `describe_run` has described. Returns the exit code."""
     if is_json:
         print(json.dumps(found, indent=1))
         return 0
     rows = [
-        (each["name"], each["status"], str(each["steps"]), (each["digest"] or "")[:SHORT], describe_age(each["time"]),
+        (each["name"], each["status"], str(each["steps"]), (each["digest"] or "")[:SHORT],
+         "" if each["best"] is None else str(each["best"]), describe_age(each["time"]),
          ", ".join(f"{name} {_shorten(last['value'])}" for name, last in each["metrics"].items()))
         for each in found
     ]  # fmt: skip
-    print_table("runs", ("name", "status", "steps", "digest", "age", "last metrics"), rows)
+    print_table("runs", ("name", "status", "steps", "digest", "best", "age", "last metrics"), rows)
     return 0
 
 

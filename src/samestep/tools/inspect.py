@@ -12,7 +12,7 @@ from samestep.snapshot.manifest import find_damage
 from samestep.snapshot.object_store import find_snapshot, open_run, read_run
 from samestep.snapshot.store import Snapshot, Store
 from samestep.tools.audit import show_samples
-from samestep.tools.compare import compare_runs, find_runs, list_runs, read_last_values, read_state
+from samestep.tools.compare import compare_runs, describe_run, find_runs, list_runs, read_last_values, read_state
 from samestep.watch.records import RESTARTS, STATUS, read_or_empty, read_rows
 
 _RESTART = ("time", "reason", "rank", "from_step", "lost_steps", "world_size")
@@ -28,7 +28,7 @@ def run_inspect(args: list[str]) -> int:
     if options.other is not None:
         return compare_runs(options.run, options.other, is_json=options.json)
     if found := find_runs(Path(options.run)):
-        return list_runs(found, is_json=options.json)
+        return list_runs([describe_run(run) for run in found], is_json=options.json)
     which = options.step if options.digest else None
     with open_run(options.run, which=which, is_whole=options.check) as directory:
         record = read_run(directory, options.run)
