@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from support.commands import Popen
 
 from samestep.errors import Error
-from samestep.plan.ledger import RECORD, Entry, combine, fingerprint
+from samestep.plan.ledger import RECORD, Entry, combine, fingerprint, read_records, to_bits
 from samestep.plan.order import build_order
 from samestep.snapshot.serialization import digest
 from samestep.snapshot.store import Store
-from samestep.tools.inspect import run_inspect
+from samestep.tools.inspect import run_diff, run_inspect
 from samestep.tools.runs import run_runs
 
 NUMBERS = {
@@ -244,6 +244,15 @@ def test_two_runs_are_compared(tmp_path: Path, capsys: Any) -> None:
     assert (shown["same"], shown["first_differing_step"], shown["differs_in"]) == (False, 1, ["other samples"])
     with pytest.raises(Error, match="there is no directory"):
         run_inspect([a, str(tmp_path / "c")])
+    entries = [*read_records(Path(a) / "ledger.bin")]
+    first, last = (entry._replace(loss=to_bits(0.5), gradient=7) for entry in entries)
+    for run, entry in ((a, last), (b, last._replace(loss=to_bits(0.25)))):
+        (Path(run) / "ledger.bin").write_bytes(first.pack() + entry.pack())
+    assert run_diff([a, b]) == 1
+    assert "\nstep 1 is the first that differs: the loss is 0.5 and 0.25\n" in capsys.readouterr().out
+    (Path(b) / "ledger.bin").write_bytes(b"")
+    with pytest.raises(Error, match="b has no step yet: there is nothing to compare"):
+        run_diff([a, b])
 
 
 def test_a_run_that_has_not_begun(run: Path, inspect: Inspect) -> None:
