@@ -5,12 +5,13 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
+from html import escape as escape_html
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from samestep.console import escape
 from samestep.tools.report.decimation import colour, decimate, merge_rows, shorten
 from samestep.tools.report.run_data import Intervals, Points, RunData
 
@@ -20,6 +21,11 @@ NUM_BUCKETS = 1000  # of a chart: two points each
 NUM_STATIC_BUCKETS = 200
 WIDTH, HEIGHT, LEFT, BOTTOM = 720, 220, 60, 24  # of an SVG, in its own units
 MOST_COLUMNS, MOST_CELLS = 400, 100_000  # of a heat map
+
+
+def to_html(text: str) -> str:
+    """Escape a text for HTML, and control characters and those that change the direction of text."""
+    return escape_html(escape(text))
 
 
 @dataclass(frozen=True)
@@ -121,7 +127,7 @@ def draw_svg(chart: Chart, marks: Sequence[Mark]) -> str:
         (f"step {high_x:g}", WIDTH - 8, HEIGHT - 6, "end"),
     ):
         parts.append(f'<text x="{across}" y="{down}" text-anchor="{anchor}">{text}</text>')
-    words = escape(describe(chart))
+    words = to_html(describe(chart))
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{words}">{"".join(parts)}</svg>'
 
 

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from html import escape
 from importlib.resources import files
 from typing import Any
 
@@ -17,6 +16,7 @@ from samestep.tools.report.charts import (
     draw_svg,
     find_marks,
     group_charts,
+    to_html,
     to_json,
 )
 from samestep.tools.report.run_data import RunData
@@ -43,19 +43,19 @@ def build_page(runs: Sequence[RunData], comparison: Sequence[str], attachments: 
         "maps": [each.to_json() for each in maps.values()],
     }
     figures = "".join(
-        f'<figure class="chart"><figcaption>{escape(chart.title)}</figcaption>{draw_svg(chart, marks)}'
-        f'<ul class="key">{"".join(f"<li>{escape(label)}</li>" for label in chart.series)}</ul></figure>'
+        f'<figure class="chart"><figcaption>{to_html(chart.title)}</figcaption>{draw_svg(chart, marks)}'
+        f'<ul class="key">{"".join(f"<li>{to_html(label)}</li>" for label in chart.series)}</ul></figure>'
         for chart in charts
     )
     body = [
-        f"<header><h1>{escape(', '.join(run.name for run in runs))}</h1>",
+        f"<header><h1>{to_html(', '.join(run.name for run in runs))}</h1>",
         f"<p>samestep {__version__}, {datetime.now(UTC):%Y-%m-%d %H:%M} UTC</p></header><main>",
-        _section("Summary", _build_summary(runs) + "".join(f"<p>{escape(each)}</p>" for each in comparison)),
+        _section("Summary", _build_summary(runs) + "".join(f"<p>{to_html(each)}</p>" for each in comparison)),
         _section("Metrics", figures or "<p>No metrics were logged.</p>"),
         _section("Where the time goes", "".join(_build_times(runs, maps))),
         _section("Restarts", "".join(_build_restarts(runs))),
         _section("Configuration", _build_configuration(runs)),
-        *(_section(title, f"<pre>{escape(text)}</pre>") for title, text in attachments.items()),
+        *(_section(title, f"<pre>{to_html(text)}</pre>") for title, text in attachments.items()),
         _section("Last lines of failed ranks", "".join(_build_logs(runs))),
         "</main>",
     ]
@@ -65,7 +65,7 @@ def build_page(runs: Sequence[RunData], comparison: Sequence[str], attachments: 
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" '
-        f'content="light dark"><title>{escape(", ".join(run.name for run in runs))}</title>'
+        f'content="light dark"><title>{to_html(", ".join(run.name for run in runs))}</title>'
         f"<style>{text['uPlot.min.css']}{text['page.css']}</style></head><body>{''.join(body)}"
         f'<script type="application/json" id="data">{_to_script(data)}</script>'
         f"<script>{text['uPlot.iife.min.js']}</script><script>{text['page.js']}</script></body></html>\n"
@@ -78,17 +78,17 @@ def _to_script(value: Any) -> str:
 
 
 def _section(title: str, content: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{content}</section>" if content else ""
+    return f"<section><h2>{to_html(title)}</h2>{content}</section>" if content else ""
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], *, marked: Sequence[bool] = ()) -> str:
     """Return a table. The first cell of a row is its header; `marked` rows are highlighted."""
-    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in header)
+    head = "".join(f'<th scope="col">{to_html(cell)}</th>' for cell in header)
     lines = []
     for number, (first, *cells) in enumerate(rows):
         kind = ' class="differs"' if number < len(marked) and marked[number] else ""
-        content = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
-        lines.append(f'<tr{kind}><th scope="row">{escape(first)}</th>{content}</tr>')
+        content = "".join(f"<td>{to_html(cell)}</td>" for cell in cells)
+        lines.append(f'<tr{kind}><th scope="row">{to_html(first)}</th>{content}</tr>')
     return (
         f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
         if rows
@@ -97,7 +97,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]], *, marked: Sequ
 
 
 def _fold(title: str, content: str, *, is_open: bool) -> str:
-    return f"<details{' open' if is_open else ''}><summary>{escape(title)}</summary>{content}</details>"
+    return f"<details{' open' if is_open else ''}><summary>{to_html(title)}</summary>{content}</details>"
 
 
 def _build_summary(runs: Sequence[RunData]) -> str:
@@ -128,7 +128,7 @@ def _build_times(runs: Sequence[RunData], maps: Mapping[str, HeatMap]) -> Iterat
     for run in runs:
         shares = share_spent(run.spent_s) or (run.status.get("measured") or {}).get("time_share") or {}
         parts = [
-            (number, f"{escape(name)} {100 * share:.1f} %", share)
+            (number, f"{to_html(name)} {100 * share:.1f} %", share)
             for number, (name, share) in enumerate(shares.items())
             if share >= 0.0005
         ]
@@ -137,7 +137,7 @@ def _build_times(runs: Sequence[RunData], maps: Mapping[str, HeatMap]) -> Iterat
             bars = "".join(f'<span class="part part{n}" style="flex-grow:{share:.4f}"></span>' for n, _, share in parts)
             keys = "".join(f'<li class="part{n}">{text}</li>' for n, text, _ in parts)
             yield (
-                f'<figure><figcaption>{escape(run.name)}: time of all ranks</figcaption><div class="bar" role="img" '
+                f'<figure><figcaption>{to_html(run.name)}: time of all ranks</figcaption><div class="bar" role="img" '
                 f'aria-label="{words}">{bars}</div><ul class="key">{keys}</ul></figure>'
             )
         if run.name in maps:
@@ -155,9 +155,9 @@ def _build_map(name: str, heat: HeatMap, number: int) -> str:
     table = _table(("rank", "ms per step"), [(str(rank), f"{mean:.3g}") for rank, mean in enumerate(means)])
     height = min(max(len(means) * 14, 28), 480)
     return (
-        f'<figure class="map" data-number="{number}"><figcaption>{escape(name)}: milliseconds per step in which a rank '
-        f'waits for no other</figcaption><img src="{heat.image}" alt="{escape(words)}" style="height:{height}px">'
-        f'<p class="note">{escape(words)}</p></figure>' + _fold("mean of every rank", table, is_open=False)
+        f'<figure class="map" data-number="{number}"><figcaption>{to_html(name)}: milliseconds per step in which a '
+        f'rank waits for no other</figcaption><img src="{heat.image}" alt="{to_html(words)}" style="height:{height}px">'
+        f'<p class="note">{to_html(words)}</p></figure>' + _fold("mean of every rank", table, is_open=False)
     )
 
 
@@ -197,4 +197,4 @@ def _build_configuration(runs: Sequence[RunData]) -> str:
 def _build_logs(runs: Sequence[RunData]) -> Iterator[str]:
     for run in runs:
         for title, text in run.logs:
-            yield _fold(f"{run.name}: {title}", f"<pre>{escape(text)}</pre>", is_open=True)
+            yield _fold(f"{run.name}: {title}", f"<pre>{to_html(text)}</pre>", is_open=True)

@@ -24,6 +24,7 @@ from samestep.watch.records import LEDGER, LOGS, METRICS, RESTARTS, STATUS, TIME
 
 BUSY = ("loading", "forward", "backward", "updating")  # phases in which a rank waits for no other rank
 NOT_TRAINING = ("starting", "validating", "left", "ended")
+MOST_LINE_BYTES = 1 << 20  # a longer line ends the metrics: nothing writes such a line
 MOST_STEPS = 1 << 53  # whole numbers that a float holds
 NUM_LINES = 30  # of a failed rank's log
 NUM_LOGS = 8  # logs of one start
@@ -126,7 +127,7 @@ def read_metrics(path: Path) -> dict[str, Points]:
     """Read all rows of a file of metrics of any size. Rows that are damaged and values of other kinds are skipped."""
     found: dict[str, tuple[array[float], array[float]]] = {}
     with suppress(OSError), open(path, "rb", opener=open_regular) as file:
-        for line in file:
+        while len(line := file.readline(MOST_LINE_BYTES)) < MOST_LINE_BYTES and line:
             try:
                 row = json.loads(line)  # without the checks of parse_json, which take three times as long
             except (ValueError, RecursionError):
