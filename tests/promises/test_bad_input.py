@@ -32,8 +32,8 @@ Done = subprocess.CompletedProcess[str]
 
 
 def look(directory: Path) -> dict[str, str] | None:
-    """What is in a directory, by path: files by their hash, but for who held the lock last and how its ranks
-    stand. None: it is not there.
+    """What is in a directory, by path: files by their hash, but for who held the lock last and what its ranks
+    do. None: it is not there.
     """
     if not directory.exists():
         return None
@@ -42,7 +42,7 @@ def look(directory: Path) -> dict[str, str] | None:
         if path.is_file()
         else "directory"
         for path in sorted(directory.rglob("*"))
-        if path.name not in ("lock", "ranks.json")
+        if path.name not in ("lock", "ranks.json", "timeline.jsonl")
     }
 
 

@@ -31,7 +31,8 @@ from samestep.world.group import Group
 
 Undisturbed = Callable[..., Outcome]
 CLONE_NEWNS = 0x20000
-PER_NODE = ("lock", "time", "restarts.jsonl", "status.json", "manifest.json", "ranks.json")  # of times and processes
+# Of times and processes.
+PER_NODE = ("lock", "time", "restarts.jsonl", "status.json", "manifest.json", "ranks.json", "timeline.jsonl")
 
 
 def train_on(disks: Sequence[Path], num_ranks: int, fault: Sequence[str], arguments: dict[str, Any]) -> None:

@@ -22,6 +22,7 @@ from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import Options
 from samestep.snapshot.store import OF_RUN, Store
 from samestep.tools.inspect import run_inspect
+from samestep.tools.report.run_report import run_report
 from samestep.tools.watch import run_watch
 from samestep.watch.records import SHARED
 
@@ -249,6 +250,7 @@ PLANTED: dict[str, Callable[[Path], object]] = {
 }
 SNAPSHOT = "snapshots/step-00000003/"
 NAMES = ["run.json", "status.json", "metrics.jsonl", "restarts.jsonl", "ranks.json", "ledger.bin"]
+NAMES += ["timeline.jsonl", "logs/0/0.log"]
 NAMES += [SNAPSHOT + name for name in ("manifest.json", "state.json")]
 
 
@@ -258,6 +260,7 @@ NAMES += [SNAPSHOT + name for name in ("manifest.json", "state.json")]
 def test_tools_pass_over_what_they_cannot_read(place: Path, name: str, what: str, capsys: Any) -> None:
     (place / "run" / "ledger.bin").write_bytes(Entry(0, 0, 8, 1).pack())
     path = place / "run" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
     if what in TEXTS:
         path.write_bytes(TEXTS[what])
@@ -270,6 +273,8 @@ def test_tools_pass_over_what_they_cannot_read(place: Path, name: str, what: str
                 assert run_inspect([run, *arguments]) in (0, 1)
     with suppress(Error):
         run_watch([run])
+    with suppress(Error):
+        run_report([run, "-o", str(place / "report.html")])
     shown = capsys.readouterr()
     assert "Traceback" not in shown.err
     assert not set("\x1b\x9b\u202e") & {*shown.out, *shown.err}  # nothing moves the cursor
@@ -287,7 +292,7 @@ def test_a_sound_snapshot_holds_regular_files(place: Path, capsys: Any) -> None:
 
 # --- links ------------------------------------------------------------------------------------------------------------
 
-WRITTEN = ["lock", "run.json", "metrics.jsonl", "ledger.bin", "restarts.jsonl", "status.json"]
+WRITTEN = ["lock", "run.json", "metrics.jsonl", "ledger.bin", "restarts.jsonl", "status.json", "timeline.jsonl"]
 WRITTEN += [".run.json", ".status.json", "snapshots", "abandoned", "logs", "orders"]
 WRITTEN += [f"snapshots/.tmp-{name}" for name in ("step-00000004", "inbox")]
 
