@@ -52,6 +52,16 @@ class Whole(Stream):
         yield from self.draw(0, 1, 0)
 
 
+class Uncopied(Stream):
+    """Has a state that holds an open generator."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"samples": (number for number in range(3))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise AssertionError
+
+
 class Stateful(Stream):
     """Has no way to read its samples again."""
 
@@ -177,7 +187,9 @@ def test_a_stream_with_other_samples(first: Stream, then: Stream, message: str, 
     ("data", "feed", "message"),
     [
         (Stream(5), {}, r"lane 5 of 6 of the stream \(Stream\) gave no sample: .*at least 6 shards"),
+        (Stream(2), {}, r"lane 2 of 6 of the stream \(Stream\) gave no sample"),
         (Stream(0), {}, "lane 0 of 6 of the stream"),
+        (Uncopied(), {}, r"the state_dict of lane 0 of 6 of the stream \(Uncopied\) cannot be copied \(TypeError: "),
         (Whole(), {}, r"several of the 6 lanes of Whole begin with the same sample: let __iter__ divide"),
         (Stream(), {"shuffle": True}, "a stream decides its order itself"),
         (Stream(shift="x"), {}, r"the stream failed in lane 0 of 6, at its sample 0 \(TypeError: .* at .*\.py:\d+\)"),  # type: ignore[arg-type]

@@ -136,7 +136,16 @@ class _Lane:
     def read_start(self) -> LaneStart:
         """Return the point from which the next sample can be read again."""
         has_state = all(callable(getattr(self._samples, name, None)) for name in ("state_dict", "load_state_dict"))
-        state = copy.deepcopy(self._samples.state_dict()) if has_state else None
+        if not has_state:
+            return LaneStart(self.num_samples, self._num_passes, None)
+        try:
+            state = copy.deepcopy(self._samples.state_dict())
+        except Exception as error:
+            raise Error(
+                f"the state_dict of lane {self._lane} of {self._num_lanes} of the stream "
+                f"({type(self._dataset).__name__}) cannot be copied ({type(error).__name__}: {error}): return numbers, "
+                "strings, lists, dicts and tensors"
+            ) from error
         return LaneStart(self.num_samples, self._num_passes, state)
 
 

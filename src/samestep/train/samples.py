@@ -47,8 +47,8 @@ def add_samples(
 
 def check_lanes(spec: DataSpec, lanes: Lanes, seed: int) -> None:
     """Compare the first samples of a few lanes. Raises Error if two are equal: the stream does not divide its data."""
-    found = read_samples(spec, seed)
-    if found[0] and len({*found}) < len(found):
+    found = [each for each in read_samples(spec, seed) if each]  # the training names a lane without a sample
+    if len({*found}) < len(found):
         raise Error(
             f"several of the {lanes.num_lanes} lanes of {type(lanes.dataset).__name__} begin with the same sample: let "
             "__iter__ divide the data by torch.utils.data.get_worker_info(), or give it a method lane(lane, num_lanes)"
