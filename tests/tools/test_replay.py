@@ -163,11 +163,13 @@ def test_a_damaged_snapshot_and_another_script(home: Path) -> None:
     ("words", "message"),
     [
         (["--step", "13", "train.py"], "run has 12 steps, 0 to 11, and not yet step 13"),
+        (["--step", "12", "train.py"], "run has 12 steps, 0 to 11, and not yet step 12"),
         (["train.py"], "replay needs the step: --step S, counted from 0"),
         (["--step", "3"], "replay needs a script or a recipe"),
         (["--step", "3", "--micro-batch", "-1", "train.py"], "--micro-batch is counted from 0"),
         (["--step", "3", "--save", "x.pt", "train.py"], "--save writes one micro-batch: name it by --micro-batch"),
         (["--step", "3", "--micro-batch", "0", "--save", "no/x.pt", "train.py"], "--save no/x.pt is a directory, or"),
+        (["--step", "3", "--micro-batch", "0", "--save", "run/run.json", "train.py"], "--save run/run.json is in the"),
         (["--step", "3", "--pdb", "train.py"], "--pdb needs a terminal"),
         (["--step", "3", "missing.py"], "there is no script missing.py"),
     ],
@@ -196,6 +198,8 @@ def test_the_step_in_which_a_run_failed(tmp_path: Path) -> None:
     failed = check(samestep_command("launch", "train.py", "0.01", "20", "6", cwd=tmp_path), 2)
     found = re.search(r"the loss of step (\d+) is (?:nan|inf) in micro-batch (\d)", failed.stderr)
     assert found is not None, failed.stderr
+    refused = replay(tmp_path, "--step", found[1], "train.py", code=2)
+    assert refused.rstrip().endswith(f"; --micro-batch {found[2]} describes it")
     out = replay(tmp_path, "--step", found[1], "--micro-batch", found[2], "train.py")
     assert "the output of model.1 (Log) is the first that is not finite; its inputs are finite\n" in out
     per_sample = re.search(r"^logged per_sample: (.*)$", out, re.M)

@@ -228,6 +228,9 @@ def test_a_run_that_is_being_written(tmp_path: Path) -> None:
     [
         (["nothing"], "there is no directory nothing"),
         (["run", "-o", "missing/out.html"], "missing/out.html could not be written"),
+        (["run", "-o", "."], ". is not a file"),
+        (["run", "-o", "/dev/full"], "/dev/full is not a file"),
+        (["run", "-o", "run/run.json"], "run/run.json is in a run's directory"),
         (["run", "--attach", "missing.txt"], "missing.txt cannot be read"),
         ([], "the following arguments are required: RUN"),
     ],

@@ -73,6 +73,8 @@ def run_replay(run: str, target: Target, values: Mapping[str, Any]) -> int:
         raise Error("--save writes one micro-batch: name it by --micro-batch")
     if (save := values.get("save")) is not None and (Path(save).is_dir() or not Path(save).absolute().parent.is_dir()):
         raise Error(f"--save {save} is a directory, or is in none that exists: name a file in one that does")
+    if save is not None and Path(save).resolve().is_relative_to(Path(run).resolve()):
+        raise Error(f"--save {save} is in the run's directory, which is only read: name a file elsewhere")
     if values.get("pdb") and not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise Error("--pdb needs a terminal: start it in one, without redirections")
     if values.get("pdb") and values.get("nproc_per_node", 1) > 1:
@@ -94,8 +96,10 @@ class _Replay:
 
     def run(self) -> int:
         num_steps = count_records(self._directory / LEDGER)
-        if self._step > num_steps:
-            raise Error(f"{self._called} has {num_steps} steps, 0 to {num_steps - 1}, and not yet step {self._step}")
+        is_done = read_or_empty(self._directory / STATUS).get("status") == "done"  # else one more step may have failed
+        if self._step > num_steps or (self._step == num_steps and is_done):
+            range_ = f", 0 to {num_steps - 1}" if num_steps else " in its ledger"
+            raise Error(f"{self._called} has {num_steps} steps{range_}, and not yet step {self._step}")
         arguments = self._record.get("script", {}).get("arguments", [])
         if arguments and not self._target.arguments:
             say(f"the script gets the arguments of the run: {' '.join(arguments)}")
@@ -202,7 +206,9 @@ class _Replay:
         if errors and (other := _OTHER_RUN.fullmatch(errors[-1])):
             return Error(f"{name} is not the script of {self._called}, or has other arguments ({other[1]})")
         if errors:
-            return Error(f"step {self._step} cannot be replayed: {errors[-1]}")
+            place = re.search(r"in micro-batch (\d+)", errors[-1])
+            hint = f"; --micro-batch {place[1]} describes it" if place and self._micro_batch is None else ""
+            return Error(f"step {self._step} cannot be replayed: {errors[-1]}{hint}")
         print("\n".join(lines[-SHOWN_LINES:]), file=sys.stderr)
         return Error(f"{name} ended before step {self._step} was replayed: see its output above")
 

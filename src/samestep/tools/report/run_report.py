@@ -1,5 +1,6 @@
 """`samestep report`: writes an HTML file about one or several runs. Does not import torch."""
 
+import os
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from samestep.tools.compare import find_first_difference, find_runs
 from samestep.tools.inspect import CommandParser
 from samestep.tools.report.page import build_page
 from samestep.tools.report.run_data import RunData, read_run_data
+from samestep.watch.records import RECORD
 
 MOST_ATTACHED_BYTES = 1 << 20
 
@@ -35,6 +37,11 @@ def run_report(args: list[str]) -> int:
     )  # fmt: skip
     options = parser.parse_args(args)
     output = Path(options.output)
+    target = Path(os.path.realpath(output))  # of a link, the file that it names is replaced
+    if target.exists() and not target.is_file():
+        raise Error(f"{output} is not a file: name one with -o")
+    if target.suffix != ".html" and any((parent / RECORD).exists() for parent in target.parents):
+        raise Error(f"{output} is in a run's directory, where only .html is written: name another file with -o")
     attachments = {Path(name).name: read_attachment(Path(name)) for name in options.attach}
     runs = [*dict.fromkeys(run for name in options.runs for run in map(str, find_runs(Path(name)) or [name]))]
     found: list[RunData] = []
@@ -49,7 +56,7 @@ def run_report(args: list[str]) -> int:
         comparison = [compare(found[0], other, directories[0], directory) for other, directory in pairs]
     page = build_page(found, comparison, attachments).encode()
     try:
-        replace_file(output, page)
+        replace_file(target, page)
     except OSError as error:
         raise Error(f"{output} could not be written ({error.strerror}): name another file with -o") from None
     show_activity("")
