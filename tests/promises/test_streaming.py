@@ -260,6 +260,7 @@ def train_in_turns(run_dir: Path, dies_at: int = -1) -> None:
                 os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.soak
 def test_streams_in_several_loops(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     samestep.spawn(train_in_turns, 1, (tmp_path / "alone",))
     for dies_at in (6, 33):

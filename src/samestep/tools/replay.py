@@ -71,10 +71,12 @@ def run_replay(run: str, target: Target, values: Mapping[str, Any]) -> int:
         raise Error("--micro-batch is counted from 0, and --nproc-per-node from 1")
     if values.get("save") is not None and "micro_batch" not in values:
         raise Error("--save writes one micro-batch: name it by --micro-batch")
-    if (save := values.get("save")) is not None and (Path(save).is_dir() or not Path(save).absolute().parent.is_dir()):
-        raise Error(f"--save {save} is a directory, or is in none that exists: name a file in one that does")
-    if save is not None and Path(save).resolve().is_relative_to(Path(run).resolve()):
-        raise Error(f"--save {save} is in the run's directory, which is only read: name a file elsewhere")
+    if (save := values.get("save")) is not None:
+        file = Path(save).resolve()
+        if (file.exists() and not file.is_file()) or not file.parent.is_dir():
+            raise Error(f"--save {save} is not a file, or is in no directory that exists: name a file in one that does")
+        if file.is_relative_to(Path(run).resolve()):
+            raise Error(f"--save {save} is in the run's directory, which is only read: name a file elsewhere")
     if values.get("pdb") and not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise Error("--pdb needs a terminal: start it in one, without redirections")
     if values.get("pdb") and values.get("nproc_per_node", 1) > 1:
@@ -98,8 +100,8 @@ class _Replay:
         num_steps = count_records(self._directory / LEDGER)
         is_done = read_or_empty(self._directory / STATUS).get("status") == "done"  # else one more step may have failed
         if self._step > num_steps or (self._step == num_steps and is_done):
-            range_ = f", 0 to {num_steps - 1}" if num_steps else " in its ledger"
-            raise Error(f"{self._called} has {num_steps} steps{range_}, and not yet step {self._step}")
+            which = f", 0 to {num_steps - 1}" if num_steps else " in its ledger"
+            raise Error(f"{self._called} has {num_steps} steps{which}, and not yet step {self._step}")
         arguments = self._record.get("script", {}).get("arguments", [])
         if arguments and not self._target.arguments:
             say(f"the script gets the arguments of the run: {' '.join(arguments)}")
