@@ -45,6 +45,7 @@ def find_steps(directory: Path) -> list[int]:
 
 
 @pytest.mark.parametrize("words", one_in(4, [["train.py"], ["-m", "samestep", "launch", "train.py"]]))
+@pytest.mark.soak
 def test_closed_standard_files(command: Command, words: list[str]) -> None:
     """As some daemons start programs. What C code prints then is not written into the run's files."""
     command.write("train.py", SCRIPT)
@@ -56,6 +57,7 @@ def test_closed_standard_files(command: Command, words: list[str]) -> None:
     assert not any(b"warning" in path.read_bytes() for path in files)
 
 
+@pytest.mark.soak
 def test_output_that_cannot_be_written(command: Command) -> None:
     """A log on a full disk is no reason to lose a run; where the output is all there is, it is told."""
     command.write("train.py", SCRIPT)

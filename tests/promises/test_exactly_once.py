@@ -211,6 +211,7 @@ def test_endless_steps_cross_epochs(tmp_path: Path, length: int, world_size: int
 
 
 @pytest.mark.parametrize("world_sizes", [(2, 5, 1), (1, 3, 2)])
+@pytest.mark.soak
 def test_a_run_of_several_parts(tmp_path: Path, world_sizes: tuple[int, int, int]) -> None:
     """It stops in the middle of epochs and goes on with other numbers of ranks."""
     for world_size, max_steps in zip(world_sizes, (1, 4, None), strict=True):

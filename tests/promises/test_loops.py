@@ -177,6 +177,7 @@ def test_the_page(tmp_path: Path) -> None:
     assert "audit passed" in ask("inspect", tmp_path / "runs" / "phases", "--samples")
 
 
+@pytest.mark.soak
 def test_every_launcher(tmp_path: Path, undisturbed: Outcome) -> None:
     """Started by python and killed in the second loop, restarted by `launch` in the third, ended by torchrun."""
     script = tmp_path / "train.py"

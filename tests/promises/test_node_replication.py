@@ -207,6 +207,7 @@ KILLED = "kill all ranks at step 8 in forward"
 
 
 @pytest.mark.parametrize(("node", "with_sampler"), one_in(4, [(0, True), (1, False)]))
+@pytest.mark.soak
 def test_a_disk_is_emptied(cluster: Cluster, undisturbed: Undisturbed, node: int, with_sampler: bool) -> None:
     cluster.spawn_to_fail([0, 1], 2, KILLED, snapshot_every=3, settled=True, with_sampler=with_sampler)
     shutil.rmtree(cluster.run_dir(node))
@@ -264,6 +265,7 @@ def test_rows_are_cut_on_one_node(cluster: Cluster, undisturbed: Undisturbed) ->
     assert_ended_as(cluster, [0, 1], undisturbed())
 
 
+@pytest.mark.soak
 def test_other_nodes_go_on(cluster: Cluster, undisturbed: Undisturbed) -> None:
     """One of two, then three of which one is new, then the first again with what it knew long ago."""
     cluster.spawn_to_fail([0, 1], 2, "kill all ranks at step 4 in forward", snapshot_every=2, settled=True)

@@ -262,6 +262,7 @@ def read_metrics(run_dir: Path | None, max_steps: int) -> list[Any]:
     return found
 
 
+@pytest.mark.soak
 def test_metrics_are_read_in_every_step(tmp_path: Path) -> None:
     """The same floats at any number of ranks, and after a restart in the midst of an epoch."""
     found = [samestep.spawn(read_metrics, world_size, (None, 8)) for world_size in (1, 2, 3, 5)]

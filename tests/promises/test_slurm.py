@@ -170,6 +170,7 @@ def test_port_in_use(jobs: Jobs, trial: Trial) -> None:
 # --- the doctor -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.soak
 def test_doctor_on_all_tasks(jobs: Jobs, trial: Trial) -> None:
     """srun's tasks are its ranks, on both nodes; in the shell of an allocation, it says what it has not looked at."""
     words = [jobs.python, "-m", "samestep", "doctor", "--device", "cpu", "--run-dir", trial.dir, "--json"]
@@ -245,6 +246,7 @@ def test_a_node_fails(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> Non
     assert trial.outcome() == undisturbed()
 
 
+@pytest.mark.soak
 def test_array(jobs: Jobs, trial: Trial) -> None:
     """A run for each task. One is signalled, and it alone is queued again. The worst exit code is the job's."""
     script = trial.faults / "script.py"

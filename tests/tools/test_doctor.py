@@ -619,6 +619,7 @@ def test_a_rank_that_hangs_in_the_group(tmp_path: Path) -> None:
     assert {finding["check"] for finding in record["findings"] if finding["status"] == "fail"} == {"collectives"}
 
 
+@pytest.mark.soak
 def test_under_torchrun(tmp_path: Path) -> None:
     words = [
         "-m",
