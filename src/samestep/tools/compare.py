@@ -12,7 +12,7 @@ from samestep.files import parse_json, read_bytes
 from samestep.plan.ledger import Entry, count_records, read_records, to_float
 from samestep.snapshot.manifest import STATE
 from samestep.snapshot.object_store import open_run, read_run
-from samestep.snapshot.store import Store
+from samestep.snapshot.store import Snapshot, Store
 from samestep.watch.records import LEDGER, METRICS, RECORD, STATUS, read_or_empty, read_rows
 
 BEST = "best"  # the usual name of the snapshot of the best weights
@@ -34,14 +34,15 @@ def read_last_values(run: Path) -> dict[str, dict[str, Any]]:
 
 def read_state(run: Path) -> dict[str, Any]:
     """Return `run.state` of the newest sound snapshot; {} if there is none, or its files were not downloaded."""
-    for snapshot in reversed(_find_sound(run)):
+    for snapshot in reversed(find_sound(run)):
         with suppress(OSError, ValueError, AttributeError):
             state = parse_json(read_bytes(snapshot.path / STATE)).get("state")
             return state if isinstance(state, dict) else {}
     return {}
 
 
-def _find_sound(run: Path) -> list[Any]:
+def find_sound(run: Path) -> list[Snapshot]:
+    """Return the snapshots of a run that are whole, by their sizes, in the order of their steps."""
     return sorted((each for each in Store(run).snapshots() if each.problem is None), key=lambda each: each.step)
 
 
@@ -54,7 +55,7 @@ def find_runs(directory: Path) -> list[Path]:
 
 def describe_run(run: Path) -> dict[str, Any]:
     """Return facts about a run for a list or a comparison."""
-    status, sound = read_or_empty(run / STATUS), _find_sound(run)
+    status, sound = read_or_empty(run / STATUS), find_sound(run)
     return {
         "name": run.name,
         "status": status.get("status", "not begun"),
@@ -103,8 +104,10 @@ def compare_runs(one: str, other: str, *, is_json: bool) -> int:
         if not common:
             raise Error(f"{one if not described[0]['steps'] else other} has no step yet: there is nothing to compare")
         step, what = find_first_difference(first, second)
-        state_step = _find_first_state(first, second)
-        num_snapshots = len(_read_digests(first).keys() & _read_digests(second).keys())
+        digests = [{each.step: each.manifest["digest"] for each in find_sound(run)} for run in (first, second)]
+    saved = digests[0].keys() & digests[1].keys()
+    num_snapshots = len(saved)
+    state_step = min((step for step in saved if digests[0][step] != digests[1][step]), default=None)
     differences = _find_differences(records, described)
     is_same = step is None and state_step is None
     if is_json:
@@ -178,13 +181,3 @@ def find_first_difference(one: Path, other: Path) -> tuple[int | None, list[str]
         if a != b and (found := describe_difference(a, b)):
             return step, found
     return None, []
-
-
-def _find_first_state(one: Path, other: Path) -> int | None:
-    """Return the first step at which both runs have a snapshot, and these differ."""
-    first, second = _read_digests(one), _read_digests(other)
-    return min((step for step in first.keys() & second.keys() if first[step] != second[step]), default=None)
-
-
-def _read_digests(run: Path) -> dict[int, str]:
-    return {each.step: each.manifest["digest"] for each in _find_sound(run)}

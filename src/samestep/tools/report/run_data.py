@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from samestep.errors import Error
 from samestep.files import is_count, open_regular
 from samestep.plan.ledger import count_records
-from samestep.snapshot.store import Store
 from samestep.tools.audit import audit_samples, summarize
-from samestep.tools.compare import PLACE
+from samestep.tools.compare import PLACE, find_sound
 from samestep.tools.watch import has_ended
 from samestep.watch.records import LEDGER, LOGS, METRICS, RESTARTS, STATUS, TIMELINE, read_or_empty, read_rows
 
@@ -105,14 +104,13 @@ def read_run_data(run_dir: Path, name: str, record: Mapping[str, Any]) -> RunDat
         audit, passed = summarize(problems, parts), not problems
     except (Error, MemoryError, OverflowError, ValueError) as error:
         audit, passed = f"the samples cannot be audited: {error}", False
-    sound = sorted((each for each in Store(run_dir).snapshots() if each.problem is None), key=lambda each: each.step)
     return RunData(
         name=name,
         record=record,
         status=status,
         is_live=status.get("status") == "running" and not has_ended(run_dir),
         num_steps=count_records(run_dir / LEDGER),
-        snapshots=[{"step": each.step, "digest": each.manifest.get("digest", "")} for each in sound],
+        snapshots=[{"step": each.step, "digest": each.manifest.get("digest", "")} for each in find_sound(run_dir)],
         restarts=restarts,
         metrics=read_metrics(run_dir / METRICS),
         timeline=build_intervals(rows),
