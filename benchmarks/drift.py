@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
-from common import Times, build_contestant, build_parser, measure, print_json, print_machine, print_table
+from common import Times, build_contestant, build_parser, compute_ratio, measure, print_json, print_machine, print_table
 
 import samestep
 from samestep.recipes.digits import CNN, load_data
@@ -66,7 +66,7 @@ def main() -> None:
     results = {}
     for world_size in args.ranks:
         times = samestep.spawn(run_rank, nprocs=world_size, args=(args.rounds, args.steps), device="cpu")
-        ratio = statistics.median(a / b for a, b in zip(times[COMPARISON], times[STEP], strict=True))
+        ratio = compute_ratio(times, COMPARISON, STEP)
         results[world_size] = {
             "step_us": statistics.median(times[STEP]) * 1e6,
             "comparison_us": statistics.median(times[COMPARISON]) * 1e6,

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from common import Times, build_contestant, build_parser, measure, print_json, print_machine, print_table
+from common import Times, build_contestant, build_parser, compute_ratio, measure, print_json, print_machine, print_table
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -122,7 +122,7 @@ def main() -> None:
             "parameters": num_params,
             "step_ms": statistics.median(times[STEP]) * 1e3,
             "checksum_us": cost_s * 1e6,
-            "of a step": statistics.median(a / b for a, b in zip(times[CHECKSUM], times[STEP], strict=True)),
+            "of a step": compute_ratio(times, CHECKSUM, STEP),
         }
     replays = measure_replay(args.steps)
     if args.json:
