@@ -60,6 +60,7 @@ from samestep.sources import TokenWindows
 
 OURS, BY_HAND, BY_HAND_FUSED = "samestep", "nanoGPT's loop", "the same, fused AdamW"
 ACCELERATE, LIGHTNING = "Accelerate", "Lightning"
+FLOOR = "the same, ranks alone"  # without an exchange: what no data-parallel step can be faster than
 # contestant to compare with -> the largest ratio of times that is wanted
 TARGETS = {BY_HAND: 1.0, ACCELERATE: 1.0, LIGHTNING: 1.0}
 LOADER, DATALOADER, SINGLE = "samestep's loader", "DataLoader, __getitems__", "DataLoader, __getitem__"
@@ -101,7 +102,9 @@ def run_samestep(config: GPT2Config, data: Path, samples_per_rank: int, world_si
         yield
 
 
-def run_by_hand(config: GPT2Config, data: Path, samples_per_rank: int, world_size: int, fused: bool) -> Iterator[None]:
+def run_by_hand(
+    config: GPT2Config, data: Path, samples_per_rank: int, world_size: int, fused: bool, *, exchange: bool = True
+) -> Iterator[None]:
     """nanoGPT's train.py, without logging: sequences at random places, read one by one, the next ones read early."""
     tokens, context = open_corpus(data).tokens, config.context
     torch.manual_seed(1337 + (dist.get_rank() if world_size > 1 else 0))
@@ -113,7 +116,7 @@ def run_by_hand(config: GPT2Config, data: Path, samples_per_rank: int, world_siz
         return x, y
 
     raw_model = GPT2(config)
-    model = DistributedDataParallel(raw_model) if world_size > 1 else raw_model
+    model = DistributedDataParallel(raw_model) if world_size > 1 and exchange else raw_model
     optimizer = gpt.build_optimizer(raw_model, 1e-3, 0.1, fused=fused)
     x, y = get_batch()
     for number in itertools.count():
@@ -212,6 +215,8 @@ def run_rank(
         build_contestant(BY_HAND, run_by_hand(*sizes, fused=False)),
         build_contestant(BY_HAND_FUSED, run_by_hand(*sizes, fused=True)),
     ]
+    if world_size > 1:
+        contestants.append(build_contestant(FLOOR, run_by_hand(*sizes, fused=True, exchange=False)))
     if "accelerate" in frameworks:
         contestants.append(build_contestant(ACCELERATE, run_accelerate(*sizes)))
     if "lightning" in frameworks:
