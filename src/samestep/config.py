@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Reduction = Literal["exact", "fast"]
+CheckCompute = Literal["stop", "warn"]
 
 PREFIX = "SAMESTEP_"
 MAX_THREADS = 1 << 12
@@ -128,6 +129,14 @@ def parse_interval(name: str, value: Any, allowed: str = _INTERVALS) -> Interval
     if unit in _SECONDS:
         return Interval(seconds=count * _SECONDS[unit])
     return Interval(epochs=count) if unit.startswith("epoch") else Interval(steps=count)
+
+
+def _check_steps(name: str, value: Any) -> Interval | None:
+    allowed = "give a number of steps such as 100, or never"
+    interval = parse_interval(name, value, allowed)
+    if interval is not None and interval.steps is None:  # the ranks must know it before they load a step's samples
+        raise InvalidValue(f"{name} is {value!r}: {allowed}")
+    return interval
 
 
 def _check_log_every(name: str, value: Any) -> Interval:
@@ -352,6 +361,17 @@ class RunConfig:
             parse_interval,
         ),
     ]  # fmt: skip
+    check_compute_every: Annotated[
+        Interval | None,
+        Option(
+            str, "N", "in every N-th step, ranks compute micro-batches of other ranks to compare results; default: "
+            "never", _check_steps,
+        ),
+    ] = None  # fmt: skip
+    check_compute: Annotated[
+        CheckCompute,
+        Option(str, "C", "if such results differ: stop before the step is applied, or warn", _choice(CheckCompute)),
+    ] = "stop"
     trackers: Annotated[
         tuple[Any, ...],
         Option(

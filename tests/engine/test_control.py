@@ -10,7 +10,7 @@ from samestep.plan.tree import build_layout
 NUMBERS = st.floats(allow_nan=False)
 
 
-FEW = st.integers(0, 5)
+FEW, WORDS = st.integers(0, 5), st.integers(0, 2**64 - 1)
 
 
 @given(st.data(), st.integers(1, 9), st.integers(1, 5), st.integers(1, 3), st.integers(1, 40), FEW, FEW)
@@ -24,7 +24,7 @@ def test_round_trip(
     rows = st.lists(st.lists(NUMBERS, min_size=num_slots, max_size=num_slots), min_size=held, max_size=held)
     named = st.lists(st.lists(NUMBERS, min_size=num_names, max_size=num_names), min_size=held, max_size=held)
     sent = Control(
-        vote=Vote(data.draw(st.integers(0, 64)), *data.draw(st.tuples(*[st.booleans()] * 3))),
+        vote=Vote(data.draw(st.integers(0, 64)), *data.draw(st.tuples(*[st.booleans()] * 3, *[WORDS] * 2))),
         buffers_changed=data.draw(st.booleans()),
         has_new_names=data.draw(st.booleans()),
         losses=data.draw(rows),

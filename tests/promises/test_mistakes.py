@@ -202,6 +202,8 @@ ARGUMENTS: list[tuple[str, list[Any], str]] = [
     ("keep_last", [0, -1, "3", None], WHOLE + "of at least 1, not"),
     ("log_every", [0, -1, "x", 1.5, None, "never"], "log_every is .*: give steps such as 10, epochs such as 1epochs"),
     ("compare_every", [0, "5days"], "compare_every is .*: give a number of steps such as 10"),
+    ("check_compute_every", [0, "1epochs", "30s", True], "check_compute_every is .*: give a number of steps such"),
+    ("check_compute", ["ignore", None, True], "check_compute must be stop or warn, not"),
     ("max_steps", [0, -1, "3", 1.5, True], WHOLE + "of at least 1, not"),
     ("precision", ["fp8", "", "FP16", None, 32, ["fp32"], torch.float16], "precision must be fp32, bf16 or fp16, not"),
     ("reduction", ["slow", None, 1, ["exact"]], "reduction must be exact or fast, not"),

@@ -20,12 +20,16 @@ class Vote(NamedTuple):
         snapshot: a snapshot is due by this rank's clock.
         copying: this rank is copying its state for a snapshot.
         comparison: a comparison of the ranks' models is due by this rank's clock.
+        computed: checksum of this rank's results for a micro-batch that another rank computes, too; 0 for none.
+        recomputed: checksum of this rank's results for a micro-batch of another rank; 0 for none.
     """
 
     stop: int = 0
     snapshot: bool = False
     copying: bool = False
     comparison: bool = False
+    computed: int = 0
+    recomputed: int = 0
 
 
 @dataclass
@@ -70,7 +74,7 @@ class ControlFormat:
         self._shape = (layout.max_parts, num_values)
         most = max(len(held) for held in layout.ranges)
         self._padding = [0] * most
-        self._struct = Struct(f"<q?????B2x{most}Q{most * sum(self._widths)}d")
+        self._struct = Struct(f"<q???QQ??B2x{most}Q{most * sum(self._widths)}d")
         self._used_at = self._struct.size
         self._parts_at = -(-(self._used_at + num_params) // 8) * 8
         self.size_bytes = -(-(self._parts_at + 8 * layout.max_parts * num_values) // 64) * 64
@@ -94,8 +98,8 @@ class ControlFormat:
 
     def unpack_from(self, block: memoryview, num_micro_batches: int) -> Control:
         """Read the control block of a rank that has `num_micro_batches`."""
-        *vote, buffers_changed, has_new_names, num_losses = (unpacked := self._struct.unpack_from(block, 0))[:7]
-        numbers = [*unpacked[7:]]
+        *vote, buffers_changed, has_new_names, num_losses = (unpacked := self._struct.unpack_from(block, 0))[:9]
+        numbers = [*unpacked[9:]]
         fingerprints, at = numbers[:num_micro_batches], self._most
         tables: list[list[list[float]]] = []
         for width in self._widths:

@@ -55,6 +55,9 @@ class GradientPass:
     A pass is `start`, then for each of this rank's micro-batches `open`, `backward` (once per model) and `close`, then
     `exchange` and `apply`. Between the last two, the state that a snapshot holds has not changed yet.
 
+    Before the rank's own micro-batches and after `exchange`, a rank can compute micro-batches of other ranks, too. They
+    change nothing; only `Reducer.inspect` gets their gradients.
+
     Args:
         modules: the prepared models by name. Slot i holds losses of the i-th model, slot 0 losses of all models.
         group: the ranks.
@@ -139,6 +142,7 @@ class GradientPass:
     def open(self, v: int) -> None:
         """Begin micro-batch v."""
         self._v = v
+        self._losses_of_v = self._losses[v - self._held.start] if v in self._held else {}
         if self._sizes[v] == 1:
             self._hooks = refuse_lone_sample(self._modules, self._step, v, self._group.rank)
         self.reducer.open(v)
@@ -148,7 +152,7 @@ class GradientPass:
         self.waited_s = 0.0
         if not self.reducer.in_micro_batch:
             raise Error("step.backward was called outside the micro-batch loop: call it inside `for batch in step`")
-        losses = self._losses[self._v - self._held.start]
+        losses = self._losses_of_v
         slot = 0 if model is None else find_slot(self._modules, model)
         if losses and (slot in losses or slot == 0 or 0 in losses):
             raise Error(
@@ -209,6 +213,9 @@ class GradientPass:
         for hook in self._hooks:
             hook.remove()
         self._hooks = ()
+        if self._v not in self._held:
+            self.undo_buffers()
+            return
         self._statistics.fold()
         self._buffers.fold(self._v)
 

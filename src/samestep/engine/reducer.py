@@ -41,6 +41,8 @@ class Reducer:
     Attributes:
         waited_s: seconds that the last backward waited for exchanges, and so for other ranks.
         in_micro_batch: a micro-batch is open.
+        inspect: called with each gradient of a micro-batch, before it is added to others: the number of the parameter,
+            the number of the loss, the gradient. None: not called.
     """
 
     def __init__(
@@ -74,7 +76,8 @@ class Reducer:
         self._buffers: dict[Layout, list[BucketBuffers]] = {}
         self._views_of: dict[Layout, list[tuple[Tensor, ...]]] = {}  # each parameter's pieces of this rank's parts
         self._controls: dict[Layout, tuple[ControlFormat, Tensor | None, list[memoryview]]] = {}
-        self.in_micro_batch = self._in_backward = self._last = False
+        self.in_micro_batch = self._in_backward = self._last = self._is_borrowed = False
+        self.inspect: Callable[[int, int, Tensor], None] | None = None
         self.waited_s = 0.0
         self._checked: set[tuple[int, ...]] = set()
         kinds = {(param.dtype, param.device) for param in self.params}
@@ -127,9 +130,12 @@ class Reducer:
                 buffers.expect(tag)
 
     def open(self, v: int) -> None:
-        """Begin micro-batch v."""
+        """Begin micro-batch v. Gradients of a micro-batch of another rank are passed to `inspect` only."""
         self._v = v
-        self._last = v == self._range.stop - 1 and self._group.world_size > 1
+        self._is_borrowed = v not in self._range
+        if self._is_borrowed:  # after `finish`, `.grad` still holds the rank's own part
+            self._drop_grads()
+        self._last = v == self._range.stop - 1 and self._group.world_size > 1 and not self._is_borrowed
         self._fired[:] = bytes(len(self.params))
         self._places: set[int] = set()
         self._grads: list[tuple[int, Tensor, int]] = []
@@ -148,14 +154,17 @@ class Reducer:
 
     def backward_further(self, k: int, loss: Tensor, factor: float | Tensor, inputs: tuple[Tensor, ...]) -> None:
         """Same as `backward`, for further loss k (1, 2, ...). Call before `backward`, which frees the graph."""
-        if k not in self._further:
+        if k not in self._further and not self._is_borrowed:
             self._further[k] = self._build_further(has_missed=self._v > self._range.start)
         wanted = {id(param) for param in inputs}
         indices = [i for i, p in enumerate(self.params) if (id(p) in wanted if inputs else p.requires_grad)]
         params, seed = tuple(self.params[i] for i in indices), (build_seed(factor, loss),)
         found = run_backward((loss,), seed, True, False, params, allow_unreachable=True, accumulate_grad=False)
         for i, grad in zip(indices, found, strict=True):
-            if grad is not None:  # a copy: autograd may return a view, or one tensor for two parameters
+            if grad is not None and self.inspect is not None:
+                self.inspect(i, k, to_dense(grad))
+            if grad is not None and not self._is_borrowed:
+                # A copy: autograd may return a view, or one tensor for two parameters.
                 self._further[k].grads[i] = lay_out(to_dense(grad), self._strides[i])
 
     def check_graph(self, loss: Tensor, kind: tuple[int, ...]) -> None:
@@ -186,6 +195,9 @@ class Reducer:
             if self.params[i].grad is not grad or read_version(grad) != version:
                 self._refuse_change(i)
         self._grads.clear()  # views of buckets, to which no reference may remain when the next pass begins
+        if self._is_borrowed:
+            self._drop_grads()
+            return
         fired = int.from_bytes(self._fired)
         self._used |= fired * USED | (fired ^ self._all_fired) * MISSED
         is_last = self._v == self._range.stop - 1
@@ -286,6 +298,8 @@ class Reducer:
             if grad.layout is not torch.strided:
                 param.grad = grad = to_dense(grad)
             self._fired[i] = 1
+            if self.inspect is not None:
+                self.inspect(i, 0, grad)
             if self._last:
                 # Packed now, while it is in the cache, so that its memory is reused for the next gradient. `.data`,
                 # because views of one bucket would share a version.
@@ -310,6 +324,10 @@ class Reducer:
         """Build a further loss that is new on this rank. `has_missed`: earlier micro-batches did not have it."""
         nothing: Grads = [None] * len(self.params)
         return Further([nothing for _ in self._held], [*nothing], self._all_fired * MISSED * has_missed)
+
+    def _drop_grads(self) -> None:
+        for param in self.params:
+            param.grad = None
 
     def _mark_params(self) -> list[tuple[int, bool]]:
         return [(read_version(param), param.requires_grad) for param in self.params]

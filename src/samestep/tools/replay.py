@@ -166,7 +166,8 @@ class _Replay:
         options |= {name: self._values[name] for name in ("device", "backend") if name in self._values}
         options |= {
             "run_dir": run_dir, "resume": first if (run_dir / SNAPSHOTS).exists() else "latest", "fresh": False,
-            "snapshot_every": "never", "compare_every": "never", "log_every": 10**9, "stuck_after_s": 0,
+            "snapshot_every": "never", "compare_every": "never",
+            "check_compute_every": "never", "log_every": 10**9, "stuck_after_s": 0,
         }  # fmt: skip
         is_debugged = bool(self._values.get("pdb"))
         save = self._values.get("save")

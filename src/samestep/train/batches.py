@@ -10,12 +10,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from samestep.config import Interval
 from samestep.data.lanes import Lanes
 from samestep.data.loader import Task
 from samestep.data.source import Shard, explain_change, fingerprint_shards, format_shards, parse_shards, read_shards
 from samestep.data.spec import is_stream, understand
 from samestep.errors import Error, InvalidType, InvalidValue
 from samestep.files import open_regular, read_bytes, replace_file
+from samestep.plan.checks import Check, plan_checks
 from samestep.plan.ledger import fingerprint
 from samestep.plan.order import GivenOrder, Order, build_order
 from samestep.plan.schedule import EndlessSchedule, Schedule, Span
@@ -36,6 +38,7 @@ class Batches:
         data, sampler, arguments: what the script passed to `run.epochs` or `run.steps`.
         endless: as `run.steps`: the data set is repeated, and no step is short.
         start: the step and the epoch where the loop begins.
+        check_every: in every so many steps, ranks compute micro-batches of other ranks, too. None: never.
 
     Raises:
         Error: that is no data, or its arguments contradict each other.
@@ -62,6 +65,7 @@ class Batches:
         endless: bool,
         sampler: Any,
         start: tuple[int, int],
+        check_every: Interval | None = None,
         **arguments: Any,
     ) -> None:
         for name in ("shuffle", "drop_last", "pin_memory"):
@@ -84,7 +88,7 @@ class Batches:
             schedule = EndlessSchedule(STREAM_LENGTH, batch_size, micro_batch_size)
             self.lanes = Lanes(spec.dataset, schedule, seed, start[0])
             spec = replace(spec, dataset=self.lanes, shuffle=False)
-        self.spec, self._seed = spec, seed
+        self.spec, self._seed, self._check_every = spec, seed, check_every
         self.shards: tuple[Shard, ...] = read_shards(spec.dataset)
         self._shard_sizes = np.array([shard.num_samples for shard in self.shards], dtype=np.int64)
         self._shards_mark = fingerprint_shards(self.shards) if self.shards else ""
@@ -176,12 +180,25 @@ class Batches:
             start += end - offset
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
+    def find_checks(self, step: int, world_size: int) -> tuple[Check, ...]:
+        """Return the micro-batches of step `step` that two ranks compute; () if it is not a step with checks."""
+        every = None if self._check_every is None else self._check_every.steps
+        if every is None or (step + 1) % every:
+            return ()
+        return plan_checks(len(self.micro_batches(step)), world_size, step // every)
+
+    def task(self, step: int, v: int) -> Task:
+        """Return the task of micro-batch v of a step."""
+        span = self.micro_batches(step)[v]
+        return Task(self.indices(step, span), derive(self._seed, "data", step=step, micro_batch=v))
+
     def tasks(self, start: int, stop: int, *, rank: int, world_size: int) -> Iterator[Task]:
         """Yield the tasks of this rank for steps start..stop-1 of the run, in order."""
         for step in range(start, stop):
             spans = self.micro_batches(step)
-            for v in build_layout(len(spans), world_size).ranges[rank]:
-                yield Task(self.indices(step, spans[v]), derive(self._seed, "data", step=step, micro_batch=v))
+            borrowed = [check.v for check in self.find_checks(step, world_size) if check.checker == rank]
+            for v in (*borrowed, *build_layout(len(spans), world_size).ranges[rank]):
+                yield self.task(step, v)
 
     def count_workers(self, rank: int, world_size: int) -> int:
         """Return the number of loader workers of a rank.

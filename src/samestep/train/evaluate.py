@@ -78,9 +78,10 @@ class Evaluator:
         check_not_alone(group.gather_number(EVALUATES + self._position.num_evaluations))
         rows = self._score(score, spec)
         self._watchdog.enter("reducing", steps_done)
-        gathered = group.gather((group.seal(rows), *self._stopping.cast_vote()))
+        vote = self._stopping.cast_vote()
+        gathered = group.gather((group.seal(rows), vote.stop, vote.copying))
         # A validation can be long: react to a signal before the next step.
-        self._stopping.take_votes([Vote(stop, copying=copying) for _, stop, _, copying, _ in gathered])
+        self._stopping.take_votes([Vote(stop, copying=copying) for _, stop, copying in gathered])
         self._watchdog.enter("script", steps_done)
         return _merge([row for sealed, *_ in gathered for row in group.unseal(sealed)])
 

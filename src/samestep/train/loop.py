@@ -22,6 +22,7 @@ from samestep.train.context import RunContext
 from samestep.train.position import Place, Position
 from samestep.train.replicas import Replicas
 from samestep.train.run_metrics import RunMetrics, Tally
+from samestep.train.second_opinion import SecondOpinion
 from samestep.train.steps import Observers, Step, refuse_unpacking
 from samestep.train.stop_signals import MOST_IDLE_STOPS, count_idle_stops, describe_stop
 from samestep.train.stopping import Stopping
@@ -131,6 +132,7 @@ class Loop:
         metrics: RunMetrics,
         observers: Observers,
         replicas: Replicas,
+        second_opinion: SecondOpinion | None,
         build_state: Callable[[dict[str, Any]], dict[str, Any]],
         on_end: Callable[[dict[str, Any], str, Error | None], None],
     ) -> None:
@@ -138,6 +140,7 @@ class Loop:
         self._position, self._gradients, self._snapshotter = position, gradients, snapshotter
         self._stopping, self._watchdog, self._metrics, self._on = stopping, watchdog, metrics, observers
         self._replicas, self._build_state, self._on_end = replicas, build_state, on_end
+        self._second_opinion = second_opinion
         self.step: Step | None = None
         self._left_error: Error | None = None  # the script left the loop before its end
         self.repeats_head = place.is_past
@@ -209,10 +212,12 @@ class Loop:
             self._replicas.watch(self._snapshotter)
         else:
             self.step.is_over = True
+        checks = self.batches.find_checks(number, self._context.world_size)
         self.step = step = Step(
             number, self.batches.epoch_of(number), self.batches.micro_batches(number), self._loader,
             context=self._context, gradients=self._gradients, position=position, logs=self._snapshotter.logs,
             cast_vote=self._cast_vote, observers=self._on,
+            borrowed=[check.v for check in checks if check.checker == self._context.rank],
         )  # fmt: skip
         self._on.begin_step(step)
         try:
@@ -232,7 +237,8 @@ class Loop:
             self._end_body(epochs_done=None, numbered=True)
 
     def _cast_vote(self) -> Vote:
-        return self._stopping.cast_vote(comparison=self._replicas.is_time())
+        results = (0, 0) if self._second_opinion is None else self._second_opinion.sum_up()
+        return self._stopping.cast_vote(comparison=self._replicas.is_time(), results=results)
 
     def explain_end(self) -> str:
         """Describe why this start has no step left, and how to train longer."""

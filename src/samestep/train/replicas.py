@@ -15,7 +15,7 @@ from samestep.snapshot.inspection import TrainingState
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.stateful import list_calm, list_checked, unwrap
 from samestep.train.steps import Step, StepObserver
-from samestep.watch.replica_checksums import checksum, combine, explain_drift, find_drift
+from samestep.watch.replica_checksums import checksum, combine, explain_drift, find_drift, read_back
 from samestep.world.environment import read_host
 from samestep.world.group import Group
 
@@ -77,15 +77,7 @@ class Replicas(StepObserver):
         """
         if self._alike_at == step:
             return
-        by_device: dict[torch.device, dict[str, Tensor]] = {}
-        for name, tensor in name_replicated(self._objects):
-            by_device.setdefault(tensor.device, {})[name] = checksum(tensor)
-        checksums = {
-            name: value
-            for sums in by_device.values()  # one transfer per device
-            for name, value in zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)
-        }
-        self._compare(step, checksums)
+        self._compare(step, read_back({name: checksum(tensor) for name, tensor in name_replicated(self._objects)}))
 
     def _compare(self, step: int, checksums: Mapping[str, int]) -> None:
         if len(set(self._group.gather_number(combine(checksums)))) > 1:

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from samestep.config import Precision, Reduction
+from samestep.config import CheckCompute, Precision, Reduction
 from samestep.data.loader import seed_all
 from samestep.data.pools import Pools
 from samestep.engine.gradient_pass import GradientPass
@@ -35,6 +35,7 @@ from samestep.train.replicas import Replicas
 from samestep.train.restoring import Contents, recall
 from samestep.train.run_metrics import RunMetrics
 from samestep.train.samples import add_samples
+from samestep.train.second_opinion import SecondOpinion
 from samestep.train.shutdown import Resources, report_errors
 from samestep.train.step_log import collect_values
 from samestep.train.steps import Observers, Step, StepObserver
@@ -78,6 +79,9 @@ class Run:
         log_every: interval of the rows in `metrics.jsonl`: 10 (steps), "1epochs" or "30s".
         compare_every: interval of the comparisons of parameters and optimizer state between the ranks: 100 (steps),
             "1epochs", "30min" or None. Unless it is None, the state is also compared before each snapshot.
+        check_compute_every: in every so many steps, each rank also computes a micro-batch of another rank, and the bits
+            of losses and gradients are compared, which finds faulty processors; see docs/running.md. None: never.
+        check_compute: "stop" (end the run before that step is applied) or "warn" if such results differ.
         trackers: destinations of metrics: trackers such as `samestep.TensorBoard()`, and names such as "wandb".
         config: recorded in the run directory. A later start with another config warns.
         device: "cpu", "cuda" (one GPU per local rank) or one GPU such as "cuda:1". None: CUDA if there is a GPU.
@@ -131,6 +135,8 @@ class Run:
         max_steps: int | None = None,
         log_every: int | str = 10,
         compare_every: int | str | None = 100,
+        check_compute_every: int | str | None = None,
+        check_compute: CheckCompute = "stop",
         trackers: Sequence[Tracker | str] | str = (),
         config: Mapping[str, Any] | None = None,
         device: str | torch.device | None = None,
@@ -144,7 +150,8 @@ class Run:
             environment, run_dir=run_dir, batch_size=batch_size, micro_batch_size=micro_batch_size, seed=seed,
             precision=precision, reduction=reduction, num_threads=num_threads, snapshot_every=snapshot_every,
             keep_last=keep_last, resume=resume, max_steps=max_steps, log_every=log_every, device=device,
-            compare_every=compare_every, deterministic=deterministic, bucket_cap_mb=bucket_cap_mb, trackers=trackers,
+            compare_every=compare_every, check_compute_every=check_compute_every, check_compute=check_compute,
+            deterministic=deterministic, bucket_cap_mb=bucket_cap_mb, trackers=trackers,
         )  # fmt: skip
         self.batch_size, self.micro_batch_size = settings.batch_size, settings.micro_batch_size
         self.seed = settings.seed
@@ -587,7 +594,7 @@ class Run:
             )
         return Batches(
             data, seed=self.seed, batch_size=self.batch_size, micro_batch_size=self.micro_batch_size, start=start,
-            **arguments,
+            check_every=self._context.config.check_compute_every, **arguments,
         )  # fmt: skip
 
     def _begin(self, batches: Batches, total_steps: int, num_epochs: int | None) -> Loop:
@@ -626,6 +633,12 @@ class Run:
         observers: list[StepObserver] = [self._misuse, self._parameters, self._watchdog, self._metrics, self._stopping]
         if self.world_size > 1:
             observers.append(self._replicas)
+        second_opinion = None
+        if config.check_compute_every is not None and self.world_size > 1:
+            second_opinion = SecondOpinion(context, batches, self._gradients)
+            observers.append(second_opinion)
+        elif config.check_compute_every is not None and not place.is_past:
+            self._say("check_compute_every does nothing with one rank: no other rank can compute a micro-batch again")
         if self._tracer is not None:
             self._tracer.begin_loop(batches, place, self._gradients, self._build_state)
             observers.append(self._tracer)
@@ -634,8 +647,8 @@ class Run:
         self._loop = loop = Loop(
             context, batches, place, position=position, gradients=self._gradients,
             snapshotter=snapshotter, stopping=self._stopping, watchdog=self._watchdog, metrics=self._metrics,
-            observers=Observers(observers), replicas=self._replicas, build_state=self._build_state,
-            on_end=self._end_loop,
+            observers=Observers(observers), replicas=self._replicas, second_opinion=second_opinion,
+            build_state=self._build_state, on_end=self._end_loop,
         )  # fmt: skip
         self._resources.find_failure = loop.find_failure
         if place.is_past:

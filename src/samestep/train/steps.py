@@ -64,6 +64,10 @@ class StepObserver:
     def exchange_failed(self, step: "Step", error: RuntimeError) -> None:
         """The exchange raised `error`. May raise another error instead."""
 
+    def settle(self, step: "Step", report: Report) -> Iterator[Any]:
+        """All ranks' reports have arrived. Returns batches to run the script's body on, from `Step.compute`."""
+        raise NotImplementedError
+
     def exchanged(self, step: "Step", report: Report) -> None:
         """All ranks' reports have arrived; `.grad` is not set yet."""
 
@@ -84,7 +88,10 @@ Event = Callable[..., None]
 
 
 class Observers:
-    """For each event, a function that calls the observers that override it. `probes`, `forward`: their methods."""
+    """For each event, a function that calls the observers that override it.
+
+    `probes`, `settlers` and `forward` are lists of their methods.
+    """
 
     def __init__(self, observers: Sequence[StepObserver]) -> None:
         def find(event: str) -> list[Callable[..., Any]]:
@@ -100,7 +107,7 @@ class Observers:
 
             return calls[0] if len(calls) == 1 else notify
 
-        self.probes, self.forward = find("probe"), find("forward")
+        self.probes, self.settlers, self.forward = find("probe"), find("settle"), find("forward")
         self.begin_step, self.begin_pass, self.load = join("begin_step"), join("begin_pass"), join("load")
         self.backward, self.end_backward, self.log = join("backward"), join("end_backward"), join("log")
         self.end_micro_batch, self.exchange = join("end_micro_batch"), join("exchange")
@@ -122,6 +129,7 @@ class Step:
         micro_batch: current micro-batch, from 0, over the micro-batches of all ranks.
         sizes: samples per micro-batch, over all ranks.
         held: this rank's micro-batches.
+        borrowed: micro-batches of other ranks that this rank computes before its own, to compare the results.
         open: whether the script iterates over the micro-batches.
         is_over: whether the next step has begun.
         has_gradients: whether the last pass left gradients in `.grad`.
@@ -160,13 +168,14 @@ class Step:
         logs: Path | None,
         cast_vote: Callable[[], Vote],
         observers: Observers,
+        borrowed: Sequence[int] = (),
     ) -> None:
         self.number, self.epoch = number, epoch
         self.sizes = [stop - start for start, stop in spans]
         self._loader, self._context, self._gradients = loader, context, gradients
         self._position, self._logs, self._cast_vote, self._on = position, logs, cast_vote, observers
-        self._loaded: list[Loaded] = []
-        self.held = range(0)
+        self._loaded: dict[int, Loaded] = {}
+        self.held, self.borrowed = range(0), borrowed
         self.micro_batch = self.num_passes = 0
         self._fingerprints: list[int] = []
         self.averaged_loss: float | None = None
@@ -183,7 +192,7 @@ class Step:
     @property
     def loaded_fingerprint(self) -> int:
         """Fingerprint of the samples of the current micro-batch."""
-        return self._loaded[self.micro_batch - self.held.start].fingerprint
+        return self._loaded[self.micro_batch].fingerprint
 
     @property
     def fingerprint(self) -> int:
@@ -247,22 +256,28 @@ class Step:
         self._begin_pass()
         for probe in self._on.probes:
             yield from self._rehearse(probe)
-        for v in self._start():
-            batch = self._load(v)
-            seed_all(self._derive("compute", v))
-            self._gradients.open(v)
-            try:
-                yield self._hand_over(batch)
-            except GeneratorExit:
-                self._is_left = True
-                self._on.leave(self.number)
-                raise
-            self._on.end_micro_batch(self)
-            self._gradients.close()
+        for v in (*self.borrowed, *self._start()):
+            yield from self.compute(v, self._load(v))
         report = self._exchange()
+        for settle in self._on.settlers:
+            yield from settle(self, report)
         self._apply(report)
         seed_all(self._derive("after"))
         self._end_pass()
+
+    def compute(self, v: int, batch: Any) -> Iterator[Any]:
+        """Run the script's body on micro-batch v. Of one that this rank does not hold, the results are dropped."""
+        self.micro_batch = v
+        seed_all(self._derive("compute", v))
+        self._gradients.open(v)
+        try:
+            yield self._hand_over(batch)
+        except GeneratorExit:
+            self._is_left = True
+            self._on.leave(self.number)
+            raise
+        self._on.end_micro_batch(self)
+        self._gradients.close()
 
     def _derive(self, purpose: str, v: int = 0) -> int:
         seed = self._context.config.seed
@@ -294,11 +309,11 @@ class Step:
         if self.num_passes == 0:
             self._on.load(self)
             try:
-                self._loaded.append(next(self._loader))
+                self._loaded[v] = next(self._loader)
             except Error as error:
                 place = f"step {self.number}"
                 raise locate_error(error, self._logs, self._context.rank, place) from error.__cause__
-        return to_device(self._loaded[v - self.held.start].batch, self._context.device, non_blocking=True)
+        return to_device(self._loaded[v].batch, self._context.device, non_blocking=True)
 
     def load_up_to(self, v: int) -> Any:
         """Load micro-batches of `held` up to v, in order, and return that one. For an observer that ends the run."""
@@ -313,7 +328,7 @@ class Step:
 
     def _exchange(self) -> Report:
         self._on.exchange(self)
-        fingerprints = [loaded.fingerprint for loaded in self._loaded]
+        fingerprints = [self._loaded[v].fingerprint for v in self.held]
         try:
             return self._gradients.exchange(self._cast_vote(), fingerprints, self._log.settle())
         except RuntimeError as error:
@@ -416,9 +431,9 @@ class Step:
             return
         for name, given in collected.items():
             value = read_number(name, given, self.sizes[self.micro_batch] if self.open else 1)
-            if self.open:
+            if self.open and self.micro_batch in self.held:
                 self._log.add(self.micro_batch - self.held.start, name, value)
-            else:
+            elif not self.open:
                 self.averages[name] = (value, self.num_samples)
 
 

@@ -63,9 +63,10 @@ class Stopping(StepObserver):
 
     # --- votes ------------------------------------------------------------------------------------------------
 
-    def cast_vote(self, *, comparison: bool = False) -> Vote:
-        """Return this rank's vote. `comparison`: see `Vote`."""
-        return Vote(self.signals.heard, self._snapshotter.is_time(), self._snapshotter.is_copying, comparison)
+    def cast_vote(self, *, comparison: bool = False, results: tuple[int, int] = (0, 0)) -> Vote:
+        """Return this rank's vote. `comparison`, `results` (computed, recomputed): see `Vote`."""
+        snapshotter = self._snapshotter
+        return Vote(self.signals.heard, snapshotter.is_time(), snapshotter.is_copying, comparison, *results)
 
     def take_votes(self, votes: Sequence[Vote]) -> None:
         """Apply the votes of all ranks.

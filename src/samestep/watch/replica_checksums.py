@@ -38,6 +38,18 @@ def checksum(tensor: Tensor) -> Tensor:
     return odd if words is None else words + odd
 
 
+def read_back(checksums: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the values of checksums. One transfer per device."""
+    by_device: dict[torch.device, dict[str, Tensor]] = {}
+    for name, tensor in checksums.items():
+        by_device.setdefault(tensor.device, {})[name] = tensor
+    return {
+        name: value
+        for sums in by_device.values()
+        for name, value in zip(sums, torch.stack(list(sums.values())).tolist(), strict=True)
+    }
+
+
 def combine(checksums: Mapping[str, int]) -> int:
     """Hash the checksums, by name, to 63 bits."""
     text = json.dumps(checksums, sort_keys=True).encode()

@@ -40,6 +40,7 @@ def look_at_data_loading(context: Context) -> dict[str, Any] | None:
             "snapshot_every": "never",
             "resume": "never",
             "compare_every": "never",
+            "check_compute_every": "never",
             "device": options.device,
             "num_threads": options.num_threads,
             "batch_size": options.batch_size,

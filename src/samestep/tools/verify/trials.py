@@ -114,6 +114,7 @@ class Trials:
             "max_steps": num_steps or self.num_steps,
             "snapshot_every": self.snapshot_every,
             "compare_every": 1,
+            "check_compute_every": "never",
             "log_every": 1,
             **(overrides or {}),
         }

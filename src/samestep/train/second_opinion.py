@@ -1,0 +1,190 @@
+"""Finds ranks that compute wrong results: at intervals, another rank computes a micro-batch of each rank, too.
+
+A wrong gradient that every rank adds leaves all replicas equal, and a rank that is always wrong agrees with itself, so
+only another rank can find it. Hochschild et al. 2021 ("Cores that don't count") and Dixit et al. 2021 ("Silent data
+corruptions at scale") describe such processors. docs/decisions/second_opinion.md explains the choices.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from samestep.data.content import hash_content
+from samestep.data.loader import Loader, to_device
+from samestep.engine.gradient_pass import GradientPass, Losses, Report
+from samestep.errors import Error, InvalidValue
+from samestep.plan.checks import Check
+from samestep.train.batches import Batches
+from samestep.train.context import RunContext
+from samestep.train.determinism import describe_machine
+from samestep.train.generators import keeping_generators
+from samestep.train.steps import Step, StepObserver
+from samestep.watch.replica_checksums import checksum, combine, find_drift, read_back
+from samestep.world.environment import read_host
+
+
+class Opinion(NamedTuple):
+    """What one rank computed for a micro-batch.
+
+    Attributes:
+        rank: the rank.
+        place: its host and device.
+        samples: a hash of the micro-batch that it read; "" if it holds no numbers.
+        results: checksums of losses and gradients by name.
+    """
+
+    rank: int
+    place: str
+    samples: str
+    results: Mapping[str, int]
+
+
+@dataclass
+class _Results:
+    """Checksums of the results for one micro-batch, on the device."""
+
+    batch: Any
+    sums: dict[str, Tensor] = field(default_factory=dict)
+
+    def read(self) -> dict[str, int]:
+        return read_back(self.sums)
+
+
+class SecondOpinion(StepObserver):
+    """Compares the results of two ranks for the same micro-batches. An observer of steps, on more than one rank.
+
+    Raises:
+        Error: this run's ranks cannot compute one another's micro-batches with the same bits.
+    """
+
+    def __init__(self, context: RunContext, batches: Batches, gradients: GradientPass) -> None:
+        self._context, self._batches, self._gradients = context, batches, gradients
+        self._checks: Sequence[Check] = ()
+        self._results: dict[int, _Results] = {}  # by micro-batch, of those that two ranks compute
+        self._open: _Results | None = None
+        self._agreed_step: int | None = None
+        name = "check_compute_every"
+        if batches.lanes is not None:
+            raise InvalidValue(
+                f"{name} lets ranks compute micro-batches of one another, but only one rank reads a lane of an "
+                "IterableDataset: leave it out, or use a data set with indices"
+            )
+        if not context.config.deterministic:
+            raise InvalidValue(f"{name} compares bits, which deterministic=False does not keep: leave one of them out")
+        machines = context.group.gather(describe_machine(context.config, context.device))
+        if (other := next((rank for rank, machine in enumerate(machines) if machine != machines[0]), None)) is not None:
+            raise InvalidValue(
+                f"{name} compares bits, but rank {other} computes on {machines[other]['device']} and rank 0 on "
+                f"{machines[0]['device']}: leave it out, or use machines of one kind"
+            )
+
+    def sum_up(self) -> tuple[int, int]:
+        """Return checksums of this rank's results for its vote: `computed` and `recomputed`."""
+        rank, sums = self._context.rank, {v: combine(results.read()) for v, results in self._results.items()}
+        computed = next((sums[check.v] for check in self._checks if check.owner == rank), 0)
+        recomputed = next((sums[check.v] for check in self._checks if check.checker == rank), 0)
+        return computed, recomputed
+
+    def begin_pass(self, step: Step) -> None:
+        self._checks = self._batches.find_checks(step.number, self._context.world_size)
+        self._results = {
+            check.v: _Results(None) for check in self._checks if self._context.rank in (check.owner, check.checker)
+        }
+
+    def forward(self, step: Step, batch: Any) -> Any:
+        if (results := self._results.get(step.micro_batch)) is not None:
+            results.batch, self._open = batch, results
+            names = self._gradients.reducer.names
+
+            def inspect(i: int, k: int, grad: Tensor) -> None:
+                name = f"the gradient of {names[i]}"
+                results.sums[f"{name} by loss {k}" if k else name] = checksum(grad)
+
+            self._gradients.reducer.inspect = inspect
+        return batch
+
+    def backward(self, step: Step, loss: Losses, weight: float | Tensor | None, model: nn.Module | None) -> None:
+        if self._open is not None:
+            for term, own in loss.items() if isinstance(loss, Mapping) else [(loss, weight)]:
+                number = len(self._open.sums)
+                self._open.sums[f"the loss ({number})" if number else "the loss"] = checksum(torch.as_tensor(term))
+                if own is not None:
+                    self._open.sums[f"the weight ({number})"] = checksum(torch.as_tensor(own, dtype=torch.float64))
+
+    def end_micro_batch(self, step: Step) -> None:
+        self._open = self._gradients.reducer.inspect = None
+
+    def settle(self, step: Step, report: Report) -> Iterator[Any]:
+        """If two ranks disagree, let a third one compute the micro-batch, too, and name the rank that is wrong.
+
+        Raises:
+            Error: ranks disagree, and the run should stop then. On all ranks, before anything of the step is applied.
+        """
+        votes, rank = report.votes, self._context.rank
+        wrong = (check for check in self._checks if votes[check.owner].computed != votes[check.checker].recomputed)
+        if (check := next(wrong, None)) is None:
+            if self._checks:
+                self._agreed_step = step.number
+            self._results = {}
+            return
+        if rank == check.judge:
+            self._results[check.v] = _Results(None)
+            yield from step.compute(check.v, self._load(step.number, check.v))
+        mine = self._results.get(check.v)
+        own = None if mine is None else [hash_content(mine.batch), mine.read()]
+        replies = self._context.group.gather([f"{read_host()}, {self._context.device}", own])
+        places = [place for place, _ in replies]
+        involved = [each for each in (check.owner, check.checker, check.judge) if each is not None]
+        sentence = explain_dispute(
+            [Opinion(each, places[each], *replies[each][1]) for each in involved], check.v, step.number
+        )
+        since = "none" if self._agreed_step is None else f"that of step {self._agreed_step}"
+        advice = f"the last check in which all agreed is {since}, so later snapshots may hold wrong results"
+        if self._context.config.check_compute == "stop":
+            raise Error(
+                f"{sentence}; nothing of this step is saved, but {advice}: resume from an earlier one (--resume)"
+            )
+        self._context.say(f"{sentence}; the run continues with it; {advice}")
+        self._results = {}
+
+    def _load(self, step: int, v: int) -> Any:
+        """Load a micro-batch beside those of the loop."""
+        spec = replace(self._batches.spec, num_workers=min(self._batches.spec.num_workers, 1))
+        device = self._context.device
+        with keeping_generators(), Loader(spec, [self._batches.task(step, v)], device=device) as loader:
+            return to_device(next(loader).batch, device)
+
+
+def explain_dispute(opinions: Sequence[Opinion], v: int, step: int) -> str:
+    """Return the beginning of the message for opinions about micro-batch v that are not all equal."""
+    drift = find_drift([each.results for each in opinions])
+    assert drift is not None
+    named = [f"rank {each.rank} ({each.place})" for each in opinions]
+    what = f"micro-batch {v} of step {step}"
+    if len({each.samples for each in opinions}) > 1:
+        return (
+            f"{_join(named)} read other samples for {what}, though of the same indices: make the data set depend on "
+            "the index and torch's generators only (samestep verify finds why it does not), or suspect the memory of "
+            "these machines"
+        )
+    more = f" and {drift.num_tensors - 1} more results differ" if drift.num_tensors > 1 else " differs"
+    cause = "code whose results depend on earlier calls (a module that keeps a count; samestep verify finds it)"
+    if not drift.has_majority:
+        why = "no third rank says which is right" if len(opinions) == 2 else "each computed other ones"
+        return (
+            f"{_join(named)} computed other results for {what} from the same weights and samples, and {why}: "
+            f"{drift.tensor}{more}; suspect the processors and the memory of these machines, or {cause}"
+        )
+    astray = [named[place] for place in drift.astray]
+    others = [name for name in named if name not in astray]
+    return (
+        f"{_join(astray)} computed other results for {what} than {_join(others)}, from the same weights and samples: "
+        f"{drift.tensor}{more}; suspect the processor and the memory of that machine, and leave it out; or {cause}"
+    )
+
+
+def _join(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

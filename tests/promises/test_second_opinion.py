@@ -1,0 +1,197 @@
+"""A rank that computes wrong results is found in the first checked step, and named; no sound rank is suspected."""
+
+import random
+import re
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from promises import gradients, training  # noqa: F401 - they fill CASES
+from promises.loops import CASES
+from support.runs import digest, samestep_command
+from support.selection import one_in
+from torch import Tensor, nn
+
+import samestep
+from samestep.snapshot.store import Store
+
+HOST = re.escape(socket.gethostname())
+STATES = {"two_threads", "compiled_by_aot_eager"}
+
+
+class Flip(nn.Module):
+    """Returns its input, of which a bit is flipped: in the "forward", or in the "backward" of its gradient."""
+
+    what, bit, element = "", 12, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.what == "forward":
+            x = x + (self.flip(x.detach()) - x.detach())
+        if self.what == "backward":
+            x.register_hook(self.flip)
+        return x
+
+    def flip(self, tensor: Tensor) -> Tensor:
+        flipped = tensor.clone()
+        flipped.view(torch.int32).view(-1)[self.element % tensor.numel()] ^= 1 << self.bit
+        return flipped
+
+
+def train(
+    run_dir: Path | None, rank: int = -1, what: str = "", start: int = 0, bit: int = 12, num_steps: int = 12,
+    batch_size: int = 12, is_lazy: bool = False, num_losses: int = 1, **arguments: Any,
+) -> list[float]:  # fmt: skip
+    """Trains. From step `start` on, `rank` computes wrong results. Returns losses, and averages of micro-batches."""
+    run = samestep.Run(run_dir, batch_size=batch_size, micro_batch_size=2, device="cpu", **arguments)
+    flip = Flip()
+    model = nn.Sequential(nn.Linear(4, 8), flip, nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    run.prepare(model=model, optimizer=optimizer)
+    generator = torch.Generator().manual_seed(0)
+    data = [(torch.randn(4, generator=generator), i % 3) for i in range(4 * batch_size)]
+    losses, calls = [], 0
+    for step in run.steps(data, num_steps):
+        flip.what = what if (run.rank, step.number >= start) == (rank, True) else ""
+        flip.bit, flip.element = bit, step.number
+        for x, y in step:
+            calls += 1
+            loss = F.cross_entropy(model(x * (1 + calls * is_lazy)), y)
+            step.log(rows=len(x), micro_batch=step.micro_batch)
+            step.backward(loss if num_losses == 1 else {loss: 2.0, model[0].weight.square().mean(): 3.0})
+        optimizer.step()
+        if flip.what == "update":
+            model[0].weight.data = flip.flip(model[0].weight.data)
+        losses += [step.metrics["loss"], step.metrics["micro_batch"]]
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "rank", "what", "words"),
+    [
+        (3, 1, "forward", rf"^rank 1 \({HOST}, cpu\) computed other results for micro-batch \d of step 8 than rank \d "
+         r".* and rank \d .*, from the same weights and samples: .*results differ; suspect the processor .*; "
+         r"nothing of this step is saved, but the last check in which all agreed is that of step 5, so later"),
+        (2, 1, "backward", rf"^rank \d \({HOST}, cpu\) and rank \d .*step 8 .* no third rank says which is right"),
+    ],
+)  # fmt: skip
+def test_a_wrong_rank_is_named_before_the_step_is_applied(
+    num_ranks: int, rank: int, what: str, words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(samestep.Error, match=words):
+        samestep.spawn(train, num_ranks, (tmp_path, rank, what, 7), {"check_compute_every": 3, "snapshot_every": 6})
+    assert [snapshot.step for snapshot in Store(tmp_path).snapshots()] == [6]
+
+
+def test_a_warning_lets_the_run_continue(capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = {"check_compute_every": 4, "check_compute": "warn"}
+    losses = samestep.spawn(train, 3, (None, 2, "forward", 5), {**arguments, "num_losses": 2})
+    found = re.findall(r"samestep: rank 2 .* of step (\d+) than .*; the run continues with it", capfd.readouterr().out)
+    assert found == ["7", "11"]
+    assert losses == samestep.spawn(train, 3, (None, 2, "forward", 5), {"num_losses": 2})
+
+
+def test_the_bits_are_those_without(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """On 1 to 3 ranks, and when the run continues on another number of ranks."""
+    without, run_dir = tmp_path / "without", tmp_path / "with"
+    expected = samestep.spawn(train, 2, (without,))
+    found: list[float] = []
+    for num_ranks, last in ((1, 2), (2, 7), (3, 12)):
+        found += samestep.spawn(train, num_ranks, (run_dir,), {"check_compute_every": 1, "max_steps": last})
+    said = capfd.readouterr().out
+    assert "computed other" not in said
+    assert "check_compute_every does nothing with one rank" in said
+    assert found == expected
+    assert digest(run_dir) == digest(without)
+    assert (run_dir / "ledger.bin").read_bytes() == (without / "ledger.bin").read_bytes()
+
+
+@pytest.mark.parametrize("name", one_in(24, sorted({*CASES} - STATES)))
+def test_no_sound_run_is_suspected(name: str) -> None:
+    """Loops with several losses, models, passes, precisions and data sets, with idle ranks."""
+    found = samestep.spawn(CASES[name], 5, env={"SAMESTEP_CHECK_COMPUTE_EVERY": "1"})
+    assert repr(found) == repr(samestep.spawn(CASES[name], 1))
+
+
+def test_code_that_differs_by_call_is_suspected_as_such() -> None:
+    words = "rank . .* rank . .* and rank . .* computed other results .* and each computed other ones: .* or code whose"
+    with pytest.raises(samestep.Error, match=words):
+        samestep.spawn(train, 3, (None,), {"check_compute_every": 5, "is_lazy": True})
+
+
+class Drawing(torch.utils.data.Dataset[Tensor]):
+    """Its samples are not the same twice."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([float(index), random.SystemRandom().random()])
+
+
+def run_steps(data: Callable[[], Any], **arguments: Any) -> None:
+    run = samestep.Run(None, batch_size=6, micro_batch_size=1, device="cpu", check_compute_every=2, **arguments)
+    model = nn.Linear(2, 1)
+    run.prepare(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    for step in run.steps(data(), 4, num_workers=arguments.pop("num_workers", 0)):
+        for x in step:
+            step.backward(model(x).mean())
+        step.log(done=1)
+        for param in model.parameters():
+            param.grad = None
+
+
+class Stream(torch.utils.data.IterableDataset[Tensor]):
+    """A lane's own numbers."""
+
+    def lane(self, lane: int, num_lanes: int) -> Any:
+        return (torch.tensor([float(lane), float(k)]) for k in range(100))
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+def test_what_cannot_be_compared_is_said() -> None:
+    with pytest.raises(samestep.Error, match=r"read other samples for micro-batch \d of step 1, though of the same"):
+        samestep.spawn(run_steps, 3, (Drawing,))
+    with pytest.raises(samestep.InvalidValue, match="only one rank reads a lane of an IterableDataset: leave it out"):
+        samestep.spawn(run_steps, 2, (Stream,))
+    with pytest.raises(samestep.InvalidValue, match="compares bits, which deterministic=False does not keep"):
+        samestep.spawn(run_steps, 2, (Drawing,), {"deterministic": False})
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(12))
+def test_every_flip_is_found_in_the_first_checked_step(seed: int) -> None:
+    """In the forward and the backward by a second opinion; in the optimizer by the comparison of replicas."""
+    draw = random.Random(seed)
+    for num_ranks in (2, 3, 4, 6):
+        rank, start, every = draw.randrange(num_ranks), draw.randrange(20), draw.randrange(1, 9)
+        what, bit = draw.choice(["forward", "backward"]), draw.randrange(8, 30)
+        step = -(-(start + 1) // every) * every - 1
+        words = rf"rank {rank} \(.* of step {step} "
+        with pytest.raises(samestep.Error, match=words):
+            samestep.spawn(train, num_ranks, (None, rank, what, start, bit, 40), {"check_compute_every": every})
+        with pytest.raises(samestep.Error, match=rf"rank {rank} .* model.* after step {step + 1}"):
+            samestep.spawn(train, num_ranks, (None, rank, "update", start, bit, 40), {"compare_every": every})
+
+
+@pytest.mark.soak
+def test_ten_thousand_checked_steps_without_a_false_alarm() -> None:
+    samestep.spawn(train, 3, (None,), {"check_compute_every": 1, "num_steps": 10_000})
+
+
+@pytest.mark.soak
+def test_the_command_ends_with_2_and_is_not_restarted(tmp_path: Path) -> None:
+    script = tmp_path / "wrong.py"
+    script.write_text(f"import sys; sys.path.append({str(Path(__file__).parents[1])!r})\n"
+                      "from promises.test_second_opinion import train\ntrain('run', 1, 'backward', 7)\n")  # fmt: skip
+    words = ["--nproc-per-node", "3", "--check-compute-every", "2", "--max-restarts", "3", "wrong.py"]
+    done = samestep_command("launch", *words, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("computed other results") == 1, done.stderr
+    assert "restart" not in done.stderr
+    assert "Traceback" not in done.stderr
