@@ -116,9 +116,10 @@ def test_ranks_meet_and_launches_beside_each_other_do_not(command: Command) -> N
     command.assert_no_files_left()
 
 
-def test_the_same_script_under_torchrun(command: Command) -> None:
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_the_same_script_under_torchrun(command: Command, real: bool) -> None:
     command.write("sum.py", SUM)
-    done = command.run("--nproc-per-node", "2", "--standalone", "sum.py", program="torch.distributed.run")
+    done = command.run("--nproc-per-node", "2", "--standalone", "sum.py", program="torch.distributed.run", real=real)
     assert sorted(done.stdout.splitlines()) == ["rank 0 of 2: 3 []", "rank 1 of 2: 3 []"], done.stderr
 
 

@@ -4,7 +4,7 @@ A program costs some 0.05 s of CPU here where a new interpreter costs 4 s. In it
 `python ARGUMENTS` would give it: arguments, environment, current directory, files, signal handlers, search path,
 standard streams, `__main__`, and its end: exit code, traceback, atexit handlers. /proc shows its own arguments and
 environment, too. Three things differ: modules are imported already, str hashes are those of PYTHONHASHSEED=0 where it
-is not set, and the interpreter is not torn down at the end.
+is not set (and of 0 or 1, by the rank, where it is `random`), and the interpreter is not torn down at the end.
 """
 
 import atexit
@@ -90,9 +90,10 @@ def serve(life_fd: int, listener_fd: int, base_path: list[str]) -> None:
     import samestep
     from samestep.launch.forkserver import preload
     from support import commands  # noqa: F401  which keeps the environment of now
-    from support.preloaded import make_forks_cheap
+    from support.preloaded import import_for_tests, make_forks_cheap
 
     gc.disable()
+    import_for_tests()
     preload()
     own = (module.name for module in pkgutil.walk_packages(samestep.__path__, "samestep."))
     for name in (*PRELOAD, *(name for name in own if not name.startswith(PROGRAMS))):

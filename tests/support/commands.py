@@ -92,7 +92,7 @@ class Popen(subprocess.Popen[Any]):
         }  # fmt: skip
         namespaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in NAMESPACES]
         connection = socket.socket(socket.AF_UNIX)
-        connection.connect(_find_server(variables.get("PYTHONHASHSEED", HASH_SEEDS[0])))
+        connection.connect(_find_server(choose_hash_seed(variables)))
         command_server.send(connection, request, [*namespaces, *files, *pass_fds])
         for file in namespaces:
             os.close(file)
@@ -159,8 +159,8 @@ def is_forkable(words: Any, variables: Mapping[str, str]) -> bool:
     first = words[2] if words[1] in FLAGS and len(words) > 2 else words[1]
     if first not in ("-m", "-c") and (str(first).startswith("-") or not os.path.isfile(first)):
         return False
-    if variables.get("PYTHONHASHSEED", "" if words[1] == "-u" else HASH_SEEDS[0]) not in HASH_SEEDS:
-        return False  # Without the variable, each rank of torchrun hashes strings in its own way.
+    if choose_hash_seed(variables) not in HASH_SEEDS:
+        return False
     names = {name for name in (*variables, *_variables) if name.startswith(READ_AT_START) and name not in HANDLED}
     for name in names:
         given, known = variables.get(name), _variables.get(name)
@@ -168,6 +168,12 @@ def is_forkable(words: Any, variables: Mapping[str, str]) -> bool:
         if given != known and not (is_locale and given in UTF8 and known in UTF8):
             return False
     return True
+
+
+def choose_hash_seed(variables: Mapping[str, str]) -> str:
+    """The hash seed of a program: PYTHONHASHSEED, by default 0. With `random`, rank 1 has another one than rank 0."""
+    seed = variables.get("PYTHONHASHSEED", HASH_SEEDS[0])
+    return HASH_SEEDS[int(variables.get("RANK", 0)) % 2] if seed == "random" else seed
 
 
 _variables: Mapping[str, str] = dict(os.environ)  # of the server
