@@ -91,7 +91,7 @@ def run_samestep(config: GPT2Config, data: Path, samples_per_rank: int, world_si
     optimizer = gpt.build_optimizer(model, 1e-3, 0.1)
     scheduler = build_schedule(optimizer)
     run.prepare(model=model, optimizer=optimizer, scheduler=scheduler)
-    for step in run.steps(build_windows(data, config.context), 10**9, collate_fn=torch.from_numpy):
+    for step in run.steps(build_windows(data, config.context), 10**9):
         for tokens in step:
             with run.autocast():
                 loss = compute_loss(model, tokens)
@@ -245,7 +245,7 @@ class OneByOne:
 
 
 def run_loader(windows: TokenWindows) -> Iterator[None]:
-    spec = DataSpec(windows, collate_fn=torch.from_numpy)
+    spec = DataSpec(windows)
     for epoch in itertools.count():
         order = build_order(len(windows), seed=0, epoch=epoch, shuffle=True)
         starts = range(0, len(windows) - LOADED_SIZE + 1, LOADED_SIZE)

@@ -305,6 +305,25 @@ def test_getitems_must_give_a_sample_for_each_index() -> None:
         load(Short(), plan_tasks(1))
 
 
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_read_batch_gives_the_micro_batch_and_its_failure_names_the_sample(num_workers: int) -> None:
+    class Whole(Many):
+        def read_batch(self, indices: Any) -> Tensor:
+            assert (indices.dtype, type(indices)) == (np.int64, np.ndarray)
+            if (indices == 17).any():
+                raise ValueError("torn page")
+            return torch.tensor(indices) * 10
+
+    tasks = plan_tasks(3)
+    loaded = load(Whole(), tasks, num_workers=num_workers)
+    assert [one.batch.tolist() for one in loaded] == [(task.indices * 10).tolist() for task in tasks]
+    assert [one.fingerprint for one in loaded] == [fingerprint(task.indices) for task in tasks]
+    collated = load(Whole(), tasks[:1], num_workers=num_workers, collate_fn=list)  # a collate_fn needs samples
+    assert [tuple(row.shape) for row in collated[0].batch] == [(2,)] * len(tasks[0].indices)
+    with pytest.raises(Error, match=r"the data set failed at sample 17 \(ValueError: torn page at .*test_loader"):
+        load(Whole(), [Task(np.arange(16, 19), 0)], num_workers=num_workers)
+
+
 def test_close_leaves_no_process_and_no_thread() -> None:
     threads = set(threading.enumerate())
     for ending in ("close", "exhausted", "dropped"):

@@ -223,6 +223,11 @@ def test_an_order_of_shards_has_each_sample_once_and_stays_local(sizes: list[int
         at = stop
 
 
+def test_equal_hashes_keep_the_order_of_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("samestep.plan.order._draw_hashes", lambda key, count: np.arange(count, dtype=np.uint64) % 3)
+    assert whole(SortedOrder(1000, 0)).tolist() == [*range(0, 1000, 3), *range(1, 1000, 3), *range(2, 1000, 3)]
+
+
 def test_values_of_an_order_of_shards_are_the_same_for_ever() -> None:
     order = build_order(20, seed=0, epoch=0, shard_sizes=[2] * 10)
     assert whole(order).tolist() == [9, 15, 0, 1, 8, 13, 14, 12, 5, 17, 11, 4, 2, 16, 10, 3, 6, 7, 19, 18]

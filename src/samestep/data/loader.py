@@ -398,6 +398,9 @@ class Fetcher:
         self._read_position: Callable[[Task], Any] | None = getattr(dataset, "read_lane_position", None)
         self._stacks = collate_fn is default_collate
         self._has_columns = self._stacks and type(dataset) is TensorDataset
+        self._read_batch: Callable[[NDArray[np.int64]], Any] | None = (
+            getattr(dataset, "read_batch", None) if self._stacks else None
+        )
 
     def __getitem__(self, sent: tuple[bytes, int]) -> Loaded | Failure:
         """In a worker: return the micro-batch of a task, or why it could not be loaded."""
@@ -415,6 +418,8 @@ class Fetcher:
         """
         if self._has_columns and (columns := self._read_columns(task.indices)) is not None:
             return Loaded(columns, len(task.indices), fingerprint(task.indices))
+        if self._read_batch is not None:
+            return self._load_batch(task, self._read_batch)
         seed_all(task.seed)
         indices: list[int] = task.indices.tolist()
         samples: list[Any] = []
@@ -437,6 +442,16 @@ class Fetcher:
         except Exception as error:
             raise Error(explain(error, indices, samples, self._collate_fn, self._many)) from error
         return Loaded(batch, len(indices), fingerprint(task.indices), position)
+
+    def _load_batch(self, task: Task, read: Callable[[NDArray[np.int64]], Any]) -> Loaded:
+        try:
+            return Loaded(read(task.indices), len(task.indices), fingerprint(task.indices))
+        except Error:
+            raise
+        except Exception as error:
+            indices: list[int] = task.indices.tolist()
+            sentence = explain(error, indices, [], self._collate_fn, lambda some: read(np.array(some)))
+            raise Error(sentence) from error
 
     def _read_columns(self, indices: NDArray[np.int64]) -> list[Tensor] | None:
         """Return the collated samples of a TensorDataset, with one index operation per tensor and no object per sample.

@@ -268,7 +268,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def validate(step: samestep.Step) -> None:
         rate = throughput.describe()
-        scores = run.evaluate(lambda tokens: {"loss": compute_loss(tokens)}, held_out, collate_fn=torch.from_numpy)
+        scores = run.evaluate(lambda tokens: {"loss": compute_loss(tokens)}, held_out)
         loss = scores["loss"]
         run.log({"validation/loss": loss})
         if loss < run.state.get("best", math.inf):
@@ -282,7 +282,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         run.print(f"step {step.number + 1}: validation loss {loss:.4f}", rate)
         throughput.begin()
 
-    for step in run.steps(train, args.steps, collate_fn=torch.from_numpy, num_workers=args.num_workers):
+    for step in run.steps(train, args.steps, num_workers=args.num_workers):
         for tokens in step:
             step.backward(compute_loss(tokens))
         run.clip_grad_norm_(model.parameters(), 1.0)

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
+from torch import Tensor
 
 from samestep.data.source import Shard
 from samestep.errors import Error
@@ -19,7 +21,7 @@ Tokens = NDArray[np.integer[Any]]
 class TokenWindows:
     """Sequences of `context` tokens and the one after them, as a data set. They overlap in one token.
 
-    `__getitems__` reads a micro-batch as one array, without an object per sample.
+    `read_batch` reads a micro-batch as one tensor, without an object per sample.
 
     Args:
         tokens: the tokens (n,), an array or a memory-mapped file.
@@ -50,7 +52,11 @@ class TokenWindows:
         window: NDArray[np.int64] = self.__getitems__([index])[0]
         return window
 
-    def __getitems__(self, indices: Sequence[int]) -> NDArray[np.int64]:
+    def read_batch(self, indices: NDArray[np.int64]) -> Tensor:
+        """Return the windows as a tensor (len(indices), context + 1). See `samestep.Source`."""
+        return torch.from_numpy(self.__getitems__(indices))
+
+    def __getitems__(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the windows (len(indices), context + 1).
 
         Raises:
