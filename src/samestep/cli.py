@@ -49,6 +49,7 @@ Commands:
   samestep watch RUN            show the live state of every rank of a running job
   samestep replay RUN SCRIPT .. compute a step of a run again, compare its bits, examine one micro-batch, debug it
   samestep diff RUN RUN         show the first step in which two runs differ, and what differs between them
+  samestep bisect GOOD BAD SC.. find the git commit at which the bits or a metric of a script changed
   samestep verify SCRIPT ...    prove that a script gives the same run on 1 to 4 ranks and after kills
   samestep doctor               check whether this machine or a cluster is fit for training
   samestep export RUN FILE      write a snapshot's weights to a .safetensors, .pt or .pth file
@@ -134,7 +135,7 @@ def _dispatch(arguments: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": _train, "launch": _launch, "submit": _submit, "verify": _verify, "doctor": _doctor, "watch": _watch,
         "inspect": _inspect, "diff": _diff, "runs": _runs, "report": _report, "replay": _replay,
-        "export": _export, "prepare": _prepare, "sample": _sample, "translate": _translate,
+        "bisect": _bisect, "export": _export, "prepare": _prepare, "sample": _sample, "translate": _translate,
     }  # fmt: skip
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(HELP, end="")
@@ -313,6 +314,22 @@ def _replay(arguments: list[str]) -> int:
     if target is None:
         return _replay(["--help"])
     return replay.run_replay(run, target, values | more)
+
+
+def _bisect(arguments: list[str]) -> int:
+    from samestep.tools import bisect
+
+    values, left = take_flags(arguments, stop_at_first=True, flags=bisect.FLAGS)
+    if any(word in ("-h", "--help") for word in left[:3]):
+        print(f"{bisect.HELP}\n{describe_command_flags(bisect.FLAGS)}", end="")
+        return 0
+    if not left[2:]:
+        raise Error("bisect needs two commits and a script: samestep bisect GOOD BAD SCRIPT")
+    good, bad, *left = left
+    more, target = _take_flags_and_target("bisect", left, bisect.FLAGS)
+    if target is None:
+        return _bisect(["--help"])
+    return bisect.run_bisect(good, bad, target, values | more)
 
 
 def _diff(arguments: list[str]) -> int:

@@ -16,8 +16,9 @@ from samestep.world.environment import TRACE, child_variables
 
 @contextmanager
 def start(
-    command: Sequence[str], variables: Mapping[str, str], output: Path, inherited: Sequence[int] = ()
-) -> Iterator["subprocess.Popen[bytes]"]:
+    command: Sequence[str], variables: Mapping[str, str], output: Path, inherited: Sequence[int] = (),
+    directory: Path | None = None,
+) -> Iterator["subprocess.Popen[bytes]"]:  # fmt: skip
     """Start a command, and kill its process group at the end of the block.
 
     Args:
@@ -25,11 +26,13 @@ def start(
         variables: its environment.
         output: file for its standard output and error.
         inherited: file descriptors to pass on.
+        directory: where it runs; None: in the current directory.
     """
     with open(output, "w") as file:
         process = subprocess.Popen(
             command,
             env=dict(variables),
+            cwd=directory,
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=subprocess.STDOUT,
