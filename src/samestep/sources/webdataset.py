@@ -2,9 +2,10 @@
 
 import os
 import tarfile
-import tempfile
+import uuid
 import zipfile
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -80,12 +81,16 @@ def _count_samples(tar: Path, at: Path) -> int:
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         pass  # missing or damaged
     index = _build_index(tar, status.st_size)
+    partial = at.with_name(f".{at.name}-{uuid.uuid4().hex}")  # several ranks may write the same index
     try:
-        with tempfile.NamedTemporaryFile(dir=at.parent, prefix=f".{at.name}", delete=False) as file:
+        with open(partial, "xb") as file:
             np.savez(file, mark=np.array(mark), **index)  # type: ignore[arg-type]
-        os.replace(file.name, at)
+        os.replace(partial, at)
     except OSError as error:
         raise Error(f"the index of {tar} cannot be written to {at} ({error.strerror}): give index_dir=") from None
+    finally:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
     return len(index["firsts"]) - 1
 
 
