@@ -128,8 +128,8 @@ class Trainer:
     averages the means of micro-batches for others. `eval_loss` is the mean over all such labels, too, where
     transformers averages means of batches. A batch without `labels` counts by samples.
 
-    A started script resumes by itself. `optimizers`, `compute_loss_func`, `preprocess_logits_for_metrics` and the other
-    arguments mean what they mean there. Subclasses may replace `compute_loss`, `create_optimizer` and
+    A started script resumes automatically. `optimizers`, `compute_loss_func`, `preprocess_logits_for_metrics` and the
+    other arguments mean what they mean there. Subclasses may replace `compute_loss`, `create_optimizer` and
     `create_scheduler`. Metrics are in `metrics.jsonl` of the run directory and in the trackers.
 
     Args:
