@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from samestep.data.content import hash_content
 from samestep.data.failure import describe_error
 from samestep.data.loader import Task, seed_all
+from samestep.data.spec import has_lanes
 from samestep.errors import Error
 from samestep.plan.schedule import EndlessSchedule
 from samestep.plan.seeds import derive
@@ -66,6 +67,7 @@ class _Lane:
 
     def __init__(self, dataset: Any, lane: int, num_lanes: int, start: LaneStart | None) -> None:
         self._dataset, self._lane, self._num_lanes = dataset, lane, num_lanes
+        self._is_given = has_lanes(dataset)
         self.num_samples, self._num_passes, self.spent_s = 0, -1, 0.0
         self.last: Any = None
         self._samples: Any = None
@@ -96,8 +98,7 @@ class _Lane:
 
     def _reporting(self) -> AbstractContextManager[None]:
         """Report the lane as a worker, unless the data set knows it."""
-        lane = None if callable(getattr(self._dataset, "lane", None)) else self._lane
-        return as_worker(lane, self._num_lanes, self._dataset)
+        return as_worker(None if self._is_given else self._lane, self._num_lanes, self._dataset)
 
     def _draw_first(self) -> Any:
         self._begin_pass(None)
@@ -113,10 +114,7 @@ class _Lane:
     def _begin_pass(self, state: Any) -> None:
         self._num_passes += 1
         with self._reporting():
-            if callable(lane := getattr(self._dataset, "lane", None)):
-                self._samples = lane(self._lane, self._num_lanes)
-            else:
-                self._samples = self._copy()
+            self._samples = self._dataset.lane(self._lane, self._num_lanes) if self._is_given else self._copy()
             if callable(set_epoch := getattr(self._samples, "set_epoch", None)):
                 set_epoch(self._num_passes)
             if state is not None:
@@ -171,7 +169,7 @@ class Lanes:
     @property
     def are_given(self) -> bool:
         """Whether the stream has a method `lane`."""
-        return callable(getattr(self.dataset, "lane", None))
+        return has_lanes(self.dataset)
 
     def __len__(self) -> int:
         return self._length

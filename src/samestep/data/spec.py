@@ -135,8 +135,12 @@ def _is_shuffled(loader: DataLoader[Any]) -> bool:
 
 def is_stream(dataset: Any) -> bool:
     """Return whether the data set is read in lanes (see `data.lanes`), since it has no indexing."""
-    has_lanes = callable(getattr(dataset, "lane", None)) and not hasattr(dataset, "__getitem__")
-    return isinstance(dataset, IterableDataset) or has_lanes
+    return isinstance(dataset, IterableDataset) or (has_lanes(dataset) and not hasattr(dataset, "__getitem__"))
+
+
+def has_lanes(dataset: Any) -> bool:
+    """Return whether the data set has a method `lane`."""
+    return callable(getattr(dataset, "lane", None))
 
 
 def _check_dataset(dataset: Any, takes_streams: bool) -> None:

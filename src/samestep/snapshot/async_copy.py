@@ -232,9 +232,11 @@ def locate(tensor: "Tensor") -> int:
 
 
 def is_finite(tensor: "Tensor") -> bool:
-    """Return whether all elements are finite."""
+    """Return whether all elements are finite. Elements of other types than floating-point and complex are."""
     import torch
 
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return True
     # A sum takes one pass. It is not finite if an element is not; it seldom overflows otherwise.
     return bool(torch.isfinite(tensor.detach().sum()) or torch.isfinite(tensor).all())
 

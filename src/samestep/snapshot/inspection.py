@@ -52,7 +52,7 @@ class Inspection:
     def look(self, place: int, tensor: Tensor) -> None:
         """Look at a tensor or its copy, whole or in consecutive pieces. `place`: the address of the tensor itself."""
         label, name = self._labels.get(place), self._names.get(place)
-        if label is not None and (tensor.is_floating_point() or tensor.is_complex()) and not is_finite(tensor):
+        if label is not None and not is_finite(tensor):
             self._not_finite.add(label)
         if name is not None:
             self._checksums[name] = self._checksums.get(name, 0) + int(checksum(tensor))

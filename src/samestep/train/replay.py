@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from samestep.data.content import find_leaves
 from samestep.data.loader import seed_all
 from samestep.engine.gradient_pass import Losses
 from samestep.errors import Error
@@ -24,6 +25,7 @@ from samestep.launch.rank_process import leave
 from samestep.plan.ledger import to_bits
 from samestep.plan.seeds import derive
 from samestep.plan.tree import build_layout
+from samestep.snapshot.async_copy import is_finite
 from samestep.train.context import RunContext
 from samestep.train.description import describe_script, read_commit
 from samestep.train.determinism import describe_machine
@@ -163,7 +165,7 @@ class _NonFinite:
             f"the weights of {name}.{path} are not finite"
             for name, module in modules.items()
             for path, param in module.named_parameters()
-            if not _is_finite(param)
+            if not is_finite(param)
         ]
         self._has_forward = self._has_backward = False
         self._hooks = [
@@ -174,17 +176,17 @@ class _NonFinite:
 
     def _look(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         label = f"{name} ({type(module).__name__})"
-        tensors = [*_find_tensors(output)]
-        if not self._has_forward and not all(map(_is_finite, tensors)):
+        tensors = _find_tensors(output)
+        if not self._has_forward and not all(map(is_finite, tensors)):
             self._has_forward = True
-            given = "finite" if all(map(_is_finite, _find_tensors(inputs))) else "not finite either"
+            given = "finite" if all(map(is_finite, _find_tensors(inputs))) else "not finite either"
             self.found.append(f"the output of {label} is the first that is not finite; its inputs are {given}")
         for tensor in tensors:
             if tensor.requires_grad:
                 tensor.register_hook(partial(self._look_back, label))  # type: ignore[no-untyped-call]
 
     def _look_back(self, label: str, grad: Tensor) -> None:
-        if not self._has_backward and not _is_finite(grad):
+        if not self._has_backward and not is_finite(grad):
             self._has_backward = True
             self.found.append(f"in the backward, the gradient of the output of {label} is the first that is not finite")
 
@@ -193,16 +195,8 @@ class _NonFinite:
             hook.remove()
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex()) or bool(tensor.detach().isfinite().all())
-
-
-def _find_tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _find_tensors(item)
+def _find_tensors(value: Any) -> list[Tensor]:
+    return [leaf for leaf in find_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def _to_plain(value: Any) -> Any:
