@@ -52,3 +52,10 @@ def test_backward_accumulates_what_torch_autograd_backward_does() -> None:
     )
     assert param.grad is not None
     assert param.grad.tolist() == [3.0, 3.0]
+
+
+def test_the_iterator_of_a_loader() -> None:
+    iterator = iter(torch.utils.data.DataLoader(range(4), 2))
+    assert isinstance(iterator, torch_internals.LoaderIterator)
+    assert iterator._next_index() == [0, 1]
+    assert hasattr(torch_internals.LoaderIterator, "_reset")

@@ -22,6 +22,9 @@ get_buffers: Callable[[nn.Module], dict[str, Tensor | None]] = attrgetter("_buff
 # they take 30 us, a tenth of a small model's step.
 run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
 
+# The iterator over a DataLoader. `_next_index` returns the indices of the next batch, `_reset` begins another pass.
+LoaderIterator: Any = torch.utils.data.dataloader._BaseDataLoaderIter
+
 _get_storage_pointer: Callable[[Any], int] = attrgetter("_cdata")
 
 

@@ -3,12 +3,12 @@
 import random
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from samestep.config import OPTIONS, Option, format_flags
+from samestep.config import OPTIONS, Option, format_flags, name_flag
 from samestep.console import print_result, show_activity
 from samestep.errors import Error
 from samestep.launch.flags import FLAGS as LAUNCH_FLAGS
@@ -18,6 +18,7 @@ from samestep.plan.schedule import check_numbers
 from samestep.tools.traced_script import exiting_on_sigterm
 from samestep.tools.verify.causes import explain, explain_drift, measure_difference
 from samestep.tools.verify.gradients import check_gradients, check_schedules
+from samestep.tools.verify.plain import PlainOptions, run_plain
 from samestep.tools.verify.traces import Difference, find_difference, name_tensor
 from samestep.tools.verify.trials import LEAST_DEADLINE_S, Outcome, Trials
 from samestep.world.workdir import WorkDir
@@ -26,11 +27,20 @@ HELP = """\
 usage: samestep verify [options] SCRIPT [arguments of the script]
        samestep verify [options] -m MODULE [arguments of the module]
        samestep verify RECIPE [options, also those of the recipe, in any order]
+       samestep verify --plain [options] SCRIPT [arguments of the script]
 
 Trains for a few steps on several numbers of ranks, and once more while ranks are killed at random moments, also during
 a save, and resumed on another number of ranks each time. Compares the state after every step, the losses and the
 samples. Names the first difference and its likely cause. Writes nothing to the run directory that the script names.
 Exit code: 0 if all runs are the same; 1 if they differ or if no kill happened; 2 if the script does not train.
+
+--plain takes a script that does not use samestep (DDP, Accelerate, Trainer, Lightning). It runs the script on 1 and 2
+ranks, and once more killed and restarted, each time in a copy of the working directory, and checks what the ranks do:
+  samples     together, each sample once per epoch      replicas    the same weights on all ranks
+  order       another order in each epoch               evaluation  each sample counts once
+  gradient    the mean over all samples of a step       resume      continues with the samples after the save
+                                                        state       weights, optimizer and learning rate are restored
+Each is ok, MISTAKE or not observed. The exit code is 1 after a mistake.
 """
 
 OF_RUN = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "reduction", "device", "backend")
@@ -41,6 +51,13 @@ FLAGS: dict[str, Option] = {
     "kill_seed": Option(int, "N", "seed of the moments of the kills; default: random"),
     "gradients": Option(bool, "", "first compare the averages with float64 and single samples"),
     "keep_runs": Option(str, "DIR", "keep the run directories and traces here"),
+    "badge": Option(str, "FILE", "write the result as a picture, an .svg file"),
+    "plain": Option(bool, "", "for a script without samestep; --steps: 100, --world-sizes: 1,2 by default"),
+    "resume_after": Option(int, "K", "plain: kill after a save and at least K steps; default: 1; 0: do not"),
+    "resume_args": Option(str, "ARGS", "plain: arguments that the script needs to resume"),
+    "launcher": Option(str, "CMD", "plain: start it with this, such as 'torchrun --nproc-per-node {n}'"),
+    "leave_out": Option(str, "A,B", "plain: entries of the working directory that the script must not find"),
+    "json": Option(bool, "", "plain: print one JSON object"),
     **{name: LAUNCH_FLAGS[name] for name in OF_RUN},
 }
 
@@ -62,27 +79,64 @@ class Options:
     gradients: bool = False
     keep_runs: str | None = None
 
-    def parse_world_sizes(self) -> list[int]:
-        """Parse the numbers of ranks. Raises Error if they are not."""
-        parts = [part.strip() for part in self.world_sizes.split(",") if part.strip()]
-        if not parts or not all(part.isdecimal() and int(part) for part in parts):
-            raise Error(f"--world-sizes takes numbers of ranks such as 1,2,3,4, not {self.world_sizes!r}")
-        return [*dict.fromkeys(map(int, parts))]
+
+def parse_world_sizes(text: str) -> list[int]:
+    """Parse numbers of ranks. Raises Error if they are not."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or not all(part.isdecimal() and int(part) for part in parts):
+        raise Error(f"--world-sizes takes numbers of ranks such as 1,2,3,4, not {text!r}")
+    return [*dict.fromkeys(map(int, parts))]
 
 
 def run_verify(target: Target, values: Mapping[str, Any]) -> int:
-    """Run and compare everything, with the options of FLAGS.
+    """Run and compare everything, with the options of FLAGS, and write the badge.
 
     Returns:
-        The exit code: 0 if all runs are equal; 1 if not, or if no kill occurred before the end of its run.
+        The exit code: 0 if all runs are equal, or a plain script makes no mistake; else 1.
 
     Raises:
-        Error: an option is invalid, the script does not train with samestep, or it fails without verify.
+        Error: an option is invalid, or the script does not train, or it fails without verify.
     """
     check_target(target)
+    own = dict(values)
+    is_plain, badge = own.pop("plain", False), own.pop("badge", None)
+    if badge is not None and not (badge.endswith(".svg") and Path(badge).parent.is_dir()):
+        raise Error(f"--badge takes an .svg file in an existing directory, not {badge}")
+    of_plain = {field.name for field in fields(PlainOptions)}
+    shared = of_plain & {field.name for field in fields(Options)}
+    wrong = [name for name in own if (name not in of_plain if is_plain else name in of_plain - shared)]
+    if wrong:
+        raise Error(f"{name_flag(wrong[0])} {'cannot be used with' if is_plain else 'needs'} --plain: leave it out")
+    if is_plain:
+        options = PlainOptions(**own)
+        sizes = parse_world_sizes(options.world_sizes)
+        home = None if options.keep_runs is None else _make_empty(Path(options.keep_runs))
+        code = 0 if run_plain(target, options, sizes, home) else 1
+    else:
+        code = _run_exact(target, own)
+    if badge is not None:
+        Path(badge).write_text(build_badge(is_plain, code == 0))
+    return code
+
+
+def build_badge(is_plain: bool, is_passed: bool) -> str:
+    """Return a picture of the result, in SVG."""
+    words = ("no mistakes" if is_plain else "same") if is_passed else ("mistakes" if is_plain else "not the same")
+    colour = "#2e7d32" if is_passed else "#c62828"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="160" height="20" role="img" aria-label="samestep: {words}">'
+        '<rect width="160" height="20" rx="3" fill="#555"/>'
+        f'<rect x="70" width="90" height="20" rx="3" fill="{colour}"/>'
+        '<g fill="#fff" text-anchor="middle" font-family="Verdana,sans-serif" font-size="11">'
+        f'<text x="35" y="14">samestep</text><text x="115" y="14">{words}</text></g></svg>\n'
+    )
+
+
+def _run_exact(target: Target, values: Mapping[str, Any]) -> int:
+    """Verify a script of samestep. Returns 1 also if no kill occurred before the end of its run."""
     options = Options(**{name: value for name, value in values.items() if name not in OPTIONS})
     overrides = {name: value for name, value in values.items() if name in OPTIONS}
-    world_sizes = options.parse_world_sizes()
+    world_sizes = parse_world_sizes(options.world_sizes)
     if options.steps < 1 or options.kills < 0:
         raise Error("verify needs at least one step, and at least 0 kills")
     kept = None if options.keep_runs is None else _make_empty(Path(options.keep_runs))

@@ -1,0 +1,216 @@
+"""`samestep verify --plain`: finds mistakes of distributed training in a script that does not use samestep."""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from samestep.console import print_result, show_activity
+from samestep.errors import Error
+from samestep.launch.local_ranks import Target
+from samestep.tools.traced_script import exiting_on_sigterm, start
+from samestep.tools.verify.plain_checks import (
+    MISTAKE,
+    OK,
+    UNSEEN,
+    Rank,
+    Restart,
+    Result,
+    check_evaluation,
+    check_gradient,
+    check_order,
+    check_replicas,
+    check_restart,
+    check_samples,
+    read_ranks,
+)
+from samestep.tools.verify.trials import LEAST_DEADLINE_S, SHOWN_LINES, STUCK
+from samestep.world.environment import HOOK, child_variables
+from samestep.world.workdir import WorkDir
+
+RECORDER = "samestep.tools.verify.plain_recorder"
+LARGEST_COPY_BYTES = 1 << 24
+ROW = "  {:<11} {:<13} {}"
+COLOURS = {OK: "green", UNSEEN: "yellow", MISTAKE: "red"}
+
+# Python runs a module of this name, if one is on its path, at the start of each process. Nothing is imported until the
+# process imports torch. A sitecustomize that would have run without this one runs as well.
+SITECUSTOMIZE = f"""\
+import importlib, importlib.util, json, os, sys
+from importlib.machinery import PathFinder
+
+class AfterTorch:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name != "torch":
+            return None
+        sys.meta_path.remove(AfterTorch)
+        spec = importlib.util.find_spec("torch")
+        execute = spec.loader.exec_module
+        def execute_and_begin(module):
+            execute(module)
+            hook, options = json.loads(os.environ["{HOOK}"])
+            importlib.import_module(hook).begin(options)
+        spec.loader.exec_module = execute_and_begin
+        return spec
+
+if "{HOOK}" in os.environ:
+    sys.meta_path.insert(0, AfterTorch)
+here = os.path.dirname(os.path.abspath(__file__))
+other = PathFinder.find_spec("sitecustomize", [each for each in sys.path if os.path.abspath(each) != here])
+if other is not None:
+    sys.modules["sitecustomize"] = module = importlib.util.module_from_spec(other)
+    other.loader.exec_module(module)
+"""
+
+
+@dataclass(frozen=True)
+class PlainOptions:
+    """The options of `samestep verify --plain`, as in `command.FLAGS`."""
+
+    steps: int = 100
+    world_sizes: str = "1,2"
+    resume_after: int = 1
+    resume_args: str = ""
+    launcher: str = ""
+    leave_out: str = ""
+    json: bool = False
+    keep_runs: str | None = None
+
+
+def run_plain(target: Target, options: PlainOptions, world_sizes: Sequence[int], home: Path | None) -> bool:
+    """Run the script at several numbers of ranks, print a line per check, and return whether no mistake was found.
+
+    Raises:
+        Error: the script fails on the first number of ranks, or makes no step there.
+    """
+    if options.steps < 1 or options.resume_after < 0:
+        raise Error("verify --plain needs at least one step, and --resume-after of at least 0 steps (0: no restart)")
+    with exiting_on_sigterm(), WorkDir("verify-") as temporary:
+        trials = _PlainTrials(target, options, (home or temporary.path).resolve(), temporary.lock.fileno())
+        if not options.json:
+            print(f"samestep verify --plain {shlex.join(trials.build_command(world_sizes[0])[1:])}", flush=True)
+        results, runs = _compare(trials, options, world_sizes), trials.rows
+    has_mistake = any(result.verdict == MISTAKE for result in results)
+    if options.json:
+        checks = {result.check: {"verdict": result.verdict, "text": result.text} for result in results}
+        print(json.dumps({"runs": runs, "checks": checks, "mistakes": has_mistake}, indent=2))
+        return not has_mistake
+    for result in results:
+        line = ROW.format(result.check, result.verdict, result.text)
+        print_result(line, result.verdict, COLOURS[result.verdict])
+    print("mistakes were found" if has_mistake else "no mistakes were found")
+    return not has_mistake
+
+
+def _compare(trials: "_PlainTrials", options: PlainOptions, world_sizes: Sequence[int]) -> list[Result]:
+    runs: dict[int, list[Rank]] = {}
+    faults = []
+    for size in world_sizes:
+        code, ranks, output = trials.run(size)
+        if not runs and (code or not ranks):
+            raise Error(
+                f"{trials.name} ends with exit code {code} on {size} rank{'s' * (size > 1)} after "
+                f"{len(ranks[0].updates) if ranks else 0} steps of a torch optimizer, before anything can be compared: "
+                f"its last lines are: {output}"
+            )
+        if ranks and ranks[0].updates[0, 0]["before"]["num_states"]:
+            raise Error(
+                f"{trials.name} resumes from files of an earlier run: start in a directory without them, or name the "
+                "directories that it writes with --leave-out"
+            )
+        runs[size] = ranks
+        if code and not any(rank.is_cut for rank in ranks):
+            how = "does not end" if code == STUCK else f"ends with exit code {code}"
+            faults.append(f"on {size} ranks it {how} after {min(len(r.updates) for r in ranks) if ranks else 0} steps")
+    checks = (check_samples, check_order, check_gradient, check_replicas, check_evaluation)
+    results = [Result("run", MISTAKE, "; ".join(faults))] if faults else []
+    results += [check(runs) for check in checks]
+    size = max(world_sizes)
+    if options.resume_after and not faults:
+        _, interrupted, _ = trials.run(size, kill_after=options.resume_after)
+        code, resumed, _ = trials.run(size, is_resumed=True) if interrupted else (0, [], "")
+        results += check_restart(Restart(runs[size], interrupted, resumed, code, bool(options.resume_args)))
+    return results
+
+
+class _PlainTrials:
+    """Starts the script, each time in a copy of the working directory, and reads what its ranks recorded.
+
+    Attributes:
+        rows: the number of ranks, steps, seconds and exit code of each start.
+    """
+
+    def __init__(self, target: Target, options: PlainOptions, home: Path, lock: int) -> None:
+        self._options, self._home, self._lock = options, home, lock
+        is_outside = target.kind == "script" and not Path(target.name).resolve().is_relative_to(Path.cwd())
+        self._target = replace(target, name=os.path.abspath(target.name)) if is_outside else target
+        self._deadline_s: float | None = None
+        self.rows: list[dict[str, Any]] = []
+        self.name = target.name
+        (home / "path").mkdir()
+        (home / "path" / "sitecustomize.py").write_text(SITECUSTOMIZE)
+
+    def build_command(self, size: int, more: Sequence[str] = ()) -> list[str]:
+        """Return the command of a start, from the interpreter or the launcher on."""
+        target = replace(self._target, arguments=[*self._target.arguments, *more])
+        if not self._options.launcher:
+            return target.to_full_command(size)
+        words = [*shlex.split(self._options.launcher), *target.to_plain_command()[1:]]
+        return [word.replace("{n}", str(size)) for word in words]
+
+    def run(self, size: int, *, kill_after: int | None = None, is_resumed: bool = False) -> tuple[int, list[Rank], str]:
+        """Start the script and wait for its end.
+
+        Args:
+            size: number of ranks.
+            kill_after: kill it in the first step after a save, and after so many steps.
+            is_resumed: start in the directory of the last trial.
+
+        Returns:
+            The exit code, the records of the ranks, and the end of the output.
+        """
+        place = self._home / f"{len(self.rows) + 1:02}-{size}-ranks"
+        place.mkdir()
+        where = self._home / f"{len(self.rows):02}-{size}-ranks" / "copy" if is_resumed else place / "copy"
+        if not is_resumed:
+            _copy_directory(Path.cwd(), where, self._options.leave_out.split(","))
+        show_activity(f"{self.name} on {size} ranks ...")
+        options = {"dir": str(place), "steps": self._options.steps, "kill_after": kill_after}
+        inherited = child_variables()
+        path = [str(self._home / "path"), *filter(None, [inherited.get("PYTHONPATH", "")])]
+        ours = {HOOK: json.dumps([RECORDER, options]), "PYTHONPATH": os.pathsep.join(path), "WANDB_MODE": "disabled"}
+        command = self.build_command(size, shlex.split(self._options.resume_args) if is_resumed else ())
+        began_s, variables = time.monotonic(), {"PYTHONHASHSEED": "0"} | inherited | ours
+        with start(command, variables, place / "output", (self._lock,), where) as process:
+            try:
+                code = process.wait(self._deadline_s)
+            except subprocess.TimeoutExpired:
+                code = STUCK
+        seconds, ranks = time.monotonic() - began_s, read_ranks(place)
+        self._deadline_s = self._deadline_s or max(LEAST_DEADLINE_S, 10 * seconds)
+        num_steps = min((len(rank.updates) for rank in ranks), default=0)
+        self.rows.append({"ranks": size, "steps": num_steps, "seconds": round(seconds, 1), "exit_code": code})
+        output = (place / "output").read_text(errors="replace").splitlines()
+        return code, ranks, "\n".join(output[-SHOWN_LINES:])
+
+
+def _copy_directory(source: Path, target: Path, left_out: Sequence[str]) -> None:
+    """Make a directory in which a script finds the files of another one, and writes new ones of its own.
+
+    Small files are copied, large ones and directories are links.
+    """
+    target.mkdir()
+    for path in source.iterdir():
+        if path.name in {Path(each).name for each in left_out} or path.name.startswith("."):
+            continue
+        if path.is_file() and path.stat().st_size <= LARGEST_COPY_BYTES:
+            shutil.copy2(path, target / path.name)
+        else:
+            (target / path.name).symlink_to(path)

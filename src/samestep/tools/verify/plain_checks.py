@@ -1,0 +1,470 @@
+"""Compares the records of a script's ranks, and reports the usual mistakes of distributed training."""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from samestep.tools.traced_script import read_lines
+
+OK, MISTAKE, UNSEEN = "ok", "MISTAKE", "not observed"
+GRADIENT_TOLERANCE = 5e-3  # of the norm; gradients that are compressed to bfloat16 for the network are accurate to 2e-3
+TOLERANCE = 1e-6  # of the norm, between copies of float32
+FEWEST = 8  # samples whose order is compared
+
+Runs = Mapping[int, Sequence["Rank"]]  # number of ranks -> records of each
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of one check: OK, MISTAKE or UNSEEN, and a sentence with numbers."""
+
+    check: str
+    verdict: str
+    text: str
+
+
+@dataclass
+class Pass:
+    """One pass of a rank over a loader.
+
+    Attributes:
+        ids: of the samples of each batch: indices, or hashes of their contents. `places`: before a Subset maps them.
+        num_batches: length of the loader, if it has one.
+        num_before: batches before the one during which the first backward pass ran.
+        is_open: more batches may follow.
+    """
+
+    dataset: int
+    length: int | None
+    num_batches: int | None
+    drop_last: bool
+    ids: list[list[Any]] = field(default_factory=list)
+    places: list[Any] = field(default_factory=list)
+    is_resolved: bool = False
+    is_grad: bool = False
+    is_open: bool = True
+    is_ended: bool = False
+    is_trimmed: bool = False
+    num_backwards: int = 0
+    num_before: int = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it went to the end of the loader. Lightning stops after the last batch without asking for more."""
+        return self.is_ended or len(self.ids) == self.num_batches
+
+    @property
+    def num_ahead(self) -> int:
+        """Number of batches that the loop fetches before it trains on one; 0 if the pass is not complete."""
+        return max(self.num_before - len(self.ids) + self.num_backwards, 0) if self.is_complete else 0
+
+    def flatten(self) -> list[Any]:
+        """Return the ids of all batches."""
+        return [each for batch in self.ids for each in batch]
+
+
+@dataclass
+class Rank:
+    """The record of one rank. `updates`: (optimizer, step) -> its lines. `saves`: numbers of (updates, backwards)."""
+
+    rank: int = -1
+    passes: list[Pass] = field(default_factory=list)
+    updates: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
+    saves: list[tuple[int, int]] = field(default_factory=list)
+    is_cut: bool = False
+    num_ahead: int = 0
+
+    def list_passes(self, is_training: bool) -> list[Pass]:
+        """Return its passes in order: those with backward passes, or the others."""
+        return [each for each in self.passes if each.ids and (each.num_backwards > 0) == is_training]
+
+    def list_batches(self) -> list[list[Any]] | None:
+        """Return the batches that it trained on; None if they are not one per backward pass."""
+        batches: list[list[Any]] = []
+        for each in self.list_passes(True):
+            first = max(each.num_before - self.num_ahead, 0)
+            if first + each.num_backwards > len(each.ids):
+                return None
+            batches += each.ids[first : first + each.num_backwards]
+        return batches
+
+
+def read_ranks(directory: Path) -> list[Rank]:
+    """Read the records of the processes that made an update, in the order of their ranks."""
+    ranks = [_read_rank(read_lines(path)) for path in directory.glob("rank-*.jsonl")]
+    return sorted((each for each in ranks if each.updates), key=lambda each: each.rank)
+
+
+def _read_rank(lines: Iterable[Mapping[str, Any]]) -> Rank:
+    record, num_backwards, latest = Rank(), 0, None
+    for line in lines:
+        if "pass" in line:
+            for each in record.passes:
+                each.is_open &= each.dataset != line["dataset"]
+            record.passes.append(Pass(line["dataset"], line["length"], line["num_batches"], line["drop_last"]))
+        elif "batch" in line:
+            latest = record.passes[line["batch"]]
+            latest.ids.append(line["ids"])
+            latest.places += line.get("places", line["ids"])
+            latest.is_resolved, latest.is_grad = "places" in line, latest.is_grad or line["is_grad"]
+        elif "end" in line:
+            record.passes[line["end"]].is_ended, record.passes[line["end"]].is_open = True, False
+        elif "backward" in line:
+            num_backwards += 1
+            for each in record.passes:
+                if each.is_grad and (each is latest or each.is_open):
+                    each.num_before = each.num_before if each.num_backwards else len(each.ids) - 1
+                    each.num_backwards += 1
+        elif "trimmed" in line and latest is not None:
+            latest.is_trimmed = True
+        elif "step" in line:
+            record.rank = line["rank"]
+            record.updates[line["optimizer"], line["step"]] = dict(line)
+        elif "updated" in line:
+            record.updates[line["optimizer"], line["updated"]] |= {**line, "num_backwards": num_backwards}
+        elif "save" in line:
+            record.saves.append((line["save"], num_backwards))
+        record.is_cut |= "cut" in line
+    record.num_ahead = max((each.num_ahead for each in record.list_passes(True)), default=0)
+    return record
+
+
+def compare(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return the distance of two projections, relative to the larger one."""
+    larger = max(_norm(one), _norm(other))
+    return _norm([a - b for a, b in zip(one, other, strict=True)]) / larger if larger else 0.0
+
+
+def _norm(vector: Sequence[float]) -> float:
+    return float(sum(each * each for each in vector) ** 0.5)
+
+
+def _fit(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
+    """Return the factor c for which `one` is nearest to c * other, and the distance from it."""
+    square = sum(each * each for each in other)
+    factor = sum(a * b for a, b in zip(one, other, strict=True)) / square if square else 0.0
+    return factor, compare(one, [factor * each for each in other])
+
+
+def _average(vectors: Sequence[Sequence[float]], weights: Sequence[float]) -> list[float]:
+    return [
+        sum(w * each for w, each in zip(weights, column, strict=True)) / sum(weights)
+        for column in zip(*vectors, strict=True)
+    ]
+
+
+def _conclude(check: str, faults: Sequence[str], notes: Sequence[str], unseen: str) -> Result:
+    if faults:
+        return Result(check, MISTAKE, "; ".join(dict.fromkeys(faults)))
+    return Result(check, OK, "; ".join(dict.fromkeys(notes))) if notes else Result(check, UNSEEN, unseen)
+
+
+def _pair(ranks: Sequence[Rank], is_training: bool) -> list[list[Pass]]:
+    """Return the n-th passes over each data set, of the ranks that made them."""
+    pairs: dict[tuple[int, int], list[Pass]] = {}
+    for rank in ranks:
+        counts: Counter[int] = Counter()
+        for each in rank.list_passes(is_training):
+            pairs.setdefault((each.dataset, counts[each.dataset]), []).append(each)
+            counts[each.dataset] += 1
+    return [pairs[key] for key in sorted(pairs)]
+
+
+def _count(passes: Sequence[Pass], length: int | None) -> tuple[Counter[Any], int | None]:
+    """Count the samples in the passes of all ranks. Returns the counts, and how many different samples there are.
+
+    Args:
+        length: of the data set on 1 rank, or the number of samples of an iterable one.
+    """
+    lengths = [each.length for each in passes]
+    is_split = len(passes) > 1 and length == sum(each or 0 for each in lengths) and not passes[0].is_resolved
+    ids = ((rank, each) if is_split else each for rank, one in enumerate(passes) for each in one.flatten())
+    return Counter(ids), length if length is not None else lengths[0]
+
+
+def _find_lengths(runs: Runs, is_training: bool) -> list[int | None]:
+    """Return the sizes of the data sets of each pass, as one process sees them."""
+    pairs = _pair(runs[1], is_training) if 1 in runs else []
+    return [
+        p[0].length if p[0].length is not None else len({*p[0].flatten()}) if p[0].is_complete else None for p in pairs
+    ]
+
+
+def check_samples(runs: Runs) -> Result:
+    """Check that the ranks together train on each sample once per epoch."""
+    faults, notes, lengths, redrawn = [], [], _find_lengths(runs, True), set()
+    for size, ranks in runs.items():
+        where = f"on {size} rank{'s' * (size > 1)}"
+        for number, passes in enumerate(_pair(ranks, True)):
+            counts, length = _count(passes, lengths[number] if number < len(lengths) else None)
+            num_repeated, is_complete = counts.total() - len(counts), all(each.is_complete for each in passes)
+            sets = [{*each.flatten()} for each in passes]
+            num_batches = sorted({len(each.ids) for each in passes})
+            last = {each for one in passes for each in one.ids[-1]}
+            if size == 1 and num_repeated:
+                redrawn.add(number)
+            elif number in redrawn:
+                continue
+            elif len(passes) > 1 and all(each == sets[0] for each in sets) and num_repeated:
+                faults.append(f"{where}, every rank trains on the same {len(counts)} samples: use a DistributedSampler")
+            elif num_repeated and is_complete and {each for each, n in counts.items() if n > 1} <= last:
+                notes.append(f"{where}, {num_repeated} of {len(counts)} are repeated at the end of an epoch as padding")
+            elif num_repeated:
+                faults.append(f"{where}, {num_repeated} of {len(counts)} samples are repeated in epoch {number}")
+            if is_complete and len(num_batches) > 1:
+                faults.append(f"{where}, ranks have {num_batches[0]} to {num_batches[-1]} batches in epoch {number}")
+            num_missing = length - len(counts) if is_complete and length is not None else 0
+            if 0 < num_missing < sum(len(each.ids[0]) for each in passes) and passes[0].drop_last:
+                notes.append(f"{where}, {num_missing} of {length} are left out of an epoch by drop_last")
+            elif num_missing > 0:
+                faults.append(f"{where}, {num_missing} of {length} samples are skipped in epoch {number}")
+            elif is_complete:
+                notes.append(f"{where}, an epoch has each of {len(counts)} samples")
+            else:
+                notes.append(f"{where}, epoch {number} is longer than the trial: only repeats were looked for")
+    if redrawn:
+        return Result("samples", UNSEEN, "one process, too, draws samples several times per epoch")
+    return _conclude("samples", faults, notes, "no torch DataLoader was iterated before a backward pass")
+
+
+def check_order(runs: Runs) -> Result:
+    """Check that shuffled samples have another order in each epoch."""
+    faults, notes = [], []
+    for size, ranks in runs.items():
+        passes = ranks[0].list_passes(True)
+        for one, other in pairwise(passes):
+            num = min(len(one.places), len(other.places))
+            if one.dataset != other.dataset or num < FEWEST or isinstance(one.places[0], str):
+                continue
+            if all(a < b for a, b in pairwise(one.places)):
+                notes.append("the samples are not shuffled")
+            elif one.places[:num] == other.places[:num]:
+                faults.append(f"on {size} ranks, epochs have the same shuffled order: call sampler.set_epoch(epoch)")
+            else:
+                notes.append("another one in each epoch")
+    return _conclude("order", faults, notes, "fewer than two epochs over a data set with indices began")
+
+
+def check_gradient(runs: Runs) -> Result:
+    """Check that updates use the mean of the gradients over all samples of all ranks."""
+    faults: dict[str, list[int]] = {}
+    num_right = num_steps = 0
+    for size, ranks in runs.items():
+        if size == 1 or len(ranks) != size:
+            continue
+        batches = [rank.list_batches() for rank in ranks]
+        num_before = [0] * size
+        for key in sorted(ranks[0].updates, key=lambda key: (key[0], key[1])):
+            steps = [line for rank in ranks if "after" in (line := rank.updates.get(key, {}))]
+            if len(steps) < size:
+                continue
+            weights = [1.0] * size
+            if all(each is not None for each in batches) and key[0] == 0:
+                parts = [(b or [])[n : s["num_backwards"]] for b, n, s in zip(batches, num_before, steps, strict=True)]
+                weights = [float(sum(map(len, part))) or 1.0 for part in parts]
+                num_before = [step["num_backwards"] for step in steps]
+            num_steps += 1
+            fault = _judge_gradient(steps, weights)
+            if fault is None:
+                num_right += 1
+            elif fault:
+                faults.setdefault(f"on {size} ranks, {fault}", []).append(key[1])
+    texts = [f"{text} (in {len(found)} of {num_steps} steps, first {found[0]})" for text, found in faults.items()]
+    unseen = "no gradient of several ranks was seen" if not num_steps else "the gradients did not pass the hooks"
+    return _conclude("gradient", texts, [f"the mean over the ranks in {num_right} steps"] if num_right else [], unseen)
+
+
+def _judge_gradient(steps: Sequence[Mapping[str, Any]], weights: Sequence[float]) -> str | None:
+    """Judge the gradients of one update of all ranks. Returns None if they are the mean, "" if this is not known."""
+    computed = [step["computed"] for step in steps]
+    if not all(computed) or not any(map(_norm, computed)):
+        return ""
+    mean, weighted = (_average(computed, each) for each in ([1.0] * len(steps), weights))
+    tolerance = GRADIENT_TOLERANCE
+
+    def is_used(wanted: Sequence[float]) -> bool:
+        return any(all(compare(step[name], wanted) <= tolerance for step in steps) for name in ("reduced", "used"))
+
+    if is_used(weighted):
+        return None
+    if is_used(mean):
+        return (
+            f"ranks with {min(weights):g} and {max(weights):g} samples have the same weight in the gradient, so that "
+            "it is not the mean over the samples"
+        )
+    fits = [_fit(step["used"], mean) for step in steps]
+    own = [_fit(step["used"], step["computed"])[1] for step in steps]
+    if max(own) <= tolerance and max(rest for _, rest in fits) > tolerance:
+        return "each rank updates with its own gradient: wrap the model in DistributedDataParallel"
+    if max(rest for _, rest in fits) <= tolerance:
+        factor = fits[0][0]
+        if abs(factor - len(steps)) <= tolerance * factor:
+            return f"the gradient is the sum over the ranks, {factor:.3g} times the mean: divide by the world size"
+        return ""  # clipped, or scaled for float16, after it was averaged
+    return f"the gradient is not the mean over the ranks: it is off by {max(rest for _, rest in fits):.1e} of its norm"
+
+
+def check_replicas(runs: Runs) -> Result:
+    """Check that all ranks hold the same weights before the first update and after each."""
+    faults, notes = [], []
+    full = max((rank.updates[0, 0]["num_elements"] for ranks in runs.values() for rank in ranks), default=0)
+    for size, ranks in runs.items():
+        if size == 1 or len(ranks) != size or any(rank.updates[0, 0]["num_elements"] != full for rank in ranks):
+            continue
+        notes.append(f"the same weights on {size} ranks after each of {len(ranks[0].updates)} steps")
+        keys = [key for key in ranks[0].updates if all("after" in rank.updates.get(key, {}) for rank in ranks)]
+        for name, key in [("before", (0, 0)), *(("after", key) for key in sorted(keys, key=lambda key: key[1]))]:
+            vectors = [rank.updates[key][name]["params"] for rank in ranks]
+            if (error := max(compare(vectors[0], each) for each in vectors)) > TOLERANCE:
+                how = "begin with other weights" if name == "before" else f"have other weights after step {key[1]}"
+                faults.append(f"on {size} ranks, ranks {how} (by {error:.1e} of their norm)")
+                break
+    return _conclude(
+        "replicas", faults, notes, "no weights of which each rank has a copy were updated on several ranks"
+    )
+
+
+def check_evaluation(runs: Runs) -> Result:
+    """Check that an evaluation counts each sample once."""
+    faults, notes, lengths = [], [], _find_lengths(runs, False)
+    for size, ranks in runs.items():
+        where = f"on {size} rank{'s' * (size > 1)}"
+        for number, passes in enumerate(_pair(ranks, False)):
+            if not all(each.is_complete for each in passes):
+                continue
+            counts, length = _count(passes, lengths[number] if number < len(lengths) else None)
+            num_repeated, num_missing = counts.total() - len(counts), (length or 0) - len(counts)
+            if num_missing > 0:
+                faults.append(f"{where}, {num_missing} of {length} samples are not evaluated")
+            if len(passes) > 1 and all({*each.flatten()} == counts.keys() for each in passes):
+                notes.append(f"{where}, each evaluates all {len(counts)} samples")
+            elif num_repeated and not all(each.is_trimmed for each in passes):
+                faults.append(
+                    f"{where}, {num_repeated} of {len(counts)} samples count twice, as padding: give each rank its "
+                    "share without padding, and add up sums and counts"
+                )
+            elif num_missing <= 0:
+                notes.append(f"{where}, each of {len(counts)} samples counts once")
+    return _conclude("evaluation", faults, notes, "no complete pass over a DataLoader without a backward pass")
+
+
+@dataclass(frozen=True)
+class Restart:
+    """An interrupted run, and what was started after it. `is_told`: arguments that make the script resume are given."""
+
+    whole: Sequence[Rank]
+    interrupted: Sequence[Rank]
+    resumed: Sequence[Rank]
+    code: int
+    is_told: bool
+
+
+def check_restart(restart: Restart) -> list[Result]:
+    """Check that a restarted script continues with the state and the samples of its last save."""
+    unseen, fault, before, after = "", "", None, None
+    for rank in (*restart.interrupted, *restart.resumed):
+        rank.num_ahead = max(rank.num_ahead, restart.whole[0].num_ahead)
+    saves = [(steps, n) for steps, n in reversed(restart.interrupted[0].saves) if steps] if restart.interrupted else []
+    if not saves:
+        unseen = "the script saved nothing with torch.save within the trial"
+    elif restart.interrupted[0].is_cut or not restart.resumed:
+        unseen = "the trial ended before it could be killed" if restart.resumed else "no step followed the restart"
+        fault = f"the restarted script ends with exit code {restart.code}" if restart.code else ""
+    if not unseen:
+        updates, after = restart.interrupted[0].updates, restart.resumed[0].updates[0, 0]
+        began = {save: line["after"] for save in saves if "after" in (line := updates.get((0, save[0] - 1), {}))}
+        matches = [save for save in began if compare(began[save]["params"], after["before"]["params"]) <= TOLERANCE]
+        before = matches[0] if matches else None
+        if before is None and not after["before"]["num_states"] and not restart.is_told:
+            unseen = "it begins anew after a kill: give --resume-args, if it needs an argument to resume"
+        elif before is None:
+            fault = "the restarted script begins with weights that it never saved"
+    if unseen or before is None or after is None:
+        verdict, text = (MISTAKE, fault) if fault else (UNSEEN, unseen)
+        return [Result("resume", UNSEEN if not fault else verdict, text), Result("state", verdict, text)]
+    following = _list_updates(restart.whole[0])[before[0] :]
+    state = _check_state(began[before], _list_updates(restart.resumed[0]), following)
+    return [_check_continuation(restart, before[1]), _conclude("state", state, [f"that after step {before[0]}"], "")]
+
+
+def _check_state(
+    saved: Mapping[str, Any], resumed: Sequence[Mapping[str, Any]], whole: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    """Compare the state after the save, and later learning rates, with those of the restarted script.
+
+    Args:
+        saved: the state after the save.
+        resumed: the updates after the restart.
+        whole: the updates that follow the save in the uninterrupted run.
+    """
+    state, faults = resumed[0]["before"], []
+    if saved["num_states"] and not state["num_states"]:
+        faults.append("the optimizer's state is lost: save and load optimizer.state_dict()")
+    elif saved["num_steps"] != state["num_steps"] or compare(saved["state"], state["state"]) > TOLERANCE:
+        faults.append(f"the optimizer's state is another one (step {saved['num_steps']}, then {state['num_steps']})")
+    for place, (step, rates) in enumerate(zip(resumed, whole, strict=False)):
+        if any(abs(a - b) > TOLERANCE * max(abs(a), abs(b)) for a, b in zip(step["lr"], rates["lr"], strict=True)):
+            faults.append(
+                f"the learning rate of step {place} after the restart is {step['lr'][0]:g}, that of the uninterrupted "
+                f"run {rates['lr'][0]:g}: save and load the schedule's state"
+            )
+            break
+    return faults
+
+
+def _list_updates(rank: Rank) -> list[dict[str, Any]]:
+    """Return the updates of its first optimizer, in order."""
+    return [line for (optimizer, _), line in sorted(rank.updates.items()) if optimizer == 0]
+
+
+def _check_continuation(restart: Restart, num_done: int) -> Result:
+    """Compare the batches after the restart with those after the save, in an uninterrupted run or in the epoch."""
+    whole, interrupted, resumed = map(_join, (restart.whole, restart.interrupted, restart.resumed))
+    if interrupted is None or resumed is None or whole is None:
+        return Result("resume", UNSEEN, "batches and backward passes do not correspond")
+    is_repeatable = whole[: len(interrupted)] == interrupted
+    num = min(len(resumed), len(whole) - num_done)
+    if is_repeatable and num > 0:
+        if resumed[:num] == whole[num_done : num_done + num]:
+            return Result("resume", OK, f"continues with the batches that follow the save, {num} of {num}")
+        few = min(num, 3)
+        for place in range(len(whole) - few + 1):
+            if resumed[:few] == whole[place : place + few]:
+                what = "skips" if place > num_done else "repeats"
+                return Result("resume", MISTAKE, f"it {what} {abs(place - num_done)} batches after batch {num_done}")
+    first = [rank.list_passes(True)[0] for rank in restart.resumed]
+    done, place = Counter[Any](), 0
+    for passes in _pair(restart.interrupted, True):
+        num_batches = passes[0].num_backwards
+        if place <= num_done < place + num_batches:
+            skipped = [
+                max(each.num_before - rank.num_ahead, 0) for each, rank in zip(passes, restart.interrupted, strict=True)
+            ]
+            done.update(
+                each for one, n in zip(passes, skipped, strict=True)
+                for batch in one.ids[n : n + num_done - place] for each in batch
+            )  # fmt: skip
+        place += num_batches
+    length = first[0].length or 0
+    counts, _ = _count(first, length)
+    if not all(each.is_complete for each in first):
+        return Result("resume", UNSEEN, "the order differs from run to run, and the epoch is longer than the trial")
+    if sum(done.values()) >= length:
+        done.clear()
+    num_repeated = sum(counts[each] > 0 for each in done)
+    num_missing = length - len(counts | done)
+    if num_repeated > len(first) or num_missing > sum(len(each.ids[0]) for each in first):
+        what = f"it repeats {num_repeated} samples of the epoch" if num_repeated else f"it skips {num_missing} samples"
+        return Result("resume", MISTAKE, what)
+    return Result("resume", OK, "completes the epoch, in another order")
+
+
+def _join(ranks: Sequence[Rank]) -> list[tuple[Any, ...]] | None:
+    """Return the batches of all ranks, joined by their number; None if they are not known."""
+    batches = [rank.list_batches() for rank in ranks]
+    if not batches or any(each is None for each in batches):
+        return None
+    return list(zip(*(each for each in batches if each is not None), strict=False))

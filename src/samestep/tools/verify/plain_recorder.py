@@ -1,0 +1,361 @@
+"""Records what the ranks of a script that does not use samestep do: samples, gradients, weights and saves.
+
+Each process that imports torch appends lines of JSON to `rank-<process id>.jsonl`. Tensors are recorded as their dot
+products with a few fixed random vectors. These are linear, so that the projection of a mean of gradients is the mean
+of the projections, and two tensors with equal projections are equal with probability 1.
+"""
+
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import DataLoader, Subset
+
+from samestep.torch_internals import LoaderIterator
+from samestep.world.environment import read_rank
+
+NUM_VECTORS = 4
+MOST_ELEMENTS = 1 << 14  # of a tensor, evenly spread, that are projected
+LEAVE_S = 10.0  # for the other ranks to complete the last step
+SAVED, ENDED = "saved", "ended-"  # files: the step of the last save; a rank that has made its last step
+
+_recorder: "Recorder | None" = None
+
+
+def begin(options: Mapping[str, Any]) -> None:
+    """Install the hooks in this process. A second call does nothing.
+
+    Args:
+        options: "dir" for the records; "steps", after which the script is ended; "kill_after": a number of steps after
+            which the process kills itself, in the first step after a save; None: it does not.
+    """
+    global _recorder
+    if _recorder is None:
+        _recorder = Recorder(Path(options["dir"]), options["steps"], options["kill_after"])
+        _recorder.install()
+
+
+class Projection:
+    """Computes dot products of lists of tensors with fixed random vectors, without the global generators."""
+
+    def __init__(self) -> None:
+        self._vectors: dict[tuple[int, int], Tensor] = {}
+
+    def project(self, place: int, tensor: Tensor) -> Tensor:
+        """Project the tensor at a place of a list. Returns NUM_VECTORS numbers in float64, on the CPU."""
+        flat = tensor.detach().flatten()
+        flat = flat[:: math.ceil(len(flat) / MOST_ELEMENTS) or 1].to("cpu", torch.float64)
+        key = place, len(flat)
+        if key not in self._vectors:
+            generator = torch.Generator().manual_seed(place)
+            self._vectors[key] = torch.randn((NUM_VECTORS, len(flat)), generator=generator, dtype=torch.float64)
+        return (self._vectors[key] * flat).sum(1)
+
+    def project_all(self, tensors: Sequence[Tensor | None]) -> Tensor:
+        """Project a list of tensors; None counts as zeros."""
+        total = torch.zeros(NUM_VECTORS, dtype=torch.float64)
+        for place, tensor in enumerate(tensors):
+            if tensor is not None and tensor.layout == torch.strided:
+                total += self.project(place, tensor)
+        return total
+
+
+class Tracker:
+    """Follows one optimizer: the gradients that this rank computes, and those with which it updates.
+
+    Attributes:
+        number: of the optimizer, in the order of first updates; -1 before that.
+        num_steps: completed updates.
+        has_seen_all: every gradient went through a hook since the last update.
+    """
+
+    def __init__(self, projection: Projection) -> None:
+        self._projection = projection
+        self._params: list[Tensor] = []
+        self._hooked: set[int] = set()
+        self._is_fresh = True
+        self._computed = self._reduced = projection.project_all([])  # by this rank; in .grad after the last backward
+        self.number, self.num_steps = -1, 0
+        self.has_seen_all = True
+
+    def add(self, params: Sequence[Tensor]) -> None:
+        """Follow more parameters. `register_hook` gets the gradient of this rank, before DDP averages it."""
+        for param in params:
+            place = len(self._params)
+            self._params.append(param)
+            if param.requires_grad:
+                self._hooked.add(place)
+                param.register_hook(partial(self._add_gradient, place))  # type: ignore[no-untyped-call]
+
+    def _add_gradient(self, place: int, gradient: Tensor) -> None:
+        if gradient.layout != torch.strided:
+            self.has_seen_all = False
+            return
+        self._computed = self._computed + self._projection.project(place, gradient)
+
+    def before_backward(self) -> None:
+        """Start again from the gradients that are left from before, if the script has made them zero or updated."""
+        left = self._projection.project_all([param.grad for param in self._params])
+        if self._is_fresh or not left.any():
+            self._computed, self._is_fresh, self.has_seen_all = left, False, True
+
+    def after_backward(self) -> None:
+        """Note the gradients, which DDP has averaged by now."""
+        self._reduced = self._projection.project_all([param.grad for param in self._params])
+
+    def describe_begin(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Describe an update that begins: the learning rates, and before the first one the state."""
+        return {
+            "step": self.num_steps,
+            "optimizer": self.number,
+            "lr": [float(group.get("lr", 0.0)) for group in optimizer.param_groups],
+            "num_elements": sum(param.numel() for param in self._params),
+            **({} if self.num_steps else {"before": self._describe_state(optimizer)}),
+        }
+
+    def describe_end(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Describe the gradients of an update that ends, and the state. A closure computes them in the update."""
+        grads = [param.grad for param in self._params]
+        is_hooked = all(grad is None or place in self._hooked for place, grad in enumerate(grads))
+        line = {
+            "updated": self.num_steps,
+            "optimizer": self.number,
+            "computed": self._computed.tolist() if is_hooked and self.has_seen_all and not self._is_fresh else None,
+            "reduced": self._reduced.tolist(),
+            "used": self._projection.project_all(grads).tolist(),
+            "after": self._describe_state(optimizer),
+        }
+        self._is_fresh, self.num_steps = True, self.num_steps + 1
+        return line
+
+    def _describe_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        states = [optimizer.state.get(param, {}) for param in self._params]
+        tensors = [value for state in states for _, value in sorted(state.items()) if isinstance(value, Tensor)]
+        steps = [float(state["step"]) for state in states if "step" in state]
+        return {
+            "params": self._projection.project_all(self._params).tolist(),
+            "state": self._projection.project_all(tensors).tolist(),
+            "num_states": sum(bool(state) for state in states),
+            "num_steps": max(steps, default=None),
+        }
+
+
+class Recorder:
+    """Writes the events of this process: passes over loaders, their batches, backward passes, updates and saves.
+
+    Args:
+        directory: for the file.
+        steps: updates after which the process ends with exit code 0.
+        kill_after: see `begin`.
+    """
+
+    def __init__(self, directory: Path, steps: int, kill_after: int | None) -> None:
+        self._directory, self._steps, self._kill_after = directory, steps, kill_after
+        self._pid, self._file = 0, sys.stdout
+        self._projection = Projection()
+        self._trackers: dict[int, Tracker] = {}  # by id of the optimizer, which is kept
+        self._kept: list[Any] = []  # objects whose ids must not be used again
+        self._datasets: dict[int, int] = {}
+        self._num_passes = 0
+        self._queues: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()
+        self._passes: WeakKeyDictionary[Any, tuple[int, Any]] = WeakKeyDictionary()
+        self._has_wrapped_accelerate = False
+
+    def install(self) -> None:
+        """Wrap the functions of torch that are recorded."""
+        register_optimizer_step_pre_hook(self._before_step)
+        register_optimizer_step_post_hook(self._after_step)
+        _wrap_after(Optimizer, "add_param_group", self._after_group)
+        _wrap_after(DataLoader, "__iter__", self._begin_pass)
+        _wrap_after(LoaderIterator, "_next_index", lambda index, iterator: self._queue(iterator).append(index))
+        _wrap_after(LoaderIterator, "_reset", lambda _, iterator, *__, **___: self._queue(iterator).clear())
+        _wrap_after(torch, "save", self._after_save)
+        next_batch, backward = LoaderIterator.__next__, torch.autograd.backward
+
+        def take(iterator: Any) -> Any:
+            try:
+                batch = next_batch(iterator)
+            except StopIteration:
+                self._end_pass(iterator)
+                raise
+            self._add_batch(iterator, batch)
+            return batch
+
+        def run_backward(*args: Any, **options: Any) -> None:
+            for tracker in self._trackers.values():
+                tracker.before_backward()
+            backward(*args, **options)
+            for tracker in self._trackers.values():
+                tracker.after_backward()
+            self._write({"backward": 1})
+
+        LoaderIterator.__next__ = take
+        torch.autograd.backward = run_backward
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        if self._pid != os.getpid():  # the process was forked, or this is its first line
+            self._pid = os.getpid()
+            self._file = open(self._directory / f"rank-{self._pid}.jsonl", "a", buffering=1)  # noqa: SIM115
+        print(json.dumps(line), file=self._file)
+
+    # --- data ---------------------------------------------------------------------------------------------------------
+
+    def _queue(self, iterator: Any) -> deque[Any]:
+        return self._queues.setdefault(iterator, deque())
+
+    def _begin_pass(self, iterator: Any, loader: Any) -> None:
+        if not isinstance(iterator, LoaderIterator):  # a generator of a subclass, which calls this again
+            return
+        self._wrap_accelerate()
+        self._kept.append(loader.dataset)
+        self._passes[iterator] = self._num_passes, loader
+        samplers = (loader.sampler, loader.batch_sampler)
+        self._write(
+            {
+                "pass": self._num_passes,
+                "dataset": self._datasets.setdefault(id(loader.dataset), len(self._datasets)),
+                "length": count(loader.dataset),
+                "num_batches": count(loader),
+                "drop_last": any(getattr(each, "drop_last", False) for each in (loader, *samplers)),
+            }
+        )
+        self._num_passes += 1
+
+    def _add_batch(self, iterator: Any, batch: Any) -> None:
+        queue = self._queue(iterator)
+        if iterator not in self._passes or not queue:
+            return
+        index = queue.popleft()
+        number, loader = self._passes[iterator]
+        places = list(index) if isinstance(index, list | tuple | Tensor) else [index]
+        line: dict[str, Any] = {"batch": number, "is_grad": torch.is_grad_enabled()}
+        if any(place is None for place in places):
+            ids: list[Any] = list(hash_rows(batch))
+        else:
+            ids = [int(place) if hasattr(place, "__index__") else str(place) for place in places]
+            if isinstance(loader.dataset, Subset):
+                line["places"] = ids
+                ids = [resolve(loader.dataset, place) for place in ids]
+        self._write(line | {"ids": ids})
+
+    def _end_pass(self, iterator: Any) -> None:
+        if iterator in self._passes:
+            self._write({"end": self._passes[iterator][0]})
+
+    def _wrap_accelerate(self) -> None:
+        accelerate = sys.modules.get("accelerate")
+        if accelerate is not None and not self._has_wrapped_accelerate and hasattr(accelerate, "Accelerator"):
+            self._has_wrapped_accelerate = True
+            _wrap_after(accelerate.Accelerator, "gather_for_metrics", lambda *_, **__: self._write({"trimmed": 1}))
+
+    # --- updates ------------------------------------------------------------------------------------------------------
+
+    def _after_group(self, _: None, optimizer: Optimizer, *__: Any, **___: Any) -> None:
+        self._find_tracker(optimizer).add(optimizer.param_groups[-1]["params"])
+
+    def _find_tracker(self, optimizer: Optimizer) -> Tracker:
+        if id(optimizer) not in self._trackers:
+            self._kept.append(optimizer)
+            self._trackers[id(optimizer)] = Tracker(self._projection)
+        return self._trackers[id(optimizer)]
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        rank = dist.get_rank() if dist.is_initialized() else read_rank()
+        tracker = self._find_tracker(optimizer)
+        if tracker.number < 0:
+            tracker.number = max(each.number for each in self._trackers.values()) + 1
+        self._write({"rank": rank, **tracker.describe_begin(optimizer)})
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        tracker = self._find_tracker(optimizer)
+        self._write(tracker.describe_end(optimizer))
+        saved = self._directory / SAVED
+        if self._kill_after is not None and tracker.num_steps >= self._kill_after and saved.exists():
+            text = saved.read_text()
+            if text and tracker.num_steps > int(text):
+                os.kill(os.getpid(), signal.SIGKILL)
+        if tracker.num_steps >= self._steps:
+            self._leave()
+
+    def _after_save(self, *_: Any, **__: Any) -> None:
+        num_steps = max((tracker.num_steps for tracker in self._trackers.values()), default=0)
+        self._write({"save": num_steps})
+        (self._directory / SAVED).write_text(str(num_steps))
+
+    def _leave(self) -> None:
+        """End the process, once the other ranks have made this step too: they may still receive from this one."""
+        self._write({"cut": 1})
+        (self._directory / f"{ENDED}{os.getpid()}").touch()
+        size, deadline_s = dist.get_world_size() if dist.is_initialized() else 1, time.monotonic() + LEAVE_S
+        while len(list(self._directory.glob(f"{ENDED}*"))) < size and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        for child in multiprocessing.active_children():  # workers of loaders
+            child.kill()
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def _wrap_after(owner: Any, name: str, then: Callable[..., Any]) -> None:
+    """Replace a function by one that then calls `then(result, *arguments)`."""
+    original = getattr(owner, name)
+
+    def call(*args: Any, **options: Any) -> Any:
+        result = original(*args, **options)
+        then(result, *args, **options)
+        return result
+
+    setattr(owner, name, call)
+
+
+def count(things: Any) -> int | None:
+    """Return the length of a data set or a loader; None if it has none."""
+    try:
+        return len(things)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def resolve(dataset: Any, index: Any) -> Any:
+    """Return the index of a sample in the data set that a `Subset`, of a subset, is a part of."""
+    while isinstance(dataset, Subset) and isinstance(index, int):
+        index, dataset = int(dataset.indices[index]), dataset.dataset
+    return index
+
+
+def hash_rows(batch: Any) -> Iterator[str]:
+    """Return a hash per sample of a collated batch, for data sets without indices. Empty without tensors."""
+    tensors = list(_find_tensors(batch))
+    size = len(tensors[0]) if tensors else 0
+    for row in range(size):
+        content = hashlib.sha1()
+        for tensor in tensors:
+            if len(tensor) == size:
+                content.update(tensor[row].detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
+        yield content.hexdigest()[:16]
+
+
+def _find_tensors(batch: Any) -> Iterator[Tensor]:
+    if isinstance(batch, Tensor) and batch.dim():
+        yield batch
+    elif isinstance(batch, Mapping):
+        for value in batch.values():
+            yield from _find_tensors(value)
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            yield from _find_tensors(value)

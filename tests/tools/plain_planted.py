@@ -1,0 +1,158 @@
+"""Scripts for raw DDP, from one template, each with the mistakes that are named; and the table of what is found.
+
+`python tests/tools/plain_planted.py` prints the table of docs/verify.md.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from support.runs import samestep_command
+
+TEMPLATE = """
+import os, torch, torch.distributed as dist, torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+data = TensorDataset(x, x[:, :2].sum(1, keepdim=True).sin())
+held_out = TensorDataset(x[:33], x[:33, :1])
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+{after_model}
+ddp = {wrap}
+optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+first, done = 0, 0
+if os.path.exists("snapshot.pt"):
+    snapshot = torch.load("snapshot.pt")
+    {restore}
+    first, done = snapshot["epoch"], snapshot["batches"]
+sampler = {sampler}
+loader = DataLoader(data, batch_size=8, sampler=sampler, drop_last={drop_last})
+for epoch in range(first, 3):
+    {set_epoch}
+    for number, (inputs, targets) in enumerate(loader):
+        if {is_done}:
+            continue
+        optimizer.zero_grad()
+        loss = F.mse_loss(ddp(inputs), targets)
+        loss.backward()
+        {after_backward}
+        optimizer.step()
+        schedule.step()
+        {after_step}
+        done = number + 1
+        if rank == 0 and done == 2:
+            state = {{"model": model.state_dict(), "optimizer": optimizer.state_dict(),
+                     "schedule": schedule.state_dict(), "epoch": {saved_epoch}, "batches": done}}
+            torch.save(state, "snapshot.pt")
+    done = 0
+    with torch.no_grad():
+        {evaluate}
+dist.destroy_process_group()
+"""
+
+RESTORE = {
+    "model": 'model.load_state_dict(snapshot["model"])',
+    "optimizer": 'optimizer.load_state_dict(snapshot["optimizer"])',
+    "schedule": 'schedule.load_state_dict(snapshot["schedule"])',
+}
+# Sums over the samples that a rank has a share of, without padding; rank 0 of 1 has all.
+EVALUATE = "for inputs, targets in DataLoader(Subset(held_out, range(rank, 33, size)), 8): ddp(inputs)"
+PADDED = "for inputs, targets in DataLoader(held_out, 8, sampler=DistributedSampler(held_out)): ddp(inputs)"
+CLIP = "torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)"
+SHIFTED = "range(64) if size == 1 else range(rank * 28, rank * 28 + 36)"
+AVERAGE = "for p in model.parameters(): dist.all_reduce(p.grad); p.grad /= size"
+SOUND = {
+    "after_model": "", "wrap": "DistributedDataParallel(model)", "sampler": "DistributedSampler(data)",
+    "drop_last": "False", "set_epoch": "sampler.set_epoch(epoch)", "is_done": "number < done", "after_backward": "",
+    "after_step": "", "saved_epoch": "epoch", "evaluate": EVALUATE, "restore": "; ".join(RESTORE.values()),
+}  # fmt: skip
+
+
+def without(name: str) -> dict[str, str]:
+    """The script does not restore a part of its state."""
+    return {"restore": "; ".join(text for key, text in RESTORE.items() if key != name)}
+
+
+MISSED = {"a loss that is a sum"}
+# Name -> (what replaces the sound parts, the checks that must report a mistake).
+MISTAKES: dict[str, tuple[dict[str, str], set[str]]] = {
+    "none": ({}, set()),
+    "manual averaging, clipped": (
+        {"wrap": "model", "after_backward": f"{AVERAGE}\n        {CLIP}"},
+        set(),
+    ),
+    "no sampler": ({"sampler": "None", "set_epoch": ""}, {"samples"}),
+    "each rank shuffles for itself": (
+        {"sampler": "torch.utils.data.RandomSampler(data)", "set_epoch": "torch.manual_seed(rank)"},
+        {"samples", "order"}),
+    "a shard that repeats": ({"sampler": SHIFTED, "set_epoch": ""}, {"samples"}),
+    "a shard that skips": ({"sampler": "range(rank, 60, size)", "set_epoch": ""}, {"samples"}),
+    "set_epoch forgotten": ({"set_epoch": ""}, {"order"}),
+    "no DDP": ({"wrap": "model"}, {"gradient", "replicas"}),
+    "no DDP, other seeds": ({"wrap": "model", "after_model": "torch.nn.init.normal_(model[0].weight, std=1 + rank)"},
+                            {"gradient", "replicas"}),
+    "sum in place of the mean": (
+        {"wrap": "model", "after_backward": "for p in model.parameters(): dist.all_reduce(p.grad)"}, {"gradient"}),
+    "one parameter not averaged": (
+        {"wrap": "model", "after_backward": AVERAGE.replace("model.parameters()", "[*model.parameters()][1:]")},
+        {"gradient", "replicas"},
+    ),
+    "ranks with other batch sizes": (
+        {"set_epoch": "", "sampler": "None", "drop_last": "False", "after_model": (
+            "import torch.utils.data; Full = DataLoader\n"
+            "DataLoader = lambda d, batch_size=8, **_: Full(Subset(d, range(0, 16) if rank == 0 and size > 1 else"
+            " range(16 if size > 1 else 0, 64)), 4 if rank == 0 and size > 1 else 12)"), "evaluate": "pass"},
+        {"gradient"},
+    ),
+    "weights that change on one rank": (
+        {"after_step": "model[0].bias.data.add_(1e-3 * rank)"}, {"replicas"}),
+    "resume repeats": ({"is_done": "False"}, {"resume"}),
+    "resume skips": ({"saved_epoch": "epoch + 1", "is_done": "False"}, {"resume"}),
+    "optimizer state lost": (without("optimizer"), {"state"}),
+    "schedule lost": (without("schedule"), {"state"}),
+    "weights lost": (without("model"), {"state", "resume"}),
+    "evaluation padded": ({"evaluate": PADDED}, {"evaluation"}),
+    "evaluation drops the rest": (
+        {"evaluate": EVALUATE.replace(", 8)", ", 8, drop_last=True)")}, {"evaluation"}),
+    # How the loss depends on the samples of a rank cannot be seen from outside.
+    "a loss that is a sum": ({"after_model": "F.mse_loss = lambda a, b: ((a - b) ** 2).sum()"}, {"gradient"}),
+}  # fmt: skip
+
+
+def plant(*names: str) -> str:
+    """The script with all mistakes of these names."""
+    parts = dict(SOUND)
+    for name in names:
+        parts |= MISTAKES[name][0]
+    return TEMPLATE.format(**parts)
+
+
+def find_mistakes(directory: Path, *options: str) -> set[str]:
+    """The checks that report a mistake in the `planted.py` of a directory."""
+    done = samestep_command("verify", "--plain", "--json", *options, "planted.py", cwd=directory)
+    assert done.returncode < 2, done.stderr
+    return {key for key, each in json.loads(done.stdout)["checks"].items() if each["verdict"] == "MISTAKE"}
+
+
+def main() -> None:
+    """Verifies a script per mistake, and prints the table."""
+    print("| planted | must be reported by | is reported by | result |\n|---|---|---|---|")
+    for name, (_, wanted) in MISTAKES.items():
+        with tempfile.TemporaryDirectory() as directory:
+            (Path(directory) / "planted.py").write_text(plant(name))
+            found = find_mistakes(Path(directory))
+        words = [", ".join(sorted(each)) or "-" for each in (wanted, found)]
+        verdict = "hit" if wanted and wanted <= found else "miss" if wanted else "no false alarm"
+        verdict += "" if found <= wanted else ", false alarm" if wanted else ""
+        print(f"| {name} | {words[0]} | {words[1]} | {verdict} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""`samestep verify --plain` on scripts of other trainers: planted mistakes, options, the action."""
+
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree
+from pathlib import Path
+
+import pytest
+import yaml
+from support.commands import find_programs
+from support.runs import check, clean_variables, samestep_command
+from tools.plain_planted import MISSED, MISTAKES, find_mistakes, plant
+
+ROOT = Path(__file__).parents[2]
+VERDICT = re.compile(r"^  (\w+) +(ok|MISTAKE|not observed) +(.*)$", re.MULTILINE)
+
+LIGHTNING = """\
+import os
+import lightning, torch, torch.nn.functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+class Regression(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = torch.nn.Linear(8, 1)
+    def training_step(self, batch, batch_idx):
+        return F.mse_loss(self.model(batch[0]), batch[1])
+    def validation_step(self, batch, batch_idx):
+        self.log("val", F.mse_loss(self.model(batch[0]), batch[1]), sync_dist=True)
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+lightning.seed_everything(0)
+data = TensorDataset(x, x[:, :1])
+save = lightning.pytorch.callbacks.ModelCheckpoint(dirpath="ckpt", save_last=True)
+trainer = lightning.Trainer(
+    max_epochs=3, accelerator="cpu", devices=int(os.environ["LOCAL_WORLD_SIZE"]), logger=False, strategy="ddp",
+    enable_progress_bar=False, default_root_dir=".", callbacks=[save],
+)
+held_out = DataLoader(TensorDataset(x[:33], x[:33, :1]), 8)
+last = "ckpt/last.ckpt" if os.path.exists("ckpt/last.ckpt") else None
+trainer.fit(Regression(), DataLoader(data, 8, shuffle=True), held_out, ckpt_path=last)
+"""
+ACCELERATE = """\
+import torch, torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch.utils.data import DataLoader, TensorDataset
+
+set_seed(0)
+x = torch.randn(60, 8, generator=torch.Generator().manual_seed(0))
+data = TensorDataset(x, x[:, :1])
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(8, 1)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+loaders = DataLoader(data, 8, shuffle=True), DataLoader(data, 8)
+model, optimizer, loader, held_out = accelerator.prepare(model, optimizer, *loaders)
+for epoch in range(3):
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        accelerator.backward(F.mse_loss(model(inputs), targets))
+        optimizer.step()
+    with torch.no_grad():
+        for inputs, targets in held_out:
+            accelerator.gather_for_metrics(model(inputs))
+"""
+TRAINER = """\
+import glob
+import torch, torch.nn.functional as F
+from transformers import Trainer, TrainingArguments
+
+x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+rows = [{"inputs": row, "labels": row[:1]} for row in x]
+
+class Regression(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 1)
+
+    def forward(self, inputs, labels):
+        outputs = self.layer(inputs)
+        return {"loss": F.mse_loss(outputs, labels), "logits": outputs}
+
+args = TrainingArguments(
+    "out", per_device_train_batch_size=8, num_train_epochs=3, use_cpu=True, save_steps=3, eval_strategy="epoch",
+    report_to=[],
+)
+Trainer(Regression(), args, train_dataset=rows, eval_dataset=rows[:33]).train(
+    resume_from_checkpoint=bool(glob.glob("out/checkpoint-*"))
+)
+"""
+
+
+def write(directory: Path, *mistakes: str) -> None:
+    (directory / "planted.py").write_text(plant(*mistakes))
+
+
+def test_a_sound_script(tmp_path: Path) -> None:
+    write(tmp_path)
+    done = check(samestep_command("verify", "--plain", "--badge", "badge.svg", "planted.py", cwd=tmp_path))
+    found = {name: (verdict, text) for name, verdict, text in VERDICT.findall(done.stdout)}
+    assert [*found] == ["samples", "order", "gradient", "replicas", "evaluation", "resume", "state"]
+    assert {verdict for verdict, _ in found.values()} == {"ok"}, done.stdout
+    assert "on 2 ranks, an epoch has each of 64 samples" in found["samples"][1]
+    assert found["gradient"][1] == "the mean over the ranks in 12 steps"
+    assert found["resume"][1] == "continues with the batches that follow the save, 10 of 10"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["badge.svg", "planted.py"], "nothing else was written"
+    assert xml.etree.ElementTree.parse(tmp_path / "badge.svg").getroot().get("aria-label") == "samestep: no mistakes"
+
+
+@pytest.mark.parametrize(
+    ("mistakes", "wanted"),
+    [
+        (("set_epoch forgotten", "sum in place of the mean", "evaluation padded", "optimizer state lost"),
+         {"order", "gradient", "evaluation", "state"}),
+        (("no sampler", "weights that change on one rank", "schedule lost"), {"samples", "replicas", "state"}),
+    ],
+)  # fmt: skip
+def test_several_mistakes_in_one_script(tmp_path: Path, mistakes: tuple[str, ...], wanted: set[str]) -> None:
+    write(tmp_path, *mistakes)
+    assert find_mistakes(tmp_path) == wanted
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("name", MISTAKES)
+def test_each_mistake(tmp_path: Path, name: str) -> None:
+    """A row of the table in docs/verify.md."""
+    write(tmp_path, name)
+    found, wanted = find_mistakes(tmp_path), MISTAKES[name][1]
+    words = [", ".join(sorted(each)) or "-" for each in (wanted, found)]
+    assert found == (set() if name in MISSED else wanted)
+    assert f"| {name} | {words[0]} | {words[1]} | " in (ROOT / "docs/verify.md").read_text()
+
+
+@pytest.mark.soak
+def test_lightning(tmp_path: Path) -> None:
+    """It trains well, but its sampler pads the evaluation."""
+    pytest.importorskip("lightning")
+    (tmp_path / "trained.py").write_text(LIGHTNING)
+    done = check(samestep_command("verify", "--plain", "trained.py", cwd=tmp_path), 1)
+    found = {name: (verdict, text) for name, verdict, text in VERDICT.findall(done.stdout)}
+    assert {name for name, (verdict, _) in found.items() if verdict != "ok"} == {"evaluation"}, done.stdout
+    assert "on 2 ranks, 1 of 33 samples count twice" in found["evaluation"][1]
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("trainer", "script"), [("accelerate", "ACCELERATE"), ("transformers", "TRAINER")])
+def test_other_trainers(tmp_path: Path, trainer: str, script: str) -> None:
+    pytest.importorskip(trainer)
+    (tmp_path / "trained.py").write_text(globals()[script])
+    done = samestep_command("verify", "--plain", "trained.py", cwd=tmp_path)
+    found = {name: verdict for name, verdict, _ in VERDICT.findall(done.stdout)}
+    assert "MISTAKE" not in found.values(), done.stdout
+    assert {"samples", "order", "gradient", "replicas"} <= {name for name, v in found.items() if v == "ok"}, done.stdout
+
+
+@pytest.mark.soak
+def test_ranks_of_another_launcher_are_recorded_too(tmp_path: Path) -> None:
+    """Their interpreters find sitecustomize on the path, and run one that was there before."""
+    write(tmp_path, "sum in place of the mean")
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "sitecustomize.py").write_text("open('was-run', 'w')")
+    command = [Path(sys.executable).with_name("samestep"), "verify", "--plain", "--resume-after", "0"]
+    done = subprocess.run(
+        [*command, "--keep-runs", "kept", "--launcher", "torchrun --standalone --nproc-per-node {n}", "planted.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=200,
+        env=clean_variables({"PYTHONPATH": str(tmp_path / "theirs"), "PATH": f"{Path(command[0]).parent}:/usr/bin"}),
+    )  # fmt: skip
+    found = {name for name, verdict, _ in VERDICT.findall(done.stdout) if verdict == "MISTAKE"}
+    assert found == {"gradient"}, done.stdout + done.stderr
+    assert (tmp_path / "kept" / "02-2-ranks" / "copy" / "was-run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--plain", "--kills", "1"], "--kills cannot be used with --plain"),
+        (["--resume-after", "2"], "--resume-after needs --plain"),
+        (["--plain", "--badge", "badge.png"], "--badge takes an .svg file in an existing directory, not badge.png"),
+        (["--plain", "--steps", "0"], "verify --plain needs at least one step"),
+        (["--plain"], "planted.py ends with exit code 1 on 1 rank after 0 steps of a torch optimizer"),
+    ],
+)
+def test_bad_input(tmp_path: Path, arguments: list[str], words: str) -> None:
+    (tmp_path / "planted.py").write_text("raise SystemExit(1)")
+    done = check(samestep_command("verify", *arguments, "planted.py", cwd=tmp_path), 2)
+    assert words in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["planted.py"]
+
+
+def test_a_script_that_finds_files_of_an_earlier_run(tmp_path: Path) -> None:
+    (tmp_path / "planted.py").write_text(
+        "import os, torch; p = torch.nn.Parameter(torch.ones(1)); optimizer = torch.optim.SGD([p])\n"
+        "if os.path.exists('before.pt'): optimizer.state[p]['old'] = 1\n"
+        "p.sum().backward(); optimizer.step()"
+    )
+    (tmp_path / "before.pt").touch()
+    command = ["verify", "--plain", "--world-sizes", "1", "--resume-after", "0"]
+    done = check(samestep_command(*command, "planted.py", cwd=tmp_path), 2)
+    assert "planted.py resumes from files of an earlier run" in done.stderr
+    done = check(samestep_command(*command, "--leave-out", "before.pt", "planted.py", cwd=tmp_path))
+    assert {verdict for _, verdict, _ in VERDICT.findall(done.stdout)} == {"not observed"}
+
+
+def test_the_action(tmp_path: Path) -> None:
+    """Its shell script, with the inputs and files that GitHub gives it."""
+    action = yaml.safe_load((ROOT / "action.yml").read_text())
+    (step,) = [step for step in action["runs"]["steps"] if step.get("id") == "verify"]
+    write(tmp_path, "set_epoch forgotten")
+    given = {"script": "planted.py", "plain": "true", "options": "--resume-after 0 --world-sizes 2"}
+    inputs = {name: given.get(name, each.get("default", "")) for name, each in action["inputs"].items()}
+    variables = {
+        name: re.sub(r"\$\{\{ inputs\.([\w-]+) \}\}", lambda found: inputs[found[1]], text)
+        for name, text in step["env"].items()
+    }
+    files = {"GITHUB_OUTPUT": "output", "GITHUB_STEP_SUMMARY": "summary"}
+    path = f"{find_programs()}:{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", step["run"]],
+        cwd=tmp_path, env=clean_variables({**variables, **files, "PATH": path}), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert (tmp_path / "output").read_text() == "result=failed\nbadge=samestep.svg\n"
+    assert "order       MISTAKE" in (tmp_path / "summary").read_text()
+    assert "samestep: mistakes" in (tmp_path / "samestep.svg").read_text()
+    assert set(action["outputs"]) == {"result", "badge"}
