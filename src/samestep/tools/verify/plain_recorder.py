@@ -186,6 +186,7 @@ class Recorder:
         _wrap_after(LoaderIterator, "_next_index", lambda index, iterator: self._queue(iterator).append(index))
         _wrap_after(LoaderIterator, "_reset", lambda _, iterator, *__, **___: self._queue(iterator).clear())
         _wrap_after(torch, "save", self._after_save)
+        _wrap_after(dist, "init_process_group", lambda *_, **__: self._wrap_accelerate())  # Trainer binds its method
         next_batch, backward = LoaderIterator.__next__, torch.autograd.backward
 
         def take(iterator: Any) -> Any:
