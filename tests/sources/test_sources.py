@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from support.shards import MAKERS, NUM_SHARDS, PER_SHARD, SAMPLES, make_mds, make_parquet, make_tars, read_x, write_mds
 
 from samestep.data.lanes import Lanes
@@ -117,3 +118,32 @@ def test_arrow_data_sets_of_hugging_face(tmp_path: Path) -> None:
     lanes = Lanes(stream, EndlessSchedule(1 << 40, 6, 2), 0, 0)
     assert [row["x"].item() for row in lanes.__getitems__([2, 3])] == [10, 11], "lane 1 has the second shard"
     assert [row["x"].item() for row in lanes.__getitems__([8, 9])] == [12, 13]
+
+
+def test_mds_reads_what_the_writer_of_streaming_writes(tmp_path: Path) -> None:
+    streaming = pytest.importorskip("streaming", reason="needs mosaicml-streaming")
+    generator = np.random.default_rng(0)
+    columns = {
+        "bytes": "bytes", "text": "str", "int": "int", "small": "uint8", "large": "int64", "half": "float16",
+        "single": "float32", "double": "float64", "digits": "str_int", "decimal": "str_float", "tree": "json",
+        "any": "ndarray", "typed": "ndarray:float32", "fixed": "ndarray:int16:2,3", "image": "png",
+    }  # fmt: skip
+    written = [
+        {
+            "bytes": bytes([k] * k), "text": "é" * k, "int": -k, "small": np.uint8(k), "large": np.int64(-k * 10**9),
+            "half": np.float16(k / 3), "single": np.float32(k / 7), "double": np.float64(k / 9), "digits": 10**30 + k,
+            "decimal": k / 11, "tree": {"a": [k, None]}, "any": generator.integers(0, 9, (k % 3 + 1, 2), np.int32),
+            "typed": generator.random((k % 4 + 1, 3), np.float32), "fixed": np.full((2, 3), k, np.int16),
+            "image": Image.fromarray(generator.integers(0, 256, (5, 4, 3), np.uint8)),
+        }
+        for k in range(1, 100)
+    ]  # fmt: skip
+    with streaming.MDSWriter(out=str(tmp_path / "mds"), columns=columns, size_limit=1 << 13) as writer:
+        for sample in written:
+            writer.write(sample)
+    source = MDS(tmp_path / "mds")
+    assert len(source.shards) > 3
+    for sample, read in zip(written, source.__getitems__([*range(99)]), strict=True):
+        for name, value in sample.items():
+            assert np.array_equal(np.asarray(read[name]), np.asarray(value)), name
+            assert getattr(read[name], "dtype", None) == getattr(value, "dtype", None), name
