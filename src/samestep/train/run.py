@@ -637,7 +637,7 @@ class Run:
         if config.check_compute_every is not None and self.world_size > 1:
             second_opinion = SecondOpinion(context, batches, self._gradients)
             observers.append(second_opinion)
-        elif config.check_compute_every is not None and not place.is_past:
+        elif config.check_compute_every is not None and self._loop is None:
             self._say("check_compute_every does nothing with one rank: no other rank can compute a micro-batch again")
         if self._tracer is not None:
             self._tracer.begin_loop(batches, place, self._gradients, self._build_state)

@@ -48,6 +48,7 @@ class _Results:
 
     batch: Any
     sums: dict[str, Tensor] = field(default_factory=dict)
+    num_losses: int = 0
 
     def read(self) -> dict[str, int]:
         return read_back(self.sums)
@@ -65,6 +66,7 @@ class SecondOpinion(StepObserver):
         self._checks: Sequence[Check] = ()
         self._results: dict[int, _Results] = {}  # by micro-batch, of those that two ranks compute
         self._open: _Results | None = None
+        self._terms: list[tuple[Tensor, float | Tensor | None]] = []  # the losses of the current backward
         self._agreed_step: int | None = None
         name = "check_compute_every"
         if batches.lanes is not None:
@@ -101,18 +103,24 @@ class SecondOpinion(StepObserver):
 
             def inspect(i: int, k: int, grad: Tensor) -> None:
                 name = f"the gradient of {names[i]}"
-                results.sums[f"{name} by loss {k}" if k else name] = checksum(grad)
+                results.sums[f"{name} by loss {k + 1}" if k else name] = checksum(grad)
 
             self._gradients.reducer.inspect = inspect
         return batch
 
     def backward(self, step: Step, loss: Losses, weight: float | Tensor | None, model: nn.Module | None) -> None:
-        if self._open is not None:
-            for term, own in loss.items() if isinstance(loss, Mapping) else [(loss, weight)]:
-                number = len(self._open.sums)
-                self._open.sums[f"the loss ({number})" if number else "the loss"] = checksum(torch.as_tensor(term))
-                if own is not None:
-                    self._open.sums[f"the weight ({number})"] = checksum(torch.as_tensor(own, dtype=torch.float64))
+        self._terms = [*loss.items()] if isinstance(loss, Mapping) else [(loss, weight)]
+
+    def end_backward(self, step: Step, waited_s: float) -> None:
+        terms, self._terms = self._terms, []  # they are checked by now
+        if (results := self._open) is None:
+            return
+        for term, own in terms:
+            results.num_losses += 1
+            number = f" {results.num_losses}" if results.num_losses > 1 else ""
+            results.sums[f"loss{number}"] = checksum(term)
+            if own is not None:
+                results.sums[f"the weight of loss{number}"] = checksum(torch.as_tensor(own, dtype=torch.float64))
 
     def end_micro_batch(self, step: Step) -> None:
         self._open = self._gradients.reducer.inspect = None
@@ -170,7 +178,7 @@ def explain_dispute(opinions: Sequence[Opinion], v: int, step: int) -> str:
             "the index and torch's generators only (samestep verify finds why it does not), or suspect the memory of "
             "these machines"
         )
-    more = f" and {drift.num_tensors - 1} more results differ" if drift.num_tensors > 1 else " differs"
+    more = f" and {drift.num_tensors - 1} more differ" if drift.num_tensors > 1 else " differs"
     cause = "code whose results depend on earlier calls (a module that keeps a count; samestep verify finds it)"
     if not drift.has_majority:
         why = "no third rank says which is right" if len(opinions) == 2 else "each computed other ones"
