@@ -123,7 +123,7 @@ def test_what_cannot_be_searched(words: list[str], message: str, home: Path) -> 
 def test_a_script_of_no_repository(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     done = check(samestep_command("bisect", "a", "b", "train.py", cwd=tmp_path), 2)
-    assert "is in no git repository: bisect searches the commits of one" in done.stderr
+    assert "is in no git repository that can be read: git says 'fatal: not a git repository" in done.stderr
 
 
 def test_an_interrupted_search_leaves_nothing(home: Path) -> None:

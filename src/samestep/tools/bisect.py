@@ -86,7 +86,7 @@ def run_bisect(good: str, bad: str, target: Target, values: Mapping[str, Any]) -
         raise Error("--tolerance is a number from 0 on, and goes with --metric: bits are equal or not")
     repository = _Repository(Path(target.name).resolve())
     commits = repository.list_commits(good, bad)
-    with exiting_on_sigterm(), WorkDir("bisect-") as scratch, repository.open_tree(scratch.path / "tree") as tree:
+    with exiting_on_sigterm(), WorkDir("bisect-") as scratch, repository.open_tree(scratch.path, commits[0]) as tree:
         search = _Search(repository, tree, commits, target, values, scratch)
         candidates, outcome = search.run()
     differs = values.get("metric", "the bits")
@@ -117,7 +117,7 @@ class _Repository:
         self._root = script.parent
         top = self.try_git("rev-parse", "--show-toplevel")
         if not top:
-            raise Error(f"{script} is in no git repository: bisect searches the commits of one")
+            raise Error(f"{script} is in no git repository that can be read: git says {' '.join(self._complaint)!r}")
         self._root = Path(top)
         self.script = script.relative_to(self._root)
         if self.try_git("status", "--porcelain", "--untracked-files=no"):
@@ -171,9 +171,10 @@ class _Repository:
         return self.git("show", "--no-patch", "--format=%h (%s)", commit)
 
     @contextmanager
-    def open_tree(self, tree: Path) -> Iterator[Path]:
-        """Create a work tree for the block."""
-        self.git("worktree", "add", "--quiet", "--detach", "--no-checkout", str(tree))
+    def open_tree(self, directory: Path, commit: str) -> Iterator[Path]:
+        """Create a work tree in a directory, for the block."""
+        tree = directory / "tree"
+        self.git("worktree", "add", "--quiet", "--detach", "--no-checkout", str(tree), commit)
         try:
             yield tree
         finally:
