@@ -110,13 +110,14 @@ def test_the_bits_are_those_without(tmp_path: Path, capfd: pytest.CaptureFixture
     assert (run_dir / "ledger.bin").read_bytes() == (without / "ledger.bin").read_bytes()
 
 
-@pytest.mark.parametrize("name", one_in(24, sorted({*CASES} - STATES)))
+@pytest.mark.parametrize("name", one_in(48, sorted({*CASES} - STATES)))
 def test_no_sound_run_is_suspected(name: str) -> None:
     """Loops with several losses, models, passes, precisions and data sets, with idle ranks."""
     found = samestep.spawn(CASES[name], 5, env={"SAMESTEP_CHECK_COMPUTE_EVERY": "1"})
     assert repr(found) == repr(samestep.spawn(CASES[name], 1))
 
 
+@pytest.mark.soak
 def test_code_that_differs_by_call_is_suspected_as_such() -> None:
     words = "rank . .* rank . .* and rank . .* computed other results .* and each computed other ones: .* or code whose"
     with pytest.raises(samestep.Error, match=words):
@@ -160,6 +161,10 @@ def test_what_cannot_be_compared_is_said() -> None:
         samestep.spawn(run_steps, 3, (Drawing,))
     with pytest.raises(samestep.InvalidValue, match="only one rank reads a lane of an IterableDataset: leave it out"):
         samestep.spawn(run_steps, 2, (Stream,))
+
+
+@pytest.mark.soak
+def test_kernels_that_are_not_deterministic_cannot_be_compared() -> None:
     with pytest.raises(samestep.InvalidValue, match="compares bits, which deterministic=False does not keep"):
         samestep.spawn(run_steps, 2, (Drawing,), {"deterministic": False})
 

@@ -93,8 +93,8 @@ def test_the_commit_that_changed_the_bits(home: Path, tmp_path: Path) -> None:
 
 
 def test_the_commit_that_changed_a_metric(home: Path) -> None:
-    words = ["--steps", "2", "--metric", "train/loss", "--json", "--nproc-per-node", "2"]
-    out, _ = bisect(home, *words, "v3^^^", "v3", "train.py", "0.1")
+    words = ["--steps", "2", "--metric", "train/loss"]
+    out, _ = bisect(home, *words, "--json", "--nproc-per-node", "2", "v3^^^", "v3", "train.py", "0.1")
     found = json.loads(out)
     assert found["candidates"] == [git(home, "rev-parse", "v2"), git(home, "rev-parse", "v3")]
     assert (found["first"], found["step"], len(found["tried"])) == (None, None, 4)
