@@ -169,6 +169,7 @@ def test_hashes_of_strings(hash_seed: str) -> None:
 def test_what_is_not_forked(tmp_path: Path) -> None:
     variables = dict(os.environ)
     assert is_forkable([sys.executable, "-m", "samestep"], variables)
+    assert is_forkable([sys.executable, "-m", "samestep"], {**variables, "KMP_INIT_AT_FORK": "FALSE"})
     assert not is_forkable(["python-of-another-environment", "-m", "samestep"], variables)
     assert not is_forkable([sys.executable, "-I", "-m", "samestep"], variables)
     assert not is_forkable([sys.executable, tmp_path / "missing.py"], variables)

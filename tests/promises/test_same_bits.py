@@ -27,14 +27,17 @@ def run_alone(train: Callable[[], Any]) -> Any:
 
 @pytest.mark.parametrize(
     ("name", "world_size"),
-    one_in(12, [(name, world_size) for name in CASES for world_size in HEAVY.get(name, WORLD_SIZES)]),
+    [
+        *one_in(9, [(name, world_size) for name in CASES for world_size in HEAVY.get(name, WORLD_SIZES[:4])]),
+        *(pytest.param(name, 12, marks=pytest.mark.soak) for name in CASES if name not in HEAVY),
+    ],
 )
 def test_any_model(name: str, world_size: int) -> None:
     train = CASES[name]
     assert_same(samestep.spawn(train, world_size), run_alone(train), f"{world_size} ranks", "1 rank")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 5])
+@pytest.mark.parametrize("world_size", one_in(3, [3, 1, 2, 5]))
 def test_workers_draw_as_the_rank_itself(world_size: int) -> None:
     env = {"SAMESTEP_STUCK_AFTER_S": "120"}  # a standstill is named within this test's time: it has been seen once
     trace = samestep.spawn(training.augmentation_in_workers, world_size, env=env)

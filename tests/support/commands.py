@@ -26,6 +26,8 @@ from support.hosts import Host
 READ_AT_START = ("PYTHON", "LC_", "LANG", "LD_", "MALLOC_", "MKL_", "KMP_", "OPENBLAS_", "GLIBC_")
 UTF8 = (None, "C", "POSIX", "C.UTF-8", "en_US.UTF-8")  # locales that are alike to Python
 HANDLED = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
+# scikit-learn sets these when it is imported. Torch does not use the OpenMP runtime that reads them.
+IGNORED = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
 FLAGS = ("-P", "-u")  # of the interpreter; torchrun gives its ranks -u
 NAMESPACES = ("net", "uts", "mnt")
 # Its first argument is its own path, beside which it finds the server.
@@ -161,8 +163,8 @@ def is_forkable(words: Any, variables: Mapping[str, str]) -> bool:
         return False
     if choose_hash_seed(variables) not in HASH_SEEDS:
         return False
-    names = {name for name in (*variables, *_variables) if name.startswith(READ_AT_START) and name not in HANDLED}
-    for name in names:
+    names = {name for name in (*variables, *_variables) if name.startswith(READ_AT_START)}
+    for name in names.difference(HANDLED, IGNORED):
         given, known = variables.get(name), _variables.get(name)
         is_locale = name.startswith(("LC_", "LANG"))
         if given != known and not (is_locale and given in UTF8 and known in UTF8):
