@@ -68,9 +68,11 @@ def hosts(command: Command, tmp_path: Path) -> Iterator[SshHosts]:
         yield opened
 
 
-def test_two_hosts_are_one_launch(command: Command, hosts: SshHosts) -> None:
-    """With the ranks that each is to have, the same directory, every argument as it was; and no secrets."""
-    command.python = sys.executable
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_two_hosts_are_one_launch(command: Command, hosts: SshHosts, real: bool) -> None:
+    """Each host gets its number of ranks, the same directory, all arguments unchanged, and no secrets."""
+    if real:
+        command.python = sys.executable
     command.write("a dir/seen.py", SEEN)
     command.variables |= {"OMP_NUM_THREADS": "2", "SECRET_TOKEN": "hush"}
     arguments = ["a b", "it's", 'a "quote"', "two\nlines", "$HOME `x` \\ !", "", "-x", "--seed=1", "*", "ü"]

@@ -122,7 +122,7 @@ def test_the_selection_covers() -> None:
     assert set(ACTIONS) == {*STRUCK, *ELSEWHERE, "mend", "hold", "stop"}
 
 
-@pytest.mark.parametrize("action", OTHERS)
+@pytest.mark.parametrize("action", one_in(2, OTHERS))
 def test_in_a_worker(trial: Trial, undisturbed: Undisturbed, action: str) -> None:
     """Of a DataLoader; a kill there, under the launcher, is tested with resuming."""
     fault = f"{action} rank 1 at step 9 in worker"
@@ -198,7 +198,7 @@ def test_a_disk_fails_under_way(
         assert not [*trial.dir.glob("snapshots/.*"), *trial.dir.glob(".*")]
 
 
-@pytest.mark.parametrize("moment", ["forward", "writing tensors"])
+@pytest.mark.parametrize("moment", one_in(2, ["writing tensors", "forward"]))
 def test_the_directory_is_removed_under_way(
     trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], moment: str
 ) -> None:

@@ -121,13 +121,16 @@ def test_killed_again_and_again(trial: Trial, undisturbed: Undisturbed, seed: in
 
 @pytest.mark.parametrize(
     ("arguments", "fault"),
-    [
-        ({"num_steps": 17, "snapshot_every": 3}, "kill rank 1 at step 10 in reduction"),
-        ({"num_steps": 17, "snapshot_every": 4}, "kill rank 1 at step 7 in before schedule"),
-        ({"with_sampler": True, "snapshot_every": 3}, "kill all ranks at step 7 in update"),
-        ({"num_workers": 2, "snapshot_every": 3}, "kill rank 0 at step 8 in backward"),
-    ],
-    ids=["steps", "steps, in the body", "a sampler", "DataLoader workers"],
+    one_in(
+        2,
+        [
+            ({"num_steps": 17, "snapshot_every": 4}, "kill rank 1 at step 7 in before schedule"),
+            ({"num_steps": 17, "snapshot_every": 3}, "kill rank 1 at step 10 in reduction"),
+            ({"num_workers": 2, "snapshot_every": 3}, "kill rank 0 at step 8 in backward"),
+            ({"with_sampler": True, "snapshot_every": 3}, "kill all ranks at step 7 in update"),  # also damaged, below
+        ],
+    ),
+    ids=["steps, in the body", "steps", "DataLoader workers", "a sampler"],
 )
 def test_other_loops(trial: Trial, undisturbed: Undisturbed, arguments: dict[str, object], fault: str) -> None:
     trial.spawn_to_fail(2, fault, **arguments)
@@ -142,7 +145,7 @@ def test_other_loops(trial: Trial, undisturbed: Undisturbed, arguments: dict[str
 @pytest.mark.parametrize(
     ("every", "keep", "fault", "saved", "resumed", "at_end"),
     one_in(
-        2,
+        3,
         [
             (
                 3,
@@ -353,7 +356,7 @@ def test_fresh_starts_beside(trial: Trial, undisturbed: Undisturbed) -> None:
 
 @pytest.mark.parametrize(
     ("max_steps", "every"),
-    one_in(4, [(3, 3), (10, 3), (7, "1epochs"), (14, "1epochs"), (3, "2epochs"), (10, "2epochs")]),
+    one_in(6, [(3, 3), (10, 3), (7, "1epochs"), (14, "1epochs"), (3, "2epochs"), (10, "2epochs")]),
 )
 def test_max_steps_and_then_more(
     trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], max_steps: int, every: int | str
@@ -381,7 +384,7 @@ def test_more_epochs(trial: Trial, undisturbed: Undisturbed) -> None:
     assert trial.outcome() == undisturbed()
 
 
-@pytest.mark.parametrize("is_nested", [False, True])
+@pytest.mark.parametrize("is_nested", one_in(2, [True, False]))
 def test_a_schedule_of_another_length(tmp_path: Path, capfd: pytest.CaptureFixture[str], is_nested: bool) -> None:
     """What was restored goes on as it was, which is said, also of a schedule within another."""
 
@@ -633,7 +636,7 @@ def forge_the_manifest(snapshot: Path) -> str:
 DAMAGES = [flip_a_byte_of_the_state, flip_any_byte, lose_the_manifest, forge_the_manifest]
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("damage", one_in(3, DAMAGES))
 def test_a_torn_snapshot_is_passed_over(
     trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], damage: Callable[[Path], str]
 ) -> None:
@@ -658,7 +661,7 @@ def test_nothing_is_sound(trial: Trial) -> None:
     assert read_tree(trial.dir / "snapshots") == before
 
 
-@pytest.mark.parametrize("text", [b"", b"x" * 200])
+@pytest.mark.parametrize("text", one_in(2, [b"", b"x" * 200]))
 def test_the_open_epochs_order_is_damaged(
     trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], text: bytes
 ) -> None:

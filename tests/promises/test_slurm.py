@@ -191,9 +191,11 @@ def test_doctor_on_all_tasks(jobs: Jobs, trial: Trial) -> None:
 # --- submit -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_job_goes_on(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> None:
-    """Signalled, it saves, is queued again, and comes to the end of an undisturbed run; whoever follows it sees all."""
-    jobs.python = Path(sys.executable)
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_a_job_goes_on(jobs: Jobs, trial: Trial, undisturbed: Undisturbed, real: bool) -> None:
+    """After a signal it saves, is queued again, and ends as an undisturbed run; the output of all starts is shown."""
+    if real:
+        jobs.python = Path(sys.executable)
     started = jobs.submit()
     jobs.wait_held(started)
     number = jobs.number(started)

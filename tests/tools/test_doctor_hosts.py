@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.commands import Popen
+from support.commands import Popen, find_programs
 from support.hosts import Host, run
 from support.runs import clean_variables, kill_tree
 
@@ -34,10 +34,11 @@ def run_on(
         processes = []
         for rank, host in enumerate(hosts):
             flags = [f"--nnodes={len(hosts)}", f"--node-rank={rank}", f"--rdzv-endpoint={hosts[0].address}:{PORT}"]
-            command = [sys.executable, "-m", "samestep", "launch", "--nproc-per-node=1", *flags, str(DOCTORED)]
+            python = sys.executable if own is None else str(find_programs() / "python")  # the shell below starts it
+            command = [python, "-m", "samestep", "launch", "--nproc-per-node=1", *flags, str(DOCTORED)]
             variables = {"OMP_NUM_THREADS": "1"}
             if env is not None:
-                command = [sys.executable, str(DOCTORED)]
+                command = [python, str(DOCTORED)]
                 variables |= {"RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", **env}
             command += [*words, "--json"]
             if own is not None:
