@@ -112,7 +112,7 @@ FAULTS: dict[str, Callable[[bool], None]] = {
 def train_unevenly(run_dir: Path) -> None:
     """Trains to the end; rank 1 takes longer for each forward, and rank 0 waits for it, in its backward as well."""
     run = samestep.Run(run_dir, batch_size=2, micro_batch_size=1, device="cpu", bucket_cap_mb=4)
-    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(4)])  # a bucket each, too large for one message
+    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(2)])  # a bucket each, too large for one message
     optimizer = torch.optim.SGD(model.parameters(), 0.0)
     run.prepare(model=model, optimizer=optimizer)
     for step in run.steps([torch.ones(1024)] * 8, 80):

@@ -212,7 +212,7 @@ def test_a_node_is_told_to_leave(trial: Trial, undisturbed: Undisturbed, port: i
     flags = ["--nproc-per-node", "1", *flags_at(f"127.0.0.1:{port}", "1:2"), SCRIPT, trial.dir, "--fault", fault]
     server = "from samestep.launch import rendezvous_server; rendezvous_server.LAST_CALL_S = 60.0"
     patient = f"{server}; from samestep.cli import main; main()"
-    env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    env = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONHASHSEED": "0"}
     stays = Started([sys.executable, "-c", patient, "launch", *flags], trial.faults / "stays", env)
     goes = None
     try:
