@@ -105,6 +105,7 @@ def test_a_run_is_shown_and_compared(tmp_path: Path) -> None:
     assert charts["loss"]["series"][0]["x"] == [1, 2, 3, 4]
     rows = [json.loads(line) for line in (tmp_path / "one" / "timeline.jsonl").read_text().splitlines()]
     assert rows[-1]["steps"] == [4]
+    assert all(10 < row["memory_mb"][0] < 1e5 and "device_mb" not in row for row in rows)
     assert sum(row["spent_s"].get("forward", [0.0])[0] for row in rows) > 0
     assert "compute" in shown.text
     assert all(attributes.get("aria-label") for tag, attributes in shown.elements if tag == "svg")
@@ -148,6 +149,26 @@ def test_repeated_steps_count_once_and_ranks_by_their_own_steps() -> None:
     np.testing.assert_array_equal(heat.cells, [[100, 500, np.nan], [1000, 1000, 1000], [200, 400, 600]])
     assert heat.means.tolist() == [350, 11000 / 18, 800]
     assert build_intervals(rows[:1]) is None
+
+
+def test_the_memory_of_every_rank_is_drawn(tmp_path: Path) -> None:
+    rows = [
+        {
+            "time_s": i,
+            "steps": [i, i],
+            "spent_s": {"forward": [0.1, 0.1]},
+            "memory_mb": [100.0 + i, 90.0],
+            "device_mb": [5, 6],
+        }
+        for i in range(4)
+    ]
+    del rows[2]["device_mb"], rows[2]["memory_mb"]  # as before these existed
+    page = report(write_run(tmp_path / "run", timeline=rows), output=tmp_path / "out.html")
+    (chart,) = [chart for chart in read_data(page)["charts"] if chart["title"] == "memory (MB)"]
+    assert {series["label"]: series["y"] for series in chart["series"]} == {
+        "memory, rank 0": [101.0, None, 103.0], "memory, rank 1": [90.0, None, 90.0],
+        "GPU memory, rank 0": [5.0, None, 5.0], "GPU memory, rank 1": [6.0, None, 6.0],
+    }  # fmt: skip
 
 
 def test_the_image_of_a_heat_map() -> None:

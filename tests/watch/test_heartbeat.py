@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import select
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,10 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.runs import check, samestep_command
+from support.commands import Popen
+from support.runs import check, clean_variables, samestep_command
 from support.waiting import wait_until
 
-from samestep.tools.watch import HEADER, compute_rates, describe_end, format_rows, has_ended
+from samestep.tools.watch import (
+    HEADER,
+    ask_for_stacks,
+    compute_rates,
+    describe_end,
+    draw_bars,
+    format_rows,
+    has_ended,
+    measure_steps,
+)
 from samestep.watch.heartbeat import Facts, Heartbeat, PhaseClock
 from samestep.watch.stall_diagnosis import PHASES, WARM_UP, build_limits
 from samestep.watch.thread_state import read_process_state, read_thread_state
@@ -226,6 +238,72 @@ def test_every_column_is_explained(tmp_path: Path) -> None:
     assert tuple(name for names in explained for name in names if name in HEADER) == HEADER
     phases = told.partition("  phase ")[2].partition("  in it for ")[0]
     assert set(PHASES) <= set(re.findall(r"\w+", phases))
+
+
+def test_bars_of_step_times() -> None:
+    rows: list[dict[str, Any]] = [
+        {"steps": [2 * i, i], "spent_s": {"forward": [0.2 * i, 1.0], "reducing": [9, 9]}} for i in range(4)
+    ]
+    times = measure_steps([*rows, {**rows[-1], "steps": [6, 4]}])
+    assert times == [[pytest.approx(0.1), pytest.approx(0.2), pytest.approx(0.3), None], [1.0] * 4]
+    assert draw_bars(times) == ["▁▂▃ ", "████"]
+    assert measure_steps([]) == []
+
+
+def test_the_stacks_of_all_ranks(tmp_path: Path) -> None:
+    """Twice: each time, the ranks write them anew."""
+    logs, box = tmp_path / "logs" / "0", Box()
+    assert ask_for_stacks(tmp_path, [0, 1]) == "the run writes no logs, and no stacks"
+    logs.mkdir(parents=True)
+    with heartbeat(1, box, logs=logs), heartbeat(0, box, run_dir=tmp_path, logs=logs):
+        for _ in range(2):
+            text = ask_for_stacks(tmp_path, [0, 1])
+            assert re.findall(r"^rank (\d), step 0, starting", text, re.M) == ["0", "1"], text
+            assert text.count("test_heartbeat.py") >= 2
+            wait_until(lambda: not json.loads(box.texts["beat/0"])["orders"], "the order is taken back")
+            for file in logs.iterdir():
+                file.unlink()
+
+
+def test_watching_on_a_terminal(tmp_path: Path) -> None:
+    """The table has bars of step times; s shows the stacks of all ranks, q quits and leaves the terminal as it was."""
+    logs = tmp_path / "logs" / "0"
+    logs.mkdir(parents=True)
+    (tmp_path / "run.json").write_text(json.dumps({"format": 1}))
+    (tmp_path / "status.json").write_text(json.dumps({"status": "running"}))
+    rows = [{"time_s": i, "steps": [i], "spent_s": {"forward": [0.1 * i]}} for i in range(5)]
+    (tmp_path / "timeline.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    ours, theirs = os.openpty()
+    before = termios.tcgetattr(theirs)
+    shown = b""
+
+    def shows(words: str) -> bool:
+        nonlocal shown
+        while select.select([ours], [], [], 0)[0]:
+            shown += os.read(ours, 1 << 16)
+        return words in shown.decode(errors="replace")
+
+    with heartbeat(0, None, world_size=1, run_dir=tmp_path, logs=logs) as (pulse, _):
+        pulse.enter("forward", 5)
+        command = [sys.executable, "-m", "samestep", "watch", tmp_path]
+        variables = clean_variables({"TERM": "xterm", "COLUMNS": "150", "LC_ALL": "C.UTF-8"})
+        process = Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=variables)
+        try:
+            wait_until(lambda: shows("s: stacks of all ranks, q: quit"), "the table")
+            assert shows("▆█"), shown.decode(errors="replace")
+            os.write(ours, b"s")
+            wait_until(lambda: shows("all threads: "), "the stacks")
+            assert shows("rank 0, step 5, forward for")
+            assert shows("test_heartbeat.py")
+            os.write(ours, b"q")
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+            process.wait()
+    assert termios.tcgetattr(theirs) == before
+    assert not (logs / "stacks-wanted").exists()
+    os.close(ours)
+    os.close(theirs)
 
 
 def test_watching_no_run(tmp_path: Path) -> None:

@@ -2,9 +2,13 @@
 
 import argparse
 import os
+import select
 import sys
+import termios
 import time
+import tty
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +17,22 @@ from samestep.console import build_table, escape, print_table
 from samestep.errors import Error
 from samestep.snapshot.object_store import ObjectStore, find_copy, read_run
 from samestep.tools.inspect import CommandParser
-from samestep.watch.records import RANKS, STATUS, read_or_empty
-from samestep.watch.stall_diagnosis import describe_seconds
+from samestep.watch.records import LOGS, RANKS, STACKS_WANTED, STATUS, TIMELINE, read_or_empty, read_rows
+from samestep.watch.stall_diagnosis import BUSY, describe_seconds
 from samestep.world.environment import read_host, read_overrides
 
 POLL_S = 1.0
 WINDOW_S = 10.0
 STALE_S = 30.0  # a run without news for this long counts as dead
+ANSWER_S = 6.0  # for all ranks to write their stacks
+TAIL_BYTES = 1 << 16  # of the timeline
+BARS, NUM_BARS = "▁▂▃▄▅▆▇█", 20
 RESTART_S = 5.0  # for a launcher to restart a failed run
 HEADER = ("rank", "host", "step", "phase", "in it for", "compute/step", "samples/s", "where")
 
 DESCRIPTION = f"""\
-Shows the live state of every rank of a running job, until the run ends; once, if the output is not a terminal. The
-columns of the table, one row per rank:
+Shows the live state of every rank of a running job, until the run ends; once, if the output is not a terminal. There,
+the key s shows the stacks of all ranks, and q quits. The columns of the table, one row per rank:
 
   rank, host    the rank and its machine
   step          completed steps, over all restarts
@@ -36,6 +43,9 @@ columns of the table, one row per rank:
   samples/s     samples per second of this rank, over all phases
   where         for a rank in one phase for over {POLL_S:g} s: the collective that it waits in, or the line of the
                 script; silent: no heartbeat arrives
+
+On a terminal, step times has a bar for each of the last intervals of timeline.jsonl, of a second or longer: the time
+per step without waits for other ranks, from the shortest of all ranks to the longest.
 
 compute/step and samples/s cover the last {WINDOW_S:g} s; in a single output, the time since the last start.
 """
@@ -94,18 +104,107 @@ def _follow(run_dir: Path) -> int:
     from rich.text import Text
 
     records: list[dict[str, Any]] = []
-    with Live(Text("the run is starting"), auto_refresh=False, transient=False) as live:
+    with _Keys() as keys, Live(Text("the run is starting"), auto_refresh=False, transient=False) as live:
         while (record := read_or_empty(run_dir / RANKS)) or not has_ended(run_dir):
             if record and (not records or record["time_s"] != records[-1]["time_s"]):
                 records = [old for old in records if record["time_s"] - old["time_s"] < WINDOW_S] + [record]
                 styles = [_choose_style(rank) for rank in record["ranks"]]
-                table = build_table(_name_table(record), *format_rows(record, records[0]), styles)
+                table = build_table(_name_table(record), *_add_bars(run_dir, *format_rows(record, records[0])), styles)
+                table.caption = "s: stacks of all ranks, q: quit" if keys.are_read else None
                 live.update(table, refresh=True)
             elif record and time.time() - record["time_s"] > RESTART_S and has_ended(run_dir):
                 break
-            time.sleep(POLL_S)
+            key = keys.wait(POLL_S)
+            if key == "q":
+                return 0
+            if key == "s" and record:
+                live.console.print(Text(escape(ask_for_stacks(run_dir, [rank["rank"] for rank in record["ranks"]]))))
     print(escape(describe_end(run_dir)))
     return 0
+
+
+class _Keys:
+    """Reads single keys in a `with` block, without Enter and echo, if the standard input is a terminal."""
+
+    def __init__(self) -> None:
+        self.are_read = sys.stdin.isatty()
+
+    def __enter__(self) -> "_Keys":
+        if self.are_read:
+            self._before = termios.tcgetattr(sys.stdin)
+            tty.setcbreak(sys.stdin)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.are_read:
+            termios.tcsetattr(sys.stdin, termios.TCSADRAIN, self._before)
+
+    def wait(self, timeout_s: float) -> str:
+        """Wait for a key. Returns "" if none is pressed in time."""
+        if not self.are_read:
+            time.sleep(timeout_s)
+        elif select.select([sys.stdin], [], [], timeout_s)[0]:
+            return os.read(sys.stdin.fileno(), 1).decode(errors="replace")
+        return ""
+
+
+def ask_for_stacks(run_dir: Path, ranks: Sequence[int]) -> str:
+    """Let all ranks write the stacks of their threads, and return those of the main threads."""
+    starts = [path for path in (run_dir / LOGS).glob("*") if path.name.isdecimal()]
+    if not starts:
+        return "the run writes no logs, and no stacks"
+    directory = max(starts, key=lambda path: int(path.name))
+    wanted = directory / STACKS_WANTED
+    try:
+        wanted.touch()
+        asked_s, deadline_s = wanted.stat().st_mtime, time.monotonic() + ANSWER_S
+    except OSError as error:
+        return f"{directory} cannot be written ({error.strerror})"
+    files = {rank: directory / f"stacks-{rank}.txt" for rank in ranks}
+    while time.monotonic() < deadline_s:
+        if all(file.exists() and file.stat().st_mtime >= asked_s for file in files.values()):
+            break
+        time.sleep(POLL_S / 10)
+    wanted.unlink(missing_ok=True)
+    texts = []
+    for rank, file in files.items():
+        text = file.read_text(errors="replace") if file.exists() else f"rank {rank} has not answered"
+        texts.append("\n".join(text.split("\n\n")[:2]))  # its state, and the main thread
+    return "\n\n".join([*texts, f"all threads: {directory}/stacks-*.txt"])
+
+
+def measure_steps(rows: Sequence[Mapping[str, Any]]) -> list[list[float | None]]:
+    """Return for each rank the seconds per step, without waits for others, of each row of a timeline but the first.
+
+    None stands for rows in which the rank has completed no step.
+    """
+    times: list[list[float | None]] = [[] for _ in rows[-1]["steps"]] if rows else []
+    for before, row in pairwise(rows):
+        for rank, of_rank in enumerate(times):
+            here = min(len(before["steps"]), len(row["steps"])) > rank
+            num_steps = row["steps"][rank] - before["steps"][rank] if here else 0
+            busy_s = sum(row["spent_s"][phase][rank] for phase in BUSY if rank < len(row["spent_s"].get(phase, ())))
+            of_rank.append(busy_s / num_steps if num_steps > 0 else None)
+    return times
+
+
+def draw_bars(times: Sequence[Sequence[float | None]]) -> list[str]:
+    """Draw numbers as lines of bars on one scale. None is blank."""
+    known = [each for line in times for each in line if each is not None]
+    low, span = min(known, default=0.0), max(known, default=0.0) - min(known, default=0.0) or 1.0
+    return [
+        "".join(" " if each is None else BARS[round((each - low) / span * (len(BARS) - 1))] for each in line)
+        for line in times
+    ]
+
+
+def _add_bars(run_dir: Path, header: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    """Insert the step times of the last intervals as a column."""
+    bars = draw_bars(measure_steps(read_rows(run_dir / TIMELINE, TAIL_BYTES)[-NUM_BARS - 1 :]))
+    cells = ["step times", *(bars[int(row[0])] if int(row[0]) < len(bars) else "" for row in rows)]
+    place = HEADER.index("samples/s")
+    first, *others = ([*row[:place], cell, *row[place:]] for row, cell in zip([header, *rows], cells, strict=True))
+    return first, others
 
 
 def has_ended(run_dir: Path) -> bool:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from samestep.files import replace_file
-from samestep.watch.records import RANKS, TIMELINE
+from samestep.watch.records import RANKS, STACKS_WANTED, TIMELINE
 from samestep.watch.stall_diagnosis import (
+    BUSY,
     PHASES,
     SLOW_AFTER_STEPS,
     WARM_UP,
@@ -29,6 +30,7 @@ from samestep.watch.stall_diagnosis import (
 )
 from samestep.watch.thread_state import (
     count_written,
+    read_memory_mb,
     read_process_state,
     read_stacks,
     read_thread_state,
@@ -44,7 +46,6 @@ NUM_LEADERS = 8  # ranks that can lead if those before them are silent
 MISSED = 4  # missing beats after which a rank counts as silent
 GRACE_S = 2.0  # the other ranks end this long after the stuck one
 WRITTEN_BYTES = 1 << 16  # written since the last beat: the snapshot makes progress
-COMPUTE = ("loading", "forward", "backward", "updating")
 
 
 @dataclass(slots=True)
@@ -140,6 +141,7 @@ class Heartbeat:
         self._exchanged_s = self._awake_since_s = time.monotonic()
         self._orders: dict[str, Any] = {}
         self._has_written_stacks = False
+        self._asked_s = 0.0  # when `samestep watch` last asked for stacks
         self._reported: Stall | None = None
         self._window: tuple[float, dict[int, Beat]] | None = None  # its begin, in which paces are compared
         self._reported_slow: set[int] = set()
@@ -186,6 +188,7 @@ class Heartbeat:
         else:
             self._before = None
         self._number += 1
+        memory_mb, device_mb = read_memory_mb()
         return Beat(
             rank=self._facts.rank,
             host=self._facts.host,
@@ -202,6 +205,8 @@ class Heartbeat:
             spent_s={name: round(spent_s, 6) for name, spent_s in self._clock.spent_s().items()},
             num_steps=step - self._facts.began_step,
             num_micro_batches=self._clock.tallies["loading"].num,
+            memory_mb=memory_mb,
+            device_mb=device_mb,
             **asdict(state),
         )
 
@@ -309,6 +314,7 @@ class Heartbeat:
         if ranks is None:
             return
         self._publish(ranks)
+        self._order_stacks(ranks, now_s)
         self._report_slow(ranks, now_s)
         stall = diagnose(ranks, facts.limits, now_s - self._awake_since_s)
         if stall is None:
@@ -319,6 +325,20 @@ class Heartbeat:
             self._report(stall, ranks)
         if stall.is_final and "end" not in self._orders:
             self._end(stall, ranks)
+
+    def _order_stacks(self, ranks: Sequence[Beat], now_s: float) -> None:
+        """Order the stacks of all ranks if `samestep watch` asks for them, until each has read the order."""
+        facts = self._facts
+        if facts.logs is not None and (facts.logs / STACKS_WANTED).exists():
+            with suppress(OSError):
+                (facts.logs / STACKS_WANTED).unlink()
+            self._asked_s, self._has_written_stacks = now_s, False
+            self._orders = {**self._orders, "stacks": [beat.rank for beat in ranks]}
+            self._execute({"stacks": self._orders["stacks"]})
+        elif self._asked_s and now_s - self._asked_s > MISSED * self._interval_s:
+            self._asked_s = 0.0
+            if self._reported is None:
+                self._orders = {}
 
     def _clear(self) -> None:
         if self._reported is not None and "end" not in self._orders:
@@ -426,5 +446,5 @@ def _compute_paces(before: Mapping[int, Beat], now: Mapping[int, Beat]) -> dict[
         num = beat.num_micro_batches - before[rank].num_micro_batches
         if num > 0:
             spent, was = beat.spent_s, before[rank].spent_s
-            paces[rank] = {phase: (spent.get(phase, 0.0) - was.get(phase, 0.0)) / num for phase in COMPUTE}
+            paces[rank] = {phase: (spent.get(phase, 0.0) - was.get(phase, 0.0)) / num for phase in BUSY}
     return paces

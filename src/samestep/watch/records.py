@@ -30,6 +30,8 @@ ORDERS = "orders"  # a directory: the sample order of each epoch, if a sampler g
 LOGS = "logs"  # a directory: the output of each start's ranks
 SHARED = (RECORD, RESTARTS, STATUS, TRACKERS, LEDGER, METRICS)  # what a copy holds besides orders and snapshots
 
+STACKS_WANTED = "stacks-wanted"  # in the newest directory of LOGS: `samestep watch` asks for the stacks of all ranks
+
 MOST_ROWS_BYTES = 64 << 20
 
 _RANK = {
@@ -51,7 +53,7 @@ _SHAPES = {
     },
     TRACKERS: is_object,
     TIMELINE: {
-        "time_s": is_number, "steps": [is_count],
+        "time_s": is_number, "steps": [is_count], "memory_mb?": [is_number], "device_mb?": [is_number],
         "spent_s": lambda value: is_object(value) and all(fits(row, [is_number]) for row in value.values()),
     },
     RESTARTS: {"reason": is_text, "from_step": is_count},  # each line
@@ -75,12 +77,12 @@ def read_or_empty(path: Path) -> dict[str, Any]:
         return {}
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The readable lines of `RESTARTS` or `METRICS`, from the last 64 MB; [] without a file. Raises OSError."""
+def read_rows(path: Path, most_bytes: int = MOST_ROWS_BYTES) -> list[dict[str, Any]]:
+    """The readable lines at the end of `RESTARTS`, `METRICS` or `TIMELINE`; [] without a file. Raises OSError."""
     try:
         with open(path, "rb", opener=open_regular) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - MOST_ROWS_BYTES))
-            lines = file.read(MOST_ROWS_BYTES).splitlines()
+            file.seek(max(0, os.fstat(file.fileno()).st_size - most_bytes))
+            lines = file.read(most_bytes).splitlines()
     except FileNotFoundError:
         return []
     rows = []

@@ -20,6 +20,7 @@ PHASES = {
     "left": "been out of the loop",
     "ended": "ended its part",
 }
+BUSY = ("loading", "forward", "backward", "updating")  # phases in which a rank waits for no other rank
 # Phases whose earlier durations predict the next one. The others contain any code that a script runs now and then.
 LEARNT = ("loading", "forward", "backward", "reducing", "validating")
 
@@ -81,6 +82,7 @@ class Beat(ThreadState):
         spent_s: phase -> total seconds.
         num_steps: steps since the last start of the run.
         num_micro_batches: micro-batches loaded so far.
+        memory_mb, device_mb: resident memory of the process, and memory of the GPU in its tensors.
         age_s: seconds since this arrived.
         is_silent: the next beat is overdue.
         process: state of its process: "stopped", "dead", "alive", or "" on another host.
@@ -101,6 +103,8 @@ class Beat(ThreadState):
     spent_s: Mapping[str, float] = field(default_factory=dict)
     num_steps: int = 0
     num_micro_batches: int = 0
+    memory_mb: float = 0.0
+    device_mb: float = 0.0
     age_s: float = 0.0
     is_silent: bool = False
     process: str = ""

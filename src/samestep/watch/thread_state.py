@@ -134,6 +134,15 @@ def _read_stat(native_id: int) -> tuple[str, float, int]:
     return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), int(fields[9])
 
 
+def read_memory_mb() -> tuple[float, float]:
+    """Return this process's resident memory, and the memory of its tensors on the GPU; 0 if they are not known."""
+    resident_mb, torch = 0.0, sys.modules.get("torch")
+    with suppress(OSError), open("/proc/self/statm") as file:
+        resident_mb = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+    uses_gpu = torch is not None and torch.cuda.is_initialized()
+    return round(resident_mb, 1), round(torch.cuda.memory_allocated() / 1e6, 1) if torch and uses_gpu else 0.0
+
+
 def _find_wait(native_id: int) -> str:
     """Return the kernel function in which a sleeping thread waits."""
     with suppress(OSError), open(f"/proc/self/task/{native_id}/wchan") as file:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from samestep.watch.records import add_line
 from samestep.watch.stall_diagnosis import Beat
@@ -18,8 +19,9 @@ FEW_RANKS = 64  # with more ranks, whose rows are longer, there are fewer rows
 class Timeline:
     """Appends rows to `timeline.jsonl`: time, the step that each rank has reached, and seconds since the last row.
 
-    A row is `{"time_s": ..., "steps": [...], "spent_s": {phase: [...]}}`, with a value per rank in each list. Beats of
-    ranks are up to a second apart, so each rank's seconds belong to its own steps. Rows of an earlier start remain.
+    A row is `{"time_s": ..., "steps": [...], "spent_s": {phase: [...]}, "memory_mb": [...]}`, with a value per rank in
+    each list, and `"device_mb"` where a GPU is used. Beats of ranks are up to a second apart, so each rank's seconds
+    belong to its own steps. Rows of an earlier start remain.
 
     Args:
         path: the file.
@@ -47,6 +49,9 @@ class Timeline:
         self._before = [dict(beat.spent_s) for beat in ranks]
         if not spent_s:
             return
-        row = {"time_s": round(time.time(), 3), "steps": [beat.step for beat in ranks], "spent_s": spent_s}
+        row: dict[str, Any] = {"time_s": round(time.time(), 3), "steps": [beat.step for beat in ranks]}
+        row |= {"spent_s": spent_s, "memory_mb": [beat.memory_mb for beat in ranks]}
+        if any(beat.device_mb for beat in ranks):
+            row["device_mb"] = [beat.device_mb for beat in ranks]
         with suppress(OSError):
             add_line(self._path, json.dumps(row))

@@ -46,7 +46,7 @@ class Chart:
 
 
 def group_charts(runs: Sequence[RunData]) -> list[Chart]:
-    """Return a chart for all metrics with the same name after the last slash, and one of the throughput."""
+    """Return a chart for all metrics with the same name after the last slash, and charts of throughput and memory."""
     charts: dict[str, dict[str, Points]] = {}
     for run in runs:
         prefix = f"{run.name}: " if len(runs) > 1 else ""
@@ -54,6 +54,8 @@ def group_charts(runs: Sequence[RunData]) -> list[Chart]:
             charts.setdefault(name.rpartition("/")[2], {})[prefix + name] = points
         if (rate := measure_throughput(run)) is not None:
             charts.setdefault("samples per second", {})[f"{prefix}samples/s"] = rate
+        for label, points in measure_memory(run).items():
+            charts.setdefault("memory (MB)", {})[prefix + label] = points
     return [Chart(title, series) for title, series in charts.items()]
 
 
@@ -65,6 +67,21 @@ def measure_throughput(run: RunData) -> Points | None:
     with np.errstate(all="ignore"):
         rates = np.diff(run.timeline.edges) * batch_size / run.timeline.seconds
     return Points(run.timeline.edges[1:], np.where(np.isfinite(rates), rates, np.nan))
+
+
+def measure_memory(run: RunData) -> dict[str, Points]:
+    """Return the memory of each rank over the steps; of more than 8 ranks, the largest and the smallest."""
+    found: dict[str, Points] = {}
+    for label, values in (run.timeline.memory if run.timeline is not None else {}).items():
+        assert run.timeline is not None
+        columns = {f"{label}, rank {rank}": column for rank, column in enumerate(values.T)}
+        if len(columns) > len(COLOURS):
+            columns = {
+                f"{label}, largest": np.fmax.reduce(values, axis=1),
+                f"{label}, smallest": np.fmin.reduce(values, axis=1),
+            }
+        found |= {name: Points(run.timeline.edges[1:], column) for name, column in columns.items()}
+    return found
 
 
 def find_marks(runs: Sequence[RunData]) -> list[Mark]:

@@ -5,7 +5,7 @@ import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,8 @@ from samestep.tools.audit import audit_samples, summarize
 from samestep.tools.compare import PLACE, find_sound
 from samestep.tools.watch import has_ended
 from samestep.watch.records import LEDGER, LOGS, METRICS, RESTARTS, STATUS, TIMELINE, read_or_empty, read_rows
+from samestep.watch.stall_diagnosis import BUSY
 
-BUSY = ("loading", "forward", "backward", "updating")  # phases in which a rank waits for no other rank
 NOT_TRAINING = ("starting", "validating", "left", "ended")
 MOST_LINE_BYTES = 1 << 20  # a longer line ends the metrics: nothing writes such a line
 MOST_STEPS = 1 << 53  # whole numbers that a float holds
@@ -49,12 +49,14 @@ class Intervals:
         seconds: time of rank 0 in each row, without start and validation, float64 of length n.
         busy_s: seconds per row and rank, n x ranks, in which the rank waits for no other; 0 if a row lacks the rank.
         num_steps: steps per row and rank, n x ranks, that these seconds belong to.
+        memory: "memory" and "GPU memory" -> megabytes per row and rank at its end, n x ranks; nan if not known.
     """
 
     edges: Floats
     seconds: Floats
     busy_s: Floats
     num_steps: Floats
+    memory: Mapping[str, Floats] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -164,13 +166,14 @@ def build_intervals(rows: Sequence[Mapping[str, Any]]) -> Intervals | None:
     num_ranks = max((len(row["steps"]) for row in rows), default=0)
     edges: list[float] = []
     kept: list[tuple[float, Floats]] = []  # seconds, and busy seconds and steps per rank
+    ends: list[Mapping[str, Any]] = []  # the last row of each
     held_s, held = 0.0, np.zeros((2, num_ranks))  # of rows in which no step has ended
     before: list[int] = []
     for row in rows:
         steps = row["steps"]
         if before and steps and before[0] > steps[0]:  # the run went back to a snapshot
             while edges and edges[-1] > steps[0]:
-                edges.pop(), kept.pop()
+                edges.pop(), kept.pop(), ends.pop()
             held_s, held, before = 0.0, np.zeros((2, num_ranks)), []
         for phase, spent_s in row["spent_s"].items():
             held_s += spent_s[0] if spent_s and phase not in NOT_TRAINING else 0.0
@@ -183,11 +186,20 @@ def build_intervals(rows: Sequence[Mapping[str, Any]]) -> Intervals | None:
             continue
         edges.append(steps[0])
         kept.append((held_s, held))
+        ends.append(row)
         held_s, held = 0.0, np.zeros((2, num_ranks))
     if len(edges) < 2:
         return None
     ranks = np.stack([each for _, each in kept[1:]])
-    return Intervals(np.array(edges, dtype=np.float64), np.array([s for s, _ in kept[1:]]), ranks[:, 0], ranks[:, 1])
+    seconds = np.array([each for each, _ in kept[1:]])
+    memory = {
+        label: np.array(
+            [[*row.get(key, ())[:num_ranks], *[np.nan] * (num_ranks - len(row.get(key, ())))] for row in ends[1:]]
+        )
+        for label, key in (("memory", "memory_mb"), ("GPU memory", "device_mb"))
+        if any(row.get(key) for row in ends[1:])
+    }
+    return Intervals(np.array(edges, dtype=np.float64), seconds, ranks[:, 0], ranks[:, 1], memory)
 
 
 def _read_logs(
