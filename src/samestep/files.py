@@ -66,9 +66,11 @@ def replace_file(path: Path, content: bytes | memoryview, *, sync: bool = False)
 def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
     """Yield a temporary path beside `path`. The file that the block writes there replaces `path` atomically.
 
+    It has one name, so that the next call removes what a killed process has left.
+
     If the block raises, the temporary file is removed and `path` is unchanged. `sync` as in `replace_file`.
     """
-    partial = path.with_name(f".{path.name}")
+    partial = path.with_name(f".{path.name}.partial")
     try:
         partial.unlink(missing_ok=True)
         yield partial

@@ -61,6 +61,9 @@ def test_ranks_that_die_are_started_again(trial: Trial, undisturbed: Undisturbed
         # Rank 0 may be through with that step; killed, it takes what it did in its last tenth of a second with it.
         assert done in range(row["from_step"] if rank == 0 else step, step + 1 + ("update" in fault))
     assert said.count("Traceback") == 1, "that of the exception, and none of the ranks that have lost another"
+    logs = {path.parent.name: path.read_text() for path in sorted(trial.dir.glob("logs/*/1.log"))}
+    assert [name for name, text in logs.items() if "Traceback" in text] == ["1"]
+    assert logs["1"].endswith("RuntimeError: a fault: raise rank 1 at step 8 in update\n")
     assert f"; resumed at step {rows[-1]['from_step']}" in launch.output
     assert trial.num_ends == 1
     assert trial.outcome() == undisturbed()

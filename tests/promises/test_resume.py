@@ -590,6 +590,8 @@ def test_nothing_left_to_do(trial: Trial, undisturbed: Undisturbed, capfd: pytes
     capfd.readouterr()
     trial.spawn(2)
     printed = capfd.readouterr().out
+    status = json.loads((trial.dir / "status.json").read_text())
+    assert status["measured"]["samples_per_s"] > 0, "as the first start measured it"
     assert "left to do in this loop: 15 of 15 steps are done; ask for more epochs, or begin anew with env=" in printed
     assert trial.outcome() == undisturbed()
     assert trial.num_ends == 2

@@ -293,7 +293,7 @@ def test_a_sound_snapshot_holds_regular_files(place: Path, capsys: Any) -> None:
 # --- links ------------------------------------------------------------------------------------------------------------
 
 WRITTEN = ["lock", "run.json", "metrics.jsonl", "ledger.bin", "restarts.jsonl", "status.json", "timeline.jsonl"]
-WRITTEN += [".run.json", ".status.json", "snapshots", "abandoned", "logs", "orders"]
+WRITTEN += [".run.json.partial", ".status.json.partial", "snapshots", "abandoned", "logs", "orders"]
 WRITTEN += [f"snapshots/.tmp-{name}" for name in ("step-00000004", "inbox")]
 
 

@@ -98,8 +98,10 @@ def test_the_listing(run: Path, inspect: Inspect) -> None:
         file.seek(-1, os.SEEK_END)
         file.write(b"!")
     (run / "metrics.jsonl").write_text('{"step": 5, "loss": 0.5}\n{"step": 6, "loss": 0.25}\n{"step": 7, "lo')
+    (run / "status.json").write_text('{"status": "failed", "reason": "no more memory"}')
     code, out = inspect("--check")
     assert code == 1
+    assert re.search(r"^status\n +name +value\n  status +failed\n  reason +no more memory$", out, re.M)
     assert re.search(r"^  batch_size +8$", out, re.M)
     assert re.search(r"^  models.net +1 parameter$", out, re.M)
     assert re.search(r"^  lr +0.1$", out, re.M)

@@ -171,6 +171,7 @@ def test_a_damaged_snapshot_and_another_script(home: Path) -> None:
         (["--step", "3", "--micro-batch", "0", "--save", "no/x.pt", "train.py"], "--save no/x.pt is not a file, or"),
         (["--step", "3", "--micro-batch", "0", "--save", "/dev/null", "train.py"], "--save /dev/null is not"),
         (["--step", "3", "--micro-batch", "0", "--save", "run/run.json", "train.py"], "--save run/run.json is in the"),
+        (["--step", "3", "--nproc-per-node", "99", "train.py"], "--nproc-per-node 99 is more than the "),
         (["--step", "3", "--pdb", "train.py"], "--pdb needs a terminal"),
         (["--step", "3", "missing.py"], "there is no script missing.py"),
     ],

@@ -15,6 +15,7 @@ from typing import Any
 
 from samestep.config import PREFIX, Overrides, to_variables
 from samestep.errors import Error
+from samestep.files import open_regular
 from samestep.launch.failure import Failure, describe_death, find_first, read_failure
 from samestep.launch.forkserver import ForkServer
 from samestep.world.environment import (
@@ -291,7 +292,12 @@ class Ranks:
         # A rank that ends by the signal that it was sent has not failed. An event can arrive later than the end itself.
         if code and not (time_s >= self._stopped_s and -code in STOP_SIGNALS):
             died = Failure(rank, time_s, code, False, "died", describe_death(code))
-            self.failures.append(read_failure(rank, self.directory) or died)
+            failure = read_failure(rank, self.directory) or died
+            self.failures.append(failure)
+            log = self.find_log(rank)
+            if log and failure.traceback and not failure.secondary:  # the rank has left printing it to the launcher
+                with suppress(OSError), open(log, "a", opener=open_regular) as file:
+                    file.write(failure.traceback)
 
     def _give_up(self) -> None:
         """Treat the remaining ranks as killed: the server has ended, or cannot kill them."""

@@ -27,7 +27,7 @@ from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import parse_run_record, read_record
 from samestep.snapshot.store import ABANDONED, SNAPSHOTS, Elsewhere, Snapshot, Store
 from samestep.watch.records import LOCK, ORDERS, RECORD, SHARED, list_orders
-from samestep.world.environment import read_cache_dir, read_host
+from samestep.world.environment import advise, read_cache_dir, read_host
 from samestep.world.forking import at_rest
 from samestep.world.workdir import WorkDir
 
@@ -344,7 +344,7 @@ class RemoteRun:
 
         text = self._store.read(RECORD)
         if text is not None:
-            record = parse_run_record(text, self.url)
+            record = parse_run_record(text, self.url, f"repair it, or start with {advise(fresh=True)}")
             if not directory.record:
                 replace_file(directory.path / RECORD, text)
                 directory.read_record()

@@ -74,6 +74,7 @@ class RunDirectory:
         self.elsewhere: Elsewhere | None = None
         self.snapshot: Snapshot | None = None
         self._is_begun, self._lost_steps = False, 0
+        self._measured: Mapping[str, Any] = {}  # by the last start that made a step
         self._warned: set[str] = set()  # logs that could not be written
         self._made_directories: list[Path] = []
         self._made_files: list[Path] = []
@@ -117,7 +118,7 @@ class RunDirectory:
 
     def read_record(self) -> None:
         """Read `run.json`. Raises Error."""
-        self.record = read_record(self.path, self.path)
+        self.record = read_record(self.path, self.path, f"repair it, or start with {advise(fresh=True)}")
 
     def check_numbers(self, numbers: Mapping[str, Any]) -> None:
         """Compare numbers with those of the run that is here, if both are known.
@@ -276,10 +277,15 @@ class RunDirectory:
         Args:
             status: "running", "stopped", "done" or "failed".
             reason: a sentence, or "".
-            end: of a loop that has ended: `steps`, the number of records that the ledger should have, and `measured`.
+            end: of a loop that has ended: `steps`, the number of records that the ledger should have, and `measured`,
+                which stays as it was if this start made no step.
         """
         if self._lock is None or not self._is_begun:
             return
+        if end is None:
+            self._measured = read_or_empty(self.path / STATUS).get("measured") or self._measured
+        elif not end.get("measured"):
+            end = {**end, "measured": self._measured}
         record = {"status": status, "reason": reason, "time": _now(), "host": read_host(), "process": os.getpid()}
         record |= {} if end is None else {**end, **({"lost": self.lost} if self.lost else {})}
         with suppress(OSError, Error):  # the disk may be read-only, or another process may have taken the run over

@@ -10,7 +10,6 @@ from samestep.errors import Error
 from samestep.files import read_bytes
 from samestep.version import __version__
 from samestep.watch.records import RECORD, parse_record
-from samestep.world.environment import advise
 
 FORMAT = 1
 OVERRIDE = "override: "
@@ -40,11 +39,12 @@ class Options:
     script: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_record(run_dir: Path, called: object) -> dict[str, Any]:
+def read_record(run_dir: Path, called: object, remedy: str = "repair it") -> dict[str, Any]:
     """Read `run.json`.
 
     Args:
         called: the run's directory as the user gave it, for messages.
+        remedy: what to do about a damaged one, for a message.
 
     Raises:
         FileNotFoundError: there is none.
@@ -56,16 +56,15 @@ def read_record(run_dir: Path, called: object) -> dict[str, Any]:
         raise
     except OSError as error:
         raise Error(f"{called}/{RECORD} cannot be read ({error.strerror}): repair it") from None
-    return parse_run_record(text, called)
+    return parse_run_record(text, called, remedy)
 
 
-def parse_run_record(text: bytes, called: object) -> dict[str, Any]:
-    """Parse the content of `run.json`. `called` and errors as for `read_record`."""
+def parse_run_record(text: bytes, called: object, remedy: str = "repair it") -> dict[str, Any]:
+    """Parse the content of `run.json`. Arguments and errors as for `read_record`."""
     try:
         record = parse_record(RECORD, text)
     except ValueError as error:
-        what = f"{called}/{RECORD} cannot be read as JSON ({error})"
-        raise Error(f"{what}: repair it, or start with {advise(fresh=True)}") from None
+        raise Error(f"{called}/{RECORD} cannot be read as JSON ({error}): {remedy}") from None
     if record.get("format") != FORMAT:
         raise Error(
             f"{called}/{RECORD} has format {record.get('format')}, this samestep reads {FORMAT}: update samestep"

@@ -137,6 +137,8 @@ def _build_tables(shown: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[str]
     """Yield title, header and rows of the tables. Some have no rows."""
     record = shown["run"]
     named = ("name", "value")
+    ended = {name: shown["status"].get(name) for name in ("status", "reason", "time", "host")}
+    yield "status", named, [(name, str(value)) for name, value in ended.items() if value]
     for section in ("numbers", "machine", "git", "config"):
         yield section, named, list_values(record.get(section) or {})
     for number, loop in enumerate(record.get("loops", []), start=2):

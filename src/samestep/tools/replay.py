@@ -102,6 +102,13 @@ class _Replay:
         if self._step > num_steps or (self._step == num_steps and is_done):
             which = f", 0 to {num_steps - 1}" if num_steps else " in its ledger"
             raise Error(f"{self._called} has {num_steps} steps{which}, and not yet step {self._step}")
+        numbers = self._record.get("numbers", {})
+        most = numbers.get("batch_size", 1) // numbers.get("micro_batch_size", 1)
+        if self._num_ranks > max(most, 1):
+            raise Error(
+                f"--nproc-per-node {self._num_ranks} is more than the {most} micro-batches of a step of "
+                f"{self._called}: give at most {most}"
+            )
         arguments = self._record.get("script", {}).get("arguments", [])
         if arguments and not self._target.arguments:
             say(f"the script gets the arguments of the run: {' '.join(arguments)}")
