@@ -51,6 +51,7 @@ Commands:
   samestep diff RUN RUN         show the first step in which two runs differ, and what differs between them
   samestep bisect GOOD BAD SC.. find the git commit at which the bits or a metric of a script changed
   samestep verify SCRIPT ...    prove that a script gives the same run on 1 to 4 ranks and after kills
+  samestep scale SCRIPT ...     measure how a script scales with the number of ranks
   samestep doctor               check whether this machine or a cluster is fit for training
   samestep export RUN FILE      write a snapshot's weights to a .safetensors, .pt or .pth file
   samestep prepare text FILE .. turn text into tokens for the recipe gpt
@@ -135,7 +136,8 @@ def _dispatch(arguments: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": _train, "launch": _launch, "submit": _submit, "verify": _verify, "doctor": _doctor, "watch": _watch,
         "inspect": _inspect, "diff": _diff, "runs": _runs, "report": _report, "replay": _replay,
-        "bisect": _bisect, "export": _export, "prepare": _prepare, "sample": _sample, "translate": _translate,
+        "bisect": _bisect, "scale": _scale, "export": _export, "prepare": _prepare, "sample": _sample,
+        "translate": _translate,
     }  # fmt: skip
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         print(HELP, end="")
@@ -330,6 +332,16 @@ def _bisect(arguments: list[str]) -> int:
     if target is None:
         return _bisect(["--help"])
     return bisect.run_bisect(good, bad, target, values | more)
+
+
+def _scale(arguments: list[str]) -> int:
+    from samestep.tools.scale import run_scale
+
+    values, target = _take_flags_and_target("scale", arguments, run_scale.FLAGS)
+    if target is None:
+        print(f"{run_scale.HELP}\n{describe_command_flags(run_scale.FLAGS)}", end="")
+        return 0
+    return run_scale.run_scale(target, values)
 
 
 def _diff(arguments: list[str]) -> int:

@@ -113,8 +113,7 @@ def submit_to_slurm(job: Job) -> int:
         print(script, end="")
         return 0
     if job.options.get("test_only"):
-        for line in _sbatch(["--test-only"], script).stderr.splitlines():
-            print(line.removeprefix("sbatch: "))
+        print("\n".join(estimate_start(script)))
         return 0
     directory = find_directory(job)
     made = [path for path in (directory, *directory.parents) if not path.exists()]
@@ -139,6 +138,11 @@ def submit_to_slurm(job: Job) -> int:
     except KeyboardInterrupt:
         say(f"job {number} continues; to follow it again: tail -F {files}; to cancel it: scancel {number}")
         raise
+
+
+def estimate_start(script: str) -> list[str]:
+    """Return Slurm's lines about when and where it would start a batch script. Raises Error if it would not."""
+    return [line.removeprefix("sbatch: ") for line in _sbatch(["--test-only"], script).stderr.splitlines()]
 
 
 def _sbatch(options: Sequence[str], script: str) -> subprocess.CompletedProcess[str]:

@@ -1,12 +1,16 @@
-"""Opens the tracer that `samestep verify`, `replay` or `doctor` requests by an environment variable."""
+"""Opens the tracer that `samestep verify`, `replay`, `doctor` or `scale` requests by an environment variable."""
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from samestep.engine.gradient_pass import GradientPass
+from samestep.engine.link_probe import measure_links
+from samestep.train.batches import Batches
 from samestep.train.context import RunContext
+from samestep.train.position import Place
 from samestep.train.reference import Reference
 from samestep.train.replay import Replay
 from samestep.train.steps import Step
@@ -15,9 +19,10 @@ from samestep.train.watchdog import Watchdog
 
 
 class PhaseTiming(Tracer):
-    """For `samestep doctor`: writes a line per step, by which it sees whether the data loader keeps up with the model.
+    """For `samestep doctor` and `scale`: writes a line per step, by which they see where the time goes.
 
-    The line holds the seconds that this rank has spent in each phase so far, and the samples that it loaded.
+    The line holds the seconds that this rank has spent in each phase so far, and the samples that it loaded. With the
+    option `scale`, a line about the run and its links precedes them.
     """
 
     def __init__(
@@ -25,6 +30,27 @@ class PhaseTiming(Tracer):
     ) -> None:
         super().__init__(context, run_dir, options)
         self._watchdog = watchdog
+
+    def begin_loop(
+        self, batches: Batches, place: Place, gradients: GradientPass, build_state: Callable[[dict[str, Any]], Any]
+    ) -> None:
+        super().begin_loop(batches, place, gradients, build_state)
+        if not self.options.get("scale") or place.is_further:
+            return
+        config, group, params = self.context.config, self.context.group, gradients.reducer.params
+        self.write(
+            {
+                "world_size": group.world_size,
+                "batch_size": config.batch_size,
+                "micro_batch_size": config.micro_batch_size,
+                "reduction": config.reduction,
+                "bucket_cap_bytes": config.bucket_cap_bytes,
+                "is_one_host": group.world_size == 1 or group.local_sockets is not None,
+                "elements": [param.numel() for param in params],
+                "element_bytes": max((param.element_size() for param in params), default=4),
+                "links": measure_links(group) if group.world_size > 1 else None,
+            }
+        )
 
     def end_body(self, step: Step) -> None:
         self.write(

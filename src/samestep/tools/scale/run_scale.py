@@ -1,0 +1,274 @@
+"""`samestep scale`: measures how a script scales with the number of ranks."""
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from datetime import datetime
+from typing import Any
+
+from samestep.config import OPTIONS, Option, name_flag
+from samestep.console import print_table, say, show_activity
+from samestep.errors import Error
+from samestep.launch.flags import FLAGS as LAUNCH_FLAGS
+from samestep.launch.job import build_job
+from samestep.launch.launcher import check_target
+from samestep.launch.local_ranks import Target
+from samestep.launch.sbatch import estimate_start, render
+from samestep.launch.submit import FLAGS as SUBMIT_FLAGS
+from samestep.tools.scale.cpu_quota import LEAST_CORES, open_quota
+from samestep.tools.scale.laws import find_break_even, fit_amdahl, fit_gustafson
+from samestep.tools.scale.measurement import Size, Starts, count_ranks
+from samestep.tools.traced_script import exiting_on_sigterm
+from samestep.tools.verify.command import parse_world_sizes
+from samestep.world.workdir import WorkDir
+
+HELP = """\
+usage: samestep scale [options] SCRIPT [arguments of the script]
+       samestep scale [options] -m MODULE [arguments of the module]
+       samestep scale RECIPE [options, also those of the recipe, in any order]
+
+Trains for some steps on several numbers of ranks of this machine, in turns, each in a temporary run directory. Prints
+samples/s, speed-up and efficiency with their standard errors, where the time of a step goes, the serial fraction by the
+laws of Amdahl and Gustafson, from how many ranks on a further one does not pay, and a recommendation.
+Strong scaling: all numbers of ranks share the same batch. Weak scaling: the batch grows with the number of ranks.
+"""
+_OF_RUN = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "reduction", "device", "backend")
+_OF_SLURM = ("partition", "account", "time", "cpus_per_rank", "gpus_per_node", "sbatch")
+FLAGS: dict[str, Option] = {
+    "world_sizes": Option(str, "N,N", "numbers of ranks, 1 among them; default: 1,2,4"),
+    "strong": Option(bool, "", "measure strong scaling; the default, unless --weak is given"),
+    "weak": Option(bool, "", "measure weak scaling; --strong --weak measures both"),
+    "steps": Option(int, "N", "measured steps of each start; default: 30"),
+    "warm_up": Option(int, "N", "steps before them, which are not counted; default: 5"),
+    "repeats": Option(int, "N", "starts at each number of ranks; default: 3"),
+    "least_gain": Option(float, "PCT", "a further rank pays if it saves this share of the time; default: 5 (percent)"),
+    "cpu_quota": Option(float, "CORES", "limit each rank to so many cores, such as 0.5, as if it had its own machine"),
+    "for_steps": Option(int, "N", "also print the time to finish a run of N steps"),
+    "slurm": Option(bool, "", "add Slurm's estimate of the time in the queue to it; needs --for-steps"),
+    "ranks_per_node": Option(int, "N", "slurm: ranks on one node; default: all"),
+    "json": Option(bool, "", "print one JSON object"),
+    **{name: LAUNCH_FLAGS[name] for name in _OF_RUN},
+    **{name: SUBMIT_FLAGS[name] for name in _OF_SLURM},
+}
+Row = dict[str, Any]
+
+
+def run_scale(target: Target, values: Mapping[str, Any]) -> int:
+    """Measure with the options of FLAGS, and print the result. Returns the exit code 0.
+
+    Raises:
+        Error: an option is invalid, or the script does not train.
+    """
+    check_target(target)
+    sizes = check_options(values)
+    quota, num_cores = values.get("cpu_quota"), len(os.sched_getaffinity(0))
+    warn_of_sharing(max(sizes), num_cores, quota)
+    kinds = [kind for kind in ("strong", "weak") if values.get(kind)] or ["strong"]
+    with exiting_on_sigterm(), WorkDir("scale-") as work, ExitStack() as stack:
+        starts = Starts(
+            target, {name: value for name, value in values.items() if name in OPTIONS and name in _OF_RUN}, work.path,
+            values.get("steps", 30), values.get("warm_up", 5),
+            None if quota is None else stack.enter_context(open_quota(quota)), work.lock.fileno(),
+        )  # fmt: skip
+        measured = measure(starts, sizes, kinds, values.get("repeats", 3))
+    result: Row = {
+        "format": 1, "script": " ".join(target.to_command()[1]), "num_cores": num_cores, "cpu_quota": quota,
+        "steps": starts.num_steps, "repeats": values.get("repeats", 3),
+    }  # fmt: skip
+    for kind, found in measured.items():
+        result[kind] = summarize(kind, found, values.get("least_gain", 5.0) / 100)
+    if "for_steps" in values and "strong" in result:
+        add_finish(target, values, result["strong"]["sizes"])
+    result["recommendation"] = recommend(result, values.get("least_gain", 5.0))
+    if values.get("json"):
+        print(json.dumps(result))
+    else:
+        print_result(result, values.get("for_steps"))
+    return 0
+
+
+def check_options(values: Mapping[str, Any]) -> list[int]:
+    """Return the numbers of ranks. Raises Error if an option is invalid."""
+    sizes = sorted(parse_world_sizes(values.get("world_sizes", "1,2,4")))
+    if sizes[0] != 1 or len(sizes) < 2:
+        raise Error("--world-sizes needs 1, to which all is compared, and at least one other number, such as 1,2,4")
+    for name, least in (("steps", 2), ("warm_up", 1), ("repeats", 1), ("for_steps", 1), ("ranks_per_node", 1)):
+        if values.get(name, least) < least:
+            raise Error(f"{name_flag(name)} must be at least {least}, not {values[name]}")
+    if not 0 < values.get("least_gain", 5.0) < 100:
+        raise Error(f"--least-gain is a percentage between 0 and 100, not {values['least_gain']:g}")
+    if not LEAST_CORES <= values.get("cpu_quota", 1.0) < math.inf:
+        raise Error(f"--cpu-quota takes at least {LEAST_CORES} cores, not {values['cpu_quota']:g}")
+    if values.get("slurm") and "for_steps" not in values:
+        raise Error("--slurm compares times to finish: give the length of the run, --for-steps N")
+    wrong = [name for name in (*_OF_SLURM, "ranks_per_node") if name in values and not values.get("slurm")]
+    if wrong:
+        raise Error(f"{name_flag(wrong[0])} needs --slurm: add it, or leave {name_flag(wrong[0])} out")
+    if "for_steps" in values and values.get("weak") and not values.get("strong"):
+        raise Error("--for-steps compares steps of the same size: add --strong")
+    return sizes
+
+
+def warn_of_sharing(most: int, num_cores: int, quota: float | None) -> None:
+    """Warn if the ranks need more cores than there are."""
+    needed = most * (1.0 if quota is None else quota)
+    if needed > num_cores:
+        say(
+            f"{most} ranks {'' if quota is None else f'of {quota:g} cores '}share {num_cores} cores: what they lose to "
+            "each other is counted as a cost of scaling, which separate machines would not have; for their efficiency, "
+            f"give each rank --cpu-quota {max(LEAST_CORES, math.floor(10 * num_cores / most) / 10):g} or less"
+        )
+
+
+def measure(starts: Starts, sizes: Sequence[int], kinds: Sequence[str], repeats: int) -> dict[str, dict[int, Size]]:
+    """Start all sizes in turns, so that a change of the machine's speed affects all. Returns kind -> size -> result."""
+    measured: dict[str, dict[int, Size]] = {kind: {} for kind in kinds}
+    skipped: set[int] = set()
+    for number in range(repeats):
+        for size in sizes:
+            for kind in kinds:
+                show_activity(f"{kind} scaling, {count_ranks(size)}, start {number + 1} of {repeats} ...")
+                if size == 1 and kind != kinds[0]:  # the same
+                    measured[kind][1] = measured[kinds[0]][1]
+                    continue
+                alone = measured[kind].get(1)
+                batch_size, micro = (alone.facts["batch_size"], alone.facts["micro_batch_size"]) if alone else (0, 1)
+                if alone and kind == "strong" and size > batch_size // micro:
+                    skipped.add(size)
+                    continue
+                found = measured[kind].setdefault(size, Size(size, batch_size * (size if kind == "weak" else 1)))
+                fixed = {"batch_size": batch_size * size, "micro_batch_size": micro} if kind == "weak" and alone else {}
+                starts.run(found, fixed)
+                found.batch_size = found.facts["batch_size"]
+    show_activity("")
+    if skipped:
+        first = next(iter(measured.values()))[1].facts
+        num = first["batch_size"] // first["micro_batch_size"]
+        if len(measured["strong"]) < 2:
+            raise Error(
+                f"a step has {num} micro-batches only, so that no two numbers of ranks can be compared: "
+                f"give a smaller --micro-batch-size than {first['micro_batch_size']}, or --weak"
+            )
+        say(f"left out: {', '.join(map(str, sorted(skipped)))} ranks, because a step has {num} micro-batches only")
+    return measured
+
+
+def summarize(kind: str, measured: Mapping[int, Size], least_gain: float) -> Row:
+    """Return speed-ups and efficiencies of all sizes, the serial fraction, and the break-even."""
+    alone, rows = measured[1], []
+    for size, found in measured.items():
+        speed_up = found.samples_per_s / alone.samples_per_s
+        error = math.hypot(found.error, alone.error) if size > 1 else 0.0
+        rows.append(found.to_json() | {
+            "speed_up": speed_up, "speed_up_error": speed_up * error,
+            "efficiency": speed_up / size, "efficiency_error": speed_up / size * error,
+        })  # fmt: skip
+    if kind == "weak":
+        return {"sizes": rows, "serial": fit_gustafson({w: found.samples_per_s for w, found in measured.items()})}
+    serial = fit_amdahl({w: found.step_s for w, found in measured.items()})
+    most = alone.facts["batch_size"] // alone.facts["micro_batch_size"]
+    return {"sizes": rows, "serial": serial, "most": most, "break_even": find_break_even(serial, least_gain, most)}
+
+
+def add_finish(target: Target, values: Mapping[str, Any], rows: Sequence[Row]) -> None:
+    """Add the time to finish, and the time in the queue, to the rows."""
+    for row in rows:
+        row["queue_s"] = estimate_queue_s(target, values, row["world_size"]) if values.get("slurm") else None
+        row["finish_s"] = (row["queue_s"] or 0.0) + values["for_steps"] * row["step_s"]
+
+
+def estimate_queue_s(target: Target, values: Mapping[str, Any], size: int) -> float:
+    """Return the seconds until Slurm would start such a job. Raises Error if Slurm cannot tell."""
+    per_node = min(values.get("ranks_per_node", size), size)
+    shape = {"nodes": -(-size // per_node), "nproc_per_node": per_node}
+    options = {name: values[name] for name in _OF_SLURM if name in values} | shape
+    lines = estimate_start(render(build_job(target, options)))
+    found = re.search(r"to start at (\S+)", " ".join(lines))
+    if found is None:
+        words = " ".join(lines) or "it said nothing"
+        raise Error(f"sbatch --test-only gives no start for {count_ranks(size)}: {words}")
+    return max(0.0, (datetime.fromisoformat(found[1]) - datetime.now()).total_seconds())
+
+
+def recommend(result: Row, least_gain: float) -> str:
+    """Return how many ranks to use, and why, in a sentence."""
+    if "strong" not in result:
+        last = result["weak"]["sizes"][-1]
+        return (
+            f"with a batch that grows with the ranks, each of {last['world_size']} ranks does "
+            f"{last['efficiency']:.0%} of the work of one alone"
+        )
+    strong = result["strong"]
+    rows, most, even = strong["sizes"], strong["most"], strong["break_even"]
+    if "finish_s" in rows[0]:
+        best = min(rows, key=lambda row: row["finish_s"])
+        why = f"it finishes first, after {format_time(best['finish_s'])}"
+    else:
+        best = rows[0]
+        for row in rows[1:]:
+            gained = 1 - row["step_s"] / best["step_s"]
+            if row["world_size"] <= even and gained > 2 * math.hypot(row["error"], best["error"]):
+                best = row
+        why = (
+            f"{best['speed_up']:.2f} times as fast as 1, at {best['efficiency']:.0%} efficiency"
+            if best is not rows[0]
+            else "more were not faster, or not by more than the error"
+        )
+    limit = (
+        f"a step has {most} micro-batches, so that no more than {most} ranks have work"
+        if even == most
+        else f"beyond {count_ranks(even)}, one more saves less than {least_gain:g} % of the time"
+    )
+    return f"use {count_ranks(best['world_size'])}: {why}; {limit}"
+
+
+def format_time(seconds: float) -> str:
+    """Return such as "3.2 h"."""
+    for unit, length_s in (("h", 3600.0), ("min", 60.0)):
+        if seconds >= 2 * length_s:
+            return f"{seconds / length_s:.1f} {unit}"
+    return f"{seconds:.1f} s"
+
+
+def print_result(result: Row, for_steps: int | None) -> None:
+    """Print the tables and sentences."""
+    for kind in ("strong", "weak"):
+        if kind not in result:
+            continue
+        found = result[kind]
+        title = f"{kind} scaling of {result['script']}" + (
+            f", {result['cpu_quota']:g} cores per rank" if result["cpu_quota"] else ""
+        )
+        header, rows = build_rows(found["sizes"])
+        print_table(title, header, rows)
+        law = "Amdahl's" if kind == "strong" else "Gustafson's"
+        shown = "none is measurable" if found["serial"] <= 0 else f"{found['serial']:.1%}"
+        print(f"serial fraction by {law} law: {shown}")
+    if for_steps:
+        print(f"time to finish: for {for_steps:,} steps, without the start of the ranks, snapshots and validation")
+    print(result["recommendation"])
+
+
+def build_rows(sizes: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Return the header and the rows of a table of measured sizes."""
+    names = ("data", "compute", "exchange", "waiting", "update", "other")
+    finish = [name for name in ("queue_s", "finish_s") if sizes[0].get(name) is not None]
+    header = ["ranks", "batch", "samples/s", "speed-up", "efficiency", *names]
+    return header + [{"queue_s": "queue", "finish_s": "to finish"}[name] for name in finish], [
+        [
+            str(row["world_size"]), str(row["batch_size"]),
+            f"{row['samples_per_s']:,.0f} +- {row['samples_per_s'] * row['error']:,.0f}",
+            f"{row['speed_up']:.2f} +- {row['speed_up_error']:.2f}",
+            f"{row['efficiency']:.0%} +- {row['efficiency_error']:.0%}",
+            *_share(row["phases_s"], names), *(format_time(row[name]) for name in finish),
+        ]
+        for row in sizes
+    ]  # fmt: skip
+
+
+def _share(phases_s: Mapping[str, float], names: Sequence[str]) -> Iterator[str]:
+    total_s = sum(phases_s[name] for name in names)
+    return (f"{max(0.0, phases_s[name] / total_s):.0%}" for name in names)

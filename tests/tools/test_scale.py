@@ -1,0 +1,183 @@
+"""`samestep scale`: what it measures and fits, its options, and CPU quotas."""
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.runs import check, samestep_command
+
+from samestep.cli import main
+from samestep.errors import Error
+from samestep.tools.scale import cpu_quota
+from samestep.tools.scale.laws import find_break_even, fit_amdahl, fit_gustafson
+from samestep.tools.scale.measurement import Size, add_steps
+
+SCRIPT = """
+import samestep
+import torch
+from torch import nn
+
+run = samestep.Run("run", batch_size=32, micro_batch_size=8)
+data = torch.utils.data.TensorDataset(torch.rand(256, 16), torch.rand(256, 1))
+model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+run.prepare(model=model, optimizer=optimizer)
+for epoch in run.epochs(data, 9):
+    for step in epoch:
+        for x, y in step:
+            step.backward(nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+"""
+SBATCH = """#!/bin/sh
+cat > /dev/null
+echo "sbatch: Job 7 to start at {start} using 2 processors on nodes n1 in partition main" >&2
+"""
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a script and the output of `samestep scale --json` for it."""
+    home = tmp_path_factory.mktemp("scale")
+    (home / "train.py").write_text(SCRIPT)
+    (home / "scratch").mkdir()
+    (home / "bin").mkdir()
+    sbatch = home / "bin" / "sbatch"
+    sbatch.write_text(SBATCH.format(start=(datetime.now() + timedelta(hours=1)).isoformat(timespec="seconds")))
+    sbatch.chmod(0o755)
+    words = ["scale", "--json", "--world-sizes", "2,1", "--strong", "--weak", "--steps", "10", "--warm-up", "2"]
+    words += ["--repeats", "1", "--for-steps", "1000", "--slurm", "--partition", "main", "train.py"]
+    env = {"TMPDIR": str(home / "scratch"), "PATH": f"{sbatch.parent}:{os.environ['PATH']}"}
+    done = check(samestep_command(*words, cwd=home, env=env))
+    (home / "scale.json").write_text(done.stdout)
+    assert [*(home / "scratch").iterdir()] == []
+    assert not (home / "run").exists()
+    return home
+
+
+def test_a_script_is_measured(home: Path) -> None:
+    found = json.loads((home / "scale.json").read_text())
+    for kind, batch_sizes in (("strong", [32, 32]), ("weak", [32, 64])):
+        rows = found[kind]["sizes"]
+        assert [row["world_size"] for row in rows] == [1, 2]
+        assert [row["batch_size"] for row in rows] == batch_sizes
+        for row in rows:
+            assert row["samples_per_s"] == pytest.approx(row["batch_size"] / row["step_s"])
+            assert row["efficiency"] == pytest.approx(
+                row["samples_per_s"] / rows[0]["samples_per_s"] / row["world_size"]
+            )
+            parts = [row["phases_s"][name] for name in ("data", "compute", "exchange", "waiting", "update", "other")]
+            assert min(parts) > -1e-4
+            assert 0.3 < sum(parts) / row["step_s"] < 3  # the mean of all steps and the median of blocks
+    alone, both = found["strong"]["sizes"]
+    assert both["facts"]["elements"] == [16 * 64, 64, 64, 1]
+    assert both["facts"]["links"]["message_s"] > 0
+    for row in (alone, both):
+        assert 3500 < row["queue_s"] <= 3600
+        assert row["finish_s"] == pytest.approx(row["queue_s"] + 1000 * row["step_s"])
+    assert found["strong"]["most"] == 4
+    assert found["recommendation"].startswith("use ")
+
+
+def line(at_s: float, num_samples: int = 8, **spent_s: float) -> dict[str, Any]:
+    return {"at_s": at_s, "spent_s": spent_s, "num_samples": num_samples}
+
+
+def test_where_the_time_of_a_step_goes() -> None:
+    """Rank 1 computes for longer: rank 0 waits for it, and only the rest of its wait is the exchange itself."""
+    fast = [line(i, forward=0.2 * i, backward=0.3 * i, reducing=0.4 * i, validating=0.1 * i) for i in range(7)]
+    slow = [line(i, forward=0.2 * i, backward=0.5 * i, reducing=0.1 * i, validating=0.1 * i) for i in range(7)]
+    size = Size(2, 16)
+    add_steps(size, [fast, slow], "here")
+    assert size.blocks_s == pytest.approx([0.9] * 5)  # without the validation
+    assert size.error == pytest.approx(0)
+    assert size.samples_per_s == pytest.approx(16 / 0.9)
+    phases = size.phases_s
+    assert phases["compute"] == pytest.approx(0.6)
+    assert phases["exchange"] == pytest.approx(0.1)
+    assert phases["waiting"] == pytest.approx(0.15)
+    with pytest.raises(Error, match="here trains for 1 steps after the warm-up"):
+        add_steps(size, [fast[:2], slow], "here")
+
+
+@given(st.floats(0, 1), st.sets(st.integers(2, 64), min_size=1))
+def test_laws_are_fitted(serial: float, sizes: set[int]) -> None:
+    assert fit_amdahl({w: 3 * (serial + (1 - serial) / w) for w in (1, *sizes)}) == pytest.approx(serial, abs=1e-9)
+    assert fit_gustafson({w: 5 * (w - serial * (w - 1)) for w in (1, *sizes)}) == pytest.approx(serial, abs=1e-9)
+
+
+@given(st.floats(-0.1, 1), st.floats(0.001, 0.5), st.integers(1, 100))
+def test_the_break_even_is_where_one_more_rank_saves_too_little(serial: float, gain: float, most: int) -> None:
+    even, part = find_break_even(serial, gain, most), max(serial, 0.0)
+
+    def saved(size: int) -> float:
+        times = [part + (1 - part) / each for each in (size, size + 1)]
+        return 1 - times[1] / times[0]
+
+    assert all(saved(size) >= gain for size in range(1, even))
+    assert even == most or saved(even) < gain
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--world-sizes", "2,4"], "--world-sizes needs 1, to which all is compared"),
+        (["--world-sizes", "a"], "--world-sizes takes numbers of ranks"),
+        (["--steps", "1"], "--steps must be at least 2, not 1"),
+        (["--cpu-quota", "0.01"], "--cpu-quota takes at least 0.1 cores, not 0.01"),
+        (["--slurm"], "--slurm compares times to finish: give the length of the run, --for-steps N"),
+        (["--partition", "main"], "--partition needs --slurm: add it"),
+        (["--weak", "--for-steps", "9"], "--for-steps compares steps of the same size: add --strong"),
+        (["--least-gain", "0"], "--least-gain is a percentage between 0 and 100, not 0"),
+    ],
+)
+def test_bad_options(words: list[str], sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "train.py").write_text("raise SystemExit(0)")
+    assert main(["scale", *words, str(tmp_path / "train.py")]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_script_that_does_not_train(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('hello')")
+    done = check(samestep_command("scale", "--world-sizes", "1,2", "train.py", cwd=tmp_path), 2)
+    assert "error: train.py on 1 rank cannot be measured, it ends with exit code 0: hello" in done.stderr
+
+
+def write(root: Path, files: Mapping[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+
+
+def test_groups_are_found(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.write_text("0::/user/session/shell\n")
+    files = {"user/session/cgroup.subtree_control": "cpu memory\n", "cgroup.subtree_control": "cpu\n"}
+    write(tmp_path / "2", {**files, "user/session/shell/cgroup.subtree_control": ""})
+    assert cpu_quota.find_parent(tmp_path / "2", own) == tmp_path / "2" / "user" / "session"
+    own.write_text("4:cpu,cpuacct:/job\n0::/\n")
+    write(tmp_path / "1", {"cpu/cpu.cfs_quota_us": "-1"})
+    assert cpu_quota.find_parent(tmp_path / "1", own) == tmp_path / "1" / "cpu" / "job"
+    with pytest.raises(Error, match="--cpu-quota needs control groups with CPU quotas"):
+        cpu_quota.find_parent(tmp_path / "none", own)
+
+
+def test_a_quota_limits_a_process() -> None:
+    try:
+        with cpu_quota.open_quota(0.2) as options:
+            if (pid := os.fork()) == 0:
+                cpu_quota.begin(options)
+                began_s, used_s = time.monotonic(), time.process_time()
+                while time.monotonic() - began_s < 0.5:
+                    pass
+                os._exit(0 if time.process_time() - used_s < 0.2 else 1)
+            assert os.waitpid(pid, 0)[1] == 0
+    except (Error, OSError) as error:
+        pytest.skip(str(error))
+    assert not Path(options["group"]).exists()
