@@ -140,7 +140,8 @@ class Heartbeat:
         self._beats: dict[int, tuple[Beat, float]] = {}  # rank -> newest beat, and its time of arrival
         self._exchanged_s = self._awake_since_s = time.monotonic()
         self._orders: dict[str, Any] = {}
-        self._has_written_stacks = False
+        self._num_orders = 0  # for stacks
+        self._executed: list[int] = []  # the leader and the number of the last such order
         self._asked_s = 0.0  # when `samestep watch` last asked for stacks
         self._reported: Stall | None = None
         self._window: tuple[float, dict[int, Beat]] | None = None  # its begin, in which paces are compared
@@ -332,9 +333,10 @@ class Heartbeat:
         if facts.logs is not None and (facts.logs / STACKS_WANTED).exists():
             with suppress(OSError):
                 (facts.logs / STACKS_WANTED).unlink()
-            self._asked_s, self._has_written_stacks = now_s, False
-            self._orders = {**self._orders, "stacks": [beat.rank for beat in ranks]}
-            self._execute({"stacks": self._orders["stacks"]})
+            self._asked_s = now_s
+            self._orders = {**self._orders, **self._build_order([beat.rank for beat in ranks])}
+            if facts.rank in self._orders["stacks"]:
+                self._write_stacks()
         elif self._asked_s and now_s - self._asked_s > MISSED * self._interval_s:
             self._asked_s = 0.0
             if self._reported is None:
@@ -356,9 +358,14 @@ class Heartbeat:
             name = str(shown[0]) if len(shown) == 1 else "*"
             where = f" (stack: {self._facts.logs / f'stacks-{name}.txt'})"
         self._facts.say(stall.sentence + where)
-        self._orders = {"stacks": shown}
+        self._orders = self._build_order(shown)
         if self._facts.rank in shown:
             self._write_stacks()
+
+    def _build_order(self, ranks: Sequence[int]) -> dict[str, Any]:
+        """Build an order to ranks to write their stacks, which each executes once."""
+        self._num_orders += 1
+        return {"stacks": ranks, "number": [self._facts.rank, self._num_orders]}
 
     def _end(self, stall: Stall, ranks: Sequence[Beat]) -> None:
         guilty = [beat for beat in ranks if beat.rank in stall.guilty]
@@ -376,11 +383,9 @@ class Heartbeat:
     def _execute(self, orders: Mapping[str, Any]) -> None:
         """Execute the leader's orders."""
         rank = self._facts.rank
-        if rank in orders.get("stacks", ()) and not self._has_written_stacks:
-            self._has_written_stacks = True
+        if rank in orders.get("stacks", ()) and orders["number"] != self._executed:
+            self._executed = orders["number"]
             self._write_stacks()
-        if not orders.get("stacks"):
-            self._has_written_stacks = False
         if "end" in orders:
             is_first = rank in orders["end"]["first"]
             if not is_first:
