@@ -320,13 +320,9 @@ def build_model() -> nn.Module:
         nn.Conv2d(1, 4, 3, padding=1, bias=False),
         nn.BatchNorm2d(4),
         nn.ReLU(),
-        nn.Conv2d(4, 8, 3, padding=1),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Dropout(0.2),
-        nn.Linear(8, 3),
+        nn.Linear(4 * 4 * 4, 3),
     )
 
 
