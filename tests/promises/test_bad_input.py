@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 from promises.wrong import MISTAKES, build, learn_well, loop, train
-from support.commands import Popen
+from support.commands import Popen, find_programs
 from support.disks import Disk
 from support.runs import check, clean_variables, run_command, samestep_command
 from support.selection import one_in
@@ -624,14 +624,15 @@ def open_files(pid: int) -> set[str]:
 
 
 def test_the_process_itself_reads_its_lock(tmp_path: Path) -> None:
-    """A POSIX lock would be gone when anything in the process has read the file, to copy the directory for instance."""
+    """A POSIX lock is lost when the process itself closes the file, as after a copy of the directory."""
+    python = find_programs() / "python"
 
     def train() -> None:
         import subprocess
 
         run, *_ = build(tmp_path / "x")
         (tmp_path / "x" / "lock").read_bytes()
-        second = [sys.executable, SCRIPT, str(tmp_path / "x"), "nothing"]
+        second = [python, SCRIPT, str(tmp_path / "x"), "nothing"]
         done = subprocess.run(second, env=clean_variables(ON_LO), capture_output=True, text=True)
         assert done.returncode == 2
         assert "is locked by process" in done.stderr
