@@ -52,7 +52,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sbatch.write_text(SBATCH.format(start=(datetime.now() + timedelta(hours=1)).isoformat(timespec="seconds")))
     sbatch.chmod(0o755)
     words = ["scale", "--json", "--world-sizes", "2,1", "--strong", "--weak", "--steps", "10", "--warm-up", "2"]
-    words += ["--repeats", "1", "--for-steps", "1000", "--slurm", "--partition", "main", "train.py"]
+    words += ["--repeats", "1", "--for-steps", "1000", "--slurm", "--partition", "main"]
+    words += ["--predict", "3,4096", "train.py"]
     env = {"TMPDIR": str(home / "scratch"), "PATH": f"{sbatch.parent}:{os.environ['PATH']}"}
     done = check(samestep_command(*words, cwd=home, env=env))
     (home / "scale.json").write_text(done.stdout)
@@ -75,6 +76,11 @@ def test_a_script_is_measured(home: Path) -> None:
             parts = [row["phases_s"][name] for name in ("data", "compute", "exchange", "waiting", "update", "other")]
             assert min(parts) > -1e-4
             assert 0.3 < sum(parts) / row["step_s"] < 3  # the mean of all steps and the median of blocks
+    predicted = {kind: {each["world_size"]: each for each in found[kind]["predictions"]} for kind in ("strong", "weak")}
+    assert {*predicted["strong"]} == {1, 2, 3}  # a step has 4 micro-batches
+    assert {*predicted["weak"]} == {1, 2, 3, 4096}
+    assert abs(predicted["strong"][2]["error"]) < 1e-6
+    assert predicted["weak"][4096]["step_s"] > found["strong"]["sizes"][0]["step_s"]
     alone, both = found["strong"]["sizes"]
     assert both["facts"]["elements"] == [16 * 64, 64, 64, 1]
     assert both["facts"]["links"]["message_s"] > 0
@@ -134,6 +140,7 @@ def test_the_break_even_is_where_one_more_rank_saves_too_little(serial: float, g
         (["--slurm"], "--slurm compares times to finish: give the length of the run, --for-steps N"),
         (["--partition", "main"], "--partition needs --slurm: add it"),
         (["--weak", "--for-steps", "9"], "--for-steps compares steps of the same size: add --strong"),
+        (["--predict", "8", "--ranks-per-node", "4"], "--predict for several nodes needs both"),
         (["--least-gain", "0"], "--least-gain is a percentage between 0 and 100, not 0"),
     ],
 )

@@ -106,7 +106,7 @@ class BucketBuffers:
             if control_bytes:
                 self.blocks = [memoryview(row.numpy()) for row in self.rows[:, num_parts * part_bytes :]]
         elif self.route == "chunks":
-            padded = -(-n // (world_size * ALIGN_BYTES)) * world_size * ALIGN_BYTES
+            padded = pad_to_chunks(n, world_size)
             self.whole = torch.zeros(num_parts, padded, **new)  # type: ignore[call-overload]
             self.chunks = torch.zeros(world_size, num_parts, padded // world_size, **new)  # type: ignore[call-overload]
             self.parts = [row[:n] for row in self.whole]
@@ -159,6 +159,11 @@ class BucketBuffers:
             return
         if self.route == "direct":
             routes.add_parts(self.slots, self.layout)
+
+
+def pad_to_chunks(num_elements: int, world_size: int) -> int:
+    """Return the size of a bucket that is exchanged in one chunk per rank."""
+    return -(-num_elements // (world_size * ALIGN_BYTES)) * world_size * ALIGN_BYTES
 
 
 def choose_cap_bytes(params: Sequence[nn.Parameter], *, one_host: bool) -> int:

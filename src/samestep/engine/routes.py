@@ -90,23 +90,32 @@ def add_parts(slots: Sequence[Tensor] | Tensor, layout: Layout) -> Tensor:
     return slots[layout.root]
 
 
+Span = tuple[int, int]
+
+
+def plan_butterfly(num_elements: int, rank: int, world_size: int) -> list[tuple[int, Span, Span]]:
+    """Return this rank's (peer, range to keep, range to give) in each round of halving, the nearest rank first."""
+    lo, hi = 0, num_elements
+    path, distance = [], 1
+    while distance < world_size:
+        peer, mid = rank ^ distance, (lo + hi) // 2
+        keep, give = ((lo, mid), (mid, hi)) if rank < peer else ((mid, hi), (lo, mid))
+        path.append((peer, keep, give))
+        (lo, hi), distance = keep, distance * 2
+    return path
+
+
 def run_butterfly(x: Tensor, spare: Tensor, rank: int, world_size: int, tag: int) -> Route:
     """Recursive halving, then doubling: `x` [n] is this rank's only part, and finally the sum.
 
     Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH" (2005),
     with the nearest rank first, in the order of the canonical tree. `spare` [>= (n + 1) // 2] is scratch memory.
     """
-    lo, hi = 0, x.numel()
-    path: list[tuple[int, tuple[int, int], tuple[int, int]]] = []
-    distance = 1
-    while distance < world_size:
-        peer, mid = rank ^ distance, (lo + hi) // 2
-        keep, give = ((lo, mid), (mid, hi)) if rank < peer else ((mid, hi), (lo, mid))
+    path = plan_butterfly(x.numel(), rank, world_size)
+    for peer, keep, give in path:
         theirs = spare[: keep[1] - keep[0]]
         yield _exchange([(x[give[0] : give[1]], peer)], [(theirs, peer)], tag)
         x[keep[0] : keep[1]].add_(theirs)
-        path.append((peer, keep, give))
-        (lo, hi), distance = keep, distance * 2
     for peer, keep, give in reversed(path):
         yield _exchange([(x[keep[0] : keep[1]], peer)], [(x[give[0] : give[1]], peer)], tag)
 

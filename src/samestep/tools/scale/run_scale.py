@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -48,10 +49,13 @@ FLAGS: dict[str, Option] = {
     "cpu_quota": Option(float, "CORES", "limit each rank to so many cores, such as 0.5, as if it had its own machine"),
     "for_steps": Option(int, "N", "also print the time to finish a run of N steps"),
     "slurm": Option(bool, "", "add Slurm's estimate of the time in the queue to it; needs --for-steps"),
-    "ranks_per_node": Option(int, "N", "slurm: ranks on one node; default: all"),
+    "ranks_per_node": Option(int, "N", "ranks on one node, for --slurm and --predict; default: all"),
+    "predict": Option(str, "N,N", "also predict these numbers of ranks, such as 8,64,512, by simulating the exchange"),
+    "link_mbit": Option(float, "MBIT", "predict: speed of a node's link to the others, as samestep doctor measures it"),
+    "link_us": Option(float, "US", "predict: time of a small message between nodes in microseconds; default: 50"),
     "json": Option(bool, "", "print one JSON object"),
     **{name: LAUNCH_FLAGS[name] for name in _OF_RUN},
-    **{name: SUBMIT_FLAGS[name] for name in _OF_SLURM},
+    **{name: replace(SUBMIT_FLAGS[name], help=f"slurm: {SUBMIT_FLAGS[name].help}") for name in _OF_SLURM},
 }
 Row = dict[str, Any]
 
@@ -82,6 +86,7 @@ def run_scale(target: Target, values: Mapping[str, Any]) -> int:
         result[kind] = summarize(kind, found, values.get("least_gain", 5.0) / 100)
     if "for_steps" in values and "strong" in result:
         add_finish(target, values, result["strong"]["sizes"])
+    add_predictions(result, values)
     result["recommendation"] = recommend(result, values.get("least_gain", 5.0))
     if values.get("json"):
         print(json.dumps(result))
@@ -104,7 +109,11 @@ def check_options(values: Mapping[str, Any]) -> list[int]:
         raise Error(f"--cpu-quota takes at least {LEAST_CORES} cores, not {values['cpu_quota']:g}")
     if values.get("slurm") and "for_steps" not in values:
         raise Error("--slurm compares times to finish: give the length of the run, --for-steps N")
-    wrong = [name for name in (*_OF_SLURM, "ranks_per_node") if name in values and not values.get("slurm")]
+    if ("link_mbit" in values) != ("ranks_per_node" in values and "predict" in values):
+        raise Error("--predict for several nodes needs both --ranks-per-node N and --link-mbit MBIT")
+    if values.get("link_mbit", 1.0) <= 0 or values.get("link_us", 0.0) < 0:
+        raise Error("--link-mbit is a number above 0, and --link-us is at least 0")
+    wrong = [name for name in _OF_SLURM if name in values and not values.get("slurm")]
     if wrong:
         raise Error(f"{name_flag(wrong[0])} needs --slurm: add it, or leave {name_flag(wrong[0])} out")
     if "for_steps" in values and values.get("weak") and not values.get("strong"):
@@ -193,6 +202,38 @@ def estimate_queue_s(target: Target, values: Mapping[str, Any], size: int) -> fl
     return max(0.0, (datetime.fromisoformat(found[1]) - datetime.now()).total_seconds())
 
 
+def add_predictions(result: Row, values: Mapping[str, Any]) -> None:
+    """Add a model of the step, fitted to 1 and 2 ranks, and what it predicts for the measured and other sizes."""
+    kind = "strong" if "strong" in result else "weak"
+    rows = {row["world_size"]: row for row in result[kind]["sizes"]}
+    others = parse_world_sizes(values["predict"]) if "predict" in values else []
+    if 2 not in rows or rows[2]["facts"]["reduction"] != "exact":
+        if others:
+            raise Error("--predict needs a measurement on 2 ranks with reduction='exact': add 2 to --world-sizes")
+        return
+    from samestep.tools.scale.step_model import Link, count_micro_batches, fit_model
+
+    model = fit_model(rows[1], rows[2])
+    if "link_mbit" in values:
+        remote = Link(values.get("link_us", 50.0) * 1e-6, 8e-6 / values["link_mbit"])
+        model = replace(model, remote=remote, ranks_per_host=values["ranks_per_node"])
+    result["model"], num = model.to_json(), count_micro_batches(rows[1])
+    for kind in ("strong", "weak"):
+        if kind not in result:
+            continue
+        measured = {row["world_size"]: row for row in result[kind]["sizes"]}
+        predicted = result[kind]["predictions"] = []
+        for size in sorted({*measured, *others}):
+            if (count := num * size if kind == "weak" else num) < size:
+                continue  # there are no micro-batches for so many ranks
+            step_s, found = model.predict(count, size), measured.get(size)
+            predicted.append({
+                "world_size": size, "step_s": step_s,
+                "samples_per_s": count * rows[1]["facts"]["micro_batch_size"] / step_s,
+                "measured_step_s": found and found["step_s"], "error": found and step_s / found["step_s"] - 1,
+            })  # fmt: skip
+
+
 def recommend(result: Row, least_gain: float) -> str:
     """Return how many ranks to use, and why, in a sentence."""
     if "strong" not in result:
@@ -247,9 +288,23 @@ def print_result(result: Row, for_steps: int | None) -> None:
         law = "Amdahl's" if kind == "strong" else "Gustafson's"
         shown = "none is measurable" if found["serial"] <= 0 else f"{found['serial']:.1%}"
         print(f"serial fraction by {law} law: {shown}")
+        if found.get("predictions"):
+            print_table(f"predicted from 1 and 2 ranks, {kind} scaling", *build_predictions(found["predictions"]))
     if for_steps:
         print(f"time to finish: for {for_steps:,} steps, without the start of the ranks, snapshots and validation")
     print(result["recommendation"])
+
+
+def build_predictions(predicted: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """Return the header and the rows of a table of predictions, with their errors where there is a measurement."""
+    rows = []
+    for each in predicted:
+        error, size = each["error"], each["world_size"]
+        known = ["", ""] if error is None else [f"{1e3 * each['measured_step_s']:,.1f}", f"{error:+.1%}"]
+        fitted = error is not None and size <= 2 and abs(error) < 1e-6
+        ms, pace = f"{1e3 * each['step_s']:,.1f}", f"{each['samples_per_s']:,.0f}"
+        rows.append([str(size), pace, ms, known[0], "fitted" if fitted else known[1]])
+    return ["ranks", "samples/s", "ms per step", "measured", "error"], rows
 
 
 def build_rows(sizes: Sequence[Row]) -> tuple[list[str], list[list[str]]]:

@@ -1,0 +1,192 @@
+"""A model of one step, simulated in virtual time, which predicts the time of a step at any number of ranks.
+
+The simulation follows `Reducer`: each rank computes its micro-batches; in the last backward the buckets become ready in
+order; starting one waits for the first round of the one before it; after the backward all routes advance in turns. The
+messages are those of `engine.message_plan`, planned by the code that sends them. A message takes alpha + beta * bytes
+(Hockney, 1994). Ranks are the elements of vectors, so a step of B buckets on W ranks takes O(B W log W) operations.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from samestep.engine.message_plan import BucketPlan, Round, plan_exchange
+from samestep.plan.tree import build_layout
+
+Times = NDArray[np.float64]  # per rank, in seconds
+NUM_DRAWS, LEAST_DRAWS, MOST_DRAWS = 4096, 4, 128  # of the ranks' speeds: over all ranks; per simulation
+
+
+@dataclass(frozen=True)
+class Link:
+    """A message of n bytes takes `message_s + n * byte_s`. Between hosts, the ranks of a host share `byte_s`."""
+
+    message_s: float
+    byte_s: float
+
+
+@dataclass(frozen=True)
+class StepModel:
+    """The constants of a script on a machine.
+
+    Attributes:
+        micro_batch_s: load, forward and backward of a micro-batch.
+        last_backward: the part of that time in which the last backward runs, and buckets become ready.
+        extra_s: what a rank computes in addition if there are others: it copies its gradients into buckets.
+        rest_s: all that does not depend on the number of ranks, for 1 rank and for more: the optimizer, the
+            script's own code, additions after the exchange.
+        jitter: relative standard deviation of a rank's time to compute.
+        elements, element_bytes, cap_bytes: of the parameters, and the largest bucket.
+        local, socket, remote: links between ranks of a host, its sockets for small messages, links between hosts.
+        ranks_per_host: None: all ranks on one host.
+    """
+
+    micro_batch_s: float
+    last_backward: float
+    extra_s: float
+    rest_s: tuple[float, float]
+    jitter: float
+    elements: tuple[int, ...]
+    element_bytes: int
+    cap_bytes: int | None
+    local: Link
+    socket: Link
+    remote: Link
+    ranks_per_host: int | None = None
+
+    def predict(self, num_micro_batches: int, world_size: int) -> float:
+        """Return the seconds of a step of V micro-batches on W ranks: the mean over some draws of the ranks' speeds.
+
+        Raises ValueError if there are more ranks than micro-batches.
+        """
+        if not 1 <= world_size <= num_micro_batches:
+            raise ValueError(f"{num_micro_batches} micro-batches on {world_size} ranks")
+        layout = build_layout(num_micro_batches, world_size)
+        shares = np.array([len(held) for held in layout.ranges], np.float64)
+        rest_s = self.rest_s[world_size > 1]
+        num_draws = max(LEAST_DRAWS, min(MOST_DRAWS, NUM_DRAWS // world_size)) if self.jitter else 1
+        draws = np.random.default_rng(0).standard_normal((num_draws, world_size)) if self.jitter else np.zeros((1, 1))
+        speeds = 1 + self.jitter * (draws - draws.mean())
+        if world_size == 1:
+            return float((shares * self.micro_batch_s * speeds).mean()) + rest_s
+        is_one_host = self.ranks_per_host is None or world_size <= self.ranks_per_host
+        plans = plan_exchange(layout, self.elements, self.element_bytes, one_host=is_one_host, cap_bytes=self.cap_bytes)
+        return float(np.mean([self._simulate(plans, shares, speed) for speed in speeds])) + rest_s
+
+    def _simulate(self, plans: Sequence[BucketPlan], shares: Times, speeds: Times) -> float:
+        """Return when the slowest rank has all sums."""
+        wire = _Wire(self, len(shares))
+        backward_s = self.micro_batch_s * self.last_backward * speeds
+        now = (shares * self.micro_batch_s + self.extra_s) * speeds - backward_s
+        under_way: list[_Exchange] = []
+        done = 0.0
+        for number, plan in enumerate(plans):
+            now = now + (plan.share - done) * backward_s
+            done = plan.share
+            under_way.append(exchange := _Exchange(plan, wire, now))
+            if plan.uses_sockets:  # which block
+                now = exchange.advance(now)
+            if number and plans[number - 1].route in ("butterfly", "chunks"):
+                now = under_way[number - 1].advance(now)
+        while under_way:
+            for exchange in under_way:
+                now = exchange.advance(now)
+            under_way = [exchange for exchange in under_way if not exchange.is_complete]
+        return float(now.max())
+
+    def to_json(self) -> dict[str, Any]:
+        """The constants for a file."""
+        return asdict(self)
+
+
+class _Exchange:
+    """The exchange of one bucket: its first round is issued at once."""
+
+    def __init__(self, plan: BucketPlan, wire: "_Wire", now: Times) -> None:
+        self._rounds, self._wire, self._uses_sockets = iter(plan.rounds), wire, plan.uses_sockets
+        self._issue(now)
+
+    def _issue(self, now: Times) -> None:
+        following = next(self._rounds, None)
+        self._end = None if following is None else self._wire.send(following, now, sockets=self._uses_sockets)
+
+    @property
+    def is_complete(self) -> bool:
+        return self._end is None
+
+    def advance(self, now: Times) -> Times:
+        """Wait for the round that was issued, and issue the next one. Returns the time afterwards."""
+        if self._end is None:
+            return now
+        now = np.maximum(now, self._end)
+        self._issue(now)
+        return now
+
+
+class _Wire:
+    """The links between all ranks. A rank's link carries one round after the other."""
+
+    def __init__(self, model: StepModel, world_size: int) -> None:
+        self._model, self._ranks = model, np.arange(world_size)
+        self._hosts = self._ranks // (model.ranks_per_host or world_size)
+        self._per_host = np.bincount(self._hosts)[self._hosts]
+        self._free = np.zeros(world_size)
+
+    def send(self, messages: Round, now: Times, *, sockets: bool) -> Times:
+        """Return when each rank has sent and received its messages of a round that it issues at `now`."""
+        local, remote = self._model.socket if sockets else self._model.local, self._model.remote
+        num_bytes = messages.num_bytes.astype(np.float64)
+        if messages.distance:
+            peers = self._ranks ^ messages.distance
+            begin = np.maximum(np.maximum(now, self._free), np.maximum(now, self._free)[peers])
+            most = np.maximum(num_bytes, num_bytes[peers])
+            is_remote = self._hosts != self._hosts[peers]
+            senders = np.bincount(self._hosts, weights=is_remote)[self._hosts]  # share their host's link
+            wire_s = most * np.where(is_remote, remote.byte_s * senders, local.byte_s)
+            message_s = np.where(is_remote, remote.message_s, local.message_s) * messages.num_messages
+        else:
+            begin = np.maximum(now, self._free).max() * np.ones_like(now)
+            here = np.bincount(self._hosts, weights=num_bytes)[self._hosts]  # of all ranks of the host
+            there = self._per_host < len(now)
+            inside = np.maximum(num_bytes * (self._per_host - 1), here - num_bytes) * local.byte_s
+            away = np.maximum(here * (len(now) - self._per_host), (num_bytes.sum() - here) * self._per_host)
+            wire_s = inside + away * remote.byte_s
+            num = messages.num_messages * (len(now) - 1)
+            message_s = num * local.message_s + there * max(0.0, remote.message_s - local.message_s)
+        self._free = begin + wire_s
+        return begin + message_s + wire_s  # type: ignore[no-any-return]
+
+
+def fit_model(alone: Mapping[str, Any], pair: Mapping[str, Any]) -> StepModel:
+    """Fit the constants to the measurements on 1 and on 2 ranks, as `Size.to_json` gives them.
+
+    The prediction for these two sizes is what was measured.
+    """
+    facts, links = pair["facts"], pair["facts"]["links"]
+    num_alone, num_pair = (count_micro_batches(row) / row["world_size"] for row in (alone, pair))
+    alone_s, pair_s = (row["phases_s"]["data"] + row["phases_s"]["compute"] for row in (alone, pair))
+    local = Link(links["message_s"], links["byte_s"])
+    model = StepModel(
+        micro_batch_s=alone_s / num_alone,
+        last_backward=alone["phases_s"]["backward"] / alone_s,
+        extra_s=max(0.0, pair_s - alone_s * num_pair / num_alone),
+        rest_s=(0.0, 0.0),
+        jitter=alone["jitter"],
+        elements=tuple(facts["elements"]),
+        element_bytes=facts["element_bytes"],
+        cap_bytes=facts["bucket_cap_bytes"],
+        local=local,
+        socket=Link(links["socket_message_s"], links["byte_s"]),
+        remote=local,
+        ranks_per_host=None if facts["is_one_host"] else 1,
+    )
+    rest_s = [row["step_s"] - model.predict(count_micro_batches(row), row["world_size"]) for row in (alone, pair)]
+    return replace(model, rest_s=(rest_s[0], rest_s[1]))
+
+
+def count_micro_batches(row: Mapping[str, Any]) -> int:
+    """Return the number of micro-batches of a measured step."""
+    return int(row["batch_size"] // row["facts"]["micro_batch_size"])
