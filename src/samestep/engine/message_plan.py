@@ -57,6 +57,7 @@ def plan_exchange(
     params = [nn.Parameter(torch.empty(num, dtype=dtype, device="meta")) for num in elements]
     control_bytes = ControlFormat(layout, 2, len(params), 0).size_bytes
     buckets = build_buckets(params, choose_cap_bytes(params, one_host=one_host) if cap_bytes is None else cap_bytes)
+    num_elements = sum(bucket.num_elements for bucket in buckets)
     plans, done, known = [], 0, dict[tuple[int, int], tuple[str, list[Round]]]()
     for bucket in buckets:
         done += bucket.num_elements
@@ -67,8 +68,7 @@ def plan_exchange(
             known[size] = route, plan_rounds(layout, route, bucket.num_elements, element_bytes, num_extra)
         route, rounds = known[size]
         small = num_extra > 0 and route == "direct" and int(rounds[0].num_bytes[0]) <= routes.NEIGHBORS_MAX_BYTES
-        plans.append(BucketPlan(done, route, rounds, one_host and small))
-    plans = [plan._replace(share=plan.share / done) for plan in plans]
+        plans.append(BucketPlan(done / num_elements, route, rounds, one_host and small))
     if plans[-1].route != "direct":
         rounds = plan_rounds(layout, "direct", 0, element_bytes, control_bytes)
         plans.append(BucketPlan(1.0, "control", rounds, one_host))
