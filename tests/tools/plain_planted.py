@@ -80,6 +80,13 @@ def without(name: str) -> dict[str, str]:
     return {"restore": "; ".join(text for key, text in RESTORE.items() if key != name)}
 
 
+STREAM = """
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, num, first=0, step=1):
+        self.places = range(first, num, step)
+    def __iter__(self):
+        return (rows[place] for place in self.places)
+rows, data = data, Stream("""
 MISSED = {"a loss that is a sum"}
 # Name -> (what replaces the sound parts, the checks that must report a mistake).
 MISTAKES: dict[str, tuple[dict[str, str], set[str]]] = {
@@ -113,6 +120,9 @@ MISTAKES: dict[str, tuple[dict[str, str], set[str]]] = {
     ),
     "weights that change on one rank": (
         {"after_step": "model[0].bias.data.add_(1e-3 * rank)"}, {"replicas"}),
+    "a stream without shards": ({"sampler": "None\n" + STREAM + "64)", "set_epoch": ""}, {"samples"}),
+    "a stream with shards": ({"sampler": "None\n" + STREAM + "64, rank, size)", "set_epoch": ""}, set()),
+    "workers": ({"drop_last": "False, num_workers=2, persistent_workers=True"}, set()),
     "resume repeats": ({"is_done": "False"}, {"resume"}),
     "resume skips": ({"saved_epoch": "epoch + 1", "is_done": "False"}, {"resume"}),
     "optimizer state lost": (without("optimizer"), {"state"}),

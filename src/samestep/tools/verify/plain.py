@@ -95,12 +95,12 @@ def run_plain(target: Target, options: PlainOptions, world_sizes: Sequence[int],
     with exiting_on_sigterm(), WorkDir("verify-") as temporary:
         trials = _PlainTrials(target, options, (home or temporary.path).resolve(), temporary.lock.fileno())
         if not options.json:
-            print(f"samestep verify --plain {shlex.join(trials.build_command(world_sizes[0])[1:])}", flush=True)
-        results, runs = _compare(trials, options, world_sizes), trials.rows
+            print(f"samestep verify --plain {shlex.join(target.to_command()[1])}", flush=True)
+        results = _compare(trials, options, world_sizes)
     has_mistake = any(result.verdict == MISTAKE for result in results)
     if options.json:
         checks = {result.check: {"verdict": result.verdict, "text": result.text} for result in results}
-        print(json.dumps({"runs": runs, "checks": checks, "mistakes": has_mistake}, indent=2))
+        print(json.dumps({"runs": trials.rows, "checks": checks, "mistakes": has_mistake}, indent=2))
         return not has_mistake
     for result in results:
         line = ROW.format(result.check, result.verdict, result.text)
