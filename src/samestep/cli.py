@@ -52,6 +52,7 @@ Commands:
   samestep bisect GOOD BAD SC.. find the git commit at which the bits or a metric of a script changed
   samestep verify SCRIPT ...    prove that a script gives the same run on 1 to 4 ranks and after kills
   samestep scale SCRIPT ...     measure how a script scales with the number of ranks
+  samestep plan FILE            choose batch size and ranks for a budget, from the output of samestep scale --json
   samestep doctor               check whether this machine or a cluster is fit for training
   samestep export RUN FILE      write a snapshot's weights to a .safetensors, .pt or .pth file
   samestep prepare text FILE .. turn text into tokens for the recipe gpt
@@ -136,7 +137,7 @@ def _dispatch(arguments: list[str]) -> int:
     commands: dict[str, Callable[[list[str]], int]] = {
         "train": _train, "launch": _launch, "submit": _submit, "verify": _verify, "doctor": _doctor, "watch": _watch,
         "inspect": _inspect, "diff": _diff, "runs": _runs, "report": _report, "replay": _replay,
-        "bisect": _bisect, "scale": _scale, "export": _export, "prepare": _prepare, "sample": _sample,
+        "bisect": _bisect, "scale": _scale, "plan": _plan, "export": _export, "prepare": _prepare, "sample": _sample,
         "translate": _translate,
     }  # fmt: skip
     if not arguments or arguments[0] in ("-h", "--help", "help"):
@@ -342,6 +343,12 @@ def _scale(arguments: list[str]) -> int:
         print(f"{run_scale.HELP}\n{describe_command_flags(run_scale.FLAGS)}", end="")
         return 0
     return run_scale.run_scale(target, values)
+
+
+def _plan(arguments: list[str]) -> int:
+    from samestep.tools.scale.run_plan import run_plan
+
+    return run_plan(arguments)
 
 
 def _diff(arguments: list[str]) -> int:

@@ -18,6 +18,7 @@ from samestep.errors import Error
 from samestep.tools.scale import cpu_quota
 from samestep.tools.scale.laws import find_break_even, fit_amdahl, fit_gustafson
 from samestep.tools.scale.measurement import Size, add_steps
+from samestep.tools.scale.step_model import StepModel
 
 SCRIPT = """
 import samestep
@@ -89,6 +90,38 @@ def test_a_script_is_measured(home: Path) -> None:
         assert row["finish_s"] == pytest.approx(row["queue_s"] + 1000 * row["step_s"])
     assert found["strong"]["most"] == 4
     assert found["recommendation"].startswith("use ")
+
+
+def test_a_plan_keeps_the_budget(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The smallest batch that fits, on the ranks that are best for what the budget does not limit."""
+    file = str(home / "scale.json")
+    model = StepModel.from_json(json.loads(Path(file).read_text())["model"])
+    hours = {w: 1000 * model.predict(4, w) / 3600 for w in (1, 2, 4)}  # 32,000 samples, 32 at a time
+    assert main(["plan", file, "--samples", "32000", "--time", str(1.01 * hours[1])]) == 0
+    fitting = [w for w in hours if hours[w] <= 1.01 * hours[1]]
+    cheapest = min(fitting, key=lambda w: w * hours[w])
+    said = capsys.readouterr().out.splitlines()
+    ranks = f"{cheapest} rank{'s' if cheapest > 1 else ''}"
+    assert said[-1].startswith(f"use batch_size 32 and micro_batch_size 8 on {ranks}, which takes ")
+    assert [row.split()[0] for row in said[2:-1]] == ["32", "64", "128", "256", "512", "1024"]
+    assert main(["plan", file, "--samples", "32000", "--rank-hours", "100"]) == 0
+    fastest = min(hours, key=lambda w: hours[w])
+    assert f"micro_batch_size 8 on {fastest} rank" in capsys.readouterr().out.splitlines()[-1]
+    assert main(["plan", file, "--samples", "1e12", "--time", "0.001"]) == 1
+    assert "nothing fits into 0.001 hours: the nearest is batch_size" in capsys.readouterr().out
+
+
+def test_a_plan_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, text, sentence in [
+        ("none", None, "cannot be read (No such file or directory)"),
+        ("words", "hello", "cannot be read (it is not JSON)"),
+        ("damaged", '{"format": 1, "strong": {}, "model": {}}', "a file of samestep scale --json is damaged"),
+        ("other", "{}", "is not the output of samestep scale --json: name such a file"),
+    ]:
+        if text is not None:
+            (tmp_path / name).write_text(text)
+        assert main(["plan", str(tmp_path / name), "--samples", "9", "--time", "1"]) == 2
+        assert sentence in capsys.readouterr().err
 
 
 def line(at_s: float, num_samples: int = 8, **spent_s: float) -> dict[str, Any]:

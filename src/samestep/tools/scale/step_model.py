@@ -101,6 +101,13 @@ class StepModel:
         """The constants for a file."""
         return asdict(self)
 
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> "StepModel":
+        """The model of `to_json`."""
+        links = {name: Link(**found[name]) for name in ("local", "socket", "remote")}
+        rest_s = found["rest_s"][0], found["rest_s"][1]
+        return cls(**{**found, **links, "rest_s": rest_s, "elements": tuple(found["elements"])})
+
 
 class _Exchange:
     """The exchange of one bucket: its first round is issued at once."""

@@ -1,0 +1,128 @@
+"""`samestep plan`: which batch size and number of ranks fit a budget, from the results of `samestep scale`."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from samestep.console import print_table
+from samestep.errors import Error
+from samestep.tools.inspect import CommandParser
+from samestep.tools.scale.run_scale import format_time
+
+MOST_RANKS, NUM_BATCH_SIZES = 64, 6
+HOUR_S = 3600.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A way to train, with the predicted time of the whole run."""
+
+    batch_size: int
+    micro_batch_size: int
+    world_size: int
+    step_s: float
+    run_s: float
+
+    @property
+    def rank_hours(self) -> float:
+        return self.run_s * self.world_size / HOUR_S
+
+
+def run_plan(args: list[str]) -> int:
+    """Run the command with the arguments after its name. Returns the exit code: 1 if nothing fits.
+
+    Raises:
+        Error: an argument or a file is invalid.
+    """
+    parser = CommandParser(
+        prog="samestep plan",
+        description="Says which batch size, micro-batch size and number of ranks train a number of samples within a "
+        "budget. Uses the model of a step in files of samestep scale --json, one for each micro-batch size. "
+        "Of the batch sizes that fit, the smallest is recommended, because a larger one changes the training.",
+    )
+    parser.add_argument("files", metavar="FILE", nargs="+", help="the output of samestep scale --json")
+    parser.add_argument(
+        "--samples", metavar="N", type=float, required=True, help="samples to train on, over all epochs"
+    )
+    budget = parser.add_mutually_exclusive_group(required=True)
+    budget.add_argument("--time", metavar="H", type=float, help="hours until the run ends; fewest rank-hours win")
+    budget.add_argument("--rank-hours", metavar="H", type=float, help="hours of all ranks together; the fastest wins")
+    parser.add_argument("--most-ranks", metavar="N", type=int, default=MOST_RANKS, help=f"default: {MOST_RANKS}")
+    options = parser.parse_args(args)
+    limit = options.rank_hours if options.time is None else options.time
+    if not (1 <= options.samples < math.inf and 0 < limit < math.inf and options.most_ranks >= 1):
+        raise Error("--samples, --most-ranks and the hours must be numbers above 0")
+    results = [read_scale(Path(name)) for name in options.files]
+    found = [each for result in results for each in list_choices(result, int(options.samples), options.most_ranks)]
+
+    def cost(each: Choice) -> float:
+        return each.run_s / HOUR_S if options.rank_hours is None else each.rank_hours
+
+    def rank(each: Choice) -> tuple[float, float]:  # what is left to minimize, if the budget is kept
+        other = each.rank_hours if options.rank_hours is None else each.run_s
+        return (0.0, other) if cost(each) <= limit else (1.0, cost(each))
+
+    best = [min((c for c in found if c.batch_size == size), key=rank) for size in sorted({c.batch_size for c in found})]
+    print_table(
+        f"{options.samples:,.0f} samples", ["batch", "micro-batch", "ranks", "ms per step", "time", "rank-hours", ""],
+        [
+            [
+                str(each.batch_size), str(each.micro_batch_size), str(each.world_size), f"{1e3 * each.step_s:,.1f}",
+                format_time(each.run_s), f"{each.rank_hours:.3g}", "fits" if cost(each) <= limit else "",
+            ]
+            for each in best
+        ],
+    )  # fmt: skip
+    chosen = next((each for each in best if cost(each) <= limit), None)
+    within = f"{limit:g} {'hours' if options.rank_hours is None else 'rank-hours'}"
+    if chosen is None:
+        least = min(best, key=cost)
+        print(f"nothing fits into {within}: the nearest is {describe(least)}")
+        return 1
+    print(f"use {describe(chosen)}, within {within}")
+    return 0
+
+
+def describe(choice: Choice) -> str:
+    """Return the choice in words."""
+    ranks = f"{choice.world_size} rank{'s' if choice.world_size > 1 else ''}"
+    return (
+        f"batch_size {choice.batch_size} and micro_batch_size {choice.micro_batch_size} on {ranks}, which takes "
+        f"{format_time(choice.run_s)} and {choice.rank_hours:.3g} rank-hours"
+    )
+
+
+def read_scale(path: Path) -> Mapping[str, Any]:
+    """Read a file of `samestep scale --json`. Raises Error if it is none."""
+    try:
+        result = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not JSON"
+        raise Error(f"{path} cannot be read ({reason}): name the output of samestep scale --json") from None
+    if not isinstance(result, dict) or result.get("format") != 1 or not {"strong", "weak"} & {*result}:
+        raise Error(f"{path} is not the output of samestep scale --json: name such a file")
+    return result
+
+
+def list_choices(result: Mapping[str, Any], num_samples: int, most_ranks: int) -> Iterator[Choice]:
+    """Yield the batch sizes from the measured one on, doubled several times, with 1, 2, 4 ... ranks each."""
+    from samestep.tools.scale.step_model import StepModel
+
+    if "model" not in result:
+        raise Error(f"{result.get('script')} has no model: run samestep scale with 2 among --world-sizes")
+    try:
+        model = StepModel.from_json(result["model"])
+        first = (result.get("strong") or result["weak"])["sizes"][0]
+        base_size, micro_batch_size = int(first["batch_size"]), int(first["facts"]["micro_batch_size"])
+    except (KeyError, TypeError, IndexError, ValueError):
+        raise Error("a file of samestep scale --json is damaged: measure again") from None
+    for batch_size in (base_size << k for k in range(NUM_BATCH_SIZES)):
+        num, world_size = batch_size // micro_batch_size, 1
+        while world_size <= min(num, most_ranks):
+            step_s = model.predict(num, world_size)
+            run_s = step_s * math.ceil(num_samples / batch_size)
+            yield Choice(batch_size, micro_batch_size, world_size, step_s, run_s)
+            world_size *= 2
