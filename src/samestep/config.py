@@ -18,7 +18,7 @@ from samestep.errors import InvalidType, InvalidValue
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-Precision = Literal["fp32", "bf16", "fp16"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16"]
 Reduction = Literal["exact", "fast"]
 CheckCompute = Literal["stop", "warn"]
 
@@ -288,7 +288,8 @@ class RunConfig:
     precision: Annotated[
         Precision,
         Option(
-            str, "P", "fp32, bf16 or fp16: the type that run.autocast() uses", _choice(Precision), is_identity=True
+            str, "P", "fp32, bf16 or fp16: the type that run.autocast() uses; tf32: fp32 with TF32 kernels on a GPU",
+            _choice(Precision), is_identity=True,
         ),
     ] = "fp32"  # fmt: skip
     reduction: Annotated[

@@ -1,12 +1,16 @@
-"""The loss scale of float16: powers of two, halved by an overflow, alike on all ranks."""
+"""The loss scale of float16: powers of two, halved by an overflow, alike on all ranks. The settings of TF32."""
 
+import json
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import samestep
 from samestep.engine.precision import build_precision
+from samestep.train.determinism import read_float32_settings, use_tf32
 
 CPU = torch.device("cpu")
 
@@ -33,7 +37,9 @@ def test_scale_grows_after_many_good_steps_and_is_restored() -> None:
     assert other.state_dict() == precision.state_dict()
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("fp32", torch.float32), ("tf32", torch.float32), ("bf16", torch.bfloat16)]
+)
 def test_autocast(name: str, dtype: torch.dtype) -> None:
     precision = build_precision(name, CPU)
     with precision.autocast():
@@ -43,7 +49,7 @@ def test_autocast(name: str, dtype: torch.dtype) -> None:
 
 
 def test_unknown_precision_is_refused() -> None:
-    with pytest.raises(samestep.Error, match="fp32, bf16 or fp16"):
+    with pytest.raises(samestep.Error, match="fp32, tf32, bf16 or fp16"):
         build_precision("fp8", CPU)
 
 
@@ -51,3 +57,75 @@ def test_fp16_on_a_cpu_is_slow_and_says_so(capfd: pytest.CaptureFixture[str]) ->
     samestep.Run(None, batch_size=4, precision="fp16", device="cpu")
     samestep.Run(None, batch_size=4, precision="bf16", device="cpu")
     assert "".join(capfd.readouterr()).count("fp16 is slower than fp32 on most CPUs: use bf16") == 1
+
+
+def train_with_tf32(run_dir: Path, step: int) -> dict[str, str]:
+    """Train up to `step` with torch's settings of TF32 changed by a script. Return those of a GPU."""
+    if step == 1:
+        torch.backends.cuda.matmul.fp32_precision = "tf32"
+        with pytest.raises(RuntimeError, match="mix"):  # why samestep does not read it
+            torch.get_float32_matmul_precision()
+    else:
+        torch.backends.fp32_precision = "tf32"  # type: ignore[attr-defined]
+    run = samestep.Run(run_dir, batch_size=4, precision="tf32", device="cpu")
+    model = torch.nn.Linear(2, 1)
+    run.prepare(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
+    for each in run.steps(torch.ones(4, 2), step):
+        for x in each:
+            each.backward(model(x).sum())
+    return read_float32_settings("cuda")
+
+
+def test_the_settings_of_tf32_are_recorded(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    found = samestep.spawn(train_with_tf32, 1, (tmp_path / "run", 1))
+    assert found == {"matmul": "tf32", "convolution": "tf32"}  # torch's default for convolutions
+    said = "".join(capfd.readouterr())
+    assert said.count("tf32 is a format of GPUs: this run computes in fp32, because it is on the CPU") == 1
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["numbers"]["precision"] == "tf32"
+    assert record["machine"]["matmul"] == record["machine"]["convolution"] == "ieee"  # of the CPU
+    samestep.spawn(train_with_tf32, 1, (tmp_path / "run", 2))
+    assert "(convolution ieee -> tf32, matmul ieee -> tf32)" in "".join(capfd.readouterr())
+
+
+def test_tf32_of_a_run_leaves_all_interfaces_of_torch_readable() -> None:
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        assert read_float32_settings("cuda") == {"matmul": "ieee", "convolution": "ieee"}
+        use_tf32()
+        assert read_float32_settings("cuda") == {"matmul": "tf32", "convolution": "tf32"}
+        assert torch.get_float32_matmul_precision() == "high"
+        assert torch.backends.cuda.matmul.allow_tf32
+        assert torch.backends.cudnn.allow_tf32
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+
+
+def clip(precision: Any, scale: float) -> list[float]:
+    """Return the norms of a step's gradient before and after clipping to 1. The weights do not change."""
+    run = samestep.Run(None, batch_size=8, micro_batch_size=4, precision=precision, device="cpu")
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    run.prepare(model=model, optimizer=optimizer)
+    for step in run.steps(torch.arange(32.0).view(8, 4) / 8, 6):  # the first ones overflow with fp16
+        for x in step:
+            with run.autocast():
+                loss = model(x).square().mean() * scale
+            step.backward(loss)
+        before = run.clip_grad_norm_(model.parameters(), 1.0)
+        after = torch.nn.utils.get_total_norm([param.grad for param in model.parameters() if param.grad is not None])
+        optimizer.step()
+        norms = [float(before), float(after)]
+    return norms
+
+
+def test_fp16_clips_the_gradient_without_the_loss_scale() -> None:
+    full = clip("fp32", 2.0)
+    assert full[0] > 1
+    assert full[1] == pytest.approx(1, rel=1e-3)
+    assert clip("fp16", 2.0) == pytest.approx(full, rel=1e-2)
+    small = clip("fp32", 0.01)
+    assert small[0] == pytest.approx(small[1])  # nothing to clip
+    assert clip("fp16", 0.01) == pytest.approx(small, rel=1e-2)

@@ -131,6 +131,7 @@ def test_the_fast_reduction_is_near(device: str, tmp_path: Path) -> None:
     [
         pytest.param("cuda", "bf16", marks=pytest.mark.gpu),
         pytest.param("cuda", "fp16", marks=pytest.mark.gpu),
+        pytest.param("cuda", "tf32", marks=pytest.mark.gpu),
         pytest.param("cpu", "bf16", marks=pytest.mark.soak),
     ],
 )

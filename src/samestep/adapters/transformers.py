@@ -92,10 +92,10 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
         self.run = Run(
             self.output_dir, batch_size=self.per_device_train_batch_size * self.gradient_accumulation_steps,
             micro_batch_size=self.per_device_train_batch_size, seed=self.seed, log_every=logged[self.logging_strategy],
-            precision="bf16" if self.bf16 else "fp16" if self.fp16 else "fp32", trackers=self.report_to,
+            precision="bf16" if self.bf16 else "fp16" if self.fp16 else "tf32" if self.tf32 else "fp32",
             snapshot_every=saved.get(self.save_strategy), device="cpu" if self.use_cpu else None,
             config={"transformers": {name: str(value) for name, value in given.items()}},
-            keep_last=self.save_total_limit or 3,
+            keep_last=self.save_total_limit or 3, trackers=self.report_to,
         )  # fmt: skip
         if idle := [name for name in given if name in WITHOUT_EFFECT.split()]:
             self.run.print(f"warning: these fields of TrainingArguments have no effect here: {', '.join(idle)}")

@@ -11,14 +11,14 @@ from torch.nn.utils import get_total_norm
 
 from samestep.errors import Error
 
-PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
-    """Full precision, or autocast to bfloat16. `ScaledPrecision` handles float16.
+    """float32, TF32 or not, or autocast to bfloat16. `ScaledPrecision` handles float16.
 
     Args:
-        name: "fp32", "bf16" or "fp16".
+        name: "fp32", "tf32", "bf16" or "fp16".
         device: the device type whose autocast to open.
     """
 
@@ -79,5 +79,5 @@ class ScaledPrecision(Precision):
 def build_precision(name: str, device: torch.device) -> Precision:
     """Return the precision `name`. Raises Error if it is unknown."""
     if name not in PRECISIONS:
-        raise Error(f"precision must be fp32, bf16 or fp16, not {name!r}")
+        raise Error(f"precision must be fp32, tf32, bf16 or fp16, not {name!r}")
     return ScaledPrecision(device) if name == "fp16" else Precision(name, device)

@@ -61,7 +61,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--warm-up", type=int, help="steps of rising learning rate (default: 5 %%, at most 2000)")
     parser.add_argument("--weight-decay", type=float, default=0.1, help="of matrices only (default: 0.1)")
     parser.add_argument("--dropout", type=float, help="default: 0, or that of --init-from")
-    parser.add_argument("--precision", default="fp32", help="fp32, bf16 or fp16 (default: fp32)")
+    parser.add_argument("--precision", default="fp32", help="fp32, tf32, bf16 or fp16 (default: fp32)")
     parser.add_argument("--compile", action="store_true", help="use torch.compile: needs a C++ compiler, and a minute")
     parser.add_argument("--checkpoint-activations", action="store_true", help="less memory for more time")
     parser.add_argument("--eval-every", type=int, default=100, help="steps between validations (default: 100)")

@@ -221,9 +221,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--patience", type=int, help="stop after this many epochs without a better top-1 accuracy (default: never)"
     )
-    parser.add_argument(
-        "--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="of the forward pass (default: fp32)"
-    )
+    parser.add_argument("--precision", choices=["fp32", "tf32", "bf16", "fp16"], default="fp32", help="default: fp32")
     parser.add_argument("--seed", type=int, default=0, help="seed of everything random except the split (default: 0)")
     parser.add_argument("--num-workers", type=int, default=0, help="loader workers per rank (default: 0)")
     parser.add_argument("--run-dir", default="runs/images", help="default: runs/images")

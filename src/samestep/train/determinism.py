@@ -1,6 +1,7 @@
 """Torch settings that make a rank compute the same bits every time, and a description of its machine."""
 
 import sys
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,8 +26,29 @@ def describe_machine(config: RunConfig, device: torch.device) -> dict[str, Any]:
         "device": f"{device.type} {kernels}",
         "reduction": config.reduction,
         "deterministic": config.deterministic,
-        "matmul": torch.get_float32_matmul_precision(),  # "high" is TF32 on a GPU
+        **read_float32_settings(device.type),
     }
+
+
+def read_float32_settings(device_type: str) -> dict[str, str]:
+    """How matrix products and convolutions of float32 are computed: "ieee", "tf32" or "bf16".
+
+    torch.get_float32_matmul_precision raises an error after a script has set `torch.backends.*.fp32_precision`.
+    """
+    backend = {"matmul": "cuda.matmul", "convolution": "cudnn.conv"} if device_type == "cuda" else {
+        "matmul": "mkldnn.matmul", "convolution": "mkldnn.conv"
+    }  # fmt: skip
+    found = {name: attrgetter(f"{place}.fp32_precision")(torch.backends) for name, place in backend.items()}
+    return {name: value.replace("none", "ieee") for name, value in found.items()}
+
+
+def use_tf32() -> None:
+    """Makes matrix products and convolutions of float32 use TF32 on a GPU, for this process.
+
+    These two of torch's interfaces leave the others readable; `fp32_precision` does not, and inductor reads both.
+    """
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.allow_tf32 = True
 
 
 def fix_compiler() -> None:

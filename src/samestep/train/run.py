@@ -24,7 +24,7 @@ from samestep.train.arguments import build_config, check_count, check_script_con
 from samestep.train.batches import Batches, Sampler
 from samestep.train.context import RunContext
 from samestep.train.description import describe_run, describe_script, read_commit
-from samestep.train.determinism import describe_machine, fix_compiler, fix_kernels
+from samestep.train.determinism import describe_machine, fix_compiler, fix_kernels, use_tf32
 from samestep.train.evaluate import Evaluator
 from samestep.train.generators import call_on_rank_0
 from samestep.train.loop import Epoch, Loop
@@ -68,7 +68,8 @@ class Run:
             at most `batch_size / micro_batch_size`. None: 8, 4 or 2 micro-batches per step if that leaves at least 64
             samples in each, else 1.
         seed: seed of everything random.
-        precision: "fp32", "bf16" or "fp16", used by `autocast`.
+        precision: "fp32", "bf16" or "fp16", used by `autocast`; "tf32" is float32 with matrix products and
+            convolutions in TF32 on a GPU, and fp32 on the CPU.
         reduction: "exact" (the same bits at any number of ranks) or "fast" (the backend's all-reduce).
         num_threads: CPU threads per rank. The bits depend on it, so the default is 1 on every machine.
         snapshot_every: interval of snapshots: 10 (steps), "2epochs", "30min" (s, min, h) or None. Another one is taken
@@ -157,6 +158,8 @@ class Run:
         self.seed = settings.seed
         self.device = choose_device(environment, settings.device, settings.backend)
         fix_kernels(settings.num_threads, settings.deterministic)
+        if settings.precision == "tf32" and self.device.type == "cuda":
+            use_tf32()
         precision_of_run = build_precision(settings.precision, self.device)
         group = open_group(environment, self.device, backend=settings.backend)
         self.rank, self.local_rank, self.world_size = environment.rank, environment.local_rank, environment.world_size
@@ -168,6 +171,8 @@ class Run:
         self._context = context = RunContext(environment, settings, group, self.device, precision_of_run, self._say)
         if settings.precision == "fp16" and self.device.type == "cpu":
             self._say("fp16 is slower than fp32 on most CPUs: use bf16, which needs no loss scale, or a GPU")
+        if settings.precision == "tf32" and self.device.type == "cpu":
+            self._say("tf32 is a format of GPUs: this run computes in fp32, because it is on the CPU")
         used = () if is_traced else settings.trackers  # `samestep verify` trains many times
         self._trackers, self._pools, self._position = Trackers(build_trackers(used), self._say), Pools(), Position()
         self._snapshotter = Snapshotter(settings, group, self._say)
