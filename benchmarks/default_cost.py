@@ -31,7 +31,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import samestep
-from samestep.recipes.digits import CNN, load_data
+from samestep.recipes.digits import load_data
+from samestep.recipes.models.cnn import CNN
 
 PLAIN, DEFAULT = "plain PyTorch loop", "samestep, default"
 TARGET = 0.9  # of the plain loop's samples per second

@@ -24,7 +24,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 import samestep
 from samestep.engine.gradient_checksum import GradientChecksum
-from samestep.recipes.digits import CNN, load_data
+from samestep.recipes.digits import load_data
+from samestep.recipes.models.cnn import CNN
 
 TARGET = 0.005  # of a step; one of `digits` takes about 20 ms
 STEP, CHECKSUM = "step", "checksum"

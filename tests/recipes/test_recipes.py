@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from support.commands import run
+from support.runs import ask, check, read_rows, run_command
 
 from samestep.recipes import digits, mlp
+from samestep.recipes.models import cnn
 from samestep.snapshot.store import Store
 
 
@@ -53,6 +56,39 @@ def test_mlp_prints_a_line_per_epoch_from_each_rank(tmp_path: Path) -> None:
             assert f"[rank {rank}] Epoch {epoch} | Batchsize: 256 | Steps: 8\n" in said
     steps = [snapshot.step for snapshot in Store(tmp_path / "mlp").snapshots()]
     assert steps == [16, 24]
+    ask("export", tmp_path / "mlp", tmp_path / "model.pt")
+    (tmp_path / "plain.py").write_text(
+        "import torch\nfrom torch import nn\n"
+        "model = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 1))\n"
+        "model.load_state_dict(torch.load('model.pt', weights_only=True))\n"
+        "print(model(torch.full((1, 20), 0.5)).item())\n"
+    )
+    printed = check(run_command(sys.executable, "plain.py", cwd=tmp_path)).stdout
+    assert 0.2 < float(printed) < 0.8  # the mean of the targets is 0.5
+
+
+def test_digits_stops_early_and_its_best_weights_load_without_samestep(tmp_path: Path) -> None:
+    """With a learning rate of 0, only the statistics of BatchNorm change."""
+    run_dir = tmp_path / "digits"
+    options = ["--lr", "0", "--patience", "1", "--epochs", "9", "--trackers", "tensorboard"]
+    said = run_train("digits", "--nproc-per-node", "2", *options, "--run-dir", str(run_dir))
+    assert "no better accuracy for 1 epochs" in said
+    assert [*(run_dir / "tensorboard").iterdir()]
+    accuracies = [row["validation/accuracy"] for row in read_rows(run_dir) if "validation/accuracy" in row]
+    assert len(accuracies) == accuracies.index(max(accuracies)) + 2 < 9
+    ask("export", run_dir, tmp_path / "model.pt", "--snapshot", "best")
+    shutil.copy(cnn.__file__, tmp_path)
+    _, held_out = digits.load_data()
+    torch.save([held_out.images, held_out.digits], tmp_path / "held_out.pt")
+    (tmp_path / "plain.py").write_text(
+        "import torch\nfrom cnn import CNN\n"
+        "model = CNN().eval()\n"
+        "model.load_state_dict(torch.load('model.pt', weights_only=True))\n"
+        "images, digits = torch.load('held_out.pt')\n"
+        "print((model(images).argmax(1) == digits).double().mean().item())\n"
+    )
+    printed = check(run_command(sys.executable, "plain.py", cwd=tmp_path)).stdout
+    assert float(printed) == pytest.approx(max(accuracies))
 
 
 @pytest.mark.parametrize(
@@ -129,4 +165,4 @@ def test_digits_learning_rate_rises_then_falls_to_zero() -> None:
 
 
 def test_digits_model_gives_ten_scores() -> None:
-    assert digits.CNN(width=4)(torch.rand(3, 1, 8, 8)).shape == (3, 10)
+    assert cnn.CNN(width=4)(torch.rand(3, 1, 8, 8)).shape == (3, 10)

@@ -10,33 +10,12 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset
 
 import samestep
 from samestep.recipes import run_main
-
-
-class CNN(nn.Module):
-    """8x8 grey images (N, 1, 8, 8) -> scores of the ten digits (N, 10)."""
-
-    def __init__(self, width: int = 32, dropout: float = 0.3) -> None:
-        super().__init__()
-        self.features = nn.Sequential(
-            self.block(1, width),
-            self.block(width, 2 * width, stride=2),
-            self.block(2 * width, 4 * width, stride=2),
-        )
-        self.head = nn.Sequential(nn.Flatten(), nn.Dropout(dropout), nn.Linear(4 * width * 2 * 2, 10))
-
-    @staticmethod
-    def block(num_inputs: int, num_outputs: int, stride: int = 1) -> nn.Sequential:
-        convolution = nn.Conv2d(num_inputs, num_outputs, kernel_size=3, stride=stride, padding=1, bias=False)
-        return nn.Sequential(convolution, nn.BatchNorm2d(num_outputs), nn.ReLU())
-
-    def forward(self, images: Tensor) -> Tensor:
-        scores: Tensor = self.head(self.features(images))
-        return scores
+from samestep.recipes.models.cnn import CNN
 
 
 class Digits(Dataset[tuple[Tensor, Tensor]]):
@@ -90,6 +69,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="samples of one forward and backward (default: a quarter of the batch, for up to 4 ranks)",
     )
     parser.add_argument("--lr", type=float, default=3e-3, help="the highest learning rate (default: 0.003)")
+    parser.add_argument(
+        "--patience", type=int, help="stop after this many epochs without a better accuracy (default: never)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of everything random except the split (default: 0)")
     parser.add_argument(
         "--num-workers", "--num_workers", type=int, default=0, help="DataLoader workers per rank (default: 0)"
@@ -143,11 +125,13 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         validation = run.evaluate(score, held_out)
         run.log({f"validation/{name}": value for name, value in validation.items()})
-        accuracy, best = validation["accuracy"], run.state.get("best", 0.0)
-        if accuracy > best:
-            best = run.state["best"] = accuracy
+        accuracy = validation["accuracy"]
+        if accuracy > run.state.get("best", -1.0):
+            run.state |= {"best": accuracy, "best_epoch": epoch.number}
             run.snapshot("best")
-        run.summary["validation accuracy"] = f"{accuracy:.2%} (best {best:.2%})"
+        elif args.patience is not None and epoch.number - run.state["best_epoch"] >= args.patience:
+            run.stop(f"no better accuracy for {args.patience} epochs")
+        run.summary["validation accuracy"] = f"{accuracy:.2%} (best {run.state['best']:.2%})"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The toy regression of PyTorch's tutorials: a two-layer perceptron on random pairs.
+"""The toy regression of PyTorch's tutorials: a two-layer perceptron on random pairs, without validation.
 
 samestep train mlp --total-epochs 50 --save-every 10 --batch-size 32
 samestep train mlp 50 10 --nproc-per-node 2 --show-ranks all
