@@ -56,7 +56,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     words += ["--repeats", "1", "--for-steps", "1000", "--slurm", "--partition", "main"]
     words += ["--predict", "3,4096", "train.py"]
     env = {"TMPDIR": str(home / "scratch"), "PATH": f"{sbatch.parent}:{os.environ['PATH']}"}
-    done = check(samestep_command(*words, cwd=home, env=env))
+    done = check(samestep_command(*words, cwd=home, env=env, timeout=300))
     (home / "scale.json").write_text(done.stdout)
     assert [*(home / "scratch").iterdir()] == []
     assert not (home / "run").exists()
@@ -115,13 +115,42 @@ def test_a_plan_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     for name, text, sentence in [
         ("none", None, "cannot be read (No such file or directory)"),
         ("words", "hello", "cannot be read (it is not JSON)"),
-        ("damaged", '{"format": 1, "strong": {}, "model": {}}', "a file of samestep scale --json is damaged"),
+        (
+            "damaged",
+            '{"format": 1, "strong": {}, "model": {}}',
+            "is damaged: write it again with samestep scale --json",
+        ),
         ("other", "{}", "is not the output of samestep scale --json: name such a file"),
     ]:
         if text is not None:
             (tmp_path / name).write_text(text)
         assert main(["plan", str(tmp_path / name), "--samples", "9", "--time", "1"]) == 2
         assert sentence in capsys.readouterr().err
+
+
+def test_a_report_shows_it(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From a given file, or from the run's directory."""
+    run, found = tmp_path / "run", json.loads((home / "scale.json").read_text())
+    numbers = {"seed": 0, "batch_size": 8, "micro_batch_size": 2, "data_length": 16, "mode": "epochs", "shuffle": True}
+    record = {"format": 1, "samestep": "0.1.0", "numbers": {**numbers, "drop_last": False, "sampler": "default"}}
+    write(run, {"run.json": json.dumps(record), "status.json": '{"status": "done", "reason": ""}'})
+    page = tmp_path / "page.html"
+    assert main(["report", str(run), "-o", str(page)]) == 0
+    assert "<h2>Scaling" not in page.read_text()
+    assert main(["report", str(run), "--scale", str(home / "scale.json"), "-o", str(page)]) == 0
+    given_file = page.read_text()
+    (run / "scale.json").write_text(json.dumps(found | {"recommendation": "<script>"}))
+    assert main(["report", str(run), "-o", str(page)]) == 0
+    for text in (given_file, page.read_text()):
+        shown = text.partition("<h2>Scaling</h2>")[2].partition("</section>")[0]
+        assert "<h3>strong scaling</h3>" in shown
+        assert shown.count("<table>") == 4
+        assert f"{found['weak']['sizes'][1]['efficiency']:.0%}" in shown
+    assert "<p>train.py: &lt;script&gt;</p>" in page.read_text()
+    (run / "scale.json").write_text("[]")
+    capsys.readouterr()
+    assert main(["report", str(run), "-o", str(page)]) == 2
+    assert "is not the output of samestep scale --json" in capsys.readouterr().err
 
 
 def line(at_s: float, num_samples: int = 8, **spent_s: float) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from samestep.tools.report.charts import (
     to_json,
 )
 from samestep.tools.report.run_data import RunData
+from samestep.tools.scale.run_scale import build_predictions, build_rows
 from samestep.version import __version__
 from samestep.watch.stall_diagnosis import share_spent
 
@@ -28,12 +29,18 @@ RESTART = ("time", "reason", "rank", "from_step", "lost_steps", "world_size")
 FEW_ROWS = 16  # a longer table is folded
 
 
-def build_page(runs: Sequence[RunData], comparison: Sequence[str], attachments: Mapping[str, str]) -> str:
+def build_page(
+    runs: Sequence[RunData],
+    comparison: Sequence[str],
+    attachments: Mapping[str, str],
+    scalings: Sequence[Mapping[str, Any]] = (),
+) -> str:
     """Return the page.
 
     Args:
         comparison: what each further run has in common with the first one, in a sentence.
         attachments: title -> text, such as the output of `samestep verify`.
+        scalings: results of `samestep scale`.
     """
     charts, marks = group_charts(runs), find_marks(runs)
     maps = {run.name: heat for run in runs if (heat := build_heat_map(run.timeline)) is not None}
@@ -53,6 +60,7 @@ def build_page(runs: Sequence[RunData], comparison: Sequence[str], attachments: 
         _section("Summary", _build_summary(runs) + "".join(f"<p>{to_html(each)}</p>" for each in comparison)),
         _section("Metrics", figures or "<p>No metrics were logged.</p>"),
         _section("Where the time goes", "".join(_build_times(runs, maps))),
+        _section("Scaling", "".join(_build_scaling(scalings))),
         _section("Restarts", "".join(_build_restarts(runs))),
         _section("Configuration", _build_configuration(runs)),
         *(_section(title, f"<pre>{to_html(text)}</pre>") for title, text in attachments.items()),
@@ -122,6 +130,15 @@ def _build_summary(runs: Sequence[RunData]) -> str:
         for name, value in facts.items():
             rows.setdefault(name, [""] * len(runs))[number] = value
     return _table(["", *(run.name for run in runs)], [[name, *cells] for name, cells in rows.items() if any(cells)])
+
+
+def _build_scaling(scalings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    for result in scalings:
+        yield f"<p>{to_html(str(result['script']))}: {to_html(str(result['recommendation']))}</p>"
+        for kind in ("strong", "weak"):
+            if kind in result:
+                yield f"<h3>{kind} scaling</h3>{_table(*build_rows(result[kind]['sizes']))}"
+                yield _table(*build_predictions(result[kind].get("predictions", [])))
 
 
 def _build_times(runs: Sequence[RunData], maps: Mapping[str, HeatMap]) -> Iterator[str]:

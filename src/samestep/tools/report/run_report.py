@@ -12,8 +12,10 @@ from samestep.tools.compare import find_first_difference, find_runs
 from samestep.tools.inspect import CommandParser
 from samestep.tools.report.page import build_page
 from samestep.tools.report.run_data import RunData, read_run_data
+from samestep.tools.scale.run_plan import read_scale
 from samestep.watch.records import RECORD
 
+SCALE = "scale.json"
 MOST_ATTACHED_BYTES = 1 << 20
 
 
@@ -35,6 +37,9 @@ def run_report(args: list[str]) -> int:
         "--attach", metavar="FILE", action="append", default=[],
         help="a text to include, such as the output of samestep verify or doctor; can be repeated",
     )  # fmt: skip
+    parser.add_argument(
+        "--scale", metavar="FILE", help="include the output of samestep scale --json; default: RUN/scale.json, if any"
+    )
     options = parser.parse_args(args)
     output = Path(options.output)
     target = Path(os.path.realpath(output))  # of a link, the file that it names is replaced
@@ -54,7 +59,8 @@ def run_report(args: list[str]) -> int:
             found.append(read_run_data(directory, name, read_run(directory, run)))
         pairs = zip(found[1:], directories[1:], strict=True)
         comparison = [compare(found[0], other, directories[0], directory) for other, directory in pairs]
-    page = build_page(found, comparison, attachments).encode()
+    names = [Path(options.scale)] if options.scale else [path for d in directories if (path := d / SCALE).is_file()]
+    page = build_page(found, comparison, attachments, [read_scale(name) for name in names]).encode()
     try:
         replace_file(target, page)
     except OSError as error:

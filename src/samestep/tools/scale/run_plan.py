@@ -10,7 +10,7 @@ from typing import Any
 from samestep.console import print_table
 from samestep.errors import Error
 from samestep.tools.inspect import CommandParser
-from samestep.tools.scale.run_scale import format_time
+from samestep.tools.scale.run_scale import build_predictions, build_rows, format_time
 
 MOST_RANKS, NUM_BATCH_SIZES = 64, 6
 HOUR_S = 3600.0
@@ -104,6 +104,13 @@ def read_scale(path: Path) -> Mapping[str, Any]:
         raise Error(f"{path} cannot be read ({reason}): name the output of samestep scale --json") from None
     if not isinstance(result, dict) or result.get("format") != 1 or not {"strong", "weak"} & {*result}:
         raise Error(f"{path} is not the output of samestep scale --json: name such a file")
+    try:
+        for kind in {"strong", "weak"} & {*result}:
+            build_rows(result[kind]["sizes"])
+            build_predictions(result[kind].get("predictions", []))
+        result["script"], result["recommendation"]
+    except (KeyError, TypeError, IndexError, ValueError, AttributeError):
+        raise Error(f"{path} is damaged: write it again with samestep scale --json") from None
     return result
 
 
@@ -112,13 +119,13 @@ def list_choices(result: Mapping[str, Any], num_samples: int, most_ranks: int) -
     from samestep.tools.scale.step_model import StepModel
 
     if "model" not in result:
-        raise Error(f"{result.get('script')} has no model: run samestep scale with 2 among --world-sizes")
+        raise Error(f"{result['script']} has no model: run samestep scale with 2 among --world-sizes")
     try:
         model = StepModel.from_json(result["model"])
         first = (result.get("strong") or result["weak"])["sizes"][0]
         base_size, micro_batch_size = int(first["batch_size"]), int(first["facts"]["micro_batch_size"])
     except (KeyError, TypeError, IndexError, ValueError):
-        raise Error("a file of samestep scale --json is damaged: measure again") from None
+        raise Error(f"the model of {result['script']} is damaged: write it again with samestep scale --json") from None
     for batch_size in (base_size << k for k in range(NUM_BATCH_SIZES)):
         num, world_size = batch_size // micro_batch_size, 1
         while world_size <= min(num, most_ranks):
