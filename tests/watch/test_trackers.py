@@ -1,6 +1,7 @@
 """Trackers: the real packages write, and what they wrote is read back; failing and slow ones do not stop a run."""
 
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -38,8 +39,8 @@ def about(dir: Path | None, *, resumed_step: int = 0, group: str = "") -> Tracke
 class Listed:
     """A tracker that keeps what it is told. It raises in the methods and at the steps in `fails`."""
 
-    def __init__(self, *fails: str | int) -> None:
-        self.fails: list[str | int] = list(fails)
+    def __init__(self, *fails: str | int | type) -> None:
+        self.fails: list[str | int | type] = list(fails)
         self.heard: list[tuple[Any, ...]] = []
         self.num_failures = 0
 
@@ -50,6 +51,8 @@ class Listed:
         self.heard.append(what)
 
     def start(self, info: TrackerInfo) -> None:
+        if TypeError in self.fails:
+            raise TypeError("unexpected keyword argument")
         self.hear("start", info)
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
@@ -179,26 +182,31 @@ def test_a_failing_finish_does_not_keep_others_from_theirs() -> None:
     assert good.heard[-1] == ("finish", "stopped")
 
 
-def test_a_tracker_that_cannot_start_stops_a_new_run_and_the_others() -> None:
-    good, bad = Listed(), Listed("start")
+def test_a_tracker_with_bad_arguments_stops_a_new_run_and_the_others() -> None:
+    good, bad = Listed(), Listed(TypeError)
     trackers = Trackers([good, bad], pytest.fail)
-    with pytest.raises(Error, match=r"^tracker Listed cannot start \(RuntimeError: no connection\): set up its"):
+    with pytest.raises(
+        Error, match=r"^tracker Listed cannot start \(TypeError: unexpected .*\): correct its arguments"
+    ):
         trackers.start(about(None))
     assert good.heard[-1] == ("finish", "failed")
     assert bad.heard == []
 
 
-def test_a_tracker_that_cannot_start_does_not_stop_a_run_that_resumes() -> None:
+@pytest.mark.parametrize(("fail", "resumed_step"), [("start", 0), (TypeError, 7)])
+def test_a_tracker_without_a_connection_is_started_later(fail: str | type, resumed_step: int) -> None:
     warnings: list[str] = []
-    bad = Listed("start")
+    bad = Listed("start", fail)
     trackers = Trackers([bad], warnings.append)
-    trackers.start(about(None, resumed_step=7))
+    trackers.start(about(None, resumed_step=resumed_step))
+    bad.fails = ["start"]
     log_in_vain(trackers, bad, 8)
     bad.fails.clear()
     trackers.log({"loss": 1.0}, 9)
     trackers.finish("done")
     assert [what[0] for what in bad.heard] == ["start", "log", "log", "finish"]
-    assert warnings == [f"tracker Listed failed, and its rows are kept to be tried again: {FAILURE}"]
+    assert len(warnings) == 1
+    assert warnings[0].startswith("tracker Listed failed, and its rows are kept to be tried again: ")
 
 
 def install(folder: Path, target: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,7 +377,7 @@ class Recorded:
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.arguments, self.axes, self.rows = arguments, dict[str, Any](), list[dict[str, Any]]()
-        self.id = arguments["id"]
+        self.id = arguments["id"] if "WANDB_SWEEP_ID" not in os.environ else "of-a-sweep"
 
     def define_metric(self, name: str, step_metric: str | None = None) -> None:
         self.axes[name] = step_metric
@@ -382,6 +390,58 @@ class Recorded:
         pass
 
 
+class UsageError(Exception):
+    """What W&B raises without an API key."""
+
+
+def test_wandb_does_not_get_rows_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later process leaves out the rows, and of the last step the values, that W&B took before the kill."""
+    rows: list[dict[str, Any]] = []
+
+    def start(resumed_step: int, *rewinds: int) -> WandB:
+        (tmp_path / "run.json").write_text(json.dumps({"rewinds": rewinds}))
+        tracker = WandB()
+        tracker.start(about(tmp_path, resumed_step=resumed_step))
+        tracker._run.rows = rows
+        return tracker
+
+    modules = {"wandb": SimpleNamespace(init=lambda **arguments: Recorded(arguments))}
+    for name, module in {**modules, "wandb.errors": SimpleNamespace(UsageError=UsageError)}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    first = start(0)
+    for step in range(1, 5):
+        first.log({"loss": step}, step)
+    first.log({"note": "x"}, 4)
+    second = start(2)  # the first one was killed before it logged the score of step 4
+    for step in (3, 4):
+        second.log({"loss": step}, step)
+    second.log({"note": "x", "score": 1}, 4)
+    third = start(2)
+    for step in (3, 4, 6, 5):
+        third.log({"loss": step}, step)
+    third.log({"score": 1}, 4)
+    assert rows == [
+        *({"step": step, "loss": step} for step in range(1, 5)), {"step": 4, "note": "x"}, {"step": 4, "score": 1},
+        {"step": 6, "loss": 6}, {"step": 5, "loss": 5},
+    ]  # fmt: skip
+    rows.clear()
+    start(2, 2).log({"loss": 3}, 3)
+    assert rows == [{"step": 3, "loss": 3}]
+
+
+@pytest.mark.parametrize(("resumed_step", "error"), [(0, Error), (3, UsageError)])
+def test_wandb_without_a_key(
+    resumed_step: int, error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def init(**arguments: Any) -> None:
+        raise UsageError("no API key configured")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    monkeypatch.setitem(sys.modules, "wandb.errors", SimpleNamespace(UsageError=UsageError))
+    with pytest.raises(error, match="no API key configured"):
+        WandB().start(about(tmp_path, resumed_step=resumed_step))
+
+
 def test_wandb_after_a_crash_and_after_going_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After a crash the id stays. A run that has gone back has a new one, whose curve is whole."""
     runs: list[Recorded] = []
@@ -391,6 +451,7 @@ def test_wandb_after_a_crash_and_after_going_back(tmp_path: Path, monkeypatch: p
         return runs[-1]
 
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    monkeypatch.setitem(sys.modules, "wandb.errors", SimpleNamespace(UsageError=UsageError))
     rows = [{"step": step, "loss": 1 / step} for step in (1, 2, 9)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for resumed_step, rewinds in ((0, []), (4, []), (2, [2]), (6, [2])):
@@ -399,6 +460,13 @@ def test_wandb_after_a_crash_and_after_going_back(tmp_path: Path, monkeypatch: p
         tracker.start(about(tmp_path, resumed_step=resumed_step, group="slurm-17"))
         tracker.log({"loss": torch.tensor(0.125)}, resumed_step + 1)
         tracker.finish("stopped")
+    monkeypatch.setenv("WANDB_JOB_TYPE", "search")
+    monkeypatch.setenv("WANDB_SWEEP_ID", "of-all")
+    tracker = WandB("project")
+    tracker.start(about(tmp_path, resumed_step=7))
+    assert json.loads((tmp_path / "trackers.json").read_text())["wandb"]["id"] == runs[-1].id == "of-a-sweep"
+    assert [run.arguments["job_type"] for run in runs] == ["train"] * 4 + ["search"]
+    runs.pop()
     ids = [run.arguments["id"] for run in runs]
     assert ids[0] == ids[1] != ids[2] == ids[3]
     assert [run.arguments["name"] for run in runs] == ["digits", "digits", "digits from step 2", "digits"]

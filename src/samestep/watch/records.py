@@ -25,6 +25,7 @@ RESTARTS = "restarts.jsonl"  # one line for each start but the first: time, reas
 METRICS = "metrics.jsonl"  # one line for each logged row
 TIMELINE = "timeline.jsonl"  # where the time of every rank went: `watch.timeline`
 TRACKERS = "trackers.json"  # the run's id at each service of a tracker
+LAST_ROW = "samestep-last-row.json"  # in a directory of a service: the last row that it got
 LEDGER = "ledger.bin"  # one record for each finished step: the samples it used
 ORDERS = "orders"  # a directory: the sample order of each epoch, if a sampler gives it, and the shards of sources
 LOGS = "logs"  # a directory: the output of each start's ranks
@@ -52,6 +53,7 @@ _SHAPES = {
         "lost?": is_text, "measured?": is_object,
     },
     TRACKERS: is_object,
+    LAST_ROW: {"id": is_text, "step": is_count, "names": [is_text]},
     TIMELINE: {
         "time_s": is_number, "steps": [is_count], "memory_mb?": [is_number], "device_mb?": [is_number],
         "spent_s": lambda value: is_object(value) and all(fits(row, [is_number]) for row in value.values()),

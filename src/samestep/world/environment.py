@@ -288,6 +288,11 @@ def read_group() -> str:
     return os.environ.get("WANDB_RUN_GROUP") or (f"slurm-{array}" if array else "")
 
 
+def read_job_type() -> str:
+    """Return the kind of the runs of a group at trackers: WANDB_JOB_TYPE, else "train"."""
+    return os.environ.get("WANDB_JOB_TYPE") or "train"
+
+
 def read_terminal() -> int:
     """Return the file descriptor of the terminal, even if the launcher has redirected this process's output."""
     file = _read_own_file(TERMINAL)

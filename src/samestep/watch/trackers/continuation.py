@@ -1,14 +1,17 @@
 """How a tracker continues what an earlier process of the run has logged."""
 
 import json
+import threading
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from samestep.files import fits, is_count, is_text, replace_file
-from samestep.watch.records import METRICS, RECORD, TRACKERS, read_or_empty, read_rows
+from samestep.watch.records import LAST_ROW, METRICS, RECORD, TRACKERS, read_or_empty, read_rows
 from samestep.watch.trackers.protocol import TrackerInfo
 
+_writing = threading.Lock()  # a tracker that starts late does so on its own thread
 Point = tuple[str, int, float]  # name, step, value
 
 
@@ -35,9 +38,10 @@ def find_id(directory: Path | None, service: str) -> tuple[str, bool]:
 def keep_id(directory: Path | None, service: str, run_id: str) -> None:
     """Write the id that `find_id` returns at the next start."""
     if directory is not None:
-        ids = read_or_empty(directory / TRACKERS)
-        ids[service] = {"id": run_id, "num_rewinds": _count_rewinds(directory)}
-        replace_file(directory / TRACKERS, json.dumps(ids, indent=2).encode())
+        with _writing:
+            ids = read_or_empty(directory / TRACKERS)
+            ids[service] = {"id": run_id, "num_rewinds": _count_rewinds(directory)}
+            replace_file(directory / TRACKERS, json.dumps(ids, indent=2).encode())
 
 
 def _count_rewinds(directory: Path) -> int:
@@ -75,3 +79,37 @@ class LoggedPoints:
         if not self._points:
             return dict(values)
         return {name: value for name, value in values.items() if (name, step, repr(float(value))) not in self._points}
+
+
+class LastRow:
+    """The last row that a service got, in a file. A later process does not log that row and earlier ones again.
+
+    For services whose points cannot be read; `LoggedPoints` is for the others. The file is written after the service
+    has taken a row: a process that is killed between the two logs one row twice.
+
+    Args:
+        directory: where the file is; None: rows are not kept.
+        run_id: the run's id at the service. The row of another id does not count.
+        is_new: whether the run continues under another id than before, and has no rows there.
+    """
+
+    def __init__(self, directory: Path | None = None, run_id: str = "", *, is_new: bool = False) -> None:
+        self._path = directory and directory / LAST_ROW
+        self._row: dict[str, Any] = {"id": run_id, "step": -1, "names": []}
+        known = read_or_empty(self._path) if self._path is not None and not is_new else {}
+        self._earlier = self._row if known.get("id") != run_id else known  # of an earlier process
+
+    def drop_from(self, values: Mapping[str, Any], step: int) -> dict[str, Any]:
+        """Return the values that the service does not have."""
+        last, names = self._earlier["step"], self._earlier["names"]
+        return {name: value for name, value in values.items() if step > last or (step == last and name not in names)}
+
+    def keep(self, values: Mapping[str, Any], step: int) -> None:
+        """Record that the service has taken values of a step."""
+        if self._path is None or step < self._row["step"]:  # a row may be tried again after the next one
+            return
+        before = next((row["names"] for row in (self._row, self._earlier) if row["step"] == step), ())
+        self._row = {**self._row, "step": step, "names": [*before, *values]}
+        with suppress(OSError):  # such as a full disk: values of repeated steps are then logged twice
+            self._path.parent.mkdir(exist_ok=True)
+            replace_file(self._path, json.dumps(self._row).encode())

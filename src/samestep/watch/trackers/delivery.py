@@ -34,8 +34,9 @@ class Trackers:
         """Start all trackers.
 
         Raises:
-            Error: a tracker cannot start; the others are finished. A run that resumes continues without the tracker,
-                and starts it later, unless the tracker itself raises an `Error`.
+            Error: a tracker raises it, as if its package is missing, or TypeError in a new run, as for an argument that
+                its service does not have; the others are finished. After another exception, such as one about the
+                network, the run continues without the tracker and starts it later.
         """
         try:
             for tracker in self._trackers:
@@ -91,8 +92,8 @@ class _Delivery:
         except Error:
             raise
         except Exception as error:
-            if not self._info.resumed_step:
-                advice = f"set up its service, or train without it: {advise(trackers='none')}"
+            if isinstance(error, TypeError) and not self._info.resumed_step:
+                advice = f"correct its arguments, or train without it: {advise(trackers='none')}"
                 raise Error(f"tracker {self.name} cannot start ({_describe(error)}): {advice}") from error
             self._failure = _describe(error)
         self._thread.start()

@@ -5,22 +5,25 @@ from collections.abc import Mapping
 from typing import Any
 
 from samestep.errors import Error
-from samestep.watch.trackers.continuation import find_id, keep_id, name_run, read_earlier_rows
+from samestep.watch.trackers.continuation import LastRow, find_id, keep_id, name_run, read_earlier_rows
 from samestep.watch.trackers.protocol import TrackerInfo, is_histogram, to_number
+from samestep.world.environment import read_job_type
 
 
 class WandB:
     """Tracker that logs to Weights & Biases, with `step` as the axis of every chart.
 
-    A resumed run continues under its id, which is kept in the run directory. W&B cannot remove points, so a run that
-    goes back (`--resume STEP`) continues under a new id, to which the rows up to that step are copied first.
+    A resumed run continues under its id, which is kept in the run directory, and logs only the values that follow the
+    last row that W&B got. W&B cannot remove points, so a run that goes back (`--resume STEP`) continues under a new id,
+    to which the rows up to that step are copied first.
 
     Args:
         project: as in `wandb.init`.
         init: further arguments of `wandb.init`, such as `mode="offline"` or `tags=[...]`. These take precedence.
 
     Raises:
-        Error: raised at the start of the run if the package is missing.
+        Error: raised at the start of the run if the package is missing, or of a new run if W&B refuses the arguments
+            or has no API key.
 
     Example::
 
@@ -31,10 +34,12 @@ class WandB:
     def __init__(self, project: str | None = None, **init: Any) -> None:
         self.init = {"project": project, **init}
         self._run: Any = None
+        self._last = LastRow()
 
     def start(self, info: TrackerInfo) -> None:
         try:
             import wandb
+            from wandb.errors import UsageError
         except ImportError as error:
             raise Error(f"Weights & Biases is missing ({error}): pip install 'samestep[wandb]'") from error
         run_id, is_rewound = find_id(info.dir, "wandb")
@@ -43,23 +48,32 @@ class WandB:
             keep_id(info.dir, "wandb", run_id)
         config = {"samestep": info.describe(), **info.config}
         ours = {"name": name_run(info, is_rewound=is_rewound), "config": config, "id": run_id, "resume": "allow"}
+        ours["job_type"] = read_job_type()
         if info.dir is not None:
             ours["dir"] = str(info.dir)
         if info.group:
             ours["group"] = info.group
-        self._run = wandb.init(**{**ours, **self.init})
+        try:
+            self._run = wandb.init(**{**ours, **self.init})
+        except UsageError as error:
+            if info.resumed_step:
+                raise
+            raise Error(f"W&B cannot start ({error}): run wandb login, or set WANDB_MODE=offline") from error
         if self._run.id != run_id:  # an `id` among the arguments, or a sweep's
             keep_id(info.dir, "wandb", self._run.id)
+        self._last = LastRow(info.dir and info.dir / "wandb", self._run.id, is_new=is_rewound)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         for values, step in read_earlier_rows(info) if is_rewound else ():
             self._run.log({"step": step, **values})
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        # Not log(step=...): W&B drops values with a lower step than before, as after a crash, or if the script itself
-        # logs to W&B. A step that is repeated after a crash has the same values, and so the same points.
+        # Not log(step=...): W&B drops values with a lower step than before, as if the script itself logs to W&B.
         logged: dict[str, Any] = {"step": step}
-        for name, value in values.items():
+        new = self._last.drop_from(values, step)
+        if not new:
+            return
+        for name, value in new.items():
             number = to_number(value)
             if number is not None:
                 logged[name] = number
@@ -70,6 +84,7 @@ class WandB:
             else:
                 logged[name] = value
         self._run.log(logged)
+        self._last.keep(new, step)
 
     def finish(self, status: str) -> None:
         self._run.finish(exit_code=1 if status == "failed" else 0)
