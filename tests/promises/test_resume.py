@@ -7,7 +7,7 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,33 @@ from support.selection import one_in
 from support.waiting import wait_until
 
 import samestep
+from samestep.watch.trackers.continuation import LastRow, find_id, keep_id
 
 Undisturbed = Callable[..., Outcome]
+POINTS = "points"
+
+
+class Points:
+    """A tracker with an id, whose service keeps what it gets in a file: the id and the row."""
+
+    def start(self, info: samestep.TrackerInfo) -> None:
+        assert info.dir is not None
+        self.id, _ = find_id(info.dir, POINTS)
+        if not self.id:
+            (info.dir / POINTS).mkdir()
+            self.id = str(info.resumed_step)
+            keep_id(info.dir, POINTS, self.id)
+        self.last = LastRow(info.dir / POINTS, self.id)
+        self.file = open(info.dir / POINTS / "points.jsonl", "ab", buffering=0)  # noqa: SIM115
+
+    def log(self, values: Mapping[str, Any], step: int) -> None:
+        if new := self.last.drop_from(values, step):
+            self.file.write(json.dumps([self.id, {"step": step, **new}]).encode() + b"\n")
+            self.last.keep(new, step)
+
+    def finish(self, status: str) -> None:
+        self.file.close()
+
 
 # --- kills, as a person meets them ------------------------------------------------------------------------------------
 
@@ -133,10 +158,17 @@ def test_killed_again_and_again(trial: Trial, undisturbed: Undisturbed, seed: in
     ids=["steps, in the body", "steps", "DataLoader workers", "a sampler"],
 )
 def test_other_loops(trial: Trial, undisturbed: Undisturbed, arguments: dict[str, object], fault: str) -> None:
-    trial.spawn_to_fail(2, fault, **arguments)
+    """A tracker that they log to keeps its id through the crash, and gets every row once."""
+    trial.spawn_to_fail(2, fault, trackers=[Points()], **arguments)
     trial.note_strike(fault)
-    trial.spawn(3, fault, **arguments)
-    assert trial.outcome() == undisturbed(**arguments)
+    trial.spawn(3, fault, trackers=[Points()], **arguments)
+    outcome = trial.outcome()
+    assert outcome == undisturbed(**arguments)
+    lines = (trial.dir / POINTS / "points.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in outcome.metrics.splitlines()]
+    wanted = [json.dumps(["0", {name: row[name] for name in row if name != "epoch"}]) for row in rows]
+    assert sorted(set(lines), key=lines.index) == wanted
+    assert len(lines) <= len(rows) + 1, "SIGKILL between a row and its record repeats one row"
 
 
 # --- what is in the directory -----------------------------------------------------------------------------------------
