@@ -204,6 +204,26 @@ def test_a_script_that_finds_files_of_an_earlier_run(tmp_path: Path) -> None:
     assert {verdict for _, verdict, _ in VERDICT.findall(done.stdout)} == {"not observed"}
 
 
+def test_the_working_directory_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "saves").mkdir()
+    (tmp_path / "saves" / "old.pt").write_text("mine")
+    with open(tmp_path / "large", "w") as file:
+        file.truncate(1 << 31)
+    (tmp_path / "planted.py").write_text(
+        "import os, torch; p = torch.nn.Parameter(torch.ones(1)); optimizer = torch.optim.SGD([p])\n"
+        "assert open('saves/old.pt').read() == 'mine' and os.path.exists('large') == bool(os.environ.get('LINKED'))\n"
+        "open('saves/old.pt', 'w').write('changed')\n"
+        "p.sum().backward(); optimizer.step()"
+    )
+    command = ["verify", "--plain", "--world-sizes", "1", "--resume-after", "0", "--keep-runs", "kept"]
+    done = check(samestep_command(*command, "planted.py", cwd=tmp_path))
+    assert "too large to be copied for each start, and left out: large; if the script needs it" in done.stderr
+    command[-1] = "again"
+    done = check(samestep_command(*command, "--link", "large", "planted.py", cwd=tmp_path, env={"LINKED": "1"}))
+    assert "too large" not in done.stderr
+    assert (tmp_path / "saves" / "old.pt").read_text() == "mine"
+
+
 def test_the_action(tmp_path: Path) -> None:
     """Its shell script, with the inputs and files that GitHub gives it."""
     action = yaml.safe_load((ROOT / "action.yml").read_text())

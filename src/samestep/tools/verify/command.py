@@ -57,6 +57,7 @@ FLAGS: dict[str, Option] = {
     "resume_args": Option(str, "ARGS", "plain: arguments that the script needs to resume"),
     "launcher": Option(str, "CMD", "plain: start it with this, such as 'torchrun --nproc-per-node {n}'"),
     "leave_out": Option(str, "A,B", "plain: entries of the working directory that the script must not find"),
+    "link": Option(str, "A,B", "plain: large entries that the script only reads, to be found through links"),
     "json": Option(bool, "", "plain: print one JSON object"),
     **{name: LAUNCH_FLAGS[name] for name in OF_RUN},
 }

@@ -5,8 +5,10 @@ import os
 import shlex
 import shutil
 import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +37,7 @@ from samestep.world.environment import HOOK, child_variables
 from samestep.world.workdir import WorkDir
 
 RECORDER = "samestep.tools.verify.plain_recorder"
-LARGEST_COPY_BYTES = 1 << 24
+MOST_FILES, MOST_BYTES = 10_000, 1 << 30  # of an entry of the working directory that is copied for a trial
 ROW = "  {:<11} {:<13} {}"
 COLOURS = {OK: "green", UNSEEN: "yellow", MISTAKE: "red"}
 
@@ -80,6 +82,7 @@ class PlainOptions:
     resume_args: str = ""
     launcher: str = ""
     leave_out: str = ""
+    link: str = ""
     json: bool = False
     keep_runs: str | None = None
 
@@ -180,7 +183,7 @@ class _PlainTrials:
         place.mkdir()
         where = self._home / f"{len(self.rows):02}-{size}-ranks" / "copy" if is_resumed else place / "copy"
         if not is_resumed:
-            _copy_directory(Path.cwd(), where, self._options.leave_out.split(","))
+            self._copy_working_directory(where)
         show_activity(f"{self.name} on {size} ranks ...")
         options = {"dir": str(place), "steps": self._options.steps, "kill_after": kill_after}
         inherited = child_variables()
@@ -200,17 +203,62 @@ class _PlainTrials:
         output = (place / "output").read_text(errors="replace").splitlines()
         return code, ranks, "\n".join(output[-SHOWN_LINES:])
 
+    def _copy_working_directory(self, copy: Path) -> None:
+        home = self._home.resolve()
+        own = [path.name for path in (home, *home.parents) if path.parent == Path.cwd()]  # --keep-runs
+        left_out = {*_list_names(self._options.leave_out), *own}
+        too_large = _copy_directory(Path.cwd(), copy, left_out, _list_names(self._options.link))
+        if too_large and not self.rows:
+            names = ", ".join(sorted(too_large))
+            print(
+                f"samestep: too large to be copied for each start, and left out: {names}; if the script needs it and "
+                "only reads it, name it with --link",
+                file=sys.stderr,
+            )
 
-def _copy_directory(source: Path, target: Path, left_out: Sequence[str]) -> None:
-    """Make a directory in which a script finds the files of another one, and writes new ones of its own.
 
-    Small files are copied, large ones and directories are links.
+def _list_names(text: str) -> set[str]:
+    return {Path(each).name for each in text.split(",") if each}
+
+
+def _copy_directory(source: Path, target: Path, left_out: Collection[str], linked: Collection[str]) -> list[str]:
+    """Make a directory in which a script finds the files of another one, and cannot change them.
+
+    Args:
+        left_out, linked: names of entries that are left out, and of those that are links.
+
+    Returns:
+        The names of further entries that were left out, because they are large.
     """
     target.mkdir()
+    too_large = []
     for path in source.iterdir():
-        if path.name in {Path(each).name for each in left_out} or path.name.startswith("."):
+        copy = target / path.name
+        if path.name in left_out or path.name.startswith("."):
             continue
-        if path.is_file() and path.stat().st_size <= LARGEST_COPY_BYTES:
-            shutil.copy2(path, target / path.name)
+        if path.name in linked:
+            copy.symlink_to(path)
+        elif not _is_small(path):
+            too_large.append(path.name)
+        elif path.is_dir():
+            shutil.copytree(path, copy, copy_function=_copy_file, ignore_dangling_symlinks=True)
         else:
-            (target / path.name).symlink_to(path)
+            _copy_file(path, copy)
+    return too_large
+
+
+def _copy_file(source: str | Path, target: str | Path) -> None:
+    if os.path.isfile(source):  # a socket or a pipe cannot be copied
+        shutil.copy2(source, target)
+
+
+def _is_small(path: Path) -> bool:
+    """Return whether a file or directory is small enough for a copy."""
+    num_files, num_bytes = 0, 0 if path.is_dir() or not path.is_file() else path.stat().st_size
+    for directory, _, names in os.walk(path, followlinks=True):  # the limit also ends a circle of links
+        num_files += len(names) + 1
+        with suppress(OSError):
+            num_bytes += sum(os.stat(os.path.join(directory, name)).st_size for name in names)
+        if num_files > MOST_FILES or num_bytes > MOST_BYTES:
+            return False
+    return num_bytes <= MOST_BYTES
