@@ -28,7 +28,7 @@ class Tally:
     digest of a state must not depend on them.
 
     Attributes:
-        num_skipped: steps that made no update, since no micro-batch had a weight above 0.
+        num_skipped: steps that made no update, see `Step.is_skipped`.
         epoch: whose averages these are; -1 before the first step.
     """
 
@@ -118,10 +118,10 @@ class RunMetrics(StepObserver):
         if step.is_skipped:
             self.tally.num_skipped += 1
             if self.tally.num_skipped == 1:
-                self._context.say(
-                    f"step {step.number} makes no update: no micro-batch of it had a step.backward with a weight above "
-                    "0; such steps are counted as skipped_steps"
-                )
+                why = "its gradient is not finite in fp16, so the loss scale was halved"
+                if step.averaged_loss is None:
+                    why = "no micro-batch of it had a step.backward with a weight above 0"
+                self._context.say(f"step {step.number} makes no update: {why}; such steps are counted as skipped_steps")
         if self._batches.steps_per_epoch is not None:
             self.tally.add(step.epoch, step.averages)
         if self._is_logged:

@@ -133,7 +133,7 @@ class Step:
         open: whether the script iterates over the micro-batches.
         is_over: whether the next step has begun.
         has_gradients: whether the last pass left gradients in `.grad`.
-        is_skipped: whether no micro-batch had a weight above 0 so far, so that there is no gradient.
+        is_skipped: whether there was no gradient so far: no micro-batch had a weight above 0, or it overflowed in fp16.
         num_passes: number of complete iterations over the micro-batches.
         averaged_loss: loss over the whole batch in the last pass; None if no micro-batch counted.
         averages: name -> (value, weight), for the loss and the values of `log`.
@@ -338,8 +338,9 @@ class Step:
     def _apply(self, report: Report) -> None:
         self._on.exchanged(self, report)
         self.averaged_loss, self.has_gradients = self._gradients.apply()
-        if self.averaged_loss is not None:
+        if self.has_gradients:
             self.is_skipped = False
+        if self.averaged_loss is not None:
             weight = math.fsum([weight for row in report.weights for weight in row if weight > 0])
             self.averages["loss"] = (self.averaged_loss, weight)
         if report.logged:
