@@ -17,7 +17,7 @@ test: $(VENV)/installed-dev
 
 # Run the tests that need a GPU. One is enough: ranks share it.
 test-gpu: $(VENV)/installed-dev
-	$(BIN)/pytest -m gpu
+	timeout --foreground --signal INT --kill-after 30 1200 $(BIN)/pytest -m gpu
 
 # Run the same tests with the oldest supported torch, in a separate environment.
 test-lowest:
