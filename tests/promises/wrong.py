@@ -764,6 +764,11 @@ def _(run_dir: RunDir) -> None:
     prepare(run_dir, scaler=torch.amp.GradScaler("cpu"))
 
 
+@mistake("an unknown device map", r'device_map must be "keep" or None, not .auto.$', at="start")
+def _(run_dir: RunDir) -> None:
+    prepare(run_dir, device_map="auto")
+
+
 @mistake("a list of models", r"run\.prepare got models, a list without state_dict and load_state_dict", at="start")
 def _(run_dir: RunDir) -> None:
     prepare(run_dir, models=[])

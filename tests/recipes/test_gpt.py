@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -176,6 +177,24 @@ def test_flops_are_those_of_the_formula() -> None:
 )
 def test_peaks_are_those_of_whole_known_gpus(name: str, peak: float | None) -> None:
     assert gpt.look_up_peak(name) == peak
+
+
+def test_tokens_per_second_and_mfu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two steps of 4 samples of 12 tokens in 3 seconds, on GPUs of 10 billion operations per second."""
+    seconds = iter([100.0, 103.0])
+    monkeypatch.setattr(gpt, "find_peak_flops", lambda run: 10e9)
+    monkeypatch.setattr(gpt, "time", SimpleNamespace(perf_counter=lambda: next(seconds)))
+    run = samestep.Run(None, batch_size=4, device="cpu")
+    model = build_model()
+    run.prepare(model=model)
+    throughput = gpt.Throughput(run, model, 12)
+    throughput.begin()
+    assert throughput.describe() == ""
+    for step in run.steps(torch.zeros(4, 12), 2):
+        for _ in step:
+            pass
+    said = throughput.describe()
+    assert said == f"32 tokens/s, MFU {32 * model.count_flops_per_token(12) / 10e9:.1%}"
 
 
 def test_generation() -> None:

@@ -6,16 +6,22 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from support.commands import run
 from support.runs import ask, check, read_rows, run_command
 
+from samestep.errors import Error
 from samestep.recipes import digits, mlp
+from samestep.recipes.commands.prepare import run_prepare
+from samestep.recipes.corpora.text_tokenizer import import_tokenizers
 from samestep.recipes.models import cnn
 from samestep.snapshot.store import Store
+from samestep.sources import Parquet
 
 
 def run_train(*arguments: str) -> str:
@@ -65,6 +71,31 @@ def test_mlp_prints_a_line_per_epoch_from_each_rank(tmp_path: Path) -> None:
     )
     printed = check(run_command(sys.executable, "plain.py", cwd=tmp_path)).stdout
     assert 0.2 < float(printed) < 0.8  # the mean of the targets is 0.5
+
+
+@pytest.mark.parametrize(
+    ("package", "use", "said"),
+    [
+        ("sklearn.datasets", lambda _: digits.load_data(), r"digits needs scikit-learn: .*'samestep\[recipes\]'$"),
+        ("tokenizers", lambda _: import_tokenizers(), r"needs the library tokenizers: pip install 'samestep\[gpt\]'$"),
+        ("pyarrow", Parquet, r"Parquet files need pyarrow: pip install 'samestep\[parquet\]'$"),
+        (
+            "datasets",
+            lambda file: run_prepare(["text", "--dataset", "x", "--out", f"{file}-out"]),
+            "--dataset needs the library datasets: pip install datasets$",
+        ),
+    ],
+    ids=["sklearn", "tokenizers", "pyarrow", "datasets"],
+)
+def test_a_missing_package_is_one_sentence(
+    package: str, use: Callable[[Path], Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "x.parquet"
+    file.touch()
+    monkeypatch.setitem(sys.modules, package, None)  # importing it raises ImportError
+    with pytest.raises(Error, match=said):
+        use(file)
+    assert [*tmp_path.iterdir()] == [file]
 
 
 def test_digits_stops_early_and_its_best_weights_load_without_samestep(tmp_path: Path) -> None:

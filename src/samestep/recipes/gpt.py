@@ -190,7 +190,7 @@ def build_optimizer(model: GPT2, lr: float, weight_decay: float, *, fused: bool 
 
 
 def find_peak_flops(run: samestep.Run) -> float | None:
-    """Return the peak of all ranks' GPUs in operations per second; None on CPU, in fp32 and for unknown GPUs."""
+    """Return the peak of all ranks' GPUs in operations per second; None on CPU, in fp32, in tf32 and for others."""
     with run.autocast():
         if run.device.type != "cuda" or not torch.is_autocast_enabled("cuda"):
             return None

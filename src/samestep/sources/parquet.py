@@ -100,7 +100,7 @@ def _open(file: Path) -> Any:
         import pyarrow
         from pyarrow import parquet
     except ImportError:
-        raise Error("Parquet files need pyarrow: pip install samestep[parquet]") from None
+        raise Error("Parquet files need pyarrow: pip install 'samestep[parquet]'") from None
     try:
         return parquet.ParquetFile(file)
     except (pyarrow.ArrowException, OSError) as error:
