@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -301,12 +302,16 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # fields, further
     "plateau": ({"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss"}, {}),
     "best": ({"optim": "adafactor", "save_strategy": "best", "load_best_model_at_end": True}, {}),
     "sgd": ({"optim": "sgd", "dataloader_drop_last": True, "max_grad_norm": 0.0}, {}),
+    "tf32": ({"tf32": True}, {}),  # sets torch.backends.fp32_precision
 }
 
 
 def train_with_options(directory: Path) -> dict[str, tuple[int, dict[str, float]]]:
+    import transformers.training_args
+
     from samestep.adapters.transformers import Trainer, TrainingArguments
 
+    transformers.training_args.is_torch_tf32_available = lambda: True  # without a GPU, transformers refuses tf32
     found = {}
     for name, (fields, arguments) in OPTIONS.items():
         sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "eval_strategy": "epoch"}
@@ -325,7 +330,8 @@ def test_options(tmp_path: Path) -> None:
     plain = found["plain"][1]
     for name in ("recomputed", "workers"):
         assert found[name][1] == plain
-    for name in ("own loss", "bf16"):
+    for name in ("own loss", "bf16", "tf32"):
         assert found[name][1]["eval_loss"] == pytest.approx(plain["eval_loss"], rel=1e-3)
+    assert json.loads((tmp_path / "tf32" / "run.json").read_text())["numbers"]["precision"] == "tf32"
     losses = [row["eval_loss"] for row in read_rows(tmp_path / "best") if "eval_loss" in row]
     assert losses[-1] == min(losses)
