@@ -67,7 +67,7 @@ def measure_one_host(script: list[str], folder: Path, args: Any) -> dict[str, An
 def measure_two_hosts(hosts: list[Host], script: list[str], folder: Path, args: Any) -> Size:
     """The steps of a rank on each host."""
     size = Size(2, NUM_MICRO_BATCHES)
-    with open_quota(args.quota) as quota:
+    with open_quota(args.quota, 2) as quota:
         for number in range(args.repeats):
             place = Path(tempfile.mkdtemp(dir=folder))
             options = {
@@ -101,7 +101,7 @@ def main() -> None:
     parser = build_parser(__doc__)
     parser.add_argument("--steps", type=int, default=15, help="measured steps of each start")
     parser.add_argument("--repeats", type=int, default=3, help="starts of each case")
-    parser.add_argument("--quota", type=float, default=0.4, help="cores per rank")
+    parser.add_argument("--quota", type=float, default=0.2, help="cores per rank")
     args = parser.parse_args()
     if args.quick:
         args.steps, args.repeats = 3, 1

@@ -239,7 +239,7 @@ def test_groups_are_found(tmp_path: Path) -> None:
 
 def test_a_quota_limits_a_process() -> None:
     try:
-        with cpu_quota.open_quota(0.2) as options:
+        with cpu_quota.open_quota(0.2, 1) as options:
             if (pid := os.fork()) == 0:
                 cpu_quota.begin(options)
                 began_s, used_s = time.monotonic(), time.process_time()

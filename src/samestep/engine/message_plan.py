@@ -53,7 +53,7 @@ def plan_exchange(
         one_host: all ranks run on one host.
         cap_bytes: the largest size of a bucket; None: the default.
     """
-    dtype = {2: torch.bfloat16, 4: torch.float32, 8: torch.float64}[element_bytes]
+    dtype = {2: torch.bfloat16, 8: torch.float64, 16: torch.complex128}.get(element_bytes, torch.float32)
     params = [nn.Parameter(torch.empty(num, dtype=dtype, device="meta")) for num in elements]
     control_bytes = ControlFormat(layout, 2, len(params), 0).size_bytes
     buckets = build_buckets(params, choose_cap_bytes(params, one_host=one_host) if cap_bytes is None else cap_bytes)

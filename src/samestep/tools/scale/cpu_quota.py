@@ -19,11 +19,12 @@ LEAVE_S = 5.0
 
 
 @contextmanager
-def open_quota(cores: float) -> Iterator[dict[str, Any]]:
+def open_quota(cores: float, num_ranks: int) -> Iterator[dict[str, Any]]:
     """Create a control group for the ranks, and remove it after the block.
 
     Args:
         cores: for each rank.
+        num_ranks: the most ranks at a time.
 
     Yields:
         The options of `begin`, for JSON.
@@ -41,8 +42,12 @@ def open_quota(cores: float) -> Iterator[dict[str, Any]]:
             "run as root or in a group that is delegated to you (systemd-run --user --scope -p Delegate=yes)"
         ) from None
     try:
+        # All ranks together would otherwise have the weight of one process beside the others of a busy machine.
         if (group / "cpu.max").exists():  # version 2: the group of each rank has a quota if its parent allows it
+            (group / "cpu.weight").write_text(str(min(100 * num_ranks, 10_000)))
             (group / "cgroup.subtree_control").write_text("+cpu")
+        else:
+            (group / "cpu.shares").write_text(str(min(1024 * num_ranks, 262_144)))
         yield {"group": str(group), "cores": cores}
     finally:
         deadline_s = time.monotonic() + LEAVE_S

@@ -75,7 +75,7 @@ def run_scale(target: Target, values: Mapping[str, Any]) -> int:
         starts = Starts(
             target, {name: value for name, value in values.items() if name in OPTIONS and name in _OF_RUN}, work.path,
             values.get("steps", 30), values.get("warm_up", 5),
-            None if quota is None else stack.enter_context(open_quota(quota)), work.lock.fileno(),
+            None if quota is None else stack.enter_context(open_quota(quota, max(sizes))), work.lock.fileno(),
         )  # fmt: skip
         measured = measure(starts, sizes, kinds, values.get("repeats", 3))
     result: Row = {
