@@ -149,15 +149,29 @@ def test_four_thousand_ranks() -> None:
         model.predict(4, 5)
 
 
+def test_work_for_messages_cannot_be_hidden() -> None:
+    """Without a spare core, it delays the backward."""
+    model = replace(MODEL, local=FAST, socket=FAST, busy_byte_s=1e-9)
+    layout = build_layout(8, 2)
+    plans = plan_exchange(layout, MODEL.elements, 4, one_host=True)
+    num_bytes = sum(int(messages.num_bytes[0]) for plan in plans for messages in plan.rounds)
+    assert num_bytes >= 4 * sum(MODEL.elements)
+    assert model.predict(8, 2) == pytest.approx(replace(model, busy_byte_s=0.0).predict(8, 2) + 1e-9 * num_bytes)
+
+
 def test_the_fit_gives_what_was_measured() -> None:
     facts = {
         "micro_batch_size": 8, "elements": [100, 10], "element_bytes": 4, "bucket_cap_bytes": None, "is_one_host": True,
-        "links": {"message_s": 1e-4, "byte_s": 1e-9, "socket_message_s": 2e-5},
+        "links": {"message_s": 1e-4, "byte_s": 1e-9, "socket_message_s": 2e-5, "cpu_byte_s": 1e-9},
     }  # fmt: skip
-    phases = {"data": 0.002, "compute": 0.038, "backward": 0.024}
+    rest = {"exchange": 0.004, "waiting": 0.001, "update": 0.005, "other": 0.0}
+    phases = {"data": 0.002, "compute": 0.038, "backward": 0.024, **rest}
     alone = {"world_size": 1, "batch_size": 32, "step_s": 0.05, "jitter": 0.1, "facts": facts, "phases_s": phases}
-    pair = {**alone, "world_size": 2, "step_s": 0.03, "phases_s": {"data": 0.001, "compute": 0.02, "backward": 0.012}}
-    model = fit_model(alone, pair)
+    half = {"data": 0.001, "compute": 0.02, "backward": 0.012, **rest}
+    pair = {**alone, "world_size": 2, "step_s": 0.03, "phases_s": half}
+    model = fit_model(alone, pair, 0.5)
+    assert model.busy_byte_s == 2e-9
+    assert fit_model(alone, pair, 2.0).busy_byte_s == 0
     assert model.predict(4, 1) == pytest.approx(0.05)
     assert model.predict(4, 2) == pytest.approx(0.03)
     assert model.micro_batch_s == pytest.approx(0.01)

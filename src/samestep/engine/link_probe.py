@@ -20,7 +20,8 @@ def measure_links(group: Group) -> dict[str, float]:
 
     Returns:
         `message_s`: alpha in seconds. `byte_s`: beta in seconds per byte. `socket_message_s`: alpha of the sockets
-        between the ranks of one host, which carry small messages; without them, the same as `message_s`.
+        between the ranks of one host, which carry small messages; without them, the same as `message_s`. `cpu_byte_s`:
+        CPU seconds of all threads of this process per byte that it sends and receives.
     """
     device = torch.device("cpu") if group.needs_staging(group.device) else group.device
     num_peers = group.world_size - 1
@@ -34,21 +35,24 @@ def measure_links(group: Group) -> dict[str, float]:
 
         return run
 
-    small_s = _time(exchange(SMALL_BYTES, False), NUM_SMALL)
-    large_s = _time(exchange(LARGE_BYTES, False), NUM_LARGE)
-    socket_s = _time(exchange(SMALL_BYTES, True), NUM_SMALL) if group.local_sockets is not None else small_s
+    small_s, small_cpu_s = _time(exchange(SMALL_BYTES, False), NUM_SMALL)
+    large_s, large_cpu_s = _time(exchange(LARGE_BYTES, False), NUM_LARGE)
+    socket_s = _time(exchange(SMALL_BYTES, True), NUM_SMALL)[0] if group.local_sockets is not None else small_s
+    num_bytes = num_peers * (LARGE_BYTES - SMALL_BYTES)
     return {
         "message_s": small_s / num_peers,
-        "byte_s": max(0.0, large_s - small_s) / num_peers / (LARGE_BYTES - SMALL_BYTES),
+        "byte_s": max(0.0, large_s - small_s) / num_bytes,
         "socket_message_s": socket_s / num_peers,
+        "cpu_byte_s": max(0.0, large_cpu_s - small_cpu_s) / num_bytes,
     }
 
 
-def _time(run: Callable[[], None], num: int) -> float:
-    """Return the median seconds of a call. The first one, which connects the ranks, is left out."""
-    seconds = []
-    for _ in range(num + 1):
+def _time(run: Callable[[], None], num: int) -> tuple[float, float]:
+    """Return the median and the mean CPU seconds of a call. A first one, which connects ranks, is left out."""
+    run()
+    seconds, cpu_s = [], time.process_time()
+    for _ in range(num):
         began_s = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - began_s)
-    return median(seconds[1:])
+    return median(seconds), (time.process_time() - cpu_s) / num

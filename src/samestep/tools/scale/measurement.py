@@ -160,6 +160,7 @@ def add_steps(size: Size, ranks: Sequence[Sequence[Line]], where: str) -> None:
     size.num_samples = fmean(sum(rank[step]["samples"] for rank in differences) for step in range(num))
 
 
+PARTS = ("data", "compute", "exchange", "waiting", "update", "other")  # of a step
 PHASES = ("loading", "forward", "backward", "reducing", "updating")
 
 

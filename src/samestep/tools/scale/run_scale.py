@@ -21,7 +21,7 @@ from samestep.launch.sbatch import estimate_start, render
 from samestep.launch.submit import FLAGS as SUBMIT_FLAGS
 from samestep.tools.scale.cpu_quota import LEAST_CORES, open_quota
 from samestep.tools.scale.laws import find_break_even, fit_amdahl, fit_gustafson
-from samestep.tools.scale.measurement import Size, Starts, count_ranks
+from samestep.tools.scale.measurement import PARTS, Size, Starts, count_ranks
 from samestep.tools.traced_script import exiting_on_sigterm
 from samestep.tools.verify.command import parse_world_sizes
 from samestep.world.workdir import WorkDir
@@ -213,7 +213,7 @@ def add_predictions(result: Row, values: Mapping[str, Any]) -> None:
         return
     from samestep.tools.scale.step_model import Link, count_micro_batches, fit_model
 
-    model = fit_model(rows[1], rows[2])
+    model = fit_model(rows[1], rows[2], result["cpu_quota"] or result["num_cores"] / 2)
     if "link_mbit" in values:
         remote = Link(values.get("link_us", 50.0) * 1e-6, 8e-6 / values["link_mbit"])
         model = replace(model, remote=remote, ranks_per_host=values["ranks_per_node"])
@@ -309,21 +309,20 @@ def build_predictions(predicted: Sequence[Row]) -> tuple[list[str], list[list[st
 
 def build_rows(sizes: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Return the header and the rows of a table of measured sizes."""
-    names = ("data", "compute", "exchange", "waiting", "update", "other")
     finish = [name for name in ("queue_s", "finish_s") if sizes[0].get(name) is not None]
-    header = ["ranks", "batch", "samples/s", "speed-up", "efficiency", *names]
+    header = ["ranks", "batch", "samples/s", "speed-up", "efficiency", *PARTS]
     return header + [{"queue_s": "queue", "finish_s": "to finish"}[name] for name in finish], [
         [
             str(row["world_size"]), str(row["batch_size"]),
             f"{row['samples_per_s']:,.0f} +- {row['samples_per_s'] * row['error']:,.0f}",
             f"{row['speed_up']:.2f} +- {row['speed_up_error']:.2f}",
             f"{row['efficiency']:.0%} +- {row['efficiency_error']:.0%}",
-            *_share(row["phases_s"], names), *(format_time(row[name]) for name in finish),
+            *_share(row["phases_s"]), *(format_time(row[name]) for name in finish),
         ]
         for row in sizes
     ]  # fmt: skip
 
 
-def _share(phases_s: Mapping[str, float], names: Sequence[str]) -> Iterator[str]:
-    total_s = sum(phases_s[name] for name in names)
-    return (f"{max(0.0, phases_s[name] / total_s):.0%}" for name in names)
+def _share(phases_s: Mapping[str, float]) -> Iterator[str]:
+    total_s = sum(phases_s[name] for name in PARTS)
+    return (f"{max(0.0, phases_s[name] / total_s):.0%}" for name in PARTS)

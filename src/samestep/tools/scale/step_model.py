@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from samestep.engine.message_plan import BucketPlan, Round, plan_exchange
 from samestep.plan.tree import build_layout
+from samestep.tools.scale.measurement import PARTS
 
 Times = NDArray[np.float64]  # per rank, in seconds
 NUM_DRAWS, LEAST_DRAWS, MOST_DRAWS = 4096, 4, 128  # of the ranks' speeds: over all ranks; per simulation
@@ -42,6 +43,7 @@ class StepModel:
         elements, element_bytes, cap_bytes: of the parameters, and the largest bucket.
         local, socket, remote: links between ranks of a host, its sockets for small messages, links between hosts.
         ranks_per_host: None: all ranks on one host.
+        busy_byte_s: seconds that a rank computes less per byte that it sends, if it has no spare core for messages.
     """
 
     micro_batch_s: float
@@ -56,6 +58,7 @@ class StepModel:
     socket: Link
     remote: Link
     ranks_per_host: int | None = None
+    busy_byte_s: float = 0.0
 
     def predict(self, num_micro_batches: int, world_size: int) -> float:
         """Return the seconds of a step of V micro-batches on W ranks: the mean over some draws of the ranks' speeds.
@@ -86,7 +89,8 @@ class StepModel:
         for number, plan in enumerate(plans):
             now = now + (plan.share - done) * backward_s
             done = plan.share
-            under_way.append(exchange := _Exchange(plan, wire, now))
+            under_way.append(exchange := _Exchange(plan, wire))
+            now = exchange.issue(now)
             if plan.uses_sockets:  # which block
                 now = exchange.advance(now)
             if number and plans[number - 1].route in ("butterfly", "chunks"):
@@ -110,15 +114,19 @@ class StepModel:
 
 
 class _Exchange:
-    """The exchange of one bucket: its first round is issued at once."""
+    """The exchange of one bucket."""
 
-    def __init__(self, plan: BucketPlan, wire: "_Wire", now: Times) -> None:
+    def __init__(self, plan: BucketPlan, wire: "_Wire") -> None:
         self._rounds, self._wire, self._uses_sockets = iter(plan.rounds), wire, plan.uses_sockets
-        self._issue(now)
+        self._end: Times | None = None
 
-    def _issue(self, now: Times) -> None:
-        following = next(self._rounds, None)
-        self._end = None if following is None else self._wire.send(following, now, sockets=self._uses_sockets)
+    def issue(self, now: Times) -> Times:
+        """Issue the next round, if there is one. Returns the time afterwards."""
+        if (following := next(self._rounds, None)) is None:
+            self._end = None
+            return now
+        self._end = self._wire.send(following, now, sockets=self._uses_sockets)
+        return now + self._wire.compute_busy_s(following)
 
     @property
     def is_complete(self) -> bool:
@@ -128,9 +136,7 @@ class _Exchange:
         """Wait for the round that was issued, and issue the next one. Returns the time afterwards."""
         if self._end is None:
             return now
-        now = np.maximum(now, self._end)
-        self._issue(now)
-        return now
+        return self.issue(np.maximum(now, self._end))
 
 
 class _Wire:
@@ -141,6 +147,11 @@ class _Wire:
         self._hosts = self._ranks // (model.ranks_per_host or world_size)
         self._per_host = np.bincount(self._hosts)[self._hosts]
         self._free = np.zeros(world_size)
+
+    def compute_busy_s(self, messages: Round) -> Times:
+        """Return how long each rank's processor works for its messages of a round."""
+        num_peers = 1 if messages.distance else len(self._ranks) - 1
+        return messages.num_bytes.astype(np.float64) * (num_peers * self._model.busy_byte_s)
 
     def send(self, messages: Round, now: Times, *, sockets: bool) -> Times:
         """Return when each rank has sent and received its messages of a round that it issues at `now`."""
@@ -167,18 +178,23 @@ class _Wire:
         return begin + message_s + wire_s  # type: ignore[no-any-return]
 
 
-def fit_model(alone: Mapping[str, Any], pair: Mapping[str, Any]) -> StepModel:
+def fit_model(alone: Mapping[str, Any], pair: Mapping[str, Any], cores_per_rank: float) -> StepModel:
     """Fit the constants to the measurements on 1 and on 2 ranks, as `Size.to_json` gives them.
 
-    The prediction for these two sizes is what was measured.
+    The prediction for these two sizes is what was measured. With up to one core per rank, the work of messages delays
+    the computation; with more, other cores do it.
     """
     facts, links = pair["facts"], pair["facts"]["links"]
     num_alone, num_pair = (count_micro_batches(row) / row["world_size"] for row in (alone, pair))
-    alone_s, pair_s = (row["phases_s"]["data"] + row["phases_s"]["compute"] for row in (alone, pair))
+    # Phases are means and steps are medians, which slow moments move less: a phase is its share of the median step.
+    alone_s, pair_s = (
+        row["step_s"] * (row["phases_s"]["data"] + row["phases_s"]["compute"]) / sum(row["phases_s"][p] for p in PARTS)
+        for row in (alone, pair)
+    )
     local = Link(links["message_s"], links["byte_s"])
     model = StepModel(
         micro_batch_s=alone_s / num_alone,
-        last_backward=alone["phases_s"]["backward"] / alone_s,
+        last_backward=alone["phases_s"]["backward"] / (alone["phases_s"]["data"] + alone["phases_s"]["compute"]),
         extra_s=max(0.0, pair_s - alone_s * num_pair / num_alone),
         rest_s=(0.0, 0.0),
         jitter=alone["jitter"],
@@ -189,6 +205,7 @@ def fit_model(alone: Mapping[str, Any], pair: Mapping[str, Any]) -> StepModel:
         socket=Link(links["socket_message_s"], links["byte_s"]),
         remote=local,
         ranks_per_host=None if facts["is_one_host"] else 1,
+        busy_byte_s=links["cpu_byte_s"] / cores_per_rank if cores_per_rank <= 1 else 0.0,
     )
     rest_s = [row["step_s"] - model.predict(count_micro_batches(row), row["world_size"]) for row in (alone, pair)]
     return replace(model, rest_s=(rest_s[0], rest_s[1]))
