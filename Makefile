@@ -4,7 +4,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test test-gpu test-lowest soak chaos clean
+.PHONY: train test test-adapters test-gpu test-lowest soak chaos clean
 
 train: $(VENV)/installed
 	$(BIN)/samestep train digits --nproc-per-node 2 $(ARGS)
@@ -18,6 +18,15 @@ test: $(VENV)/installed-dev
 # Run the tests that need a GPU. One is enough: ranks share it.
 test-gpu: $(VENV)/installed-dev
 	timeout --foreground --signal INT --kill-after 30 1200 $(BIN)/pytest -m gpu
+
+# Run the tests and pages that need large optional packages (transformers, Keras, W&B, ...), in a separate environment.
+ADAPTERS := tests/adapters tests/watch/test_trackers.py tests/sources/test_sources.py tests/recipes/test_gpt.py
+ADAPTERS += tests/recipes/test_translate.py tests/tools/test_verify_plain.py tests/test_docs.py::test_pages
+test-adapters:
+	$(PYTHON) -m venv .venv-adapters
+	.venv-adapters/bin/pip install --quiet "$(TORCH)" --editable ".[adapters]"
+	.venv-adapters/bin/pytest $(ADAPTERS) -k "transformers or keras or lightning or continues or trainers \
+		or hugging or arrow or coming-from"
 
 # Run the same tests with the oldest supported torch, in a separate environment.
 test-lowest:
@@ -42,4 +51,4 @@ $(VENV)/installed-dev: pyproject.toml
 	touch $(VENV)/installed $@
 
 clean:
-	rm -rf $(VENV) .venv-lowest
+	rm -rf $(VENV) .venv-lowest .venv-adapters

@@ -113,6 +113,21 @@ def test_pages(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         pytest.skip(f"all of {page.name} ran but {', '.join(words)}: make test-adapters runs them")
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("script", ["averaged.py", "penalty.py", "memory.py"])
+def test_techniques_are_the_same_on_two_ranks(script: str, tmp_path: Path) -> None:
+    write_scripts(DOCS / "techniques.md", tmp_path)
+    run_dir = f"runs/{script.removesuffix('.py')}"
+    ends = []
+    for num_ranks in (1, 2):
+        output = run_command(f"samestep launch --nproc-per-node {num_ranks} {script}", tmp_path)
+        digest = run_command(f"samestep inspect {run_dir} --digest", tmp_path)
+        ends.append((digest, re.findall(r"loss of the averaged weights: .*", output)))
+        (tmp_path / run_dir).rename(tmp_path / f"{num_ranks}")
+    assert ends[0] == ends[1]
+    assert len(ends[0][1]) == (script == "averaged.py")
+
+
 def test_make_train(tmp_path: Path) -> None:
     """With the virtual environment that `make test` has made; elsewhere, what make would do is looked at."""
     made = (ROOT / ".venv" / "installed").exists()

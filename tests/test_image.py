@@ -32,6 +32,15 @@ def test_the_image_installs_what_ci_installs() -> None:
     assert len(commands) == 2
 
 
+def test_the_bases_of_the_image_have_python_and_a_supported_torch() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    assert ("ARG", "BASE=python:3.11-slim") in read_instructions()
+    (version,) = re.findall(r"BASE=pytorch/pytorch:(\d+\.\d+)\.\d+-cuda\d+\.\d+-cudnn\d+-runtime ", text)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (least, limit) = re.findall(r"torch>=(\d+\.\d+),<(\d+\.\d+)", project["dependencies"][0])[0]
+    assert [*map(int, least.split("."))] <= [*map(int, version.split("."))] < [*map(int, limit.split("."))]
+
+
 def test_the_packages_are_installed_or_their_absence_is_an_error() -> None:
     script = (ROOT / PACKAGES).read_text()
     subprocess.run(["bash", "-n", ROOT / PACKAGES], check=True)

@@ -170,15 +170,19 @@ def train(kind: str, directory: Path, max_steps: int | None = None, **fields: An
     model = build_model(kind, dropout=0.2)
     options: dict[str, Any] = {}
     train_data, held_out = build_data(kind, NUM_SAMPLES, 0), build_data(kind, 9, 1)
-    if kind == "bert":
+    if kind in ("bert", "t5"):
         import datasets
 
         tokenizer = build_tokenizer()
         texts = [{"text": " ".join(f"w{j * i % 37}" for j in range(4 + i % 5))} for i in range(NUM_SAMPLES)]
-        data = datasets.Dataset.from_list(texts).map(lambda row: tokenizer(row["text"]))
+        if kind == "t5":  # the first words, in reverse: of another length than the inputs
+            texts = [row | {"text_target": " ".join(row["text"].split()[2::-1])} for row in texts]
+        data = datasets.Dataset.from_list(texts).map(lambda row: tokenizer(**row))
         train_data, held_out = data, data.select(range(9))
+        seq2seq = hf.DataCollatorForSeq2Seq(tokenizer, model)
         options = {
-            "processing_class": tokenizer, "data_collator": hf.DataCollatorForLanguageModeling(tokenizer),
+            "processing_class": tokenizer,
+            "data_collator": seq2seq if kind == "t5" else hf.DataCollatorForLanguageModeling(tokenizer),
             "callbacks": [hf.EarlyStoppingCallback(early_stopping_patience=3)],
         }  # fmt: skip
     trainer = Trainer(model, args, train_dataset=train_data, eval_dataset=held_out, **options)

@@ -1,4 +1,4 @@
-"""`benchmarks/gpu.py`, on the CPU: it runs unattended where a GPU is there for a short time."""
+"""`benchmarks/gpu.py`, on the CPU: it runs unattended where a GPU is there for a short time. And two others."""
 
 import importlib.util
 import json
@@ -21,6 +21,16 @@ def test_every_part_runs_on_the_cpu() -> None:
     rows = json.loads(done.stdout)["summary"]
     assert list(rows) == ["train", "syncs", "step", "loader", "snapshot", "verify"]
     assert rows["verify"][0][1] == "identical"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["gpt.py", "input_path.py"])
+def test_others_run_quickly(name: str, tmp_path: Path) -> None:
+    command = [sys.executable, SCRIPT.with_name(name), "--quick"]
+    done = subprocess.run(command, capture_output=True, text=True, env=clean_variables(), cwd=tmp_path, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "samestep" in done.stdout
 
 
 @pytest.mark.soak

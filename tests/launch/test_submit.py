@@ -109,10 +109,11 @@ def test_a_run_at_a_url(script: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_array(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = render(capsys, "--array", "0-3,7%2", "--run-dir", "my runs", "train.py")
+    text = render(capsys, "--array", "0-3,7%2", "--run-dir", "my runs", "--tf-config", "train.py")
     assert read_directives(text)["output"] == "my runs/slurm/%A_%a.out"
     words = read_srun(text)
     assert words[words.index("--run-dir") + 1] == "my runs/$SLURM_ARRAY_TASK_ID"
+    assert words.index("--tf-config") < words.index("train.py")
     assert 'scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' in text
 
 

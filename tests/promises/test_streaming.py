@@ -271,3 +271,29 @@ def test_streams_in_several_loops(tmp_path: Path, capsys: pytest.CaptureFixture[
     capsys.readouterr()
     assert main(["inspect", str(tmp_path / "killed"), "--samples"]) == 0
     assert capsys.readouterr().out.count("each step read its positions of the stream") == 2
+
+
+class Endless:
+    """A source with more samples than a run can use. Remembers the indices that it was asked for."""
+
+    shards = (samestep.Shard("all", 1 << 62, 0),)
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def __len__(self) -> int:
+        return 1 << 62
+
+    def __getitems__(self, indices: list[int]) -> Tensor:
+        self.seen += indices
+        return torch.tensor(indices)[:, None] / len(self)
+
+
+def test_an_endless_source() -> None:
+    run, data, model = samestep.Run(None, batch_size=4, micro_batch_size=2), Endless(), nn.Linear(1, 1)
+    run.prepare(model=model)
+    for step in run.steps(data, 3):
+        for x in step:
+            step.backward(model(x).mean())
+    assert len(set(data.seen)) == 12
+    assert 1 << 58 < max(data.seen) < len(data)
