@@ -51,8 +51,9 @@ class Listed:
         self.heard.append(what)
 
     def start(self, info: TrackerInfo) -> None:
-        if TypeError in self.fails:
-            raise TypeError("unexpected keyword argument")
+        for error in (TypeError, ImportError):
+            if error in self.fails:
+                raise error("unexpected keyword argument")
         self.hear("start", info)
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
@@ -182,12 +183,11 @@ def test_a_failing_finish_does_not_keep_others_from_theirs() -> None:
     assert good.heard[-1] == ("finish", "stopped")
 
 
-def test_a_tracker_with_bad_arguments_stops_a_new_run_and_the_others() -> None:
-    good, bad = Listed(), Listed(TypeError)
+@pytest.mark.parametrize("error", [TypeError, ImportError])
+def test_a_tracker_with_bad_arguments_stops_a_new_run_and_the_others(error: type) -> None:
+    good, bad = Listed(), Listed(error)
     trackers = Trackers([good, bad], pytest.fail)
-    with pytest.raises(
-        Error, match=r"^tracker Listed cannot start \(TypeError: unexpected .*\): correct its arguments"
-    ):
+    with pytest.raises(Error, match=r"^tracker Listed cannot start \(\w+: unexpected .*\): correct its arguments"):
         trackers.start(about(None))
     assert good.heard[-1] == ("finish", "failed")
     assert bad.heard == []

@@ -34,8 +34,8 @@ class Trackers:
         """Start all trackers.
 
         Raises:
-            Error: a tracker raises it, as if its package is missing, or TypeError in a new run, as for an argument that
-                its service does not have; the others are finished. After another exception, such as one about the
+            Error: a tracker raises it, as if its package is missing; or, in a new run, TypeError or ImportError is raised,
+                as for a wrong argument. The others are finished. After another exception, such as one about the
                 network, the run continues without the tracker and starts it later.
         """
         try:
@@ -92,8 +92,8 @@ class _Delivery:
         except Error:
             raise
         except Exception as error:
-            if isinstance(error, TypeError) and not self._info.resumed_step:
-                advice = f"correct its arguments, or train without it: {advise(trackers='none')}"
+            if isinstance(error, TypeError | ImportError) and not self._info.resumed_step:
+                advice = f"correct its arguments or its installation, or train without it: {advise(trackers='none')}"
                 raise Error(f"tracker {self.name} cannot start ({_describe(error)}): {advice}") from error
             self._failure = _describe(error)
         self._thread.start()
