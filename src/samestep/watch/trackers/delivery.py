@@ -34,7 +34,7 @@ class Trackers:
         """Start all trackers.
 
         Raises:
-            Error: a tracker raises it, as if its package is missing; or, in a new run, TypeError or ImportError is raised,
+            Error: a tracker raises it, as if its package is missing. TypeError and ImportError of a new run become one,
                 as for a wrong argument. The others are finished. After another exception, such as one about the
                 network, the run continues without the tracker and starts it later.
         """
