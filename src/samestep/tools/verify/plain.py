@@ -95,6 +95,15 @@ def run_plain(target: Target, options: PlainOptions, world_sizes: Sequence[int],
     """
     if options.steps < 1 or options.resume_after < 0:
         raise Error("verify --plain needs at least one step, and --resume-after of at least 0 steps (0: no restart)")
+    try:
+        words = shlex.split(options.launcher)
+        shlex.split(options.resume_args)
+    except ValueError as error:
+        raise Error(f"--launcher or --resume-args has an open quote or a trailing backslash: {error}") from error
+    if words and shutil.which(words[0]) is None:
+        raise Error(f"--launcher starts with {words[0]}, which is not a program on the PATH: install it, or correct it")
+    if missing := [each for each in options.link.split(",") if each and not Path(Path(each).name).exists()]:
+        raise Error(f"--link names {', '.join(missing)}, which the working directory does not have: name its entries")
     with exiting_on_sigterm(), WorkDir("verify-") as temporary:
         trials = _PlainTrials(target, options, (home or temporary.path).resolve(), temporary.lock.fileno())
         if not options.json:
