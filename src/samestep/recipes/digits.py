@@ -77,7 +77,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--num-workers", "--num_workers", type=int, default=0, help="DataLoader workers per rank (default: 0)"
     )
     parser.add_argument("--run-dir", "--run_dir", default="runs/digits", help="default: runs/digits")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.patience is not None and args.patience < 1:
+        parser.error(f"--patience is {args.patience}: give 1 or more")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -226,6 +226,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-workers", type=int, default=0, help="loader workers per rank (default: 0)")
     parser.add_argument("--run-dir", default="runs/images", help="default: runs/images")
     args = parser.parse_args(argv)
+    for name in ("image_size", "patience"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}: give 1 or more")
     if not 0 < args.held_out < 1:
         parser.error(f"--held-out is a share between 0 and 1, not {args.held_out}")
     return args
