@@ -83,6 +83,12 @@ def split_data(folder: Path, held_out: float) -> tuple[list[str], list[Entry], l
     return classes, train, val
 
 
+def hash_names(folder: Path, *parts: list[Entry]) -> str:
+    """Return a hash of the files' names, so that a later start with other images warns."""
+    names = "\0".join(path.relative_to(folder).as_posix() for part in parts for path, _ in part)
+    return hashlib.sha256(names.encode(errors="surrogateescape")).hexdigest()[:16]
+
+
 def write_digits(folder: Path) -> Path:
     """Write scikit-learn's 1,797 digits as PNG files, unless the folder exists. One rank writes, others wait."""
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -237,13 +243,15 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parse_arguments(argv)
     micro_batch_size = args.micro_batch_size or args.batch_size // math.gcd(args.batch_size, 4)
+    split = None if args.data is None else split_data(args.data, args.held_out)
     run = samestep.Run(
         args.run_dir, batch_size=args.batch_size, micro_batch_size=micro_batch_size, seed=args.seed,
-        precision=args.precision, config=vars(args),
+        precision=args.precision,
+        config=vars(args) | ({} if split is None else {"images": hash_names(args.data, *split[1:])}),
     )  # fmt: skip
     folder = args.data or write_digits((run.dir or Path(args.run_dir)).parent / "digits-png")
     size = args.image_size or (8 if args.data is None else 64)
-    classes, train_entries, val_entries = split_data(folder, args.held_out)
+    classes, train_entries, val_entries = split or split_data(folder, args.held_out)
 
     model = build_resnet(args.model, len(classes))
     decayed = [weight for weight in model.parameters() if weight.ndim > 1]
