@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -130,7 +131,10 @@ def test_an_interrupted_search_leaves_nothing(home: Path) -> None:
     (home / "code/layers.py").write_text("import time\ntime.sleep(600)\n")
     git(home, "commit", "--quiet", "-am", "sleep")
     before, scratch = describe(home), home.parent / "scratch"
-    scratch.mkdir(exist_ok=True)
+    killed = scratch / "samestep-bisect-x" / "tree"  # of a search that was killed
+    killed.parent.mkdir(parents=True)
+    git(home, "worktree", "add", "--quiet", "--detach", str(killed))
+    shutil.rmtree(killed.parent)
     command = [sys.executable, "-m", "samestep", "bisect", "v0", "HEAD", "train.py", "0.1"]
     env = clean_variables({"TMPDIR": str(scratch)})
     process = Popen(command, cwd=home / "code", env=env, stderr=subprocess.PIPE, text=True)

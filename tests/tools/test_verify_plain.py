@@ -180,6 +180,7 @@ def test_ranks_of_another_launcher_are_recorded_too(tmp_path: Path) -> None:
         (["--resume-after", "2"], "--resume-after needs --plain"),
         (["--plain", "--badge", "badge.png"], "--badge takes an .svg file in an existing directory, not badge.png"),
         (["--plain", "--launcher", "nosuchprogram {n}"], "nosuchprogram, which is not a program on the PATH"),
+        (["--plain", "--launcher", "torchrun --nproc-per-node 2"], "--launcher has no {n} for the number of ranks"),
         (["--plain", "--resume-args", "'open"], "--launcher or --resume-args has an open quote"),
         (["--plain", "--link", "nothere"], "--link names nothere, which the working directory does not have"),
         (["--plain", "--steps", "0"], "verify --plain needs at least one step"),

@@ -44,6 +44,7 @@ FLAGS: dict[str, Option] = {
     "json": Option(bool, "", "print one JSON object"),
 }
 NUM_STEPS = 5
+SCRATCH, TREE = "bisect-", "tree"  # names of the scratch directory and of the work tree in it
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,9 @@ def run_bisect(good: str, bad: str, target: Target, values: Mapping[str, Any]) -
         raise Error("--tolerance is a number from 0 on, and goes with --metric: bits are equal or not")
     repository = _Repository(Path(target.name).resolve())
     commits = repository.list_commits(good, bad)
-    with exiting_on_sigterm(), WorkDir("bisect-") as scratch, repository.open_tree(scratch.path, commits[0]) as tree:
+    if repository.try_git("status", "--porcelain", "--untracked-files=no"):
+        say("uncommitted changes are ignored: bisect runs what is committed")
+    with exiting_on_sigterm(), WorkDir(SCRATCH) as scratch, repository.open_tree(scratch.path, commits[0]) as tree:
         search = _Search(repository, tree, commits, target, values, scratch)
         candidates, outcome = search.run()
     differs = values.get("metric", "the bits")
@@ -120,8 +123,6 @@ class _Repository:
             raise Error(f"{script} is in no git repository that can be read: git says {' '.join(self._complaint)!r}")
         self._root = Path(top)
         self.script = script.relative_to(self._root)
-        if self.try_git("status", "--porcelain", "--untracked-files=no"):
-            say("uncommitted changes are ignored: bisect runs what is committed")
 
     def try_git(self, *words: str, directory: Path | None = None) -> str | None:
         """Return the output of a git command; None if it fails. It runs no hook of the repository."""
@@ -172,8 +173,12 @@ class _Repository:
 
     @contextmanager
     def open_tree(self, directory: Path, commit: str) -> Iterator[Path]:
-        """Create a work tree in a directory, for the block."""
-        tree = directory / "tree"
+        """Create a work tree in a directory, for the block. Removes the records of those of killed searches."""
+        for line in self.git("worktree", "list", "--porcelain").splitlines():
+            left = Path(line.removeprefix("worktree "))
+            if left.name == TREE and SCRATCH in left.parent.name and not left.exists():
+                self.try_git("worktree", "remove", "--force", str(left))
+        tree = directory / TREE
         self.git("worktree", "add", "--quiet", "--detach", "--no-checkout", str(tree), commit)
         try:
             yield tree

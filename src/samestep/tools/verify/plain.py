@@ -100,6 +100,10 @@ def run_plain(target: Target, options: PlainOptions, world_sizes: Sequence[int],
         shlex.split(options.resume_args)
     except ValueError as error:
         raise Error(f"--launcher or --resume-args has an open quote or a trailing backslash: {error}") from error
+    if words and "{n}" not in options.launcher:
+        raise Error("--launcher has no {n} for the number of ranks: write 'torchrun --nproc-per-node {n}', for example")
+    if target.kind == "recipe":
+        raise Error(f"--plain is for scripts without samestep, and {target.name} is a recipe: leave --plain out")
     if words and shutil.which(words[0]) is None:
         raise Error(f"--launcher starts with {words[0]}, which is not a program on the PATH: install it, or correct it")
     if missing := [each for each in options.link.split(",") if each and not Path(Path(each).name).exists()]:
