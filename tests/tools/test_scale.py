@@ -18,6 +18,7 @@ from samestep.errors import Error
 from samestep.tools.scale import cpu_quota
 from samestep.tools.scale.laws import find_break_even, fit_amdahl, fit_gustafson
 from samestep.tools.scale.measurement import Size, add_steps
+from samestep.tools.scale.run_scale import find_remote
 from samestep.tools.scale.step_model import StepModel
 
 SCRIPT = """
@@ -202,7 +203,8 @@ def test_the_break_even_is_where_one_more_rank_saves_too_little(serial: float, g
         (["--slurm"], "--slurm compares times to finish: give the length of the run, --for-steps N"),
         (["--partition", "main"], "--partition needs --slurm: add it"),
         (["--weak", "--for-steps", "9"], "--for-steps compares steps of the same size: add --strong"),
-        (["--predict", "8", "--ranks-per-node", "4"], "--predict for several nodes needs both"),
+        (["--predict", "8", "--ranks-per-node", "4"], "--predict for several nodes needs --ranks-per-node N, and"),
+        (["--predict", "8", "--ranks-per-node", "4", "--doctor", "none.json"], "--doctor none.json cannot be read (No"),
         (["--least-gain", "0"], "--least-gain is a percentage between 0 and 100, not 0"),
     ],
 )
@@ -210,6 +212,18 @@ def test_bad_options(words: list[str], sentence: str, tmp_path: Path, capsys: py
     (tmp_path / "train.py").write_text("raise SystemExit(0)")
     assert main(["scale", *words, str(tmp_path / "train.py")]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_links_are_those_of_doctor(tmp_path: Path) -> None:
+    links = [{"latency_s": 1e-4, "bytes_per_s": 1e9}, {"latency_s": 2e-4, "bytes_per_s": 1e8}]
+    findings = [{"check": "links", "measured": None}, {"check": "links", "measured": links}, {"check": "disk"}]
+    (tmp_path / "doctor.json").write_text(json.dumps({"findings": findings}))
+    assert find_remote({"doctor": str(tmp_path / "doctor.json")}) == pytest.approx((2e-4, 1e-8))
+    assert find_remote({"link_mbit": 80.0}) == pytest.approx((50e-6, 1e-7))
+    for text in ('{"findings": []}', "[]", "{"):
+        (tmp_path / "doctor.json").write_text(text)
+        with pytest.raises(Error, match=r"doctor.json has no links: write it by samestep doctor --json on two nodes"):
+            find_remote({"doctor": str(tmp_path / "doctor.json")})
 
 
 def test_a_script_that_does_not_train(tmp_path: Path) -> None:

@@ -8,11 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from samestep.config import OPTIONS, Option, name_flag
 from samestep.console import print_table, say, show_activity
 from samestep.errors import Error
+from samestep.files import parse_json, read_bytes
 from samestep.launch.flags import FLAGS as LAUNCH_FLAGS
 from samestep.launch.job import build_job
 from samestep.launch.launcher import check_target
@@ -52,6 +54,7 @@ FLAGS: dict[str, Option] = {
     "ranks_per_node": Option(int, "N", "ranks on one node, for --slurm and --predict; default: all"),
     "predict": Option(str, "N,N", "also predict these numbers of ranks, such as 8,64,512, by simulating the exchange"),
     "link_mbit": Option(float, "MBIT", "predict: speed of a node's link to the others, as samestep doctor measures it"),
+    "doctor": Option(str, "FILE", "predict: take the links between nodes from this output of samestep doctor --json"),
     "link_us": Option(float, "US", "predict: time of a small message between nodes in microseconds; default: 50"),
     "json": Option(bool, "", "print one JSON object"),
     **{name: LAUNCH_FLAGS[name] for name in _OF_RUN},
@@ -109,10 +112,13 @@ def check_options(values: Mapping[str, Any]) -> list[int]:
         raise Error(f"--cpu-quota takes at least {LEAST_CORES} cores, not {values['cpu_quota']:g}")
     if values.get("slurm") and "for_steps" not in values:
         raise Error("--slurm compares times to finish: give the length of the run, --for-steps N")
-    if ("link_mbit" in values) != ("ranks_per_node" in values and "predict" in values):
-        raise Error("--predict for several nodes needs both --ranks-per-node N and --link-mbit MBIT")
+    if ("link_mbit" in values or "doctor" in values) != ("ranks_per_node" in values and "predict" in values):
+        raise Error("--predict for several nodes needs --ranks-per-node N, and --link-mbit MBIT or --doctor FILE")
     if values.get("link_mbit", 1.0) <= 0 or values.get("link_us", 0.0) < 0:
         raise Error("--link-mbit is a number above 0, and --link-us is at least 0")
+    if "doctor" in values and ("link_mbit" in values or "link_us" in values):
+        raise Error("--doctor names a file with the links: leave out --link-mbit and --link-us")
+    find_remote(values)
     wrong = [name for name in _OF_SLURM if name in values and not values.get("slurm")]
     if wrong:
         raise Error(f"{name_flag(wrong[0])} needs --slurm: add it, or leave {name_flag(wrong[0])} out")
@@ -202,6 +208,26 @@ def estimate_queue_s(target: Target, values: Mapping[str, Any], size: int) -> fl
     return max(0.0, (datetime.fromisoformat(found[1]) - datetime.now()).total_seconds())
 
 
+def find_remote(values: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Return the seconds of a small message between two nodes, and those per byte. None: all ranks share a node.
+
+    Of a file of `samestep doctor`, these are the values of the slowest link, because a step waits for it.
+
+    Raises:
+        Error: the file cannot be read, or names no links.
+    """
+    if (file := values.get("doctor")) is None:
+        return (values.get("link_us", 50.0) * 1e-6, 8e-6 / values["link_mbit"]) if "link_mbit" in values else None
+    try:
+        findings = parse_json(read_bytes(Path(file)))["findings"]
+        links = [link for each in findings if each["check"] == "links" for link in each["measured"] or []]
+        return max(float(link["latency_s"]) for link in links), 1 / min(float(link["bytes_per_s"]) for link in links)
+    except OSError as error:
+        raise Error(f"--doctor {file} cannot be read ({error.strerror}): name a file of samestep doctor") from None
+    except (KeyError, TypeError, ValueError, ZeroDivisionError):
+        raise Error(f"--doctor {file} has no links: write it by samestep doctor --json on two nodes or more") from None
+
+
 def add_predictions(result: Row, values: Mapping[str, Any]) -> None:
     """Add a model of the step, fitted to 1 and 2 ranks, and what it predicts for the measured and other sizes."""
     kind = "strong" if "strong" in result else "weak"
@@ -214,9 +240,8 @@ def add_predictions(result: Row, values: Mapping[str, Any]) -> None:
     from samestep.tools.scale.step_model import Link, count_micro_batches, fit_model
 
     model = fit_model(rows[1], rows[2], result["cpu_quota"] or result["num_cores"] / 2)
-    if "link_mbit" in values:
-        remote = Link(values.get("link_us", 50.0) * 1e-6, 8e-6 / values["link_mbit"])
-        model = replace(model, remote=remote, ranks_per_host=values["ranks_per_node"])
+    if (remote := find_remote(values)) is not None:
+        model = replace(model, remote=Link(*remote), ranks_per_host=values["ranks_per_node"])
     result["model"], num = model.to_json(), count_micro_batches(rows[1])
     for kind in ("strong", "weak"):
         if kind not in result:
