@@ -23,7 +23,7 @@ from support.waiting import wait_until
 
 import samestep
 from samestep.snapshot.store import Store
-from samestep.watch.records import RANKS
+from samestep.watch.records import RANKS, TIMELINE
 
 SCRIPT = Path(__file__).with_name("faulty.py")
 MARK = "PROMISES_TEST_MARK"
@@ -53,8 +53,8 @@ def read_outcome(run_dir: Path) -> Outcome:
 
 
 def read_tree(directory: Path) -> dict[str, str]:
-    """Every file's hash by its path, without the live state, which rank 0 writes at any time."""
-    files = [path for path in sorted(directory.rglob("*")) if path.is_file() and path.name != RANKS]
+    """Every file's hash by its path, without the files that rank 0 writes at any time."""
+    files = [path for path in sorted(directory.rglob("*")) if path.is_file() and path.name not in (RANKS, TIMELINE)]
     return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
