@@ -20,7 +20,7 @@ from samestep.tools.report.charts import (
     to_json,
 )
 from samestep.tools.report.run_data import RunData
-from samestep.tools.scale.run_scale import build_predictions, build_rows
+from samestep.tools.scale.tables import build_predictions, build_rows
 from samestep.version import __version__
 from samestep.watch.stall_diagnosis import share_spent
 

@@ -20,7 +20,6 @@ Line = Mapping[str, Any]
 
 NUM_BLOCKS = 5  # of each start, whose spread gives the error
 OUTSIDE = ("saving", "validating")  # phases that are not part of a step
-SHOWN_LINES = 30
 LEAST_BLOCKS = 2
 
 
@@ -160,7 +159,6 @@ def add_steps(size: Size, ranks: Sequence[Sequence[Line]], where: str) -> None:
     size.num_samples = fmean(sum(rank[step]["samples"] for rank in differences) for step in range(num))
 
 
-PARTS = ("data", "compute", "exchange", "waiting", "update", "other")  # of a step
 PHASES = ("loading", "forward", "backward", "reducing", "updating")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from samestep.console import print_table
 from samestep.errors import Error
 from samestep.tools.inspect import CommandParser
-from samestep.tools.scale.run_scale import build_predictions, build_rows, format_time
+from samestep.tools.scale.tables import build_predictions, build_rows, format_time
 
 MOST_RANKS, NUM_BATCH_SIZES = 64, 6
 HOUR_S = 3600.0

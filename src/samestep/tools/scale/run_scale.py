@@ -4,7 +4,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import datetime
@@ -23,7 +23,8 @@ from samestep.launch.sbatch import estimate_start, render
 from samestep.launch.submit import FLAGS as SUBMIT_FLAGS
 from samestep.tools.scale.cpu_quota import LEAST_CORES, open_quota
 from samestep.tools.scale.laws import find_break_even, fit_amdahl, fit_gustafson
-from samestep.tools.scale.measurement import PARTS, Size, Starts, count_ranks
+from samestep.tools.scale.measurement import Size, Starts, count_ranks
+from samestep.tools.scale.tables import build_predictions, build_rows, format_time
 from samestep.tools.traced_script import exiting_on_sigterm
 from samestep.tools.verify.command import parse_world_sizes
 from samestep.world.workdir import WorkDir
@@ -291,14 +292,6 @@ def recommend(result: Row, least_gain: float) -> str:
     return f"use {count_ranks(best['world_size'])}: {why}; {limit}"
 
 
-def format_time(seconds: float) -> str:
-    """Return such as "3.2 h"."""
-    for unit, length_s in (("h", 3600.0), ("min", 60.0)):
-        if seconds >= 2 * length_s:
-            return f"{seconds / length_s:.1f} {unit}"
-    return f"{seconds:.1f} s"
-
-
 def print_result(result: Row, for_steps: int | None) -> None:
     """Print the tables and sentences."""
     for kind in ("strong", "weak"):
@@ -318,36 +311,3 @@ def print_result(result: Row, for_steps: int | None) -> None:
     if for_steps:
         print(f"time to finish: for {for_steps:,} steps, without the start of the ranks, snapshots and validation")
     print(result["recommendation"])
-
-
-def build_predictions(predicted: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows of a table of predictions, with their errors where there is a measurement."""
-    rows = []
-    for each in predicted:
-        error, size = each["error"], each["world_size"]
-        known = ["", ""] if error is None else [f"{1e3 * each['measured_step_s']:,.1f}", f"{error:+.1%}"]
-        fitted = error is not None and size <= 2 and abs(error) < 1e-6
-        ms, pace = f"{1e3 * each['step_s']:,.1f}", f"{each['samples_per_s']:,.0f}"
-        rows.append([str(size), pace, ms, known[0], "fitted" if fitted else known[1]])
-    return ["ranks", "samples/s", "ms per step", "measured", "error"], rows
-
-
-def build_rows(sizes: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows of a table of measured sizes."""
-    finish = [name for name in ("queue_s", "finish_s") if sizes[0].get(name) is not None]
-    header = ["ranks", "batch", "samples/s", "speed-up", "efficiency", *PARTS]
-    return header + [{"queue_s": "queue", "finish_s": "to finish"}[name] for name in finish], [
-        [
-            str(row["world_size"]), str(row["batch_size"]),
-            f"{row['samples_per_s']:,.0f} +- {row['samples_per_s'] * row['error']:,.0f}",
-            f"{row['speed_up']:.2f} +- {row['speed_up_error']:.2f}",
-            f"{row['efficiency']:.0%} +- {row['efficiency_error']:.0%}",
-            *_share(row["phases_s"]), *(format_time(row[name]) for name in finish),
-        ]
-        for row in sizes
-    ]  # fmt: skip
-
-
-def _share(phases_s: Mapping[str, float]) -> Iterator[str]:
-    total_s = sum(phases_s[name] for name in PARTS)
-    return (f"{max(0.0, phases_s[name] / total_s):.0%}" for name in PARTS)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from samestep.engine.message_plan import BucketPlan, Round, plan_exchange
 from samestep.plan.tree import build_layout
-from samestep.tools.scale.measurement import PARTS
+from samestep.tools.scale.tables import PARTS
 
 Times = NDArray[np.float64]  # per rank, in seconds
 NUM_DRAWS, LEAST_DRAWS, MOST_DRAWS = 4096, 4, 128  # of the ranks' speeds: over all ranks; per simulation
