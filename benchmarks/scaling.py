@@ -1,18 +1,18 @@
 """How well `samestep scale` predicts: fitted to 1 and 2 ranks, against 3 and 4 ranks, 2 hosts, and slow links.
 
 A transformer of 12 micro-batches per step. Each rank has a CPU quota, so that 4 ranks on 2 cores behave like machines.
-Ranks on one host first: sizes 1 to 4 in turns, as the command measures them. Then a rank on each of two hosts (network
-namespaces), the link unshaped, at 1 Gbit/s and at 100 Mbit/s. The prediction for the hosts is the model of the one host
-with buckets for a network and the link's latency and time per byte, which the start on the hosts measures. Needs root.
+The cases are 1 to 4 ranks on one host, measured as the command does, and a rank on each of two hosts (network
+namespaces), the link unshaped, at 1 Gbit/s and at 100 Mbit/s. They take turns, so that a change of the machine's speed
+affects all. The prediction for the hosts is the model of the one host with buckets for a network and the link's latency
+and time per byte, which the start on the hosts measures. Needs root.
 """
 
+import itertools
 import json
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,16 +21,21 @@ from common import build_parser, print_json, print_machine, print_table
 from two_hosts import INTERFACE, Host, open_two_hosts, shape_link, start_on
 
 from samestep.config import to_variables
+from samestep.console import format_ranks
+from samestep.launch.local_ranks import Target
 from samestep.tools.scale.cpu_quota import open_quota
-from samestep.tools.scale.measurement import Size, add_steps
-from samestep.tools.scale.step_model import Link, StepModel
+from samestep.tools.scale.measurement import Size, Starts, add_steps
+from samestep.tools.scale.step_model import Link, StepModel, fit_model
 from samestep.tools.traced_script import read_lines
 from samestep.world.environment import HOOK, TRACE
+from samestep.world.workdir import WorkDir
 
 TARGET = 0.1
 NUM_MICRO_BATCHES = 12
-PORT = 29400
+PORTS = itertools.count(29400)
+LINKS = {"unshaped": None, "1 Gbit/s": 1000, "100 Mbit/s": 100}
 WARM_UP = 3
+FITTED = " (fitted)"
 SCRIPT = f"""
 import sys
 
@@ -52,44 +57,28 @@ for step in run.steps(Sequences(shape), 10_000):
 """
 
 
-def measure_one_host(script: list[str], folder: Path, args: Any) -> dict[str, Any]:
-    """The result of `samestep scale` for 1 to 4 ranks."""
-    words = [sys.executable, "-m", "samestep", "scale", "--json", "--world-sizes", "1,2,3,4"]
-    words += ["--warm-up", str(WARM_UP), "--steps", str(args.steps), "--repeats", str(args.repeats)]
-    words += ["--cpu-quota", str(args.quota), *script]
-    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"samestep scale failed:\n{done.stdout}{done.stderr}")
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
-
-
-def measure_two_hosts(hosts: list[Host], script: list[str], folder: Path, args: Any) -> Size:
-    """The steps of a rank on each host."""
-    size = Size(2, NUM_MICRO_BATCHES)
-    with open_quota(args.quota, 2) as quota:
-        for number in range(args.repeats):
-            place = Path(tempfile.mkdtemp(dir=folder))
-            options = {
-                "run_dir": place / "run", "max_steps": WARM_UP + args.steps, "snapshot_every": "never",
-                "compare_every": "never", "check_compute_every": "never",
-            }  # fmt: skip
-            variables = to_variables(options) | {"GLOO_SOCKET_IFNAME": INTERFACE}
-            variables[TRACE] = json.dumps({"dir": str(place), "paces": True, "scale": True})
-            variables[HOOK] = json.dumps(["samestep.tools.scale.cpu_quota", quota])
-            endpoint = f"{hosts[0].address}:{PORT + number}"
-            words = [sys.executable, "-m", "samestep", "launch", "--nnodes", "2", "--rdzv-endpoint", endpoint, *script]
-            with open(place / "said", "w+") as said:
-                with start_on(hosts, [words, words], said, variables) as launchers:
-                    while any(launcher.poll() is None for launcher in launchers):
-                        time.sleep(0.1)
-                said.seek(0)
-                if any(launcher.returncode for launcher in launchers):
-                    sys.exit(f"the launchers failed:\n{said.read()}")
-            ranks = [read_lines(place / f"rank-{rank}.jsonl") for rank in range(2)]
-            size.facts = ranks[0][0]
-            add_steps(size, [rank[1 + WARM_UP :] for rank in ranks], "2 hosts")
-    return size
+def start_on_two_hosts(size: Size, starts: Starts, hosts: list[Host]) -> None:
+    """Start a rank on each host, and add what was measured."""
+    place = Path(tempfile.mkdtemp(dir=starts.home))
+    options = {
+        "run_dir": place / "run", "max_steps": WARM_UP + starts.num_steps, "snapshot_every": "never",
+        "compare_every": "never", "check_compute_every": "never",
+    }  # fmt: skip
+    variables = to_variables(options) | {"GLOO_SOCKET_IFNAME": INTERFACE}
+    variables[TRACE] = json.dumps({"dir": str(place), "paces": True, "scale": True})
+    variables[HOOK] = json.dumps(["samestep.tools.scale.cpu_quota", starts.quota])
+    script, endpoint = starts.target.to_command()[1], f"{hosts[0].address}:{next(PORTS)}"
+    words = [sys.executable, "-m", "samestep", "launch", "--nnodes", "2", "--rdzv-endpoint", endpoint, *script]
+    with open(place / "said", "w+") as said:
+        with start_on(hosts, [words, words], said, variables) as launchers:
+            while any(launcher.poll() is None for launcher in launchers):
+                time.sleep(0.1)
+        said.seek(0)
+        if any(launcher.returncode for launcher in launchers):
+            sys.exit(f"the launchers failed:\n{said.read()}")
+    ranks = [read_lines(place / f"rank-{rank}.jsonl") for rank in range(2)]
+    size.facts = ranks[0][0]
+    add_steps(size, [rank[1 + WARM_UP :] for rank in ranks], "2 hosts")
 
 
 def predict_hosts(model: StepModel, links: Mapping[str, float]) -> float:
@@ -105,32 +94,33 @@ def main() -> None:
     args = parser.parse_args()
     if args.quick:
         args.steps, args.repeats = 3, 1
-    rows: list[dict[str, Any]] = []
-
-    def add(case: str, predicted_s: float, measured_s: float, error: float) -> None:
-        wrong = predicted_s / measured_s - 1
-        rows.append(
-            {"case": case, "predicted_s": predicted_s, "measured_s": measured_s, "spread": error, "error": wrong}
-        )
-
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        (folder / "train.py").write_text(SCRIPT)
-        script = [str(folder / "train.py"), *(["1", "64"] if args.quick else ["2", "256"])]
-        found = measure_one_host(script, folder, args)
-        model = StepModel.from_json(found["model"])
-        for row in found["strong"]["sizes"]:
-            size = row["world_size"]
-            fitted = " (fitted)" if size <= 2 else ""
-            add(f"{size} ranks, one host{fitted}", model.predict(NUM_MICRO_BATCHES, size), row["step_s"], row["error"])
-        hosts = stack.enter_context(open_two_hosts())
-        for mbit in (None, 1000, 100):
-            shape_link(hosts, mbit)
-            size = measure_two_hosts(hosts, script, folder, args)
-            name = "unshaped" if mbit is None else f"{mbit} Mbit/s"
-            add(f"2 hosts, {name}", predict_hosts(model, size.facts["links"]), size.step_s, size.error)
+    one_host = {size: Size(size, NUM_MICRO_BATCHES) for size in (1, 2, 3, 4)}
+    two_hosts = {link: Size(2, NUM_MICRO_BATCHES) for link in LINKS}
+    with WorkDir("scaling-") as work, open_two_hosts() as hosts, open_quota(args.quota, max(one_host)) as quota:
+        (work.path / "train.py").write_text(SCRIPT)
+        target = Target("script", str(work.path / "train.py"), ["1", "64"] if args.quick else ["2", "256"])
+        starts = Starts(target, {}, work.path, args.steps, WARM_UP, quota, work.lock.fileno())
+        for _ in range(args.repeats):
+            for size in one_host.values():
+                starts.run(size, {})
+            for link, mbit in LINKS.items():
+                shape_link(hosts, mbit)
+                start_on_two_hosts(two_hosts[link], starts, hosts)
+    model = fit_model(one_host[1].to_json(), one_host[2].to_json(), args.quota)
+    cases = [
+        (f"{format_ranks(number)}, one host{FITTED * (number <= 2)}", size, model.predict(NUM_MICRO_BATCHES, number))
+        for number, size in one_host.items()
+    ]
+    cases += [(f"2 hosts, {link}", size, predict_hosts(model, size.facts["links"])) for link, size in two_hosts.items()]
+    rows: list[dict[str, Any]] = [
+        {
+            "case": case, "predicted_s": predicted_s, "measured_s": size.step_s, "spread": size.error,
+            "error": predicted_s / size.step_s - 1,
+        }
+        for case, size, predicted_s in cases
+    ]  # fmt: skip
     if args.json:
-        print_json(rows=rows, model=found["model"])
+        print_json(rows=rows, model=model.to_json())
         return
     print_machine()
     print_table(
