@@ -217,7 +217,7 @@ class Ranks:
                     "the process that starts the ranks has died or was killed (out of memory?): look into the system's "
                     "log, and start again"
                 ) from None
-            self._give_up()
+            self._give_up("was killed with the process that starts the ranks (out of memory?)")
             return
         if event is not None and "started" in event:
             self.started, self._pids = True, event["started"]
@@ -246,7 +246,7 @@ class Ranks:
         if self.started and not self.done:
             self._server.signal(signal.SIGKILL)
             self._poll_for(KILL_S)
-            self._give_up()
+            self._give_up(describe_death(-signal.SIGKILL))
 
     def _poll_for(self, timeout_s: float) -> None:
         deadline_s = time.monotonic() + timeout_s
@@ -285,13 +285,13 @@ class Ranks:
         except OSError:
             return ""
 
-    def _end(self, rank: int, code: int, time_s: float) -> None:
+    def _end(self, rank: int, code: int, time_s: float, death: str = "") -> None:
         self.codes[rank] = code
         if not code and not self.is_stopping:
             self._succeeded[rank] = time_s
         # A rank that ends by the signal that it was sent has not failed. An event can arrive later than the end itself.
         if code and not (time_s >= self._stopped_s and -code in STOP_SIGNALS):
-            died = Failure(rank, time_s, code, False, "died", describe_death(code))
+            died = Failure(rank, time_s, code, False, "died", death or describe_death(code))
             failure = read_failure(rank, self.directory) or died
             self.failures.append(failure)
             log = self.find_log(rank)
@@ -299,14 +299,14 @@ class Ranks:
                 with suppress(OSError), open(log, "a", opener=open_regular) as file:
                     file.write(failure.traceback)
 
-    def _give_up(self) -> None:
-        """Treat the remaining ranks as killed: the server has ended, or cannot kill them."""
+    def _give_up(self, death: str) -> None:
+        """Treat the remaining ranks as killed: the server has ended, or cannot kill them. `death`: for the message."""
         for pid in self._pids:
             with suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
         for rank in set(range(self._first_rank, self._first_rank + self.num_ranks)) - set(self.codes):
             self.lost = True
-            self._end(rank, -signal.SIGKILL, time.time())
+            self._end(rank, -signal.SIGKILL, time.time(), death)
 
 
 def _read_tail(log: Path) -> str:
