@@ -269,14 +269,38 @@ def _build_recipe_target(
     return Target("recipe", f"samestep.recipes.{recipe}", arguments)
 
 
-def _submit(arguments: list[str]) -> int:
-    from samestep.launch import submit
+def _run_on_target(
+    command: str, arguments: list[str], text: str, flags: Mapping[str, Option], run: Callable[..., int], words: str = ""
+) -> int:
+    """Run a command that takes options, perhaps some words, and a target. Options may stand before and after the words.
 
-    values, target = _take_flags_and_target("submit", arguments, submit.FLAGS)
+    Args:
+        text: its help, without the options.
+        run: what to call with the words, the target and the values of the options.
+        words: names of the words, such as "GOOD BAD".
+
+    Raises:
+        Error: a word or the target is missing, or an option is invalid.
+    """
+    num_words = len(words.split())
+    values, left = take_flags(arguments, stop_at_first=True, flags=flags) if words else ({}, arguments)
+    found, left = left[:num_words], left[num_words:]
+    target = None
+    if not {"-h", "--help"} & {*found}:
+        if words and not left:
+            raise Error(f"{command} needs {words} and a script or a recipe; see samestep {command} --help")
+        more, target = _take_flags_and_target(command, left, flags)
+        values |= more
     if target is None:
-        print(f"{submit.HELP}\n{describe_command_flags(submit.FLAGS)}", end="")
+        print(f"{text}\n{describe_command_flags(flags)}", end="")
         return 0
-    return submit.run_submit(target, values)
+    return run(*found, target, values)
+
+
+def _submit(arguments: list[str]) -> int:
+    from samestep.launch.submit import FLAGS, HELP, run_submit
+
+    return _run_on_target("submit", arguments, HELP, FLAGS, run_submit)
 
 
 def _train(arguments: list[str]) -> int:
@@ -294,55 +318,27 @@ def _train(arguments: list[str]) -> int:
 
 
 def _verify(arguments: list[str]) -> int:
-    from samestep.tools.verify import command
+    from samestep.tools.verify.command import FLAGS, HELP, run_verify
 
-    values, target = _take_flags_and_target("verify", arguments, command.FLAGS)
-    if target is None:
-        print(f"{command.HELP}\n{describe_command_flags(command.FLAGS)}", end="")
-        return 0
-    return command.run_verify(target, values)
+    return _run_on_target("verify", arguments, HELP, FLAGS, run_verify)
 
 
 def _replay(arguments: list[str]) -> int:
-    from samestep.tools import replay
+    from samestep.tools.replay import FLAGS, HELP, run_replay
 
-    values, left = take_flags(arguments, stop_at_first=True, flags=replay.FLAGS)
-    if any(word in ("-h", "--help") for word in left[:2]):
-        print(f"{replay.HELP}\n{describe_command_flags(replay.FLAGS)}", end="")
-        return 0
-    if not left[1:]:
-        raise Error("replay needs a run and its script: samestep replay RUN --step S SCRIPT")
-    run, *left = left
-    more, target = _take_flags_and_target("replay", left, replay.FLAGS)
-    if target is None:
-        return _replay(["--help"])
-    return replay.run_replay(run, target, values | more)
+    return _run_on_target("replay", arguments, HELP, FLAGS, run_replay, "RUN")
 
 
 def _bisect(arguments: list[str]) -> int:
-    from samestep.tools import bisect
+    from samestep.tools.bisect import FLAGS, HELP, run_bisect
 
-    values, left = take_flags(arguments, stop_at_first=True, flags=bisect.FLAGS)
-    if any(word in ("-h", "--help") for word in left[:3]):
-        print(f"{bisect.HELP}\n{describe_command_flags(bisect.FLAGS)}", end="")
-        return 0
-    if not left[2:]:
-        raise Error("bisect needs two commits and a script: samestep bisect GOOD BAD SCRIPT")
-    good, bad, *left = left
-    more, target = _take_flags_and_target("bisect", left, bisect.FLAGS)
-    if target is None:
-        return _bisect(["--help"])
-    return bisect.run_bisect(good, bad, target, values | more)
+    return _run_on_target("bisect", arguments, HELP, FLAGS, run_bisect, "GOOD BAD")
 
 
 def _scale(arguments: list[str]) -> int:
-    from samestep.tools.scale import run_scale
+    from samestep.tools.scale.run_scale import FLAGS, HELP, run_scale
 
-    values, target = _take_flags_and_target("scale", arguments, run_scale.FLAGS)
-    if target is None:
-        print(f"{run_scale.HELP}\n{describe_command_flags(run_scale.FLAGS)}", end="")
-        return 0
-    return run_scale.run_scale(target, values)
+    return _run_on_target("scale", arguments, HELP, FLAGS, run_scale)
 
 
 def _plan(arguments: list[str]) -> int:

@@ -97,6 +97,16 @@ def to_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
+def format_count(number: float, what: str) -> str:
+    """Format a number of things, such as "2 ranks"."""
+    return f"{number:g} {what}{'s' if number != 1 else ''}"
+
+
+def format_ranks(number: int) -> str:
+    """Return "1 rank" or "2 ranks"."""
+    return format_count(number, "rank")
+
+
 def describe_size(size_bytes: float) -> str:
     """Format a size in powers of 1000, such as "12.3 MB"."""
     for unit in ("B", "KB", "MB", "GB"):

@@ -114,7 +114,7 @@ def test_the_commit_that_changed_a_metric(home: Path) -> None:
         (["v0", "v4", "../untracked"], "v0 does not have the script untracked: name a commit that has it"),
         (["--tolerance", "1", "v0", "v4", "train.py"], "--tolerance is a number from 0 on, and goes with --metric"),
         (["--steps", "0", "v0", "v4", "train.py"], "--steps and --nproc-per-node are counted from 1"),
-        (["v0", "v4"], "bisect needs two commits and a script"),
+        (["v0", "v4"], "bisect needs GOOD BAD and a script or a recipe"),
     ],
 )
 def test_what_cannot_be_searched(words: list[str], message: str, home: Path) -> None:

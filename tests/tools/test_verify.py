@@ -139,7 +139,7 @@ def test_a_script_that_does_not_train(tmp_path: Path, script: str, words: str) -
     [
         ([], "verify needs a script or a recipe"),
         (["nowhere.py"], "there is no script nowhere.py"),
-        (["--world-sizes", "1,two", "mlp"], "--world-sizes takes numbers of ranks such as 1,2,3,4, not '1,two'"),
+        (["--world-sizes", "1,two", "mlp"], "--world-sizes takes numbers of ranks such as 1,2,4, not '1,two'"),
         (["--world-sizes", "0", "mlp"], "--world-sizes takes numbers of ranks"),
         (["--steps", "0", "mlp"], "verify needs at least one step"),
         (["--keep-runs", "/proc/x", "mlp"], "--keep-runs /proc/x cannot be created (No such file or directory): name"),

@@ -154,6 +154,14 @@ def take_flags(
     return values, left
 
 
+def parse_sizes(option: str, text: str) -> list[int]:
+    """Parse numbers of ranks, such as "1,2,4". Raises Error, with the option's name, if they are not."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts or not all(part.isdecimal() and int(part) for part in parts):
+        raise Error(f"{option} takes numbers of ranks such as 1,2,4, not {text!r}")
+    return [*dict.fromkeys(map(int, parts))]
+
+
 def take_target(command: str, left: list[str], flags: Mapping[str, Option] = FLAGS) -> "Target":
     """Return the target: a script or -m MODULE, and its arguments. Raises Error if it is neither."""
     kind, left = ("module", left[1:]) if left[:1] == ["-m"] else ("script", left)

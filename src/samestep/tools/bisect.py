@@ -20,7 +20,7 @@ from samestep.launch.launcher import check_target
 from samestep.launch.local_ranks import Target
 from samestep.plan.ledger import count_records
 from samestep.tools.compare import find_first_difference, read_last_values
-from samestep.tools.traced_script import exiting_on_sigterm, start
+from samestep.tools.traced_script import exiting_on_sigterm, find_errors, start
 from samestep.watch.records import LEDGER, RECORD, read_or_empty
 from samestep.world.environment import child_variables
 from samestep.world.workdir import WorkDir
@@ -266,9 +266,8 @@ class _Search:
         with start(command, variables, output, (self._scratch.lock.fileno(),), place) as process:
             code = process.wait()
         if code or not count_records(run / LEDGER):
-            lines = [line.strip() for line in output.read_text(errors="replace").splitlines() if line.strip()]
-            said = [line for line in lines if line.startswith("samestep: error: ")] or lines or [shlex.join(command)]
-            why = said[-1].removeprefix("samestep: error: ")
+            text = output.read_text(errors="replace").strip()
+            why = (find_errors(text) or text.splitlines() or [shlex.join(command)])[-1]
             return Outcome(failure=f"exit code {code}: {why}" if code else "it has trained no step")
         return self._compare(self._scratch.path / self._commits[0], run)
 

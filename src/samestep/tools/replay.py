@@ -26,7 +26,7 @@ from samestep.snapshot.object_store import open_run, read_run
 from samestep.snapshot.run_record import describe_changes
 from samestep.snapshot.store import SNAPSHOTS, Snapshot, Store
 from samestep.tools.compare import describe_difference
-from samestep.tools.traced_script import build_trace, exiting_on_sigterm, link_or_copy, read_lines, start
+from samestep.tools.traced_script import build_trace, exiting_on_sigterm, find_errors, link_or_copy, read_lines, start
 from samestep.watch.records import LEDGER, METRICS, ORDERS, RECORD, STATUS, read_or_empty
 from samestep.world.workdir import WorkDir
 
@@ -212,7 +212,7 @@ class _Replay:
             return Error(f"{name} ended before step {self._step} was replayed")
         text = output.read_text(errors="replace").replace(str(self._scratch.path / "run"), self._called)
         lines = text.rstrip().splitlines()
-        errors = [line.partition("error: ")[2] for line in lines if line.startswith("samestep: error: ")]
+        errors = find_errors(text)
         if errors and (other := _OTHER_RUN.fullmatch(errors[-1])):
             return Error(f"{name} is not the script of {self._called}, or has other arguments ({other[1]})")
         if errors:

@@ -83,6 +83,12 @@ def link_or_copy(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
+def find_errors(output: str) -> list[str]:
+    """Return the sentences of samestep's own errors in the output of a script."""
+    begin = "samestep: error: "
+    return [line.removeprefix(begin) for line in map(str.strip, output.splitlines()) if line.startswith(begin)]
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the complete lines of a rank's trace so far. The rank may still be writing, or may have been killed."""
     lines = []

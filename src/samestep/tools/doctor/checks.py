@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from samestep.console import format_ranks
 from samestep.world.environment import Environment
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ class Participants:
     def describe(self) -> str:
         """Return a summary, such as "4 ranks on 2 hosts (h1, h2)"."""
         num_nodes = len(self.leaders)
-        names, ranks = self.name_nodes(range(num_nodes)), format_count(len(self.hosts), "rank")
+        names, ranks = self.name_nodes(range(num_nodes)), format_ranks(len(self.hosts))
         return f"{ranks} on {names}" if num_nodes == 1 else f"{ranks} on {num_nodes} hosts ({names})"
 
 
@@ -213,11 +214,6 @@ def run_judge(name: str, judge: Judge, facts: Facts) -> list[Finding]:
     measured = next((finding.measured for finding in findings if finding.measured is not None), None)
     problems = [replace(finding, measured=measured) for finding in findings if finding.status != PASS]
     return problems or findings
-
-
-def format_count(number: float, what: str) -> str:
-    """Format a number of things, such as "2 ranks"."""
-    return f"{number:g} {what}{'s' if number != 1 else ''}"
 
 
 def format_bytes(count: float) -> str:

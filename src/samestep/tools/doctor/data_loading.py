@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from samestep.config import to_variables
-from samestep.tools.doctor.checks import FAIL, WARN, Context, Facts, Finding, format_count, well
+from samestep.console import format_ranks
+from samestep.tools.doctor.checks import FAIL, WARN, Context, Facts, Finding, well
 from samestep.tools.traced_script import exiting_on_sigterm, read_lines, start
 from samestep.world.environment import TRACE, child_variables
 from samestep.world.workdir import WorkDir
@@ -138,7 +139,7 @@ def _advise(fact: Mapping[str, Any], num_workers: int, lack: float) -> str:
     if room < 1 or num_workers >= room:
         with_them = f"and their {num_workers * num_ranks} workers " if num_workers else ""
         return (
-            f"{num_cores} cores for {format_count(num_ranks, 'rank')} {with_them}leave none free to load: "
+            f"{num_cores} cores for {format_ranks(num_ranks)} {with_them}leave none free to load: "
             "make a sample cheaper to load (decode and resize once, beforehand), or take a machine with more cores"
         )
     give = min(needed, room)

@@ -9,13 +9,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from samestep.console import format_count, format_ranks
 from samestep.tools.doctor.checks import (
     Context,
     Facts,
     Finding,
     failure,
     format_bytes,
-    format_count,
     warning,
     well,
 )
@@ -147,7 +147,7 @@ def judge_cores(facts: Facts) -> Iterator[Finding]:
             "cores": num_cores, "ranks": len(ranks), "numa_nodes": num_numa_nodes, "load": load,
             "threads": [rank["threads"] for rank in ranks],
         }  # fmt: skip
-        text = f"{format_count(len(ranks), 'rank')} x {format_count(most_threads, 'thread')}"
+        text = f"{format_ranks(len(ranks))} x {format_count(most_threads, 'thread')}"
         text += f" on {format_count(num_cores, 'core')}"
         text += f" (a control group allows no more of {num_allowed})" if num_cores < num_allowed else ""
         text += f" of {num_numa_nodes} NUMA nodes" if num_numa_nodes > 1 else ""
@@ -157,7 +157,7 @@ def judge_cores(facts: Facts) -> Iterator[Finding]:
         if load > num_cores:
             loads[node] = load
     for text, most in most_ranks.items():
-        advice = f"start at most {format_count(most, 'rank')} there"
+        advice = f"start at most {format_ranks(most)} there"
         advice += ", or give each fewer threads (--num-threads, samestep.Run)" if most_threads > 1 else ""
         yield warning(f"{text}: {participants.name_nodes(nodes_by_text[text])}", advice)
     if loads:

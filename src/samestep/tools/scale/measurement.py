@@ -11,9 +11,10 @@ from statistics import fmean, median
 from typing import Any
 
 from samestep.config import Overrides, to_variables
+from samestep.console import format_ranks
 from samestep.errors import Error
 from samestep.launch.local_ranks import Target
-from samestep.tools.traced_script import build_trace, read_lines, start
+from samestep.tools.traced_script import build_trace, find_errors, read_lines, start
 from samestep.world.environment import HOOK
 
 Line = Mapping[str, Any]
@@ -118,12 +119,11 @@ class Starts:
         with start(self.target.to_full_command(size.world_size), variables, place / "output", (self.lock,)) as process:
             code = process.wait()
         ranks = [read_lines(place / f"rank-{rank}.jsonl") for rank in range(size.world_size)]
-        where = f"{self.target.name.removeprefix('samestep.recipes.')} on {count_ranks(size.world_size)}"
+        where = f"{self.target.name.removeprefix('samestep.recipes.')} on {format_ranks(size.world_size)}"
         if code or not all(ranks):
-            lines = (place / "output").read_text(errors="replace").rstrip().splitlines()
-            errors = [line.partition("error: ")[2] for line in lines if line.startswith("samestep: error: ")]
-            words = errors[-1] if errors else " / ".join(lines[-3:])
-            raise Error(f"{where} cannot be measured, it ends with exit code {code}: {words or 'it printed nothing'}")
+            output = (place / "output").read_text(errors="replace").rstrip()
+            words = (find_errors(output) or [" / ".join(output.splitlines()[-3:]) or "it printed nothing"])[-1]
+            raise Error(f"{where} cannot be measured, it ends with exit code {code}: {words}")
         size.facts = ranks[0][0]
         if (found := size.facts["world_size"]) != size.world_size:
             raise Error(f"{where} starts {found} ranks itself: pass the script that each rank runs")
@@ -173,8 +173,3 @@ def measure_jitter(seconds: Sequence[float]) -> float:
     """Return the relative standard deviation of steps, from the median absolute deviation, which ignores outliers."""
     middle = median(seconds)
     return 1.4826 * median(abs(value - middle) for value in seconds) / middle if middle > 0 else 0.0
-
-
-def count_ranks(number: int) -> str:
-    """Return "1 rank" or "2 ranks"."""
-    return f"{number} rank{'s' if number > 1 else ''}"

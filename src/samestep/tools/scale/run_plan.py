@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from samestep.console import print_table
+from samestep.console import format_ranks, print_table
 from samestep.errors import Error
 from samestep.tools.inspect import CommandParser
 from samestep.tools.scale.tables import build_predictions, build_rows, format_time
@@ -88,10 +88,10 @@ def run_plan(args: list[str]) -> int:
 
 def describe(choice: Choice) -> str:
     """Return the choice in words."""
-    ranks = f"{choice.world_size} rank{'s' if choice.world_size > 1 else ''}"
     return (
-        f"batch_size {choice.batch_size} and micro_batch_size {choice.micro_batch_size} on {ranks}, which takes "
-        f"{format_time(choice.run_s)} and {choice.rank_hours:.3g} rank-hours"
+        f"batch_size {choice.batch_size} and micro_batch_size {choice.micro_batch_size} on "
+        f"{format_ranks(choice.world_size)}, which takes {format_time(choice.run_s)} and {choice.rank_hours:.3g} "
+        "rank-hours"
     )
 
 

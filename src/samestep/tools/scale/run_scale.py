@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from samestep.config import OPTIONS, Option, name_flag
-from samestep.console import print_table, say, show_activity
+from samestep.console import format_ranks, print_table, say, show_activity
 from samestep.errors import Error
 from samestep.files import parse_json, read_bytes
 from samestep.launch.flags import FLAGS as LAUNCH_FLAGS
+from samestep.launch.flags import parse_sizes
 from samestep.launch.job import build_job
 from samestep.launch.launcher import check_target
 from samestep.launch.local_ranks import Target
@@ -23,10 +24,9 @@ from samestep.launch.sbatch import estimate_start, render
 from samestep.launch.submit import FLAGS as SUBMIT_FLAGS
 from samestep.tools.scale.cpu_quota import LEAST_CORES, open_quota
 from samestep.tools.scale.laws import find_break_even, fit_amdahl, fit_gustafson
-from samestep.tools.scale.measurement import Size, Starts, count_ranks
+from samestep.tools.scale.measurement import Size, Starts
 from samestep.tools.scale.tables import build_predictions, build_rows, format_time
 from samestep.tools.traced_script import exiting_on_sigterm
-from samestep.tools.verify.command import parse_world_sizes
 from samestep.world.workdir import WorkDir
 
 HELP = """\
@@ -71,7 +71,8 @@ def run_scale(target: Target, values: Mapping[str, Any]) -> int:
         Error: an option is invalid, or the script does not train.
     """
     check_target(target)
-    sizes = check_options(values)
+    sizes, remote = check_options(values), find_remote(values)
+    predicted = parse_sizes("--predict", values["predict"]) if "predict" in values else []
     quota, num_cores = values.get("cpu_quota"), len(os.sched_getaffinity(0))
     warn_of_sharing(max(sizes), num_cores, quota)
     kinds = [kind for kind in ("strong", "weak") if values.get(kind)] or ["strong"]
@@ -90,7 +91,7 @@ def run_scale(target: Target, values: Mapping[str, Any]) -> int:
         result[kind] = summarize(kind, found, values.get("least_gain", 5.0) / 100)
     if "for_steps" in values and "strong" in result:
         add_finish(target, values, result["strong"]["sizes"])
-    add_predictions(result, values)
+    add_predictions(result, predicted, remote, values.get("ranks_per_node"))
     result["recommendation"] = recommend(result, values.get("least_gain", 5.0))
     if values.get("json"):
         print(json.dumps(result))
@@ -101,7 +102,7 @@ def run_scale(target: Target, values: Mapping[str, Any]) -> int:
 
 def check_options(values: Mapping[str, Any]) -> list[int]:
     """Return the numbers of ranks. Raises Error if an option is invalid."""
-    sizes = sorted(parse_world_sizes(values.get("world_sizes", "1,2,4")))
+    sizes = sorted(parse_sizes("--world-sizes", values.get("world_sizes", "1,2,4")))
     if sizes[0] != 1 or len(sizes) < 2:
         raise Error("--world-sizes needs 1, to which all is compared, and at least one other number, such as 1,2,4")
     for name, least in (("steps", 2), ("warm_up", 1), ("repeats", 1), ("for_steps", 1), ("ranks_per_node", 1)):
@@ -119,12 +120,13 @@ def check_options(values: Mapping[str, Any]) -> list[int]:
         raise Error("--link-mbit is a number above 0, and --link-us is at least 0")
     if "doctor" in values and ("link_mbit" in values or "link_us" in values):
         raise Error("--doctor names a file with the links: leave out --link-mbit and --link-us")
-    find_remote(values)
     wrong = [name for name in _OF_SLURM if name in values and not values.get("slurm")]
     if wrong:
         raise Error(f"{name_flag(wrong[0])} needs --slurm: add it, or leave {name_flag(wrong[0])} out")
     if "for_steps" in values and values.get("weak") and not values.get("strong"):
         raise Error("--for-steps compares steps of the same size: add --strong")
+    if "predict" in values and 2 not in sizes:
+        raise Error("--predict needs a measurement on 2 ranks: add 2 to --world-sizes")
     return sizes
 
 
@@ -146,7 +148,7 @@ def measure(starts: Starts, sizes: Sequence[int], kinds: Sequence[str], repeats:
     for number in range(repeats):
         for size in sizes:
             for kind in kinds:
-                show_activity(f"{kind} scaling, {count_ranks(size)}, start {number + 1} of {repeats} ...")
+                show_activity(f"{kind} scaling, {format_ranks(size)}, start {number + 1} of {repeats} ...")
                 if size == 1 and kind != kinds[0]:  # the same
                     measured[kind][1] = measured[kinds[0]][1]
                     continue
@@ -205,7 +207,7 @@ def estimate_queue_s(target: Target, values: Mapping[str, Any], size: int) -> fl
     found = re.search(r"to start at (\S+)", " ".join(lines))
     if found is None:
         words = " ".join(lines) or "it said nothing"
-        raise Error(f"sbatch --test-only gives no start for {count_ranks(size)}: {words}")
+        raise Error(f"sbatch --test-only gives no start for {format_ranks(size)}: {words}")
     return max(0.0, (datetime.fromisoformat(found[1]) - datetime.now()).total_seconds())
 
 
@@ -229,20 +231,29 @@ def find_remote(values: Mapping[str, Any]) -> tuple[float, float] | None:
         raise Error(f"--doctor {file} has no links: write it by samestep doctor --json on two nodes or more") from None
 
 
-def add_predictions(result: Row, values: Mapping[str, Any]) -> None:
-    """Add a model of the step, fitted to 1 and 2 ranks, and what it predicts for the measured and other sizes."""
+def add_predictions(
+    result: Row, others: Sequence[int], remote: tuple[float, float] | None, ranks_per_host: int | None
+) -> None:
+    """Add a model of the step, fitted to 1 and 2 ranks, and what it predicts for the measured and other sizes.
+
+    Args:
+        others: numbers of ranks that were not measured.
+        remote: what `find_remote` returns.
+
+    Raises:
+        Error: sizes cannot be predicted from what was measured.
+    """
     kind = "strong" if "strong" in result else "weak"
     rows = {row["world_size"]: row for row in result[kind]["sizes"]}
-    others = parse_world_sizes(values["predict"]) if "predict" in values else []
     if 2 not in rows or rows[2]["facts"]["reduction"] != "exact":
         if others:
-            raise Error("--predict needs a measurement on 2 ranks with reduction='exact': add 2 to --world-sizes")
+            raise Error("--predict needs a measurement on 2 ranks with reduction='exact': leave it out")
         return
     from samestep.tools.scale.step_model import Link, count_micro_batches, fit_model
 
     model = fit_model(rows[1], rows[2], result["cpu_quota"] or result["num_cores"] / 2)
-    if (remote := find_remote(values)) is not None:
-        model = replace(model, remote=Link(*remote), ranks_per_host=values["ranks_per_node"])
+    if remote is not None:
+        model = replace(model, remote=Link(*remote), ranks_per_host=ranks_per_host)
     result["model"], num = model.to_json(), count_micro_batches(rows[1])
     for kind in ("strong", "weak"):
         if kind not in result:
@@ -287,9 +298,9 @@ def recommend(result: Row, least_gain: float) -> str:
     limit = (
         f"a step has {most} micro-batches, so that no more than {most} ranks have work"
         if even == most
-        else f"beyond {count_ranks(even)}, one more saves less than {least_gain:g} % of the time"
+        else f"beyond {format_ranks(even)}, one more saves less than {least_gain:g} % of the time"
     )
-    return f"use {count_ranks(best['world_size'])}: {why}; {limit}"
+    return f"use {format_ranks(best['world_size'])}: {why}; {limit}"
 
 
 def print_result(result: Row, for_steps: int | None) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from samestep.config import OPTIONS, Option, format_flags, name_flag
-from samestep.console import print_result, show_activity
+from samestep.console import format_ranks, print_result, show_activity
 from samestep.errors import Error
 from samestep.launch.flags import FLAGS as LAUNCH_FLAGS
+from samestep.launch.flags import parse_sizes
 from samestep.launch.launcher import check_target
 from samestep.launch.local_ranks import Target
 from samestep.plan.schedule import check_numbers
@@ -81,14 +82,6 @@ class Options:
     keep_runs: str | None = None
 
 
-def parse_world_sizes(text: str) -> list[int]:
-    """Parse numbers of ranks. Raises Error if they are not."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    if not parts or not all(part.isdecimal() and int(part) for part in parts):
-        raise Error(f"--world-sizes takes numbers of ranks such as 1,2,3,4, not {text!r}")
-    return [*dict.fromkeys(map(int, parts))]
-
-
 def run_verify(target: Target, values: Mapping[str, Any]) -> int:
     """Run and compare everything, with the options of FLAGS, and write the badge.
 
@@ -110,7 +103,7 @@ def run_verify(target: Target, values: Mapping[str, Any]) -> int:
         raise Error(f"{name_flag(wrong[0])} {'cannot be used with' if is_plain else 'needs'} --plain: leave it out")
     if is_plain:
         options = PlainOptions(**own)
-        sizes = parse_world_sizes(options.world_sizes)
+        sizes = parse_sizes("--world-sizes", options.world_sizes)
         home = None if options.keep_runs is None else _make_empty(Path(options.keep_runs))
         code = 0 if run_plain(target, options, sizes, home) else 1
     else:
@@ -137,7 +130,7 @@ def _run_exact(target: Target, values: Mapping[str, Any]) -> int:
     """Verify a script of samestep. Returns 1 also if no kill occurred before the end of its run."""
     options = Options(**{name: value for name, value in values.items() if name not in OPTIONS})
     overrides = {name: value for name, value in values.items() if name in OPTIONS}
-    world_sizes = parse_world_sizes(options.world_sizes)
+    world_sizes = parse_sizes("--world-sizes", options.world_sizes)
     if options.steps < 1 or options.kills < 0:
         raise Error("verify needs at least one step, and at least 0 kills")
     kept = None if options.keep_runs is None else _make_empty(Path(options.keep_runs))
@@ -207,26 +200,26 @@ class _Verification:
                 self._run_and_compare("train", size)
             else:
                 why = f"skipped: a step has {most} micro-batch{'es' if most > 1 else ''} only"
-                self._print_row("train", _count(size), "", why)
+                self._print_row("train", format_ranks(size), "", why)
         if self._is_same and self._options.kills:
             self._interrupt(allowed)
 
     # --- the runs ---------------------------------------------------------------------------------------------
 
     def _run_reference(self, size: int) -> Outcome:
-        show_activity(f"train on {_count(size)} ...")
+        show_activity(f"train on {format_ranks(size)} ...")
         outcome, name = self._trials.run(size), self._trials.target.name.removeprefix(RECIPES)
         if outcome.code or not outcome.trace.steps:
             show_activity("")
             print(outcome.last_words, file=sys.stderr)
             if outcome.code:
                 raise Error(
-                    f"{name} ends with exit code {outcome.code} on {_count(size)}, before anything can be compared: "
-                    "see its output above"
+                    f"{name} ends with exit code {outcome.code} on {format_ranks(size)}, before anything can be "
+                    "compared: see its output above"
                 )
             raise Error(
-                f"{name} ended without a step of samestep.Run (on {_count(size)}): verify needs a script that trains "
-                "with run.epochs or run.steps"
+                f"{name} ended without a step of samestep.Run (on {format_ranks(size)}): verify needs a script that "
+                "trains with run.epochs or run.steps"
             )
         if (found := outcome.trace.settings["world_size"]) != size:
             raise Error(f"{name} starts {found} ranks itself: pass the script that each rank runs")
@@ -238,7 +231,7 @@ class _Verification:
 
     def _run_and_compare(self, name: str, size: int, **how: Any) -> str:
         """Run, compare with the reference, and print the row. Returns the result: "same", or what is not."""
-        show_activity(f"{name} on {_count(size)} ...")
+        show_activity(f"{name} on {format_ranks(size)} ...")
         outcome = self._trials.run(size, **how)
         is_killed = "kill" in how and outcome.code == KILLED
         self._num_kills += is_killed
@@ -249,7 +242,7 @@ class _Verification:
         return result
 
     def _check_averages(self, size: int) -> None:
-        show_activity(f"averages on {_count(size)} ...")
+        show_activity(f"averages on {format_ranks(size)} ...")
         found = check_gradients(self._trials, size)
         faults = found.faults + check_schedules(self._reference.trace)
         result = "WRONG" if faults else "not checked" if found.failure else "same"
@@ -280,7 +273,7 @@ class _Verification:
 
     def _judge(self, outcome: Outcome, *, is_cut: bool) -> str:
         """Compare with the reference, and explain a difference. Returns the entry for the table."""
-        reference, trace, where = self._reference, outcome.trace, f"on {_count(outcome.world_size)}"
+        reference, trace, where = self._reference, outcome.trace, f"on {format_ranks(outcome.world_size)}"
         if (difference := find_difference(reference.trace, trace)) is not None:
             self._is_same = False
             self._explain(outcome, difference)
@@ -309,9 +302,9 @@ class _Verification:
 
     def _explain(self, outcome: Outcome, difference: Difference) -> None:
         reference, resumed = self._reference, ", resumed" if outcome.is_resumed else ""
-        whose = f"in two runs on {_count(reference.world_size)}"
+        whose = f"in two runs on {format_ranks(reference.world_size)}"
         if outcome.world_size != reference.world_size:
-            whose = f"on {_count(outcome.world_size)} and on {_count(reference.world_size)}"
+            whose = f"on {format_ranks(outcome.world_size)} and on {format_ranks(reference.world_size)}"
         self._lines.append(f"step {difference.step} is not the same {whose}{resumed}")
         if difference.tensor is not None:
             count = difference.num_tensors
@@ -333,7 +326,7 @@ class _Verification:
                 run.world_size, run_dir=run.begun_from, num_steps=step + 1, hash_seed=run.hash_seed, dump=step
             )
             if not (again.place / "dump.safetensors").exists():
-                return f"another run on {_count(run.world_size)} did not reach that step"
+                return f"another run on {format_ranks(run.world_size)} did not reach that step"
             places.append(again.place)
         return measure_difference(places[0], places[1], name)
 
@@ -342,7 +335,7 @@ class _Verification:
     def _print_run(self, name: str, outcome: Outcome, result: str) -> None:
         steps = outcome.trace.steps
         shown = f"{min(steps)}-{max(steps)}" if steps else "none"
-        self._print_row(name, _count(outcome.world_size), shown, result, f"{outcome.seconds:.1f} s")
+        self._print_row(name, format_ranks(outcome.world_size), shown, result, f"{outcome.seconds:.1f} s")
 
     def _print_row(self, name: str, ranks: str, steps: str, result: str, time: str = "") -> None:
         colour = next((colour for text, colour in COLOURS.items() if result.startswith(text)), "red")
@@ -351,7 +344,3 @@ class _Verification:
 
 def _choose_other(chance: random.Random, sizes: Sequence[int], size: int) -> int:
     return chance.choice([other for other in sizes if other != size] or list(sizes))
-
-
-def _count(size: int) -> str:
-    return f"{size} rank{'s' if size > 1 else ''}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from samestep.console import print_result, show_activity
+from samestep.console import format_ranks, print_result, show_activity
 from samestep.errors import Error
 from samestep.launch.local_ranks import Target
 from samestep.tools.traced_script import exiting_on_sigterm, start
@@ -132,7 +132,7 @@ def _compare(trials: "_PlainTrials", options: PlainOptions, world_sizes: Sequenc
         code, ranks, output = trials.run(size)
         if not runs and (code or not ranks):
             raise Error(
-                f"{trials.name} ends with exit code {code} on {size} rank{'s' * (size > 1)} after "
+                f"{trials.name} ends with exit code {code} on {format_ranks(size)} after "
                 f"{len(ranks[0].updates) if ranks else 0} steps of a torch optimizer, before anything can be compared: "
                 f"its last lines are: {output}"
             )

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from samestep.console import format_ranks
 from samestep.tools.traced_script import read_lines
 
 OK, MISTAKE, UNSEEN = "ok", "MISTAKE", "not observed"
@@ -197,7 +198,7 @@ def check_samples(runs: Runs) -> Result:
     """Check that the ranks together train on each sample once per epoch."""
     faults, notes, lengths, redrawn = [], [], _find_lengths(runs, True), set()
     for size, ranks in runs.items():
-        where = f"on {size} rank{'s' * (size > 1)}"
+        where = f"on {format_ranks(size)}"
         for number, passes in enumerate(_pair(ranks, True)):
             counts, length = _count(passes, lengths[number] if number < len(lengths) else None)
             num_repeated, is_complete = counts.total() - len(counts), all(each.is_complete for each in passes)
@@ -331,7 +332,7 @@ def check_evaluation(runs: Runs) -> Result:
     """Check that an evaluation counts each sample once."""
     faults, notes, lengths = [], [], _find_lengths(runs, False)
     for size, ranks in runs.items():
-        where = f"on {size} rank{'s' * (size > 1)}"
+        where = f"on {format_ranks(size)}"
         for number, passes in enumerate(_pair(ranks, False)):
             if not all(each.is_complete for each in passes):
                 continue

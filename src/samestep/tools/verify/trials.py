@@ -13,7 +13,7 @@ from samestep.config import Overrides, to_variables
 from samestep.launch.local_ranks import Target
 from samestep.plan.ledger import read_records
 from samestep.snapshot.store import SNAPSHOTS, Store
-from samestep.tools.traced_script import build_trace, link_or_copy, start
+from samestep.tools.traced_script import build_trace, find_errors, link_or_copy, start
 from samestep.tools.verify.traces import Traced, read_traces
 from samestep.watch.records import LEDGER
 from samestep.world.environment import HOOK
@@ -58,9 +58,7 @@ class Outcome:
     @property
     def last_words(self) -> str:
         """The error at the end; without one, the end of the output."""
-        lines = self.output.rstrip().splitlines()
-        errors = [line for line in lines if line.startswith("samestep: error: ")]
-        return "\n".join(errors or lines[-SHOWN_LINES:])
+        return "\n".join(find_errors(self.output) or self.output.rstrip().splitlines()[-SHOWN_LINES:])
 
 
 @dataclass
