@@ -353,3 +353,29 @@ def test_what_slurm_says(jobs: Jobs, trial: Trial) -> None:
         assert reason in said
         assert said.count("\n") == 1
     assert not trial.dir.exists()
+
+
+def test_queue_times_of_scale(jobs: Jobs, trial: Trial) -> None:
+    """One rank would start at once; two on two nodes when the job that holds one of them has reached its limit."""
+    scale = [jobs.python, "-m", "samestep", "scale", "--slurm", "--for-steps", "100", "--ranks-per-node", "1"]
+    scale += ["--steps", "3", "--warm-up", "1", "--repeats", "1"]
+    hold = ["--nodelist=n1", "--exclusive", "--time=60", "--output=/dev/null", "--wrap=sleep 600"]
+    number = jobs.cluster.run("sbatch", "--parsable", *hold).strip()
+    try:
+        jobs.cluster.wait_for(number, "RUNNING")
+        words = ["--world-sizes", "1,2", "--time", "30", "--json", SCRIPT, trial.dir]
+        started = jobs.start("env", "SLURM_TIME_FORMAT=relative", *scale, *words)
+        finish(started)
+        said = finish(jobs.start(*scale, "--world-sizes", "1,3", SCRIPT, trial.dir), 2)
+    finally:
+        jobs.cluster.run("scancel", number)
+    found = json.loads(started.out.read_text())
+    alone, both = found["strong"]["sizes"]
+    assert alone["queue_s"] < 60
+    assert 3000 < both["queue_s"] <= 3600
+    for row in (alone, both):
+        assert row["finish_s"] == pytest.approx(row["queue_s"] + 100 * row["step_s"])
+    assert found["recommendation"].startswith("use 1 rank: it finishes first, after ")
+    assert said.startswith("samestep: error: --slurm has no queue time of 3 ranks on 3 nodes: sbatch refused the job: ")
+    assert said.count("\n") == 1, "before anything is measured"
+    assert not trial.dir.exists()

@@ -19,7 +19,7 @@ from samestep.errors import Error
 from samestep.files import replace_file
 from samestep.launch.job import Job
 from samestep.version import __version__
-from samestep.world.environment import SECRET, START_AGAIN
+from samestep.world.environment import SECRET, START_AGAIN, child_variables
 
 READ_S = 0.2  # interval at which the output is read
 ASK_S, MOST_ASK_S = 0.5, 10.0  # interval of queries to Slurm; grows while nothing changes
@@ -146,8 +146,11 @@ def estimate_start(script: str) -> list[str]:
 
 
 def _sbatch(options: Sequence[str], script: str) -> subprocess.CompletedProcess[str]:
+    variables = child_variables() | {"SLURM_TIME_FORMAT": "standard"}  # times are read from what it prints
     try:
-        done = subprocess.run(["sbatch", *options], input=script, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["sbatch", *options], env=variables, input=script, capture_output=True, text=True, check=False
+        )
     except OSError as error:
         raise Error(
             f"sbatch cannot be started ({error.strerror}): submit from a machine of the cluster, or print the batch "

@@ -74,6 +74,8 @@ def run_scale(target: Target, values: Mapping[str, Any]) -> int:
     sizes, remote = check_options(values), find_remote(values)
     predicted = parse_sizes("--predict", values["predict"]) if "predict" in values else []
     quota, num_cores = values.get("cpu_quota"), len(os.sched_getaffinity(0))
+    # Asked first: if Slurm refuses a size, nothing has been measured in vain.
+    queues_s = {size: estimate_queue_s(target, values, size) for size in sizes} if values.get("slurm") else {}
     warn_of_sharing(max(sizes), num_cores, quota)
     kinds = [kind for kind in ("strong", "weak") if values.get(kind)] or ["strong"]
     with exiting_on_sigterm(), WorkDir("scale-") as work, ExitStack() as stack:
@@ -90,7 +92,7 @@ def run_scale(target: Target, values: Mapping[str, Any]) -> int:
     for kind, found in measured.items():
         result[kind] = summarize(kind, found, values.get("least_gain", 5.0) / 100)
     if "for_steps" in values and "strong" in result:
-        add_finish(target, values, result["strong"]["sizes"])
+        add_finish(result["strong"]["sizes"], values["for_steps"], queues_s)
     add_predictions(result, predicted, remote, values.get("ranks_per_node"))
     result["recommendation"] = recommend(result, values.get("least_gain", 5.0))
     if values.get("json"):
@@ -191,19 +193,24 @@ def summarize(kind: str, measured: Mapping[int, Size], least_gain: float) -> Row
     return {"sizes": rows, "serial": serial, "most": most, "break_even": find_break_even(serial, least_gain, most)}
 
 
-def add_finish(target: Target, values: Mapping[str, Any], rows: Sequence[Row]) -> None:
-    """Add the time to finish, and the time in the queue, to the rows."""
+def add_finish(rows: Sequence[Row], num_steps: int, queues_s: Mapping[int, float]) -> None:
+    """Add the time to finish, and the time in the queue, if it is known, to the rows."""
     for row in rows:
-        row["queue_s"] = estimate_queue_s(target, values, row["world_size"]) if values.get("slurm") else None
-        row["finish_s"] = (row["queue_s"] or 0.0) + values["for_steps"] * row["step_s"]
+        row["queue_s"] = queues_s.get(row["world_size"])
+        row["finish_s"] = (row["queue_s"] or 0.0) + num_steps * row["step_s"]
 
 
 def estimate_queue_s(target: Target, values: Mapping[str, Any], size: int) -> float:
-    """Return the seconds until Slurm would start such a job. Raises Error if Slurm cannot tell."""
+    """Return the seconds until Slurm would start such a job. Raises Error if Slurm would not, or cannot tell."""
     per_node = min(values.get("ranks_per_node", size), size)
     shape = {"nodes": -(-size // per_node), "nproc_per_node": per_node}
     options = {name: values[name] for name in _OF_SLURM if name in values} | shape
-    lines = estimate_start(render(build_job(target, options)))
+    script = render(build_job(target, options))
+    try:
+        lines = estimate_start(script)
+    except Error as error:
+        nodes = f"{shape['nodes']} node{'s' if shape['nodes'] > 1 else ''}"
+        raise Error(f"--slurm has no queue time of {format_ranks(size)} on {nodes}: {error}") from None
     found = re.search(r"to start at (\S+)", " ".join(lines))
     if found is None:
         words = " ".join(lines) or "it said nothing"
