@@ -55,6 +55,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         git(home, "add", ".")
         git(home, "commit", "--quiet", "-m", subject)
         git(home, "tag", f"v{number}")
+    git(home, "branch", "side", git(home, "commit-tree", "v0^{tree}", "-p", "v0", "-m", "aside"))
     (home / "code/layers.py").write_text("not python")
     (home / "untracked").touch()
     return home
@@ -106,7 +107,8 @@ def test_the_commit_that_changed_a_metric(home: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["v4", "v0", "train.py"], "v4 is not an ancestor of v0: name a commit before it"),
+        (["v4", "v0", "train.py"], "v0 is an ancestor of v4: name the earlier commit first, v0 v4; it does"),
+        (["side", "v4", "train.py"], "side is not an ancestor of v4: name a commit before it, such as the"),
         (["v0", "v0^{}", "train.py"], "v0 and v0^{} are the same commit"),
         (["v0", "v9", "train.py"], "v9 is neither a commit of the repository"),
         (["v0", "v4", "missing.py"], "there is no script missing.py"),

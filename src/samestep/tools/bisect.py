@@ -146,6 +146,11 @@ class _Repository:
         first, last = self._find_commit(good), self._find_commit(bad)
         if first == last:
             raise Error(f"{good} and {bad} are the same commit: name two of them")
+        if self.try_git("merge-base", "--is-ancestor", last, first) is not None:
+            raise Error(
+                f"{bad} is an ancestor of {good}: name the earlier commit first, {bad} {good}; it does not matter "
+                "whether the change is for the better or for the worse"
+            )
         if self.try_git("merge-base", "--is-ancestor", first, last) is None:
             raise Error(f"{good} is not an ancestor of {bad}: name a commit before it, such as their merge base")
         for name, commit in ((good, first), (bad, last)):
