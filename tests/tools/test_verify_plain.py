@@ -183,6 +183,9 @@ def test_ranks_of_another_launcher_are_recorded_too(tmp_path: Path) -> None:
         (["--plain", "--launcher", "torchrun --nproc-per-node 2"], "--launcher has no {n} for the number of ranks"),
         (["--plain", "--resume-args", "'open"], "--launcher or --resume-args has an open quote"),
         (["--plain", "--link", "nothere"], "--link names nothere, which the working directory does not have"),
+        (["--plain", "--link", "/etc/planted.py"], "--link names /etc/planted.py, which the working directory"),
+        (["--plain", "--leave-out", "b/planted.py"], "--leave-out names b/planted.py, which the working directory do"),
+        (["--plain", "--leave-out", "./planted.py"], "because planted.py is left out (--leave-out names it): leave"),
         (["--plain", "--steps", "0"], "verify --plain needs at least one step"),
         (["--plain"], "planted.py ends with exit code 1 on 1 rank after 0 steps of a torch optimizer"),
     ],
@@ -216,14 +219,15 @@ def test_the_working_directory_stays_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "planted.py").write_text(
         "import os, torch; p = torch.nn.Parameter(torch.ones(1)); optimizer = torch.optim.SGD([p])\n"
         "assert open('saves/old.pt').read() == 'mine' and os.path.exists('large') == bool(os.environ.get('LINKED'))\n"
-        "open('saves/old.pt', 'w').write('changed')\n"
+        "open(os.path.join(os.path.dirname(os.path.abspath(__file__)), 'saves/old.pt'), 'w').write('changed')\n"
         "p.sum().backward(); optimizer.step()"
     )
     command = ["verify", "--plain", "--world-sizes", "1", "--resume-after", "0", "--keep-runs", "kept"]
     done = check(samestep_command(*command, "planted.py", cwd=tmp_path))
     assert "too large to be copied for each start, and left out: large; if the script needs it" in done.stderr
     command[-1] = "again"
-    done = check(samestep_command(*command, "--link", "large", "planted.py", cwd=tmp_path, env={"LINKED": "1"}))
+    script = tmp_path / "planted.py"  # by this name, too, it is the copy that runs
+    done = check(samestep_command(*command, "--link", "large", script, cwd=tmp_path, env={"LINKED": "1"}))
     assert "too large" not in done.stderr
     assert (tmp_path / "saves" / "old.pt").read_text() == "mine"
 

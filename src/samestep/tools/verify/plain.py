@@ -5,15 +5,14 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from samestep.console import format_ranks, print_result, show_activity
+from samestep.console import format_ranks, print_result, say, show_activity
 from samestep.errors import Error
 from samestep.launch.local_ranks import Target
 from samestep.tools.traced_script import exiting_on_sigterm, start
@@ -106,10 +105,12 @@ def run_plain(target: Target, options: PlainOptions, world_sizes: Sequence[int],
         raise Error(f"--plain is for scripts without samestep, and {target.name} is a recipe: leave --plain out")
     if words and shutil.which(words[0]) is None:
         raise Error(f"--launcher starts with {words[0]}, which is not a program on the PATH: install it, or correct it")
-    if missing := [each for each in options.link.split(",") if each and not Path(Path(each).name).exists()]:
-        raise Error(f"--link names {', '.join(missing)}, which the working directory does not have: name its entries")
+    left_out, linked = _parse_entries("--leave-out", options.leave_out), _parse_entries("--link", options.link)
     with exiting_on_sigterm(), WorkDir("verify-") as temporary:
-        trials = _PlainTrials(target, options, (home or temporary.path).resolve(), temporary.lock.fileno())
+        home = (home or temporary.path).resolve()
+        entries = _sort_entries(left_out, linked, home)
+        _check_is_copied(target, entries)
+        trials = _PlainTrials(target, options, entries, home, temporary.lock.fileno())
         if not options.json:
             print(f"samestep verify --plain {shlex.join(target.to_command()[1])}", flush=True)
         results = _compare(trials, options, world_sizes)
@@ -163,10 +164,11 @@ class _PlainTrials:
         rows: the number of ranks, steps, seconds and exit code of each start.
     """
 
-    def __init__(self, target: Target, options: PlainOptions, home: Path, lock: int) -> None:
-        self._options, self._home, self._lock = options, home, lock
-        is_outside = target.kind == "script" and not Path(target.name).resolve().is_relative_to(Path.cwd())
-        self._target = replace(target, name=os.path.abspath(target.name)) if is_outside else target
+    def __init__(self, target: Target, options: PlainOptions, entries: "_Entries", home: Path, lock: int) -> None:
+        self._options, self._entries, self._home, self._lock = options, entries, home, lock
+        inside = _find_inside(target)  # the copy's script, and not the original, if it is in the working directory
+        path = inside or os.path.abspath(target.name)
+        self._target = replace(target, name=str(path)) if target.kind == "script" else target
         self._deadline_s: float | None = None
         self.rows: list[dict[str, Any]] = []
         self.name = target.name
@@ -196,7 +198,7 @@ class _PlainTrials:
         place.mkdir()
         where = self._home / f"{len(self.rows):02}-{size}-ranks" / "copy" if is_resumed else place / "copy"
         if not is_resumed:
-            self._copy_working_directory(where)
+            self._entries.copy_to(where)
         show_activity(f"{self.name} on {size} ranks ...")
         options = {"dir": str(place), "steps": self._options.steps, "kill_after": kill_after}
         inherited = child_variables()
@@ -216,48 +218,88 @@ class _PlainTrials:
         output = (place / "output").read_text(errors="replace").splitlines()
         return code, ranks, "\n".join(output[-SHOWN_LINES:])
 
-    def _copy_working_directory(self, copy: Path) -> None:
-        home = self._home.resolve()
-        own = [path.name for path in (home, *home.parents) if path.parent == Path.cwd()]  # --keep-runs
-        left_out = {*_list_names(self._options.leave_out), *own}
-        too_large = _copy_directory(Path.cwd(), copy, left_out, _list_names(self._options.link))
-        if too_large and not self.rows:
-            names = ", ".join(sorted(too_large))
-            print(
-                f"samestep: too large to be copied for each start, and left out: {names}; if the script needs it and "
-                "only reads it, name it with --link",
-                file=sys.stderr,
-            )
 
+@dataclass(frozen=True)
+class _Entries:
+    """The entries of the working directory.
 
-def _list_names(text: str) -> set[str]:
-    return {Path(each).name for each in text.split(",") if each}
-
-
-def _copy_directory(source: Path, target: Path, left_out: Collection[str], linked: Collection[str]) -> list[str]:
-    """Make a directory in which a script finds the files of another one, and cannot change them.
-
-    Args:
-        left_out, linked: names of entries that are left out, and of those that are links.
-
-    Returns:
-        The names of further entries that were left out, because they are large.
+    Attributes:
+        copied: each trial gets a copy, so that the script cannot change them.
+        linked: each trial gets a symbolic link.
+        left_out: name -> why the trials have neither.
     """
-    target.mkdir()
-    too_large = []
-    for path in source.iterdir():
-        copy = target / path.name
-        if path.name in left_out or path.name.startswith("."):
-            continue
-        if path.name in linked:
-            copy.symlink_to(path)
+
+    copied: Sequence[Path]
+    linked: Sequence[Path]
+    left_out: Mapping[str, str]
+
+    def copy_to(self, directory: Path) -> None:
+        """Create a directory in which a script finds the files of the working directory."""
+        directory.mkdir()
+        for path in self.linked:
+            (directory / path.name).symlink_to(path)
+        for path in self.copied:
+            if path.is_dir():
+                copy = directory / path.name
+                shutil.copytree(path, copy, copy_function=_copy_file, ignore_dangling_symlinks=True)
+            else:
+                _copy_file(path, directory / path.name)
+
+
+def _parse_entries(option: str, text: str) -> set[str]:
+    """Return the names of the entries of the working directory that an option lists. Raises Error if one is not."""
+    given = {each: Path(os.path.abspath(each)) for each in text.split(",") if each}
+    wrong = [each for each, path in given.items() if path.parent != Path.cwd() or not os.path.lexists(path)]
+    if wrong:
+        raise Error(
+            f"{option} names {', '.join(wrong)}, which the working directory does not have: name files and directories "
+            "that are directly in it"
+        )
+    return {path.name for path in given.values()}
+
+
+def _sort_entries(left_out: Collection[str], linked: Collection[str], home: Path) -> _Entries:
+    """Decide what the trials find of the working directory; `home` is their directory. Names what is too large."""
+    copies, links, reasons, too_large = [], [], {}, []
+    for path in sorted(Path.cwd().iterdir()):
+        if path.name in left_out:
+            reasons[path.name] = "--leave-out names it"
+        elif path in (home, *home.parents):
+            reasons[path.name] = "--keep-runs writes to it"
+        elif path.name in linked:
+            links.append(path)
+        elif path.name.startswith("."):
+            reasons[path.name] = "its name begins with a dot"
         elif not _is_small(path):
+            reasons[path.name] = "it is too large"
             too_large.append(path.name)
-        elif path.is_dir():
-            shutil.copytree(path, copy, copy_function=_copy_file, ignore_dangling_symlinks=True)
         else:
-            _copy_file(path, copy)
-    return too_large
+            copies.append(path)
+    if too_large:
+        say(
+            f"too large to be copied for each start, and left out: {', '.join(too_large)}; if the script needs it and "
+            "only reads it, name it with --link"
+        )
+    return _Entries(copies, links, reasons)
+
+
+def _find_inside(target: Target) -> Path | None:
+    """Return the path of the target's file or package in the working directory; None if it is elsewhere."""
+    if target.kind == "script":
+        path = Path(os.path.relpath(target.name))
+        return path if Path(target.name).resolve().is_relative_to(Path.cwd()) and path.parts[0] != ".." else None
+    package = target.name.partition(".")[0]
+    return next((path for path in (Path(package), Path(f"{package}.py")) if path.exists()), None)
+
+
+def _check_is_copied(target: Target, entries: _Entries) -> None:
+    """Raise Error if the trials would not find the script, because the entry that holds it is left out."""
+    inside = _find_inside(target)
+    if inside is not None and (why := entries.left_out.get(inside.parts[0])) is not None:
+        raise Error(
+            f"the trials would not find {target.name}, because {inside.parts[0]} is left out ({why}): leave out only "
+            "what the script can do without, or start verify in the directory of the script"
+        )
 
 
 def _copy_file(source: str | Path, target: str | Path) -> None:
