@@ -1,8 +1,10 @@
 """Compares the records of a script's ranks, and reports the usual mistakes of distributed training."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -186,6 +188,11 @@ def _count(passes: Sequence[Pass], length: int | None) -> tuple[Counter[Any], in
     return Counter(ids), length if length is not None else lengths[0]
 
 
+def _is_padding(counts: Counter[Any], passes: Sequence[Pass]) -> bool:
+    """Return whether only samples of a rank's last batch are repeated."""
+    return {each for each, n in counts.items() if n > 1} <= {each for one in passes for each in one.ids[-1]}
+
+
 def _find_lengths(runs: Runs, is_training: bool) -> list[int | None]:
     """Return the sizes of the data sets of each pass, as one process sees them."""
     pairs = _pair(runs[1], is_training) if 1 in runs else []
@@ -204,15 +211,14 @@ def check_samples(runs: Runs) -> Result:
             num_repeated, is_complete = counts.total() - len(counts), all(each.is_complete for each in passes)
             sets = [{*each.flatten()} for each in passes]
             num_batches = sorted({len(each.ids) for each in passes})
-            last = {each for one in passes for each in one.ids[-1]}
             if size == 1 and num_repeated:
                 redrawn.add(number)
             elif number in redrawn:
                 continue
             elif len(passes) > 1 and all(each == sets[0] for each in sets) and num_repeated:
                 faults.append(f"{where}, every rank trains on the same {len(counts)} samples: use a DistributedSampler")
-            elif num_repeated and is_complete and {each for each, n in counts.items() if n > 1} <= last:
-                notes.append(f"{where}, {num_repeated} of {len(counts)} are repeated at the end of an epoch as padding")
+            elif num_repeated and is_complete and _is_padding(counts, passes):
+                notes.append(f"{where}, {num_repeated} of {len(counts)} samples are repeated at its end, as padding")
             elif num_repeated:
                 faults.append(f"{where}, {num_repeated} of {len(counts)} samples are repeated in epoch {number}")
             if is_complete and len(num_batches) > 1:
@@ -222,9 +228,9 @@ def check_samples(runs: Runs) -> Result:
                 notes.append(f"{where}, {num_missing} of {length} are left out of an epoch by drop_last")
             elif num_missing > 0:
                 faults.append(f"{where}, {num_missing} of {length} samples are skipped in epoch {number}")
-            elif is_complete:
+            elif is_complete and not num_repeated:
                 notes.append(f"{where}, an epoch has each of {len(counts)} samples")
-            else:
+            elif not is_complete:
                 notes.append(f"{where}, epoch {number} is longer than the trial: only repeats were looked for")
     if redrawn:
         return Result("samples", UNSEEN, "one process, too, draws samples several times per epoch")
@@ -343,9 +349,10 @@ def check_evaluation(runs: Runs) -> Result:
             if len(passes) > 1 and all({*each.flatten()} == counts.keys() for each in passes):
                 notes.append(f"{where}, each evaluates all {len(counts)} samples")
             elif num_repeated and not all(each.is_trimmed for each in passes):
+                num, how = sum(n > 1 for n in counts.values()), ", as padding" if _is_padding(counts, passes) else ""
                 faults.append(
-                    f"{where}, {num_repeated} of {len(counts)} samples count twice, as padding: give each rank its "
-                    "share without padding, and add up sums and counts"
+                    f"{where}, {num} of {len(counts)} samples count more than once{how}: "
+                    "give each rank its share without padding, and add up sums and counts"
                 )
             elif num_missing <= 0:
                 notes.append(f"{where}, each of {len(counts)} samples counts once")
@@ -386,34 +393,43 @@ def check_restart(restart: Restart) -> list[Result]:
     if unseen or before is None or after is None:
         verdict, text = (MISTAKE, fault) if fault else (UNSEEN, unseen)
         return [Result("resume", UNSEEN if not fault else verdict, text), Result("state", verdict, text)]
-    following = _list_updates(restart.whole[0])[before[0] :]
-    state = _check_state(began[before], _list_updates(restart.resumed[0]), following)
+    state = _check_state(began[before], _list_updates(restart.resumed[0]), _list_updates(restart.whole[0]), before[0])
     return [_check_continuation(restart, before[1]), _conclude("state", state, [f"that after step {before[0]}"], "")]
 
 
 def _check_state(
-    saved: Mapping[str, Any], resumed: Sequence[Mapping[str, Any]], whole: Sequence[Mapping[str, Any]]
+    saved: Mapping[str, Any], resumed: Sequence[Mapping[str, Any]], whole: Sequence[Mapping[str, Any]], num_done: int
 ) -> list[str]:
     """Compare the state after the save, and later learning rates, with those of the restarted script.
+
+    The optimizer's state holds the learning rate. If it is lost, another rate is a consequence, unless the rates follow
+    the schedule from its beginning.
 
     Args:
         saved: the state after the save.
         resumed: the updates after the restart.
-        whole: the updates that follow the save in the uninterrupted run.
+        whole: the updates of the uninterrupted run, of which the save has the first `num_done`.
     """
     state, faults = resumed[0]["before"], []
     if saved["num_states"] and not state["num_states"]:
         faults.append("the optimizer's state is lost: save and load optimizer.state_dict()")
     elif saved["num_steps"] != state["num_steps"] or compare(saved["state"], state["state"]) > TOLERANCE:
         faults.append(f"the optimizer's state is another one (step {saved['num_steps']}, then {state['num_steps']})")
-    for place, (step, rates) in enumerate(zip(resumed, whole, strict=False)):
-        if any(abs(a - b) > TOLERANCE * max(abs(a), abs(b)) for a, b in zip(step["lr"], rates["lr"], strict=True)):
-            faults.append(
-                f"the learning rate of step {place} after the restart is {step['lr'][0]:g}, that of the uninterrupted "
-                f"run {rates['lr'][0]:g}: save and load the schedule's state"
-            )
-            break
+    new, old = ([line["lr"] for line in lines] for lines in (resumed, whole))
+    num = min(len(new), len(old) - num_done)
+    place = next((n for n in range(num) if not _are_same_rates(new[n], old[num_done + n])), None)
+    begins_anew = old[:num].count(old[0]) < num and all(map(_are_same_rates, new[:num], old))
+    if place is not None and (begins_anew or not faults):
+        parts = "schedule's state" if begins_anew or saved["num_states"] else "states of schedule and optimizer"
+        faults.append(
+            f"the learning rate of step {place} after the restart is {new[place][0]:g}, that of the uninterrupted run "
+            f"{old[num_done + place][0]:g}: save and load the {parts}"
+        )
     return faults
+
+
+def _are_same_rates(one: Sequence[float], other: Sequence[float]) -> bool:
+    return len(one) == len(other) and all(map(partial(math.isclose, rel_tol=TOLERANCE), one, other))
 
 
 def _list_updates(rank: Rank) -> list[dict[str, Any]]:
