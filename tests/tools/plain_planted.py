@@ -127,6 +127,7 @@ MISTAKES: dict[str, tuple[dict[str, str], set[str]]] = {
     "resume skips": ({"saved_epoch": "epoch + 1", "is_done": "False"}, {"resume"}),
     "optimizer state lost": (without("optimizer"), {"state"}),
     "schedule lost": (without("schedule"), {"state"}),
+    "resume fails": ({"restore": SOUND["restore"] + "; held_out = None"}, {"state", "resume"}),
     "weights lost": (without("model"), {"state", "resume"}),
     "evaluation padded": ({"evaluate": PADDED}, {"evaluation"}),
     "evaluation drops the rest": (

@@ -13,6 +13,15 @@ from support.commands import find_programs
 from support.runs import check, clean_variables, samestep_command
 from tools.plain_planted import MISSED, MISTAKES, find_mistakes, plant
 
+from samestep.tools.verify.plain_checks import (
+    Pass,
+    Rank,
+    Restart,
+    check_evaluation,
+    check_restart,
+    check_samples,
+)
+
 ROOT = Path(__file__).parents[2]
 VERDICT = re.compile(r"^  (\w+) +(ok|MISTAKE|not observed) +(.*)$", re.MULTILINE)
 
@@ -121,6 +130,56 @@ def test_a_sound_script(tmp_path: Path) -> None:
 def test_several_mistakes_in_one_script(tmp_path: Path, mistakes: tuple[str, ...], wanted: set[str]) -> None:
     write(tmp_path, *mistakes)
     assert find_mistakes(tmp_path) == wanted
+
+
+def record(num_batches: int, *batches: list[int], is_training: bool) -> list[Rank]:
+    """The ranks of a run, each with one of the shares of 5 samples, in batches of 2."""
+    ranks = []
+    for ids in batches:
+        each = Pass(0, 5, num_batches, False, [ids[:2], ids[2:]], ids)
+        each.num_backwards = num_batches if is_training else 0
+        ranks.append(Rank(len(ranks), [each]))
+    return ranks
+
+
+def test_samples_are_either_repeated_or_counted_once() -> None:
+    alone, padded = [0, 1, 2, 3, 4], [[0, 2, 4], [1, 3, 0]]
+    runs = {size: record(2, *ids, is_training=True) for size, ids in ((1, [alone]), (2, padded))}
+    assert check_samples(runs).text == (
+        "on 1 rank, an epoch has each of 5 samples; "
+        "on 2 ranks, 1 of 5 samples are repeated at the end of an epoch, as padding"
+    )
+    for second, words in (([1, 3, 0], "1 of 5 samples count more than once, as padding: give"),
+                          ([0, 1, 3], "1 of 5 samples count more than once: give")):  # fmt: skip
+        runs = {1: record(2, alone, is_training=False), 2: record(2, [0, 2, 4], second, is_training=False)}
+        assert check_evaluation(runs).text.startswith(f"on 2 ranks, {words} each rank its share")
+
+
+RATES = [0.01] * 3 + [0.005] * 3 + [0.0025] * 4  # StepLR(3, 0.5)
+OPTIMIZER, SCHEDULE = "save and load optimizer.state_dict()", "save and load the schedule's state"
+
+
+@pytest.mark.parametrize(
+    ("rates", "is_restored", "lost"),
+    [
+        (RATES[4:], True, []),
+        ([0.01, 0.01, 0.005], False, [OPTIMIZER]),  # the schedule goes on, from the optimizer's first rate
+        (RATES, False, [OPTIMIZER, SCHEDULE]),
+        ([0.005] * 3, True, [SCHEDULE]),
+    ],
+)
+def test_what_is_lost(rates: list[float], is_restored: bool, lost: list[str]) -> None:
+    """The optimizer's state holds the rate: of the schedule it is said only if its rates are those of a new run."""
+
+    def update(rates: list[float], state: float) -> list[Rank]:
+        described = {"params": [1.0], "state": [state], "num_states": int(state), "num_steps": state}
+        lines = [{"lr": [rate], "before": described, "after": described} for rate in rates]
+        return [Rank(updates={(0, step): line for step, line in enumerate(lines)}, saves=[(4, 4)])]
+
+    resumed = update(rates, float(is_restored))
+    _, state = check_restart(Restart(update(RATES, 1.0), update(RATES[:5], 1.0), resumed, 0, False))
+    assert [words for words in (OPTIMIZER, SCHEDULE) if words in state.text] == lost
+    assert (state.verdict == "ok") == (not lost)
 
 
 @pytest.mark.soak

@@ -3,9 +3,9 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -34,10 +34,18 @@ class Pass:
     """One pass of a rank over a loader.
 
     Attributes:
-        ids: of the samples of each batch: indices, or hashes of their contents. `places`: before a Subset maps them.
-        num_batches: length of the loader, if it has one.
-        num_before: batches before the one during which the first backward pass ran.
+        dataset: the number of the data set, in the order in which this rank uses them.
+        length, num_batches: of the data set and of the loader; None: they have none.
+        drop_last: whether the loader or its sampler has this option.
+        ids: the samples of each batch: their indices, or hashes of their contents.
+        places: all samples in order: their indices in the loader's data set, which a Subset maps to the ids.
+        is_subset: the loader's data set is a Subset.
+        is_grad: a batch was taken while gradients were enabled.
         is_open: more batches may follow.
+        is_ended: the loop has asked for a batch after the last one.
+        is_trimmed: Accelerate has removed the padding from results.
+        num_backwards: backward passes while it was open, if `is_grad`.
+        num_before: batches before the one during which the first of them ran.
     """
 
     dataset: int
@@ -46,7 +54,7 @@ class Pass:
     drop_last: bool
     ids: list[list[Any]] = field(default_factory=list)
     places: list[Any] = field(default_factory=list)
-    is_resolved: bool = False
+    is_subset: bool = False
     is_grad: bool = False
     is_open: bool = True
     is_ended: bool = False
@@ -71,7 +79,15 @@ class Pass:
 
 @dataclass
 class Rank:
-    """The record of one rank. `updates`: (optimizer, step) -> its lines. `saves`: numbers of (updates, backwards)."""
+    """The record of one rank.
+
+    Attributes:
+        updates: (number of the optimizer, step) -> the fields of its events "begin_update" and "end_update", and
+            "num_backwards" until its end. An update without "after" has not ended.
+        saves: numbers of (updates, backward passes) before each save.
+        is_cut: the recorder has ended the script after the steps of the trial.
+        num_ahead: number of batches that loops fetch before they train on one.
+    """
 
     rank: int = -1
     passes: list[Pass] = field(default_factory=list)
@@ -102,35 +118,38 @@ def read_ranks(directory: Path) -> list[Rank]:
 
 
 def _read_rank(lines: Iterable[Mapping[str, Any]]) -> Rank:
+    """Read the events that `plain_recorder` describes."""
     record, num_backwards, latest = Rank(), 0, None
     for line in lines:
-        if "pass" in line:
-            for each in record.passes:
-                each.is_open &= each.dataset != line["dataset"]
-            record.passes.append(Pass(line["dataset"], line["length"], line["num_batches"], line["drop_last"]))
-        elif "batch" in line:
-            latest = record.passes[line["batch"]]
-            latest.ids.append(line["ids"])
-            latest.places += line.get("places", line["ids"])
-            latest.is_resolved, latest.is_grad = "places" in line, latest.is_grad or line["is_grad"]
-        elif "end" in line:
-            record.passes[line["end"]].is_ended, record.passes[line["end"]].is_open = True, False
-        elif "backward" in line:
-            num_backwards += 1
-            for each in record.passes:
-                if each.is_grad and (each is latest or each.is_open):
-                    each.num_before = each.num_before if each.num_backwards else len(each.ids) - 1
-                    each.num_backwards += 1
-        elif "trimmed" in line and latest is not None:
-            latest.is_trimmed = True
-        elif "step" in line:
-            record.rank = line["rank"]
-            record.updates[line["optimizer"], line["step"]] = dict(line)
-        elif "updated" in line:
-            record.updates[line["optimizer"], line["updated"]] |= {**line, "num_backwards": num_backwards}
-        elif "save" in line:
-            record.saves.append((line["save"], num_backwards))
-        record.is_cut |= "cut" in line
+        match line["event"]:
+            case "begin_pass":
+                for each in record.passes:
+                    each.is_open &= each.dataset != line["dataset"]
+                record.passes.append(Pass(line["dataset"], line["length"], line["num_batches"], line["drop_last"]))
+            case "batch":
+                latest = record.passes[line["pass_number"]]
+                latest.ids.append(line["ids"])
+                latest.places += line.get("places", line["ids"])
+                latest.is_subset, latest.is_grad = "places" in line, latest.is_grad or line["is_grad"]
+            case "end_pass":
+                record.passes[line["pass_number"]].is_ended, record.passes[line["pass_number"]].is_open = True, False
+            case "backward":
+                num_backwards += 1
+                for each in record.passes:  # several, if a loop takes batches from several loaders
+                    if each.is_grad and (each is latest or each.is_open):
+                        each.num_before = each.num_before if each.num_backwards else len(each.ids) - 1
+                        each.num_backwards += 1
+            case "trim" if latest is not None:
+                latest.is_trimmed = True
+            case "begin_update":
+                record.rank = line["rank"]
+                record.updates[line["optimizer"], line["step"]] = dict(line)
+            case "end_update":
+                record.updates[line["optimizer"], line["step"]] |= {**line, "num_backwards": num_backwards}
+            case "save":
+                record.saves.append((line["num_updates"], num_backwards))
+            case "cut":
+                record.is_cut = True
     record.num_ahead = max((each.num_ahead for each in record.list_passes(True)), default=0)
     return record
 
@@ -165,75 +184,113 @@ def _conclude(check: str, faults: Sequence[str], notes: Sequence[str], unseen: s
     return Result(check, OK, "; ".join(dict.fromkeys(notes))) if notes else Result(check, UNSEEN, unseen)
 
 
-def _pair(ranks: Sequence[Rank], is_training: bool) -> list[list[Pass]]:
+@dataclass(frozen=True)
+class Epoch:
+    """The n-th passes of all ranks over a data set.
+
+    Attributes:
+        counts: sample -> how often the ranks together have drawn it.
+        length: the number of different samples, as one process sees them; None if it is not known.
+    """
+
+    passes: Sequence[Pass]
+    counts: Mapping[Any, int]
+    length: int | None
+
+    @property
+    def is_complete(self) -> bool:
+        return all(each.is_complete for each in self.passes)
+
+    @property
+    def is_everywhere(self) -> bool:
+        """Whether each of several ranks has drawn all samples."""
+        return len(self.passes) > 1 and all({*each.flatten()} == self.counts.keys() for each in self.passes)
+
+    @property
+    def num_missing(self) -> int:
+        """Number of samples that a complete epoch does not have."""
+        return max(self.length - len(self.counts), 0) if self.is_complete and self.length is not None else 0
+
+    @property
+    def num_repeats(self) -> int:
+        """Number of draws of samples that were drawn before."""
+        return sum(self.counts.values()) - len(self.counts)
+
+    @property
+    def num_repeated(self) -> int:
+        """Number of samples that were drawn more than once."""
+        return sum(count > 1 for count in self.counts.values())
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether the repeated samples of a complete epoch are all in the last batch of a rank."""
+        last = {each for one in self.passes for each in one.ids[-1]}
+        return self.is_complete and {each for each, count in self.counts.items() if count > 1} <= last
+
+
+def _list_epochs(runs: Runs, is_training: bool) -> dict[int, list[Epoch]]:
+    """Return the epochs with or without backward passes at each number of ranks."""
+    lengths: list[int | None] = []
+    for passes in _group_passes(runs.get(1, []), is_training):
+        num = len({*passes[0].flatten()}) if passes[0].is_complete else None
+        lengths.append(num if passes[0].length is None else passes[0].length)
+    epochs: dict[int, list[Epoch]] = {}
+    for size, ranks in runs.items():
+        pairs = zip_longest(_group_passes(ranks, is_training), lengths)
+        epochs[size] = [_count(passes, length) for passes, length in pairs if passes]
+    return epochs
+
+
+def _group_passes(ranks: Sequence[Rank], is_training: bool) -> list[list[Pass]]:
     """Return the n-th passes over each data set, of the ranks that made them."""
-    pairs: dict[tuple[int, int], list[Pass]] = {}
+    groups: dict[tuple[int, int], list[Pass]] = {}
     for rank in ranks:
         counts: Counter[int] = Counter()
         for each in rank.list_passes(is_training):
-            pairs.setdefault((each.dataset, counts[each.dataset]), []).append(each)
+            groups.setdefault((each.dataset, counts[each.dataset]), []).append(each)
             counts[each.dataset] += 1
-    return [pairs[key] for key in sorted(pairs)]
+    return [groups[key] for key in sorted(groups)]
 
 
-def _count(passes: Sequence[Pass], length: int | None) -> tuple[Counter[Any], int | None]:
-    """Count the samples in the passes of all ranks. Returns the counts, and how many different samples there are.
+def _count(passes: Sequence[Pass], length: int | None) -> Epoch:
+    """Count the samples in the passes of all ranks.
 
     Args:
         length: of the data set on 1 rank, or the number of samples of an iterable one.
     """
     lengths = [each.length for each in passes]
-    is_split = len(passes) > 1 and length == sum(each or 0 for each in lengths) and not passes[0].is_resolved
+    # Each rank has a data set of its own part: equal indices are other samples.
+    is_split = len(passes) > 1 and length == sum(each or 0 for each in lengths) and not passes[0].is_subset
     ids = ((rank, each) if is_split else each for rank, one in enumerate(passes) for each in one.flatten())
-    return Counter(ids), length if length is not None else lengths[0]
-
-
-def _is_padding(counts: Counter[Any], passes: Sequence[Pass]) -> bool:
-    """Return whether only samples of a rank's last batch are repeated."""
-    return {each for each, n in counts.items() if n > 1} <= {each for one in passes for each in one.ids[-1]}
-
-
-def _find_lengths(runs: Runs, is_training: bool) -> list[int | None]:
-    """Return the sizes of the data sets of each pass, as one process sees them."""
-    pairs = _pair(runs[1], is_training) if 1 in runs else []
-    return [
-        p[0].length if p[0].length is not None else len({*p[0].flatten()}) if p[0].is_complete else None for p in pairs
-    ]
+    return Epoch(passes, Counter(ids), length if length is not None else lengths[0])
 
 
 def check_samples(runs: Runs) -> Result:
     """Check that the ranks together train on each sample once per epoch."""
-    faults, notes, lengths, redrawn = [], [], _find_lengths(runs, True), set()
-    for size, ranks in runs.items():
-        where = f"on {format_ranks(size)}"
-        for number, passes in enumerate(_pair(ranks, True)):
-            counts, length = _count(passes, lengths[number] if number < len(lengths) else None)
-            num_repeated, is_complete = counts.total() - len(counts), all(each.is_complete for each in passes)
-            sets = [{*each.flatten()} for each in passes]
-            num_batches = sorted({len(each.ids) for each in passes})
-            if size == 1 and num_repeated:
-                redrawn.add(number)
-            elif number in redrawn:
-                continue
-            elif len(passes) > 1 and all(each == sets[0] for each in sets) and num_repeated:
-                faults.append(f"{where}, every rank trains on the same {len(counts)} samples: use a DistributedSampler")
-            elif num_repeated and is_complete and _is_padding(counts, passes):
-                notes.append(f"{where}, {num_repeated} of {len(counts)} samples are repeated at its end, as padding")
-            elif num_repeated:
-                faults.append(f"{where}, {num_repeated} of {len(counts)} samples are repeated in epoch {number}")
-            if is_complete and len(num_batches) > 1:
-                faults.append(f"{where}, ranks have {num_batches[0]} to {num_batches[-1]} batches in epoch {number}")
-            num_missing = length - len(counts) if is_complete and length is not None else 0
-            if 0 < num_missing < sum(len(each.ids[0]) for each in passes) and passes[0].drop_last:
-                notes.append(f"{where}, {num_missing} of {length} are left out of an epoch by drop_last")
-            elif num_missing > 0:
-                faults.append(f"{where}, {num_missing} of {length} samples are skipped in epoch {number}")
-            elif is_complete and not num_repeated:
-                notes.append(f"{where}, an epoch has each of {len(counts)} samples")
-            elif not is_complete:
-                notes.append(f"{where}, epoch {number} is longer than the trial: only repeats were looked for")
-    if redrawn:
+    faults, notes, epochs = [], [], _list_epochs(runs, True)
+    if any(epoch.num_repeats for epoch in epochs.get(1, [])):
         return Result("samples", UNSEEN, "one process, too, draws samples several times per epoch")
+    for size, found in epochs.items():
+        where = f"on {format_ranks(size)}"
+        for number, epoch in enumerate(found):
+            num, num_repeats, num_missing = len(epoch.counts), epoch.num_repeats, epoch.num_missing
+            num_batches = sorted({len(each.ids) for each in epoch.passes})
+            if num_repeats and epoch.is_everywhere:
+                faults.append(f"{where}, every rank trains on the same {num} samples: use a DistributedSampler")
+            elif num_repeats and epoch.is_padded:
+                notes.append(f"{where}, {num_repeats} of {num} samples are repeated at the end of an epoch, as padding")
+            elif num_repeats:
+                faults.append(f"{where}, {num_repeats} of {num} samples are repeated in epoch {number}")
+            if epoch.is_complete and len(num_batches) > 1:
+                faults.append(f"{where}, ranks have {num_batches[0]} to {num_batches[-1]} batches in epoch {number}")
+            if not epoch.is_complete:
+                notes.append(f"{where}, epoch {number} is longer than the trial: only repeats were looked for")
+            elif num_missing and epoch.passes[0].drop_last and num_missing < sum(len(p.ids[0]) for p in epoch.passes):
+                notes.append(f"{where}, {num_missing} of {epoch.length} are left out of an epoch by drop_last")
+            elif num_missing:
+                faults.append(f"{where}, {num_missing} of {epoch.length} samples are skipped in epoch {number}")
+            elif not num_repeats:
+                notes.append(f"{where}, an epoch has each of {num} samples")
     return _conclude("samples", faults, notes, "no torch DataLoader was iterated before a backward pass")
 
 
@@ -249,7 +306,7 @@ def check_order(runs: Runs) -> Result:
             if all(a < b for a, b in pairwise(one.places)):
                 notes.append("the samples are not shuffled")
             elif one.places[:num] == other.places[:num]:
-                faults.append(f"on {size} ranks, epochs have the same shuffled order: call sampler.set_epoch(epoch)")
+                faults.append(f"on {format_ranks(size)}, epochs have the same shuffled order: call sampler.set_epoch(epoch)")
             else:
                 notes.append("another one in each epoch")
     return _conclude("order", faults, notes, "fewer than two epochs over a data set with indices began")
@@ -264,7 +321,7 @@ def check_gradient(runs: Runs) -> Result:
             continue
         batches = [rank.list_batches() for rank in ranks]
         num_before = [0] * size
-        for key in sorted(ranks[0].updates, key=lambda key: (key[0], key[1])):
+        for key in sorted(ranks[0].updates):
             steps = [line for rank in ranks if "after" in (line := rank.updates.get(key, {}))]
             if len(steps) < size:
                 continue
@@ -336,32 +393,36 @@ def check_replicas(runs: Runs) -> Result:
 
 def check_evaluation(runs: Runs) -> Result:
     """Check that an evaluation counts each sample once."""
-    faults, notes, lengths = [], [], _find_lengths(runs, False)
-    for size, ranks in runs.items():
+    faults, notes = [], []
+    for size, epochs in _list_epochs(runs, False).items():
         where = f"on {format_ranks(size)}"
-        for number, passes in enumerate(_pair(ranks, False)):
-            if not all(each.is_complete for each in passes):
+        for epoch in epochs:
+            if not epoch.is_complete:
                 continue
-            counts, length = _count(passes, lengths[number] if number < len(lengths) else None)
-            num_repeated, num_missing = counts.total() - len(counts), (length or 0) - len(counts)
-            if num_missing > 0:
-                faults.append(f"{where}, {num_missing} of {length} samples are not evaluated")
-            if len(passes) > 1 and all({*each.flatten()} == counts.keys() for each in passes):
-                notes.append(f"{where}, each evaluates all {len(counts)} samples")
-            elif num_repeated and not all(each.is_trimmed for each in passes):
-                num, how = sum(n > 1 for n in counts.values()), ", as padding" if _is_padding(counts, passes) else ""
+            num, how = len(epoch.counts), ", as padding" if epoch.is_padded else ""
+            if epoch.num_missing:
+                faults.append(f"{where}, {epoch.num_missing} of {epoch.length} samples are not evaluated")
+            if epoch.is_everywhere:
+                notes.append(f"{where}, each evaluates all {num} samples")
+            elif epoch.num_repeats and not all(each.is_trimmed for each in epoch.passes):
                 faults.append(
-                    f"{where}, {num} of {len(counts)} samples count more than once{how}: "
-                    "give each rank its share without padding, and add up sums and counts"
+                    f"{where}, {epoch.num_repeated} of {num} samples count more than once{how}: give each rank its "
+                    "share without padding, and add up sums and counts"
                 )
-            elif num_missing <= 0:
-                notes.append(f"{where}, each of {len(counts)} samples counts once")
+            else:
+                notes.append(f"{where}, each of {num} samples counts once")
     return _conclude("evaluation", faults, notes, "no complete pass over a DataLoader without a backward pass")
 
 
 @dataclass(frozen=True)
 class Restart:
-    """An interrupted run, and what was started after it. `is_told`: arguments that make the script resume are given."""
+    """An interrupted run, and what was started after it.
+
+    Attributes:
+        whole, interrupted, resumed: the ranks of the uninterrupted, the killed and the restarted run.
+        code: exit code of the restarted run.
+        is_told: arguments that make the script resume are given.
+    """
 
     whole: Sequence[Rank]
     interrupted: Sequence[Rank]
@@ -372,29 +433,41 @@ class Restart:
 
 def check_restart(restart: Restart) -> list[Result]:
     """Check that a restarted script continues with the state and the samples of its last save."""
-    unseen, fault, before, after = "", "", None, None
-    for rank in (*restart.interrupted, *restart.resumed):
-        rank.num_ahead = max(rank.num_ahead, restart.whole[0].num_ahead)
-    saves = [(steps, n) for steps, n in reversed(restart.interrupted[0].saves) if steps] if restart.interrupted else []
+    found = _find_save(restart)
+    if isinstance(found, Result):
+        return [replace(found, check="resume"), found]
+    num_done, num_backwards = found
+    saved = restart.interrupted[0].updates[0, num_done - 1]["after"]
+    faults = _check_state(saved, _list_updates(restart.resumed[0]), _list_updates(restart.whole[0]), num_done)
+    state = _conclude("state", faults, [f"that after step {num_done}"], "")
+    return [_check_continuation(restart, num_backwards), state]
+
+
+def _find_save(restart: Restart) -> tuple[int, int] | Result:
+    """Return the newest save with which the restarted script begins: its numbers of (updates, backward passes).
+
+    If there is none, returns the result of the check "state".
+    """
+    saves = [save for save in restart.interrupted[0].saves if save[0]] if restart.interrupted else []
     if not saves:
-        unseen = "the script saved nothing with torch.save within the trial"
-    elif restart.interrupted[0].is_cut or not restart.resumed:
-        unseen = "the trial ended before it could be killed" if restart.resumed else "no step followed the restart"
-        fault = f"the restarted script ends with exit code {restart.code}" if restart.code else ""
-    if not unseen:
-        updates, after = restart.interrupted[0].updates, restart.resumed[0].updates[0, 0]
-        began = {save: line["after"] for save in saves if "after" in (line := updates.get((0, save[0] - 1), {}))}
-        matches = [save for save in began if compare(began[save]["params"], after["before"]["params"]) <= TOLERANCE]
-        before = matches[0] if matches else None
-        if before is None and not after["before"]["num_states"] and not restart.is_told:
-            unseen = "it begins anew after a kill: give --resume-args, if it needs an argument to resume"
-        elif before is None:
-            fault = "the restarted script begins with weights that it never saved"
-    if unseen or before is None or after is None:
-        verdict, text = (MISTAKE, fault) if fault else (UNSEEN, unseen)
-        return [Result("resume", UNSEEN if not fault else verdict, text), Result("state", verdict, text)]
-    state = _check_state(began[before], _list_updates(restart.resumed[0]), _list_updates(restart.whole[0]), before[0])
-    return [_check_continuation(restart, before[1]), _conclude("state", state, [f"that after step {before[0]}"], "")]
+        return Result("state", UNSEEN, "the script saved nothing with torch.save within the trial")
+    is_cut = any(rank.is_cut for rank in restart.resumed)
+    if restart.code and not is_cut:
+        num = min((len(_list_updates(rank)) for rank in restart.resumed), default=0)
+        return Result("state", MISTAKE, f"the restarted script ends with exit code {restart.code} after {num} steps")
+    if not restart.resumed:
+        return Result("state", UNSEEN, "no step followed the restart")
+    if restart.interrupted[0].is_cut:
+        return Result("state", UNSEEN, "the trial ended before it could be killed")
+    updates, first = restart.interrupted[0].updates, restart.resumed[0].updates[0, 0]["before"]
+    for save in reversed(saves):
+        last = updates.get((0, save[0] - 1), {})
+        if "after" in last and compare(last["after"]["params"], first["params"]) <= TOLERANCE:
+            return save
+    if not first["num_states"] and not restart.is_told:
+        text = "it begins anew after a kill: give --resume-args, if it needs an argument to resume"
+        return Result("state", UNSEEN, text)
+    return Result("state", MISTAKE, "the restarted script begins with weights that it never saved")
 
 
 def _check_state(
@@ -439,7 +512,12 @@ def _list_updates(rank: Rank) -> list[dict[str, Any]]:
 
 def _check_continuation(restart: Restart, num_done: int) -> Result:
     """Compare the batches after the restart with those after the save in an uninterrupted run."""
-    whole, interrupted, resumed = map(_join, (restart.whole, restart.interrupted, restart.resumed))
+    num_ahead = restart.whole[0].num_ahead  # the others may have no complete pass, from which it is known
+    interrupted, resumed = (
+        _join([replace(rank, num_ahead=max(rank.num_ahead, num_ahead)) for rank in ranks])
+        for ranks in (restart.interrupted, restart.resumed)
+    )
+    whole = _join(restart.whole)
     if interrupted is None or resumed is None or whole is None:
         return Result("resume", UNSEEN, "batches and backward passes do not correspond")
     if whole[: len(interrupted)] != interrupted:

@@ -1,8 +1,20 @@
 """Records what the ranks of a script that does not use samestep do: samples, gradients, weights and saves.
 
-Each process that imports torch appends lines of JSON to `rank-<process id>.jsonl`. Tensors are recorded as their dot
-products with a few fixed random vectors. These are linear, so that the projection of a mean of gradients is the mean
-of the projections, and two tensors with equal projections are equal with probability 1.
+Each process that imports torch appends lines of JSON to `rank-<process id>.jsonl`. Each line is an event:
+
+    begin_pass    the script iterates a DataLoader. Passes and data sets are numbered.
+    batch         it takes a batch of a pass; with the indices of its samples, or hashes of their contents
+    end_pass      it asks for another batch, and there is none
+    trim          Accelerate removes the padding from the results of the last batch
+    backward      a backward pass ends
+    begin_update  an optimizer's step begins; the first one has the state "before" it
+    end_update    it ends; "computed": the gradient of this rank, "reduced": in `.grad` after the last backward pass,
+                  "used": in `.grad` after the step, "after": the state
+    save          torch.save has returned
+    cut           the recorder ends the script after the steps of the trial
+
+Tensors are recorded as their dot products with a few fixed random vectors. These are linear, so that the projection of
+a mean of gradients is the mean of the projections, and two tensors with equal projections are equal with probability 1.
 """
 
 import hashlib
@@ -79,6 +91,9 @@ class Projection:
 class Tracker:
     """Follows one optimizer: the gradients that this rank computes, and those with which it updates.
 
+    `_computed` is the projection of the gradients that this rank has computed since the gradients were zero, and
+    `_is_fresh` says that there was no backward pass since the last update.
+
     Attributes:
         number: of the optimizer, in the order of first updates; -1 before that.
         num_steps: completed updates.
@@ -90,7 +105,7 @@ class Tracker:
         self._params: list[Tensor] = []
         self._hooked: set[int] = set()
         self._is_fresh = True
-        self._computed = self._reduced = projection.project_all([])  # by this rank; in .grad after the last backward
+        self._computed = self._reduced = projection.project_all([])  # zeros
         self.number, self.num_steps = -1, 0
         self.has_seen_all = True
 
@@ -134,7 +149,7 @@ class Tracker:
         grads = [param.grad for param in self._params]
         is_hooked = all(grad is None or place in self._hooked for place, grad in enumerate(grads))
         line = {
-            "updated": self.num_steps,
+            "step": self.num_steps,
             "optimizer": self.number,
             "computed": self._computed.tolist() if is_hooked and self.has_seen_all and not self._is_fresh else None,
             "reduced": self._reduced.tolist(),
@@ -170,7 +185,7 @@ class Recorder:
         self._pid, self._file = 0, sys.stdout
         self._projection = Projection()
         self._trackers: dict[int, Tracker] = {}  # by id of the optimizer, which is kept
-        self._kept: list[Any] = []  # objects whose ids must not be used again
+        self._kept: list[Any] = []  # objects whose ids are keys: as long as they live, no other object has the same
         self._datasets: dict[int, int] = {}
         self._num_passes = 0
         self._queues: WeakKeyDictionary[Any, deque[Any]] = WeakKeyDictionary()
@@ -204,16 +219,16 @@ class Recorder:
             backward(*args, **options)
             for tracker in self._trackers.values():
                 tracker.after_backward()
-            self._write({"backward": 1})
+            self._write("backward")
 
         LoaderIterator.__next__ = take
         torch.autograd.backward = run_backward
 
-    def _write(self, line: Mapping[str, Any]) -> None:
+    def _write(self, event: str, **fields: Any) -> None:
         if self._pid != os.getpid():  # the process was forked, or this is its first line
             self._pid = os.getpid()
             self._file = open(self._directory / f"rank-{self._pid}.jsonl", "a", buffering=1)  # noqa: SIM115
-        print(json.dumps(line), file=self._file)
+        print(json.dumps({"event": event, **fields}), file=self._file)
 
     # --- data ---------------------------------------------------------------------------------------------------------
 
@@ -228,13 +243,11 @@ class Recorder:
         self._passes[iterator] = self._num_passes, loader
         samplers = (loader.sampler, loader.batch_sampler)
         self._write(
-            {
-                "pass": self._num_passes,
-                "dataset": self._datasets.setdefault(id(loader.dataset), len(self._datasets)),
-                "length": count(loader.dataset),
-                "num_batches": count(loader),
-                "drop_last": any(getattr(each, "drop_last", False) for each in (loader, *samplers)),
-            }
+            "begin_pass",
+            dataset=self._datasets.setdefault(id(loader.dataset), len(self._datasets)),
+            length=count(loader.dataset),
+            num_batches=count(loader),
+            drop_last=any(getattr(each, "drop_last", False) for each in (loader, *samplers)),
         )
         self._num_passes += 1
 
@@ -245,7 +258,7 @@ class Recorder:
         index = queue.popleft()
         number, loader = self._passes[iterator]
         places = list(index) if isinstance(index, list | tuple | Tensor) else [index]
-        line: dict[str, Any] = {"batch": number, "is_grad": torch.is_grad_enabled()}
+        line: dict[str, Any] = {"pass_number": number, "is_grad": torch.is_grad_enabled()}
         if any(place is None for place in places):
             ids: list[Any] = list(hash_rows(batch))
         else:
@@ -253,17 +266,17 @@ class Recorder:
             if isinstance(loader.dataset, Subset):
                 line["places"] = ids
                 ids = [resolve(loader.dataset, place) for place in ids]
-        self._write(line | {"ids": ids})
+        self._write("batch", **line, ids=ids)
 
     def _end_pass(self, iterator: Any) -> None:
         if iterator in self._passes:
-            self._write({"end": self._passes[iterator][0]})
+            self._write("end_pass", pass_number=self._passes[iterator][0])
 
     def _wrap_accelerate(self) -> None:
         accelerate = sys.modules.get("accelerate")
         if accelerate is not None and not self._has_wrapped_accelerate and hasattr(accelerate, "Accelerator"):
             self._has_wrapped_accelerate = True
-            _wrap_after(accelerate.Accelerator, "gather_for_metrics", lambda *_, **__: self._write({"trimmed": 1}))
+            _wrap_after(accelerate.Accelerator, "gather_for_metrics", lambda *_, **__: self._write("trim"))
 
     # --- updates ------------------------------------------------------------------------------------------------------
 
@@ -281,11 +294,11 @@ class Recorder:
         tracker = self._find_tracker(optimizer)
         if tracker.number < 0:
             tracker.number = max(each.number for each in self._trackers.values()) + 1
-        self._write({"rank": rank, **tracker.describe_begin(optimizer)})
+        self._write("begin_update", rank=rank, **tracker.describe_begin(optimizer))
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         tracker = self._find_tracker(optimizer)
-        self._write(tracker.describe_end(optimizer))
+        self._write("end_update", **tracker.describe_end(optimizer))
         saved = self._directory / SAVED
         if self._kill_after is not None and tracker.num_steps >= self._kill_after and saved.exists():
             text = saved.read_text()
@@ -296,12 +309,12 @@ class Recorder:
 
     def _after_save(self, *_: Any, **__: Any) -> None:
         num_steps = max((tracker.num_steps for tracker in self._trackers.values()), default=0)
-        self._write({"save": num_steps})
+        self._write("save", num_updates=num_steps)
         (self._directory / SAVED).write_text(str(num_steps))
 
     def _leave(self) -> None:
         """End the process, once the other ranks have made this step too: they may still receive from this one."""
-        self._write({"cut": 1})
+        self._write("cut")
         (self._directory / f"{ENDED}{os.getpid()}").touch()
         size, deadline_s = dist.get_world_size() if dist.is_initialized() else 1, time.monotonic() + LEAVE_S
         while len(list(self._directory.glob(f"{ENDED}*"))) < size and time.monotonic() < deadline_s:
