@@ -156,7 +156,13 @@ def measure(starts: Starts, sizes: Sequence[int], kinds: Sequence[str], repeats:
                     continue
                 alone = measured[kind].get(1)
                 batch_size, micro = (alone.facts["batch_size"], alone.facts["micro_batch_size"]) if alone else (0, 1)
-                if alone and kind == "strong" and size > batch_size // micro:
+                num = batch_size // micro
+                if alone and kind == "strong" and size > num:
+                    if sizes[1] > num:
+                        raise Error(
+                            f"a step has {num} micro-batches only, so that no two numbers of ranks can be compared: "
+                            f"give a smaller --micro-batch-size than {micro}, or --weak without --strong"
+                        )
                     skipped.add(size)
                     continue
                 found = measured[kind].setdefault(size, Size(size, batch_size * (size if kind == "weak" else 1)))
@@ -165,13 +171,6 @@ def measure(starts: Starts, sizes: Sequence[int], kinds: Sequence[str], repeats:
                 found.batch_size = found.facts["batch_size"]
     show_activity("")
     if skipped:
-        first = next(iter(measured.values()))[1].facts
-        num = first["batch_size"] // first["micro_batch_size"]
-        if len(measured["strong"]) < 2:
-            raise Error(
-                f"a step has {num} micro-batches only, so that no two numbers of ranks can be compared: "
-                f"give a smaller --micro-batch-size than {first['micro_batch_size']}, or --weak"
-            )
         say(f"left out: {', '.join(map(str, sorted(skipped)))} ranks, because a step has {num} micro-batches only")
     return measured
 
