@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.config import OPTIONS, Option, name_flag
-from samestep.console import format_ranks, print_table, say, show_activity
+from samestep.console import format_count, format_ranks, print_table, say, show_activity
 from samestep.errors import Error
 from samestep.files import parse_json, read_bytes
 from samestep.launch.flags import FLAGS as LAUNCH_FLAGS
@@ -160,8 +160,8 @@ def measure(starts: Starts, sizes: Sequence[int], kinds: Sequence[str], repeats:
                 if alone and kind == "strong" and size > num:
                     if sizes[1] > num:
                         raise Error(
-                            f"a step has {num} micro-batches only, so that no two numbers of ranks can be compared: "
-                            f"give a smaller --micro-batch-size than {micro}, or --weak without --strong"
+                            f"the micro-batches of a step are work for {format_ranks(num)} only, so no sizes can be "
+                            f"compared: give a smaller --micro-batch-size than {micro}, or --weak without --strong"
                         )
                     skipped.add(size)
                     continue
@@ -171,7 +171,8 @@ def measure(starts: Starts, sizes: Sequence[int], kinds: Sequence[str], repeats:
                 found.batch_size = found.facts["batch_size"]
     show_activity("")
     if skipped:
-        say(f"left out: {', '.join(map(str, sorted(skipped)))} ranks, because a step has {num} micro-batches only")
+        left_out = ", ".join(map(str, sorted(skipped)))
+        say(f"left out: {left_out} ranks, because the micro-batches of a step are work for {format_ranks(num)} only")
     return measured
 
 
@@ -208,8 +209,8 @@ def estimate_queue_s(target: Target, values: Mapping[str, Any], size: int) -> fl
     try:
         lines = estimate_start(script)
     except Error as error:
-        nodes = f"{shape['nodes']} node{'s' if shape['nodes'] > 1 else ''}"
-        raise Error(f"--slurm has no queue time of {format_ranks(size)} on {nodes}: {error}") from None
+        where = f"{format_ranks(size)} on {format_count(shape['nodes'], 'node')}"
+        raise Error(f"--slurm has no queue time of {where}: {error}") from None
     found = re.search(r"to start at (\S+)", " ".join(lines))
     if found is None:
         words = " ".join(lines) or "it said nothing"

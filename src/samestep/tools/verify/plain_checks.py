@@ -306,7 +306,8 @@ def check_order(runs: Runs) -> Result:
             if all(a < b for a, b in pairwise(one.places)):
                 notes.append("the samples are not shuffled")
             elif one.places[:num] == other.places[:num]:
-                faults.append(f"on {format_ranks(size)}, epochs have the same shuffled order: call sampler.set_epoch(epoch)")
+                where = f"on {format_ranks(size)}"
+                faults.append(f"{where}, epochs have the same shuffled order: call sampler.set_epoch(epoch)")
             else:
                 notes.append("another one in each epoch")
     return _conclude("order", faults, notes, "fewer than two epochs over a data set with indices began")
