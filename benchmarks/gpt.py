@@ -78,9 +78,7 @@ def build_windows(data: Path, context: int) -> TokenWindows:
 
 
 def build_schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
-    return torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: gpt.warm_up_then_cosine(step, STEPS, WARM_UP, 0.1)
-    )
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: gpt.warm_up_then_cosine(step, STEPS, WARM_UP, 0.1))
 
 
 def run_samestep(config: GPT2Config, data: Path, samples_per_rank: int, world_size: int) -> Iterator[None]:

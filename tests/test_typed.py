@@ -19,9 +19,7 @@ def test_type_checkers_accept_it(checker: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_typed_script_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_typed_script_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """In this process, whose fork server its `samestep.spawn` uses."""
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), str(tmp_path / "run")])
     runpy.run_path(str(SCRIPT), run_name="__main__")

@@ -124,9 +124,9 @@ class Batches:
     @property
     def numbers(self) -> dict[str, Any]:
         """The numbers that identify the loop."""
-        lanes = {} if self.lanes is None else {"num_lanes": self.lanes.num_lanes}
-        shards = {"shards": self._shards_mark} if self.shards else {}
-        return lanes | shards | {
+        return {
+            **({} if self.lanes is None else {"num_lanes": self.lanes.num_lanes}),
+            **({"shards": self._shards_mark} if self.shards else {}),
             "data_length": self.length,
             "mode": "steps" if self.steps_per_epoch is None else "epochs",
             "shuffle": self.spec.shuffle,

@@ -30,6 +30,7 @@ SHAPE = {
 HASHED_BYTES = 64 << 20  # the checksum of larger files is not compared at each start
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
+
 @dataclass(frozen=True)
 class Corpus:
     """Tokens (num_tokens,) of documents, one after the other, and the tokenizer that made them.

@@ -43,10 +43,7 @@ class Trackio:
         name, is_rewound = find_id(info.dir, "trackio")
         rows = SQLiteStorage.get_logs(self.init["project"], name) if name else []
         points = [
-            (key, row["step"], value)
-            for row in rows
-            for key, value in row.items()
-            if isinstance(value, int | float)
+            (key, row["step"], value) for row in rows for key, value in row.items() if isinstance(value, int | float)
         ]
         self._logged = LoggedPoints(points, info.resumed_step)
         if not name:
