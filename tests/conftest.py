@@ -21,6 +21,7 @@ from support.strikes import Strike, format_tables, read_strikes
 
 LAUNCHERS = ("SAMESTEP_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
 SERVERS = ("launch.forkserver", "support.preloaded", "support.command_server", "multiprocessing.resource_tracker")
+FORKED_WITHOUT_EXEC = 0x40  # PF_FORKNOEXEC of the kernel's flags of a process
 GRACE_S = 20.0
 PID = os.getpid()
 LONG = ("test_slurm.py", "test_docs.py", "test_typed.py")
@@ -43,11 +44,11 @@ def find_children() -> dict[int, psutil.Process]:
         for child in _list_children(pid):
             try:
                 process = psutil.Process(child)
-                is_child_server = is_server and _is_server(process)
+                is_child_server = is_server and _is_server(process, pid)
                 is_zombie = pid == os.getpid() and process.status() == psutil.STATUS_ZOMBIE
                 if not is_child_server and not is_zombie:
                     found[child] = process
-            except psutil.Error:
+            except (psutil.Error, OSError):
                 continue
             seek.append((child, is_child_server))
     return found
@@ -62,9 +63,15 @@ def _list_children(pid: int) -> list[int]:
         return []
 
 
-def _is_server(process: psutil.Process) -> bool:
+def _is_server(process: psutil.Process, parent: int) -> bool:
+    """Whether this is a server, and not a fork of one, which has its command line until it changes that."""
     words = " ".join(process.cmdline())
-    return any(name in words for name in SERVERS)
+    return any(name in words for name in SERVERS) and (parent == os.getpid() or _has_own_program(process.pid))
+
+
+def _has_own_program(pid: int) -> bool:
+    flags = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[6]
+    return not int(flags) & FORKED_WITHOUT_EXEC
 
 
 def describe(processes: dict[int, psutil.Process]) -> str:

@@ -6,7 +6,6 @@ import signal
 import sys
 import threading
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -40,27 +39,13 @@ def sum_ranks(scale: int = 1) -> tuple[torch.Tensor, int]:
 
 def find_servers() -> list[psutil.Process]:
     """The fork servers of this process."""
-    return [child for child in psutil.Process().children() if "import serve;" in " ".join(child.cmdline())]
-
-
-left_before: set[int] = set()
+    mark = "support.preloaded import serve;"
+    return [child for child in psutil.Process().children() if mark in " ".join(child.cmdline())]
 
 
 def children() -> list[psutil.Process]:
-    """Ranks and their children: what lives under a fork server of this process since the test has begun."""
-    found = [rank for server in find_servers() for rank in server.children(recursive=True)]
-    return [rank for rank in found if rank.pid not in left_before]
-
-
-@pytest.fixture(autouse=True)
-def _name_what_other_tests_have_left() -> None:
-    """They share the fork server. A test here is not to blame for their processes, but a warning names these."""
-    left_before.clear()
-    for process in children():
-        left_before.add(process.pid)
-        threads = [thread.id for thread in process.threads()]
-        files = sorted({*(os.readlink(path) for path in Path(f"/proc/{process.pid}/fd").iterdir())})
-        warnings.warn(f"left by an earlier test: {process.cmdline()}, threads {threads}, files {files}", stacklevel=1)
+    """Ranks and their children: the processes under the fork servers of this process."""
+    return [rank for server in find_servers() for rank in server.children(recursive=True)]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 5, 12])
