@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from support.commands import WORKER, find_programs
 from support.hosts import Host, open_hosts, why_not
 from support.preloaded import use_for_spawn
 from support.strikes import Strike, format_tables, read_strikes
@@ -32,6 +33,14 @@ stalls: list[Any] = []
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started with & by a shell; tests and their children need it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its options
+def pytest_configure(config: pytest.Config) -> None:
+    """Workers of pytest-xdist, their command servers and their fork servers are forks of one process."""
+    starts = getattr(config.option, "tx", None)
+    if starts and {*starts} == {"popen"} and "PYTEST_XDIST_WORKER" not in os.environ:
+        config.option.tx = [f"popen//python={find_programs() / WORKER}"] * len(starts)
 
 
 def find_children() -> dict[int, psutil.Process]:

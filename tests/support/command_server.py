@@ -86,8 +86,7 @@ def receive(connection: socket.socket, max_fds: int = 0) -> tuple[Any, list[int]
 
 def serve(life_fd: int, listener_fd: int, base_path: list[str]) -> None:
     """The server process."""
-    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-        signal.signal(signum, signal.SIG_IGN)
+    _ignore_signals()
     import samestep
     from samestep.launch.forkserver import preload
     from support import commands  # noqa: F401  which keeps the environment of now
@@ -152,7 +151,7 @@ class _Server:
             send(client, None)
             client.close()
             return
-        for word in ON_DEMAND.keys() & {*request["words"]}:
+        for word in ON_DEMAND if request["is_worker"] else ON_DEMAND.keys() & {*request["words"]}:
             with suppress(ImportError):
                 importlib.import_module(ON_DEMAND[word])
         namespaces, fds = fds[:3], fds[3:]
@@ -194,6 +193,7 @@ class _Server:
     def become(self, client: socket.socket, request: dict[str, Any], namespaces: list[int], fds: list[int]) -> int:
         """In the child: runs the program and returns its exit code."""
         from support import commands
+        from support.preloaded import fork_server
 
         address = os.path.join(os.path.dirname(self.listener.getsockname()), "socket")
         for file in namespaces:
@@ -209,8 +209,8 @@ class _Server:
         if request["umask"] >= 0:
             os.umask(request["umask"])
         os.environ.clear()
-        _show("environment", [f"{name}={value}" for name, value in request["variables"].items()])
-        _show("arguments", request["words"])
+        show("environment", [f"{name}={value}" for name, value in request["variables"].items()])
+        show("arguments", request["words"])
         os.environ.update(request["variables"])
         os.chdir(request["cwd"])
         with socket.socket(fileno=answer) as started:
@@ -219,16 +219,33 @@ class _Server:
         if words[0] in commands.FLAGS:
             flag, *words = words
         _open_streams(is_unbuffered=flag == "-u" or bool(os.environ.get("PYTHONUNBUFFERED")))
-        is_samestep = words[:2] == ["-m", "samestep"] or os.path.basename(words[0]) == "samestep"
-        _refresh(is_launch=is_samestep and bool({"launch", "train"} & {*words[1:3]}))
-        commands.use_server(address)
-        importlib.import_module(TORCHRUN_STARTS).Popen = commands.Popen
         sys.executable = request["words"][0]
         sys.orig_argv[:] = request["words"]
         sys.path[:] = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *self.base_path]
+        if request["is_worker"]:
+            commands.open_server(self.fork)
+            fork_server()
+        else:
+            commands.use_server(address)
+            importlib.import_module(TORCHRUN_STARTS).Popen = commands.Popen
+        is_samestep = words[:2] == ["-m", "samestep"] or os.path.basename(words[0]) == "samestep"
+        _refresh(is_launch=is_samestep and bool({"launch", "train"} & {*words[1:3]}))
         if is_samestep:
             os.environ.setdefault("PYTHONHASHSEED", HASH_SEEDS[0])  # Else it starts itself again, to have that.
         return _run_main(_find_program(words, is_safe=flag == "-P"))
+
+    def fork(self, life: socket.socket, listener: socket.socket) -> int:
+        """As `start`, but the new server is a fork of this process, which has one thread."""
+        pid = os.fork()
+        if pid == 0:
+            try:
+                keep_files(life.fileno(), listener.fileno())
+                show("arguments", [sys.executable, "support.command_server"])
+                _ignore_signals()
+                _Server(life, listener, self.base_path).run()
+            finally:
+                os._exit(1)
+        return pid
 
 
 def _take_files(fds: list[int], numbers: list[int]) -> int:
@@ -243,6 +260,21 @@ def _take_files(fds: list[int], numbers: list[int]) -> int:
     return last
 
 
+def keep_files(*fds: int) -> None:
+    """Closes all files but these and stderr. Stdin is empty, and stdout is stderr."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in (1, 2, *fds):
+            with suppress(OSError):  # the one that listed them
+                os.close(int(name))
+    os.open(os.devnull, os.O_RDONLY)
+    os.dup2(2, 1)
+
+
+def _ignore_signals() -> None:
+    for signum in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+
+
 def _reset_signals() -> None:
     signal.set_wakeup_fd(-1)
     for signum in (signal.SIGCHLD, signal.SIGHUP, signal.SIGTERM):
@@ -251,7 +283,7 @@ def _reset_signals() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
-def _show(what: str, words: Sequence[str]) -> None:
+def show(what: str, words: Sequence[str]) -> None:
     """Has /proc show these arguments or this environment, by writing over those that this process was started with."""
     first, last = (0, 1) if what == "arguments" else (2, 3)
     addresses = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()[ARGUMENTS_START - 2 :]

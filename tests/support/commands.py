@@ -14,7 +14,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ HANDLED = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "PYTHONDONTWRITEB
 IGNORED = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
 FLAGS = ("-P", "-u")  # of the interpreter; torchrun gives its ranks -u
 NAMESPACES = ("net", "uts", "mnt")
+WORKER = "worker"  # the program that is `python` for a worker of pytest-xdist
 # Its first argument is its own path, beside which it finds the server.
 CLIENT = """\
 #!{python} -IS
@@ -47,6 +49,7 @@ class Popen(subprocess.Popen[Any]):
         real: start a new interpreter.
         host: on another host than this.
         is_bound: the program does not outlive this process.
+        is_worker: the program has servers of its own, as forks of itself.
     """
 
     def __init__(
@@ -56,9 +59,10 @@ class Popen(subprocess.Popen[Any]):
         real: bool = False,
         host: Host | None = None,
         is_bound: bool = False,
+        is_worker: bool = False,
         **options: Any,
     ) -> None:
-        self._real, self._host, self._is_bound = real, host, is_bound
+        self._real, self._host, self._is_bound, self._is_worker = real, host, is_bound, is_worker
         self._connection: socket.socket | None = None
         super().__init__(args if isinstance(args, str) else [str(word) for word in args], *more, **options)
 
@@ -90,6 +94,7 @@ class Popen(subprocess.Popen[Any]):
         request = {
             "words": list(args), "cwd": place, "variables": variables, "fds": [0, 1, 2, *pass_fds], "umask": umask,
             "session": start_new_session, "group": process_group, "is_bound": self._is_bound,
+            "is_worker": self._is_worker,
             "host": self._host and (self._host.namespace, self._host.name),
         }  # fmt: skip
         namespaces = [os.open(f"/proc/self/ns/{name}", os.O_RDONLY) for name in NAMESPACES]
@@ -183,19 +188,24 @@ _address = ""  # of the server
 _python = sys.executable  # the program `python` of `find_programs`, where there is one
 
 
+def open_server(start: Callable[[socket.socket, socket.socket], int]) -> None:
+    """Gives this process a server of its own. `start`, as that of `command_server`, starts it."""
+    global _address, _variables
+    _address = os.path.join(tempfile.mkdtemp(prefix="commands-", dir="/tmp"), "socket")
+    life, theirs = socket.socketpair()
+    with theirs, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(_address)
+        listener.listen(64)
+        _variables = dict(os.environ)
+        pid = start(theirs, listener)
+    _write_programs(Path(_address).with_name("bin"))
+    atexit.register(_end_server, os.getpid(), pid, life)
+
+
 def _find_server(hash_seed: str = HASH_SEEDS[0]) -> str:
     """Where the server with a PYTHONHASHSEED listens, which is started when it is first wanted."""
-    global _address, _variables
     if not _address:
-        _address = os.path.join(tempfile.mkdtemp(prefix="commands-", dir="/tmp"), "socket")
-        life, theirs = socket.socketpair()
-        with theirs, socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(_address)
-            listener.listen(64)
-            _variables = dict(os.environ)
-            pid = command_server.start(theirs, listener, HASH_SEEDS[0])
-        _write_programs(Path(_address).with_name("bin"))
-        atexit.register(_end_server, pid, life)
+        open_server(partial(command_server.start, hash_seed=HASH_SEEDS[0]))
     if hash_seed == HASH_SEEDS[0]:
         return _address
     address = f"{_address}-{hash_seed}"
@@ -207,9 +217,10 @@ def _find_server(hash_seed: str = HASH_SEEDS[0]) -> str:
     return address
 
 
-def _end_server(pid: int, life: socket.socket) -> None:
-    life.close()
-    os.waitpid(pid, 0)
+def _end_server(client: int, pid: int, life: socket.socket) -> None:
+    if os.getpid() == client:  # and not a fork of it
+        life.close()
+        os.waitpid(pid, 0)
 
 
 def use_server(address: str) -> None:
@@ -227,7 +238,7 @@ def find_programs() -> Path:
 def _write_programs(directory: Path) -> None:
     directory.mkdir()
     (directory / "server.json").write_text(json.dumps({"python": sys.executable, "variables": dict(_variables)}))
-    for name in ("python", "samestep", "torchrun"):
+    for name in ("python", "samestep", "torchrun", WORKER):
         path = directory / name
         path.write_text(CLIENT.format(python=sys.executable, tests=str(Path(__file__).parents[1])))
         path.chmod(0o755)
@@ -240,7 +251,10 @@ def run_as_client(words: list[str]) -> int:
     server = json.loads(program.with_name("server.json").read_text())
     sys.executable, _variables = server["python"], server["variables"]
     use_server(str(program.parents[1] / "socket"))
-    if program.name == "python":
+    is_worker = program.name == WORKER
+    if is_worker:
+        command = [sys.executable, *words[1:]]
+    elif program.name == "python":
         command = [str(program), *words[1:]]
     else:
         command = [sys.executable, str(Path(sys.executable).with_name(program.name)), *words[1:]]
@@ -248,7 +262,7 @@ def run_as_client(words: list[str]) -> int:
         os.execv(sys.executable, [sys.executable, *command[1:]])
     signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCONT}
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # until there is something to pass them on to
-    process = Popen(command, is_bound=True)
+    process = Popen(command, is_bound=True, is_worker=is_worker)
     for signum in signals:
         signal.signal(signum, lambda number, _: process.send_signal(number))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)

@@ -3,6 +3,7 @@
 import ctypes
 import importlib
 import os
+import sys
 import weakref
 from pathlib import Path
 from typing import Any, NoReturn
@@ -64,3 +65,21 @@ def serve(client: Any) -> NoReturn:
 
     forkserver.preload = preload_and_prepare
     forkserver.serve(client)
+
+
+def fork_server() -> None:
+    """Fork the server for the first `samestep.spawn` from this process, which is a fork of a command server."""
+    from samestep.launch import forkserver
+    from support.command_server import keep_files, show
+
+    serve = forkserver.serve
+
+    def serve_apart(client: Any) -> NoReturn:
+        forkserver.serve = serve
+        keep_files(client.fileno())
+        show("arguments", [sys.executable, "from support.preloaded import serve;"])
+        serve(client)
+
+    forkserver.serve = serve_apart
+    forkserver.give_back_server(forkserver.ForkServer(fork=True))
+    forkserver.serve = serve
