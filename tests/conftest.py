@@ -15,6 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
+from support.assertions import write_rewritten
 from support.commands import WORKER, find_programs
 from support.hosts import Host, open_hosts, why_not
 from support.preloaded import use_for_spawn
@@ -41,6 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     starts = getattr(config.option, "tx", None)
     if starts and {*starts} == {"popen"} and "PYTEST_XDIST_WORKER" not in os.environ:
         config.option.tx = [f"popen//python={find_programs() / WORKER}"] * len(starts)
+        write_rewritten(config, Path(__file__).parent)  # while that process imports torch
 
 
 def find_children() -> dict[int, psutil.Process]:
