@@ -5,6 +5,7 @@ import io
 import json
 import math
 import pickle
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -91,8 +92,8 @@ def run_dir(tokens: Path) -> Path:
         "--lr", "0.02", "--run-dir", directory, cwd=tokens.parent,
     )  # fmt: skip
     check(done)
-    assert "step 20: validation loss" in done.stdout
-    assert "tokens/s" in done.stdout
+    assert re.findall(r"^step (\d+)/20 +validation/loss", done.stdout, re.MULTILINE) == ["10", "20"]
+    assert len(re.findall(r"^training at .* tokens/s$", done.stdout, re.MULTILINE)) == 2
     return directory
 
 
@@ -401,6 +402,11 @@ def test_a_damaged_token_file(tokens: Path, tmp_path: Path, how: str, said: str)
         open_corpus(copy)
     assert said in str(caught.value)
     assert str(caught.value).endswith("with samestep prepare text")
+
+
+def test_a_file_in_place_of_a_token_files_directory(tokens: Path) -> None:
+    with pytest.raises(Error, match=r"tokens\.npy is a file: name the directory that samestep prepare text"):
+        open_corpus(tokens / "tokens.npy")
 
 
 def test_a_token_outside_of_the_vocabulary() -> None:

@@ -178,9 +178,11 @@ def test_lines_come_every_two_seconds_and_the_last_one_always(
         lines.step(number, 32, 0)
         lines.log({"train/loss": float(number)})
         clock(0.1)
+    lines.log({"validation/loss": 1.0}, 102)  # by the script, before the step has ended
     lines.close()
     lines.close()
     said = capsys.readouterr().out.splitlines()
+    assert said.pop() == "step 102  validation/loss 1"
     assert [line.split("  ")[0] for line in said] == [f"step {1 + 20 * k}" for k in range(6)]
     assert said[0] == "step 1  loss 1"
     assert said[1] == "step 21  loss 21  320 samples/s"

@@ -266,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             logits = forward(tokens[:, :-1])
             return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
-    def validate(step: samestep.Step) -> None:
+    def validate() -> None:
         rate = throughput.describe()
         scores = run.evaluate(lambda tokens: {"loss": compute_loss(tokens)}, held_out)
         loss = scores["loss"]
@@ -279,7 +279,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             if run.state["num_worse"] >= args.patience:
                 run.stop(f"no lower validation loss in {args.patience} validations")
         run.summary |= {"validation loss": f"{loss:.4f} (best {run.state['best']:.4f})", "rate": rate}
-        run.print(f"step {step.number + 1}: validation loss {loss:.4f}", rate)
+        if rate:
+            run.print(f"training at {rate}")
         throughput.begin()
 
     for step in run.steps(train, args.steps, num_workers=args.num_workers):
@@ -290,7 +291,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         scheduler.step()
         throughput.begin(again=False)  # the first step compiles and warms up
         if (step.number + 1) % args.eval_every == 0 or step.number + 1 == args.steps:
-            validate(step)
+            validate()
 
     if args.export_to is not None:
         run.restore("best" if "best" in run.state else "latest")

@@ -147,7 +147,7 @@ class RunMetrics(StepObserver):
             return
         if self._snapshotter.directory is not None:
             self._snapshotter.directory.write_row({"step": step, **place, **values})
-        self._progress.log(values)
+        self._progress.log(values, step)
         self._trackers.log(values, step)
 
     def sum_up(

@@ -39,8 +39,12 @@ class Progress:
     def step(self, number: int, num_samples: int, epoch: int) -> None:
         """Report `number` completed steps, the last with `num_samples` samples of epoch `epoch`."""
 
-    def log(self, values: Mapping[str, Any]) -> None:
-        """Show numbers: "validation/..." on a line each time, others in the bar or on a line at intervals."""
+    def log(self, values: Mapping[str, Any], number: int | None = None) -> None:
+        """Show numbers: "validation/..." on a line each time, others in the bar or on a line at intervals.
+
+        Args:
+            number: steps when they were measured, which may include the present one; None: those of `step`.
+        """
 
     def print(self, *args: Any, **kw: Any) -> None:
         """Print above the bar, like the builtin."""
@@ -118,11 +122,11 @@ class Pace:
             texts.append(f"eta {_duration((self.total_steps - self.number) * elapsed_s / num_steps)}")
         return texts
 
-    def place(self) -> str:
-        """Return the position, such as "step 120/720  epoch 4"."""
+    def place(self, number: int | None = None) -> str:
+        """Return the position, or that after `number` steps, such as "step 120/720  epoch 4"."""
         total = "" if self.total_steps is None else f"/{self.total_steps}"
         epoch = f"  epoch {self.epoch}" if self._has_epochs and self.epoch is not None else ""
-        return f"step {self.number}{total}{epoch}"
+        return f"step {self.number if number is None else number}{total}{epoch}"
 
 
 class Lines(Progress):
@@ -141,20 +145,20 @@ class Lines(Progress):
     def step(self, number: int, num_samples: int, epoch: int) -> None:
         self._pace.step(number, num_samples, epoch)
 
-    def log(self, values: Mapping[str, Any]) -> None:
-        line = self._take(values)
+    def log(self, values: Mapping[str, Any], number: int | None = None) -> None:
+        line = self._take(values, number)
         if self._news and (line or monotonic() - self._said_at >= LINE_EVERY_S):
             self._say_news()
         if line:
             self.print(line)
 
-    def _take(self, values: Mapping[str, Any]) -> str:
+    def _take(self, values: Mapping[str, Any], number: int | None) -> str:
         """Keep numbers to show later. Returns the line for those of validation; "" if there are none."""
         validation = {name: value for name, value in values.items() if name.startswith("validation/")}
         if news := {name: value for name, value in values.items() if name not in validation}:
             self._news.update(news)
-            self._news_place = self._pace.place()
-        return "  ".join([self._pace.place(), *_texts(validation)]) if validation else ""
+            self._news_place = self._pace.place(number)
+        return "  ".join([self._pace.place(number), *_texts(validation)]) if validation else ""
 
     def print(self, *args: Any, **kw: Any) -> None:
         try:
@@ -237,8 +241,8 @@ class Bar(Lines):
         if self._pace.step(number, num_samples, epoch):
             self._draw()
 
-    def log(self, values: Mapping[str, Any]) -> None:
-        if line := self._take(values):
+    def log(self, values: Mapping[str, Any], number: int | None = None) -> None:
+        if line := self._take(values, number):
             self._draw()
             self.print(line)
 

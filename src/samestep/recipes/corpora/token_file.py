@@ -103,6 +103,9 @@ def open_corpus(directory: Path) -> Corpus:
             raise ValueError(f"{TOKENS} holds {tokens.shape} {tokens.dtype}, not {described['num_tokens']} tokens")
         if tokens.nbytes <= HASHED_BYTES and hash_file(directory / TOKENS) != described["sha256"]:
             raise ValueError(f"the checksum of {TOKENS} is wrong")
+    except NotADirectoryError:
+        what = "is a file: name the directory that samestep prepare text has written"
+        raise Error(f"{directory} {what}, or make one of a text with samestep prepare text") from None
     except FileNotFoundError as error:
         name = Path(error.filename).name
         raise Error(f"{directory} is no token file, it has no {name}: make one with samestep prepare text") from None
