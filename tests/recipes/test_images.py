@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -103,6 +105,14 @@ def test_a_corrupt_image_is_named(photos: Path) -> None:
     assert done.returncode == 2
     assert any(f"{photos}/{name} cannot be decoded (" in done.stderr for name in CORRUPT)
     assert "or start with --skip-corrupt, which names and leaves out all such images" in done.stderr
+
+
+def test_images_that_were_deleted_are_not_left_out(tmp_path: Path) -> None:
+    said: list[str] = []
+    run: Any = SimpleNamespace(state={"corrupt": ["a/1.png", "a/2.png"]}, print=said.append, summary={})
+    entries = [(tmp_path / "a" / name, 0) for name in ("2.png", "3.png")]
+    assert images.drop_corrupt(run, tmp_path, entries, num_workers=0) == [entries[1:]]
+    assert said == ["1 of 2 images cannot be decoded and are left out: a/2.png"]
 
 
 def test_a_file_that_cannot_be_read_is_not_corrupt(tmp_path: Path) -> None:

@@ -380,6 +380,12 @@ def test_it_learns_twenty_pairs_by_heart(trained: tuple[Path, str]) -> None:
     assert Store(run_dir).read(best)["state"]["best"] == max(row["validation/BLEU"] for row in scores)
 
 
+def test_one_pair_is_shown_once(tmp_path: Path) -> None:
+    file = write_pairs(tmp_path / "pair.tsv", build_pairs(1))
+    done = samestep_command("train", "translate", f"--data={file}", *TINY, "--epochs=1", cwd=tmp_path)
+    assert check(done).stdout.count("  wanted: ") == 1
+
+
 def test_it_is_the_same_after_a_kill_of_one_of_three_ranks_and_a_resume_on_two(
     trained: tuple[Path, str], pairs_file: Path, tmp_path: Path
 ) -> None:

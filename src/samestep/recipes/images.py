@@ -182,7 +182,7 @@ def drop_corrupt(run: samestep.Run, folder: Path, *parts: list[Entry], num_worke
             micro_batch_size=16,
         )["is_readable"]  # fmt: skip
         run.state["corrupt"] = sorted(name for name, flag in zip(names.values(), flags, strict=True) if not flag)
-    if corrupt := run.state["corrupt"]:
+    if corrupt := sorted({*run.state["corrupt"]} & {*names.values()}):  # those deleted since are not left out
         shown = ", ".join(corrupt[:MAX_SHOWN])
         more = f" and {len(corrupt) - MAX_SHOWN} more" if len(corrupt) > MAX_SHOWN else ""
         run.print(f"{len(corrupt)} of {len(names)} images cannot be decoded and are left out: {shown}{more}")

@@ -183,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         wanted = [target for _, target in data.references]
         row = {name: metric.corpus_score(found, [wanted]).score for name, metric in metrics.items()}
         run.log({"validation/loss": scores["loss"], **{f"validation/{name}": value for name, value in row.items()}})
-        for number in np.linspace(0, len(found) - 1, 5, dtype=int)[1:-1]:
+        for number in np.unique(np.linspace(0, len(found) - 1, 5, dtype=int)[1:-1]):
             run.print(f"{data.references[number][0]}\n  wanted: {wanted[number]}\n  found:  {found[number]}")
         if row["BLEU"] > run.state.get("best", -1.0):
             run.state.update(best=row["BLEU"], best_epoch=epoch)
