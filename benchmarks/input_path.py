@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 
 import samestep
 from samestep.data.loader import Loader
+from samestep.data.source import Mark, mark_shards
 from samestep.sources import MDS, WebDataset, open_tokens
 from samestep.train.batches import Batches
 
@@ -118,6 +119,22 @@ def measure_resume(num_samples: int, num_shards: int, repeats: int) -> float:
     return statistics.median(found)
 
 
+def measure_marks(root: Path, num_shards: int) -> dict[str, float]:
+    """The seconds to mark files of 1 MB in the page cache, at the first start of a run and at a later one."""
+    files = [root / f"{k:06d}.bin" for k in range(num_shards)]
+    for file in files:
+        with open(file, "wb") as opened:
+            opened.truncate(1 << 20)
+    source: Any = Virtual(num_shards, num_shards)
+    source.shard_files = files
+    marks, found = list[Mark](), {}
+    for start in ("first", "later"):
+        began = time.perf_counter()
+        marks = mark_shards(source, marks)
+        found[f"marks of {num_shards:,} shards, {start} start"] = time.perf_counter() - began
+    return found
+
+
 def main() -> None:
     parser = build_parser(__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=11, help="blocks of each contestant, after one to warm up")
@@ -148,12 +165,14 @@ def main() -> None:
             rate = MICRO_BATCH_SIZE / statistics.median(times[OURS]) * (CONTEXT if name == "tokens" else 1)
             unit = "tokens" if name == "tokens" else "samples"
             rows[f"{name}, {num_workers} workers"] = {f"{unit}_per_s": rate, "ratio": compute_ratio(times, PLAIN, OURS)}
-    resumes = {
+        (root / "marks").mkdir()
+        marks = measure_marks(root / "marks", 100 if args.quick else 10_000)
+    resumes = marks | {
         f"resume at 10^8 samples, {num_shards or 'no'} shards": measure_resume(10**8, num_shards, 11)
         for num_shards in (0, 1000, 10_000)
     }
     if args.json:
-        print_json(rates=rows, resume_s=resumes)
+        print_json(rates=rows, start_s=resumes)
         return
     print_machine()
     print_table(

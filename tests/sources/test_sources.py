@@ -1,5 +1,7 @@
 """Sources read what other programs have written, sample by sample and at random, and name a shard that is bad."""
 
+import json
+import os
 import pickle
 import tarfile
 from pathlib import Path
@@ -13,18 +15,19 @@ from support.shards import MAKERS, NUM_SHARDS, PER_SHARD, SAMPLES, make_mds, mak
 
 from samestep.data.lanes import Lanes
 from samestep.data.loader import Loader, Task
-from samestep.data.source import read_shards
+from samestep.data.source import mark_shards, read_shards
 from samestep.data.spec import understand
 from samestep.errors import Error
 from samestep.plan.schedule import EndlessSchedule
 from samestep.sources import MDS, Parquet, WebDataset, open_tokens
+from samestep.train.batches import Batches
 
 
 @pytest.mark.parametrize("kind", MAKERS)
 def test_any_sample_in_any_order(kind: str, tmp_path: Path) -> None:
     source = MAKERS[kind](tmp_path / "data")
     assert len(source) == SAMPLES
-    shards = read_shards(source)
+    shards, _, _ = read_shards(source)
     assert [shard.num_samples for shard in shards] == ([SAMPLES] if kind == "tokens" else [PER_SHARD] * NUM_SHARDS)
     indices = np.random.default_rng(0).permutation(SAMPLES)
     for each in (source, pickle.loads(pickle.dumps(source))):
@@ -34,6 +37,43 @@ def test_any_sample_in_any_order(kind: str, tmp_path: Path) -> None:
                 assert [x for loaded in loader for x in read_x(loaded.batch)] == indices.tolist()
     with pytest.raises(IndexError):
         source.__getitems__([SAMPLES])
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_shard_with_other_content_of_the_same_size(kind: str, tmp_path: Path) -> None:
+    source, run_dir = MAKERS[kind](tmp_path / "data"), tmp_path / "run"
+    run_dir.mkdir()
+
+    def start(*, overrides: bool = False) -> None:
+        batches = Batches(source, seed=0, batch_size=4, micro_batch_size=2, endless=True, sampler=None, start=(0, 0))
+        marks = batches.mark_shards(run_dir, overrides=overrides)
+        assert len(marks) == len(source.shards)
+        assert batches.keep_shards(run_dir, marks) == ""
+
+    start()
+    (record,) = (run_dir / "orders").iterdir()
+    record.write_text(json.dumps([row[:3] for row in json.loads(record.read_text())]))  # as earlier versions wrote it
+    start()
+    file = source.shard_files[-1]
+    os.utime(file, ns=(1, 1))  # as a copy of it
+    start()
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(Error, match=r"not those that the run began with: .* has other content.*; put back what was"):
+        start()
+    start(overrides=True)
+    start()
+
+
+def test_files_of_shards_are_checked(tmp_path: Path) -> None:
+    source = make_tars(tmp_path)
+    source.shard_files[2].unlink()
+    with pytest.raises(Error, match=r"the shard .*2\.tar cannot be read \(No such file or directory\): restore it"):
+        mark_shards(source, [])
+    source.shard_files = source.shard_files[:2]
+    with pytest.raises(Error, match=r"WebDataset has 6 shards and 2 shard_files: give the file of each shard"):
+        mark_shards(source, [])
 
 
 def test_values_of_columns(tmp_path: Path) -> None:

@@ -2,14 +2,22 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from samestep.errors import Error
 
 MOST_NAMED = 3  # shards in a message
+BLOCK = 4096  # bytes that are hashed at the start, in the middle and at the end of a shard's file
+
+# Of a shard's file: when it was written, in nanoseconds, and a hash of three of its blocks.
+Mark = tuple[int, str]
 
 
 class Shard(NamedTuple):
@@ -38,6 +46,9 @@ class Source(Protocol):
     A data set whose reading draws no random numbers may also have `read_batch(indices)`. It gets an array of int64 and
     returns the micro-batch that the loop yields. It is called instead of `__getitems__` if no `collate_fn` is given,
     and saves 20 us per micro-batch, because the generators need no seed and the indices no list.
+
+    A source may also have `shard_files`, the path of the file of each shard. A resumed run then refuses files whose
+    content has changed, too.
 
     Example::
 
@@ -73,43 +84,84 @@ class Source(Protocol):
         ...
 
 
-def read_shards(dataset: Any) -> tuple[Shard, ...]:
-    """Return the shards of a source; () for another data set.
+def read_shards(dataset: Any) -> tuple[tuple[Shard, ...], NDArray[np.int64], str]:
+    """Return the shards of a source, their numbers of samples, and a hash of their names and sizes.
+
+    Takes 0.4 us per shard. For another data set, there are no shards, and the hash is "".
 
     Raises:
         Error: they do not fit the length of the source, or a name is used twice.
     """
     shards = getattr(dataset, "shards", None)
     if not isinstance(shards, Sequence) or {*map(type, shards)} != {Shard}:
-        return ()
-    names, counts, _ = zip(*shards, strict=True)
-    if (total := sum(counts)) != len(dataset):
+        return (), np.empty(0, np.int64), ""
+    names, *columns = zip(*shards, strict=True)
+    sizes = np.array(columns, "<i8")
+    if (total := int(sizes[0].sum())) != len(dataset):
         name = type(dataset).__name__
         raise Error(f"the shards of {name} have {total} samples, and its len() is {len(dataset)}: make them equal")
     if len({*names}) < len(names):
         raise Error(f"two shards of {type(dataset).__name__} have the same name: give each a name of its own")
-    return tuple(shards)
-
-
-def fingerprint_shards(shards: Sequence[Shard]) -> str:
-    """Return a hash of the names and sizes of shards, in order. Takes 0.5 us per shard."""
-    names, *sizes = zip(*shards, strict=True)
     sha = hashlib.sha256("\0".join(names).encode())
-    sha.update(np.array(sizes, "<i8").tobytes())
-    return sha.hexdigest()[:16]
+    sha.update(sizes.tobytes())
+    return tuple(shards), sizes[0], sha.hexdigest()[:16]
 
 
-def format_shards(shards: Iterable[Shard]) -> bytes:
+def mark_shards(dataset: Any, before: Sequence[Mark]) -> list[Mark]:
+    """Return the marks of a source's shards; [] if it does not name their files.
+
+    Only files that were written at another time than `before` are read: 30 us per file, otherwise 5 us.
+
+    Args:
+        before: earlier marks; [] if there are none.
+
+    Raises:
+        Error: a file cannot be read, or there is not one for each shard.
+    """
+    files = [Path(file) for file in getattr(dataset, "shard_files", ())]
+    if files and len(files) != len(dataset.shards):
+        name, count = type(dataset).__name__, len(dataset.shards)
+        raise Error(f"{name} has {count} shards and {len(files)} shard_files: give the file of each shard")
+    known, marks = dict(zip(files, before, strict=False)), dict[Path, Mark]()
+    for file in dict.fromkeys(files):
+        try:
+            marks[file] = _mark_file(file, known.get(file))
+        except OSError as error:
+            raise Error(f"the shard {file} cannot be read ({error.strerror}): restore it") from None
+    return [marks[file] for file in files]
+
+
+def _mark_file(file: Path, before: Mark | None) -> Mark:
+    status = os.stat(file)
+    if before is not None and before[0] == status.st_mtime_ns:
+        return before
+    with open(file, "rb", buffering=0) as opened:
+        places = sorted({0, status.st_size // 2, max(0, status.st_size - BLOCK)})
+        blocks = [os.pread(opened.fileno(), BLOCK, place) for place in places]
+    return status.st_mtime_ns, hashlib.sha256(b"".join(blocks)).hexdigest()[:16]
+
+
+def explain_rewrite(shards: Sequence[Shard], before: Sequence[Mark], now: Sequence[Mark]) -> str:
+    """Describe which shards have other content than before at the same size; "" if none is known to."""
+    pairs = zip(shards, before, now, strict=False)
+    return _list([f"{shard.name} has other content" for shard, was, found in pairs if was[1] != found[1]])
+
+
+def format_shards(shards: Iterable[Shard], marks: Iterable[Mark]) -> bytes:
     """Return the content of a file with the shards; `parse_shards` reads it."""
-    return json.dumps([*shards], separators=(",", ":")).encode()
+    rows = [(*shard, *mark) for shard, mark in zip_longest(shards, marks, fillvalue=())]
+    return json.dumps(rows, separators=(",", ":")).encode()
 
 
-def parse_shards(text: bytes) -> list[Shard]:
-    """Return the shards that `format_shards` has written. Raises ValueError if the text is damaged."""
+def parse_shards(text: bytes) -> tuple[list[Shard], list[Mark]]:
+    """Return the shards and marks that `format_shards` has written. Raises ValueError if the text is damaged."""
     try:
-        return [Shard(str(name), int(num_samples), int(num_bytes)) for name, num_samples, num_bytes in json.loads(text)]
+        rows = json.loads(text)
+        shards = [Shard(str(name), int(num_samples), int(num_bytes)) for name, num_samples, num_bytes, *_ in rows]
+        marks = [(int(row[3]), str(row[4])) for row in rows if len(row) == 5]
     except (TypeError, RecursionError) as error:
         raise ValueError(str(error)) from None
+    return shards, marks if len(marks) == len(shards) else []  # earlier versions wrote none
 
 
 def explain_change(before: Sequence[Shard], now: Sequence[Shard]) -> str:
@@ -126,4 +178,8 @@ def explain_change(before: Sequence[Shard], now: Sequence[Shard]) -> str:
     named = [*missing, *changed, *added]
     if not named:
         return "" if [*was] == [*found] else "they are in another order"
+    return _list(named)
+
+
+def _list(named: Sequence[str]) -> str:
     return ", ".join(named[:MOST_NAMED]) + (f" and {len(named) - MOST_NAMED} more" if len(named) > MOST_NAMED else "")

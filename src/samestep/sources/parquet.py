@@ -30,6 +30,7 @@ class Parquet:
 
     Attributes:
         shards: the row groups, for the order and the record of a run.
+        shard_files: the file of each row group.
 
     Raises:
         Error: pyarrow is not installed, a file is missing or damaged, or there is no such column.
@@ -50,6 +51,7 @@ class Parquet:
                 self._groups.append((number, group))
                 counts.append(about.num_rows)
                 self.shards.append(Shard(f"{name}:{group}", about.num_rows, about.total_byte_size))
+        self.shard_files = [self._files[number] for number, _ in self._groups]
         self._places = Places(counts)
         self._open_file = Kept(self._open_number, MOST_OPEN)
         self._read_group = Kept(self._decode_group, WINDOW_SHARDS)

@@ -83,10 +83,11 @@ class SampleFiles:
 
     Attributes:
         shards: the shards, for the order and the record of a run.
+        shard_files: the file of each shard.
     """
 
     def __init__(self, shards: list[Shard], files: Sequence[Path], transform: Callable[[Any], Any] | None) -> None:
-        self.shards, self._transform = shards, transform
+        self.shards, self.shard_files, self._transform = shards, files, transform
         self._places = Places(shard.num_samples for shard in shards)
         self._blobs = Blobs(files)
 

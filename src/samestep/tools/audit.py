@@ -105,7 +105,7 @@ class _Plan:
             return []
         path = self._run / shards_file(self._shards)
         try:
-            return [shard.num_samples for shard in parse_shards(read_bytes(path))]
+            return [shard.num_samples for shard in parse_shards(read_bytes(path))[0]]
         except (OSError, ValueError) as error:
             raise Error(f"the shards of the data set cannot be read from {path}: {error}") from None
 

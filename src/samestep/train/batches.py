@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -13,7 +14,16 @@ from numpy.typing import NDArray
 from samestep.config import Interval
 from samestep.data.lanes import Lanes
 from samestep.data.loader import Task
-from samestep.data.source import Shard, explain_change, fingerprint_shards, format_shards, parse_shards, read_shards
+from samestep.data.source import (
+    Mark,
+    Shard,
+    explain_change,
+    explain_rewrite,
+    format_shards,
+    mark_shards,
+    parse_shards,
+    read_shards,
+)
 from samestep.data.spec import is_stream, understand
 from samestep.errors import Error, InvalidType, InvalidValue
 from samestep.files import open_regular, read_bytes, replace_file
@@ -89,9 +99,8 @@ class Batches:
             self.lanes = Lanes(spec.dataset, schedule, seed, start[0])
             spec = replace(spec, dataset=self.lanes, shuffle=False)
         self.spec, self._seed, self._check_every = spec, seed, check_every
-        self.shards: tuple[Shard, ...] = read_shards(spec.dataset)
-        self._shard_sizes = np.array([shard.num_samples for shard in self.shards], dtype=np.int64)
-        self._shards_mark = fingerprint_shards(self.shards) if self.shards else ""
+        self.shards: tuple[Shard, ...]
+        self.shards, self._shard_sizes, self._shards_mark = read_shards(spec.dataset)
         self._sampler: Sampler | None = sampler
         self.first_step, self.first_epoch = start
         self.has_sampler = sampler is not None
@@ -224,7 +233,7 @@ class Batches:
         if mark is None or mark == self._shards_mark:
             return
         try:
-            before = parse_shards(read_bytes(run_dir / shards_file(mark)))
+            before, _ = parse_shards(read_bytes(run_dir / shards_file(mark)))
         except (OSError, ValueError):
             return  # the numbers differ, which is an error, too
         raise Error(
@@ -232,14 +241,32 @@ class Batches:
             f"back what was there, or start with {advise(fresh=True)}"
         )
 
-    def keep_shards(self, run_dir: Path) -> str:
+    def mark_shards(self, run_dir: Path, *, overrides: bool) -> list[Mark]:
+        """Return the marks of the shards, for `keep_shards`. Compares them with those of an earlier start.
+
+        Raises:
+            Error: the content of shards has changed, and not `overrides`: names them.
+        """
+        before: list[Mark] = []
+        with suppress(OSError, ValueError):
+            _, before = parse_shards(read_bytes(run_dir / shards_file(self._shards_mark)))
+        marks = mark_shards(self.spec.dataset, before)
+        if not overrides and (changed := explain_rewrite(self.shards, before, marks)):
+            raise Error(
+                f"the data set's shards are not those that the run began with: {changed}; put back what was there; to "
+                f"train on with this one, pass override=True to run.prepare, or start with {advise(override=True)}"
+            )
+        return marks
+
+    def keep_shards(self, run_dir: Path, marks: list[Mark]) -> str:
         """Write the shards, for the audit of the ledger and later starts. Returns a problem; "" if there is none."""
         path = run_dir / shards_file(self._shards_mark)
         try:
-            if path.exists():
+            content = format_shards(self.shards, marks)
+            if path.exists() and read_bytes(path) == content:
                 return ""
             path.parent.mkdir(exist_ok=True)
-            replace_file(path, format_shards(self.shards), sync=True)
+            replace_file(path, content, sync=True)
         except OSError as error:
             return f"the list of the data set's shards could not be written ({error}): the run continues"
         return ""

@@ -610,6 +610,10 @@ class Run:
         check_not_alone(context.group.gather_number(0))
         lengths = {"the number of steps": total_steps, "the length of the data set": len(batches.spec)}
         context.group.agree(batches.numbers | lengths)
+        directory = snapshotter.path if batches.shards else None
+        marks = []
+        if directory is not None:
+            marks = context.group.once(lambda: batches.mark_shards(directory, overrides=self._overrides))
         if self._loop is None:
             machine = describe_machine(config, self.device)
             options = self._contents.options
@@ -621,10 +625,8 @@ class Run:
             self._about = describe_run(context, self.dir, self._config, machine, options)
             fix_compiler()
         place = position.begin_loop(batches, total_steps, config.max_steps, snapshotter, self._say)
-        if batches.shards and snapshotter.path is not None:
-            directory = snapshotter.path
-            if problem := snapshotter.once(lambda: batches.keep_shards(directory)):
-                self._say(problem)
+        if directory is not None and (problem := snapshotter.once(lambda: batches.keep_shards(directory, marks))):
+            self._say(problem)
         if batches.lanes is not None and not place.is_past and not place.is_further and position.lanes:
             batches.lanes.resume(position.lanes, self._lanes_s)
             if warning := batches.lanes.describe_catching_up(position.steps_done - batches.first_step):
