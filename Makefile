@@ -40,14 +40,19 @@ soak: $(VENV)/installed-dev
 chaos: $(VENV)/installed-dev
 	$(BIN)/python tests/chaos.py $(ARGS)
 
-$(VENV)/installed: pyproject.toml
+# pip would compile the packages on one core. Some contain files that do not compile, which pip ignores, too.
+define install
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet "$(TORCH)" --editable ".[recipes]"
+	$(BIN)/pip install --quiet --no-compile "$(TORCH)" --editable "$(1)"
+	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+endef
+
+$(VENV)/installed: pyproject.toml
+	$(call install,.[recipes])
 	touch $@
 
 $(VENV)/installed-dev: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet "$(TORCH)" --editable ".[dev]"
+	$(call install,.[dev])
 	touch $(VENV)/installed $@
 
 clean:
