@@ -54,6 +54,7 @@ def start(life: socket.socket, listener: socket.socket, hash_seed: str) -> int:
     )
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     variables |= {"PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    variables["OMP_WAIT_POLICY"] = "passive"  # of the forks' threads: where cores are busy, waiting actively costs more
     variables[SPACE] = " " * 100_000
     # The long argument makes room for the arguments of programs.
     process = subprocess.Popen(
@@ -229,7 +230,8 @@ class _Server:
             commands.use_server(address)
             importlib.import_module(TORCHRUN_STARTS).Popen = commands.Popen
         is_samestep = words[:2] == ["-m", "samestep"] or os.path.basename(words[0]) == "samestep"
-        _refresh(is_launch=is_samestep and bool({"launch", "train"} & {*words[1:3]}))
+        is_launch = is_samestep and bool({"launch", "train"} & {*words[1:3]})
+        _refresh(has_one_thread=is_launch or request["is_worker"])
         if is_samestep:
             os.environ.setdefault("PYTHONHASHSEED", HASH_SEEDS[0])  # Else it starts itself again, to have that.
         return _run_main(_find_program(words, is_safe=flag == "-P"))
@@ -330,8 +332,11 @@ def _open_streams(is_unbuffered: bool) -> None:
         setattr(sys, f"__{name}__", stream)
 
 
-def _refresh(is_launch: bool) -> None:
-    """What a new process has of its own, and what libraries have read from the environment when they were imported."""
+def _refresh(has_one_thread: bool) -> None:
+    """What a new process has of its own, and what libraries have read from the environment when they were imported.
+
+    A worker has one thread: tests compute so little that a second one costs more than it saves.
+    """
     import numpy as np
     import torch
 
@@ -340,7 +345,7 @@ def _refresh(is_launch: bool) -> None:
     tempfile.tempdir = None
     given = os.environ.get("OMP_NUM_THREADS", "")
     num_threads = int(given) if given.isdecimal() else len(os.sched_getaffinity(0))
-    if num_threads != torch.get_num_threads() and not is_launch:  # It starts threads.
+    if num_threads != torch.get_num_threads() and not has_one_thread:  # It starts threads.
         torch.set_num_threads(num_threads)
 
 
