@@ -74,6 +74,10 @@ class Module:
     def tree(self) -> ast.Module:
         return ast.parse(self.source)
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
     @property
     def name(self) -> str:
         """Such as "samestep.plan.tree"; a package's is that of its `__init__.py`."""
@@ -85,6 +89,13 @@ class Module:
 
     def at(self, node: ast.stmt | ast.expr) -> str:
         return f"src/samestep/{self.path}:{node.lineno}"
+
+
+def write(node: ast.expr) -> str:
+    """As ast.unparse, and fast for names and attributes of names."""
+    if isinstance(node, ast.Name):
+        return node.id
+    return f"{write(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ast.unparse(node)
 
 
 def read_modules() -> list[Module]:
@@ -117,16 +128,16 @@ def resolve(name: str) -> str:
 def imports(module: Module) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
     """Every import, as a full name, wherever it stands: for types only and inside functions, too."""
     package = module.name.split(".") if module.path.endswith("__init__.py") else module.name.split(".")[:-1]
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             yield from ((node, alias.name) for alias in node.names if alias.name != "samestep")
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) + 1 - node.level] if node.level else []
             origin = ".".join([*above, node.module] if node.module else above)
             yield from ((node, resolve(f"{origin}.{alias.name}")) for alias in node.names)
-        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "samestep":
+        elif isinstance(node, ast.Attribute) and write(node.value) == "samestep":
             yield node, resolve(f"samestep.{node.attr}")
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+        elif isinstance(node, ast.Call) and write(node.func).endswith(("import_module", "__import__")):
             yield from ((node, a.value) for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str))
 
 
@@ -169,15 +180,15 @@ def find_environment_faults(module: Module) -> list[str]:
         return []
     written = {
         id(node.value)
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if module.path.startswith("launch/")
         if (isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del))
         or (isinstance(node, ast.Attribute) and node.attr in ("update", "clear"))
     }
     names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
     faults: list[tuple[ast.stmt | ast.expr, str]] = []
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os":
+    for node in module.nodes:
+        if isinstance(node, ast.Attribute) and node.attr in names and write(node.value) == "os":
             if id(node) not in written:
                 faults.append((node, f"os.{node.attr}"))
         elif isinstance(node, ast.ImportFrom) and node.module == "os":
@@ -195,7 +206,7 @@ def find_collective_faults(module: Module) -> list[str]:
         return []
     aliases = {"torch.distributed"}
     faults: list[tuple[ast.stmt | ast.expr, str]] = []
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             aliases |= {a.asname for a in node.names if a.name.startswith("torch.distributed") and a.asname}
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
@@ -206,9 +217,9 @@ def find_collective_faults(module: Module) -> list[str]:
                     COLLECTIVES.fullmatch(alias.name) or alias.name in ("_functional_collectives", "functional")
                 ):
                     faults.append((node, alias.name))
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Attribute):
-            of_torch = ast.unparse(node.value) in aliases and COLLECTIVES.fullmatch(node.attr)
+            of_torch = COLLECTIVES.fullmatch(node.attr) and write(node.value) in aliases
             if of_torch or GROUP_METHODS.fullmatch(node.attr):
                 faults.append((node, ast.unparse(node)))
     return [
@@ -220,7 +231,7 @@ def find_collective_faults(module: Module) -> list[str]:
 
 def find_size_faults(module: Module) -> list[str]:
     faults = []
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
             if num_lines > MAX_FUNCTION_LINES:
@@ -230,7 +241,7 @@ def find_size_faults(module: Module) -> list[str]:
 
 def find_name_faults(module: Module) -> list[str]:
     named: list[tuple[str, str]] = [(f"src/samestep/{module.path}", part) for part in module.name.split(".")[1:]]
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             named.append((module.at(node), node.name))
         elif isinstance(node, ast.arg):
@@ -250,7 +261,7 @@ def find_model_faults(module: Module) -> list[str]:
     if not module.path.startswith("recipes/models/"):
         return []
     named: list[tuple[ast.stmt | ast.expr, str]] = []
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             named += [(node, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -335,16 +346,14 @@ def find_private_uses(module: Module) -> list[str]:
     Private names of torch are used in torch_internals.py.
     """
     own = {
-        node.attr
-        for node in ast.walk(module.tree)
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls")
+        node.attr for node in module.nodes if isinstance(node, ast.Attribute) and write(node.value) in ("self", "cls")
     }
-    own |= {node.name for node in ast.walk(module.tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    own |= {node.name for node in module.nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     return [
         f"{module.at(node)}: {ast.unparse(node)}"
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Attribute) and re.match(r"_[^_]", node.attr) and node.attr not in own
-        if ast.unparse(node.value).split(".")[0] not in ("torch", "dist", "os", "sys", "self", "cls")
+        if write(node.value).split(".")[0] not in ("torch", "dist", "os", "sys", "self", "cls")
     ]
 
 
