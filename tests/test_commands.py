@@ -158,7 +158,8 @@ ask(env={"PYTHONIOENCODING": "latin-1"})
     assert done.stdout.splitlines() == ["True utf-8", "False iso8859-1"]
 
 
-@pytest.mark.parametrize("hash_seed", ["0", "1", "2"])
+# 1 wants a server of its own, as do the ranks of torchrun in promises/test_scripts.py.
+@pytest.mark.parametrize("hash_seed", ["0", pytest.param("1", marks=pytest.mark.soak), "2"])
 def test_hashes_of_strings(hash_seed: str) -> None:
     code = "print(hash('a string'), {'a', 'b', 'c', 'd'})"
     variables = clean_variables({"PYTHONHASHSEED": hash_seed})
@@ -177,6 +178,7 @@ def test_what_is_not_forked(tmp_path: Path) -> None:
     assert not is_forkable([sys.executable, "-m", "samestep"], {**variables, "PYTHONWARNINGS": "error"})
 
 
+@pytest.mark.soak
 def test_no_program_outlives_its_tests(tmp_path: Path) -> None:
     """The server ends with the process that has started it, also where that is killed, and ends its programs."""
     code = f"""

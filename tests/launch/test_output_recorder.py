@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 
 from processes import Command
+from support.commands import find_programs
 from support.disks import open_disk
 from support.waiting import wait_until
 
@@ -103,8 +104,9 @@ def test_one_terminal_for_both_keeps_the_order(command: Command) -> None:
     write_script(command, REDRAWS)
     ours, theirs = pty.openpty()
     received = b""
+    words = [find_programs() / "samestep", "launch", "train.py", "redraw"]
     launch = subprocess.Popen(
-        ["sh", "-c", 'stty rows 30 cols 99 && exec "$@"', "sh", *command.words("launch", "train.py", "redraw")],
+        ["sh", "-c", 'stty rows 30 cols 99 && exec "$@"', "sh", *words],
         cwd=command.directory, env=command.variables, stdin=theirs, stdout=theirs, stderr=theirs,
     )  # fmt: skip
     os.close(theirs)
