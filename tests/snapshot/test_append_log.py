@@ -44,7 +44,7 @@ def expected(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(rows=st.lists(ROWS, max_size=8))
 def test_rows_are_read_back_as_they_were(rows: list[dict[str, Any]]) -> None:
     with TemporaryDirectory() as folder:

@@ -86,7 +86,7 @@ STATES = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(state=STATES)
 def test_any_state_comes_back_exactly(state: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     directory = tmp_path_factory.getbasetemp()
