@@ -38,7 +38,10 @@ def build_contestant(name: str, steps: Iterator[object], *, deterministic: bool 
     return Contestant(name, run_steps, deterministic)
 
 
-def measure(contestants: Sequence[Contestant], *, num_rounds: int, steps_per_block: int) -> Times:
+def measure(
+    contestants: Sequence[Contestant], *, num_rounds: int, steps_per_block: int,
+    read_clock: Callable[[], float] = time.perf_counter,
+) -> Times:  # fmt: skip
     """Seconds per step of each contestant, in blocks of steps: A B C, then C B A, and so on.
 
     The first round warms up and is dropped. All ranks call it; each block starts when all ranks are there.
@@ -54,9 +57,9 @@ def measure(contestants: Sequence[Contestant], *, num_rounds: int, steps_per_blo
             gc.collect()
             if dist.is_initialized():
                 dist.barrier()
-            began = time.perf_counter()
+            began = read_clock()
             contestant.run_steps(steps_per_block)
-            seconds = time.perf_counter() - began
+            seconds = read_clock() - began
             if number:
                 times[contestant.name].append(seconds / steps_per_block)
     gc.unfreeze()

@@ -5,7 +5,6 @@ import json
 import os
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -110,7 +109,7 @@ def read_shards(dataset: Any) -> tuple[tuple[Shard, ...], NDArray[np.int64], str
 def mark_shards(dataset: Any, before: Sequence[Mark]) -> list[Mark]:
     """Return the marks of a source's shards; [] if it does not name their files.
 
-    Only files that were written at another time than `before` are read: 30 us per file, otherwise 5 us.
+    Only files that were written at another time than `before` are read: 40 us per file, otherwise 5 us.
 
     Args:
         before: earlier marks; [] if there are none.
@@ -118,11 +117,11 @@ def mark_shards(dataset: Any, before: Sequence[Mark]) -> list[Mark]:
     Raises:
         Error: a file cannot be read, or there is not one for each shard.
     """
-    files = [Path(file) for file in getattr(dataset, "shard_files", ())]
+    files = [os.fspath(file) for file in getattr(dataset, "shard_files", ())]  # a Path takes 10 us more
     if files and len(files) != len(dataset.shards):
         name, count = type(dataset).__name__, len(dataset.shards)
         raise Error(f"{name} has {count} shards and {len(files)} shard_files: give the file of each shard")
-    known, marks = dict(zip(files, before, strict=False)), dict[Path, Mark]()
+    known, marks = dict(zip(files, before, strict=False)), dict[str, Mark]()
     for file in dict.fromkeys(files):
         try:
             marks[file] = _mark_file(file, known.get(file))
@@ -131,12 +130,12 @@ def mark_shards(dataset: Any, before: Sequence[Mark]) -> list[Mark]:
     return [marks[file] for file in files]
 
 
-def _mark_file(file: Path, before: Mark | None) -> Mark:
+def _mark_file(file: str, before: Mark | None) -> Mark:
     status = os.stat(file)
     if before is not None and before[0] == status.st_mtime_ns:
         return before
     with open(file, "rb", buffering=0) as opened:
-        places = sorted({0, status.st_size // 2, max(0, status.st_size - BLOCK)})
+        places = (0, status.st_size // 2, max(0, status.st_size - BLOCK))
         blocks = [os.pread(opened.fileno(), BLOCK, place) for place in places]
     return status.st_mtime_ns, hashlib.sha256(b"".join(blocks)).hexdigest()[:16]
 
