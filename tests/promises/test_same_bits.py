@@ -1,6 +1,9 @@
 """Any number of ranks, the same bits: digests, losses, scores and random draws of a run do not tell how many it had."""
 
 import functools
+import os
+import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,6 +60,23 @@ def test_compiled_to_kernels(train: Callable[[], Any]) -> None:
         pytest.skip("no C++ compiler")
     alone = run_alone(train)  # first: the ranks then find the kernels in inductor's cache
     assert_same(samestep.spawn(train, 3), alone, "3 ranks", "1 rank")
+
+
+@pytest.mark.soak  # compiles C++ for a minute
+@pytest.mark.timeout(900)
+def test_ranks_share_what_is_compiled(tmp_path: Path) -> None:
+    """With an empty cache, the C++ compiler makes each library once, and the second rank finds it."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    (tmp_path / "g++").write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/log\nexec {compiler} "$@"\n')
+    (tmp_path / "g++").chmod(0o755)
+    train = training.compiled_by_inductor
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    assert_same(samestep.spawn(train, 2, env=env), samestep.spawn(train, 1, env=env), "2 ranks", "1 rank")
+    made = re.findall(r" -shared .* -o (\S+)", (tmp_path / "log").read_text())
+    assert len(made) > 2
+    assert len({*made}) == len(made)
 
 
 class Recipe:
