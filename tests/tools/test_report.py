@@ -280,6 +280,8 @@ requestAnimationFrame(() => setTimeout(() => {
   requestAnimationFrame(() => setTimeout(() => document.body.append(Object.assign(document.createElement("div"), {
     id: "hovered",
     textContent: [...document.querySelectorAll(".u-legend")].map((each) => each.textContent).join("|"),
+    title: [...document.querySelectorAll("figure .plot, figure svg, figure img, .bar")]
+      .map((each) => `${each.computedRole}: ${each.computedName}`).join("|"),
   })), 50));
 }, 50));
 </script></body>"""
@@ -289,6 +291,7 @@ def browse(page: Path, profile: Path) -> tuple[str, str]:
     """The document after its scripts have run, and what the browser has printed."""
     assert CHROMIUM is not None
     words = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--user-data-dir={profile}"]
+    words += ["--enable-blink-features=ComputedAccessibilityInfo"]
     done = subprocess.run(
         [CHROMIUM, *words, "--virtual-time-budget=5000", "--dump-dom", page.as_uri()],
         capture_output=True,
@@ -310,13 +313,19 @@ def test_in_a_browser(tmp_path: Path) -> None:
     document, log = browse(tmp_path / "hover.html", tmp_path / "profile")
     assert "CONSOLE" not in log
     assert document.count('class="uplot') == 3  # loss, lr, samples per second
-    hovered = re.search(r'<div id="hovered">(.*?)</div>', document, re.DOTALL)
+    hovered = re.search(r'<div id="hovered" title="(.*?)">(.*?)</div>', document, re.DOTALL)
     assert hovered is not None
-    legends = hovered[1].split("|")
+    legends = hovered[2].split("|")
     assert "0.02" in legends[0]  # the loss in the last step
     assert "0.04" in legends[0]
     assert "0.1" in legends[1]  # the cursors of all charts move together
     assert "rank 0, steps 0 to 9: 100 ms" in document
+    named = [each for each in hovered[1].split("|") if each != "image: "]  # as the accessibility tree has them
+    assert [each.partition(" over the steps: ")[0] for each in named[:3]] == [
+        f"image: {title}" for title in ("loss", "lr", "samples per second")
+    ]
+    assert named[0].endswith("train/loss from 1 to 0.02; validation/loss from 2 to 0.04")
+    assert [each.partition(" ")[2][:7] for each in named[3:]] == ["compute", "steps 0"]
 
     static = page.replace("script-src 'unsafe-inline'", "script-src 'none'")
     (tmp_path / "static.html").write_text(static)

@@ -39,7 +39,8 @@ function draw(figure, chart) {
   const axis = { stroke: readColour("--note"), grid: { stroke: readColour("--line"), width: 1 }, ticks: { show: false } };
   const box = document.createElement("div");
   box.className = "plot";
-  box.setAttribute("aria-hidden", "true");
+  box.setAttribute("role", "img");
+  box.setAttribute("aria-label", figure.querySelector("svg").getAttribute("aria-label"));
   figure.append(box);
   figure.classList.add("drawn");
   const steps = (plot, value, _, index) => (value == null ? "--" : String(value) + findMark(plot, index));
