@@ -148,6 +148,7 @@ def test_repeated_steps_count_once_and_ranks_by_their_own_steps() -> None:
     assert heat is not None
     np.testing.assert_array_equal(heat.cells, [[100, 500, np.nan], [1000, 1000, 1000], [200, 400, 600]])
     assert heat.means.tolist() == [350, 11000 / 18, 800]
+    assert intervals.world_sizes == [2, 3, 3]
     assert build_intervals(rows[:1]) is None
 
 
@@ -169,6 +170,20 @@ def test_the_memory_of_every_rank_is_drawn(tmp_path: Path) -> None:
         "memory, rank 0": [101.0, None, 103.0], "memory, rank 1": [90.0, None, 90.0],
         "GPU memory, rank 0": [5.0, None, 5.0], "GPU memory, rank 1": [6.0, None, 6.0],
     }  # fmt: skip
+
+
+def test_numbers_of_ranks_are_bands(tmp_path: Path) -> None:
+    rows = [make_row([10 * n] * size, forward=[1.0] * size) for n, size in enumerate([2, 2, 2, 3, 3, 1])]
+    restarts = [{"reason": "", "from_step": step, "world_size": size} for step, size in ((20, 3), (40, 1))]
+    page = report(write_run(tmp_path / "run", timeline=rows, restarts=restarts), output=tmp_path / "out.html")
+    data = read_data(page)
+    bands = [(band["first"], band["label"]) for band in data["bands"]]
+    assert bands == [(0, "2 ranks"), (20, "3 ranks"), (40, "1 rank")]
+    assert [mark["label"] for mark in data["marks"]] == ["restart at 20 on 3 ranks", "restart at 40 on 1 rank"]
+    [(start, width)] = re.findall(r'<rect class="band1" x="([\d.]+)" width="([\d.]+)"', page)
+    assert (float(start), float(width)) == (223.0, 326.0), "a half of the chart, of steps 10 to 50"
+    again = report(tmp_path / "run", write_run(tmp_path / "b", timeline=rows), output=tmp_path / "out.html")
+    assert read_data(again)["bands"] == []
 
 
 def test_the_image_of_a_heat_map() -> None:

@@ -6,20 +6,23 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape as escape_html
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from samestep.console import escape
+from samestep.console import escape, format_ranks
+from samestep.files import is_count
 from samestep.tools.report.decimation import colour, decimate, merge_rows, shorten
-from samestep.tools.report.run_data import Intervals, Points, RunData
+from samestep.tools.report.run_data import MOST_STEPS, Intervals, Points, RunData
 
 # After Okabe and Ito, who chose colours that colour-blind people can tell apart.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#7f7f7f")
 NUM_BUCKETS = 1000  # of a chart: two points each
 NUM_STATIC_BUCKETS = 200
 WIDTH, HEIGHT, LEFT, BOTTOM = 720, 220, 60, 24  # of an SVG, in its own units
+MOST_BANDS = 100
 MOST_COLUMNS, MOST_CELLS = 400, 100_000  # of a heat map
 
 
@@ -34,6 +37,15 @@ class Mark:
 
     step: int
     kind: str
+    label: str
+
+
+@dataclass(frozen=True)
+class Band:
+    """Steps that the run trained on the same number of ranks: from `first` up to `last`."""
+
+    first: float
+    last: float
     label: str
 
 
@@ -85,19 +97,27 @@ def measure_memory(run: RunData) -> dict[str, Points]:
 
 
 def find_marks(runs: Sequence[RunData]) -> list[Mark]:
-    """Return the restarts, with changes of the world size, and the snapshots of a single run."""
+    """Return the restarts, and the snapshots of a single run."""
     marks = []
     for run in runs:
         prefix = f"{run.name}: " if len(runs) > 1 else ""
-        before = None
         for row in run.restarts:
-            world_size = row.get("world_size")
-            change = f", {before} to {world_size} ranks" if before not in (None, world_size) else ""
-            before = world_size
-            marks.append(Mark(row["from_step"], "restart", f"{prefix}restart at {row['from_step']}{change}"))
+            ranks = f" on {format_ranks(row['world_size'])}" if is_count(row.get("world_size")) else ""
+            marks.append(Mark(row["from_step"], "restart", f"{prefix}restart at {row['from_step']}{ranks}"))
     if len(runs) == 1:
         marks += [Mark(each["step"], "snapshot", f"snapshot {each['step']}") for each in runs[0].snapshots]
     return marks
+
+
+def find_bands(runs: Sequence[RunData]) -> list[Band]:
+    """Return the numbers of ranks of a single run, if there are several."""
+    if len(runs) > 1 or (timeline := runs[0].timeline) is None or len({*timeline.world_sizes}) < 2:
+        return []
+    sizes = timeline.world_sizes
+    rows = [0, *(row for row in range(1, len(sizes)) if sizes[row] != sizes[row - 1])][:MOST_BANDS]
+    edges = [0.0, *timeline.edges[rows[1:]].tolist(), float(MOST_STEPS)]
+    pairs = zip(pairwise(edges), rows, strict=True)
+    return [Band(first, last, format_ranks(sizes[row])) for (first, last), row in pairs]
 
 
 def to_json(chart: Chart) -> dict[str, Any]:
@@ -110,7 +130,7 @@ def to_json(chart: Chart) -> dict[str, Any]:
     return {"title": chart.title, "series": series}
 
 
-def draw_svg(chart: Chart, marks: Sequence[Mark]) -> str:
+def draw_svg(chart: Chart, marks: Sequence[Mark], bands: Sequence[Band] = ()) -> str:
     """Draw a chart as SVG, for pages without scripts and for print."""
     curves = [decimate(points.steps, points.values, NUM_STATIC_BUCKETS) for points in chart.series.values()]
     x_all = np.concatenate([x for x, _ in curves])
@@ -123,11 +143,18 @@ def draw_svg(chart: Chart, marks: Sequence[Mark]) -> str:
         across = LEFT + (x - low_x) / (high_x - low_x) * (WIDTH - LEFT - 8)
         return across, 8 + (high_y - y) / (high_y - low_y) * (HEIGHT - BOTTOM - 8)
 
-    parts = []
+    parts, floor = [], HEIGHT - BOTTOM
+    for number, band in enumerate(bands):
+        (across, end), _ = place(np.clip([band.first, band.last], low_x, high_x), low_y)
+        if end > across:
+            where = f'class="band{number % 2}" x="{across:.1f}" width="{end - across:.1f}"'
+            parts.append(f'<rect {where} y="8" height="{floor - 8}"/>')
+            parts.append(f'<text x="{across + 4:.1f}" y="18">{to_html(band.label)}</text>')
     for mark in marks:
-        if mark.kind == "restart" and low_x <= mark.step <= high_x:
+        if low_x <= mark.step <= high_x:
             across, _ = place(mark.step, low_y)
-            parts.append(f'<line class="restart" x1="{across:.1f}" x2="{across:.1f}" y1="8" y2="{HEIGHT - BOTTOM}"/>')
+            top = 8 if mark.kind == "restart" else floor - 6
+            parts.append(f'<line class="{mark.kind}" x1="{across:.1f}" x2="{across:.1f}" y1="{top}" y2="{floor}"/>')
     for number, (x, y) in enumerate(curves):
         is_number = np.isfinite(y)
         across, down = place(x[is_number], y[is_number])
@@ -135,7 +162,6 @@ def draw_svg(chart: Chart, marks: Sequence[Mark]) -> str:
         points += f" {points}" if len(x) == 1 else ""  # drawn as a dot
         stroke = COLOURS[number % len(COLOURS)]
         parts.append(f'<polyline fill="none" stroke-linecap="round" stroke="{stroke}" points="{points}"/>')
-    floor = HEIGHT - BOTTOM
     parts.append(f'<path class="axis" fill="none" d="M{LEFT},8V{floor}H{WIDTH - 8}"/>')
     for text, across, down, anchor in (
         (f"{high_y:.4g}", LEFT - 6, 16, "end"),

@@ -14,6 +14,7 @@ from samestep.tools.report.charts import (
     HeatMap,
     build_heat_map,
     draw_svg,
+    find_bands,
     find_marks,
     group_charts,
     to_html,
@@ -42,15 +43,16 @@ def build_page(
         attachments: title -> text, such as the output of `samestep verify`.
         scalings: results of `samestep scale`.
     """
-    charts, marks = group_charts(runs), find_marks(runs)
+    charts, marks, bands = group_charts(runs), find_marks(runs), find_bands(runs)
     maps = {run.name: heat for run in runs if (heat := build_heat_map(run.timeline)) is not None}
     data = {
         "charts": [to_json(chart) for chart in charts],
         "marks": [mark.__dict__ for mark in marks],
+        "bands": [band.__dict__ for band in bands],
         "maps": [each.to_json() for each in maps.values()],
     }
     figures = "".join(
-        f'<figure class="chart"><figcaption>{to_html(chart.title)}</figcaption>{draw_svg(chart, marks)}'
+        f'<figure class="chart"><figcaption>{to_html(chart.title)}</figcaption>{draw_svg(chart, marks, bands)}'
         f'<ul class="key">{"".join(f"<li>{to_html(label)}</li>" for label in chart.series)}</ul></figure>'
         for chart in charts
     )

@@ -49,6 +49,7 @@ class Intervals:
         seconds: time of rank 0 in each row, without start and validation, float64 of length n.
         busy_s: seconds per row and rank, n x ranks, in which the rank waits for no other; 0 if a row lacks the rank.
         num_steps: steps per row and rank, n x ranks, that these seconds belong to.
+        world_sizes: number of ranks at the end of each row, of length n.
         memory: "memory" and "GPU memory" -> megabytes per row and rank at its end, n x ranks; nan if not known.
     """
 
@@ -56,6 +57,7 @@ class Intervals:
     seconds: Floats
     busy_s: Floats
     num_steps: Floats
+    world_sizes: Sequence[int]
     memory: Mapping[str, Floats] = field(default_factory=dict)
 
 
@@ -199,7 +201,8 @@ def build_intervals(rows: Sequence[Mapping[str, Any]]) -> Intervals | None:
         for label, key in (("memory", "memory_mb"), ("GPU memory", "device_mb"))
         if any(row.get(key) for row in ends[1:])
     }
-    return Intervals(np.array(edges, dtype=np.float64), seconds, ranks[:, 0], ranks[:, 1], memory)
+    sizes = [len(row["steps"]) for row in ends[1:]]
+    return Intervals(np.array(edges, dtype=np.float64), seconds, ranks[:, 0], ranks[:, 1], sizes, memory)
 
 
 def _read_logs(
