@@ -189,7 +189,8 @@ def write_runs(directory: Path) -> tuple[str, str]:
         write_run(run, seed=seed)
         write_ledger(run, [(0, [0, 1]), (0, second)])
         Store(run).write({**STATE, "state": {"seed": seed}}, step=2, meta={})
-        (run / "metrics.jsonl").write_text(json.dumps({"step": 2, "loss": seed / 8}) + "\n")
+        rows = [{"step": 1, "loss": 1.5}, {"step": 2, "loss": seed / 8}]
+        (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         (run / "status.json").write_text(json.dumps({"status": "done", "time": "2026-01-02T03:04:05Z"}))
     return str(directory / "a"), str(directory / "b")
 
@@ -234,7 +235,7 @@ def test_two_runs_are_compared(tmp_path: Path, capsys: Any) -> None:
     out = capsys.readouterr().out
     assert re.search(r"^  numbers.seed +3 +4$", out, re.M)
     assert "numbers.batch_size" not in out
-    assert re.search(r"^  loss +0.375 \(2\) +0.5 \(2\)$", out, re.M)
+    assert re.search(rf"^  loss +{a} +█▁ +0.375 \(2\)\n +{b} +█▂ +0.5 \(2\)$", out, re.M), out
     assert "\nthe steps are not comparable one by one: seed differs\n" in out
     assert out.endswith("\nstep 1 is the first that differs: other samples\n")
     assert run_inspect([a, a]) == 0

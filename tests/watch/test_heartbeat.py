@@ -20,12 +20,12 @@ from support.commands import Popen
 from support.runs import check, clean_variables, samestep_command
 from support.waiting import wait_until
 
+from samestep.console import draw_bars
 from samestep.tools.watch import (
     HEADER,
     ask_for_stacks,
     compute_rates,
     describe_end,
-    draw_bars,
     format_rows,
     has_ended,
     measure_steps,

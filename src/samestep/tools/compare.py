@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from samestep.console import describe_age, list_values, print_table, to_text
+from samestep.console import describe_age, draw_bars, list_values, print_table, to_text
 from samestep.errors import Error
 from samestep.files import parse_json, read_bytes
 from samestep.plan.ledger import Entry, count_records, read_records, to_float
@@ -20,6 +20,9 @@ SHORT = 12  # of a digest's 64 digits
 COUNTED = ("data_length", "batch_size", "micro_batch_size", "seed")  # numbers by which steps use other samples
 SECTIONS = ("numbers", "settings", "config", "script", "git", "machine")  # of run.json, the most important first
 PLACE = ("step", "epoch")  # entries of a row that are not metrics
+NUM_BARS = 20  # of a metric
+
+Curve = Sequence[tuple[int, float]]  # steps and values
 
 
 def read_last_values(run: Path) -> dict[str, dict[str, Any]]:
@@ -30,6 +33,30 @@ def read_last_values(run: Path) -> dict[str, dict[str, Any]]:
         for name, value in row.items()
         if name not in PLACE
     }
+
+
+def read_curves(run: Path) -> dict[str, list[tuple[int, float]]]:
+    """Return the numbers of every metric in the rows that `read_rows` returns, by name."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for row in read_rows(run / METRICS):
+        for name, value in row.items():
+            if name not in PLACE and type(value) in (int, float) and type(row.get("step")) is int:
+                curves.setdefault(name, []).append((row["step"], value))
+    return curves
+
+
+def overlay(curves: Sequence[Curve]) -> list[str]:
+    """Draw curves as bars on one scale, over the steps of all: the last value in each part of them.
+
+    Example::
+
+        >>> overlay([[(1, 0.0), (2, 0.5)], [(2, 1.0), (3, 1.0)]])
+        ['▁▅ ', ' ██']
+    """
+    places = {step: place for place, step in enumerate(sorted({step for curve in curves for step, _ in curve}))}
+    num = min(NUM_BARS, len(places))
+    values = [{places[step] * num // len(places): value for step, value in curve} for curve in curves]
+    return draw_bars([[each.get(place) for place in range(num)] for each in values])
 
 
 def read_state(run: Path) -> dict[str, Any]:
@@ -99,7 +126,7 @@ def compare_runs(one: str, other: str, *, is_json: bool) -> int:
     """
     with open_run(one) as first, open_run(other) as second:
         records = [read_run(first, one), read_run(second, other)]
-        described = [describe_run(first), describe_run(second)]
+        described, curves = [describe_run(first), describe_run(second)], [read_curves(first), read_curves(second)]
         common = min(each["steps"] for each in described)
         if not common:
             raise Error(f"{one if not described[0]['steps'] else other} has no step yet: there is nothing to compare")
@@ -122,9 +149,13 @@ def compare_runs(one: str, other: str, *, is_json: bool) -> int:
         print_table("differences", ("name", one, other), rows)
     metrics = [each["metrics"] for each in described]
     names = {**metrics[0], **metrics[1]}
-    if names:
-        rows = [(name, *(_format(values.get(name)) for values in metrics)) for name in names]
-        print_table("last metrics, and their steps", ("name", one, other), rows)
+    rows = []
+    for name in names:
+        bars = overlay([each.get(name, ()) for each in curves])
+        lasts = [_format(values.get(name)) for values in metrics]
+        rows += zip((name, ""), (one, other), bars, lasts, strict=True)
+    if rows:
+        print_table("metrics over the steps, on one scale", ("name", "run", "values", "last (step)"), rows)
     if different := [name for name in COUNTED if f"numbers.{name}" in differences]:
         print(f"the steps are not comparable one by one: {', '.join(different)} differs")
     if state_step is not None:

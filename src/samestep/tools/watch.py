@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.config import is_url
-from samestep.console import build_table, escape, print_table
+from samestep.console import build_table, draw_bars, escape, print_table
 from samestep.errors import Error
 from samestep.snapshot.object_store import ObjectStore, find_copy, read_run
 from samestep.tools.inspect import CommandParser
@@ -26,7 +26,7 @@ WINDOW_S = 10.0
 STALE_S = 30.0  # a run without news for this long counts as dead
 ANSWER_S = 6.0  # for all ranks to write their stacks
 TAIL_BYTES = 1 << 16  # of the timeline
-BARS, NUM_BARS = "▁▂▃▄▅▆▇█", 20
+NUM_BARS = 20
 RESTART_S = 5.0  # for a launcher to restart a failed run
 HEADER = ("rank", "host", "step", "phase", "in it for", "compute/step", "samples/s", "where")
 
@@ -186,16 +186,6 @@ def measure_steps(rows: Sequence[Mapping[str, Any]]) -> list[list[float | None]]
             busy_s = sum(row["spent_s"][phase][rank] for phase in BUSY if rank < len(row["spent_s"].get(phase, ())))
             of_rank.append(busy_s / num_steps if num_steps > 0 else None)
     return times
-
-
-def draw_bars(times: Sequence[Sequence[float | None]]) -> list[str]:
-    """Draw numbers as lines of bars on one scale. None is blank."""
-    known = [each for line in times for each in line if each is not None]
-    low, span = min(known, default=0.0), max(known, default=0.0) - min(known, default=0.0) or 1.0
-    return [
-        "".join(" " if each is None else BARS[round((each - low) / span * (len(BARS) - 1))] for each in line)
-        for line in times
-    ]
 
 
 def _add_bars(run_dir: Path, header: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
