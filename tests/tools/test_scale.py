@@ -18,7 +18,7 @@ from samestep.errors import Error
 from samestep.tools.scale import cpu_quota
 from samestep.tools.scale.laws import find_break_even, fit_amdahl, fit_gustafson
 from samestep.tools.scale.measurement import Size, add_steps
-from samestep.tools.scale.run_scale import find_remote
+from samestep.tools.scale.run_scale import find_remote, recommend, summarize
 from samestep.tools.scale.step_model import StepModel
 
 SCRIPT = """
@@ -191,6 +191,25 @@ def test_the_break_even_is_where_one_more_rank_saves_too_little(serial: float, g
 
     assert all(saved(size) >= gain for size in range(1, even))
     assert even == most or saved(even) < gain
+
+
+@pytest.mark.parametrize(
+    ("steps_s", "sentence"),
+    [
+        ((100, 90, 120), "use 2 ranks: 1.11 times as fast as 1, at 56% efficiency; beyond 2 ranks, one more saves"),
+        ((100, 50, 25), "use 4 ranks: 4.00 times as fast as 1, at 100% efficiency; a step has 8 micro-batches, so"),
+        ((100, 97, 95), "use 1 rank: 2 were only 1.03 times as fast; beyond 1 rank, one more saves less than 5 % of"),
+        ((100, 130, 90), "use 1 rank: 4 were only 1.11 times as fast; beyond 1 rank, one more saves"),
+        ((100, 170, 180), "use 1 rank: more were not faster by more than the error; beyond 1 rank, one more saves"),
+    ],
+)
+def test_the_recommendation(steps_s: tuple[float, ...], sentence: str) -> None:
+    facts, phases = {"batch_size": 8, "micro_batch_size": 1}, {"compute": 1.0}
+    measured = {
+        size: Size(size, 8, facts, [step_s] * 5, [phases], [1.0], 8.0)
+        for size, step_s in zip((1, 2, 4), steps_s, strict=True)
+    }
+    assert recommend({"strong": summarize("strong", measured, 0.05)}, 5.0).startswith(sentence)
 
 
 @pytest.mark.parametrize(

@@ -188,9 +188,14 @@ def summarize(kind: str, measured: Mapping[int, Size], least_gain: float) -> Row
         })  # fmt: skip
     if kind == "weak":
         return {"sizes": rows, "serial": fit_gustafson({w: found.samples_per_s for w, found in measured.items()})}
-    serial = fit_amdahl({w: found.step_s for w, found in measured.items()})
+    # By the law, more ranks never make a step slower: larger sizes than the fastest are outside of it.
+    steps_s = {size: found.step_s for size, found in measured.items()}
+    fastest = min(steps_s, key=lambda size: steps_s[size])
+    serial = fit_amdahl({w: step_s for w, step_s in steps_s.items() if w <= fastest}) if fastest > 1 else 1.0
     most = alone.facts["batch_size"] // alone.facts["micro_batch_size"]
-    return {"sizes": rows, "serial": serial, "most": most, "break_even": find_break_even(serial, least_gain, most)}
+    even = find_break_even(serial, least_gain, most)
+    even = min(even, fastest) if fastest < max(measured) else even
+    return {"sizes": rows, "serial": serial, "most": most, "break_even": even}
 
 
 def add_finish(rows: Sequence[Row], num_steps: int, queues_s: Mapping[int, float]) -> None:
@@ -292,16 +297,20 @@ def recommend(result: Row, least_gain: float) -> str:
         best = min(rows, key=lambda row: row["finish_s"])
         why = f"it finishes first, after {format_time(best['finish_s'])}"
     else:
-        best = rows[0]
+        best, too_slow = rows[0], []
         for row in rows[1:]:
             gained = 1 - row["step_s"] / best["step_s"]
-            if row["world_size"] <= even and gained > 2 * math.hypot(row["error"], best["error"]):
-                best = row
-        why = (
-            f"{best['speed_up']:.2f} times as fast as 1, at {best['efficiency']:.0%} efficiency"
-            if best is not rows[0]
-            else "more were not faster, or not by more than the error"
-        )
+            if gained > 2 * math.hypot(row["error"], best["error"]):
+                if row["world_size"] <= even:
+                    best = row
+                else:
+                    too_slow.append(row)
+        if best is not rows[0]:
+            why = f"{best['speed_up']:.2f} times as fast as 1, at {best['efficiency']:.0%} efficiency"
+        elif too_slow:
+            why = f"{too_slow[0]['world_size']} were only {too_slow[0]['speed_up']:.2f} times as fast"
+        else:
+            why = "more were not faster by more than the error"
     limit = (
         f"a step has {most} micro-batches, so that no more than {most} ranks have work"
         if even == most
@@ -323,6 +332,8 @@ def print_result(result: Row, for_steps: int | None) -> None:
         print_table(title, header, rows)
         law = "Amdahl's" if kind == "strong" else "Gustafson's"
         shown = "none is measurable" if found["serial"] <= 0 else f"{found['serial']:.1%}"
+        if found["serial"] >= 1:
+            shown = "all of the step, because more ranks were not faster"
         print(f"serial fraction by {law} law: {shown}")
         if found.get("predictions"):
             print_table(f"predicted from 1 and 2 ranks, {kind} scaling", *build_predictions(found["predictions"]))
