@@ -53,12 +53,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sbatch = home / "bin" / "sbatch"
     sbatch.write_text(SBATCH.format(start=(datetime.now() + timedelta(hours=1)).isoformat(timespec="seconds")))
     sbatch.chmod(0o755)
-    words = ["scale", "--json", "--world-sizes", "2,1", "--strong", "--weak", "--steps", "10", "--warm-up", "2"]
+    words = ["scale", "--json", "--world-sizes", "2,1", "--strong", "--weak", "--steps", "50", "--warm-up", "2"]
     words += ["--repeats", "1", "--for-steps", "1000", "--slurm", "--partition", "main"]
     words += ["--predict", "3,4096", "train.py"]
     env = {"TMPDIR": str(home / "scratch"), "PATH": f"{sbatch.parent}:{os.environ['PATH']}"}
     done = check(samestep_command(*words, cwd=home, env=env, timeout=300))
     (home / "scale.json").write_text(done.stdout)
+    assert "samestep: 34 steps were measured, not 50: after the warm-up, the script trains for no more" in done.stderr
     assert [*(home / "scratch").iterdir()] == []
     assert not (home / "run").exists()
     return home
@@ -224,6 +225,7 @@ def test_the_recommendation(steps_s: tuple[float, ...], sentence: str) -> None:
         (["--weak", "--for-steps", "9"], "--for-steps compares steps of the same size: add --strong"),
         (["--predict", "8", "--ranks-per-node", "4"], "--predict for several nodes needs --ranks-per-node N, and"),
         (["--predict", "8", "--ranks-per-node", "4", "--doctor", "none.json"], "--doctor none.json cannot be read (No"),
+        (["--predict", "8", "--ranks-per-node", "4", "--link-mbit", "nan"], "--link-mbit is a number above 0, and"),
         (["--least-gain", "0"], "--least-gain is a percentage between 0 and 100, not 0"),
     ],
 )

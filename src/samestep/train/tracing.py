@@ -30,6 +30,7 @@ class PhaseTiming(Tracer):
     ) -> None:
         super().__init__(context, run_dir, options)
         self._watchdog = watchdog
+        self._written = -1  # the last step with a line
 
     def begin_loop(
         self, batches: Batches, place: Place, gradients: GradientPass, build_state: Callable[[dict[str, Any]], Any]
@@ -53,6 +54,9 @@ class PhaseTiming(Tracer):
         )
 
     def end_body(self, step: Step) -> None:
+        if step.number == self._written:  # an epoch that is interrupted after a step ends once more
+            return
+        self._written = step.number
         self.write(
             {
                 "step": step.number,

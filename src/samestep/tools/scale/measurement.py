@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -36,6 +37,7 @@ class Size:
         compute_steps_s: seconds of computing of rank 0 in each step, for its variation.
         num_micro_batches: the most micro-batches of a rank.
         num_samples: samples of a step, over all ranks.
+        num_steps: steps of the shortest start.
     """
 
     world_size: int
@@ -45,6 +47,7 @@ class Size:
     starts: list[Mapping[str, float]] = field(default_factory=list)
     compute_steps_s: list[float] = field(default_factory=list)
     num_samples: float = 0.0
+    num_steps: int = sys.maxsize
 
     @property
     def step_s(self) -> float:
@@ -122,19 +125,23 @@ class Starts:
         where = f"{self.target.name.removeprefix('samestep.recipes.')} on {format_ranks(size.world_size)}"
         if code or not all(ranks):
             output = (place / "output").read_text(errors="replace").rstrip()
-            words = (find_errors(output) or [" / ".join(output.splitlines()[-3:]) or "it printed nothing"])[-1]
+            words = (find_errors(output) or output.splitlines() or ["it printed nothing"])[-1]
             raise Error(f"{where} cannot be measured, it ends with exit code {code}: {words}")
         size.facts = ranks[0][0]
         if (found := size.facts["world_size"]) != size.world_size:
             raise Error(f"{where} starts {found} ranks itself: pass the script that each rank runs")
-        add_steps(size, [rank[1 + self.num_warm_up :] for rank in ranks], where)
+        add_steps(size, [rank[self.num_warm_up :] for rank in ranks], where)  # from the end of the last one
 
 
 def add_steps(size: Size, ranks: Sequence[Sequence[Line]], where: str) -> None:
-    """Add the steps of one start: a line per step of each rank. Raises Error if there are too few."""
+    """Add the steps of one start, of each rank the lines at the begin of the first one and at the end of each.
+
+    Raises Error if there are too few.
+    """
     num = min(map(len, ranks)) - 1
     if num < LEAST_BLOCKS:
         raise Error(f"{where} trains for {max(num, 0)} steps after the warm-up: more are needed, or a lower --warm-up")
+    size.num_steps = min(size.num_steps, num)
     differences = [[subtract(before, after) for before, after in pairwise(rank[: num + 1])] for rank in ranks]
     num_blocks = min(NUM_BLOCKS, num)
     for block in range(num_blocks):

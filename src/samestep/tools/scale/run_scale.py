@@ -85,9 +85,13 @@ def run_scale(target: Target, values: Mapping[str, Any]) -> int:
             None if quota is None else stack.enter_context(open_quota(quota, max(sizes))), work.lock.fileno(),
         )  # fmt: skip
         measured = measure(starts, sizes, kinds, values.get("repeats", 3))
+    num_steps = min(found.num_steps for of_kind in measured.values() for found in of_kind.values())
+    if num_steps < starts.num_steps:
+        wanted = starts.num_steps
+        say(f"{num_steps} steps were measured, not {wanted}: after the warm-up, the script trains for no more")
     result: Row = {
         "format": 1, "script": " ".join(target.to_command()[1]), "num_cores": num_cores, "cpu_quota": quota,
-        "steps": starts.num_steps, "repeats": values.get("repeats", 3),
+        "steps": num_steps, "repeats": values.get("repeats", 3),
     }  # fmt: skip
     for kind, found in measured.items():
         result[kind] = summarize(kind, found, values.get("least_gain", 5.0) / 100)
@@ -118,7 +122,7 @@ def check_options(values: Mapping[str, Any]) -> list[int]:
         raise Error("--slurm compares times to finish: give the length of the run, --for-steps N")
     if ("link_mbit" in values or "doctor" in values) != ("ranks_per_node" in values and "predict" in values):
         raise Error("--predict for several nodes needs --ranks-per-node N, and --link-mbit MBIT or --doctor FILE")
-    if values.get("link_mbit", 1.0) <= 0 or values.get("link_us", 0.0) < 0:
+    if not 0 < values.get("link_mbit", 1.0) < math.inf or not 0 <= values.get("link_us", 0.0) < math.inf:
         raise Error("--link-mbit is a number above 0, and --link-us is at least 0")
     if "doctor" in values and ("link_mbit" in values or "link_us" in values):
         raise Error("--doctor names a file with the links: leave out --link-mbit and --link-us")
