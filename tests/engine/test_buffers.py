@@ -214,6 +214,22 @@ def test_between_the_steps_they_are_the_scripts() -> None:
     assert (model.total.item(), model.last.tolist()) == (7.0, [1.0, 1.0])
 
 
+def test_large_buffers_with_the_same_bits_share_a_copy() -> None:
+    model = nn.Module()
+    for name, value in {"a": 0.0, "b": 0.0, "c": -0.0, "d": 0.0, "e": 1.0}.items():
+        model.register_buffer(name, torch.full((100, 100), value))
+    buffers = build_others(model)
+    assert len({copy.data_ptr() for copy in buffers._start}) == 3
+    model.get_buffer("b").add_(1)
+    buffers.begin()
+    model.get_buffer("b").add_(1)
+    model.get_buffer("d").data.add_(1)
+    buffers.fold(1)
+    means = [buffer.mean().item() for buffer in model.buffers()]
+    assert means == [0, 1, 0, 0, 1]
+    assert model.get_buffer("c").signbit().all()
+
+
 def test_buffers_that_cannot_be_followed() -> None:
     model = Counter()
     buffers = build_others(model)

@@ -238,6 +238,23 @@ def _weight(momentum: float | None, before: int, count: int, n: int, v: int) -> 
     return float((1.0 - momentum) ** (count * (n - 1 - v)))
 
 
+def _copy(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy tensors. Large ones with the same bits, such as the attention masks of all layers, share one copy."""
+    copies: list[Tensor] = []
+    for tensor in tensors:
+        is_large = tensor.layout is torch.strided and tensor.numel() > 8 * SAMPLE and not tensor.is_complex()
+        same = (each for each in copies if is_large and _have_same_bits(each, tensor))
+        copy = next(same, None)
+        copies.append(tensor.clone() if copy is None else copy)
+    return copies
+
+
+def _have_same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are alike and equal, with 0.0 and -0.0 unequal. False if they contain nan."""
+    kinds = [(each.layout, each.dtype, each.device, each.shape) for each in (one, other)]
+    return kinds[0] == kinds[1] and torch.equal(one, other) and torch.equal(one.signbit(), other.signbit())
+
+
 class OtherBuffers:
     """All other buffers: each ends a step with the value that micro-batch 0 gives it.
 
@@ -264,7 +281,7 @@ class OtherBuffers:
                     seen.add(id(buffer))
                     self._places.append((buffers, name))
         self._tensors = [self._read(place) for place in self._places]
-        self._start = [tensor.clone() for tensor in self._tensors]
+        self._start = _copy(self._tensors)
         self._versions = [read_version(tensor) for tensor in self._tensors]
         self._unseen = [False] * len(self._places)  # was changed without a change of its version
         self.changed = False
