@@ -329,15 +329,14 @@ def test_the_search_for_cycles_sees(sources: dict[str, str], expected: list[tupl
     assert find_cycles(modules) == [tuple(f"samestep.train.{name}" for name in cycle) for cycle in expected]
 
 
-# Accesses to `_private` attributes of other modules' objects that are still there. Counts may only fall.
+# Accesses to `_private` attributes of other modules' objects: all of Python's and torch's, none of samestep's.
+# Counts may only fall.
 KNOWN_PRIVATE = {
-    "data/loader.py": 13,
-    "launch/rank_process.py": 3,
-    "snapshot/async_copy.py": 2,
-    "snapshot/serialization.py": 1,
-    "tools/verify/fixed.py": 2,
-    "watch/thread_state.py": 1,
+    "launch/rank_process.py": 3,  # a process that ends without the teardown of its modules
+    "snapshot/serialization.py": 1,  # `_metadata` of a state_dict, which torch documents
+    "tools/verify/fixed.py": 2,  # the sources of random numbers that a trial replaces
 }
+PUBLIC = ("_replace", "_asdict", "_fields")  # of a NamedTuple
 
 
 def find_private_uses(module: Module) -> list[str]:
@@ -345,6 +344,8 @@ def find_private_uses(module: Module) -> list[str]:
 
     Private names of torch are used in torch_internals.py.
     """
+    if module.path == "torch_internals.py":
+        return []
     own = {
         node.attr for node in module.nodes if isinstance(node, ast.Attribute) and write(node.value) in ("self", "cls")
     }
@@ -353,6 +354,7 @@ def find_private_uses(module: Module) -> list[str]:
         f"{module.at(node)}: {ast.unparse(node)}"
         for node in module.nodes
         if isinstance(node, ast.Attribute) and re.match(r"_[^_]", node.attr) and node.attr not in own
+        if node.attr not in PUBLIC
         if write(node.value).split(".")[0] not in ("torch", "dist", "os", "sys", "self", "cls")
     ]
 

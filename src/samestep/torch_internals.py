@@ -1,11 +1,12 @@
 """The private names of torch that samestep depends on, in one place.
 
-Each has no public equivalent that is as fast. A torch release that changes one of them breaks here, and
-`tests/test_torch_internals.py` says which.
+None has a public equivalent that is as fast or does the same. If a torch release changes one of them, the test of it in
+`tests/test_torch_internals.py` fails. It says what to use instead.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from operator import attrgetter
 from typing import Any
 
@@ -51,3 +52,52 @@ def as_worker(worker: int | None, num_workers: int, dataset: Any) -> Iterator[No
         yield
     finally:
         torch.utils.data._utils.worker._worker_info = before
+
+
+# --- an iterator over a DataLoader with workers ---------------------------------------------------------------------
+
+
+def count_received(iterator: Any) -> int:
+    """How many batches the iterator has returned in this pass."""
+    return int(iterator._rcvd_idx)
+
+
+def list_worker_tasks(iterator: Any) -> list[tuple[BaseProcess, list[int]]]:
+    """The workers, each with the numbers of the batches that it was asked for and has not returned."""
+    tasks: dict[int, tuple[Any, ...]] = iterator._task_info  # batch -> (worker,), or (worker, data) once it has arrived
+    return [
+        (process, [k for k, info in tasks.items() if info == (number,)])
+        for number, process in enumerate(iterator._workers)
+    ]
+
+
+def shut_down_workers(iterator: Any, limit_s: float) -> bool:
+    """End the workers, and return True; False if one of them has held a lock for `limit_s`.
+
+    torch sets an event, whose lock each worker takes at times, and waits for the workers' remaining data. A worker that
+    was killed while it held the lock never releases it, and torch would wait forever.
+    """
+    lock = iterator._workers_done_event._cond
+    if not lock.acquire(True, limit_s):
+        return False
+    lock.release()
+    iterator._shutdown_workers()
+    return True
+
+
+def abandon_workers(iterator: Any) -> None:
+    """Release torch's resources for workers that will be killed, without communicating with them."""
+    forget_workers(iterator)
+    if iterator._worker_pids_set:  # otherwise torch's SIGCHLD handler would raise in the main thread
+        torch._C._remove_worker_pids(id(iterator))
+        iterator._worker_pids_set = False
+    for queue in iterator._index_queues:
+        queue.cancel_join_thread()
+        queue.close()
+    if hasattr(iterator, "_pin_memory_thread"):
+        iterator._pin_memory_thread_done_event.set()
+
+
+def forget_workers(iterator: Any) -> None:
+    """Prevent torch's exit hook from stopping the workers."""
+    iterator._shutdown = True

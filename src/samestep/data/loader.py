@@ -22,13 +22,19 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch._C import _remove_worker_pids
 from torch.utils.data import DataLoader, TensorDataset, default_collate, default_convert, get_worker_info
 
 from samestep.data.failure import Failure, abbreviate, explain, pack, unpack
 from samestep.data.spec import DataSpec
 from samestep.errors import WORKER_ADVICE, Error, WorkerDied
 from samestep.plan.ledger import fingerprint
+from samestep.torch_internals import (
+    abandon_workers,
+    count_received,
+    forget_workers,
+    list_worker_tasks,
+    shut_down_workers,
+)
 
 STOP_S = 5.0  # for a worker to release a lock
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # by DataLoader workers
@@ -274,18 +280,17 @@ class Workers:
             if (sentence := self._describe_death()) is None:
                 raise
             raise WorkerDied(sentence) from None
-        self._series.forget(self.iterator._rcvd_idx)
+        self._series.forget(count_received(self.iterator))
         return loaded
 
     def _describe_death(self) -> str | None:
         """Describe a dead worker and the samples that it was loading; None if all are alive."""
-        for number, process in enumerate(self.iterator._workers):
+        for number, (process, tasks) in enumerate(list_worker_tasks(self.iterator)):
             process.join(0.1)  # a pipe may break before the process has ended
             if process.is_alive():
                 continue
             code = process.exitcode or 0
             end = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-            tasks = [k for k, info in self.iterator._task_info.items() if info == (number,)]
             samples = [index for k in tasks for index in self._series.given[k]]
             what = f" with the samples {abbreviate(samples)} in flight" if samples else ""
             return f"DataLoader worker {number} (pid {process.pid}) {end}{what}: {WORKER_ADVICE}"
@@ -297,13 +302,8 @@ class Workers:
         iterator, self.iterator = self.iterator, iter(())
         if os.getpid() != self._pid or not self.processes:
             return  # forked: the workers belong to the parent
-        # torch sets an event, whose lock each worker takes at times, and waits for their remaining data. A worker that
-        # was killed while it held the lock never releases it, and torch would wait forever.
-        if self.are_alive and iterator._workers_done_event._cond.acquire(True, STOP_S):
-            iterator._workers_done_event._cond.release()
-            iterator._shutdown_workers()
-        else:
-            _abandon(iterator)
+        if not (self.are_alive and shut_down_workers(iterator, STOP_S)):
+            abandon_workers(iterator)
         for process in self.processes:
             if process.is_alive():
                 process.kill()
@@ -312,20 +312,8 @@ class Workers:
 
     def forget(self) -> None:
         """In a forked child: prevent torch's exit hook from stopping the parent's workers."""
-        self.iterator._shutdown, self.processes = True, set()
-
-
-def _abandon(iterator: Any) -> None:
-    """Release torch's resources for workers that will be killed, without communicating with them."""
-    iterator._shutdown = True
-    if iterator._worker_pids_set:  # otherwise torch's SIGCHLD handler would raise in the main thread
-        _remove_worker_pids(id(iterator))
-        iterator._worker_pids_set = False
-    for queue in iterator._index_queues:
-        queue.cancel_join_thread()
-        queue.close()
-    if hasattr(iterator, "_pin_memory_thread"):
-        iterator._pin_memory_thread_done_event.set()
+        forget_workers(self.iterator)
+        self.processes = set()
 
 
 _started: "WeakSet[Workers]" = WeakSet()

@@ -31,11 +31,14 @@ class Watch:
     """
 
     def __init__(self, tensors: Iterable["Tensor"]) -> None:
-        self._seen = [(tensor, tensor._version, _sample(tensor)) for tensor in tensors]
+        from samestep.torch_internals import read_version  # imports torch
+
+        self._read_version = read_version
+        self._seen = [(tensor, read_version(tensor), _sample(tensor)) for tensor in tensors]
 
     def find_changed(self) -> list["Tensor"]:
         """Return the tensors that have changed."""
-        return [t for t, version, sampled in self._seen if t._version != version or _sample(t) != sampled]
+        return [t for t, *seen in self._seen if [self._read_version(t), _sample(t)] != seen]
 
 
 class Staging:
