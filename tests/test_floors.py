@@ -329,6 +329,12 @@ def test_the_search_for_cycles_sees(sources: dict[str, str], expected: list[tupl
     assert find_cycles(modules) == [tuple(f"samestep.train.{name}" for name in cycle) for cycle in expected]
 
 
+def test_no_two_modules_have_one_name() -> None:
+    """Packages included: a traceback and an editor's tab show the last part only."""
+    names = [module.name.rpartition(".")[2] for module in MODULES]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
 # Accesses to `_private` attributes of other modules' objects: all of Python's and torch's, none of samestep's.
 # Counts may only fall.
 KNOWN_PRIVATE = {

@@ -366,7 +366,7 @@ def _inspect(arguments: list[str]) -> int:
 
 
 def _watch(arguments: list[str]) -> int:
-    from samestep.tools.watch import run_watch
+    from samestep.tools.live_view import run_watch
 
     return run_watch(arguments)
 

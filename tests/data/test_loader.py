@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from samestep.data.failure import write_traceback
 from samestep.data.loader import Loaded, Loader, Task, seed_all, to_device
+from samestep.data.sample_errors import write_traceback
 from samestep.data.spec import understand
 from samestep.errors import Error, WorkerDied, recognize
 from samestep.plan.ledger import fingerprint

@@ -24,8 +24,8 @@ from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import Options
 from samestep.snapshot.store import OF_RUN, Store
 from samestep.tools.inspect import run_inspect
+from samestep.tools.live_view import run_watch
 from samestep.tools.report.run_report import run_report
-from samestep.tools.watch import run_watch
 from samestep.watch.records import SHARED
 
 STATE = {"objects": {"net": {"w": torch.arange(10.0)}}, "position": {"step": 3, "epoch": 1}, "state": {}}

@@ -21,7 +21,7 @@ from support.runs import check, clean_variables, samestep_command
 from support.waiting import wait_until
 
 from samestep.console import draw_bars
-from samestep.tools.watch import (
+from samestep.tools.live_view import (
     HEADER,
     ask_for_stacks,
     compute_rates,

@@ -11,8 +11,8 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from samestep.data.content import hash_content
-from samestep.data.failure import describe_error
 from samestep.data.loader import Task, seed_all
+from samestep.data.sample_errors import describe_error
 from samestep.data.spec import has_lanes
 from samestep.errors import Error
 from samestep.plan.schedule import EndlessSchedule

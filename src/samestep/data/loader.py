@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset, default_collate, default_convert, get_worker_info
 
-from samestep.data.failure import Failure, abbreviate, explain, pack, unpack
+from samestep.data.sample_errors import Failure, abbreviate, explain, pack, unpack
 from samestep.data.spec import DataSpec
 from samestep.errors import WORKER_ADVICE, Error, WorkerDied
 from samestep.plan.ledger import fingerprint

@@ -27,7 +27,7 @@ from samestep.data.source import (
 from samestep.data.spec import is_stream, understand
 from samestep.errors import Error, InvalidType, InvalidValue
 from samestep.files import open_regular, read_bytes, replace_file
-from samestep.plan.checks import Check, plan_checks
+from samestep.plan.compute_checks import Check, plan_checks
 from samestep.plan.ledger import fingerprint
 from samestep.plan.order import GivenOrder, Order, build_order
 from samestep.plan.schedule import EndlessSchedule, Schedule, Span

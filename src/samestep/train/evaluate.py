@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.data.failure import locate_error
 from samestep.data.loader import Loader, Task, seed_all, to_device
 from samestep.data.pools import Pools
+from samestep.data.sample_errors import locate_error
 from samestep.data.spec import DataSpec, understand
 from samestep.engine.control import Vote
 from samestep.engine.gradient_pass import GradientPass

@@ -16,7 +16,7 @@ from samestep.data.content import hash_content
 from samestep.data.loader import Loader, to_device
 from samestep.engine.gradient_pass import GradientPass, Losses, Report
 from samestep.errors import Error, InvalidValue
-from samestep.plan.checks import Check
+from samestep.plan.compute_checks import Check
 from samestep.train.batches import Batches
 from samestep.train.context import RunContext
 from samestep.train.determinism import describe_machine

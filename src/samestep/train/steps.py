@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from samestep.data.failure import locate_error
 from samestep.data.loader import Loaded, Loader, seed_all, to_device
+from samestep.data.sample_errors import locate_error
 from samestep.engine.control import Vote
 from samestep.engine.gradient_pass import GradientPass, Losses, Report
 from samestep.errors import Error, UsageError

@@ -12,7 +12,7 @@ from samestep.train.batches import Batches
 from samestep.train.context import RunContext
 from samestep.train.position import Place
 from samestep.train.reference import Reference
-from samestep.train.replay import Replay
+from samestep.train.replayed_step import Replay
 from samestep.train.steps import Step
 from samestep.train.trace import Trace, Tracer
 from samestep.train.watchdog import Watchdog

@@ -12,6 +12,7 @@ from samestep.tools.doctor.checks import FAIL, Check, Context, Finding, Options,
 from samestep.tools.doctor.collectives import judge_collectives, judge_links, look_at_collectives
 from samestep.tools.doctor.data_loading import judge_data_loading, look_at_data_loading
 from samestep.tools.doctor.disk import judge_disk, look_at_disk
+from samestep.tools.doctor.findings_report import Report
 from samestep.tools.doctor.gpus import judge_gpus, look_at_gpus
 from samestep.tools.doctor.host_resources import (
     judge_cores,
@@ -22,7 +23,6 @@ from samestep.tools.doctor.host_resources import (
     look_at_versions,
 )
 from samestep.tools.doctor.network import judge_clocks, judge_network, look_at_network
-from samestep.tools.doctor.report import Report
 from samestep.world.environment import Environment, read_host
 from samestep.world.host import read_host_id
 from samestep.world.rendezvous_store import StoreExchange

@@ -18,7 +18,7 @@ from samestep.files import is_count, open_regular
 from samestep.plan.ledger import count_records
 from samestep.tools.audit import audit_samples, summarize
 from samestep.tools.compare import PLACE, find_sound
-from samestep.tools.watch import has_ended
+from samestep.tools.live_view import has_ended
 from samestep.watch.records import LEDGER, LOGS, METRICS, RESTARTS, STATUS, TIMELINE, read_or_empty, read_rows
 from samestep.watch.stall_diagnosis import BUSY
 
