@@ -22,6 +22,7 @@ FLOORS = {
     "version": 0,
     "errors": 0,
     "files": 0,
+    "processes": 0,
     "console": 0,
     "torch_internals": 0,
     "config": 1,

@@ -6,13 +6,11 @@ A `Loader` turns `Task`s into `Loaded` micro-batches of a `DataSpec`, in this pr
 
 import atexit
 import copy
-import ctypes
 import dataclasses
 import multiprocessing
 import os
 import random
 import signal
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
@@ -28,6 +26,7 @@ from samestep.data.sample_errors import Failure, abbreviate, explain, pack, unpa
 from samestep.data.spec import DataSpec
 from samestep.errors import WORKER_ADVICE, Error, WorkerDied
 from samestep.plan.ledger import fingerprint
+from samestep.processes import die_with_parent
 from samestep.torch_internals import (
     abandon_workers,
     count_received,
@@ -365,9 +364,7 @@ class WorkerStart:
         for number in IGNORED_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
-        if sys.platform == "linux":
-            pr_set_pdeathsig = 1
-            ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        die_with_parent()
         if self.parent_pid is not None and self.parent_pid != os.getppid():
             os._exit(1)  # the parent died before prctl, and before torch's own watchdog started
         if torch.get_deterministic_debug_mode() != self.deterministic_mode:  # only forked ones inherit it

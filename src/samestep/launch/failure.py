@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from samestep.errors import Error, PeerFailed, Stuck, WorkerDied
+from samestep.files import replace_file
 from samestep.world.workdir import make_private, read_private
 
 MAX_REASON = 200  # characters
@@ -80,11 +81,9 @@ def write_failure(rank: int, directory: str, error: BaseException, code: int) ->
         kind, message, traceback_text = "exception", f"{type(error).__name__}: {error}", format_error(error)
     failure = Failure(rank, time.time(), code, is_secondary(error), kind, message, traceback_text)
     path = Path(directory) / f"{rank}.json"
-    partial = path.with_suffix(".partial")
     try:
         make_private(path.parent)
-        partial.write_text(json.dumps(asdict(failure)))
-        partial.rename(path)
+        replace_file(path, json.dumps(asdict(failure)).encode())
     except OSError:
         print(traceback_text or message, file=sys.stderr)
 

@@ -32,8 +32,8 @@ from samestep.console import say
 from samestep.launch.messages import READ_BYTES
 from samestep.launch.output_recorder import DRAIN_S, Recording
 from samestep.launch.rank_process import keep_signal, run_rank
+from samestep.processes import die_with_parent, wait_or_kill
 from samestep.world.environment import child_variables
-from samestep.world.host import die_with_parent, wait_or_kill
 
 # What ranks import. The first optimizer imports torch._dynamo, which takes as long as torch itself.
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "torch.utils.data", "samestep.train.run")

@@ -23,8 +23,8 @@ from typing import NoReturn
 from samestep.console import escape
 from samestep.files import open_regular
 from samestep.launch.messages import READ_BYTES, MessageReader, encode_message
+from samestep.processes import wait_or_kill
 from samestep.world.environment import LOG, TERMINAL, read_log_pipe
-from samestep.world.host import wait_or_kill
 
 EARLY_BYTES = 1 << 26  # kept of a shown rank's output before `start_log`
 HELD_BYTES = 1 << 16  # of an incomplete line of a terminal

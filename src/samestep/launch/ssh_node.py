@@ -17,8 +17,8 @@ from contextlib import suppress
 from typing import Any
 
 from samestep.launch.messages import MessageReader
+from samestep.processes import die_with_parent
 from samestep.world.environment import child_variables, read_ssh_address
-from samestep.world.host import die_with_parent
 
 MARK = "\x1esamestep "
 BEAT_S = 5.0  # interval of the empty messages

@@ -1,15 +1,10 @@
-"""This machine: its identity, its network interfaces, and the ends of its processes."""
+"""This machine: its identity and its network interfaces."""
 
 import ipaddress
 import os
-import signal
 import socket
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
-
-PR_SET_PDEATHSIG = 1
 
 
 def read_host_id(namespace: str) -> str:
@@ -23,25 +18,6 @@ def read_host_id(namespace: str) -> str:
         return f"{boot}-{os.stat(f'/proc/self/ns/{namespace}').st_ino}"
     except OSError:
         return ""
-
-
-def die_with_parent() -> None:
-    """Make the kernel kill this process when its parent ends. Does nothing outside Linux."""
-    import ctypes
-
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def wait_or_kill(pid: int, limit_s: float) -> None:
-    """Wait for the end of a child process. Kill it after `limit_s`."""
-    deadline_s = time.monotonic() + limit_s
-    with suppress(ChildProcessError):  # already waited for
-        while os.waitpid(pid, os.WNOHANG) == (0, 0):
-            if time.monotonic() > deadline_s:
-                os.kill(pid, signal.SIGKILL)
-            time.sleep(0.001)
 
 
 def plain_address(address: str) -> str:
