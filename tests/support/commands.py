@@ -79,7 +79,7 @@ class Popen(subprocess.Popen[Any]):
             rest = (executable, preexec_fn, gid, gids, uid, shell or None)
         place = os.path.abspath(cwd) if cwd is not None else os.getcwd()
         variables = {os.fsdecode(n): os.fsdecode(v) for n, v in (os.environ if env is None else env).items()}
-        if self._real or rest != (None,) * 6 or not os.path.isdir(place) or not is_forkable(args, variables):
+        if self._real or rest != (None,) * 6 or not os.path.isdir(place) or not is_forkable(args, variables, place):
             if self._host is not None:
                 args = [str(word) for word in self._host.wrap(args)]
             super()._execute_child(  # type: ignore[misc]
@@ -159,12 +159,12 @@ def run(
     return done
 
 
-def is_forkable(words: Any, variables: Mapping[str, str]) -> bool:
-    """Whether a command is a Python program that a fork of the server can run as well."""
+def is_forkable(words: Any, variables: Mapping[str, str], cwd: str = "") -> bool:
+    """Whether a command is a Python program that a fork of the server can run as well. It starts in `cwd`."""
     if not isinstance(words, list | tuple) or len(words) < 2 or str(words[0]) not in (sys.executable, _python):
         return False
     first = words[2] if words[1] in FLAGS and len(words) > 2 else words[1]
-    if first not in ("-m", "-c") and (str(first).startswith("-") or not os.path.isfile(first)):
+    if first not in ("-m", "-c") and (str(first).startswith("-") or not os.path.isfile(os.path.join(cwd, first))):
         return False
     if choose_hash_seed(variables) not in HASH_SEEDS:
         return False
