@@ -125,7 +125,8 @@ def test_places(jobs: Jobs) -> None:
 @pytest.mark.parametrize(("num_tasks", "shares"), one_in(4, [(2, "2 ranks: 2+2"), (3, "3 ranks: 2+1+1")]))
 def test_tasks_are_ranks(jobs: Jobs, trial: Trial, undisturbed: Undisturbed, num_tasks: int, shares: str) -> None:
     """No launcher of ours; on two nodes, evenly or not."""
-    said = finish(jobs.start("srun", "-N2", f"-n{num_tasks}", sys.executable, SCRIPT, trial.dir))
+    python = jobs.python if num_tasks == 2 else sys.executable
+    said = finish(jobs.start("srun", "-N2", f"-n{num_tasks}", python, SCRIPT, trial.dir))
     assert f"on {shares}" in said
     assert trial.outcome() == undisturbed()
 

@@ -52,6 +52,7 @@ FirstJobId={first_job}
 JobRequeue=1
 SlurmdParameters=config_overrides
 """
+ASK_EVERY_S = 0.1
 TOOLS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
 
 
@@ -130,7 +131,7 @@ class Cluster:
 
     def wait_idle(self) -> None:
         """Until no node has anything to do."""
-        wait_until(lambda: self._states() == ["idle"] * len(self.nodes), "all nodes are idle", 40)
+        wait_until(lambda: self._states() == ["idle"] * len(self.nodes), "all nodes are idle", 40, ASK_EVERY_S)
 
     def _states(self) -> list[str]:
         return self.try_run("sinfo", "--noheader", "--Node", "--format=%T").stdout.split()
@@ -140,7 +141,7 @@ class Cluster:
         return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", "--oneliner", job)))
 
     def wait_for(self, job: str, state: str) -> None:
-        wait_until(lambda: self.show(job)["JobState"] == state, f"job {job} is {state}")
+        wait_until(lambda: self.show(job)["JobState"] == state, f"job {job} is {state}", every_s=ASK_EVERY_S)
 
     def fail(self, node: str) -> None:
         """As if the node had died: its job is queued again."""

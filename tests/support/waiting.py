@@ -7,12 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def wait_until(condition: Callable[[], object], what: str, deadline_s: float = 120.0) -> None:
-    """Waits for what other processes or threads bring about; fails, saying `what`, where it takes too long."""
+def wait_until(condition: Callable[[], object], what: str, deadline_s: float = 120.0, every_s: float = 0.005) -> None:
+    """Wait for what other processes or threads bring about; fail, naming `what`, if it takes too long.
+
+    `every_s`: between two looks; longer for a condition that starts processes.
+    """
     end = time.monotonic() + deadline_s
     while not condition():
         assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
-        time.sleep(0.005)
+        time.sleep(every_s)
 
 
 def catches(pid: int, signum: signal.Signals) -> bool:
