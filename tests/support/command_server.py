@@ -229,6 +229,8 @@ class _Server:
         else:
             commands.use_server(address)
             importlib.import_module(TORCHRUN_STARTS).Popen = commands.Popen
+            if os.path.isfile(words[0]) and b"samestep.spawn(" in Path(words[0]).read_bytes():
+                fork_server()
         is_samestep = words[:2] == ["-m", "samestep"] or os.path.basename(words[0]) == "samestep"
         is_launch = is_samestep and bool({"launch", "train"} & {*words[1:3]})
         _refresh(has_one_thread=is_launch or request["is_worker"])
