@@ -1,6 +1,7 @@
 """What the ranks run, compared."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 from support.runs import check, run_command
 
+import samestep
 from samestep.errors import Error
 from samestep.world.version_check import check_alike, describe_software, explain_hashing
 
@@ -45,6 +47,20 @@ def test_hashes_that_differ_are_explained_once() -> None:
     others = [build(host="b", hashing=2), build(host="c", hashing=3)]
     check_alike([usual, *others])
     assert explain_hashing([usual, usual, *others]).startswith("rank 2 on b and rank 0 on a hash strings differently")
+
+
+def test_a_rank_that_hashes_strings_differently_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    def start() -> None:
+        from samestep.world import group
+
+        usual = group.describe_software()
+        if os.environ["RANK"] == "1":
+            group.describe_software = lambda: {**usual, "hashing": usual["hashing"] + 1}
+        samestep.Run(None, batch_size=3, micro_batch_size=1)
+
+    samestep.spawn(start, 3)
+    said = capfd.readouterr().err
+    assert said.count("rank 1 on ") == said.count("hash strings differently") == 1
 
 
 def test_a_program_in_no_file(tmp_path: Path) -> None:
