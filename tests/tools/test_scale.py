@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import time
 from collections.abc import Mapping
 from datetime import datetime, timedelta
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.runs import check, samestep_command
+from support.runs import check, run_command, samestep_command
 
 from samestep.cli import main
 from samestep.errors import Error
@@ -20,6 +21,8 @@ from samestep.tools.scale.laws import find_break_even, fit_amdahl, fit_gustafson
 from samestep.tools.scale.measurement import Size, add_steps
 from samestep.tools.scale.run_scale import find_remote, recommend, summarize
 from samestep.tools.scale.step_model import StepModel
+from samestep.tools.traced_script import read_lines
+from samestep.world.environment import TRACE
 
 SCRIPT = """
 import samestep
@@ -92,6 +95,14 @@ def test_a_script_is_measured(home: Path) -> None:
         assert row["finish_s"] == pytest.approx(row["queue_s"] + 1000 * row["step_s"])
     assert found["strong"]["most"] == 4
     assert found["recommendation"].startswith("use ")
+
+
+def test_each_step_is_counted_once(tmp_path: Path) -> None:
+    """Also the last one of a run that ends within an epoch."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    variables = {TRACE: json.dumps({"dir": str(tmp_path), "paces": True}), "SAMESTEP_MAX_STEPS": "3"}
+    check(run_command(sys.executable, "train.py", cwd=tmp_path, env=variables))
+    assert [line["step"] for line in read_lines(tmp_path / "rank-0.jsonl")] == [0, 1, 2]
 
 
 def test_a_plan_keeps_the_budget(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
