@@ -18,7 +18,10 @@ from support.runs import check, clean_variables, samestep_command
 from support.waiting import wait_until
 from torch import nn
 
-from samestep.plan.ledger import RECORD, read_records
+from samestep.data.loader import seed_all
+from samestep.plan.ledger import RECORD, Entry, read_records
+from samestep.plan.seeds import derive
+from samestep.tools.replay import compare_bits
 
 SCRIPT = """
 import sys
@@ -97,7 +100,8 @@ def test_a_step_after_a_snapshot(home: Path) -> None:
 
 def test_a_step_before_all_snapshots_and_at_another_number_of_ranks(home: Path) -> None:
     out = replay(home, "--step", 2, "--nproc-per-node", 3, "train.py")
-    assert "replaying steps 0 to 2 from the beginning, as the oldest sound snapshot is that of step 8" in out
+    begin = r"replaying steps 0 to 2 from the beginning, as the oldest sound snapshot is that of step 8"
+    assert re.search(rf"{begin}; the run took about [\d.]+ s for them\n", out), out
     assert "the bits of steps 0 to 2 agree" in out
 
 
@@ -107,23 +111,23 @@ def test_one_micro_batch(home: Path) -> None:
     out = replay(home, "--step", 9, "--nproc-per-node", 2, "--micro-batch", 2, "--save", file, "train.py")
     samples = read_samples(home, 9)[8:12]
     assert f"samples of micro-batch 2: {' '.join(map(str, samples))}\n" in out
-    assert "the bits of step 8 agree" in out
+    assert "the bits of step 8 agree with the run's ledger: samples, loss and gradient; of step 9, the samples\n" in out
     saved = torch.load(file, weights_only=True)
     assert saved["samples"] == [samples]
     numbers, inputs, targets = saved["batch"]
     assert numbers.tolist() == samples
-    model = nn.Sequential(nn.Identity(), nn.Identity(), nn.Linear(8, 6), nn.Identity(), nn.Linear(6, 1))
+    model = nn.Sequential(nn.Identity(), nn.Identity(), nn.Linear(8, 6), nn.Dropout(0.2), nn.Linear(6, 1))
     model.load_state_dict(saved["models"]["model"])
-    hidden = model[2](inputs.log())
+    seed_all(derive(0, "compute", step=9, pass_=0, micro_batch=2))  # of the dropout
+    loss = (model(inputs.log()) - targets).square().squeeze(1).mean()
+    assert loss.item() == pytest.approx(saved["losses"][0])
+    loss.backward()
     gradient = saved["gradient"]
+    for name, param in model.named_parameters():
+        torch.testing.assert_close(gradient[f"model.{name}"], param.grad)
     assert len(saved["logged"]["per_sample"]) == 4
     assert saved["logged"]["per_sample"].mean() == pytest.approx(saved["losses"][0])
     assert saved["weights"] == [4.0]
-    # Dropout has kept some units and scaled them: the gradient of the last layer tells which.
-    errors = gradient["model.4.bias"]
-    assert torch.isfinite(errors).all()
-    assert gradient["model.4.weight"].shape == (1, 6)
-    assert hidden.shape == targets.expand(-1, 6).shape
     norm = float(torch.cat([grad.flatten() for grad in gradient.values()]).double().norm())
     assert float(re.search(r"^gradient norm (.*)$", out, re.M)[1]) == pytest.approx(norm)  # type: ignore[index]
     logged = re.search(r"^logged per_sample: (.*)$", out, re.M)
@@ -157,6 +161,19 @@ def test_a_damaged_snapshot_and_another_script(home: Path) -> None:
     assert "replaying steps 0 to 8 from the beginning" in out
     assert "not as in the run: script (file train.py -> other.py, sha256 " in out
     assert "the bits of steps 0 to 8 agree" in out
+
+
+def test_what_was_compared_in_words() -> None:
+    entries = [Entry(step, 0, 16, 7, loss=1, gradient=2) for step in range(3)]
+    last = Entry(2, 0, 16, 7)
+    which = "the bits of steps 0 to 1 agree with the run's ledger: samples, loss and gradient; of step 2, the samples"
+    assert compare_bits([*entries[:2], last], entries) == (which, True)
+    assert compare_bits([last._replace(fingerprint=8)], entries[2:]) == (
+        "the bits DIFFER from step 2 on: other samples", False
+    )  # fmt: skip
+    assert compare_bits([last], []) == ("no bits were compared: the run's ledger has none of these steps", True)
+    words = "the samples of step 2 agree; an earlier samestep recorded no bits of the loss and the gradient"
+    assert compare_bits(entries[2:], [last]) == (words, True)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +256,7 @@ def test_the_debugger_stops_in_the_scripts_own_loop(home: Path) -> None:
         read_until(b"(Pdb) ")
         assert b"step.log(" in shown
         os.write(outer, b"continue\n")
-        read_until(b"no bits were compared")
+        read_until(b"the samples of step 8 agree with the run's ledger")
         assert b"samples of micro-batch 1: " in shown
         assert process.wait(60) == 0
     finally:

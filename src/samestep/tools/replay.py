@@ -115,8 +115,7 @@ class _Replay:
             self._target = replace(self._target, arguments=arguments)
         snapshot = _choose(Store(self._directory), self._step, self._record.get("rewinds", []))
         first = 0 if snapshot is None else snapshot.step
-        stop = self._step + (self._micro_batch is None)  # the steps of which the bits are compared
-        wanted = [*islice(read_records(self._directory / LEDGER, first=first), stop - first)]
+        wanted = [*islice(read_records(self._directory / LEDGER, first=first), self._step + 1 - first)]
         self._say_begin(snapshot, first)
         output = self._scratch.path / "output"
         lines = self._compute(self._build_run(snapshot), output, first)
@@ -133,6 +132,8 @@ class _Replay:
             print(f"saved in {self._values['save']}")
         found = [Entry(line["step"], 0, line["num_samples"], line["fingerprint"], line["loss"], line["gradient"])
                  for line in lines if "loss" in line]  # fmt: skip
+        if self._micro_batch is not None:  # of its step, only the samples are known
+            found.append(Entry(self._step, 0, result["num_samples"], result["fingerprint"]))
         sentence, is_same = compare_bits(found, wanted)
         print(sentence)
         return 0 if is_same else 1
@@ -245,18 +246,30 @@ def _ignoring_interrupts() -> Iterator[None]:
 
 
 def compare_bits(found: Sequence[Entry], wanted: Sequence[Entry]) -> tuple[str, bool]:
-    """Compare replayed steps with the run's records of them. Returns a sentence, and whether nothing differs."""
+    """Compare replayed steps with the run's records of them. Returns a sentence, and whether nothing differs.
+
+    Args:
+        found: consecutive steps. The last one may have no bits, but samples.
+        wanted: the run's records from the same step on.
+    """
     pairs = [(one, other) for one, other in zip(found, wanted, strict=False) if other.num_samples]
     for one, other in pairs:
         if differences := describe_difference(one, other):
             return f"the bits DIFFER from step {one.step} on: {'; '.join(differences)}", False
     if not pairs:
         return "no bits were compared: the run's ledger has none of these steps", True
-    first, last = pairs[0][0].step, pairs[-1][0].step
-    which = f"of step {last}" if first == last else f"of steps {first} to {last}"
     if not all(other.has_bits for _, other in pairs):
-        return f"the samples {which} agree; an earlier samestep recorded no bits of the loss and the gradient", True
-    return f"the bits {which} agree with the run's ledger: samples, loss and gradient", True
+        which = _name_steps([one.step for one, _ in pairs])
+        return f"the samples of {which} agree; an earlier samestep recorded no bits of the loss and the gradient", True
+    steps, others = ([one.step for one, _ in pairs if one.has_bits is is_whole] for is_whole in (True, False))
+    if not steps:
+        return f"the samples of {_name_steps(others)} agree with the run's ledger", True
+    rest = f"; of {_name_steps(others)}, the samples" if others else ""
+    return f"the bits of {_name_steps(steps)} agree with the run's ledger: samples, loss and gradient{rest}", True
+
+
+def _name_steps(steps: Sequence[int]) -> str:
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
 
 
 def _print_result(step: int, micro_batch: int | None, result: Mapping[str, Any]) -> None:

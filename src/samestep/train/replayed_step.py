@@ -22,7 +22,7 @@ from samestep.engine.gradient_pass import Losses
 from samestep.errors import Error
 from samestep.files import replacing
 from samestep.launch.rank_process import leave
-from samestep.plan.ledger import to_bits
+from samestep.plan.ledger import combine, fingerprint, to_bits
 from samestep.plan.seeds import derive
 from samestep.plan.tree import build_layout
 from samestep.snapshot.async_copy import is_finite
@@ -94,8 +94,10 @@ class Replay(Tracer):
         if v in step.held:
             batch = step.load_up_to(v)
             self._is_alone = True
-            indices = self.batches.indices(step.number, self.batches.micro_batches(step.number)[v])
-            self._result = {"samples": [indices.tolist()], "losses": [], "weights": []}
+            indices = [self.batches.indices(step.number, span) for span in self.batches.micro_batches(step.number)]
+            prints = [*map(fingerprint, indices[:v]), step.loaded_fingerprint, *map(fingerprint, indices[v + 1 :])]
+            self._result = {"samples": [indices[v].tolist()], "losses": [], "weights": []}
+            self._result |= {"num_samples": step.num_samples, "fingerprint": combine(prints)}
             self._grads = [None] * len(self.gradients.reducer.params)
             watch = _NonFinite(self.modules)
             seed_all(derive(self.context.config.seed, "compute", step=step.number, pass_=0, micro_batch=v))
