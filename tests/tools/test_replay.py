@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -161,6 +162,30 @@ def test_a_damaged_snapshot_and_another_script(home: Path) -> None:
     assert "replaying steps 0 to 8 from the beginning" in out
     assert "not as in the run: script (file train.py -> other.py, sha256 " in out
     assert "the bits of steps 0 to 8 agree" in out
+
+
+def test_another_commit_and_a_loss_that_is_not_finite_as_json(home: Path) -> None:
+    (home / "loss.py").write_text(SCRIPT.replace(".square()", ".abs().neg().log()"))
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for words in (["init", "--quiet"], ["add", "loss.py"], ["commit", "--quiet", "-m", "a"]):
+        subprocess.run([*git, *words], cwd=home, env=clean_variables(), check=True)
+    path = home / "run/run.json"
+    content = path.read_text()
+    path.write_text(json.dumps(json.loads(content) | {"git": {"commit": "0" * 40, "is_dirty": False}}))
+    try:
+        out = replay(home, "--step", 8, "--micro-batch", 3, "--json", "loss.py")
+    finally:
+        path.write_text(content)
+        shutil.rmtree(home / ".git")
+    said, _, text = out.partition("{")
+    found = json.loads("{" + text[: text.rindex("}") + 1])
+    assert "not as in the run" in said + text
+    assert found["changed"]["git"].startswith(f"commit {'0' * 40} -> ")
+    assert "file train.py -> loss.py" in found["changed"]["script"]
+    assert (found["losses"], found["same"], found["first_step"]) == (["nan"], True, 8)
+    assert found["compared"] == "the samples of step 8 agree with the run's ledger"
+    assert found["not_finite"][0] == "the loss is not finite, but all modules' outputs are: it arises after them"
+    assert set(found["norms"]) == {f"model.{layer}.{kind}" for layer in (2, 4) for kind in ("weight", "bias")}
 
 
 def test_what_was_compared_in_words() -> None:

@@ -1,5 +1,7 @@
 """`samestep replay`: computes a step of a run again, in a scratch directory, and compares its bits with the ledger."""
 
+import json
+import math
 import os
 import re
 import shutil
@@ -46,6 +48,7 @@ FLAGS: dict[str, Option] = {
     "nproc_per_node": Option(int, "N", "number of ranks; default: 1"),
     "pdb": Option(bool, "", "open the debugger in the script's loop, at the first micro-batch of step S or at V"),
     "save": Option(str, "FILE", "with --micro-batch: write the batch, the weights and the gradient, for torch.load"),
+    "json": Option(bool, "", "print one JSON object, with the gradient norms of all parameters"),
     "device": LAUNCH_FLAGS["device"],
     "backend": LAUNCH_FLAGS["backend"],
 }
@@ -81,6 +84,8 @@ def run_replay(run: str, target: Target, values: Mapping[str, Any]) -> int:
         raise Error("--pdb needs a terminal: start it in one, without redirections")
     if values.get("pdb") and values.get("nproc_per_node", 1) > 1:
         raise Error("--pdb debugs one rank, which computes the same bits: leave out --nproc-per-node")
+    if values.get("pdb") and values.get("json"):
+        raise Error("--json prints one JSON object, and --pdb a dialogue: leave out one of them")
     # The scratch directory is locked by the ranks, too: it is removed when a later command finds that all have ended.
     with exiting_on_sigterm(), WorkDir("replay-") as scratch, open_run(run, is_whole=True) as directory:
         return _Replay(run, directory, target, values, scratch).run()
@@ -122,19 +127,24 @@ class _Replay:
         about = next((line["about"] for line in lines if "about" in line), None)
         if about is None:
             raise self._explain(output)
-        for name in ("machine", "git", "script"):
-            there = self._record.get(name) or about[name]
-            if change := describe_changes(there, about[name]):
+        changes = {name: describe_changes(self._record.get(name) or about[name], about[name])
+                   for name in ("machine", "git", "script")}  # fmt: skip
+        for name, change in changes.items():
+            if change:
                 say(f"not as in the run: {name} ({change})")
         result = next(line["result"] for line in lines if "result" in line)
-        _print_result(self._step, self._micro_batch, result)
-        if self._values.get("save") is not None:
-            print(f"saved in {self._values['save']}")
         found = [Entry(line["step"], 0, line["num_samples"], line["fingerprint"], line["loss"], line["gradient"])
                  for line in lines if "loss" in line]  # fmt: skip
         if self._micro_batch is not None:  # of its step, only the samples are known
             found.append(Entry(self._step, 0, result["num_samples"], result["fingerprint"]))
         sentence, is_same = compare_bits(found, wanted)
+        if self._values.get("json"):
+            facts = {"step": self._step, "micro_batch": self._micro_batch, "first_step": first, "changed": changes}
+            print(json.dumps(_to_strict({**facts, "same": is_same, "compared": sentence, **result}), indent=1))
+            return 0 if is_same else 1
+        _print_result(self._step, self._micro_batch, result)
+        if self._values.get("save") is not None:
+            print(f"saved in {self._values['save']}")
         print(sentence)
         return 0 if is_same else 1
 
@@ -293,6 +303,15 @@ def _print_result(step: int, micro_batch: int | None, result: Mapping[str, Any])
     rows = [(name, to_text(norm)) for name, norm in [*result["norms"].items()][:NUM_SHOWN]]
     more = f", {NUM_SHOWN} of {len(result['norms'])}" if len(result["norms"]) > NUM_SHOWN else ""
     print_table(f"largest gradient norms{more}", ("parameter", "norm"), rows)
+
+
+def _to_strict(value: Any) -> Any:
+    """Return a value for JSON, which has no nan: numbers that are not finite become text."""
+    if isinstance(value, dict):
+        return {name: _to_strict(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_to_strict(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _list(values: Sequence[Any], most: int) -> str:

@@ -4,6 +4,7 @@ Rank 0 writes a line per step with its bits. A last line, of rank 0 or of the ra
 what was asked for. Then all ranks end.
 """
 
+import math
 import pdb
 import sys
 from collections.abc import Iterator, Mapping
@@ -105,6 +106,8 @@ class Replay(Tracer):
                 _open_debugger(step)
             yield batch
             watch.close()
+            if not (watch.has_forward or all(map(math.isfinite, self._result["losses"]))):
+                watch.found.insert(0, "the loss is not finite, but all modules' outputs are: it arises after them")
             self._result |= {"not_finite": watch.found, "logged": _to_json(self._logged), **self._measure()}
             if self.options["save"] is not None:
                 self._save(Path(self.options["save"]), batch)
@@ -160,6 +163,7 @@ class _NonFinite:
 
     Attributes:
         found: sentences.
+        has_forward: the output of a module is not finite.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -169,7 +173,7 @@ class _NonFinite:
             for path, param in module.named_parameters()
             if not is_finite(param)
         ]
-        self._has_forward = self._has_backward = False
+        self.has_forward = self._has_backward = False
         self._hooks = [
             part.register_forward_hook(partial(self._look, f"{name}.{path}".rstrip(".")))
             for name, module in modules.items()
@@ -179,8 +183,8 @@ class _NonFinite:
     def _look(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         label = f"{name} ({type(module).__name__})"
         tensors = _find_tensors(output)
-        if not self._has_forward and not all(map(is_finite, tensors)):
-            self._has_forward = True
+        if not self.has_forward and not all(map(is_finite, tensors)):
+            self.has_forward = True
             given = "finite" if all(map(is_finite, _find_tensors(inputs))) else "not finite either"
             self.found.append(f"the output of {label} is the first that is not finite; its inputs are {given}")
         for tensor in tensors:
