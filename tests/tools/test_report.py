@@ -1,6 +1,7 @@
 """The page that `samestep report` writes: what it shows, that nothing in it can act, and that a browser runs it."""
 
 import base64
+import html
 import json
 import math
 import os
@@ -20,6 +21,7 @@ from hypothesis import strategies as st
 
 import samestep
 from samestep.errors import Error
+from samestep.plan.ledger import Entry
 from samestep.tools.report.charts import build_heat_map
 from samestep.tools.report.decimation import decimate
 from samestep.tools.report.run_data import build_intervals, read_run_data
@@ -257,6 +259,28 @@ def test_a_run_that_is_being_written(tmp_path: Path) -> None:
     assert "live: the run is being written" in Texts(report(run, output=tmp_path / "out.html")).text
     data = read_run_data(run, "run", json.loads((run / "run.json").read_text()))
     assert data.metrics["loss"].values.tolist() == [2.0]
+
+
+def test_runs_that_cannot_be_compared(tmp_path: Path) -> None:
+    entries = [Entry(0, 0, 8, 1).pack(), Entry(0, 0, 8, 2).pack(), b""]
+    runs = [write_run(tmp_path / name, record={"numbers": NUMBERS | {"seed": n}}) for n, name in enumerate("abc")]
+    for run, entry in zip(runs, entries, strict=True):
+        (run / "ledger.bin").write_bytes(entry)
+    shown = Texts(report(*runs, output=tmp_path / "out.html")).text
+    why = "the steps are not comparable one by one: seed differs"
+    assert f"a and b: different from the first step on: other samples; {why}" in shown
+    assert "a and c have no step in common, so nothing can be compared" in shown
+
+
+def test_findings_of_doctor_are_a_table(tmp_path: Path) -> None:
+    found = {"check": "clocks", "status": "warn", "found": HOSTILE, "advice": "use ntp", "measured": None}
+    for name, findings in (("doctor.json", [found]), ("other.json", [{"check": 1}])):
+        (tmp_path / name).write_text(json.dumps({"findings": findings}))
+    more = ("--attach", str(tmp_path / "doctor.json"), "--attach", str(tmp_path / "other.json"))
+    page = report(write_run(tmp_path / "run"), output=tmp_path / "out.html", more=more)
+    cells = f"<td>warn</td><td>{html.escape(HOSTILE)}</td><td>use ntp</td>"
+    assert f'<tr class="differs"><th scope="row">clocks</th>{cells}</tr>' in page
+    assert "<pre>{&quot;findings&quot;: [{&quot;check&quot;: 1}]}</pre>" in page
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.resources import files
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from samestep.console import list_values, to_text
+from samestep.files import parse_json
 from samestep.tools.compare import SECTIONS
 from samestep.tools.report.charts import (
     HeatMap,
@@ -26,6 +28,7 @@ from samestep.version import __version__
 from samestep.watch.stall_diagnosis import share_spent
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+FINDING = ("check", "status", "found", "advice")
 RESTART = ("time", "reason", "rank", "from_step", "lost_steps", "world_size")
 FEW_ROWS = 16  # a longer table is folded
 
@@ -65,7 +68,7 @@ def build_page(
         _section("Scaling", "".join(_build_scaling(scalings))),
         _section("Restarts", "".join(_build_restarts(runs))),
         _section("Configuration", _build_configuration(runs)),
-        *(_section(title, f"<pre>{to_html(text)}</pre>") for title, text in attachments.items()),
+        *(_section(title, _build_attachment(text)) for title, text in attachments.items()),
         _section("Last lines of failed ranks", "".join(_build_logs(runs))),
         "</main>",
     ]
@@ -211,6 +214,15 @@ def _build_configuration(runs: Sequence[RunData]) -> str:
         "not depend on the number of ranks.</p>"
     )
     return _fold(title, table, is_open=len(runs) > 1) + note
+
+
+def _build_attachment(text: str) -> str:
+    """Return the findings of `samestep doctor --json` as a table, any other text as it is."""
+    with suppress(ValueError, KeyError, TypeError):
+        findings = parse_json(text)["findings"]
+        rows = [[to_text(each[name]) for name in FINDING] for each in findings]
+        return _table(("check", "result", "found", "advice"), rows, marked=[row[1] != "pass" for row in rows])
+    return f"<pre>{to_html(text)}</pre>"
 
 
 def _build_logs(runs: Sequence[RunData]) -> Iterator[str]:
