@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from reference import build_options
+from reference import INTERNAL, build_options
 from support.commands import find_programs
 
 import samestep
@@ -166,7 +166,20 @@ def list_public() -> Iterator[tuple[str, Any]]:
                     yield f"{name}.{method}", function
 
 
-EXAMPLES = {name: doc for name, thing in list_public() if "Example::" in (doc := inspect.getdoc(thing) or "")}
+DOCSTRINGS = {
+    name: doc
+    for name, thing in list_public()
+    if name.partition(".")[2] not in INTERNAL.get(name.partition(".")[0], ())
+    if (doc := inspect.getdoc(thing)) and name != "__version__"
+}
+EXAMPLES = {name: doc.partition("Example::")[2] for name, doc in DOCSTRINGS.items() if "Example::" in doc}
+
+
+@pytest.mark.parametrize("name", DOCSTRINGS.keys() - EXAMPLES.keys())
+def test_docstrings_without_an_example_refer_to_one(name: str) -> None:
+    reference = re.search(r"Example: see `([\w.]+)`\.$", DOCSTRINGS[name])
+    assert reference, f"the docstring of {name} has no Example::"
+    assert re.search(rf"\b{name.rpartition('.')[2]}\b", EXAMPLES[reference[1]]), f"the example does not use {name}"
 
 
 class Checker(doctest.OutputChecker):
@@ -176,23 +189,25 @@ class Checker(doctest.OutputChecker):
         return not want or super().check_output(want, got, optionflags)
 
 
-def run_example(name: str, docstring: str, directory: str) -> str:
+def run_examples(docstrings: dict[str, str], directory: Path) -> str:
     """The report of the lines whose output differs."""
-    os.chdir(directory)
-    test = doctest.DocTestParser().get_doctest(docstring, {}, name, None, 0)
     report = io.StringIO()
-    doctest.DocTestRunner(Checker(), optionflags=doctest.ELLIPSIS).run(test, out=report.write)
+    for name, docstring in docstrings.items():
+        (directory / name).mkdir()
+        os.chdir(directory / name)
+        test = doctest.DocTestParser().get_doctest(docstring, {}, name, None, 0)
+        doctest.DocTestRunner(Checker(), optionflags=doctest.ELLIPSIS).run(test, out=report.write)
     return report.getvalue()
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_examples_of_docstrings(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_of_docstrings(tmp_path: Path) -> None:
+    assert samestep.spawn(run_examples, 1, ({k: v for k, v in EXAMPLES.items() if k != "spawn"}, tmp_path)) == ""
+
+
+def test_the_example_of_spawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process, which has a fork server; a rank would start another one."""
     monkeypatch.chdir(tmp_path)
-    arguments = (name, EXAMPLES[name], str(tmp_path))
-    if name == "spawn":  # here, where there is a fork server; a rank would start another one
-        assert run_example(*arguments) == ""
-    else:
-        assert samestep.spawn(run_example, 1, arguments) == ""
+    assert run_examples({"spawn": EXAMPLES["spawn"]}, tmp_path) == ""
 
 
 def test_links_lead_somewhere() -> None:

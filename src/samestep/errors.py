@@ -31,30 +31,75 @@ class Error(Exception):
 
 
 class InvalidValue(Error, ValueError):
-    """An option or argument has a value that is not allowed."""
+    """An option or argument has a value that is not allowed.
+
+    Example::
+
+        >>> import samestep
+        >>> samestep.Run(None, batch_size=4, seed=-1)
+        Traceback (most recent call last):
+        samestep.errors.InvalidValue: seed must be a whole number of at least 0, not -1
+    """
 
 
 class InvalidType(Error, TypeError):
-    """An argument is of a type that is not allowed."""
+    """An argument is of a type that is not allowed.
+
+    Example::
+
+        >>> import samestep
+        >>> samestep.Run(None, batch_size=4, trackers=3)
+        Traceback (most recent call last):
+        samestep.errors.InvalidType: trackers must be a list such as [samestep.TensorBoard()], not 3
+    """
 
 
 class UsageError(Error, RuntimeError):
-    """A method was called in the wrong place or order."""
+    """A method was called in the wrong place or order.
+
+    Example::
+
+        >>> import samestep
+        >>> samestep.Run(None, batch_size=4).prepare("model")
+        Traceback (most recent call last):
+        samestep.errors.UsageError: run.prepare takes everything by name, run.prepare(model=model, ...), ...
+    """
 
 
 class PeerFailed(RuntimeError):
-    """Another rank failed while this rank waited for it. The launcher reports the error of that rank instead."""
+    """Another rank failed while this rank waited for it. The launcher reports the error of that rank instead.
+
+    Example::
+
+        >>> import samestep
+        >>> issubclass(samestep.PeerFailed, samestep.Error)  # not a mistake in this script: it is a RuntimeError
+        False
+    """
 
 
 class Stuck(RuntimeError):
-    """The run made no progress for too long. The message names the rank that the others waited for."""
+    """The run made no progress for too long. The message names the rank that the others waited for.
+
+    Example::
+
+        >>> import samestep
+        >>> issubclass(samestep.Stuck, samestep.Error)  # a restart may succeed: it is a RuntimeError
+        False
+    """
 
 
 WORKER_ADVICE = "check for a lack of memory (use fewer num_workers) and for crashes of C code in the data set"
 
 
 class WorkerDied(RuntimeError):
-    """A DataLoader worker was killed. Not an `Error`, because a restart may succeed."""
+    """A DataLoader worker was killed.
+
+    Example::
+
+        >>> import samestep
+        >>> issubclass(samestep.WorkerDied, samestep.Error)  # a restart may succeed: it is a RuntimeError
+        False
+    """
 
 
 def recognize(error: BaseException) -> Error | WorkerDied | None:

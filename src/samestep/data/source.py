@@ -67,7 +67,10 @@ class Source(Protocol):
 
     @property
     def shards(self) -> Sequence[Shard]:
-        """The shards, in the order of their samples."""
+        """The shards, in the order of their samples.
+
+        Example: see `Source`.
+        """
         ...
 
     def __len__(self) -> int:

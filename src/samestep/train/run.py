@@ -500,7 +500,7 @@ class Run:
         Raises:
             Error: there is no such snapshot, the run has no directory, or the loop is not over or begins afterwards.
 
-        Example: see `snapshot`.
+        Example: see `Run.snapshot`.
         """
         self._check_call("run.restore", "call it after the loop")
         self._check_prepared("run.restore")

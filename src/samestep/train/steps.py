@@ -186,7 +186,10 @@ class Step:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples of the step, over all ranks."""
+        """Number of samples of the step, over all ranks.
+
+        Example: see `Step`.
+        """
         return sum(self.sizes)
 
     @property
@@ -210,6 +213,8 @@ class Step:
 
         Raises:
             Error: read before or inside the loop over micro-batches.
+
+        Example: see `Step.metrics`.
         """
         self._check_is_over("step.loss")
         loss = self.averaged_loss if self.averaged_loss is not None else math.nan
@@ -239,6 +244,8 @@ class Step:
             ...
             >>> step.metrics
             {'loss': 2.0, 'samples': 2.0}
+            >>> step.loss
+            tensor(2.)
         """
         self._check_is_over("step.metrics")
         return {name: float(value) for name, (value, _) in self.averages.items()}
@@ -418,7 +425,7 @@ class Step:
         Raises:
             Error: called before the loop over micro-batches or after the step, or a value is not a number.
 
-        Example: see `metrics`.
+        Example: see `Step.metrics`.
         """
         is_past = self.is_over or self._position.steps_done > self.number
         if is_past or not (self.open or self.num_passes):

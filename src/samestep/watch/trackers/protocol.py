@@ -21,6 +21,13 @@ class TrackerInfo:
         git_is_dirty: whether tracked files of the work tree differ from that commit.
         data: hashes of a few samples of the data set; empty if the run has no directory.
         group: name that related runs share: `WANDB_RUN_GROUP`, else the Slurm job array; "" without one.
+
+    Example::
+
+        >>> import samestep
+        >>> info = samestep.TrackerInfo("digits", None, {}, resumed_step=0, options={"seed": 1}, git_commit="4f1c2a9")
+        >>> info.describe()
+        {'seed': 1, 'git_commit': '4f1c2a9', 'git_is_dirty': False}
     """
 
     name: str
@@ -35,7 +42,10 @@ class TrackerInfo:
     group: str = ""
 
     def describe(self) -> dict[str, Any]:
-        """Return what to record besides `config`: options, environment, git commit and data, without what is empty."""
+        """Return what to record besides `config`: options, environment, git commit and data, without what is empty.
+
+        Example: see `TrackerInfo`.
+        """
         git = {"git_commit": self.git_commit, "git_is_dirty": self.git_is_dirty} if self.git_commit else {}
         data = {"data": " ".join(self.data)} if any(self.data) else {}
         return {**self.options, **self.environment, **git, **data}
@@ -72,13 +82,22 @@ class Tracker(Protocol):
     """
 
     def start(self, info: TrackerInfo) -> None:
-        """Called before the first step. Steps after `info.resumed_step` may have been logged by an earlier process."""
+        """Called before the first step. Steps after `info.resumed_step` may have been logged by an earlier process.
+
+        Example: see `Tracker`.
+        """
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        """Called for each row of metrics: numbers, strings and tensors by name, after `step` steps."""
+        """Called for each row of metrics: numbers, strings and tensors by name, after `step` steps.
+
+        Example: see `Tracker`.
+        """
 
     def finish(self, status: str) -> None:
-        """Called at the end. `status` is "done", "stopped" (the run can be resumed) or "failed"."""
+        """Called at the end. `status` is "done", "stopped" (the run can be resumed) or "failed".
+
+        Example: see `Tracker`.
+        """
 
 
 def to_number(value: Any) -> float | int | None:
