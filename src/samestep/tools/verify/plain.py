@@ -29,6 +29,7 @@ from samestep.tools.verify.plain_checks import (
     check_replicas,
     check_restart,
     check_samples,
+    describe_end,
     read_ranks,
 )
 from samestep.tools.verify.trials import LEAST_DEADLINE_S, SHOWN_LINES, STUCK
@@ -133,7 +134,7 @@ def _compare(trials: "_PlainTrials", options: PlainOptions, world_sizes: Sequenc
         code, ranks, output = trials.run(size)
         if not runs and (code or not ranks):
             raise Error(
-                f"{trials.name} ends with exit code {code} on {format_ranks(size)} after "
+                f"{trials.name} {describe_end(code)} on {format_ranks(size)} after "
                 f"{len(ranks[0].updates) if ranks else 0} steps of a torch optimizer, before anything can be compared: "
                 f"its last lines are: {output}"
             )
@@ -144,8 +145,8 @@ def _compare(trials: "_PlainTrials", options: PlainOptions, world_sizes: Sequenc
             )
         runs[size] = ranks
         if code and not any(rank.is_cut for rank in ranks):
-            how = "does not end" if code == STUCK else f"ends with exit code {code}"
-            faults.append(f"on {size} ranks it {how} after {min(len(r.updates) for r in ranks) if ranks else 0} steps")
+            num_steps = min((len(rank.updates) for rank in ranks), default=0)
+            faults.append(f"on {format_ranks(size)} it {describe_end(code)} after {num_steps} steps")
     checks = (check_samples, check_order, check_gradient, check_replicas, check_evaluation)
     results = [Result("run", MISTAKE, "; ".join(faults))] if faults else []
     results += [check(runs) for check in checks]

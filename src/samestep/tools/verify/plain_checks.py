@@ -11,6 +11,7 @@ from typing import Any
 
 from samestep.console import format_ranks
 from samestep.tools.traced_script import read_lines
+from samestep.tools.verify.trials import STUCK
 
 OK, MISTAKE, UNSEEN = "ok", "MISTAKE", "not observed"
 GRADIENT_TOLERANCE = 5e-3  # of the norm; gradients that are compressed to bfloat16 for the network are accurate to 2e-3
@@ -152,6 +153,11 @@ def _read_rank(lines: Iterable[Mapping[str, Any]]) -> Rank:
                 record.is_cut = True
     record.num_ahead = max((each.num_ahead for each in record.list_passes(True)), default=0)
     return record
+
+
+def describe_end(code: int) -> str:
+    """Describe how a start has ended that should have ended with exit code 0."""
+    return "does not end" if code == STUCK else f"ends with exit code {code}"
 
 
 def compare(one: Sequence[float], other: Sequence[float]) -> float:
@@ -315,31 +321,40 @@ def check_order(runs: Runs) -> Result:
 
 def check_gradient(runs: Runs) -> Result:
     """Check that updates use the mean of the gradients over all samples of all ranks."""
-    faults: dict[str, list[int]] = {}
+    steps_of: dict[str, list[int]] = {}  # fault -> steps that have it
     num_right = num_steps = 0
     for size, ranks in runs.items():
         if size == 1 or len(ranks) != size:
             continue
         batches = [rank.list_batches() for rank in ranks]
-        num_before = [0] * size
+        begins = [0] * size
         for key in sorted(ranks[0].updates):
             steps = [line for rank in ranks if "after" in (line := rank.updates.get(key, {}))]
             if len(steps) < size:
                 continue
             weights = [1.0] * size
-            if all(each is not None for each in batches) and key[0] == 0:
-                parts = [(b or [])[n : s["num_backwards"]] for b, n, s in zip(batches, num_before, steps, strict=True)]
-                weights = [float(sum(map(len, part))) or 1.0 for part in parts]
-                num_before = [step["num_backwards"] for step in steps]
+            if key[0] == 0:  # which backward passes belong to another optimizer is not known
+                ends = [step["num_backwards"] for step in steps]
+                weights, begins = _count_samples(batches, begins, ends), ends
             num_steps += 1
             fault = _judge_gradient(steps, weights)
             if fault is None:
                 num_right += 1
             elif fault:
-                faults.setdefault(f"on {size} ranks, {fault}", []).append(key[1])
-    texts = [f"{text} (in {len(found)} of {num_steps} steps, first {found[0]})" for text, found in faults.items()]
+                steps_of.setdefault(f"on {size} ranks, {fault}", []).append(key[1])
+    texts = [f"{text} (in {len(found)} of {num_steps} steps, first {found[0]})" for text, found in steps_of.items()]
     unseen = "no gradient of several ranks was seen" if not num_steps else "the gradients did not pass the hooks"
     return _conclude("gradient", texts, [f"the mean over the ranks in {num_right} steps"] if num_right else [], unseen)
+
+
+def _count_samples(
+    batches: Sequence[list[list[Any]] | None], begins: Sequence[int], ends: Sequence[int]
+) -> list[float]:
+    """Return the number of samples in some backward passes of each rank; 1 for all if they are not known."""
+    if any(each is None for each in batches):
+        return [1.0] * len(batches)
+    parts = [(each or [])[begin:end] for each, begin, end in zip(batches, begins, ends, strict=True)]
+    return [float(sum(map(len, part))) or 1.0 for part in parts]
 
 
 def _judge_gradient(steps: Sequence[Mapping[str, Any]], weights: Sequence[float]) -> str | None:
@@ -455,7 +470,7 @@ def _find_save(restart: Restart) -> tuple[int, int] | Result:
     is_cut = any(rank.is_cut for rank in restart.resumed)
     if restart.code and not is_cut:
         num = min((len(_list_updates(rank)) for rank in restart.resumed), default=0)
-        return Result("state", MISTAKE, f"the restarted script ends with exit code {restart.code} after {num} steps")
+        return Result("state", MISTAKE, f"the restarted script {describe_end(restart.code)} after {num} steps")
     if not restart.resumed:
         return Result("state", UNSEEN, "no step followed the restart")
     if restart.interrupted[0].is_cut:
