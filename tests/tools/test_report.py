@@ -248,6 +248,7 @@ def test_nothing_in_a_run_can_act_in_the_page(tmp_path: Path) -> None:
     policy = next(each["content"] for tag, each in shown.elements if tag == "meta" and "http-equiv" in each)
     assert policy is not None
     assert policy.startswith("default-src 'none'")
+    assert "Permission is hereby granted" in page, "the licence of uPlot"
     assert "://" not in page.replace("http://www.w3.org", "").replace("https://github.com/leeoniya/uPlot", "")
 
 

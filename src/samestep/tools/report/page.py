@@ -73,7 +73,8 @@ def build_page(
         "</main>",
     ]
     assets = files("samestep.tools.report") / "assets"
-    text = {name: (assets / name).read_text() for name in ("uPlot.min.css", "page.css", "uPlot.iife.min.js", "page.js")}
+    names = ("uPlot.min.css", "page.css", "uPlot-LICENSE", "uPlot.iife.min.js", "page.js")
+    text = {name: (assets / name).read_text() for name in names}
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
@@ -81,7 +82,8 @@ def build_page(
         f'content="light dark"><title>{to_html(", ".join(run.name for run in runs))}</title>'
         f"<style>{text['uPlot.min.css']}{text['page.css']}</style></head><body>{''.join(body)}"
         f'<script type="application/json" id="data">{_to_script(data)}</script>'
-        f"<script>{text['uPlot.iife.min.js']}</script><script>{text['page.js']}</script></body></html>\n"
+        f"<script>/*! uPlot\n{text['uPlot-LICENSE']}*/{text['uPlot.iife.min.js']}</script>"
+        f"<script>{text['page.js']}</script></body></html>\n"
     )
 
 
