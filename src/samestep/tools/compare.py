@@ -27,18 +27,23 @@ Curve = Sequence[tuple[int, float]]  # steps and values
 
 def read_last_values(run: Path) -> dict[str, dict[str, Any]]:
     """Return the last value of every metric, and its step: name -> {"value": ..., "step": ...}."""
+    return find_last_values(read_rows(run / METRICS))
+
+
+def find_last_values(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return what `read_last_values` does, from rows of `metrics.jsonl`."""
     return {
         name: {"value": value, "step": row.get("step")}
-        for row in read_rows(run / METRICS)
+        for row in rows
         for name, value in row.items()
         if name not in PLACE
     }
 
 
-def read_curves(run: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return the numbers of every metric in the rows that `read_rows` returns, by name."""
+def find_curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """Return the numbers of every metric in rows of `metrics.jsonl`, by name."""
     curves: dict[str, list[tuple[int, float]]] = {}
-    for row in read_rows(run / METRICS):
+    for row in rows:
         for name, value in row.items():
             if name not in PLACE and type(value) in (int, float) and type(row.get("step")) is int:
                 curves.setdefault(name, []).append((row["step"], value))
@@ -80,8 +85,8 @@ def find_runs(directory: Path) -> list[Path]:
     return sorted(path.parent for path in directory.glob(f"*/{RECORD}"))
 
 
-def describe_run(run: Path) -> dict[str, Any]:
-    """Return facts about a run for a list or a comparison."""
+def describe_run(run: Path, rows: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
+    """Return facts about a run for a list or a comparison. `rows`: of its `metrics.jsonl`, if they were read before."""
     status, sound = read_or_empty(run / STATUS), find_sound(run)
     return {
         "name": run.name,
@@ -91,7 +96,7 @@ def describe_run(run: Path) -> dict[str, Any]:
         "digest": sound[-1].manifest.get("digest") if sound else None,
         "best": next((each.step for each in sound if each.name == BEST), None),
         "time": status.get("time"),
-        "metrics": read_last_values(run),
+        "metrics": read_last_values(run) if rows is None else find_last_values(rows),
         "measured": status.get("measured"),
     }
 
@@ -126,7 +131,8 @@ def compare_runs(one: str, other: str, *, is_json: bool) -> int:
     """
     with open_run(one) as first, open_run(other) as second:
         records = [read_run(first, one), read_run(second, other)]
-        described, curves = [describe_run(first), describe_run(second)], [read_curves(first), read_curves(second)]
+        logged = [read_rows(first / METRICS), read_rows(second / METRICS)]
+        described = [describe_run(first, logged[0]), describe_run(second, logged[1])]
         common = min(each["steps"] for each in described)
         if not common:
             raise Error(f"{one if not described[0]['steps'] else other} has no step yet: there is nothing to compare")
@@ -149,7 +155,7 @@ def compare_runs(one: str, other: str, *, is_json: bool) -> int:
         print_table("differences", ("name", one, other), rows)
     metrics = [each["metrics"] for each in described]
     names = {**metrics[0], **metrics[1]}
-    rows = []
+    rows, curves = [], [*map(find_curves, logged)]
     for name in names:
         bars = overlay([each.get(name, ()) for each in curves])
         lasts = [_format(values.get(name)) for values in metrics]
