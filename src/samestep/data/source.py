@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from samestep.errors import Error
+from samestep.errors import Error, InvalidValue
 
 MOST_NAMED = 3  # shards in a message
 BLOCK = 4096  # bytes that are hashed at the start, in the middle and at the end of a shard's file
@@ -101,9 +101,11 @@ def read_shards(dataset: Any) -> tuple[tuple[Shard, ...], NDArray[np.int64], str
     sizes = np.array(columns, "<i8")
     if (total := int(sizes[0].sum())) != len(dataset):
         name = type(dataset).__name__
-        raise Error(f"the shards of {name} have {total} samples, and its len() is {len(dataset)}: make them equal")
+        raise InvalidValue(
+            f"the shards of {name} have {total} samples, and its len() is {len(dataset)}: make them equal"
+        )
     if len({*names}) < len(names):
-        raise Error(f"two shards of {type(dataset).__name__} have the same name: give each a name of its own")
+        raise InvalidValue(f"two shards of {type(dataset).__name__} have the same name: give each a name of its own")
     sha = hashlib.sha256("\0".join(names).encode())
     sha.update(sizes.tobytes())
     return tuple(shards), sizes[0], sha.hexdigest()[:16]
@@ -123,7 +125,7 @@ def mark_shards(dataset: Any, before: Sequence[Mark]) -> list[Mark]:
     files = [os.fspath(file) for file in getattr(dataset, "shard_files", ())]  # a Path takes 10 us more
     if files and len(files) != len(dataset.shards):
         name, count = type(dataset).__name__, len(dataset.shards)
-        raise Error(f"{name} has {count} shards and {len(files)} shard_files: give the file of each shard")
+        raise InvalidValue(f"{name} has {count} shards and {len(files)} shard_files: give the file of each shard")
     known, marks = dict(zip(files, before, strict=False)), dict[str, Mark]()
     for file in dict.fromkeys(files):
         try:

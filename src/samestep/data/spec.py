@@ -15,7 +15,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from samestep.errors import Error
+from samestep.errors import InvalidType, InvalidValue
 
 
 @dataclass(frozen=True)
@@ -80,24 +80,24 @@ def understand(
         spec = DataSpec(data, **wanted)
     _check_dataset(spec.dataset, takes_streams)
     if not isinstance(spec.num_workers, int) or spec.num_workers < 0:
-        raise Error(f"num_workers is {spec.num_workers!r}: give 0 (load in this process) or more.")
+        raise InvalidValue(f"num_workers is {spec.num_workers!r}: give 0 (load in this process) or more.")
     return spec
 
 
 def _understand_loader(loader: DataLoader[Any], micro_batch_size: int | None, takes_streams: bool) -> DataSpec:
     if type(loader).__iter__ is not DataLoader.__iter__:
-        raise Error(
+        raise InvalidType(
             f"{type(loader).__name__} iterates in its own way, which would not be the run's order: "
             "pass its data set, and collate_fn= and num_workers= beside it."
         )
     _check_dataset(loader.dataset, takes_streams)
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
-        raise Error(
+        raise InvalidValue(
             "the DataLoader has its own batch_sampler, or batch_size=None, but the run chooses the samples "
             "of a batch: pass the data set itself, and sampler=f with f(epoch) -> indices."
         )
     if micro_batch_size is not None and loader.batch_size != micro_batch_size:
-        raise Error(
+        raise InvalidValue(
             f"the DataLoader's batch_size is {loader.batch_size} and the run's micro_batch_size "
             f"{micro_batch_size}, but they mean the same: pass the data set itself, with num_workers= and collate_fn= "
             f"as arguments, or create a DataLoader with batch_size={micro_batch_size}."
@@ -130,7 +130,7 @@ def _is_shuffled(loader: DataLoader[Any]) -> bool:
         hint = "remove it, since the run itself divides the samples among the ranks"
     else:
         hint = "pass the data set itself, and sampler=f with f(epoch) -> indices, the same on all ranks"
-    raise Error(f"the DataLoader's sampler is a {name}, which a run does not support: {hint}.")
+    raise InvalidType(f"the DataLoader's sampler is a {name}, which a run does not support: {hint}.")
 
 
 def is_stream(dataset: Any) -> bool:
@@ -148,18 +148,18 @@ def _check_dataset(dataset: Any, takes_streams: bool) -> None:
     if is_stream(dataset):
         if takes_streams:
             return
-        raise Error(
+        raise InvalidType(
             f"{name} is a stream without indexing, so the end of an epoch is not known: pass it to "
             "run.steps(data, num_steps), or pass a map-style data set, with __getitem__ and __len__."
         )
     if not (hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")):
-        raise Error(
+        raise InvalidType(
             f"{name} does not support indexing, so no step could be repeated: "
             "pass a map-style data set, with __getitem__ and __len__."
         )
     try:
         length = len(dataset)
     except (TypeError, NotImplementedError):
-        raise Error(f"{name} has no len(): pass a map-style data set, with __getitem__ and __len__.") from None
+        raise InvalidType(f"{name} has no len(): pass a map-style data set, with __getitem__ and __len__.") from None
     if length == 0:
-        raise Error(f"the data set ({name}) is empty: a run needs at least one sample.")
+        raise InvalidValue(f"the data set ({name}) is empty: a run needs at least one sample.")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
-from samestep.errors import Error
+from samestep.errors import Error, InvalidValue, UsageError
 from samestep.plan.tree import Layout, merges
 from samestep.torch_internals import get_buffers, read_version
 
@@ -36,7 +36,7 @@ def check_module(name: str, module: nn.Module) -> None:
     """
     for path, part in module.named_modules():
         if isinstance(part, nn.SyncBatchNorm):
-            raise Error(
+            raise InvalidValue(
                 f"{name}.{path} is a SyncBatchNorm, whose statistics depend on the number of ranks: use BatchNorm; "
                 "it normalizes over one micro-batch, and its running statistics are those of a single device"
             )
@@ -302,7 +302,7 @@ class OtherBuffers:
             for lists in (found, self._known)
         ]
         path, name, _ = min(named[0] ^ named[1])
-        raise Error(
+        raise UsageError(
             f"buffer {path}.{name} was added or removed inside the micro-batch loop, on this rank only: register it in "
             "the module's __init__, as a tensor"
         )
@@ -381,7 +381,7 @@ class OtherBuffers:
         buffers, name = self._places[k]
         tensor = self._tensors[k]
         if tensor.shape != self._start[k].shape:
-            raise Error(f"buffer {name} changed its shape during a step to {tuple(tensor.shape)}: keep its shape")
+            raise UsageError(f"buffer {name} changed its shape during a step to {tuple(tensor.shape)}: keep its shape")
         tensor.data.copy_(self._start[k])
         buffers[name] = tensor
         self._versions[k] = read_version(tensor)

@@ -12,7 +12,7 @@ from samestep.engine.buffers import BatchNormStatistics, OtherBuffers, refuse_lo
 from samestep.engine.control import NOT_CALLED, Control, Vote
 from samestep.engine.precision import Precision
 from samestep.engine.reducer import Reducer
-from samestep.errors import Error
+from samestep.errors import Error, InvalidValue, UsageError
 from samestep.plan.tree import build_layout
 from samestep.world.group import Group
 
@@ -151,17 +151,21 @@ class GradientPass:
         """Run the backward of the open micro-batch. Arguments and errors as for `Step.backward`."""
         self.waited_s = 0.0
         if not self.reducer.in_micro_batch:
-            raise Error("step.backward was called outside the micro-batch loop: call it inside `for batch in step`")
+            raise UsageError(
+                "step.backward was called outside the micro-batch loop: call it inside `for batch in step`"
+            )
         losses = self._losses_of_v
         slot = 0 if model is None else find_slot(self._modules, model)
         if losses and (slot in losses or slot == 0 or 0 in losses):
-            raise Error(
+            raise UsageError(
                 f"step.backward was called twice for one model in micro-batch {self._v} of step {self._step}: add the "
                 "losses and call it once (or, if their weights differ, step.backward({loss: weight, ...})), or name "
                 "the model of each, step.backward(loss, model=...)"
             )
         if isinstance(loss, Mapping) and (weight is not None or not loss):
-            raise Error("step.backward takes several losses as {loss: weight, ...}: at least one, and without weight=")
+            raise InvalidValue(
+                "step.backward takes several losses as {loss: weight, ...}: at least one, and without weight="
+            )
         pairs = [*loss.items()] if isinstance(loss, Mapping) else [(loss, weight)]
         terms = [self._check_term(term, self._sizes[self._v] if own is None else own) for term, own in pairs]
         losses[slot] = [(term.detach(), own) for term, own in terms]
@@ -175,7 +179,9 @@ class GradientPass:
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad or loss.is_complex():
             hint = "take its mean" if isinstance(loss, Tensor) and loss.numel() > 1 else "compute it as a tensor from "\
                 "the model's output, outside of torch.no_grad()"  # fmt: skip
-            raise Error(f"step.backward needs a scalar loss that depends on the model, not {describe(loss)}: {hint}")
+            raise InvalidValue(
+                f"step.backward needs a scalar loss that depends on the model, not {describe(loss)}: {hint}"
+            )
         if not isinstance(weight, Tensor) or weight.device.type == "cpu":
             weight = self._check_weight(weight, self._v)
         return loss, weight
@@ -186,7 +192,7 @@ class GradientPass:
         except (TypeError, ValueError, RuntimeError):
             number = math.nan
         if number != 0 and not MIN_WEIGHT <= number <= MAX_WEIGHT:
-            raise Error(
+            raise InvalidValue(
                 f"step.backward got weight {weight} in micro-batch {v} of step {self._step}: a weight is 0, or a "
                 f"number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g}"
             )
@@ -195,7 +201,7 @@ class GradientPass:
     def _run_backward(self, k: int, loss: Tensor, factor: float | Tensor, slot: int) -> None:
         inputs = list_params(self._modules, self._trained, slot) if slot else ()
         if slot and not inputs:  # for autograd, an empty list means all parameters
-            raise Error(
+            raise InvalidValue(
                 f"step.backward(model=...) in step {self._step} got a model without trained parameters: "
                 "pass its optimizer to run.prepare, and set requires_grad of its parameters"
             )
@@ -290,7 +296,7 @@ class GradientPass:
             means += more
         has_gradients = bool(means)
         if means and not self._number and all(param.grad is None for param in reducer.params):
-            raise Error(
+            raise UsageError(
                 f"no trained parameter got a gradient in step {self._step}: compute the loss from the models "
                 "that were passed to run.prepare, and do not detach it from them"
             )
@@ -327,7 +333,7 @@ class GradientPass:
         for v, row in rows:
             for slot, (is_first_missing, is_missing) in enumerate(row):
                 if is_missing and not is_first_missing and any(not other[slot][1] for _, other in rows):
-                    raise Error(
+                    raise UsageError(
                         f"step.backward got fewer losses in micro-batch {v} of step {self._step} than in others: pass "
                         "all of them each time, with weight 0 for one that does not count"
                     )
@@ -376,7 +382,7 @@ def find_slot(modules: Mapping[str, nn.Module], model: nn.Module) -> int:
     for slot, module in enumerate(modules.values(), start=1):
         if module is model or getattr(model, "_orig_mod", None) is module:
             return slot
-    raise Error("step.backward(model=...) got a model that was not passed to run.prepare: pass it there, too")
+    raise InvalidValue("step.backward(model=...) got a model that was not passed to run.prepare: pass it there, too")
 
 
 def list_params(
@@ -386,5 +392,5 @@ def list_params(
     held = {id(param) for param in list(modules.values())[slot - 1].parameters()}
     params = [(param, home) for _, param, home in trained if id(param) in held and param.requires_grad]
     if any(home != slot for _, home in params):
-        raise Error("step.backward(model=...) got a model that shares parameters with another: add the losses")
+        raise InvalidValue("step.backward(model=...) got a model that shares parameters with another: add the losses")
     return tuple(param for param, _ in params)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from samestep.errors import Error
+from samestep.errors import InvalidValue
 
 PRECISIONS = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -79,5 +79,5 @@ class ScaledPrecision(Precision):
 def build_precision(name: str, device: torch.device) -> Precision:
     """Return the precision `name`. Raises Error if it is unknown."""
     if name not in PRECISIONS:
-        raise Error(f"precision must be fp32, tf32, bf16 or fp16, not {name!r}")
+        raise InvalidValue(f"precision must be fp32, tf32, bf16 or fp16, not {name!r}")
     return ScaledPrecision(device) if name == "fp16" else Precision(name, device)

@@ -22,7 +22,7 @@ from samestep.engine.backward import build_seed, has_reentrant_checkpoint
 from samestep.engine.buckets import Bucket, BucketBuffers, build_buckets, choose_cap_bytes, dense_strides
 from samestep.engine.control import Control, ControlFormat
 from samestep.engine.folding import MISSED, USED, Further, Grads, add, fold, lay_out, put, to_dense
-from samestep.errors import Error
+from samestep.errors import UsageError
 from samestep.plan.tree import Layout, merges
 from samestep.torch_internals import get_storage, read_version, run_backward
 from samestep.world.group import Group
@@ -181,7 +181,7 @@ class Reducer:
             return
         self._checked.add(kind)
         if has_reentrant_checkpoint(loss):
-            raise Error(
+            raise UsageError(
                 "step.backward(model=...), or of several losses, with reentrant activation checkpointing, which hides "
                 "parameters from it: use torch.utils.checkpoint with use_reentrant=False"
             )
@@ -282,13 +282,13 @@ class Reducer:
         def on_grad(param: Tensor) -> None:
             if not self._in_backward:
                 if self.in_micro_batch:
-                    raise Error(
+                    raise UsageError(
                         "loss.backward() was called inside the micro-batch loop: call step.backward(loss), which "
                         "weights the loss and sums over ranks; for an input's gradient, torch.autograd.grad(loss, x)"
                     )
                 return
             if self._fired[i]:
-                raise Error(
+                raise UsageError(
                     f"{self.names[i]} got two gradients in one micro-batch (reentrant activation checkpointing?): "
                     "use torch.utils.checkpoint with use_reentrant=False"
                 )
@@ -346,7 +346,7 @@ class Reducer:
         self._places_of_params = places
         for name, param, kind in zip(self.names, self.params, self._kinds, strict=True):
             if (param.shape, param.dtype) != kind:
-                raise Error(
+                raise UsageError(
                     f"{name} was converted or given another shape in the loop: change the model before run.prepare"
                 )
 
@@ -355,24 +355,24 @@ class Reducer:
         has_moved = map(int.__ne__, self._places_of_params, self._find_params())
         for name, before, now, moved in zip(self.names, self._marks, self._mark_params(), has_moved, strict=True):
             if before[0] != now[0] or moved:
-                raise Error(
+                raise UsageError(
                     f"{name} was changed inside the micro-batch loop (by the model's forward, as nn.Embedding(max_norm="
                     "...) does, or by assigning .data?), so that the gradient depends on the rank: change "
                     "weights after the loop"
                 )
             if before[1] != now[1]:
-                raise Error(
+                raise UsageError(
                     f"requires_grad of {name} was changed inside the micro-batch loop, so that the gradient depends on "
                     "the rank: change it before or after the loop"
                 )
 
     def _refuse_change(self, i: int) -> NoReturn:
         if self.params[i].grad is None:
-            raise Error(
+            raise UsageError(
                 f"the gradient of {self.names[i]} is None at the end of micro-batch {self._v}: remove zero_grad(), "
                 "which is not needed"
             )
-        raise Error(
+        raise UsageError(
             f"the gradient of {self.names[i]} was changed in micro-batch {self._v} (by zero_grad, clipping, or a hook "
             "registered after run.prepare?), while it is only a partial sum: change it after the micro-batch loop"
         )

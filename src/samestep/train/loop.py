@@ -88,7 +88,7 @@ class Epoch:
         """Averages of `Step.metrics` over the steps of the epoch so far, including those before a restart, by weight.
 
         Raises:
-            Error: read before the first step of the epoch is done, or after the epoch.
+            UsageError: read before the first step of the epoch is done, or after the epoch.
 
         Example: see `Epoch`.
         """

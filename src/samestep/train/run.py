@@ -413,7 +413,8 @@ class Run:
             values: name -> number, string or tensor; further ones as keyword arguments.
 
         Raises:
-            Error: called inside a loop over micro-batches, where each rank knows only its part; use `Step.log` there.
+            UsageError: called inside a loop over micro-batches, where each rank knows only its part: use `Step.log`
+                there.
 
         Example::
 
@@ -446,7 +447,7 @@ class Run:
         The result is pickled. The generators of all ranks continue from the state that rank 0 has after the call.
 
         Raises:
-            Error: called inside a loop over micro-batches.
+            UsageError: called inside a loop over micro-batches.
 
         Example::
 
@@ -568,7 +569,7 @@ class Run:
             The norm before clipping, a scalar tensor.
 
         Raises:
-            Error: called inside the loop over micro-batches, where the gradient is not complete.
+            UsageError: called inside the loop over micro-batches, where the gradient is not complete.
 
         Example::
 

@@ -212,7 +212,7 @@ class Step:
         """Loss, averaged by weight over the whole batch: a scalar tensor, the same on all ranks. nan if nothing counts.
 
         Raises:
-            Error: read before or inside the loop over micro-batches.
+            UsageError: read before or inside the loop over micro-batches.
 
         Example: see `Step.metrics`.
         """
@@ -227,7 +227,7 @@ class Step:
         Values that were logged after the loop over micro-batches are returned as they were given.
 
         Raises:
-            Error: read before or inside the loop over micro-batches.
+            UsageError: read before or inside the loop over micro-batches.
 
         Example::
 
@@ -387,8 +387,9 @@ class Step:
             model: the one prepared model that gets gradients. None: all models.
 
         Raises:
-            Error: called outside the loop over micro-batches or twice for a model, the loss is not a scalar or depends
-                on no parameter, a weight is negative, or micro-batches have different numbers of losses.
+            UsageError: called outside the loop over micro-batches or twice for a model, or micro-batches have different
+                numbers of losses.
+            InvalidValue: the loss is not a scalar or depends on no parameter, or a weight is negative.
 
         Example::
 
@@ -423,7 +424,8 @@ class Step:
             values: name -> number or scalar tensor; further ones as keyword arguments.
 
         Raises:
-            Error: called before the loop over micro-batches or after the step, or a value is not a number.
+            UsageError: called before the loop over micro-batches or after the step.
+            InvalidType: a value is not a number.
 
         Example: see `Step.metrics`.
         """

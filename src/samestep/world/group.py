@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import _broadcast_coalesced  # type: ignore[attr-defined]  # what DDP itself calls
 
 from samestep.console import say
-from samestep.errors import Error, PeerFailed
+from samestep.errors import Error, InvalidValue, PeerFailed
 from samestep.world import wire
 from samestep.world.environment import Environment, check_interface, has_agent_store, read_master, read_restarts
 from samestep.world.local_sockets import LocalSockets, connect
@@ -48,15 +48,19 @@ def choose_device(environment: Environment, wanted: str | None, backend: str | N
     if kind == "cpu":
         return torch.device("cpu")
     if num_gpus == 0:
-        raise Error(f"device {wanted} was asked for, but torch finds no GPU: leave the option out, or give cpu")
+        raise InvalidValue(f"device {wanted} was asked for, but torch finds no GPU: leave the option out, or give cpu")
     if index and environment.local_world_size > 1 and backend != "gloo":
-        raise Error(f"device {wanted} is one GPU, and {environment.local_world_size} ranks run on this host: give cuda")
+        raise InvalidValue(
+            f"device {wanted} is one GPU, and {environment.local_world_size} ranks run on this host: give cuda"
+        )
     if index and int(index) >= num_gpus:
-        raise Error(f"device {wanted} does not exist: torch finds {num_gpus} GPUs, cuda:0 to cuda:{num_gpus - 1}")
+        raise InvalidValue(
+            f"device {wanted} does not exist: torch finds {num_gpus} GPUs, cuda:0 to cuda:{num_gpus - 1}"
+        )
     if index or (environment.launcher == "srun" and num_gpus == 1):  # Slurm may show each task only its own GPU.
         return torch.device("cuda", int(index or 0))
     if environment.local_rank >= num_gpus and backend != "gloo":
-        raise Error(
+        raise InvalidValue(
             f"{environment.local_world_size} ranks on a machine with {num_gpus} GPUs: "
             f"start at most {num_gpus} ranks here, or give --device cpu, or --backend gloo to let ranks share GPUs"
         )
