@@ -129,11 +129,11 @@ def test_techniques_are_the_same_on_two_ranks(script: str, tmp_path: Path) -> No
 
 
 def test_make_train(tmp_path: Path) -> None:
-    """With the virtual environment that `make test` has made; elsewhere, what make would do is looked at."""
+    """With the virtual environment that `make test` has made; elsewhere, the commands of make are compared."""
     made = (ROOT / ".venv" / "installed").exists()
     arguments = f'ARGS="--epochs 1 --run-dir {tmp_path / "run"}"'
     done = subprocess.run(
-        ["bash", "-c", f"make {'' if made else '-n'} train {arguments}"],
+        ["bash", "-c", f"make {f'-o .venv/installed BIN={find_programs()}' if made else '-n'} train {arguments}"],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -141,6 +141,9 @@ def test_make_train(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert ("validation accuracy" if made else "samestep train digits --nproc-per-node 2") in done.stdout
+    if made:
+        done = subprocess.run([ROOT / ".venv" / "bin" / "samestep", "--version"], capture_output=True, text=True)
+        assert done.stdout == f"samestep {samestep.__version__}\n"
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.parent not in USED], ids=str)
