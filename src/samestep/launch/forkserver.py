@@ -12,6 +12,7 @@ import atexit
 import gc
 import importlib
 import os
+import select
 import selectors
 import shutil
 import signal
@@ -203,6 +204,13 @@ def preload() -> None:
     _preloaded = True
 
 
+def _has_ended(client: "Connection[Any, Any]") -> bool:
+    """Return whether the other end is closed, also if there are requests left to read."""
+    poll = select.poll()
+    poll.register(client, 0)
+    return any(event & select.POLLHUP for _, event in poll.poll(0))
+
+
 def is_preloaded() -> bool:
     """Return whether this process, or the one that it is a fork of, has called `preload`."""
     return _preloaded
@@ -264,6 +272,10 @@ class _Server:
 
     def start(self, ranks: list[dict[str, Any]], common: dict[str, Any], out: int, err: int) -> None:
         self.directory = common["directory"]
+        if _has_ended(self.client):  # such as by Ctrl-C while this process imported torch
+            for file in (out, err):
+                os.close(file)
+            return
         self.is_stopping = False
         shown = {fields["rank"]: fields.pop("is_shown") for fields in ranks}
         self.recording = Recording(shown, out, err, common["directory"], self.fork)
