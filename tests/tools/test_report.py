@@ -174,6 +174,26 @@ def test_the_memory_of_every_rank_is_drawn(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("time", "spent_s", "edges"),
+    [
+        ("2026-01-02T00:00:00+00:00", {"starting": [1.0]}, [0, 5]),  # a short run: one row, from its begin
+        ("2026-01-02T00:00:00+00:00", {}, None),
+        ("1970-01-01T00:00:00+00:00", {"starting": [1.0]}, None),  # of a restart: it may have begun at a later step
+    ],
+)
+def test_a_timeline_begins_with_its_run(
+    tmp_path: Path, time: str, spent_s: dict[str, list[float]], edges: list[float] | None
+) -> None:
+    row = make_row([5], forward=[2.0], **spent_s) | {"time_s": 1e9, "memory_mb": [9.0]}
+    restarts = [{"reason": "", "from_step": 5, "world_size": 1, "time": time}]
+    data = read_run_data(write_run(tmp_path / "run", timeline=[row], restarts=restarts), "run", {})
+    assert (None if data.timeline is None else data.timeline.edges.tolist()) == edges
+    if data.timeline is not None:
+        assert (data.timeline.seconds.tolist(), data.timeline.memory["memory"].tolist()) == ([2.0], [[9.0]])
+        assert build_heat_map(data.timeline).cells.tolist() == [[400.0]]  # type: ignore[union-attr]
+
+
 def test_numbers_of_ranks_are_bands(tmp_path: Path) -> None:
     rows = [make_row([10 * n] * size, forward=[1.0] * size) for n, size in enumerate([2, 2, 2, 3, 3, 1])]
     restarts = [{"reason": "", "from_step": step, "world_size": size} for step, size in ((20, 3), (40, 1))]

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import datetime
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ def read_run_data(run_dir: Path, name: str, record: Mapping[str, Any]) -> RunDat
         snapshots=[{"step": each.step, "digest": each.manifest.get("digest", "")} for each in find_sound(run_dir)],
         restarts=restarts,
         metrics=read_metrics(run_dir / METRICS),
-        timeline=build_intervals(rows),
+        timeline=build_intervals([_begin(rows[0]), *rows] if rows and _covers_begin(rows[0], restarts) else rows),
         spent_s=sum_phases(rows),
         audit=audit,
         audit_passed=passed,
@@ -203,6 +204,19 @@ def build_intervals(rows: Sequence[Mapping[str, Any]]) -> Intervals | None:
     }
     sizes = [len(row["steps"]) for row in ends[1:]]
     return Intervals(np.array(edges, dtype=np.float64), seconds, ranks[:, 0], ranks[:, 1], sizes, memory)
+
+
+def _covers_begin(row: Mapping[str, Any], restarts: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the first row of a timeline covers the first steps of the run, of which it has the beginning."""
+    with suppress(KeyError, TypeError, ValueError):
+        began_again_s = datetime.fromisoformat(restarts[0]["time"]).timestamp() if restarts else math.inf
+        return any(row["spent_s"].get("starting", ())) and row["time_s"] < began_again_s
+    return False
+
+
+def _begin(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a row of the same ranks before their first step."""
+    return {"steps": [0] * len(row["steps"]), "spent_s": {}}
 
 
 def _read_logs(
