@@ -243,7 +243,7 @@ def _report(failure: Failure, ranks: Ranks, then: str = "") -> None:
         lines += [f"samestep: {other.reason}" for other in own if other.rank not in same]
         others = ""
         if ranks.world_size > 1:
-            others = f"; so did {', '.join(map(str, sorted(same)))}" if same else "; the others were stopped"
+            others = f"; the same for rank {', '.join(map(str, sorted(same)))}" if same else "; the others were stopped"
         if failure.traceback:
             lines += [f"samestep: rank {failure.rank} of {ranks.world_size} failed{others}"] if others else []
             lines.append(failure.traceback.rstrip("\n"))
