@@ -299,7 +299,10 @@ def test_findings_of_doctor_are_a_table(tmp_path: Path) -> None:
     for name, findings in (("doctor.json", [found]), ("other.json", [{"check": 1}])):
         (tmp_path / name).write_text(json.dumps({"findings": findings}))
     more = ("--attach", str(tmp_path / "doctor.json"), "--attach", str(tmp_path / "other.json"))
-    page = report(write_run(tmp_path / "run"), output=tmp_path / "out.html", more=more)
+    run = write_run(tmp_path / "run")
+    (run / "verify.txt").write_text("all bits are equal")
+    page = report(run, output=tmp_path / "out.html", more=more)
+    assert "<h2>run: verify.txt</h2><pre>all bits are equal</pre>" in page
     cells = f"<td>warn</td><td>{html.escape(HOSTILE)}</td><td>use ntp</td>"
     assert f'<tr class="differs"><th scope="row">clocks</th>{cells}</tr>' in page
     assert "<pre>{&quot;findings&quot;: [{&quot;check&quot;: 1}]}</pre>" in page

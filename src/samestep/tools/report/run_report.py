@@ -15,7 +15,7 @@ from samestep.tools.report.run_data import RunData, read_run_data
 from samestep.tools.scale.run_plan import read_scale
 from samestep.watch.records import RECORD
 
-SCALE = "scale.json"
+SCALE, ATTACHED = "scale.json", ("verify.txt", "doctor.json")  # in a run's directory, if the user puts them there
 MOST_ATTACHED_BYTES = 1 << 20
 
 
@@ -35,7 +35,8 @@ def run_report(args: list[str]) -> int:
     parser.add_argument("-o", "--output", metavar="FILE", default="report.html", help="default: report.html")
     parser.add_argument(
         "--attach", metavar="FILE", action="append", default=[],
-        help="a text to include, such as the output of samestep verify or doctor; can be repeated",
+        help="a text to include, such as the output of samestep verify or doctor; can be repeated; "
+        "those in RUN/verify.txt and RUN/doctor.json are included without it",
     )  # fmt: skip
     parser.add_argument(
         "--scale", metavar="FILE", help="include the output of samestep scale --json; default: RUN/scale.json, if any"
@@ -57,6 +58,8 @@ def run_report(args: list[str]) -> int:
             directory = stack.enter_context(open_run(run))
             directories.append(directory)
             found.append(read_run_data(directory, name, read_run(directory, run)))
+            own = [path for file in ATTACHED if (path := directory / file).is_file() and not path.is_symlink()]
+            attachments |= {f"{name}: {path.name}": read_attachment(path) for path in own}
         pairs = zip(found[1:], directories[1:], strict=True)
         comparison = [compare(found[0], other, directories[0], directory) for other, directory in pairs]
     names = [Path(options.scale)] if options.scale else [path for d in directories if (path := d / SCALE).is_file()]
