@@ -60,7 +60,7 @@ def train(
 def test_a_flipped_bit_is_found_and_named(num_ranks: int, rank: int, what: str, words: str) -> None:
     with pytest.raises(samestep.Error, match=words) as raised:
         samestep.spawn(train, num_ranks, (None, rank, 7, what), {"compare_every": 3})
-    assert "all were alike after step 6" in str(raised.value)
+    assert "all were equal after step 6" in str(raised.value)
 
 
 def test_replicas_are_compared_by_the_clock() -> None:
@@ -105,7 +105,7 @@ def test_it_is_found_before_the_next_snapshot(tmp_path: Path) -> None:
     """Of the default, every 100 steps, none is due before the epoch's snapshot is."""
     run_dir = tmp_path / "run"
     with pytest.raises(
-        samestep.Error, match=r"after step 10, .*: model.2.weight differs, and all were alike after step 5"
+        samestep.Error, match=r"after step 10, .*: model.2.weight differs, and all were equal after step 5"
     ):
         samestep.spawn(train, 2, (run_dir, 1, 7, "weight"))
     assert [snapshot.step for snapshot in Store(run_dir).snapshots()] == [5]

@@ -33,7 +33,7 @@ WORDS = {
     r"blocked( in \w+)?" + WAITS,
     "locked out": r"rank 1 \(host \S+\) has been updating for \d+ s at step 6, stalls\.py:\d+ in lock_twice, "
     r"blocked( in \w+)?" + WAITS,
-    "exception swallowed": r"rank 1 \(host \S+\) has been out of the loop for \d+ s at step 6, stalls\.py:\d+ in train"
+    "exception swallowed": r"rank 1 \(host \S+\) has been outside the loop for \d+ s at step 6, stalls\.py:\d+ in train"
     r", blocked( in \w+)?" + WAITS,
 }
 NoteStall = Callable[[str, bool, float], None]

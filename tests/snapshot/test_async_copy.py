@@ -34,8 +34,8 @@ def make_tensors() -> dict[str, Tensor]:
 
 def begin(tensors: dict[str, Tensor], staging: Staging | None = None) -> tuple[Copy, dict[str, Tensor]]:
     targets = (staging or Staging()).take(tensors)
-    calm = {locate(tensor) for tensor in tensors.values()}
-    return Copy(tensors, targets, calm=calm, look=lambda place, tensor: None), targets
+    stable = {locate(tensor) for tensor in tensors.values()}
+    return Copy(tensors, targets, stable=stable, look=lambda place, tensor: None), targets
 
 
 def test_what_is_copied() -> None:
@@ -60,7 +60,7 @@ def test_each_is_looked_at_once_in_its_copy() -> None:
     targets = Staging().take({name: tensors[name] for name in ("large", "small")})
     seen: list[tuple[int, int]] = []
     copy = Copy(
-        tensors, targets, calm={locate(t) for t in tensors.values()}, look=lambda p, t: seen.append((p, locate(t)))
+        tensors, targets, stable={locate(t) for t in tensors.values()}, look=lambda p, t: seen.append((p, locate(t)))
     )
     assert seen == [(locate(tensors["small"]), locate(targets["small"]))]
     copy.run()
@@ -175,7 +175,7 @@ def test_what_goes_wrong_is_kept() -> None:
         raise ValueError("a look")
 
     tensors = {"large": torch.randn(NUM_LARGE)}
-    copy = Copy(tensors, {}, calm={locate(tensors["large"])}, look=look)
+    copy = Copy(tensors, {}, stable={locate(tensors["large"])}, look=look)
     saving = Writer(copy, lambda confirm: confirm())
     saving.settle()
     assert copy.has_failed

@@ -92,7 +92,7 @@ def test_a_rank_alone_looks_after_itself() -> None:
         assert re.match(r"rank 0 \(host here\) has been loading data for \d+ s at step 4, waiting\.py:", said[0]), said
         pulse.enter("forward", 4)
         wait_until(lambda: len(said) > 1, "it says that it goes on")
-        assert said[1].startswith("the run goes on, after")
+        assert said[1].startswith("the run continues after")
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_what_is_said() -> None:
     one = explain_drift(Drift("model.w", 3, (2,), True), ["a", "a", "b"], 40, 30)
     assert one.startswith(
         "rank 2 (b) has another model than the other 2, which agree, after step 40: model.w and 2 more tensors differ, "
-        "and all were alike after step 30; "
+        "and all were equal after step 30; "
     )
     assert "Suspect first a decision" in one
     assert one.endswith("then the memory of that machine")

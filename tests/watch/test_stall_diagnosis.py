@@ -81,7 +81,7 @@ def test_a_rank_that_waits_is_not_guilty_while_another_does_not(ranks: list[Beat
     if verdict is None:
         return
     by_rank = {heard.rank: heard for heard in ranks}
-    guilty = [by_rank[rank] for rank in verdict.guilty]
+    guilty = [by_rank[rank] for rank in verdict.blocking]
     active = [heard for heard in ranks if heard.phase != "ended"]
     if any(heard.is_silent for heard in active):
         assert all(heard.is_silent for heard in guilty)
@@ -98,7 +98,7 @@ def test_what_is_stuck_stays_stuck(ranks: list[Beat], limits: Limits, more_s: fl
     now, then = diagnose(ranks, limits), diagnose(later, limits)
     if now is not None:
         assert then is not None
-        assert then.guilty == now.guilty
+        assert then.blocking == now.blocking
         assert then.is_final >= now.is_final
 
 
@@ -118,7 +118,7 @@ def test_the_sentence() -> None:
     slow = hear(3, "loading", 48, host="b", place="train.py:10 in __getitem__", blocked="blocked in hrtimer_nanosleep")
     verdict = diagnose([*ranks, slow], Limits())
     assert verdict is not None
-    assert verdict.guilty == (3,)
+    assert verdict.blocking == (3,)
     assert verdict.sentence == (
         "rank 3 (host b) has been loading data for 48 s at step 120, train.py:10 in __getitem__, blocked in "
         "hrtimer_nanosleep; 7 ranks wait for it in the reduction"
@@ -142,7 +142,7 @@ def test_the_sentence() -> None:
 def test_each_ailment_has_its_words(guilty: Beat, words: str) -> None:
     verdict = diagnose([wait(0, 20), guilty, wait(2, 20)], Limits())
     assert verdict is not None
-    assert verdict.guilty == (1,)
+    assert verdict.blocking == (1,)
     assert words in verdict.sentence
     assert verdict.sentence.endswith("; 2 ranks wait for it in the reduction")
 
@@ -151,7 +151,7 @@ def test_a_collective_that_one_rank_skips() -> None:
     there = [wait(rank, 25, waits_in="all_reduce", place="train.py:31 in main") for rank in (0, 2, 3)]
     verdict = diagnose([*there, wait(1, 25, step=121)], Limits())
     assert verdict is not None
-    assert verdict.guilty == (1,)
+    assert verdict.blocking == (1,)
     assert "rank 1 (host h0) in the reduction at step 121" in verdict.sentence
     assert "ranks 0, 2 and 3 (host h0) in all_reduce (train.py:31 in main) at step 120" in verdict.sentence
 
@@ -159,7 +159,7 @@ def test_a_collective_that_one_rank_skips() -> None:
 def test_all_wait_in_the_same_exchange() -> None:
     verdict = diagnose([wait(rank, 25) for rank in range(3)], Limits())
     assert verdict is not None
-    assert (verdict.guilty, "all 3 ranks have waited in the reduction" in verdict.sentence) == ((), True)
+    assert (verdict.blocking, "all 3 ranks have waited in the reduction" in verdict.sentence) == ((), True)
 
 
 @pytest.mark.parametrize("phase", [phase for phase in PHASES if phase not in ("ended", *LEARNT)])

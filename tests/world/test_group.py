@@ -358,7 +358,7 @@ def test_who_goes_on(monkeypatch: pytest.MonkeyPatch, has_sockets: bool) -> None
         assert sockets is not None
         if not has_sockets:
             group.local_sockets = later.local_sockets = None
-        assert group.find_going_on(7) is None
+        assert group.find_continuing(7) is None
         group.barrier()
         monkeypatch.setattr("samestep.world.group.STOP_S", 2.0)
         found = None
@@ -366,7 +366,7 @@ def test_who_goes_on(monkeypatch: pytest.MonkeyPatch, has_sockets: bool) -> None
             with pytest.raises(PeerFailed):  # the exchange of a further step
                 sockets.exchange([memoryview(bytearray(64)) for _ in range(3)])
         else:
-            found = later.find_going_on(8)
+            found = later.find_continuing(8)
             sockets.close()
         group.barrier()  # no rank's end closes a socket that another one still sends to
         return found, later.find_stopped()

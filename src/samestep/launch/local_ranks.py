@@ -295,7 +295,7 @@ class Ranks:
             failure = read_failure(rank, self.directory) or died
             self.failures.append(failure)
             log = self.find_log(rank)
-            if log and failure.traceback and not failure.secondary:  # the rank has left printing it to the launcher
+            if log and failure.traceback and not failure.secondary:  # not printed by the rank
                 with suppress(OSError), open(log, "a", opener=open_regular) as file:
                     file.write(failure.traceback)
 

@@ -63,12 +63,12 @@ class Staging:
 
 
 class Copy:
-    """The copy of a state's tensors. The constructor copies small and not calm ones; `run` copies the others.
+    """The copy of a state's tensors. The constructor copies small and unstable ones; `run` copies the others.
 
     Args:
         tensors: by name.
-        targets: host memory by name. Tensors without one are only looked at.
-        calm: the addresses (`locate`) of tensors that change in an update only.
+        targets: host memory by name. Tensors without one are not copied, only passed to `look`.
+        stable: the addresses (`locate`) of tensors that change in an update only.
         look: called for each tensor with its address and the tensor or its copy, whole or in consecutive pieces.
 
     Attributes:
@@ -81,7 +81,7 @@ class Copy:
         tensors: Mapping[str, "Tensor"],
         targets: Mapping[str, "Tensor"],
         *,
-        calm: Collection[int],
+        stable: Collection[int],
         look: Callable[[int, "Tensor"], None],
     ) -> None:
         self.torn: list[int] = []
@@ -91,7 +91,7 @@ class Copy:
         self._later: list[tuple[Tensor, Tensor | None]] = []
         for name, tensor in tensors.items():
             target = targets.get(name)
-            if locate(tensor) in calm and is_watchable(tensor):
+            if locate(tensor) in stable and is_watchable(tensor):
                 self._later.append((tensor, target))
             else:
                 self._take(tensor, target)

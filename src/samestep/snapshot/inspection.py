@@ -20,7 +20,7 @@ class TrainingState:
     Attributes:
         build: returns the whole state, as `Store.write` takes it.
         checked: tensors that must be finite, with names for messages.
-        calm: tensors that change in an update only, so that they can be copied during the next step.
+        stable: tensors that change in an update only, so that they can be copied during the next step.
         replicated: tensors that are the same on all ranks, by name.
         compare: compares checksums of those by name over the ranks, and raises Error if they differ; None if that is
             not due.
@@ -28,7 +28,7 @@ class TrainingState:
 
     build: Callable[[], dict[str, Any]]
     checked: Sequence[tuple[str, Tensor]]
-    calm: Sequence[Tensor]
+    stable: Sequence[Tensor]
     replicated: Sequence[tuple[str, Tensor]]
     compare: Callable[[Mapping[str, int]], None] | None
 

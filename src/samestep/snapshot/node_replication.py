@@ -357,7 +357,7 @@ def _list_files(directory: RunDirectory, chosen: Snapshot | None, *, is_source: 
 
     Returns:
         By name: size, how many of the first bytes belong to the snapshot; content, their sha256; worth: the node with
-        the greatest one sends the file to those that hold another one.
+        the greatest one sends its file to the nodes whose file differs.
     """
     # These are of the last start, which may have begun without the node that has the snapshot.
     last_start = [count_lines(directory.path / RESTARTS), (directory.path / STATUS).exists()]

@@ -383,7 +383,8 @@ class RemoteRun:
         Of the numbered snapshots at the URL, keeps the `keep` newest.
 
         Returns:
-            A predicate for the snapshot if the URL cannot be written, after which its old content is sound; else "".
+            The end of a sentence about the snapshot if the URL cannot be written; "" otherwise. The earlier content of
+            the URL is sound in both cases.
 
         Raises:
             Error: another process has taken the run over.

@@ -66,7 +66,7 @@ class Snapshotter:
         logs: the directory for the output of this start's ranks, `<rank>.log`; None before `record`.
         saved_step: the step of the newest numbered snapshot, complete or being written; None if there is none.
         is_wanted: a numbered snapshot is due after this step, or as soon as a run can be resumed at the position.
-        read_again: reads the state that `read` returned once more.
+        read_again: reads the state that `read` returned a second time.
         unsaved: step and reason of the last snapshot that could not be written; None if it was. On ranks that write.
     """
 
@@ -80,7 +80,7 @@ class Snapshotter:
         self.read_again: Callable[[], dict[str, Any]] = dict
         self._names_due: list[str] = []
         self._watch: Watch | None = None
-        self._restless: set[int] = set()  # addresses of tensors that the script writes to between updates
+        self._unstable: set[int] = set()  # addresses of tensors that the script writes to between updates
         self._staging, self._saved_s = Staging(), time.monotonic()
         self._pending: _Pending | None = None
         self._remote: RemoteRun | None = None
@@ -287,13 +287,13 @@ class Snapshotter:
 
     # --- write ------------------------------------------------------------------------------------------------
 
-    def watch(self, calm: Iterable[Tensor]) -> None:
-        """Call before the loop's first step, with `TrainingState.calm`.
+    def watch(self, stable: Iterable[Tensor]) -> None:
+        """Call before the loop's first step, with `TrainingState.stable`.
 
         Tensors that the script writes to before the step's update are copied at once in all snapshots.
         """
         if self.path is not None:
-            self._watch = Watch(tensor for tensor in calm if is_watchable(tensor))
+            self._watch = Watch(tensor for tensor in stable if is_watchable(tensor))
             self._saved_s = time.monotonic()
 
     @property
@@ -308,7 +308,7 @@ class Snapshotter:
             Error: the copied state is not finite, or not the same on all ranks.
         """
         if self._watch is not None:
-            self._restless |= {locate(tensor) for tensor in self._watch.find_changed()}
+            self._unstable |= {locate(tensor) for tensor in self._watch.find_changed()}
             self._watch = None
         if self._pending is None or self._pending.writer.is_decided:
             return
@@ -316,7 +316,7 @@ class Snapshotter:
         copy.join()
         if copy.torn:
             writer.decide(False)
-            self._restless |= {*copy.torn}
+            self._unstable |= {*copy.torn}
             self._take_again(self._pending.order)
             return
         try:
@@ -345,8 +345,8 @@ class Snapshotter:
             order = _Order(order.step)
         places = {locate(tensor) for tensor in order.tensors.values()}
         others = {f"/{place}": tensor for place, tensor in inspection.tensors.items() if place not in places}
-        calm = {locate(tensor) for tensor in state.calm} - self._restless
-        copy = Copy(order.tensors | others, targets, calm=calm, look=inspection.look)
+        stable = {locate(tensor) for tensor in state.stable} - self._unstable
+        copy = Copy(order.tensors | others, targets, stable=stable, look=inspection.look)
         write = partial(self._write, order, order.tensors if self._is_ending else targets)
         self._pending = _Pending(order, inspection, Writer(copy, write, inspection.is_sound))
 

@@ -1,9 +1,10 @@
 """Computes a run's averages in a second way, for `samestep verify --gradients`.
 
-With `"reference": "float64"` the models compute in float64, and the first step's gradient is written down as autograd
-gives it, summed up by weight without the reducer. Before that step, a few of its samples go through the loop's body
-together and then one by one: a mean of them must be the mean of the single ones. With "float32", the gradient that the
-ranks have reduced is written down. In both, dropout is off, since float64 would draw another one.
+With `"reference": "float64"` the models compute in float64. The trace holds the first step's gradient as autograd
+computes it, summed by weight without the reducer. Before that step, a few of its samples pass through the loop's body
+as one batch, and then as batches of one sample: the mean over the batch must equal the mean of the single samples.
+With "float32", the trace holds the gradient that the ranks have reduced. Dropout is off in both, because its random
+numbers depend on the dtype.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -178,14 +179,15 @@ class Reference(Trace):
 
 
 def summarize(rows: list[tuple[float, float | None, Tensor]]) -> dict[str, Any]:
-    """Whether a mean over samples is the mean of the single ones.
+    """Compare the gradient of a batch with the weighted mean of the gradients of its samples.
 
     Args:
-        rows: loss, weight (None: the samples) and gradient of all samples together, then of each.
+        rows: loss, weight (None: the number of samples) and gradient, of the batch and then of each sample.
 
     Returns:
-        `error`: of the gradient, relative. `weight`, `weights`: of all together, of each. `shares`: how much of each
-        one's gradient that of all together has, by least squares; `rest`: what is left then, relative.
+        `error`: the norm of the difference. `weight`, `weights`: of the batch and of each sample. `shares`: the
+        coefficients of the samples' gradients in the batch's, by least squares; `rest`: the norm of the remainder. Both
+        norms are relative to that of the batch's gradient.
     """
     (_, weight, gradient), *singles = rows
     weights = [1.0 if own is None else own for _, own, _ in singles]
@@ -210,7 +212,7 @@ def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def cast(value: Any) -> Any:
-    """A batch with its floating point tensors in float64."""
+    """Return a batch with its floating-point tensors in float64."""
     if isinstance(value, Tensor):
         return value.double() if value.is_floating_point() else value
     if isinstance(value, tuple) and hasattr(value, "_fields"):

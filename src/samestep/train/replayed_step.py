@@ -1,7 +1,7 @@
-"""Replays steps of a run for `samestep replay`, up to one step or one micro-batch of it, and describes that one.
+"""Replays the steps of a run for `samestep replay`, up to the requested step or micro-batch, and describes that one.
 
-Rank 0 writes a line per step with its bits. A last line, of rank 0 or of the rank that has the micro-batch, describes
-what was asked for. Then all ranks end.
+Rank 0 writes a line per step with its bits. The last line, written by rank 0 or by the rank that has the micro-batch,
+describes the requested step or micro-batch. Then all ranks end.
 """
 
 import math
@@ -38,7 +38,7 @@ MOST_NORMS = 1000  # parameters in the result
 
 
 class Replay(Tracer):
-    """Ends the run after a step, or after one micro-batch of it. Without others of that step, if one is asked for.
+    """Ends the run after a step, or after one micro-batch of it without computing the others.
 
     Options: `step`; `micro_batch`, or None for the whole step; `debug`: open pdb in the script's loop; `save`: a file
     for the micro-batch, the weights and the gradient, or None.

@@ -13,7 +13,7 @@ from samestep.engine.gradient_pass import Report
 from samestep.errors import Error
 from samestep.snapshot.inspection import TrainingState
 from samestep.snapshot.snapshotter import Snapshotter
-from samestep.train.stateful import list_calm, list_checked, unwrap
+from samestep.train.stateful import list_checked, list_stable, unwrap
 from samestep.train.steps import Step, StepObserver
 from samestep.watch.replica_checksums import checksum, combine, explain_drift, find_drift, read_back
 from samestep.world.environment import read_host
@@ -55,7 +55,7 @@ class Replicas(StepObserver):
 
     def watch(self, snapshotter: Snapshotter) -> None:
         """Call before the first step of a loop, so that a change of the state before its update is noticed."""
-        snapshotter.watch(list_calm(self._objects))
+        snapshotter.watch(list_stable(self._objects))
 
     def is_time(self) -> bool:
         """Whether a comparison is due by this rank's clock."""
@@ -93,7 +93,7 @@ class Replicas(StepObserver):
         return TrainingState(
             build,
             checked=list_checked(self._objects),
-            calm=list_calm(self._objects),
+            stable=list_stable(self._objects),
             replicated=[*name_replicated(self._objects)],
             compare=partial(self._compare, step) if is_due else None,
         )

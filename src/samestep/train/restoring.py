@@ -70,8 +70,8 @@ class Layout:
                 how = " and ".join(f"{what} {_list(some)}" for what, some in parts if some)
                 return (
                     f"{name} {how} after run.prepare, so this script cannot be resumed from the snapshots that follow: "
-                    "change the model before run.prepare (of torch.nn.utils.prune: prune.identity), and later on only "
-                    "the values"
+                    "make such changes before run.prepare (for torch.nn.utils.prune: prune.identity), and change only "
+                    "values after it"
                 )
         return ""
 

@@ -186,11 +186,11 @@ def explain_dispute(opinions: Sequence[Opinion], v: int, step: int) -> str:
             f"{_join(named)} computed other results for {what} from the same weights and samples, and {why}: "
             f"{drift.tensor}{more}; suspect the processors and the memory of these machines, or {cause}"
         )
-    astray = [named[place] for place in drift.astray]
-    others = [name for name in named if name not in astray]
+    differing = [named[place] for place in drift.differing]
+    others = [name for name in named if name not in differing]
     return (
-        f"{_join(astray)} computed other results for {what} than {_join(others)}, from the same weights and samples: "
-        f"{drift.tensor}{more}; suspect the processor and the memory of that machine, and leave it out; or {cause}"
+        f"{_join(differing)} computed other results for {what} than {_join(others)}, from the same weights and "
+        f"samples: {drift.tensor}{more}; suspect the processor and the memory of that machine, and leave it out; or {cause}"
     )
 
 

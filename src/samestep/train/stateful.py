@@ -138,7 +138,7 @@ def list_checked(objects: Objects) -> list[tuple[str, torch.Tensor]]:
     return found
 
 
-def list_calm(objects: Objects) -> list[torch.Tensor]:
+def list_stable(objects: Objects) -> list[torch.Tensor]:
     """Tensors that change in or after an update only: parameters and the optimizers' state."""
     modules = [unwrap(thing) for thing in objects.values() if isinstance(thing, nn.Module)]
     params = [param for module in modules for param in module.parameters()]

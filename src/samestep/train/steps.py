@@ -273,7 +273,7 @@ class Step:
         self._end_pass()
 
     def compute(self, v: int, batch: Any) -> Iterator[Any]:
-        """Run the script's body on micro-batch v. Of one that this rank does not hold, the results are dropped."""
+        """Run the script's body on micro-batch v. The results are dropped unless this rank holds it."""
         self.micro_batch = v
         seed_all(self._derive("compute", v))
         self._gradients.open(v)
@@ -418,7 +418,7 @@ class Step:
         Inside the loop over micro-batches, values are averaged over the batch with the weights of `backward`, without a
         synchronization. A tensor with one value per sample of the micro-batch counts as their mean; `samestep replay
         --micro-batch` shows each of them. After the loop, values are taken as they are. The averages are in `metrics`,
-        and in `metrics.jsonl` every `log_every` steps.
+        and in `metrics.jsonl` at the interval `log_every`.
 
         Args:
             values: name -> number or scalar tensor; further ones as keyword arguments.

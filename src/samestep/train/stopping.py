@@ -159,7 +159,7 @@ class Stopping(StepObserver):
             if 0 in stops and 1 in stops:
                 raise self._build_stop_error(stops.index(1), steps_done, other=stops.index(0))
         elif has_stopped:
-            other = group.find_going_on(steps_done)
+            other = group.find_continuing(steps_done)
             if other is not None:
                 first, step = group.find_stopped() or (group.rank, steps_done)
                 raise self._build_stop_error(first, step, other)

@@ -63,7 +63,7 @@ class Tracer(StepObserver):
     def begin_loop(
         self, batches: Batches, place: Place, gradients: GradientPass, build_state: Callable[[dict[str, Any]], Any]
     ) -> None:
-        """A loop begins, after a snapshot was restored."""
+        """Called when a loop begins, after a snapshot was restored."""
         self.batches, self.place, self.gradients, self.build_state = batches, place, gradients, build_state
 
     def evaluate(

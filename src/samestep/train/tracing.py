@@ -19,7 +19,7 @@ from samestep.train.watchdog import Watchdog
 
 
 class PhaseTiming(Tracer):
-    """For `samestep doctor` and `scale`: writes a line per step, by which they see where the time goes.
+    """For `samestep doctor` and `scale`: writes a line per step about where the time goes.
 
     The line holds the seconds that this rank has spent in each phase so far, and the samples that it loaded. With the
     option `scale`, a line about the run and its links precedes them.
@@ -69,7 +69,7 @@ class PhaseTiming(Tracer):
 
 
 def open_tracer(context: RunContext, run_dir: Path | None, options: str, watchdog: Watchdog) -> Tracer:
-    """The tracer for `options`, which is JSON: `dir`, and what chooses the tracer and belongs to it."""
+    """The tracer for `options`, which is JSON: `dir`, and the choice of the tracer and its options."""
     parsed = json.loads(options)
     if parsed.get("replay"):
         return Replay(context, run_dir, parsed)

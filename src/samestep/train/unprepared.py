@@ -109,7 +109,7 @@ class Unprepared(StepObserver):
 
 
 def _mark(thing: Any, known: set[int]) -> str:
-    """A hash of a sample of an object's state, less the tensors at `known`; "" if there is no way to tell."""
+    """A hash of a sample of an object's state, without the tensors at `known`; "" if it cannot be read."""
     if isinstance(thing, KINDS):
         return read_generator(thing)
     digest = hashlib.blake2b(digest_size=16)

@@ -98,7 +98,7 @@ class Watchdog(PhaseClock, StepObserver):
             limits=limits,
             say=lambda text: _write_line(self._terminal, text),
             end=self._end,
-            condemn=self._condemn,
+            end_others=self._end_others,
             run_dir=self._snapshotter.path,
             logs=self._snapshotter.logs,
             may_write=self._may_write,
@@ -146,7 +146,7 @@ class Watchdog(PhaseClock, StepObserver):
                 directory.write_status("failed", sentence)
         os._exit(EXIT_CODE)
 
-    def _condemn(self, ranks: Sequence[tuple[int, int]], sentence: str) -> None:
+    def _end_others(self, ranks: Sequence[tuple[int, int]], sentence: str) -> None:
         for rank, pid in ranks:
             self._leave_error(rank, Stuck(sentence))  # first: the launcher looks for it when the process is gone
             kill_sibling(pid)

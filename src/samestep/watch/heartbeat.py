@@ -97,7 +97,7 @@ class Facts:
     Attributes:
         say: prints a line on the terminal.
         end: ends this process. Takes a sentence, and whether this rank is the stuck one.
-        condemn: ends ranks of this host that cannot end themselves. Takes (rank, pid) pairs and a sentence.
+        end_others: ends ranks of this host that cannot end themselves. Takes (rank, pid) pairs and a sentence.
         run_dir: receives ranks.json and timeline.jsonl; None: not written.
         logs: receives the stacks of a stuck rank; None: not written.
         may_write: whether the directory still belongs to this run.
@@ -110,7 +110,7 @@ class Facts:
     limits: Limits
     say: Callable[[str], None]
     end: Callable[[str, bool], None]
-    condemn: Callable[[Sequence[tuple[int, int]], str], None]
+    end_others: Callable[[Sequence[tuple[int, int]], str], None]
     run_dir: Path | None = None
     logs: Path | None = None
     may_write: Callable[[], bool] = lambda: True
@@ -322,7 +322,7 @@ class Heartbeat:
             self._clear()
             return
         self._still_s = min(rank.still_s for rank in ranks)
-        if self._reported is None or self._reported.guilty != stall.guilty:
+        if self._reported is None or self._reported.blocking != stall.blocking:
             self._report(stall, ranks)
         if stall.is_final and "end" not in self._orders:
             self._end(stall, ranks)
@@ -344,15 +344,15 @@ class Heartbeat:
 
     def _clear(self) -> None:
         if self._reported is not None and "end" not in self._orders:
-            self._facts.say(f"the run goes on, after {describe_seconds(self._still_s)}")
+            self._facts.say(f"the run continues after {describe_seconds(self._still_s)}")
             self._reported, self._orders = None, {}
 
     def _report(self, stall: Stall, ranks: Sequence[Beat]) -> None:
-        """Print the diagnosis, and order the stacks of the guilty ranks, or of all if these wait in a collective."""
+        """Print the diagnosis. Order the stacks of the ranks that block the run; of all if those wait in a collective."""
         self._reported = stall
         responding = [beat for beat in ranks if not beat.is_silent]
-        guilty = [beat for beat in responding if beat.rank in stall.guilty]
-        shown = [beat.rank for beat in (responding if any(beat.waits_in for beat in guilty) else guilty)][:16]
+        blocking = [beat for beat in responding if beat.rank in stall.blocking]
+        shown = [beat.rank for beat in (responding if any(beat.waits_in for beat in blocking) else blocking)][:16]
         where = ""
         if shown and self._facts.logs is not None:
             name = str(shown[0]) if len(shown) == 1 else "*"
@@ -368,16 +368,16 @@ class Heartbeat:
         return {"stacks": ranks, "number": [self._facts.rank, self._num_orders]}
 
     def _end(self, stall: Stall, ranks: Sequence[Beat]) -> None:
-        guilty = [beat for beat in ranks if beat.rank in stall.guilty]
-        able = [beat.rank for beat in guilty if not beat.is_silent]
-        frozen = [(beat.rank, beat.pid) for beat in guilty if beat.is_silent and beat.process in ("stopped", "alive")]
+        blocking = [beat for beat in ranks if beat.rank in stall.blocking]
+        able = [beat.rank for beat in blocking if not beat.is_silent]
+        frozen = [(beat.rank, beat.pid) for beat in blocking if beat.is_silent and beat.process in ("stopped", "alive")]
         first = able or ([] if frozen else [self._facts.rank])
         self._orders = {**self._orders, "end": {"first": first, "sentence": stall.sentence}}
         self._facts.say("nothing has moved for too long: the run is stopped")
         with at_rest():  # give the other ranks time to read the order
             self._closed.wait(2 * self._interval_s if self._facts.world_size > 1 else 0)
         if frozen:
-            self._facts.condemn(frozen, stall.sentence)
+            self._facts.end_others(frozen, stall.sentence)
         self._execute(self._orders)
 
     def _execute(self, orders: Mapping[str, Any]) -> None:

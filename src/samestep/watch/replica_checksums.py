@@ -63,13 +63,13 @@ class Drift:
     Attributes:
         tensor: the first tensor that differs.
         num_tensors: number of tensors that differ.
-        astray: the ranks that differ from the majority in any tensor; without a majority, all ranks.
+        differing: the ranks that differ from the majority in any tensor; without a majority, all ranks.
         has_majority: more than half of the ranks agree on every tensor.
     """
 
     tensor: str
     num_tensors: int
-    astray: tuple[int, ...]
+    differing: tuple[int, ...]
     has_majority: bool
 
 
@@ -77,7 +77,7 @@ def find_drift(replicas: Sequence[Mapping[str, int]]) -> Drift | None:
     """Compare the checksums by tensor name, one mapping per rank. Returns None if all are equal."""
     names = list(dict.fromkeys(name for replica in replicas for name in replica))
     differing: list[str] = []
-    astray: set[int] = set()
+    differing: set[int] = set()
     has_majority = True
     for name in names:
         found = [replica.get(name) for replica in replicas]
@@ -86,33 +86,33 @@ def find_drift(replicas: Sequence[Mapping[str, int]]) -> Drift | None:
             continue
         differing.append(name)
         has_majority &= 2 * count > len(replicas)
-        astray |= {rank for rank, value in enumerate(found) if value != usual}
+        differing |= {rank for rank, value in enumerate(found) if value != usual}
     if not differing:
         return None
-    ranks = sorted(astray) if has_majority else range(len(replicas))
+    ranks = sorted(differing) if has_majority else range(len(replicas))
     return Drift(differing[0], len(differing), tuple(ranks), has_majority)
 
 
-def explain_drift(drift: Drift, hosts: Sequence[str], step: int, alike_at: int | None) -> str:
+def explain_drift(drift: Drift, hosts: Sequence[str], step: int, equal_at: int | None) -> str:
     """Return the message.
 
     Args:
         hosts: the host of each rank.
         step: number of completed steps.
-        alike_at: the last step after which the ranks were equal; None: never compared.
+        equal_at: the last step after which the ranks were equal; None: never compared.
     """
-    named = [f"rank {rank} ({hosts[rank]})" for rank in drift.astray]
+    named = [f"rank {rank} ({hosts[rank]})" for rank in drift.differing]
     who = named[0] if len(named) == 1 else f"{', '.join(named[:-1])} and {named[-1]}"
-    others = len(hosts) - len(drift.astray)
+    others = len(hosts) - len(drift.differing)
     if not drift.has_majority:
         what = f"{who} do not hold the same model after step {step}, and no majority says which is right"
         whom = "those machines" if len(set(hosts)) > 1 else "that machine"
     else:
         same = "the other" if others == 1 else f"the other {others}, which agree"
         what = f"{who} {'has' if len(named) == 1 else 'have'} another model than {same}, after step {step}"
-        whom = "that machine" if len({hosts[rank] for rank in drift.astray}) == 1 else "those machines"
+        whom = "that machine" if len({hosts[rank] for rank in drift.differing}) == 1 else "those machines"
     more = f" and {drift.num_tensors - 1} more tensors differ" if drift.num_tensors > 1 else " differs"
-    since = "" if alike_at is None else f", and all were alike after step {alike_at}"
+    since = "" if equal_at is None else f", and all were equal after step {equal_at}"
     return (
         f"{what}: {drift.tensor}{more}{since}; nothing of this is saved, and the last snapshot is from before. Suspect "
         "first a decision (a schedule, an early stop) made on a rank's own loss, such as loss.item() in the inner "

@@ -17,7 +17,7 @@ PHASES = {
     "saving": "been saving",
     "validating": "been validating",
     "script": "been in the script's own code between two steps",
-    "left": "been out of the loop",
+    "left": "been outside the loop",
     "ended": "ended its part",
 }
 BUSY = ("loading", "forward", "backward", "updating")  # phases in which a rank waits for no other rank
@@ -149,12 +149,12 @@ class Stall:
     """No rank has made progress for too long.
 
     Attributes:
-        guilty: the ranks that the others wait for. If all wait: those that wait in another place than most.
+        blocking: the ranks that the others wait for. If all wait: those that wait in another place than most.
         sentence: the diagnosis.
         is_final: the run must be stopped.
     """
 
-    guilty: tuple[int, ...]
+    blocking: tuple[int, ...]
     sentence: str
     is_final: bool
 
@@ -178,32 +178,32 @@ def diagnose(ranks: Sequence[Beat], limits: Limits, awake_s: float = float("inf"
     is_known, is_busy = True, False
     if silent:
         limit_s = max([limits.floor_s, *[limits.of(rank) for rank in silent if rank.process == "alive"]])
-        guilty, sentence = silent, _describe_silent(silent, responding, still_s)
+        blocking, sentence = silent, _describe_silent(silent, responding, still_s)
     elif others:
         limit_s = max([limits.of(rank) for rank in others])
-        guilty, sentence = others, _describe_others(others, still_s)
+        blocking, sentence = others, _describe_others(others, still_s)
         is_known, is_busy = limit_s != limits.first_s, any(rank.is_busy for rank in others)
     elif ended:
-        limit_s, guilty = limits.floor_s, ended
+        limit_s, blocking = limits.floor_s, ended
         sentence = f"{_name(ended)} left the run at step {max(rank.step for rank in ended)}"
     else:
         groups = _group(waiting)
         sentence = _describe_waiting(groups, still_s)
         if len(groups) > 1:
-            limit_s, guilty = 2 * limits.floor_s, groups[0]
+            limit_s, blocking = 2 * limits.floor_s, groups[0]
         else:
-            limit_s, guilty = max([limits.of(rank) for rank in waiting]), []
+            limit_s, blocking = max([limits.of(rank) for rank in waiting]), []
             is_known = limit_s != limits.first_s
     if still_s < limit_s:
         return None
     if silent or others or ended:
-        sentence += _describe_wait(waiting, len(guilty))
+        sentence += _describe_wait(waiting, len(blocking))
     stop_s = limits.stop_s
     if stop_s is None:
         stop_s = max(STOP_S if is_known else UNKNOWN_STOP_S, 2 * limit_s)
         if is_busy:  # it computes, and is not stuck; the other ranks' collectives have a timeout
             stop_s = float("inf")
-    return Stall(tuple(rank.rank for rank in guilty), sentence, still_s >= stop_s)
+    return Stall(tuple(rank.rank for rank in blocking), sentence, still_s >= stop_s)
 
 
 def find_slow(paces: Mapping[int, Mapping[str, float]]) -> dict[int, tuple[str, float, float]]:
@@ -358,9 +358,9 @@ def _describe_exchange(beat: Beat) -> str:
     return beat.waits_in if is_ours or not beat.place else f"{beat.waits_in} ({beat.place})"
 
 
-def _describe_wait(waiting: Sequence[Beat], num_guilty: int) -> str:
+def _describe_wait(waiting: Sequence[Beat], num_blocking: int) -> str:
     if not waiting:
         return ""
     where = Counter(_describe_exchange(beat) for beat in waiting).most_common(1)[0][0]
     who = f"rank {waiting[0].rank} waits" if len(waiting) == 1 else f"{len(waiting)} ranks wait"
-    return f"; {who} for {'it' if num_guilty == 1 else 'them'} in {where}"
+    return f"; {who} for {'it' if num_blocking == 1 else 'them'} in {where}"

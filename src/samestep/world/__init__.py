@@ -1,1 +1,1 @@
-"""Who am I, and whom can I talk to."""
+"""The environment of this rank, the group of all ranks, and their communication apart from gradients."""

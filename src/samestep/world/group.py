@@ -210,7 +210,7 @@ class Group:
         if self.world_size > 1:
             dist.barrier()
 
-    def find_going_on(self, step: int) -> int | None:
+    def find_continuing(self, step: int) -> int | None:
         """Call before stopping instead of starting another step; detects ranks that did not stop and would deadlock.
 
         Returns the first rank that has started another step; None when all ranks have called this. Raises PeerFailed if
@@ -232,11 +232,11 @@ class Group:
         return None
 
     def forget_stops(self) -> None:
-        """Start a new loop, in which no rank has called `find_going_on` yet. Call on all ranks."""
+        """Start a new loop, in which no rank has called `find_continuing` yet. Call on all ranks."""
         self._number = next(_numbers)  # the same on all ranks, which start their loops in the same order
 
     def find_stopped(self) -> tuple[int, str] | None:
-        """Return the first rank known to have called `find_going_on`, and its steps; None if there is none."""
+        """Return the first rank known to have called `find_continuing`, and its steps; None if there is none."""
         return next(((rank, step) for rank, step in enumerate(self._read_stops()) if step is not None), None)
 
     def _read_stops(self) -> list[str | None]:
