@@ -190,7 +190,8 @@ def explain_dispute(opinions: Sequence[Opinion], v: int, step: int) -> str:
     others = [name for name in named if name not in differing]
     return (
         f"{_join(differing)} computed other results for {what} than {_join(others)}, from the same weights and "
-        f"samples: {drift.tensor}{more}; suspect the processor and the memory of that machine, and leave it out; or {cause}"
+        f"samples: {drift.tensor}{more}; suspect the processor and the memory of that machine, and leave it out; or "
+        f"{cause}"
     )
 
 

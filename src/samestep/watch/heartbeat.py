@@ -348,7 +348,7 @@ class Heartbeat:
             self._reported, self._orders = None, {}
 
     def _report(self, stall: Stall, ranks: Sequence[Beat]) -> None:
-        """Print the diagnosis. Order the stacks of the ranks that block the run; of all if those wait in a collective."""
+        """Print the diagnosis. Order the stacks of the ranks that block the run; of all if those wait for others."""
         self._reported = stall
         responding = [beat for beat in ranks if not beat.is_silent]
         blocking = [beat for beat in responding if beat.rank in stall.blocking]

@@ -76,7 +76,7 @@ class Drift:
 def find_drift(replicas: Sequence[Mapping[str, int]]) -> Drift | None:
     """Compare the checksums by tensor name, one mapping per rank. Returns None if all are equal."""
     names = list(dict.fromkeys(name for replica in replicas for name in replica))
-    differing: list[str] = []
+    tensors: list[str] = []
     differing: set[int] = set()
     has_majority = True
     for name in names:
@@ -84,13 +84,13 @@ def find_drift(replicas: Sequence[Mapping[str, int]]) -> Drift | None:
         (usual, count), *others = Counter(found).most_common()
         if not others:
             continue
-        differing.append(name)
+        tensors.append(name)
         has_majority &= 2 * count > len(replicas)
         differing |= {rank for rank, value in enumerate(found) if value != usual}
-    if not differing:
+    if not tensors:
         return None
     ranks = sorted(differing) if has_majority else range(len(replicas))
-    return Drift(differing[0], len(differing), tuple(ranks), has_majority)
+    return Drift(tensors[0], len(tensors), tuple(ranks), has_majority)
 
 
 def explain_drift(drift: Drift, hosts: Sequence[str], step: int, equal_at: int | None) -> str:
