@@ -11,6 +11,7 @@ import pytest
 import torch
 from promises.trial import Outcome, Trial, resume_is_from
 from support.runs import run_command
+from support.selection import one_in
 from torch import Tensor, nn
 
 import samestep
@@ -97,7 +98,7 @@ def test_it_holds_what_the_step_left(tmp_path: Path, changes: str, capfd: pytest
 # --- beside the steps -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("moment", ["writing tensors", "before rename"])
+@pytest.mark.parametrize("moment", one_in(2, ["writing tensors", "before rename"]))
 def test_steps_go_on_while_it_is_written(
     trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], moment: str
 ) -> None:

@@ -228,9 +228,8 @@ def test_all_of_a_run_comes_back_when_it_is_over(cluster: Cluster, undisturbed: 
     assert read_starts(cluster, 0) == read_starts(cluster, 1) == [(15, 0)]
 
 
-@pytest.mark.parametrize(
-    ("node", "file"), one_in(6, [(0, "tensors.safetensors"), (0, "manifest.json"), (1, "state.json")])
-)
+@pytest.mark.soak  # the next test covers its path
+@pytest.mark.parametrize(("node", "file"), [(0, "tensors.safetensors"), (0, "manifest.json"), (1, "state.json")])
 def test_the_newest_is_damaged_on_one_node(
     cluster: Cluster, undisturbed: Undisturbed, node: int, file: str
 ) -> None:  # fmt: skip

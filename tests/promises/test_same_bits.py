@@ -31,7 +31,7 @@ def run_alone(train: Callable[[], Any]) -> Any:
 @pytest.mark.parametrize(
     ("name", "world_size"),
     [
-        *one_in(9, [(name, world_size) for name in CASES for world_size in HEAVY.get(name, WORLD_SIZES[:4])]),
+        *one_in(11, [(name, world_size) for name in CASES for world_size in HEAVY.get(name, WORLD_SIZES[:4])]),
         *(pytest.param(name, 12, marks=pytest.mark.soak) for name in CASES if name not in HEAVY),
     ],
 )

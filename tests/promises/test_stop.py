@@ -423,7 +423,7 @@ def test_ctrl_c_before_tee(trial: Trial, undisturbed: Undisturbed, how: str) -> 
 @pytest.mark.parametrize(
     ("moment", "step", "stops_at", "every"),
     one_in(
-        2,
+        4,
         [
             ("forward", 7, 8, "1epochs"),
             ("update", 7, 8, "2epochs"),
