@@ -74,7 +74,7 @@ def run_scale(target: Target, values: Mapping[str, Any]) -> int:
     sizes, remote = check_options(values), find_remote(values)
     predicted = parse_sizes("--predict", values["predict"]) if "predict" in values else []
     quota, num_cores = values.get("cpu_quota"), len(os.sched_getaffinity(0))
-    # Asked first: if Slurm refuses a size, nothing has been measured in vain.
+    # First, because Slurm may refuse a size: then no time is spent on measurements.
     queues_s = {size: estimate_queue_s(target, values, size) for size in sizes} if values.get("slurm") else {}
     warn_of_sharing(max(sizes), num_cores, quota)
     kinds = [kind for kind in ("strong", "weak") if values.get(kind)] or ["strong"]
