@@ -1,4 +1,4 @@
-"""Running the command as a person does, and watching what becomes of its processes."""
+"""Run the command as from a shell, and find its processes."""
 
 import os
 import subprocess

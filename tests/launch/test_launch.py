@@ -53,7 +53,7 @@ if rank == 1 or "all" in sys.argv:
 dist.barrier()
 """
 
-# Ends its step, saves and leaves when it is told to, like a run.
+# Ends its step, saves and exits after a signal, like a run.
 STOPPABLE = """
 import os, signal, sys, torch, torch.distributed as dist
 told = []
@@ -241,7 +241,7 @@ def test_ranks_that_fail_alike_speak_once(command: Command, what: str, code: int
 
 
 def test_an_error_is_not_tried_again(command: Command) -> None:
-    """It is a person's mistake, and would be the same one again."""
+    """An Error would be the same in the next start."""
     command.write("fail.py", FAIL)
     done = command.run("launch", "--nproc-per-node", "2", "--max-restarts", "3", "fail.py", "error")
     assert (done.returncode, done.stderr) == (2, "samestep: error: the batch size is odd\n")

@@ -113,7 +113,7 @@ def test_one_terminal_for_both_keeps_the_order(command: Command) -> None:
     try:
         while data := os.read(ours, 4096):
             received += data
-    except OSError:  # nobody has it any more
+    except OSError:  # all processes have closed it
         pass
     os.close(ours)
     assert launch.wait(60) == 0

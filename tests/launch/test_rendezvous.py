@@ -187,7 +187,7 @@ def test_hostile_peers(open_place: Callable[..., Place], attack: Callable[[Place
 
 
 def test_nodes_of_another_run(open_place: Callable[..., Place]) -> None:
-    """What a node that has the secret does otherwise is told in a sentence: the directory comes from its command."""
+    """Other faults of a node with the secret are reported in a sentence: the directory comes from its command."""
     place = open_place()
     place.join(0)
     nodes, target = replace(place.nodes, node_rank=1), Target("script", __file__, [])
@@ -236,7 +236,7 @@ def test_nodes_that_do_not_fit_together(open_place: Callable[..., Place], capfd:
     ],
 )
 def test_who_only_looks_like_a_hub(answers: list[bytes], said: str) -> None:
-    """A node obeys nobody who has not the secret."""
+    """A node rejects requests without the secret."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         nodes = Nodes(2, 2, 0, "127.0.0.1", listener.getsockname()[1], "", 60.0, SECRET)
 

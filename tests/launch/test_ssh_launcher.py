@@ -1,4 +1,4 @@
-"""`samestep launch --hosts`: launchers on several hosts, started over ssh, are one launch to whoever has started it."""
+"""`samestep launch --hosts`: launchers on several hosts, started over ssh, behave as one launch."""
 
 import json
 import os
@@ -36,7 +36,7 @@ if dist.get_rank() == 0:
 dist.destroy_process_group()
 """
 
-# Ends its step and leaves when it is told to, like a run; rank 1 falls where it is asked to.
+# Ends its step and exits after a signal, like a run; rank 1 fails on request.
 STOPPABLE = """
 import os, signal, sys, time, torch, torch.distributed as dist
 told = []

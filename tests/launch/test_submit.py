@@ -80,7 +80,7 @@ def test_batch_script(script: Path, capsys: pytest.CaptureFixture[str], tmp_path
 
 
 def test_one_node(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It meets nobody, and the run's directory is the script's."""
+    """It has no rendezvous, and the script names the run's directory."""
     text = render(capsys, "--nproc-per-node", "3", "-m", "train")
     words = read_srun(text)
     assert words[words.index("launch") :] == ["launch", "--nproc-per-node", "3", "--grace-s", "120", "-m", "train"]
@@ -318,7 +318,7 @@ def test_names(text: str, name: str) -> None:
 
 
 def test_kubectl(command: Command) -> None:
-    """It is given the manifest, and what it says against it is told."""
+    """kubectl receives the manifest; its objection is shown."""
     command.write("train.py", "")
     tool = command.write(
         "bin/kubectl", '#!/bin/sh\n[ "$*" = "apply -f -" ] && cat > got.yaml && echo created && exit $(cat code)\n'

@@ -59,7 +59,7 @@ def test_closed_standard_files(command: Command, words: list[str]) -> None:
 
 @pytest.mark.soak
 def test_output_that_cannot_be_written(command: Command) -> None:
-    """A log on a full disk is no reason to lose a run; where the output is all there is, it is told."""
+    """A full disk under the output is reported without a traceback."""
     command.write("train.py", SCRIPT)
     with open("/dev/full", "w") as full:
         done = command.finish(command.start("train.py", "once", program="", stdout=full))

@@ -13,7 +13,7 @@ import samestep
 
 @pytest.fixture
 def trial(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Trial]:
-    """A run that is about to suffer. Afterwards no process of it is left, and no file that someone was writing."""
+    """A run to which a test applies faults. Afterwards no process and no partial file of it is left."""
     strikes: list[Strike] = []
     made = Trial(tmp_path / "run", strikes)
     yield made

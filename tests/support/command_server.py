@@ -185,7 +185,7 @@ class _Server:
             if pid == 0:
                 break
             if (client := self.programs.pop(pid, None)) is not None:
-                with suppress(OSError):  # Whoever started it has gone.
+                with suppress(OSError):  # its client has ended
                     send(client, {"pid": pid, "status": status})
                 if client in self.selector.get_map():
                     self.selector.unregister(client)

@@ -41,7 +41,7 @@ class Host:
         return ["nsenter", f"--net=/var/run/netns/{self.namespace}", "unshare", "-u", "sh", "-c", named, "sh", *command]
 
     def pull_the_plug(self) -> None:
-        """From now on nothing gets through, and nobody is told."""
+        """Drop all later packets of this host, without an error on either side."""
         run("ip", "-n", self.namespace, "link", "set", "eth0", "down")
 
 

@@ -1,4 +1,4 @@
-"""Runs as a person starts them, and what is left of them on disk."""
+"""Run commands as from a shell, and read the files of their runs."""
 
 import contextlib
 import io
@@ -20,7 +20,7 @@ FOREIGN = (
 
 
 def clean_variables(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment without what a launcher or a person may have set for other runs, and with `extra`."""
+    """This process's environment, without variables of launchers and of other runs, and with `extra`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     return kept | dict(extra or {})
 

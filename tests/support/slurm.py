@@ -174,7 +174,7 @@ class Cluster:
         psutil.wait_procs(left, 10)
 
     def _find_processes(self) -> list[psutil.Process]:
-        """The jobs' own: whatever knows this cluster, but for who tests it."""
+        """Find the processes of jobs: those with the configuration of this cluster."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -186,7 +186,7 @@ class Cluster:
 
 
 def find_ports(count: int) -> list[int]:
-    """Ports that nobody uses."""
+    """Find free ports."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for held in sockets:

@@ -88,7 +88,7 @@ class SshHosts:
         wait_until(lambda: b"listening" in (self.directory / f"{name}.log").read_bytes(), f"{name} is up", 10)
 
     def force(self, name: str, command: str) -> None:
-        """Whoever comes there from now on gets this command instead of the one asked for, $SSH_ORIGINAL_COMMAND."""
+        """Run this command for all later connections. The requested one is in $SSH_ORIGINAL_COMMAND."""
         self.shut_down(name)
         with open(self.directory / f"{name}.server", "a") as config:
             config.write(f"ForceCommand {command}\n")

@@ -1,4 +1,4 @@
-"""The table of what runs suffered in the tests, and survived."""
+"""The table of the faults that runs recovered from in the tests."""
 
 from dataclasses import astuple, dataclass
 from textwrap import wrap

@@ -41,7 +41,7 @@ p.print("after")
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Time that goes on when it is told to."""
+    """A clock that a test advances."""
     now = [1000.0]
     monkeypatch.setattr(progress, "monotonic", lambda: now[0])
 

@@ -37,7 +37,7 @@ def about(dir: Path | None, *, resumed_step: int = 0, group: str = "") -> Tracke
 
 
 class Listed:
-    """A tracker that keeps what it is told. It raises in the methods and at the steps in `fails`."""
+    """A tracker that keeps what it receives. It raises in the methods and at the steps in `fails`."""
 
     def __init__(self, *fails: str | int | type) -> None:
         self.fails: list[str | int | type] = list(fails)

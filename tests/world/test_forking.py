@@ -42,7 +42,7 @@ def test_a_fork_waits_for_a_thread_at_work_and_passes_one_at_rest() -> None:
     is_over.set()
     thread.join()
     assert all(free)
-    assert took_s < 20 * forking.LIMIT_S / 2  # no fork has waited in vain
+    assert took_s < 20 * forking.LIMIT_S / 2  # no fork has waited until the limit
     assert num_rounds
 
 

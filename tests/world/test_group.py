@@ -31,7 +31,7 @@ def free_port() -> int:
 
 
 def test_a_text_that_no_rank_has_signed_is_left_out() -> None:
-    """Whoever reaches the store reads all that is in it, and writes what it likes."""
+    """A process that can connect to the store can read and write all of it."""
     store = dist.TCPStore("127.0.0.1", 0, 1, True)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

@@ -80,7 +80,7 @@ def test_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_what_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a person says where rank 0 is, nobody is asked."""
+    """An address of rank 0 in the environment is used without asking Slurm."""
     monkeypatch.setenv("PATH", "/nonexistent")
     given = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "eth7"}
     built = slurm_tasks.build_variables(TASK | given)
