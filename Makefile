@@ -13,7 +13,7 @@ train: $(VENV)/installed
 test: $(VENV)/installed-dev
 	$(BIN)/ruff check src tests benchmarks
 	$(BIN)/python -m compileall -q -j 0 src tests  # read by many processes, which may not write it
-	$(BIN)/pytest -n 4 --dist worksteal -m "not soak"  # on 2 cores 3 leave a third of their time idle
+	$(BIN)/pytest -n 5 --dist worksteal -m "not soak"  # on 2 cores 4 leave a sixth of their time idle
 
 # Run the tests that need a GPU. One is enough: ranks share it.
 test-gpu: $(VENV)/installed-dev
