@@ -43,6 +43,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if starts and {*starts} == {"popen"} and "PYTEST_XDIST_WORKER" not in os.environ:
         config.option.tx = [f"popen//python={find_programs() / WORKER}"] * len(starts)
         write_rewritten(config, Path(__file__).parent)  # while that process imports torch
+    else:
+        from hypothesis import HealthCheck, settings  # not in the process that only distributes the tests
+
+        # The time that an example takes depends on what runs beside it.
+        settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        settings.load_profile("tests")
 
 
 def find_children() -> dict[int, psutil.Process]:
