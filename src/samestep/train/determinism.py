@@ -1,9 +1,11 @@
 """Torch settings that make a rank compute the same bits every time, and a description of its machine."""
 
+import platform
 import sys
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 
 from samestep.config import RunConfig
@@ -22,6 +24,8 @@ def describe_machine(config: RunConfig, device: torch.device) -> dict[str, Any]:
     """What the bits depend on, besides the run's identity."""
     kernels = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     return {
+        "python": ".".join(platform.python_version_tuple()[:2]),  # random's generator; patch releases keep it
+        "numpy": np.__version__,
         "torch": torch.__version__,
         "device": f"{device.type} {kernels}",
         "reduction": config.reduction,
