@@ -230,6 +230,14 @@ def test_large_buffers_with_the_same_bits_share_a_copy() -> None:
     assert model.get_buffer("c").signbit().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bool, torch.bfloat16, torch.float64, torch.complex64])
+def test_large_buffers_of_any_dtype_share_a_copy(dtype: torch.dtype) -> None:
+    model = nn.Module()
+    for name, value in {"a": 1.0, "b": 1.0, "c": 0.0}.items():
+        model.register_buffer(name, torch.full((100, 100), value).to(dtype))
+    assert len({copy.data_ptr() for copy in build_others(model)._start}) == 2
+
+
 def test_buffers_that_cannot_be_followed() -> None:
     model = Counter()
     buffers = build_others(model)

@@ -242,7 +242,7 @@ def _copy(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Copy tensors. Large ones with the same bits, such as the attention masks of all layers, share one copy."""
     copies: list[Tensor] = []
     for tensor in tensors:
-        is_large = tensor.layout is torch.strided and tensor.numel() > 8 * SAMPLE and not tensor.is_complex()
+        is_large = tensor.layout is torch.strided and tensor.numel() > 8 * SAMPLE and not tensor.is_quantized
         same = (each for each in copies if is_large and _have_same_bits(each, tensor))
         copy = next(same, None)
         copies.append(tensor.clone() if copy is None else copy)
@@ -250,9 +250,10 @@ def _copy(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _have_same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are alike and equal, with 0.0 and -0.0 unequal. False if they contain nan."""
+    """Return whether two tensors are alike and have the same bits. False for complex numbers of 128 bits."""
     kinds = [(each.layout, each.dtype, each.device, each.shape) for each in (one, other)]
-    return kinds[0] == kinds[1] and torch.equal(one, other) and torch.equal(one.signbit(), other.signbit())
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(one.dtype.itemsize)
+    return kinds[0] == kinds[1] and bits is not None and torch.equal(one.view(bits), other.view(bits))
 
 
 class OtherBuffers:
