@@ -15,9 +15,9 @@ from support.shards import MAKERS, NUM_SHARDS, PER_SHARD, SAMPLES, make_mds, mak
 
 from samestep.data.lanes import Lanes
 from samestep.data.loader import Loader, Task
-from samestep.data.source import mark_shards, read_shards
+from samestep.data.source import mark_shards, parse_shards, read_shards
 from samestep.data.spec import understand
-from samestep.errors import Error
+from samestep.errors import Error, InvalidType
 from samestep.plan.schedule import EndlessSchedule
 from samestep.sources import MDS, Parquet, WebDataset, open_tokens
 from samestep.train.batches import Batches
@@ -74,6 +74,16 @@ def test_files_of_shards_are_checked(tmp_path: Path) -> None:
     source.shard_files = source.shard_files[:2]
     with pytest.raises(Error, match=r"WebDataset has 6 shards and 2 shard_files: give the file of each shard"):
         mark_shards(source, [])
+    for wrong in (None, 3, "a.tar", [None, "a.tar"]):
+        source.shard_files = wrong
+        with pytest.raises(InvalidType, match=r"WebDataset.shard_files must be a list with the path of each"):
+            mark_shards(source, [])
+
+
+def test_a_damaged_list_of_shards() -> None:
+    for text in (b"null", b'[["a", 1, 1, Infinity, "x"]]', b'{"a": 1}'):
+        with pytest.raises(ValueError, match=r"not iterable|infinity|unpack"):
+            parse_shards(text)
 
 
 def test_values_of_columns(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from samestep.errors import Error, InvalidValue
+from samestep.errors import Error, InvalidType, InvalidValue
 
 MOST_NAMED = 3  # shards in a message
 BLOCK = 4096  # bytes that are hashed at the start, in the middle and at the end of a shard's file
@@ -122,7 +122,15 @@ def mark_shards(dataset: Any, before: Sequence[Mark]) -> list[Mark]:
     Raises:
         Error: a file cannot be read, or there is not one for each shard.
     """
-    files = [os.fspath(file) for file in getattr(dataset, "shard_files", ())]  # a Path takes 10 us more
+    given: Any = getattr(dataset, "shard_files", ())
+    try:
+        files = [os.fspath(file) for file in given]  # a Path takes 10 us more
+        is_list = not isinstance(given, str)
+    except TypeError:
+        is_list = False
+    if not is_list:
+        what = f"{type(dataset).__name__}.shard_files must be a list with the path of each shard's file"
+        raise InvalidType(f"{what}, not {given!r:.100}")
     if files and len(files) != len(dataset.shards):
         name, count = type(dataset).__name__, len(dataset.shards)
         raise InvalidValue(f"{name} has {count} shards and {len(files)} shard_files: give the file of each shard")
@@ -163,7 +171,7 @@ def parse_shards(text: bytes) -> tuple[list[Shard], list[Mark]]:
         rows = json.loads(text)
         shards = [Shard(str(name), int(num_samples), int(num_bytes)) for name, num_samples, num_bytes, *_ in rows]
         marks = [(int(row[3]), str(row[4])) for row in rows if len(row) == 5]
-    except (TypeError, RecursionError) as error:
+    except (TypeError, OverflowError, RecursionError) as error:
         raise ValueError(str(error)) from None
     return shards, marks if len(marks) == len(shards) else []  # earlier versions wrote none
 
