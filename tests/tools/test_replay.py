@@ -164,6 +164,13 @@ def test_a_damaged_snapshot_and_another_script(home: Path) -> None:
     assert "the bits of steps 0 to 8 agree" in out
 
 
+def test_other_data(home: Path) -> None:
+    """They are refused, with an option that replay has, too."""
+    (home / "data.py").write_text(SCRIPT.replace("x[bad:bad + 1] = 0", "x[0] = 1"))
+    assert "--override" in replay(home, "--step", 9, "data.py", code=2)
+    assert "the bits DIFFER from step " in replay(home, "--step", 9, "--override", "data.py", code=1)
+
+
 def test_another_commit_and_a_loss_that_is_not_finite_as_json(home: Path) -> None:
     (home / "loss.py").write_text(SCRIPT.replace(".square()", ".abs().neg().log()"))
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c"]

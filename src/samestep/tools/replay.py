@@ -42,6 +42,7 @@ before it, or from the beginning. Prints its loss, gradient and samples, and whe
 those of the run's ledger. Reads the run, and writes nothing to it. Without arguments, the script gets those of the run.
 Exit code: 0; 1 if bits differ; 2 if the step cannot be replayed.
 """
+OF_RUN = ("device", "backend", "override")
 FLAGS: dict[str, Option] = {
     "step": Option(int, "S", "the step, counted from 0; the last one is the step in which the run failed"),
     "micro_batch": Option(int, "V", "of step S, compute only this micro-batch, and describe it"),
@@ -49,8 +50,7 @@ FLAGS: dict[str, Option] = {
     "pdb": Option(bool, "", "open the debugger in the script's loop, at the first micro-batch of step S or at V"),
     "save": Option(str, "FILE", "with --micro-batch: write the batch, the weights and the gradient, for torch.load"),
     "json": Option(bool, "", "print one JSON object, with the gradient norms of all parameters"),
-    "device": LAUNCH_FLAGS["device"],
-    "backend": LAUNCH_FLAGS["backend"],
+    **{name: LAUNCH_FLAGS[name] for name in OF_RUN},
 }
 NUM_SHOWN = 10
 POLL_S = 0.1
@@ -181,7 +181,7 @@ class _Replay:
         numbers = self._record.get("numbers", {})
         names = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision")
         options = {name: numbers[name] for name in names if name in numbers}
-        options |= {name: self._values[name] for name in ("device", "backend") if name in self._values}
+        options |= {name: self._values[name] for name in OF_RUN if name in self._values}
         options |= {
             "run_dir": run_dir, "resume": first if (run_dir / SNAPSHOTS).exists() else "latest", "fresh": False,
             "snapshot_every": "never", "compare_every": "never",
