@@ -444,7 +444,9 @@ class Run:
     def once(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Call a function on rank 0 only and return its result on every rank.
 
-        The result is pickled. The generators of all ranks continue from the state that rank 0 has after the call.
+        All ranks must call it. Do not make the call depend on what ranks can see differently, such as whether a file
+        exists: check that inside `fn`. The result is pickled. The generators of all ranks continue from the state that
+        rank 0 has after the call.
 
         Raises:
             UsageError: called inside a loop over micro-batches.
