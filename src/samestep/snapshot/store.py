@@ -177,6 +177,7 @@ class Store:
                 place = f"{elsewhere.where}/{SNAPSHOTS}/{snapshot.path.name}"
                 problem = snapshot.problem or judge(snapshot) or self._copy(snapshot, elsewhere) or ""
                 copy = self._read(snapshot.label, self.path / snapshot.label)
+                problem = problem or copy.problem or ""
             else:
                 place = str(snapshot.path.relative_to(self.path.parent))
                 problem = snapshot.problem or judge(snapshot) or find_damage(snapshot.path, snapshot.manifest) or ""
