@@ -105,6 +105,14 @@ def test_a_changed_manifest_is_sound_or_refused(place: Path, data: st.DataObject
     assert look(place) == before
 
 
+def test_a_manifest_of_another_step_is_not_downloaded(place: Path) -> None:
+    snapshots = place / "run" / "snapshots"
+    (snapshots / "step-00000003").rename(snapshots / "step-00000009")
+    with pytest.raises(Error, match=r"step-00000009: manifest.json is of step 3"):
+        read_from_bucket(place)
+    assert not (place / "copy" / "snapshots").exists()
+
+
 def read_here(place: Path) -> Any:
     store = Store(place / "run")
     found = store.find("latest", warn=lambda sentence: None)

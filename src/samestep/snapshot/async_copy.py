@@ -38,7 +38,11 @@ class Watch:
 
     def find_changed(self) -> list["Tensor"]:
         """Return the tensors that have changed."""
-        return [t for t, *seen in self._seen if [self._read_version(t), _sample(t)] != seen]
+        return [
+            tensor
+            for tensor, version, sampled in self._seen
+            if self._read_version(tensor) != version or _sample(tensor) != sampled
+        ]
 
 
 class Staging:

@@ -50,6 +50,16 @@ class Snapshot:
     problem: str | None
 
     @classmethod
+    def from_manifest(
+        cls, path: Path, name: str | None, step: int | None, manifest: Mapping[str, Any], problem: str | None
+    ) -> "Snapshot":
+        """Return the snapshot with this manifest. `step`: according to its directory's name; None if that has none."""
+        found = manifest.get("step", -1)
+        if step is None or not manifest:
+            return cls(path, found if step is None else step, name, manifest, problem)
+        return cls(path, step, name, manifest, problem if found == step else f"{MANIFEST} is of step {found}")
+
+    @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "Snapshot":
         """Return the snapshot of which these are the attributes, as from `to_plain`."""
         return cls(**{**plain, "path": Path(plain["path"])})
@@ -139,14 +149,9 @@ class Store:
         return sorted(found, key=lambda snapshot: snapshot.age)
 
     def _read(self, name: str, path: Path) -> Snapshot:
-        manifest, problem = read_manifest(path)
         numbered = _NUMBERED.fullmatch(name)
-        if numbered is None:
-            return Snapshot(path, manifest.get("step", -1), name, manifest, problem)
-        step = int(numbered[1])
-        if manifest.get("step", step) != step:
-            problem = f"{MANIFEST} is of step {manifest['step']}"
-        return Snapshot(path, step, None, manifest, problem)
+        kind = (None, int(numbered[1])) if numbered else (name, None)
+        return Snapshot.from_manifest(path, *kind, *read_manifest(path))
 
     def find(
         self, which: int | str, *, warn: Callable[[str], None] = warnings.warn,
@@ -177,7 +182,6 @@ class Store:
                 place = f"{elsewhere.where}/{SNAPSHOTS}/{snapshot.path.name}"
                 problem = snapshot.problem or judge(snapshot) or self._copy(snapshot, elsewhere) or ""
                 copy = self._read(snapshot.label, self.path / snapshot.label)
-                problem = problem or copy.problem or ""
             else:
                 place = str(snapshot.path.relative_to(self.path.parent))
                 problem = snapshot.problem or judge(snapshot) or find_damage(snapshot.path, snapshot.manifest) or ""
