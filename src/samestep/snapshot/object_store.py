@@ -191,9 +191,9 @@ class ObjectStore:
         text = self._fs.cat_file(self._at_place(place, MANIFEST)) if sizes[MANIFEST] <= MOST_BYTES else b""
         manifest, problem = parse_manifest(text)
         match = _PLACE.fullmatch(place)
-        kind = (match[1], int(match[2])) if match else (place, None)
+        name, step = (match[1], int(match[2])) if match else (place, None)
         problem = problem or find_wrong_size(manifest["files"], sizes)
-        return Snapshot.from_manifest(Path(place), *kind, manifest, problem)
+        return Snapshot.from_manifest(Path(place), name, step, manifest, problem)
 
     def _at_place(self, place: str, file: str = "") -> str:
         return self._at(f"{SNAPSHOTS}/{place}/{file}")

@@ -150,8 +150,10 @@ class Store:
 
     def _read(self, name: str, path: Path) -> Snapshot:
         numbered = _NUMBERED.fullmatch(name)
-        kind = (None, int(numbered[1])) if numbered else (name, None)
-        return Snapshot.from_manifest(path, *kind, *read_manifest(path))
+        manifest, problem = read_manifest(path)
+        if numbered is None:
+            return Snapshot.from_manifest(path, name, None, manifest, problem)
+        return Snapshot.from_manifest(path, None, int(numbered[1]), manifest, problem)
 
     def find(
         self, which: int | str, *, warn: Callable[[str], None] = warnings.warn,

@@ -1,0 +1,42 @@
+"""The calls that a script must make on all ranks in the same order, and the check that it does."""
+
+from collections.abc import Sequence
+
+from samestep.errors import UsageError
+from samestep.world.group import Group
+
+EPOCH_END, EPOCH_END_AFTER_STOP = 0, 1
+PREPARE, LOOP, ONCE, EVALUATE, RESTORE = range(2, 7)
+NAMES = {
+    PREPARE: "run.prepare", LOOP: "run.epochs or run.steps", ONCE: "run.once", EVALUATE: "run.evaluate",
+    RESTORE: "run.restore",
+}  # fmt: skip
+
+
+def meet(group: Group, call: int) -> None:
+    """Wait until all ranks have made a call. Without this, ranks at different calls would wait for each other forever.
+
+    Args:
+        call: one of the constants of this module.
+
+    Raises:
+        UsageError: another rank has made another call.
+    """
+    check_same(group.gather_number(call))
+
+
+def check_same(calls: Sequence[int]) -> None:
+    """Raise UsageError if the calls differ. `calls`: of all ranks."""
+    name = NAMES.get(max(calls))
+    if name is None or min(calls) == max(calls):
+        return
+    rank = calls.index(max(calls))
+    other = next(other for other, call in enumerate(calls) if call != calls[rank])
+    does = f"has called {NAMES[calls[other]]}" if calls[other] in NAMES else "has not"
+    advice = (
+        "call it on every rank, since they divide the data set, and print or save the result on rank 0"
+        if calls[rank] == EVALUATE
+        else "make the same calls in the same order on every rank, and check what ranks can see differently, such as "
+        "whether a file exists, in the function that run.once calls"
+    )
+    raise UsageError(f"rank {rank} has called {name}, and rank {other} {does}: {advice}")
