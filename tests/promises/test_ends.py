@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 from promises.wrong import Pairs, build, loop
 from support.runs import check, run_command
+from torch import nn
+from torch.optim import SGD
 
 import samestep
 from samestep.errors import PeerFailed
@@ -94,16 +97,27 @@ def test_a_rank_that_leaves_after_its_loop(tmp_path: Path) -> None:
         samestep.spawn(train, 2)
 
 
-def test_a_rank_that_evaluates_alone_before_a_loop(tmp_path: Path) -> None:
-    """The other ranks begin the loop: no rank waits for the other one."""
+@pytest.mark.parametrize(
+    ("alone", "names"),
+    [
+        ("once", "run.once, and rank 1 has called run.prepare"),
+        ("evaluate", "run.evaluate, and rank 1 has called run.epochs or run.steps"),
+    ],
+)
+def test_a_call_of_one_rank_before_the_loop(tmp_path: Path, alone: str, names: str) -> None:
+    """The other rank makes its next call: no rank waits for the other one."""
 
     def train() -> None:
-        run, model, optimizer = build(tmp_path / "x")
-        if run.rank == 0:
+        run, model = samestep.Run(tmp_path / "x", batch_size=8, micro_batch_size=2), nn.Linear(4, 1)
+        if alone == "once" and run.rank == 0:
+            run.once(int)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        run.prepare(model=model, optimizer=optimizer)
+        if alone == "evaluate" and run.rank == 0:
             run.evaluate(lambda batch: {"one": 1.0}, list(range(8)))
         loop(run, model, optimizer)
 
-    with pytest.raises(samestep.Error, match=r"rank 0 has called run\.evaluate and rank 1 has not"):
+    with pytest.raises(samestep.Error, match=f"^rank 0 has called {re.escape(names)}: "):
         samestep.spawn(train, 2)
 
 

@@ -1090,7 +1090,7 @@ for is_evaluated in (False, True):
                 run.snapshot("best")
 
 
-@on_ranks("run.evaluate on one", r"rank 0 has called run\.evaluate and rank 1 has not: call it on every rank")
+@on_ranks("run.evaluate on one", r"rank 0 has called run\.evaluate, and rank 1 has not: call it on every rank")
 def _(run_dir: RunDir) -> None:
     run, model, optimizer = build(run_dir)
     for epoch in run.epochs(Pairs(), 2):

@@ -20,10 +20,11 @@ from samestep.plan.order import build_order
 from samestep.plan.schedule import rank_range
 from samestep.plan.seeds import derive
 from samestep.snapshot.snapshotter import Snapshotter
+from samestep.train import calls
 from samestep.train.context import RunContext
 from samestep.train.position import Position
 from samestep.train.step_log import average
-from samestep.train.stopping import EVALUATES, Stopping, check_not_alone
+from samestep.train.stopping import Stopping
 from samestep.watch.heartbeat import PhaseClock
 
 Row = dict[str, Any]  # name -> list, or (value, weight)
@@ -75,7 +76,7 @@ class Evaluator:
     def _evaluate(self, score: Callable[[Any], Mapping[str, Any]], spec: DataSpec) -> dict[str, Any]:
         group, steps_done = self._context.group, self._position.steps_done
         self._watchdog.enter("reducing", steps_done)
-        check_not_alone(group.gather_number(EVALUATES + self._position.num_evaluations))
+        calls.meet(group, calls.EVALUATE)
         rows = self._score(score, spec)
         self._watchdog.enter("reducing", steps_done)
         vote = self._stopping.cast_vote()

@@ -19,6 +19,7 @@ from samestep.plan.schedule import LEAST_SAMPLES, describe
 from samestep.plan.seeds import derive
 from samestep.snapshot.serialization import encode
 from samestep.snapshot.snapshotter import Snapshotter
+from samestep.train import calls
 from samestep.train import stateful as prepared
 from samestep.train.arguments import build_config, check_count, check_script_config
 from samestep.train.batches import Batches, Sampler
@@ -40,7 +41,7 @@ from samestep.train.shutdown import Resources, report_errors
 from samestep.train.step_log import collect_values
 from samestep.train.steps import Observers, Step, StepObserver
 from samestep.train.stop_signals import StopSignals
-from samestep.train.stopping import Stopping, check_not_alone
+from samestep.train.stopping import Stopping
 from samestep.train.tracing import open_tracer
 from samestep.train.unprepared import Unprepared
 from samestep.train.watchdog import Watchdog
@@ -244,6 +245,7 @@ class Run:
         self._numbers = config.identity() | {"models": prepared.describe(modules)}
         self._overrides = override or config.override
         self._contents = Contents(objects, modules, context.precision, self._say)
+        calls.meet(context.group, calls.PREPARE)
         outline = prepared.outline(objects, modules) | {**self._contents.options.in_force}
         context.group.agree(config.shared() | {"override": self._overrides} | outline)
         if device_map is None:
@@ -449,7 +451,7 @@ class Run:
         rank 0 has after the call.
 
         Raises:
-            UsageError: called inside a loop over micro-batches.
+            UsageError: called inside a loop over micro-batches, or another rank has made another call.
 
         Example::
 
@@ -458,6 +460,7 @@ class Run:
             [1, 2, 3]
         """
         self._check_call("run.once", "the ranks are not at the same place there; call it before the loop")
+        calls.meet(self._context.group, calls.ONCE)
         return call_on_rank_0(self._context.group, fn, *args, **kwargs)
 
     def snapshot(self, name: str) -> None:
@@ -509,6 +512,7 @@ class Run:
         self._check_prepared("run.restore")
         if not self._stopping.is_ended:
             raise UsageError("run.restore in the loop would change what is trained: call it after the loop")
+        calls.meet(self._context.group, calls.RESTORE)
         may_lack = self._tracer is not None
         is_loaded = recall(self._snapshotter, self._modules, names, which, self._context.group, may_lack=may_lack)
         self._is_recalled = is_loaded and self._loop is None
@@ -609,8 +613,7 @@ class Run:
         """Prepare everything between the check of the arguments and the first step of a loop."""
         context, config = self._context, self._context.config
         position, snapshotter = self._position, self._snapshotter
-        # A rank that evaluates alone exchanges numbers: any other exchange of these ranks would wait for it forever.
-        check_not_alone(context.group.gather_number(0))
+        calls.meet(context.group, calls.LOOP)
         lengths = {"the number of steps": total_steps, "the length of the data set": len(batches.spec)}
         context.group.agree(batches.numbers | lengths)
         directory = snapshotter.path if batches.shards else None

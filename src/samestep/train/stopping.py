@@ -7,13 +7,12 @@ from samestep.engine.control import Vote
 from samestep.engine.gradient_pass import Report
 from samestep.errors import Error, UsageError
 from samestep.snapshot.snapshotter import Snapshotter
+from samestep.train.calls import EPOCH_END, EPOCH_END_AFTER_STOP, check_same
 from samestep.train.context import RunContext
 from samestep.train.position import Place, Position
 from samestep.train.steps import Step, StepObserver
 from samestep.train.stop_signals import StopSignals
 from samestep.train.watchdog import Watchdog
-
-EVALUATES = 2**40  # plus an evaluation's number; ranks exchange this when they begin one
 
 
 class Stopping(StepObserver):
@@ -154,10 +153,11 @@ class Stopping(StepObserver):
         if self._has_agreed or self.signal or steps_done >= self.last_step:
             return
         if is_everyone_here:
-            stops = group.gather_number(int(has_stopped))
-            check_not_alone(stops)
-            if 0 in stops and 1 in stops:
-                raise self._build_stop_error(stops.index(1), steps_done, other=stops.index(0))
+            ends = group.gather_number(EPOCH_END_AFTER_STOP if has_stopped else EPOCH_END)
+            check_same(ends)
+            if len(set(ends)) > 1:
+                stopped = ends.index(EPOCH_END_AFTER_STOP)
+                raise self._build_stop_error(stopped, steps_done, other=ends.index(EPOCH_END))
         elif has_stopped:
             other = group.find_continuing(steps_done)
             if other is not None:
@@ -170,15 +170,4 @@ class Stopping(StepObserver):
             f"rank {rank} ended its loop after step {step} by run.stop(), and rank {other} did not: call it on every "
             "rank, based on values that all ranks share (step.loss, step.metrics, epoch.metrics; not loss.item())",
             rank=self._context.rank,
-        )
-
-
-def check_not_alone(marks: list[int]) -> None:
-    """Raise Error if only some of the ranks exchanged the number of an evaluation."""
-    most = max(marks)
-    if most >= EVALUATES and min(marks) != most:
-        rank, other = marks.index(most), next(rank for rank, mark in enumerate(marks) if mark != most)
-        raise UsageError(
-            f"rank {rank} has called run.evaluate and rank {other} has not: call it on every rank, since they "
-            "divide the data set, and print or save the result on rank 0"
         )
