@@ -57,20 +57,18 @@ class Outcome:
 
 @dataclass
 class Stranger:
-    """A connection that is not, or no longer, a node of the launch.
+    """A connection that is not a node of the launch yet.
 
     Attributes:
         nonce: the challenge that it must answer.
-        since_s: when it connected, or when the end was sent to it.
+        since_s: when it connected.
         is_proven: it has proven that it knows the secret.
-        is_dismissed: it was refused, or the end was sent to it; its messages are ignored.
     """
 
     link: Link
     nonce: str = field(default_factory=make_nonce)
     since_s: float = field(default_factory=time.monotonic)
     is_proven: bool = False
-    is_dismissed: bool = False
 
 
 @dataclass
@@ -133,10 +131,8 @@ class RendezvousServer(threading.Thread):
                 self._begin_if_complete()
         self._selector.unregister(self._listener)
         self._listener.close()
-        for stranger in [each for each in self._strangers if not each.is_dismissed]:
-            self._drop(stranger)
         deadline_s = time.monotonic() + FLUSH_S
-        while (self._members or self._strangers) and time.monotonic() < deadline_s:
+        while self._members and time.monotonic() < deadline_s:
             for key, _ in self._selector.select(TICK_S):
                 self._receive(key.data)
 
@@ -161,15 +157,13 @@ class RendezvousServer(threading.Thread):
                 kind = message.pop("kind")
                 if isinstance(peer, Member):
                     self._process(peer, kind, message)
-                elif peer.is_dismissed:
-                    continue
                 elif not peer.is_proven:
                     self._check_proof(peer, kind, message)
                 elif kind == "hello":
                     peer = self._admit(peer, parse_hello(message))
                 else:
                     raise ValueError("not a hello")
-        except (OSError, ValueError, KeyError, TypeError):  # closed, or not a launcher of samestep
+        except (OSError, ValueError, KeyError, TypeError):  # closed, refused, or not a launcher of samestep
             self._drop(peer)
 
     def _check_proof(self, stranger: Stranger, kind: str, message: Mapping[str, Any]) -> None:
@@ -211,8 +205,8 @@ class RendezvousServer(threading.Thread):
             self._lost.append(peer.hello.name)
             self._stop_all("now")
 
-    def _admit(self, stranger: Stranger, hello: Hello) -> Stranger | Member:
-        """Admit or refuse a node."""
+    def _admit(self, stranger: Stranger, hello: Hello) -> Member:
+        """Admit a node. Raises ValueError if it is refused."""
         there = [member.hello for member in self._members]
         num_ranks = sum(other.num_ranks for other in there)
         run = f"the run at {self._nodes.endpoint}"
@@ -223,10 +217,9 @@ class RendezvousServer(threading.Thread):
             room = f"{self._room} ranks, one per micro-batch of a step"
             reason = f"{run} can use {room}, and has {num_ranks}: start fewer here"
         if reason is not None:
-            stranger.is_dismissed = True
             stranger.link.send("refused", reason=reason)
             say(f"{hello.name} was refused: {reason}")
-            return stranger  # the node closes the link
+            raise ValueError("refused")
         warning = find_other_arguments(hello, there[0]) if there else None
         if warning is not None:
             self._warn(warning)
@@ -338,7 +331,9 @@ class RendezvousServer(threading.Thread):
         if leaving:
             if is_complete or self._received or len(self._members) - len(leaving) < self._nodes.least:
                 return End(is_complete=is_complete)
-            self._release(leaving)
+            for member in leaving:  # the others continue without them
+                member.link.send("end", **asdict(End()))
+                self._drop(member)
             return Restart(f"{' and '.join(member.hello.name for member in leaving)} received a signal to stop")
         if first is not None and not (first.secondary and (self._lost or self._is_admitting)):
             if first.kind != "error" and may_restart:
@@ -360,15 +355,6 @@ class RendezvousServer(threading.Thread):
         if has_succeeded:
             return End(is_complete=is_complete)
         return End(message="the ranks were stopped, and no node has reported a reason", code=1)
-
-    def _release(self, leaving: Sequence[Member]) -> None:
-        """End the launchers of some nodes. The others continue without them."""
-        for member in leaving:
-            member.link.send("end", **asdict(End()))
-            stranger = Stranger(member.link, is_dismissed=True)  # until it closes the connection
-            self._members.remove(member)
-            self._strangers.append(stranger)
-            self._selector.modify(member.link, selectors.EVENT_READ, stranger)
 
     def _end(self, end: End) -> None:
         """End all launchers."""
