@@ -3,8 +3,10 @@
 import json
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
+from threading import Timer
 from typing import Any
 
 # C0 except tab and newline, DEL, C1, marks that change the direction of text, surrogates.
@@ -23,6 +25,19 @@ def escape(text: str) -> str:
 def say(sentence: str) -> None:
     """Print one line on standard error."""
     print(f"samestep: {escape(sentence)}".replace("\n", "\\n"), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def saying_when_slow(sentence: str, after_s: float) -> Iterator[None]:
+    """`say` a sentence if the block takes longer than `after_s`. No thread is left after the block."""
+    timer = Timer(after_s, say, (sentence,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
 
 
 def print_error(text: str) -> None:

@@ -4,7 +4,6 @@ import json
 import os
 import pty
 import re
-import select
 import signal
 import subprocess
 import sys
@@ -16,8 +15,6 @@ import pytest
 from processes import Command, open_command
 from support.selection import one_in
 from support.waiting import wait_until
-
-from samestep.launch.launcher import say_when_slow
 
 SUM = """
 import sys, torch, torch.distributed as dist
@@ -451,23 +448,3 @@ def test_ports_are_open_on_this_machine_alone(command: Command) -> None:
     port, *lines = command.run("launch", "port.py").stdout.split("\n")
     wanted = f":{int(port.split()[0]):04X} 00000000:0000 0A"
     assert [line.split()[1].split(":")[0] for line in lines if wanted in line] == ["0100007F"]
-
-
-def test_a_slow_import_is_announced_on_a_terminal() -> None:
-    ours, theirs = pty.openpty()
-    stderr, handler = os.dup(2), signal.getsignal(signal.SIGALRM)
-    left_s, _ = signal.getitimer(signal.ITIMER_REAL)  # the test's own time limit
-    try:
-        os.dup2(theirs, 2)
-        with say_when_slow("starting 3 ranks", after_s=60):
-            pass
-        assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
-        assert signal.getsignal(signal.SIGALRM) == handler
-        with say_when_slow("starting 2 ranks", after_s=0.01):
-            wait_until(lambda: select.select([ours], [], [], 0)[0], "it is announced")
-        assert os.read(ours, 100) == b"samestep: starting 2 ranks\r\n"
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, left_s)
-        os.dup2(stderr, 2)
-        for fd in (ours, theirs, stderr):
-            os.close(fd)

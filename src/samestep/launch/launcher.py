@@ -5,14 +5,13 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from samestep.config import Overrides
-from samestep.console import print_error, say
+from samestep.console import print_error, say, saying_when_slow
 from samestep.errors import Error
 from samestep.launch.failure import Failure
 from samestep.launch.forkserver import ForkServer, is_preloaded
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
     from samestep.launch.rendezvous_client import End, Nodes
 
 MOST_RANKS = 1 << 16  # on several nodes, whose number of ranks is not known yet
+SLOW_S = 2.0  # an import of torch that takes longer is announced
 
 
 class StopSignals:
@@ -94,30 +94,6 @@ def parse_num_ranks(text: str) -> int | None:
     return num_ranks
 
 
-@contextmanager
-def say_when_slow(text: str, after_s: float = 2.0) -> Iterator[None]:
-    """Print `text` if stderr is a terminal and the block takes longer than `after_s`.
-
-    Uses a signal, because no thread may run when the server is forked.
-    """
-    if not os.isatty(2):
-        yield
-        return
-
-    def say(*_: object) -> None:
-        with suppress(OSError):
-            os.write(2, f"samestep: {text}\n".encode())
-
-    before = signal.signal(signal.SIGALRM, say)
-    signal.siginterrupt(signal.SIGALRM, False)
-    signal.setitimer(signal.ITIMER_REAL, after_s)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def _open_server(overrides: Overrides, num_ranks: str) -> ForkServer:
     """Import torch once, for this process and the ranks. The server then imports what only the ranks need."""
     is_program = "torch" not in sys.modules or is_preloaded()
@@ -127,7 +103,7 @@ def _open_server(overrides: Overrides, num_ranks: str) -> ForkServer:
     # Before numpy is imported and starts threads, which a fork does not copy.
     os.environ.update({"OMP_NUM_THREADS": str(overrides.get("num_threads") or 1), **child_variables()})
     ranks = "1 rank" if num_ranks == "1" else f"{num_ranks} ranks" if num_ranks.isdecimal() else "ranks"
-    with say_when_slow(f"starting {ranks}"):
+    with saying_when_slow(f"starting {ranks}", SLOW_S) if os.isatty(2) else nullcontext():
         import torch  # noqa: F401
 
     server = ForkServer(fork=True)

@@ -3,18 +3,16 @@
 import hashlib
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from itertools import count
-from threading import Timer
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import _broadcast_coalesced  # type: ignore[attr-defined]  # what DDP itself calls
 
-from samestep.console import say
+from samestep.console import say, saying_when_slow
 from samestep.errors import Error, InvalidValue, PeerFailed
 from samestep.world import wire
 from samestep.world.environment import Environment, check_interface, has_agent_store, read_master, read_restarts
@@ -277,9 +275,13 @@ def open_group(
     if environment.world_size > 1 and not dist.is_initialized():
         check_interface()
         backend = "gloo" if device.type == "cpu" or backend == "gloo" else "cpu:gloo,cuda:nccl"
-        timeout = timedelta(seconds=timeout_s)
-        with _report_missing_ranks(environment):
-            _join(backend, timeout, environment)
+        host, port = read_master()
+        sentence = (
+            f"rank {environment.rank} has waited {PATIENCE_S:.0f} s for all {environment.world_size} ranks to join at "
+            f"{host}:{port}: check that each is started, and that rank 0 listens there"
+        )
+        with saying_when_slow(sentence, PATIENCE_S):
+            _join(backend, timedelta(seconds=timeout_s), environment)
     group = Group(environment.rank, environment.world_size, device)
     group.local_rank = environment.local_rank
 
@@ -295,25 +297,6 @@ def open_group(
     if group.world_size > 1:
         group.local_sockets = connect(group, timeout_s, (describe_software(), secrets.token_bytes(MAC_BYTES)), check)
     return group
-
-
-@contextmanager
-def _report_missing_ranks(environment: Environment) -> Iterator[None]:
-    """Print where this rank waits for the others if the block takes long."""
-    host, port = read_master()
-    rank, world_size = environment.rank, environment.world_size
-    sentence = (
-        f"rank {rank} has waited {PATIENCE_S:.0f} s for all {world_size} ranks to join at {host}:{port}: check that "
-        "each is started, and that rank 0 listens there"
-    )
-    timer = Timer(PATIENCE_S, say, (sentence,))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
 
 
 def _join(backend: str, timeout: timedelta, environment: Environment) -> None:
