@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from promises.wrong import Pairs, build
+from support.tiny import Pairs, Tiny
 from torch.utils.data import Subset
 
 import samestep
@@ -26,14 +26,10 @@ class Epochs(Pairs):
 
 
 def train(num_workers: int, run_dir: Path) -> None:
-    run, model, optimizer = build(run_dir, log_every=100)
-    data = Epochs()
-    for epoch in run.epochs(data, 3, num_workers=num_workers):
+    tiny, data = Tiny(run_dir, log_every=100), Epochs()
+    for epoch in tiny.run.epochs(data, 3, num_workers=num_workers):
         data.set_epoch(epoch.number)
-        for step in epoch:
-            for x, _ in step:
-                step.backward(model(x).mean())
-            optimizer.step()
+        tiny.take(epoch)
 
 
 def test_a_change_that_the_workers_do_not_see_is_said_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

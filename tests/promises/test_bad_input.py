@@ -1,4 +1,4 @@
-"""Bad input, through the commands that people run: one sentence, exit code 2, and nothing written or overwritten."""
+"""Bad input to the commands: one sentence, exit code 2, and nothing written or overwritten."""
 
 import hashlib
 import json
@@ -12,28 +12,31 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
-from promises.wrong import MISTAKES, build, learn_well, loop, train
+import torch
+from promises.wrong import MISTAKES, learn_well, train
 from support.commands import Popen, find_programs
 from support.disks import Disk
 from support.runs import check, clean_variables, run_command, samestep_command
 from support.selection import one_in
+from support.tiny import Pairs, Tiny, tiny_run, update
+from torch import nn
 
 import samestep
 from samestep.snapshot.store import Store
 
 SCRIPT = Path(__file__).with_name("wrong.py")
-ON_LO = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+ON_LO = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[1])}
 PAIR = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 Done = subprocess.CompletedProcess[str]
 
 
 def look(directory: Path) -> dict[str, str] | None:
-    """What is in a directory, by path: files by their hash, but for who held the lock last and what its ranks
-    do. None: it is not there.
+    """The content of a directory, by path: the hashes of its files, but not of those that a refused start may write.
+
+    None: there is no directory.
     """
     if not directory.exists():
         return None
@@ -46,13 +49,13 @@ def look(directory: Path) -> dict[str, str] | None:
     }
 
 
-def assert_refused(done: Done, *said: str) -> None:
-    """Exit code 2, one sentence that holds all of `said` (regular expressions), and nothing else on stderr."""
+def assert_refused(done: Done, *expected: str) -> None:
+    """Exit code 2, and one sentence that matches all of `expected`, and nothing else, on stderr."""
     check(done, 2)
     assert re.fullmatch(r"samestep: error: [^\n]+\n", done.stderr), done.stderr
     assert "Traceback" not in done.stdout
     assert "error" not in done.stdout.lower(), done.stdout
-    for words in said:
+    for words in expected:
         assert re.search(words, done.stderr), done.stderr
 
 
@@ -148,7 +151,7 @@ def test_variables(tmp_path: Path, variables: dict[str, str], said: str) -> None
 
 
 def test_another_run(tmp_path: Path) -> None:
-    """It says which numbers differ; --fresh starts beside it."""
+    """The error names the numbers that differ. --fresh starts in a new directory beside it."""
     run_dir = tmp_path / "x"
     samestep.spawn(learn_well, 1, (run_dir,))
     before = look(run_dir)
@@ -171,75 +174,43 @@ def test_another_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_another_model_and_other_data(tmp_path: Path, num_ranks: int) -> None:
-    """What is found out late: when the models are there, and when the data is. A crashed run has rows to lose."""
-    run_dir = tmp_path / "x"
+    """Differences that are found in run.prepare and run.epochs. A crashed run has rows that must stay."""
+    run_dir, arguments = tmp_path / "x", {"snapshot_every": 2, "log_every": 1}
 
-    def fail_late(run_dir: Path) -> None:
-        import promises.wrong as wrong
-
-        run, model, optimizer = build(run_dir, snapshot_every=2, log_every=1)
-
-        def then(step: object) -> None:
-            optimizer.step()
-            if run.steps_done == 5:
-                raise RuntimeError("a crash")
-
-        wrong.loop(run, model, optimizer, then=then)
+    def fail_late(t: Tiny) -> None:
+        update(t)
+        if t.run.steps_done == 5:
+            raise RuntimeError("a crash")
 
     with pytest.raises(RuntimeError, match="a crash"):
-        samestep.spawn(fail_late, 1, (run_dir,))
+        samestep.spawn(tiny_run, 1, (run_dir,), {**arguments, "then": fail_late})
     before = look(run_dir)
-    assert (run_dir / "metrics.jsonl").read_text().count("\n") == 5, "a row more than the snapshot of step 4 has"
-
-    def train(num_samples: int, width: int, **arguments: object) -> int:
-        import torch
-
-        given = {"model": lambda: torch.nn.Linear(4, 1) if width == 1 else torch.nn.Linear(4, width)}
-        run, model, optimizer = build(run_dir, snapshot_every=2, log_every=1, **given, **arguments)
-        wrong = __import__("promises.wrong", fromlist=["loop"])
-        wrong.loop(run, model, optimizer, data=wrong.Pairs(num_samples))
-        return int(run.steps_done)
-
-    for arguments, said in (
-        ({"num_samples": 33, "width": 1}, "data_length 32 there, 33 here"),
-        ({"num_samples": 32, "width": 2}, "models .*5 values.* there, .*10 values.* here"),
-        ({"num_samples": 33, "width": 1, "resume": 2}, "data_length 32 there, 33 here"),
+    assert (run_dir / "metrics.jsonl").read_text().count("\n") == 5, "one row more than the snapshot of step 4 has"
+    for other, words in (
+        ({"data": Pairs(33)}, "data_length 32 there, 33 here"),
+        ({"model": lambda: nn.Linear(4, 2)}, "models .*5 values.* there, .*10 values.* here"),
+        ({"data": Pairs(33), "resume": 2}, "data_length 32 there, 33 here"),
     ):
-        with pytest.raises(samestep.Error, match=rf"holds another run \({said}"):
-            samestep.spawn(train, num_ranks, (), arguments)
+        with pytest.raises(samestep.Error, match=rf"holds another run \({words}"):
+            samestep.spawn(tiny_run, num_ranks, (run_dir,), arguments | other)
         assert look(run_dir) == before
-    assert samestep.spawn(train, num_ranks, (), {"num_samples": 32, "width": 1}) == 8
+    assert samestep.spawn(tiny_run, num_ranks, (run_dir,), arguments) == 8
 
 
 def test_another_kind_of_optimizer(tmp_path: Path) -> None:
-    """torch takes its state without a word, and would fail in the first update."""
-
-    def train(adam: bool) -> None:
-        import torch
-
-        run = samestep.Run(tmp_path / "x", batch_size=8, micro_batch_size=1)
-        model = torch.nn.Linear(4, 1)
-        kind = torch.optim.Adam if adam else torch.optim.SGD
-        optimizer = kind(model.parameters(), lr=0.1)
-        run.prepare(model=model, optimizer=optimizer)
-        for epoch in run.epochs(__import__("promises.wrong", fromlist=["x"]).Pairs(), 1):
-            for step in epoch:
-                for x, y in step:
-                    step.backward((model(x) - y).square().mean())
-                optimizer.step()
-
-    samestep.spawn(train, 1, (True,))
+    """torch loads its state without an error, and would fail in the first update."""
+    samestep.spawn(tiny_run, 1, (tmp_path / "x",), {"optimizer": torch.optim.Adam})
     before = look(tmp_path)
     with pytest.raises(samestep.Error, match="optimizer is a SGD, but its state in the snapshot has no dampening"):
-        samestep.spawn(train, 1, (False,))
+        samestep.spawn(tiny_run, 1, (tmp_path / "x",), {"optimizer": torch.optim.SGD})
     assert look(tmp_path) == before
 
 
 def test_directories_of_others(tmp_path: Path) -> None:
-    """What a directory held before stays, whatever it is called; with a run's name and content, it is refused."""
+    """Other files in the directory stay. Files that are named as those of a run are refused."""
     (tmp_path / "snapshots").mkdir()
     for name in ("snapshots/photo.jpg", "ledger.bin", "notes.txt"):
-        (tmp_path / name).write_text("dear to someone")
+        (tmp_path / name).write_text("not a run's")
     before = look(tmp_path)
     with pytest.raises(samestep.Error, match="a run needs at least one sample"):
         samestep.spawn(train, 1, ("an empty data set", tmp_path))
@@ -285,20 +256,20 @@ def test_directories_of_others(tmp_path: Path) -> None:
     ),
 )
 def test_launched(tmp_path: Path, name: str, num_ranks: int) -> None:
-    """The other ranks, which have lost one, are not heard."""
+    """The other ranks, which lost a peer, print nothing."""
     run_dir = tmp_path / "x"
-    assert_refused(launch(name, run_dir, num_ranks), MISTAKES[name].said)
+    assert_refused(launch(name, run_dir, num_ranks), MISTAKES[name].sentence)
     if MISTAKES[name].at == "start":
         assert look(tmp_path) == {}
 
 
 @pytest.mark.parametrize("name", one_in(6, ["loss.item()", "break in the epochs", "a data set that fails in a worker"]))
 def test_plain_python(tmp_path: Path, name: str) -> None:
-    assert_refused(python(name, tmp_path / "x"), MISTAKES[name].said)
+    assert_refused(python(name, tmp_path / "x"), MISTAKES[name].sentence)
 
 
 def start_by_hand(name: str, run_dir: Path, scripts: Sequence[Path] = (SCRIPT, SCRIPT)) -> list[Done]:
-    """Each rank as a program of its own, as mpirun or srun start them: nobody filters what they say."""
+    """Starts each rank as a program, as mpirun and srun do, without a launcher that filters the output."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     ranks = [
@@ -331,13 +302,13 @@ def start_by_hand(name: str, run_dir: Path, scripts: Sequence[Path] = (SCRIPT, S
 
 
 @pytest.mark.parametrize("name", one_in(4, ["a data set that fails", "optimizer.step not dedented"]))
-def test_once_where_nobody_filters(tmp_path: Path, name: str) -> None:
-    """Said by one rank, whichever it is; another one says at most that it has lost that one."""
+def test_once_without_a_launcher(tmp_path: Path, name: str) -> None:
+    """One rank prints the error. The other ranks print at most that they have lost a rank."""
     ranks = start_by_hand(name, tmp_path / "x")
     words = "".join(done.stderr for done in ranks)
     assert words.count("samestep: error: ") == 1, words
     assert "Traceback" not in words
-    assert re.search(MISTAKES[name].said, words), words
+    assert re.search(MISTAKES[name].sentence, words), words
     for rank, done in enumerate(ranks):
         if done.returncode == 1:
             assert re.fullmatch(rf"samestep: rank {rank} has lost another rank \(.*\)\n", done.stderr), done.stderr
@@ -361,8 +332,8 @@ ABORTS = "import ctypes; c = ctypes.CDLL(None); c.__cxa_atexit(ctypes.cast(c.abo
     ],
 )
 def test_ranks_that_run_something_else(tmp_path: Path, change: str, said: str) -> None:
-    """Found before there is a run, where no launcher of ours has compared the nodes. The exit code is the error's,
-    however torch's threads take the end of the process."""
+    """Without `samestep launch`, which compares the nodes, the ranks find it before the run begins. The exit code is
+    the error's even if a destructor of torch aborts the process."""
     other = tmp_path / "scripts" / "wrong.py"
     other.parent.mkdir()
     other.write_text(f"{change}\n{SCRIPT.read_text()}")
@@ -376,17 +347,17 @@ def test_ranks_that_run_something_else(tmp_path: Path, change: str, said: str) -
 
 @pytest.mark.soak
 def test_once_under_torchrun(tmp_path: Path) -> None:
-    """Its own words follow, and its own exit code."""
+    """torchrun adds its own output and sets its own exit code."""
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = run_command(*words, SCRIPT, tmp_path / "x", "a data set that fails", cwd=tmp_path, env=ON_LO)
     assert done.returncode == 1
     assert done.stderr.count("samestep: error: ") == 1, done.stderr
-    assert re.search(MISTAKES["a data set that fails"].said, done.stderr)
+    assert re.search(MISTAKES["a data set that fails"].sentence, done.stderr)
     assert "wrong.py" not in "".join(re.findall(r"Traceback.*", done.stderr, re.DOTALL)).split("ChildFailedError")[0]
 
 
 def test_after_a_poisoned_step(tmp_path: Path) -> None:
-    """The last sound snapshot stays; mended, the script goes on from it."""
+    """The last sound snapshot stays. Once the script is corrected, the run resumes from it."""
     run_dir = tmp_path / "x"
     assert_refused(launch("a loss that is nan", run_dir, 2), r"loss of step 5 is nan in micro-batch 3 \(rank 1\)")
     assert [(snapshot.step, snapshot.problem) for snapshot in Store(run_dir).snapshots()] == [(2, None), (4, None)]
@@ -399,7 +370,7 @@ def test_after_a_poisoned_step(tmp_path: Path) -> None:
 
 
 def test_full_disk(disk: Disk) -> None:
-    """The older snapshot stands, the run says so and goes on to its end; with room, the same command saves again."""
+    """The older snapshot stays, and the run continues with a message. Once there is space, the command saves again."""
     run_dir = disk.path / "x"
     disk.remount("size=120k")
     words = ["train", "mlp", "--snapshot-every", "5", "--keep-last", "50", "--log-every", "1", "--run-dir", run_dir]
@@ -414,7 +385,7 @@ def test_full_disk(disk: Disk) -> None:
     assert all("No space left on device" in reason for _, reason, _ in failed)
     assert failed[-1][2] == f"the newest is that of step {max(sound)}"
     assert "steps       60" in done.stdout
-    assert not list(run_dir.rglob(".tmp-*")), "what was begun is removed"
+    assert not list(run_dir.rglob(".tmp-*")), "incomplete files are removed"
     for step in sound:
         assert Store(run_dir).find(step) is not None
 
@@ -428,30 +399,33 @@ def test_full_disk(disk: Disk) -> None:
         assert (run_dir / name).read_bytes() == (lone / name).read_bytes()
 
 
+def fill(path: Path) -> None:
+    """Writes a file until the disk is full."""
+    with open(path, "wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(b"x" * 1024)
+
+
 @pytest.mark.parametrize("how", ["at its end", "told to stop"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_full_disk_at_the_end(disk: Disk, tmp_path: Path, num_ranks: int, how: str) -> None:
-    """What was trained is lost: that has not ended well, whatever else the script has done after the loop."""
+    """Training is lost, so the run fails, whatever the script does after the loop."""
+
+    def then(t: Tiny) -> None:
+        update(t)
+        if t.step.number == 2:
+            t.run._snapshotter.settle()
+            if t.run.rank == 0:
+                fill(disk.path / "filler")
+            if how == "told to stop":
+                os.kill(os.getpid(), signal.SIGTERM)
 
     def train() -> None:
-        run, model, optimizer = build(disk.path / "x", snapshot_every=2)
+        tiny = Tiny(disk.path / "x", snapshot_every=2).train(then=then)
+        (tmp_path / f"after-{tiny.run.rank}").touch()
 
-        def then(step: Any) -> None:
-            optimizer.step()
-            if step.number == 2:
-                run._snapshotter.settle()
-                if run.rank == 0:
-                    with open(disk.path / "filler", "wb", buffering=0) as file, suppress(OSError):
-                        while True:
-                            file.write(b"x" * 1024)
-                if how == "told to stop":
-                    os.kill(os.getpid(), signal.SIGTERM)
-
-        loop(run, model, optimizer, then=then)
-        (tmp_path / f"after-{run.rank}").touch()
-
-    said = r"the snapshot of step \d could not be written \(.*No space left.*\): the newest is that of step 2; fix th"
-    with pytest.raises(samestep.Error, match=said):
+    words = r"the snapshot of step \d could not be written \(.*No space left.*\): the newest is that of step 2; fix th"
+    with pytest.raises(samestep.Error, match=words):
         samestep.spawn(train, num_ranks)
     assert len(list(tmp_path.glob("after-*"))) == (num_ranks if how == "at its end" else 0)
     assert json.loads((disk.path / "x" / "status.json").read_text())["status"] in ("failed", "running")
@@ -463,25 +437,21 @@ def test_full_disk_at_the_end(disk: Disk, tmp_path: Path, num_ranks: int, how: s
 def test_full_disk_without_snapshots(
     disk: Disk, capfd: pytest.CaptureFixture[str], num_ranks: int, until: str
 ) -> None:  # fmt: skip
-    """What is lost of rows and records is told, when it is, and by whoever looks at the run afterwards."""
+    """Lost rows and records are reported when they are lost, and by `samestep inspect`."""
     run_dir, filler = disk.path / "x", disk.path / "filler"
+
+    def then(t: Tiny) -> None:
+        update(t)
+        if t.step.number == 0 and t.run.rank == 0:
+            fill(filler)
+        if f"step {t.step.number}" == until:
+            filler.unlink()
 
     def train() -> None:
         from samestep.snapshot import run_directory
 
         run_directory.METRICS_FLUSH_S = run_directory.LEDGER_FLUSH_S = 0.0
-        run, model, optimizer = build(run_dir, snapshot_every=None, log_every=2)
-
-        def then(step: Any) -> None:
-            optimizer.step()
-            if step.number == 0 and run.rank == 0:
-                with open(filler, "wb", buffering=0) as file, suppress(OSError):
-                    while True:
-                        file.write(b"x" * 1024)
-            if f"step {step.number}" == until:
-                filler.unlink()
-
-        loop(run, model, optimizer, then=then)
+        tiny_run(run_dir, snapshot_every=None, log_every=2, then=then)
 
     samestep.spawn(train, num_ranks)
     printed = capfd.readouterr().out
@@ -521,7 +491,7 @@ def test_no_room_to_begin(disk: Disk, num_ranks: int) -> None:
 
 
 def test_read_only_disk(disk: Disk) -> None:
-    """A directory that is there, and one that is to be made."""
+    """An existing directory and a new one."""
     run_dir = disk.path / "x"
     samestep.spawn(learn_well, 1, (run_dir,))
     disk.remount("ro")
@@ -536,7 +506,7 @@ def test_read_only_disk(disk: Disk) -> None:
 
 
 def test_directory_of_another_user(tmp_path: Path) -> None:
-    """As after a run as root, in a container for instance."""
+    """As after a run as root in a container."""
     if os.geteuid() != 0:
         pytest.skip("root alone can become another user")
     run_dir = tmp_path / "x"
@@ -594,7 +564,7 @@ def waiting(tmp_path: Path) -> Iterator[Waiting]:
 
 
 def test_second_process(waiting: Waiting, tmp_path: Path) -> None:
-    """Fenced off while the first is alive, however it is started; and not any longer."""
+    """It is refused while the first process lives, however it is started."""
     waiting.wait_held()
     before = look(waiting.run_dir)
     pid, host = waiting.process.pid, socket.gethostname()
@@ -602,7 +572,7 @@ def test_second_process(waiting: Waiting, tmp_path: Path) -> None:
     assert_refused(launch("nothing", waiting.run_dir, 2), alive)
     with pytest.raises(samestep.Error, match=alive):
         samestep.spawn(train, 1, ("nothing", waiting.run_dir))
-    # Whoever reads what is in the directory does not take the lock away by that.
+    # A process that reads files of the directory does not release the lock.
     (waiting.run_dir / "lock").read_bytes()
     with pytest.raises(samestep.Error, match=alive):
         samestep.spawn(train, 1, ("nothing", waiting.run_dir))
@@ -613,8 +583,8 @@ def test_second_process(waiting: Waiting, tmp_path: Path) -> None:
     assert lock not in open_files(worker.pid), "a worker that outlives its rank would keep the lock"
     waiting.process.send_signal(signal.SIGKILL)
     waiting.process.wait()
-    assert samestep.spawn(learn_well, 2, (waiting.run_dir,)) == 8, "free at once"
-    assert samestep.spawn(learn_well, 1, (waiting.run_dir,)) == 8, "and after it has ended"
+    assert samestep.spawn(learn_well, 2, (waiting.run_dir,)) == 8, "the lock is free at once"
+    assert samestep.spawn(learn_well, 1, (waiting.run_dir,)) == 8, "and after the run has ended"
     check(samestep_command("inspect", waiting.run_dir, "--samples", cwd=tmp_path))
 
 
@@ -628,9 +598,7 @@ def test_the_process_itself_reads_its_lock(tmp_path: Path) -> None:
     python = find_programs() / "python"
 
     def train() -> None:
-        import subprocess
-
-        run, *_ = build(tmp_path / "x")
+        run = Tiny(tmp_path / "x").run
         (tmp_path / "x" / "lock").read_bytes()
         second = [python, SCRIPT, str(tmp_path / "x"), "nothing"]
         done = subprocess.run(second, env=clean_variables(ON_LO), capture_output=True, text=True)
@@ -642,7 +610,7 @@ def test_the_process_itself_reads_its_lock(tmp_path: Path) -> None:
 
 
 def test_at_the_same_moment(tmp_path: Path) -> None:
-    """Of some processes that start together one gets the run; the others leave it alone, also as they clean up."""
+    """Of processes that start together, one gets the run. The others change nothing, also when they clean up."""
     started = [Waiting(tmp_path / "x") for _ in range(3)]
     try:
         losers = []

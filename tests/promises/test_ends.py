@@ -1,4 +1,4 @@
-"""How runs end where nobody thinks of their end: forked processes, ranks that leave early, runs that are forgotten."""
+"""Unusual ends of runs: forked processes, ranks that leave early, runs without a reference."""
 
 import gc
 import os
@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from promises.wrong import Pairs, build, loop
 from support.runs import check, run_command
-from torch import nn
-from torch.optim import SGD
+from support.tiny import Pairs, Tiny, tiny_run, update
 
 import samestep
 from samestep.errors import PeerFailed
@@ -36,22 +34,22 @@ def fork(how: str) -> int:
 
 
 def train(run_dir: Path, *hows: str, num_workers: int = 0) -> None:
-    """A run that forks, when it has begun and in its third step."""
-    run, model, optimizer = build(run_dir, snapshot_every=None, log_every=1)
+    """A run that forks before its loop and in its third step."""
+    tiny = Tiny(run_dir, snapshot_every=None, log_every=1)
     if "exit" in hows:
         assert fork("exit") == 0
         assert (run_dir / "lock").exists()
 
-    def then(step: Any) -> None:
-        optimizer.step()
-        if hows and step.number == 2:
+    def then(t: Tiny) -> None:
+        update(t)
+        if hows and t.step.number == 2:
             assert [fork(how) for how in hows] == [CODES[how] for how in hows]
             assert (run_dir / "lock").exists()
             assert "SAMESTEP_ERROR_DIR" not in os.environ or not list(
                 Path(os.environ["SAMESTEP_ERROR_DIR"]).glob("[0-9].json")
             )
 
-    loop(run, model, optimizer, then=then, num_workers=num_workers)
+    tiny.train(then=then, num_workers=num_workers)
 
 
 def assert_alike(run_dir: Path, other: Path) -> None:
@@ -61,7 +59,7 @@ def assert_alike(run_dir: Path, other: Path) -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_forked_processes(tmp_path: Path, num_ranks: int) -> None:
-    """They are no part of the run: they write nothing, remove nothing, and end as if there were no run."""
+    """They are not part of the run: they write nothing, remove nothing, and end as without a run."""
     samestep.spawn(train, num_ranks, (tmp_path / "lone" / "x",))
     samestep.spawn(train, num_ranks, (tmp_path / "x", *CODES), {"num_workers": 1})
     assert_alike(tmp_path / "x", tmp_path / "lone" / "x")
@@ -84,11 +82,10 @@ def test_forked_from_plain_python(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_leaves_after_its_loop(tmp_path: Path) -> None:
-    """The loop is finished, but the script goes on: the rank that left is named, and not those that have lost it."""
+    """The loop is complete, but the script continues. The error names the rank that left, not those that lost it."""
 
     def train() -> None:
-        run, model, optimizer = build(tmp_path / "x")
-        loop(run, model, optimizer)
+        run = Tiny(tmp_path / "x").train().run
         if run.rank == 1:
             os._exit(0)
         run.evaluate(lambda batch: {"one": 1.0}, list(range(8)))
@@ -105,55 +102,50 @@ def test_a_rank_that_leaves_after_its_loop(tmp_path: Path) -> None:
     ],
 )
 def test_a_call_of_one_rank_before_the_loop(tmp_path: Path, alone: str, names: str) -> None:
-    """The other rank makes its next call: no rank waits for the other one."""
+    """The other rank makes its next call. Neither waits for the other."""
+
+    def call_once(t: Tiny) -> dict[str, Any]:
+        if alone == "once" and t.run.rank == 0:
+            t.run.once(int)
+        return {}
 
     def train() -> None:
-        run, model = samestep.Run(tmp_path / "x", batch_size=8, micro_batch_size=2), nn.Linear(4, 1)
-        if alone == "once" and run.rank == 0:
-            run.once(int)
-        optimizer = SGD(model.parameters(), lr=0.1)
-        run.prepare(model=model, optimizer=optimizer)
-        if alone == "evaluate" and run.rank == 0:
-            run.evaluate(lambda batch: {"one": 1.0}, list(range(8)))
-        loop(run, model, optimizer)
+        tiny = Tiny(tmp_path / "x", objects=call_once)
+        if alone == "evaluate" and tiny.run.rank == 0:
+            tiny.run.evaluate(lambda batch: {"one": 1.0}, list(range(8)))
+        tiny.train()
 
     with pytest.raises(samestep.Error, match=f"^rank 0 has called {re.escape(names)}: "):
         samestep.spawn(train, 2)
 
 
 def test_a_rank_that_leaves_early(tmp_path: Path) -> None:
-    """It is named, and not the others that have lost it."""
+    """The error names it, and not the ranks that lost it."""
 
-    def train() -> None:
-        run, model, optimizer = build(tmp_path / "x")
-
-        def then(step: Any) -> None:
-            optimizer.step()
-            if step.number == 2 and run.rank == 1:
-                os._exit(0)
-
-        loop(run, model, optimizer, then=then)
+    def then(t: Tiny) -> None:
+        update(t)
+        if t.step.number == 2 and t.run.rank == 1:
+            os._exit(0)
 
     with pytest.raises(
         RuntimeError, match=r"^rank 1 ended before its run did, with exit code 0: let every rank"
     ) as caught:
-        samestep.spawn(train, 2)
+        samestep.spawn(tiny_run, 2, (tmp_path / "x",), {"then": then})
     assert not isinstance(caught.value, PeerFailed)
     assert not hasattr(caught.value, "__notes__")
 
 
-# --- runs that are forgotten ------------------------------------------------------------------------------------------
+# --- runs without a reference -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_one_run_after_the_other(tmp_path: Path, num_ranks: int) -> None:
-    """Each gives back what it held, once nobody has it any more."""
+    """Each closes its files once the script has no reference to it."""
 
     def train() -> list[int]:
         counts = []
         for number in range(5):
-            run, model, optimizer = build(tmp_path / str(number))
-            loop(run, model, optimizer)
+            tiny_run(tmp_path / str(number))
             counts.append(len(os.listdir("/proc/self/fd")))
         return counts
 
@@ -161,13 +153,12 @@ def test_one_run_after_the_other(tmp_path: Path, num_ranks: int) -> None:
     assert counts[-1] <= counts[1], counts
 
 
-def test_a_run_that_is_left_is_not_forgotten(tmp_path: Path) -> None:
-    """Its mistake is told at the end of the process, though nobody has the run any more."""
+def test_a_break_is_reported_without_a_reference_to_the_run(tmp_path: Path) -> None:
+    """The error comes at the end of the process."""
 
     def train() -> None:
         def break_off() -> None:
-            run, *_ = build(tmp_path / "x")
-            for _ in run.steps(Pairs(), 4):
+            for _ in Tiny(tmp_path / "x").run.steps(Pairs(), 4):
                 break
 
         break_off()

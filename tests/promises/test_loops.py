@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from promises.wrong import Pairs
 from support.runs import ask, check, digest, run_command, samestep_command
+from support.tiny import Pairs
 
 import samestep
 

@@ -1,6 +1,5 @@
-"""Mistakes are caught where they are made, in one sentence, and nothing is written that would have to be undone."""
+"""A mistake in a script raises an error of one sentence, and leaves nothing on disk that a later start must undo."""
 
-import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -9,20 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from promises.wrong import (
-    BATCH_SIZE,
-    MICRO_BATCH_SIZE,
-    MISTAKES,
-    NUM_SAMPLES,
-    RANKS,
-    Mistake,
-    Pairs,
-    build,
-    learn,
-    loop,
-    train,
-)
+from promises.wrong import MISTAKES, RANKS, Mistake, Unreadable, train
+from support.runs import read_rows
 from support.selection import one_in
+from support.tiny import NUM_SAMPLES, Pairs, Tiny, learn, tiny_run, update
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -30,23 +19,27 @@ import samestep
 from samestep.plan.ledger import RECORD
 from samestep.snapshot.store import Store
 
-# What a run that has begun and failed in its first epoch leaves: nothing that a later start would not begin anew.
+# The files of a run that failed in its first epoch.
 BEGUN = {"run.json", "status.json", "lock", "metrics.jsonl", "ledger.bin"}
 
 
-def check_left(found: Mistake, run_dir: Path, name: str) -> None:
-    """What is on disk after a mistake."""
+def assert_caught(name: str, found: Mistake, num_ranks: int, run_dir: Path) -> samestep.Error:
+    """Check the error's sentence and what is on disk after it. Returns the error."""
+    with pytest.raises(samestep.Error) as caught:
+        samestep.spawn(train, num_ranks, (name, run_dir))
+    assert_sentence(str(caught.value), found.sentence)
     if found.at == "start":
         assert not run_dir.parent.exists(), sorted(run_dir.parent.rglob("*"))
-        return
+        return caught.value
     assert {path.name for path in run_dir.iterdir() if path.is_file()} - {"timeline.jsonl"} == BEGUN
     snapshots = Store(run_dir).snapshots()
     assert all(snapshot.problem is None for snapshot in snapshots)
-    assert all(snapshot.step <= 4 for snapshot in snapshots), "one after the mistake"
+    assert all(snapshot.step <= 4 for snapshot in snapshots), "no snapshot of a step after the mistake"
     for snapshot in snapshots:
         state = Store(run_dir).read(snapshot)
         tensors = [t for part in state["objects"].values() for t in flatten(part) if isinstance(t, torch.Tensor)]
-        assert all(torch.isfinite(tensor).all() for tensor in tensors), f"poisoned: {snapshot.path}"
+        assert all(torch.isfinite(tensor).all() for tensor in tensors), f"not finite: {snapshot.path}"
+    return caught.value
 
 
 def flatten(value: Any) -> Iterator[Any]:
@@ -59,84 +52,62 @@ def flatten(value: Any) -> Iterator[Any]:
         yield value
 
 
-def assert_sentence(message: str, said: str) -> None:
-    assert re.search(said, message), message
+def assert_sentence(message: str, expected: str) -> None:
+    assert re.search(expected, message), message
     assert "\n" not in message
     assert len(message) < 400, message
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_alone(name: str, tmp_path: Path) -> None:
-    run_dir = tmp_path / "runs" / "x"
-    with pytest.raises(samestep.Error) as caught:
-        samestep.spawn(train, 1, (name, run_dir))
-    assert_sentence(str(caught.value), MISTAKES[name].said)
-    check_left(MISTAKES[name], run_dir, name)
+def test_on_one_rank(name: str, tmp_path: Path) -> None:
+    assert_caught(name, MISTAKES[name], 1, tmp_path / "runs" / "x")
 
 
 @pytest.mark.parametrize("name", one_in(4, [name for name, found in MISTAKES.items() if found.at == "loop"]))
 def test_on_two_ranks(name: str, tmp_path: Path) -> None:
-    """The same sentence, and at once: no rank waits for another that has failed."""
-    run_dir = tmp_path / "runs" / "x"
-    with pytest.raises(samestep.Error) as caught:
-        samestep.spawn(train, 2, (name, run_dir))
-    assert_sentence(str(caught.value), MISTAKES[name].said)
-    check_left(MISTAKES[name], run_dir, name)
-    if found := re.search(r"on rank (\d)|\(rank (\d)\)", str(caught.value)):
+    """The sentence is the same, and no rank waits for one that has failed."""
+    error = assert_caught(name, MISTAKES[name], 2, tmp_path / "runs" / "x")
+    if found := re.search(r"on rank (\d)|\(rank (\d)\)", str(error)):
         rank = int(found[1] or found[2])
-        assert f"rank {rank} raised this" in caught.value.__notes__[0] or caught.value.rank is None
+        assert f"rank {rank} raised this" in error.__notes__[0] or error.rank is None
 
 
 @pytest.mark.parametrize("name", RANKS)
 def test_ranks_that_differ(name: str, tmp_path: Path) -> None:
-    run_dir = tmp_path / "runs" / "x"
-    with pytest.raises(samestep.Error) as caught:
-        samestep.spawn(train, 2, (name, run_dir))
-    assert_sentence(str(caught.value), RANKS[name].said)
-    check_left(RANKS[name], run_dir, name)
+    assert_caught(name, RANKS[name], 2, tmp_path / "runs" / "x")
 
 
-# --- the rank that is named -------------------------------------------------------------------------------------------
+# --- the rank that the error names ------------------------------------------------------------------------------------
 
 
 def test_the_rank_of_a_loss() -> None:
-    """Every rank is told; the one that computed it is named."""
+    """Every rank raises the error; it names the rank that computed the loss."""
     for v, rank in ((0, 0), (1, 0), (2, 1), (3, 1)):
 
-        def train(v: int = v) -> None:
-            def body(step: Any, model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> None:
-                factor = float("nan") if (step.number, step.micro_batch) == (1, v) else 1.0
-                step.backward((model(x) - y).mean() * factor)
-
-            loop(*build(None), body)
+        def body(t: Tiny, x: torch.Tensor, y: torch.Tensor, v: int = v) -> None:
+            factor = float("nan") if (t.step.number, t.step.micro_batch) == (1, v) else 1.0
+            t.step.backward((t.model(x) - y).mean() * factor)
 
         with pytest.raises(samestep.Error, match=rf"step 1 is nan in micro-batch {v} \(rank {rank}\)"):
-            samestep.spawn(train, 2)
+            samestep.spawn(tiny_run, 2, kwargs={"body": body})
 
 
 @pytest.mark.parametrize(("sample", "rank"), [(0, 0), (2, 0), (4, 1), (7, 1)])
 def test_the_rank_of_a_sample(sample: int, rank: int) -> None:
-    """Unshuffled, step 0 has samples 0 to 7, the first half of them on rank 0."""
-
-    def train(num_workers: int) -> None:
-        loop(*build(None), data=Pairs(fail=sample), shuffle=False, num_workers=num_workers)
-
+    """Without shuffling, step 0 has samples 0 to 7, the first half of them on rank 0."""
     for num_workers in (0, 1):
+        arguments = {"data": Unreadable(sample), "shuffle": False, "num_workers": num_workers}
         with pytest.raises(samestep.Error, match=rf"sample {sample} .*on rank {rank} in step 0") as caught:
-            samestep.spawn(train, 2, (num_workers,))
+            samestep.spawn(tiny_run, 2, kwargs=arguments)
         assert caught.value.rank == rank
 
 
 def test_the_rank_of_a_lone_sample() -> None:
-    """Of 7 samples in micro-batches of 2, the last one has one; whichever rank holds it."""
-
-    def train() -> None:
-        run, model, optimizer = build(None, lambda: torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)))
-        loop(run, model, optimizer, lambda step, model, x, y: step.backward(model(x).mean()), data=Pairs(7))
-
+    """Of 7 samples in micro-batches of 2, the last micro-batch has one."""
+    arguments = {"model": lambda: nn.Sequential(nn.Linear(4, 1), nn.BatchNorm1d(1)), "data": Pairs(7)}
     for num_ranks, rank in ((1, 0), (2, 1), (4, 3)):
         with pytest.raises(samestep.Error, match=rf"micro-batch 3 of step 0 \(rank {rank}\) has one sample") as caught:
-            samestep.spawn(train, num_ranks)
+            samestep.spawn(tiny_run, num_ranks, kwargs=arguments)
         assert caught.value.rank == rank
 
 
@@ -160,16 +131,16 @@ SCORES: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_scores(num_ranks: int) -> None:
-    """Bad ones are told; nan and infinities are values like others."""
+    """Bad scores raise an error; nan and infinities are valid."""
 
-    def train() -> dict[str, str]:
-        run, model, _ = build(None)
-        said = {}
+    def evaluate() -> dict[str, str]:
+        tiny = Tiny()
+        run, sentences = tiny.run, {}
         for name, (score, _) in SCORES.items():
             with pytest.raises(samestep.Error) as caught:
                 run.evaluate(score, Pairs(5))
-            said[name] = str(caught.value)
-            assert model.training
+            sentences[name] = str(caught.value)
+            assert tiny.model.training
         for bad in (0, -1, "2", 1.5):
             with pytest.raises(samestep.Error, match="micro_batch_size must be a whole number above 0"):
                 run.evaluate(lambda _: {"a": 1.0}, Pairs(5), micro_batch_size=bad)
@@ -183,11 +154,11 @@ def test_scores(num_ranks: int) -> None:
             Pairs(5),
         )
         assert (str(found["a"]), found["b"], str(found["c"])) == ("nan", inf, "nan")
-        return said
+        return sentences
 
-    said = samestep.spawn(train, num_ranks)
+    sentences = samestep.spawn(evaluate, num_ranks)
     for name, (_, words) in SCORES.items():
-        assert_sentence(said[name], words)
+        assert_sentence(sentences[name], words)
 
 
 # --- arguments of Run -------------------------------------------------------------------------------------------------
@@ -255,49 +226,47 @@ def test_user_directories_are_found(tmp_path: Path) -> None:
 
 
 class Lookahead:
-    """Wraps an optimizer, as some do."""
+    """Wraps an optimizer."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner = inner
+        self.state_dict, self.load_state_dict = inner.state_dict, inner.load_state_dict
 
-    def state_dict(self) -> dict[str, Any]:
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.inner.load_state_dict(state)
+    def step(self) -> None:
+        self.inner.step()
 
 
-def test_checks_do_not_get_in_the_way(tmp_path: Path) -> None:
-    """Each of these stands near a mistake above."""
+def test_correct_code_raises_no_error(tmp_path: Path) -> None:
+    """Each of these lines resembles a mistake above."""
+    stranger = nn.Linear(1, 1)
+    others = torch.optim.SGD(stranger.parameters(), lr=0.1)
+
+    def body(t: Tiny, x: torch.Tensor, y: torch.Tensor) -> None:
+        t.optimizer.inner.zero_grad()  # at the start of the body, as in many scripts
+        if t.step.micro_batch == 0 and t.step.number == 2:
+            return
+        learn(t, x, y)
+        t.step.log(a=1, b=torch.ones(()), c=True)
+
+    def then(t: Tiny) -> None:
+        others.step()
+        stranger(torch.ones(1, 1)).sum().backward()
+        update(t)
+        out = t.run.evaluate(lambda b: {"a": (b[0].mean(), len(b[0])), "b": b[1][:, 0].tolist()}, Pairs(5))
+        assert len(out["b"]) == 5
+
+    def after_epoch(t: Tiny) -> None:
+        t.run.state["worst"] = float("nan")
+        t.run.snapshot("best")
 
     def train() -> tuple[float, Any]:
-        run = samestep.Run(tmp_path / "run", batch_size=8, micro_batch_size=2, log_every=1, device="cpu")
-        model = torch.nn.Linear(4, 1)
-
-        lookahead = Lookahead(torch.optim.SGD(model.parameters(), lr=0.1))
-        run.prepare(model=model, lookahead=lookahead)
-        stranger = torch.nn.Linear(1, 1)
-        others = torch.optim.SGD(stranger.parameters(), lr=0.1)
-        run.state["best"] = float("inf")
-        for epoch in run.epochs(Pairs(), 2):
-            for step in epoch:
-                for v, (x, y) in enumerate(step):
-                    lookahead.inner.zero_grad()  # as scripts have it: before
-                    if v == 0 and step.number == 2:
-                        continue
-                    step.backward(torch.nn.functional.mse_loss(model(x), y))
-                    step.log(a=1, b=torch.ones(()), c=True)
-                others.step()
-                stranger(torch.ones(1, 1)).sum().backward()
-                lookahead.inner.step()
-                out = run.evaluate(lambda b: {"a": (b[0].mean(), len(b[0])), "b": b[1][:, 0].tolist()}, Pairs(5))
-                assert len(out["b"]) == 5
-            run.state["worst"] = float("nan")
-            run.snapshot("best")
-        sizes = run.evaluate(lambda b: {"size": float(len(b[0]))}, DataLoader(Pairs(5), batch_size=4))
+        tiny = Tiny(tmp_path / "run", log_every=1, optimizer=lambda p: Lookahead(torch.optim.SGD(p, lr=0.1)))
+        tiny.run.state["best"] = float("inf")
+        tiny.train(body=body, then=then, after_epoch=after_epoch)
+        sizes = tiny.run.evaluate(lambda b: {"size": float(len(b[0]))}, DataLoader(Pairs(5), batch_size=4))
         assert sizes == {"size": (4 * 4 + 1 * 1) / 5}, "a DataLoader's own micro-batches"
-        torch.optim.Adam(model.parameters()).step()  # after the loop, the model is the script's
-        return float(step.loss), run.state
+        torch.optim.Adam(tiny.model.parameters()).step()  # after the loop, the script may change the model
+        return float(tiny.step.loss), tiny.run.state
 
     for num_ranks in (1, 2):
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
@@ -312,26 +281,20 @@ def test_checks_do_not_get_in_the_way(tmp_path: Path) -> None:
         assert str(state) == str(found)
 
 
-def test_a_later_run_of_the_process_takes_over(tmp_path: Path) -> None:
-    """A cell of a notebook is run a second time: the run begins or goes on; the first object is of no use any more."""
+def test_a_later_run_of_the_process_ends_the_first(tmp_path: Path) -> None:
+    """As where a cell of a notebook is run a second time: the second Run begins or resumes."""
 
     def train() -> None:
-        first, model, optimizer = build(tmp_path / "run", snapshot_every=1)
-        steps = first.steps(Pairs(), 4)
+        first = Tiny(tmp_path / "run", snapshot_every=1)
+        steps = first.run.steps(Pairs(), 4)
         for _ in range(2):
-            for x, y in next(steps):
-                learn(first._loop.step, model, x, y)
-            optimizer.step()
+            first.take([next(steps)])
         next(steps)
-        second, model, optimizer = build(tmp_path / "run", snapshot_every=1)
-        assert second.steps_done == 2
+        second = Tiny(tmp_path / "run", snapshot_every=1)
+        assert second.run.steps_done == 2
         with pytest.raises(samestep.Error, match=r"was ended by a later samestep\.Run of this process"):
-            first.log({"a": 1.0})
-        for step in second.steps(Pairs(), 4):
-            for x, y in step:
-                learn(step, model, x, y)
-            optimizer.step()
-        assert second.steps_done == 4
+            first.run.log({"a": 1.0})
+        assert second.train(num_steps=4).run.steps_done == 4
 
     samestep.spawn(train)
     assert [snapshot.step for snapshot in Store(tmp_path / "run").snapshots()] == [2, 3, 4]
@@ -339,11 +302,11 @@ def test_a_later_run_of_the_process_takes_over(tmp_path: Path) -> None:
 
 
 def test_prepare_again_after_a_mistake() -> None:
-    """In a notebook, the cell is mended and run again."""
+    """As where a cell of a notebook is corrected and run again."""
 
     def train() -> int:
         run = samestep.Run(None, batch_size=4, micro_batch_size=1)
-        model = torch.nn.Linear(4, 1)
+        model = nn.Linear(4, 1)
         with pytest.raises(samestep.Error, match="second"):
             run.prepare(model=model, second=None)
         run.prepare(model=model)
@@ -352,22 +315,22 @@ def test_prepare_again_after_a_mistake() -> None:
         for epoch in run.epochs(Pairs(), 1):
             for step in epoch:
                 for x, y in step:
-                    learn(step, model, x, y)
+                    step.backward((model(x) - y).square().mean())
         return run.steps_done
 
     assert samestep.spawn(train) == 8
 
 
-def test_memory_used_again_is_no_old_model() -> None:
-    """A new model may get the addresses of one that was there before the Run and is gone."""
+def test_a_new_model_at_the_address_of_an_old_one() -> None:
+    """A model that is built after the Run may get the memory of one that was there before it."""
 
     def train() -> None:
-        old = [torch.nn.Linear(4, 4) for _ in range(50)]
+        old = [nn.Linear(4, 4) for _ in range(50)]
         run = samestep.Run(None, batch_size=4, micro_batch_size=1)
         ids = {id(param) for layer in old for param in layer.parameters()}
         old.clear()
-        new = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(50)])
-        assert ids & {id(param) for param in new.parameters()}, "the test is of no use"
+        new = nn.Sequential(*[nn.Linear(4, 4) for _ in range(50)])
+        assert ids & {id(param) for param in new.parameters()}, "no address was used again: nothing is tested"
         run.prepare(model=new)
 
     samestep.spawn(train)
@@ -375,36 +338,31 @@ def test_memory_used_again_is_no_old_model() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_sampler_that_has_changed(num_ranks: int, tmp_path: Path) -> None:
-    """Since an epoch was begun: some samples would be used twice in it, and others not at all."""
+    """In the middle of an epoch it would use some samples twice and others not at all."""
 
     def train(shift: int, max_steps: int) -> int:
-        run, model, optimizer = build(tmp_path / "run", snapshot_every=1, max_steps=max_steps)
         sampler = lambda epoch: [(i + shift) % NUM_SAMPLES for i in range(NUM_SAMPLES)]  # noqa: E731
-        loop(run, model, optimizer, sampler=sampler)
-        return int(run.steps_done)
+        return tiny_run(tmp_path / "run", snapshot_every=1, max_steps=max_steps, sampler=sampler)
 
     assert samestep.spawn(train, num_ranks, (0, 2)) == 2
     with pytest.raises(samestep.Error, match=r"sampler\(0\) gave other indices than before the restart: make them dep"):
         samestep.spawn(train, num_ranks, (1, 8))
     assert samestep.spawn(train, num_ranks, (0, 4)) == 4
-    assert samestep.spawn(train, num_ranks, (1, 8)) == 8, "an epoch that begins may have another order"
+    assert samestep.spawn(train, num_ranks, (1, 8)) == 8, "a new epoch may have another order"
 
 
-def test_rows_from_before_the_loop_stand_once(tmp_path: Path) -> None:
-    """A script that scores its model before it trains logs the same at every start."""
+def test_rows_from_before_the_loop_are_written_once(tmp_path: Path) -> None:
+    """A script that evaluates its model before training logs the same row at every start."""
+
+    def log_unprepared(tiny: Tiny) -> dict[str, Any]:
+        tiny.run.log({"unprepared": 0.0})
+        return {}
 
     def train(max_steps: int) -> None:
-        run = samestep.Run(
-            tmp_path / "run", batch_size=BATCH_SIZE, micro_batch_size=MICRO_BATCH_SIZE, device="cpu",
-            snapshot_every=1, max_steps=max_steps, log_every=2,
-        )  # fmt: skip
-        run.log({"unprepared": 0.0})
-        model = nn.Linear(4, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        run.prepare(model=model, optimizer=optimizer)
-        run.log({"untrained": 1.0})
-        loop(run, model, optimizer)
-        run.log({"trained": 2.0})
+        tiny = Tiny(tmp_path / "run", objects=log_unprepared, snapshot_every=1, max_steps=max_steps, log_every=2)
+        tiny.run.log({"untrained": 1.0})
+        tiny.train()
+        tiny.run.log({"trained": 2.0})
 
     for max_steps in (2, 4, 4):
         samestep.spawn(train, 1, (max_steps,))
@@ -415,45 +373,42 @@ def test_rows_from_before_the_loop_stand_once(tmp_path: Path) -> None:
     assert [row for row in rows if '"trained"' in row] == ['{"step": 4, "trained": 2.0}']
 
 
-def test_rows_from_an_epochs_head_stand_once(tmp_path: Path) -> None:
-    """A run that goes on in the midst of an epoch runs the lines before its steps once more."""
+def test_rows_from_the_head_of_an_epoch_are_written_once(tmp_path: Path) -> None:
+    """A run that resumes in the middle of an epoch repeats the lines before the epoch's steps."""
+
+    def then(t: Tiny) -> None:
+        update(t)
+        t.run.log({"body of": t.step.number})
 
     def train(max_steps: int) -> None:
-        run = samestep.Run(
-            tmp_path / "run", batch_size=BATCH_SIZE, micro_batch_size=MICRO_BATCH_SIZE, device="cpu",
-            snapshot_every=1, max_steps=max_steps, log_every=100,
-        )  # fmt: skip
-        model = nn.Linear(1, 1)
-        run.prepare(model=model)
-        for epoch in run.epochs(torch.randn(2 * BATCH_SIZE, 1), 3):
-            run.log({"head of": epoch.number})
-            for step in epoch:
-                for x in step:
-                    step.backward(model(x).mean())
-                run.log({"body of": step.number})
+        tiny = Tiny(tmp_path / "run", snapshot_every=1, max_steps=max_steps, log_every=100)
+        for epoch in tiny.run.epochs(Pairs(16), 3):
+            tiny.run.log({"head of": epoch.number})
+            tiny.take(epoch, then=then)
 
     for max_steps in (1, 3, 4, 6):
         samestep.spawn(train, 2, (max_steps,))
-    rows = [json.loads(row) for row in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = read_rows(tmp_path / "run")
     assert [row["head of"] for row in rows if "head of" in row] == [0, 1, 2]
     assert [row["body of"] for row in rows if "body of" in row] == list(range(6))
 
 
 def test_steps_without_an_update() -> None:
-    """Steps whose gradients no optimizer is meant to use, and updates that torch's hooks do not see."""
+    """Steps whose gradients no optimizer uses, and updates that torch's hooks do not see."""
 
     def train() -> float:
-        run = samestep.Run(None, batch_size=BATCH_SIZE, micro_batch_size=MICRO_BATCH_SIZE, device="cpu")
-        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1))
-        first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model)
-        lookahead = Lookahead(torch.optim.SGD(model.parameters(), lr=0.1))
-        run.prepare(model=model, first=first, second=second, lookahead=lookahead)
+        tiny = Tiny(
+            model=lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 1)),
+            optimizer=lambda p: Lookahead(torch.optim.SGD(p, lr=0.1)),
+            objects=lambda t: {f"of_{i}": torch.optim.SGD(t.model[i].parameters(), lr=0.1) for i in (0, 1)},
+        )
+        model = tiny.model
         scaler = torch.amp.GradScaler("cpu")  # the script's own
 
         def scale_too_far() -> None:
             model[0].weight.grad[0] = torch.inf
             scaler.scale(torch.ones(()))
-            scaler.step(first)
+            scaler.step(tiny.of_0)
             scaler.update()
 
         def update_by_hand() -> None:
@@ -464,41 +419,35 @@ def test_steps_without_an_update() -> None:
         def assign_data() -> None:
             model[0].weight.data = model[0].weight.data * 0.9
 
-        bodies = [
+        updates = [
             model.zero_grad,
             lambda: model.zero_grad(set_to_none=False),
-            first.step,
-            second.step,
-            lookahead.inner.step,
+            tiny.of_0.step,
+            tiny.of_1.step,
+            tiny.optimizer.step,
             scale_too_far,
             update_by_hand,
             assign_data,
         ]
-        for step in run.steps(Pairs(), len(bodies) + 1):
-            if step.number == len(bodies):
-                model.zero_grad()  # before the inner loop it drops nothing that is of use
-            for x, y in step:
-                learn(step, model, x, y)
-            bodies[step.number % len(bodies)]()
-        return float(step.loss)
+        for step in tiny.run.steps(Pairs(), len(updates) + 1):
+            if step.number == len(updates):
+                model.zero_grad()  # before the inner loop it drops nothing that is used
+            tiny.take([step], then=lambda t: updates[t.step.number % len(updates)]())
+        return float(tiny.step.loss)
 
     assert samestep.spawn(train, 1) == samestep.spawn(train, 2)
 
 
 def test_a_closure_that_iterates_a_step_again() -> None:
     def train() -> float:
-        run = samestep.Run(None, batch_size=BATCH_SIZE, micro_batch_size=MICRO_BATCH_SIZE, device="cpu")
-        model = nn.Linear(4, 1)
-        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3, line_search_fn="strong_wolfe")
-        run.prepare(model=model, optimizer=optimizer)
-        for step in run.steps(Pairs(), 4):
+        tiny = Tiny(optimizer=lambda p: torch.optim.LBFGS(p, max_iter=3, line_search_fn="strong_wolfe"))
+        for step in tiny.run.steps(Pairs(), 4):
 
             def closure(step: Any = step) -> torch.Tensor:
-                for x, y in step:
-                    learn(step, model, x, y)
+                tiny.take([step], then=lambda t: None)
                 return step.loss
 
-            optimizer.step(closure)
+            tiny.optimizer.step(closure)
         return float(step.loss)
 
     assert samestep.spawn(train, 1) == samestep.spawn(train, 2)

@@ -1,4 +1,6 @@
-"""Whatever kills a run, whenever: the same command goes on, at any number of ranks, to the very same end."""
+"""A run that was killed at any moment and by any cause resumes with the same command, at any number of ranks, and ends
+with the same bits.
+"""
 
 import json
 import os
@@ -13,12 +15,17 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from promises.faulty import IN_BODY, IN_SAVING, IN_STEP, NUM_STEPS, STEPS_PER_EPOCH
 from promises.trial import Outcome, Trial, read_tree, resume_is_from
-from promises.wrong import build, learn_well, loop
+from promises.wrong import learn_well
 from support.runs import ask
 from support.selection import one_in
+from support.tiny import Pairs, Tiny, learn, tiny_run, update
 from support.waiting import wait_until
+from torch import Tensor, nn
+from torch.optim import Adam, Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 import samestep
 from samestep.watch.trackers.continuation import LastRow, find_id, keep_id
@@ -28,7 +35,7 @@ POINTS = "points"
 
 
 class Points:
-    """A tracker with an id, whose service keeps what it gets in a file: the id and the row."""
+    """A tracker with an id. Its service keeps the id and the row of each call in a file."""
 
     def start(self, info: samestep.TrackerInfo) -> None:
         assert info.dir is not None
@@ -49,7 +56,7 @@ class Points:
         self.file.close()
 
 
-# --- kills, as a person meets them ------------------------------------------------------------------------------------
+# --- kills under the launcher -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -68,13 +75,13 @@ class Points:
 def test_killed_under_the_launcher(
     trial: Trial, undisturbed: Undisturbed, fault: str, flags: list[str], arguments: list[str], num_ranks_then: int
 ) -> None:
-    """The command goes on, by hand; at once where `--max-restarts` is given, which has tests of its own."""
+    """The user runs the command again. (`--max-restarts`, which does it automatically, has its own tests.)"""
     with trial.killing_the_frozen():
         killed = trial.start("launch", 2, fault, *flags, arguments=arguments)
         code = killed.wait()
     in_worker, is_exit = "worker" in fault, "exit" in fault
     assert code == (1 if in_worker else 3 if is_exit else 128 + signal.SIGKILL), killed.output
-    # (What a rank says whose DataLoader worker dies is torch's choice, of several errors.)
+    # (For the death of a DataLoader worker, torch raises one of several errors.)
     said = "samestep: rank" if in_worker else "ended with exit code 3" if is_exit else "was killed by SIGKILL"
     assert said in killed.output
     trial.note_strike(fault, "kill its process" if in_worker else None)
@@ -89,7 +96,7 @@ def test_killed_under_the_launcher(
 
 
 def build_ends_of_launchers() -> list[tuple[str, str]]:
-    """Who is killed, and where the run stands by then: every moment, the victims in turns."""
+    """The victim and where the run is: every moment, with the victims in turn."""
     victims = ("launcher", "server", "frozen launcher")
     steps = {"start": 0} | dict.fromkeys(IN_STEP, 7) | dict.fromkeys((*IN_BODY, *IN_SAVING), 10)
     return [(victims[i % 3], f"step {step} in {moment}") for i, (moment, step) in enumerate(steps.items())]
@@ -97,7 +104,7 @@ def build_ends_of_launchers() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("victim", "held_at"), one_in(12, build_ends_of_launchers()))
 def test_the_launcher_itself_is_killed(trial: Trial, undisturbed: Undisturbed, victim: str, held_at: str) -> None:
-    """Its ranks, and their DataLoader workers, do not outlive it to write into the run of those that follow."""
+    """Its ranks and their DataLoader workers end too, so that they cannot write into the resumed run."""
     arguments = ["--num-workers", "1", "--settled"]
     launch = trial.start("launch", 2, f"hold rank 0 at {held_at}", "--keep-last", "1", arguments=arguments)
     trial.wait_held()
@@ -106,7 +113,7 @@ def test_the_launcher_itself_is_killed(trial: Trial, undisturbed: Undisturbed, v
     began_s = time.monotonic()
     if victim == "frozen launcher":
         os.kill(launch.process.pid, signal.SIGSTOP)
-        wait_until(lambda: server.parent().status() == psutil.STATUS_STOPPED, "it stands still")
+        wait_until(lambda: server.parent().status() == psutil.STATUS_STOPPED, "the launcher is stopped")
     os.kill(server.pid if victim == "server" else launch.process.pid, signal.SIGKILL)
     assert launch.wait() == (128 + signal.SIGKILL if victim == "server" else -signal.SIGKILL)
     what = "freeze" if victim == "frozen launcher" else "kill"
@@ -116,12 +123,12 @@ def test_the_launcher_itself_is_killed(trial: Trial, undisturbed: Undisturbed, v
     assert trial.outcome() == undisturbed()
 
 
-# --- one after the other, and other loops -----------------------------------------------------------------------------
+# --- several kills, and other loops -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", one_in(6, range(3)))
 def test_killed_again_and_again(trial: Trial, undisturbed: Undisturbed, seed: int) -> None:
-    """One crash after the other, at other numbers of ranks each time, until there is none left."""
+    """Several crashes in turn, each at another number of ranks."""
     draw = random.Random(seed)
     steps = sorted(draw.sample(range(NUM_STEPS), 5))
     faults = [f"{draw.choice(['kill', 'raise'])} rank 0 at step {step} in {draw.choice(IN_STEP)}" for step in steps]
@@ -134,7 +141,7 @@ def test_killed_again_and_again(trial: Trial, undisturbed: Undisturbed, seed: in
             trial.spawn(num_ranks, faults, num_workers=num_workers, snapshot_every=every)
             break
         except RuntimeError:
-            new = trial.struck - struck  # more than one where two ranks met theirs before the launcher was there
+            new = trial.struck - struck  # two if both struck before the launcher ended the ranks
             assert new
             struck |= new
             for fault in new:
@@ -158,7 +165,7 @@ def test_killed_again_and_again(trial: Trial, undisturbed: Undisturbed, seed: in
     ids=["steps, in the body", "steps", "DataLoader workers", "a sampler"],
 )
 def test_other_loops(trial: Trial, undisturbed: Undisturbed, arguments: dict[str, object], fault: str) -> None:
-    """A tracker that they log to keeps its id through the crash, and gets every row once."""
+    """A tracker keeps its id through the crash, and gets every row once."""
     trial.spawn_to_fail(2, fault, trackers=[Points()], **arguments)
     trial.note_strike(fault)
     trial.spawn(3, fault, trackers=[Points()], **arguments)
@@ -171,7 +178,7 @@ def test_other_loops(trial: Trial, undisturbed: Undisturbed, arguments: dict[str
     assert len(lines) <= len(rows) + 1, "SIGKILL between a row and its record repeats one row"
 
 
-# --- what is in the directory -----------------------------------------------------------------------------------------
+# --- the run directory ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -224,7 +231,7 @@ def test_what_is_saved_and_kept(
 
 
 def test_rows_past_the_snapshot_are_cut(trial: Trial, undisturbed: Undisturbed) -> None:
-    """An exception lets the rank write its rows before it goes; those past the snapshot must not stand there twice."""
+    """After an exception, a rank writes its rows before it ends. Those past the snapshot must not be there twice."""
     fault = "raise rank 0 at step 9 in update"
     trial.spawn_to_fail(2, fault)
     trial.note_strike(fault)
@@ -234,25 +241,18 @@ def test_rows_past_the_snapshot_are_cut(trial: Trial, undisturbed: Undisturbed) 
     assert len(ledger) == 9 * 40
     trial.spawn(2, fault)
     assert trial.outcome() == undisturbed()
-    assert undisturbed().metrics.startswith(rows), "the run that failed had the same rows up to there"
+    assert undisturbed().metrics.startswith(rows), "the failed run had the same rows until then"
 
 
 def test_rows_from_before_the_first_step(tmp_path: Path) -> None:
-    """Killed after it had logged, and before the run had begun: the same command begins."""
+    """The script is killed after it has logged and before the loop: the same command begins the run."""
 
     def train(is_first: bool) -> int:
-        import torch
-
-        run = samestep.Run(tmp_path / "run", batch_size=4, micro_batch_size=1)
-        model = torch.nn.Linear(1, 1)
-        run.prepare(model=model)
+        tiny = Tiny(tmp_path / "run")
         if is_first:
-            run.log({"untrained": 1.0})
+            tiny.run.log({"untrained": 1.0})
             os.kill(os.getpid(), signal.SIGKILL)
-        for step in run.steps(torch.randn(4, 1), 2):
-            for x in step:
-                step.backward(model(x).mean())
-        return run.steps_done
+        return int(tiny.train(num_steps=2).run.steps_done)
 
     with pytest.raises(RuntimeError, match="SIGKILL"):
         samestep.spawn(train, 1, (True,))
@@ -261,20 +261,15 @@ def test_rows_from_before_the_first_step(tmp_path: Path) -> None:
 
 
 def test_a_script_that_changes_its_working_directory(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The run stays in the directory that its relative path meant, and is called what the script calls it."""
+    """The run stays in the directory that its relative path meant, and messages name that path."""
     (tmp_path / "elsewhere").mkdir()
 
     def train(num_epochs: int) -> Path:
         os.chdir(tmp_path)
-        run, model, optimizer = build("mine", snapshot_every=2)
+        tiny = Tiny("mine", snapshot_every=2)
         os.chdir("elsewhere")
-
-        def then(step: Any) -> None:
-            optimizer.step()
-            os.chdir("/")
-
-        loop(run, model, optimizer, num_epochs=num_epochs, then=then, sampler=lambda epoch: range(32))
-        return run.dir  # type: ignore[no-any-return]
+        tiny.train(num_epochs, then=lambda t: [update(t), os.chdir("/")], sampler=lambda epoch: range(32))
+        return tiny.run.dir  # type: ignore[no-any-return]
 
     for num_epochs in (1, 2):
         assert samestep.spawn(train, 2, (num_epochs,)) == tmp_path / "mine"
@@ -287,7 +282,7 @@ def test_a_script_that_changes_its_working_directory(tmp_path: Path, capfd: pyte
 
 
 def test_a_backup_of_another_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """It is not gone on from; the file that says so is named."""
+    """The run does not resume from it. A message names the snapshot."""
     for name, seed in (("run", 0), ("other", 1)):
         samestep.spawn(learn_well, 1, (tmp_path / name,), {"seed": seed})
     there = tmp_path / "run" / "snapshots"
@@ -300,14 +295,14 @@ def test_a_backup_of_another_run(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert resume_is_from(printed) == 6
 
 
-# --- where to go on from ----------------------------------------------------------------------------------------------
+# --- where a run resumes ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("which", one_in(4, [6, "6", "best", "latest"]))
 def test_resume_from_an_older_snapshot(
     trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], which: int | str
 ) -> None:
-    """What is newer is moved out of the way, not lost; and the end is the same."""
+    """Newer snapshots are moved, not lost, and the end is the same."""
     fault = "kill rank 0 at step 13 in forward"
     trial.spawn_to_fail(2, fault, snapshot_every=3, settled=True)
     there = set(trial.snapshots)
@@ -334,7 +329,7 @@ def test_resume_by_the_launcher_flag(trial: Trial, undisturbed: Undisturbed) -> 
 
 
 def test_killed_while_going_back(trial: Trial, undisturbed: Undisturbed) -> None:
-    """A crash among the snapshots that are moved out of the way leaves a directory that can be resumed from."""
+    """A crash while snapshots are moved leaves a directory from which the run can resume."""
     trial.spawn(2, snapshot_every=3, keep_last=9)
     fault = "kill rank 0 at step 0 in rewinding"
     trial.spawn_to_fail(2, fault, snapshot_every=3, resume=3)
@@ -351,7 +346,7 @@ def test_resume_refused(trial: Trial, resume: str | int, said: str) -> None:
     with pytest.raises(samestep.Error, match=said):
         trial.spawn(2, resume=resume)
     after = read_tree(trial.dir)
-    assert before.pop("lock") != after.pop("lock")  # says who came last
+    assert before.pop("lock") != after.pop("lock")  # names the last process
     assert before == after
 
 
@@ -393,7 +388,7 @@ def test_fresh_starts_beside(trial: Trial, undisturbed: Undisturbed) -> None:
 def test_max_steps_and_then_more(
     trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], max_steps: int, every: int | str
 ) -> None:
-    """However a run is cut into pieces, in the middle of an epoch, too, it is the same."""
+    """A run in several pieces is the same, also if a piece ends in the middle of an epoch."""
     trial.spawn(2, max_steps=max_steps, snapshot_every=every)
     assert f"step-{max_steps:08d}" in trial.snapshots
     capfd.readouterr()
@@ -418,25 +413,17 @@ def test_more_epochs(trial: Trial, undisturbed: Undisturbed) -> None:
 
 @pytest.mark.parametrize("is_nested", one_in(2, [True, False]))
 def test_a_schedule_of_another_length(tmp_path: Path, capfd: pytest.CaptureFixture[str], is_nested: bool) -> None:
-    """What was restored goes on as it was, which is said, also of a schedule within another."""
+    """A restored schedule keeps its settings, with a message, also within another schedule."""
 
     def train(num_epochs: int) -> None:
-        import torch
-        from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+        def build(t: Tiny) -> dict[str, Any]:
+            schedule = CosineAnnealingLR(t.optimizer, 3 * num_epochs)
+            if is_nested:
+                schedule = SequentialLR(t.optimizer, [LinearLR(t.optimizer, 0.1, total_iters=2), schedule], [2])
+            return {"schedule": schedule}
 
-        run = samestep.Run(tmp_path / "run", batch_size=4, micro_batch_size=1)
-        model = torch.nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        schedule = CosineAnnealingLR(optimizer, 3 * num_epochs)
-        if is_nested:
-            schedule = SequentialLR(optimizer, [LinearLR(optimizer, 0.1, total_iters=2), schedule], [2])
-        run.prepare(model=model, optimizer=optimizer, schedule=schedule)
-        for epoch in run.epochs(torch.randn(12, 1), num_epochs):
-            for step in epoch:
-                for x in step:
-                    step.backward(model(x).mean())
-                optimizer.step()
-                schedule.step()
+        tiny = Tiny(tmp_path / "run", objects=build)
+        tiny.train(num_epochs, then=lambda t: [update(t), t.schedule.step()])
 
     samestep.spawn(train, 1, (2,))
     samestep.spawn(train, 1, (2,))
@@ -446,57 +433,47 @@ def test_a_schedule_of_another_length(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert f"settings of its first start, not with the script's ({name} 6 -> 12)" in capfd.readouterr().out
 
 
-def test_an_optimizer_of_ones_own(tmp_path: Path) -> None:
-    """With settings of its own alone, and none of those that torch's optimizers share."""
+def test_an_optimizer_with_settings_of_its_own(tmp_path: Path) -> None:
+    """It has none of the settings that torch's optimizers share."""
 
-    def train(num_steps: int) -> list[float]:
-        import torch
+    class Summing(Optimizer):
+        def __init__(self, params: object) -> None:
+            super().__init__(params, {"lr": 0.1})
 
-        class Mine(torch.optim.Optimizer):
-            def __init__(self, params: object) -> None:
-                super().__init__(params, {"lr": 0.1})
+        @torch.no_grad()
+        def step(self) -> None:
+            for param in self.param_groups[0]["params"]:
+                state = self.state[param]
+                state["sum"] = state.get("sum", 0) + param.grad
+                param -= self.param_groups[0]["lr"] * state["sum"]
 
-            @torch.no_grad()
-            def step(self) -> None:
-                for param in self.param_groups[0]["params"]:
-                    state = self.state[param]
-                    state["sum"] = state.get("sum", 0) + param.grad
-                    param -= self.param_groups[0]["lr"] * state["sum"]
+    def train(name: str, num_steps: int) -> list[list[float]]:
+        tiny = Tiny(tmp_path / name, optimizer=Summing).train(num_steps=num_steps)
+        return [param.tolist() for param in tiny.model.parameters()]
 
-        run = samestep.Run(tmp_path / f"run-{num_steps < 0}", batch_size=4, micro_batch_size=1)
-        model = torch.nn.Linear(1, 1)
-        optimizer = Mine(model.parameters())
-        run.prepare(model=model, optimizer=optimizer)
-        for step in run.steps(torch.randn(8, 1), abs(num_steps)):
-            for x in step:
-                step.backward(model(x).square().mean())
-            optimizer.step()
-        return [param.item() for param in model.parameters()]
-
-    samestep.spawn(train, 1, (3,))
-    assert samestep.spawn(train, 1, (6,)) == samestep.spawn(train, 1, (-6,))
+    samestep.spawn(train, 1, ("resumed", 3))
+    assert samestep.spawn(train, 1, ("resumed", 6)) == samestep.spawn(train, 1, ("whole", 6))
 
 
 def test_unfrozen_in_the_loop(tmp_path: Path) -> None:
-    """Resumed after the step in which the script unfreezes or adds a group, the run trains what it did before."""
+    """A run that resumes after the step in which the script unfreezes or adds a group trains the same parameters."""
 
-    def train(name: str, num_steps: int, frozen: int = 0, adds_group: bool = False) -> list[float]:
-        import torch
+    def train(name: str, num_steps: int, frozen: int = 0, adds_group: bool = False) -> list[Any]:
+        def build() -> nn.Module:
+            model = nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 1))
+            model[frozen].requires_grad_(False)
+            return model
 
-        run = samestep.Run(tmp_path / name, batch_size=4, micro_batch_size=1)
-        model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
-        model[frozen].requires_grad_(False)
-        optimizer = torch.optim.Adam((model[1] if adds_group else model).parameters(), 0.1)
-        run.prepare(model=model, optimizer=optimizer)
-        for step in run.steps(torch.randn(8, 1), num_steps):
+        tiny = Tiny(tmp_path / name, model=build, optimizer=None, objects=lambda t: {
+            "optimizer": Adam((t.model[1] if adds_group else t.model).parameters(), 0.1)})  # fmt: skip
+        for step in tiny.run.steps(Pairs(), num_steps):
             if step.number == 2:
-                model[0].requires_grad_(True)
+                tiny.model[0].requires_grad_(True)
                 if adds_group:
-                    optimizer.add_param_group({"params": list(model[0].parameters())})
-            for x in step:
-                step.backward(model(x).square().mean())
-            optimizer.step()
-        return [param.item() for param in model.parameters()] + [param.requires_grad for param in model.parameters()]
+                    tiny.optimizer.add_param_group({"params": list(tiny.model[0].parameters())})
+            tiny.take([step])
+        params = [*tiny.model.parameters()]
+        return [param.tolist() for param in params] + [param.requires_grad for param in params]
 
     whole = samestep.spawn(train, 1, ("whole", 6))
     assert whole[4:] == [True] * 4
@@ -504,7 +481,7 @@ def test_unfrozen_in_the_loop(tmp_path: Path) -> None:
         samestep.spawn(train, num_ranks, ("killed", num_steps))
     assert samestep.spawn(train, 2, ("killed", 6)) == whole
     edited = samestep.spawn(train, 1, ("killed", 7, 1))
-    assert edited[4:] == [True, True, False, False], "what was edited before the loop counts"
+    assert edited[4:] == [True, True, False, False], "what the script changes before the loop counts"
     whole = samestep.spawn(train, 1, ("whole, with groups", 6, 0, True))
     for num_steps, num_ranks in ((3, 2), (4, 1)):
         samestep.spawn(train, num_ranks, ("groups", num_steps, 0, True))
@@ -512,11 +489,10 @@ def test_unfrozen_in_the_loop(tmp_path: Path) -> None:
 
 
 def test_a_changed_config(tmp_path: Path) -> None:
-    """It is told and recorded from which step on it counts; what was trained before it is not taken for trained so."""
+    """It is reported, and recorded with the step from which it applies. Earlier steps keep their config."""
 
     def train(num_epochs: int, lr: float) -> None:
-        run, model, optimizer = build(tmp_path / "run", config={"lr": lr})
-        loop(run, model, optimizer, num_epochs=num_epochs)
+        tiny_run(tmp_path / "run", config={"lr": lr}, num_epochs=num_epochs)
 
     def find_changes() -> list[tuple[int, str]]:
         changes = json.loads((tmp_path / "run" / "run.json").read_text())["changes"]
@@ -534,12 +510,11 @@ def test_a_changed_config(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("given", [("fold0", "fold1"), ("fold0", None), ("fold0", "fold0")])
 def test_several_runs_and_one_directory_from_outside(tmp_path: Path, given: tuple[str, str | None]) -> None:
-    """The second would take the first one's end for its own: nothing to train, and a score of other data."""
+    """The second run would find the first one's end: nothing to train, and a score of other data."""
 
     def train() -> None:
         for name in given:
-            run, model, optimizer = build(name, snapshot_every=2)
-            loop(run, model, optimizer, num_epochs=1)
+            tiny_run(name, snapshot_every=2, num_epochs=1)
 
     env = {"SAMESTEP_RUN_DIR": str(tmp_path / "run")}
     if given[0] == given[1]:
@@ -552,32 +527,24 @@ def test_several_runs_and_one_directory_from_outside(tmp_path: Path, given: tupl
 def test_an_optimizer_whose_state_is_wider_than_its_weights(tmp_path: Path) -> None:
     """float32 copies of bfloat16 weights, which torch would restore in the weights' dtype."""
 
+    class Master(Optimizer):
+        def __init__(self, params: object) -> None:
+            super().__init__(params, {"lr": 1e-3})
+
+        @torch.no_grad()
+        def step(self) -> None:
+            for param in self.param_groups[0]["params"]:
+                state = self.state[param]
+                if not state:
+                    state["copy"], state["more"] = param.float(), {"sums": [torch.zeros((), dtype=torch.float64)]}
+                state["copy"] -= 1e-3 * param.grad.float()
+                state["more"]["sums"][0] += param.grad.double().sum()
+                param.copy_(state["copy"] + 1e-6 * state["more"]["sums"][0])
+
     def train(num_steps: int, name: str) -> tuple[list[float], list[str]]:
-        import torch
-
-        class Master(torch.optim.Optimizer):
-            def __init__(self, params: object) -> None:
-                super().__init__(params, {"lr": 1e-3})
-
-            @torch.no_grad()
-            def step(self) -> None:
-                for param in self.param_groups[0]["params"]:
-                    state = self.state[param]
-                    if not state:
-                        state["copy"], state["more"] = param.float(), {"sums": [torch.zeros((), dtype=torch.float64)]}
-                    state["copy"] -= 1e-3 * param.grad.float()
-                    state["more"]["sums"][0] += param.grad.double().sum()
-                    param.copy_(state["copy"] + 1e-6 * state["more"]["sums"][0])
-
-        run = samestep.Run(tmp_path / name, batch_size=4, micro_batch_size=1)
-        model = torch.nn.Linear(3, 3).bfloat16()
-        optimizer = Master(model.parameters())
-        run.prepare(model=model, optimizer=optimizer)
-        for step in run.steps(torch.randn(8, 3).bfloat16(), num_steps):
-            for x in step:
-                step.backward(model(x).float().square().mean())
-            optimizer.step()
-        state = optimizer.state[model.weight]
+        tiny = Tiny(tmp_path / name, model=lambda: nn.Linear(4, 1).bfloat16(), optimizer=Master)
+        tiny.train(num_steps=num_steps, body=lambda t, x, y: learn(t, x.bfloat16(), y.bfloat16()))
+        state = tiny.optimizer.state[tiny.model.weight]
         return state["copy"].flatten().tolist(), [str(state["copy"].dtype), str(state["more"]["sums"][0].dtype)]
 
     samestep.spawn(train, 1, (3, "resumed"))
@@ -587,25 +554,16 @@ def test_an_optimizer_whose_state_is_wider_than_its_weights(tmp_path: Path) -> N
 
 
 def test_what_follows_the_loop(tmp_path: Path) -> None:
-    """Killed there, the same command finds nothing left to train, and what it draws and scores is the same."""
+    """Killed after its loop, a run draws and evaluates the same when it is started again."""
+
+    def score(batch: Any) -> dict[str, Tensor]:
+        return {"noise": torch.rand(())}
 
     def train(directory: Path, is_killed: bool) -> None:
-        import torch
-
-        def score(x: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"noise": torch.rand(())}
-
-        run = samestep.Run(directory, batch_size=4, micro_batch_size=1)
-        model = torch.nn.Linear(1, 1)
-        run.prepare(model=model)
-        for epoch in run.epochs(torch.randn(4, 1), 2):
-            for step in epoch:
-                for x in step:
-                    step.backward(model(x).mean())
-            run.log(run.evaluate(score, torch.randn(8, 1)))
+        tiny = Tiny(directory).train(after_epoch=lambda t: t.run.log(t.run.evaluate(score, Pairs(8))))
         if is_killed:
             os.kill(os.getpid(), signal.SIGKILL)
-        run.log({"drawn": torch.rand(()).item()} | run.evaluate(score, torch.randn(8, 1)))
+        tiny.run.log({"drawn": torch.rand(()).item()} | tiny.run.evaluate(score, Pairs(8)))
 
     samestep.spawn(train, 1, (tmp_path / "whole", False))
     with pytest.raises(RuntimeError, match="SIGKILL"):
@@ -629,7 +587,7 @@ def test_nothing_left_to_do(trial: Trial, undisturbed: Undisturbed, capfd: pytes
     assert trial.num_ends == 2
 
 
-# --- snapshots that are not whole -------------------------------------------------------------------------------------
+# --- damaged snapshots ------------------------------------------------------------------------------------------------
 
 
 def flip_a_byte(snapshot: Path) -> str:
@@ -666,12 +624,12 @@ def forge_the_manifest(snapshot: Path) -> str:
     return "manifest.json"
 
 
-# (Every kind of damage to every file, and to any byte that hypothesis draws, is tested with the store.)
+# (The tests of the store damage every file, and any byte that hypothesis draws.)
 DAMAGES = [flip_a_byte_of_the_state, flip_any_byte, lose_the_manifest, forge_the_manifest]
 
 
 @pytest.mark.parametrize("damage", one_in(3, DAMAGES))
-def test_a_torn_snapshot_is_passed_over(
+def test_a_damaged_snapshot_is_not_used(
     trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], damage: Callable[[Path], str]
 ) -> None:
     trial.spawn(2, max_steps=12, snapshot_every=4, keep_last=9)
@@ -685,7 +643,7 @@ def test_a_torn_snapshot_is_passed_over(
     trial.note("damage", "at rest", 0.0)
 
 
-def test_nothing_is_sound(trial: Trial) -> None:
+def test_no_snapshot_is_sound(trial: Trial) -> None:
     trial.spawn(1, epochs=1)
     for snapshot in (trial.dir / "snapshots").iterdir():
         flip_a_byte(snapshot)
@@ -699,7 +657,7 @@ def test_nothing_is_sound(trial: Trial) -> None:
 def test_the_open_epochs_order_is_damaged(
     trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], text: bytes
 ) -> None:
-    """As after a power failure: the sampler gives it once more, and the audit has it."""
+    """As after a power failure: the sampler is called again, and the audit finds the order."""
     trial.spawn(2, max_steps=7, with_sampler=True)
     (trial.dir / "orders" / "epoch-00000001.npy").write_bytes(text)
     capfd.readouterr()
@@ -713,7 +671,7 @@ def test_the_open_epochs_order_is_damaged(
 
 
 def test_what_is_compared_tells_runs_apart(trial: Trial, undisturbed: Undisturbed) -> None:
-    """A schedule stepped twice, a state that was lost, one sample in another order: none of it stays unseen."""
+    """Another seed, length or order of samples gives another outcome."""
     assert STEPS_PER_EPOCH * 3 == NUM_STEPS
     reference = undisturbed()
     other = undisturbed(seed=6)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from promises.wrong import Pairs
+from support.tiny import Pairs
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
