@@ -23,6 +23,7 @@ _EXPORTS = {
     "InvalidValue": "samestep.errors",
     "InvalidType": "samestep.errors",
     "UsageError": "samestep.errors",
+    "RunDirectoryError": "samestep.errors",
     "PeerFailed": "samestep.errors",
     "Stuck": "samestep.errors",
     "WorkerDied": "samestep.errors",
@@ -36,6 +37,7 @@ __all__ = [
     "MLflow",
     "PeerFailed",
     "Run",
+    "RunDirectoryError",
     "Shard",
     "Source",
     "Step",
@@ -53,7 +55,16 @@ __all__ = [
 
 if TYPE_CHECKING:
     from samestep.data.source import Shard, Source
-    from samestep.errors import Error, InvalidType, InvalidValue, PeerFailed, Stuck, UsageError, WorkerDied
+    from samestep.errors import (
+        Error,
+        InvalidType,
+        InvalidValue,
+        PeerFailed,
+        RunDirectoryError,
+        Stuck,
+        UsageError,
+        WorkerDied,
+    )
     from samestep.launch.spawn import spawn
     from samestep.train.loop import Epoch
     from samestep.train.run import Run

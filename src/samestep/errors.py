@@ -7,7 +7,9 @@ class Error(Exception):
     """Invalid input or a mistake in the training loop.
 
     The message is one sentence: what is wrong, what was found and what to do. An uncaught `Error` ends the program with
-    this sentence instead of a traceback, and with exit code 2. Most are raised as one of the subclasses.
+    this sentence instead of a traceback, and with exit code 2. Wrong arguments, calls and run directories raise
+    a subclass: `InvalidValue`, `InvalidType`, `UsageError`, `RunDirectoryError`. Commands raise `Error` itself, as do
+    failures that no argument causes: a missing package, ranks or hosts that differ, or a data set that fails.
 
     Args:
         message: the sentence.
@@ -66,6 +68,20 @@ class UsageError(Error, RuntimeError):
     """
 
 
+class RunDirectoryError(Error):
+    """The run directory cannot be used with this script: another run, model or data set is in it, another process uses
+    it, it is damaged or cannot be written, or it lacks the snapshot.
+
+    Example::
+
+        >>> import pathlib, samestep
+        >>> _ = pathlib.Path("run.json").write_text("{}")
+        >>> samestep.Run(".", batch_size=4)
+        Traceback (most recent call last):
+        samestep.errors.RunDirectoryError: ./run.json has format None, this samestep reads ...: update samestep
+    """
+
+
 class PeerFailed(RuntimeError):
     """Another rank failed while this rank waited for it. The launcher reports the error of that rank instead.
 
@@ -102,12 +118,20 @@ class WorkerDied(RuntimeError):
     """
 
 
+KINDS = {kind.__name__: kind for kind in (Error, InvalidValue, InvalidType, UsageError, RunDirectoryError)}
+
+
+def name_kind(error: Error) -> str:
+    """Return the name in `KINDS` of an error's class, or of its base class: another process raises the same kind."""
+    return next(kind.__name__ for kind in type(error).__mro__ if kind in KINDS.values())
+
+
 def recognize(error: BaseException) -> Error | WorkerDied | None:
     """A clearer exception for one that Python or torch raised; None if there is none."""
     if type(error) is RuntimeError and str(error).startswith("DataLoader worker (pid"):  # raised by a signal handler
         return WorkerDied(f"{str(error).split('. ')[0]} while the script ran: {WORKER_ADVICE}")
     if isinstance(error, AttributeError) and error.name == "no_sync":
-        return Error("no_sync() belongs to DDP: leave it out, since a step exchanges its gradients once")
+        return UsageError("no_sync() belongs to DDP: leave it out, since a step exchanges its gradients once")
     return None
 
 

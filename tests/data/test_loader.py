@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 from samestep.data.loader import Loaded, Loader, Task, seed_all, to_device
 from samestep.data.sample_errors import write_traceback
 from samestep.data.spec import understand
-from samestep.errors import Error, WorkerDied, recognize
+from samestep.errors import Error, InvalidValue, WorkerDied, recognize
 from samestep.plan.ledger import fingerprint
 
 CPU = torch.device("cpu")
@@ -296,13 +296,14 @@ def test_a_failing_getitems_names_the_sample() -> None:
         load(Failing(), plan_tasks(6))
 
 
-def test_getitems_must_give_a_sample_for_each_index() -> None:
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_getitems_must_give_a_sample_for_each_index(num_workers: int) -> None:
     class Short(Many):
         def __getitems__(self, indices: list[int]) -> list[Tensor]:
             return super().__getitems__(indices)[1:]
 
-    with pytest.raises(Error, match="3 samples for 4 indices"):
-        load(Short(), plan_tasks(1))
+    with pytest.raises(InvalidValue, match="3 samples for 4 indices"):
+        load(Short(), plan_tasks(1), num_workers=num_workers)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])

@@ -156,7 +156,7 @@ def test_sys_exit_0_returns_none() -> None:
 
 @pytest.mark.parametrize("num_ranks", [0, -1, "2"])
 def test_a_wrong_number_of_ranks(num_ranks: Any) -> None:
-    with pytest.raises(samestep.Error, match="at least 1"):
+    with pytest.raises(samestep.InvalidValue, match="at least 1"):
         samestep.spawn(os.getpid, num_ranks)
 
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from states import assert_same
 from support.selection import one_in
 
-from samestep.errors import Error
+from samestep.errors import Error, RunDirectoryError
 from samestep.plan.ledger import Entry
 from samestep.snapshot.manifest import parse_manifest, seal
 from samestep.snapshot.object_store import ObjectStore, Unreachable
@@ -145,7 +145,7 @@ def test_a_bucket_names_no_other_file(place: Path, name: str, size: int | None) 
     path.write_text(json.dumps(seal(manifest)))
     (place / "copy" / "snapshots").mkdir(parents=True)
     before = look(place)
-    with pytest.raises(Error, match=r"manifest\.json is damaged"):
+    with pytest.raises(RunDirectoryError, match=r"manifest\.json is damaged"):
         read_from_bucket(place)
     assert look(place) == before
     assert parse_manifest(path.read_bytes()) == ({}, "manifest.json is damaged")
@@ -198,7 +198,7 @@ def test_a_header_takes_no_more_than_its_file(place: Path, old: bytes, new: byte
         return len(header).to_bytes(8, "little") + header + content[8 + length :]
 
     replace_in(place, "tensors.safetensors", change)
-    with pytest.raises(Error, match="holds no state that can be read"):
+    with pytest.raises(RunDirectoryError, match="holds no state that can be read"):
         read_here(place)
 
 
@@ -218,7 +218,7 @@ def test_a_header_takes_no_more_than_its_file(place: Path, old: bytes, new: byte
 )
 def test_a_structure_holds_only_what_samestep_writes(place: Path, value: Any) -> None:
     replace_in(place, "state.json", lambda _: json.dumps(value).encode())
-    with pytest.raises(Error, match="holds no state that can be read"):
+    with pytest.raises(RunDirectoryError, match="holds no state that can be read"):
         read_here(place)
 
 

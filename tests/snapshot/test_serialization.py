@@ -18,7 +18,7 @@ from hypothesis.extra import numpy as st_numpy
 from safetensors.torch import load_file
 from states import assert_same
 
-from samestep.errors import Error
+from samestep.errors import InvalidType
 from samestep.snapshot.serialization import decode, digest, digest_of, encode, read_tensors, view_bytes, write_tensors
 
 DTYPES = [
@@ -220,7 +220,7 @@ class Pair(NamedTuple):
 )
 def test_what_cannot_be_held_is_named(value: Any, what: str) -> None:
     state = {"objects": {"scheduler": {"lr_lambdas": [None, value]}}}
-    with pytest.raises(Error) as raised:
+    with pytest.raises(InvalidType) as raised:
         encode(state)
     assert str(raised.value).startswith("scheduler.lr_lambdas[1]")
     assert what in str(raised.value)

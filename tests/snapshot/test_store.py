@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from states import assert_same, make_state
 
-from samestep.errors import Error
+from samestep.errors import InvalidType, InvalidValue, RunDirectoryError
 from samestep.snapshot.serialization import digest
 from samestep.snapshot.store import Store
 
@@ -81,13 +81,13 @@ def test_one_of_the_same_step_or_name_is_replaced(store: Store) -> None:
 
 @pytest.mark.parametrize("name", ["", "latest", "never", "123", "step-00000001", "a/b", "..", ".hidden", "ü", "x" * 65])
 def test_names_that_mean_something_else_are_refused(name: str, store: Store) -> None:
-    with pytest.raises(Error, match="use letters, digits and underscores"):
+    with pytest.raises(InvalidValue, match="use letters, digits and underscores"):
         store.write({}, step=1, name=name, meta={})
     assert not store.path.exists()
 
 
 def test_a_state_that_cannot_be_held_leaves_nothing(store: Store) -> None:
-    with pytest.raises(Error, match=r"^model\.hook is a function"):
+    with pytest.raises(InvalidType, match=r"^model\.hook is a function"):
         store.write({"objects": {"model": {"hook": lambda: 0}}}, step=1, meta={})
     assert not store.path.exists()
 
@@ -103,11 +103,11 @@ def test_meta_that_is_no_json_leaves_nothing(store: Store) -> None:
 
 
 def test_what_is_absent_is_answered_with_what_there_is(store: Store) -> None:
-    with pytest.raises(Error, match=r"there is no snapshot named best in .*: there are none yet"):
+    with pytest.raises(RunDirectoryError, match=r"there is no snapshot named best in .*: there are none yet"):
         store.find("best")
     store.write({}, step=1, meta={})
     store.write({}, step=3, name="best", meta={})
-    with pytest.raises(Error, match=r"there is no snapshot of step 2 in .*: there is step 1, best"):
+    with pytest.raises(RunDirectoryError, match=r"there is no snapshot of step 2 in .*: there is step 1, best"):
         store.find(2)
 
 
@@ -116,7 +116,9 @@ def test_asked_for_one_that_is_not_sound(store: Store) -> None:
         store.write(make_state(step), step=step, meta={})
     flip(store.path / "step-00000002" / "tensors.safetensors", -1)
     warnings: list[str] = []
-    with pytest.raises(Error, match=r"the snapshot of step 2 is not sound \(.*damaged.*\) in .*: there is step 1$"):
+    with pytest.raises(
+        RunDirectoryError, match=r"the snapshot of step 2 is not sound \(.*damaged.*\) in .*: there is step 1$"
+    ):
         store.find(2, warn=warnings.append)
     assert len(warnings) == 1
 
@@ -126,7 +128,7 @@ def test_none_sound_is_an_error_and_no_fresh_start(store: Store) -> None:
     flip(store.path / "step-00000001" / "state.json", 3)
     warnings: list[str] = []
     with pytest.raises(
-        Error, match=r"no snapshot in .* is sound \(.*state\.json is damaged.*start with SAMESTEP_FRESH=1 "
+        RunDirectoryError, match=r"no snapshot in .* is sound \(.*state\.json is damaged.*start with SAMESTEP_FRESH=1 "
     ):
         store.find("latest", warn=warnings.append)
     assert len(warnings) == 1
@@ -196,7 +198,7 @@ def test_a_piece_that_is_damaged_is_located(store: Store) -> None:
     path = store.path / "step-00000001" / "tensors.safetensors"
     flip(path, -1)
     size = path.stat().st_size
-    with pytest.raises(Error, match=rf"damaged \(somewhere in bytes {size - 4000} to {size}\)"):
+    with pytest.raises(RunDirectoryError, match=rf"damaged \(somewhere in bytes {size - 4000} to {size}\)"):
         store.find("latest", warn=lambda _: None)
 
 
@@ -249,7 +251,7 @@ def test_a_snapshot_that_goes_bad_after_it_was_found(store: Store) -> None:
     found = store.find("latest")
     assert found is not None
     (found.path / "tensors.safetensors").unlink()
-    with pytest.raises(Error, match=r"not sound any more: tensors.safetensors is missing"):
+    with pytest.raises(RunDirectoryError, match=r"not sound any more: tensors.safetensors is missing"):
         store.read(found)
 
 

@@ -17,7 +17,7 @@ from samestep.data.lanes import Lanes
 from samestep.data.loader import Loader, Task
 from samestep.data.source import mark_shards, parse_shards, read_shards
 from samestep.data.spec import understand
-from samestep.errors import Error, InvalidType
+from samestep.errors import InvalidType, InvalidValue, RunDirectoryError
 from samestep.plan.schedule import EndlessSchedule
 from samestep.sources import MDS, Parquet, WebDataset, open_tokens
 from samestep.train.batches import Batches
@@ -60,7 +60,9 @@ def test_a_shard_with_other_content_of_the_same_size(kind: str, tmp_path: Path) 
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    with pytest.raises(Error, match=r"not those that the run began with: .* has other content.*; put back what was"):
+    with pytest.raises(
+        RunDirectoryError, match=r"not those that the run began with: .* has other content.*; put back what was"
+    ):
         start()
     start(overrides=True)
     start()
@@ -69,10 +71,12 @@ def test_a_shard_with_other_content_of_the_same_size(kind: str, tmp_path: Path) 
 def test_files_of_shards_are_checked(tmp_path: Path) -> None:
     source = make_tars(tmp_path)
     source.shard_files[2].unlink()
-    with pytest.raises(Error, match=r"the shard .*2\.tar cannot be read \(No such file or directory\): restore it"):
+    with pytest.raises(
+        InvalidValue, match=r"the shard .*2\.tar cannot be read \(No such file or directory\): restore it"
+    ):
         mark_shards(source, [])
     source.shard_files = source.shard_files[:2]
-    with pytest.raises(Error, match=r"WebDataset has 6 shards and 2 shard_files: give the file of each shard"):
+    with pytest.raises(InvalidValue, match=r"WebDataset has 6 shards and 2 shard_files: give the file of each shard"):
         mark_shards(source, [])
     for wrong in (None, 3, "a.tar", [None, "a.tar"]):
         source.shard_files = wrong
@@ -97,7 +101,7 @@ def test_columns_of_parquet(tmp_path: Path) -> None:
     assert batch["row"].tolist() == [[29, 29], [3, 3], [2, 2]]
     assert [tokens.tolist() for tokens in batch["tokens"]] == [[0], [0, 1, 2], [0, 1]]
     assert batch["name"] == ["sample 29", "sample 3", "sample 2"]
-    with pytest.raises(Error, match=r"has no column y: its columns are x, row"):
+    with pytest.raises(InvalidValue, match=r"has no column y: its columns are x, row"):
         Parquet(tmp_path, columns=["y"])
 
 
@@ -141,21 +145,21 @@ def test_a_bad_shard_is_named(kind: str, how: str, tmp_path: Path) -> None:
         index.unlink()
     name = spoil(kind, tmp_path, how)
     opener: Any = {"mds": MDS, "webdataset": WebDataset, "parquet": Parquet, "tokens": open_tokens}[kind]
-    with pytest.raises(Error, match=name.replace(".", r"\.")) as error:
+    with pytest.raises(InvalidValue, match=name.replace(".", r"\.")) as error:
         source = opener(tmp_path / name, 1) if kind == "tokens" else opener(tmp_path)
         source.__getitems__([*range(SAMPLES)])
     assert "\n" not in str(error.value)
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(Error, match=r"there are no \.tar files in"):
+    with pytest.raises(InvalidValue, match=r"there are no \.tar files in"):
         WebDataset(tmp_path)
-    with pytest.raises(Error, match=r"no directory of MDS shards"):
+    with pytest.raises(InvalidValue, match=r"no directory of MDS shards"):
         MDS(tmp_path)
     write_mds(tmp_path, {"x": "pkl"}, [{"x": b"."}], [None])
-    with pytest.raises(Error, match=r"column x of .* has the encoding pkl, which is not supported"):
+    with pytest.raises(InvalidValue, match=r"column x of .* has the encoding pkl, which is not supported"):
         MDS(tmp_path)
-    with pytest.raises(Error, match=r"the shard .*b\.tar is missing"):
+    with pytest.raises(InvalidValue, match=r"the shard .*b\.tar is missing"):
         WebDataset([tmp_path / "b.tar"])
 
 

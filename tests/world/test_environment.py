@@ -82,7 +82,7 @@ def test_less_than_torchrun_says() -> None:
     ],
 )
 def test_what_makes_no_world(variables: dict[str, str], said: str) -> None:
-    with pytest.raises(samestep.Error, match=said):
+    with pytest.raises(samestep.InvalidValue, match=said):
         read_environment(variables)
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import samestep
 from samestep.errors import Error, PeerFailed
 from samestep.launch.local_ranks import open_store
+from samestep.snapshot.object_store import Unreachable
 from samestep.world import group as group_module
 from samestep.world.environment import Environment, read_environment
 from samestep.world.group import Group, choose_device, close_group, open_group
@@ -123,9 +124,9 @@ def test_once(num_ranks: int) -> None:
 def test_an_error_of_once_is_everyones() -> None:
     def fn(group: Group) -> str:
         def fail() -> None:
-            raise samestep.Error("there is no such file")
+            raise samestep.InvalidValue("there is no such file")
 
-        with pytest.raises(samestep.Error, match="there is no such file"):
+        with pytest.raises(samestep.InvalidValue, match="there is no such file"):
             group.once(fail)
         with pytest.raises(KeyError if group.rank == 0 else PeerFailed, match="a column"):
             group.once({}.__getitem__, "a column")
@@ -148,9 +149,9 @@ def test_each(num_ranks: int) -> None:
 def test_an_error_of_one_is_everyones() -> None:
     def fn(group: Group) -> str:
         def fail() -> None:
-            raise samestep.Error(f"{group.rank} has no such file") if group.rank else OSError("never mind")
+            raise Unreachable("file:///x", f"{group.rank} has no such file") if group.rank else OSError("never mind")
 
-        with pytest.raises(samestep.Error, match="1 has no such file"):
+        with pytest.raises(samestep.RunDirectoryError, match="1 has no such file"):
             group.each(fail, on=[1, 2])
         with pytest.raises(OSError if group.rank == 0 else PeerFailed, match="never mind"):
             group.each(fail, on=[0])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from samestep import Error, InvalidType, InvalidValue, Run
+from samestep import InvalidType, InvalidValue, Run
 
 # Methods of a LightningModule that replace a part of Lightning's loop, which does not run here.
 NOT_CALLED = (
@@ -38,7 +38,7 @@ class Schedule:
         elif self.monitor is not None and self.monitor in values:
             self.scheduler.step(values[self.monitor])
         elif self.strict:
-            raise Error(
+            raise InvalidValue(
                 f"ReduceLROnPlateau monitors {self.monitor}, which the module has not logged: there are "
                 f"{', '.join(sorted(values)) or 'no values'}"
             )
@@ -138,8 +138,9 @@ def fit(
         The last value of everything that was logged.
 
     Raises:
-        Error: the module optimizes manually, uses several optimizers, replaces a part of Lightning's loop (such as
-            `optimizer_step`), or logs something other than numbers.
+        InvalidValue: the module optimizes manually, uses several optimizers, replaces a part of Lightning's loop (such
+            as `optimizer_step`), or has not logged `monitor`.
+        InvalidType: it logs something other than numbers.
 
     Example::
 
@@ -294,7 +295,7 @@ def _validate(run: Run, module: Any, loader: Any, logs: Logs) -> dict[str, float
 def _keep_best(run: Run, trainer: Trainer, monitor: str, sign: int, epoch: int, patience: int | None) -> None:
     """Take the snapshot "best" if this epoch is the best so far, and end the run after `patience` others."""
     if monitor not in trainer.callback_metrics:
-        raise Error(
+        raise InvalidValue(
             f"monitor is {monitor}, which the module has not logged: there are "
             f"{', '.join(sorted(trainer.callback_metrics)) or 'no values'}"
         )

@@ -281,7 +281,9 @@ class Trainer:
         name = args.metric_for_best_model
         name = name if name.startswith("eval_") else f"eval_{name}"
         if name not in metrics:
-            raise Error(f"metric_for_best_model is {name}, which is not one of the metrics: {', '.join(metrics)}")
+            raise InvalidValue(
+                f"metric_for_best_model is {name}, which is not one of the metrics: {', '.join(metrics)}"
+            )
         if isinstance(self.lr_scheduler, ReduceLROnPlateau):
             self.lr_scheduler.step(metrics[name])
         value = metrics[name] if args.greater_is_better else -metrics[name]
@@ -312,7 +314,7 @@ class Trainer:
         elif not isinstance(outputs, dict) or outputs.get("loss") is not None:
             loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
         else:
-            raise Error(
+            raise InvalidValue(
                 f"{type(self.model).__name__} returned no loss for {', '.join(inputs)}, only {', '.join(outputs)}: "
                 "pass labels, or replace compute_loss"
             )

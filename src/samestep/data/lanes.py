@@ -14,7 +14,7 @@ from samestep.data.content import hash_content
 from samestep.data.loader import Task, seed_all
 from samestep.data.sample_errors import describe_error
 from samestep.data.spec import has_lanes
-from samestep.errors import Error
+from samestep.errors import Error, InvalidType, InvalidValue
 from samestep.plan.schedule import EndlessSchedule
 from samestep.plan.seeds import derive
 from samestep.torch_internals import as_worker
@@ -105,7 +105,7 @@ class _Lane:
         try:
             return next(self._iterator)
         except StopIteration:
-            raise Error(
+            raise InvalidValue(
                 f"lane {self._lane} of {self._num_lanes} of the stream ({type(self._dataset).__name__}) gave no "
                 f"sample: each micro-batch of a step has a lane, so give it at least {self._num_lanes} shards, or use "
                 "fewer and larger micro-batches"
@@ -126,7 +126,7 @@ class _Lane:
             return copy.deepcopy(self._dataset)
         except Exception as error:
             name = type(self._dataset).__name__
-            raise Error(
+            raise InvalidType(
                 f"{name} cannot be copied for each of the {self._num_lanes} lanes ({type(error).__name__}: {error}): "
                 "give it a method lane(lane, num_lanes) that returns the samples of one"
             ) from None
@@ -139,7 +139,7 @@ class _Lane:
         try:
             state = copy.deepcopy(self._samples.state_dict())
         except Exception as error:
-            raise Error(
+            raise InvalidType(
                 f"the state_dict of lane {self._lane} of {self._num_lanes} of the stream "
                 f"({type(self._dataset).__name__}) cannot be copied ({type(error).__name__}: {error}): return numbers, "
                 "strings, lists, dicts and tensors"
@@ -233,7 +233,7 @@ class Lanes:
             reader.draw(min(self._size - at % self._size, start - at))
             is_known = position is not None and position.num_samples == reader.num_samples
             if position is not None and is_known and hash_content(reader.last) != position.mark:
-                raise Error(
+                raise InvalidValue(
                     f"sample {reader.num_samples - 1} of lane {lane} of {self.num_lanes} of the stream "
                     f"({type(self.dataset).__name__}) is not the same as before the restart: let its samples depend on "
                     "the lane, the number of lanes and the seeded generators alone, and let state_dict hold all else, "

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate, default
 
 from samestep.data.sample_errors import Failure, abbreviate, explain, pack, unpack
 from samestep.data.spec import DataSpec
-from samestep.errors import WORKER_ADVICE, Error, WorkerDied
+from samestep.errors import WORKER_ADVICE, Error, InvalidValue, WorkerDied
 from samestep.plan.ledger import fingerprint
 from samestep.processes import die_with_parent
 from samestep.torch_internals import (
@@ -412,7 +412,7 @@ class Fetcher:
             if self._many is not None:
                 samples = self._many(indices)
                 if isinstance(samples, list) and len(samples) != len(indices):
-                    raise Error(f"__getitems__ gave {len(samples)} samples for {len(indices)} indices.")
+                    raise InvalidValue(f"__getitems__ gave {len(samples)} samples for {len(indices)} indices.")
             else:
                 dataset = self._dataset
                 for index in indices:

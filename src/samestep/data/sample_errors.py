@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import get_worker_info
 
-from samestep.errors import Error
+from samestep.errors import KINDS, Error, name_kind
 from samestep.files import open_regular
 
 ManySamples = Callable[[list[Any]], Any]
@@ -18,6 +18,7 @@ ManySamples = Callable[[list[Any]], Any]
 class Failure(NamedTuple):
     """A DataLoader worker sends this instead of a micro-batch. torch's own wrapper would lose the cause."""
 
+    kind: str
     message: str
     cause: Exception | None
     worker_traceback: str
@@ -27,12 +28,12 @@ def pack(error: Error) -> Failure:
     """Convert an Error in a worker for sending."""
     cause = error.__cause__ if isinstance(error.__cause__, Exception) else None
     text = "".join(traceback.format_exception(cause or error))
-    return Failure(str(error), cause if _is_picklable(cause) else None, text)
+    return Failure(name_kind(error), str(error), cause if _is_picklable(cause) else None, text)
 
 
 def unpack(failure: Failure) -> Error:
     """Restore the Error, with its cause and the worker's traceback."""
-    error = Error(failure.message)
+    error = KINDS[failure.kind](failure.message)
     error.__cause__ = failure.cause or RuntimeError("in a DataLoader worker")
     error.__cause__.add_note(f"In the DataLoader worker:\n{failure.worker_traceback}")
     return error

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from samestep.errors import Error, InvalidType, InvalidValue
+from samestep.errors import InvalidType, InvalidValue
 
 MOST_NAMED = 3  # shards in a message
 BLOCK = 4096  # bytes that are hashed at the start, in the middle and at the end of a shard's file
@@ -92,7 +92,7 @@ def read_shards(dataset: Any) -> tuple[tuple[Shard, ...], NDArray[np.int64], str
     Takes 0.4 us per shard. For another data set, there are no shards, and the hash is "".
 
     Raises:
-        Error: they do not fit the length of the source, or a name is used twice.
+        InvalidValue: they do not fit the length of the source, or a name is used twice.
     """
     shards = getattr(dataset, "shards", None)
     if not isinstance(shards, Sequence) or {*map(type, shards)} != {Shard}:
@@ -120,7 +120,7 @@ def mark_shards(dataset: Any, before: Sequence[Mark]) -> list[Mark]:
         before: earlier marks; [] if there are none.
 
     Raises:
-        Error: a file cannot be read, or there is not one for each shard.
+        InvalidValue: a file cannot be read, or there is not one for each shard.
     """
     given: Any = getattr(dataset, "shard_files", ())
     try:
@@ -139,7 +139,7 @@ def mark_shards(dataset: Any, before: Sequence[Mark]) -> list[Mark]:
         try:
             marks[file] = _mark_file(file, known.get(file))
         except OSError as error:
-            raise Error(f"the shard {file} cannot be read ({error.strerror}): restore it") from None
+            raise InvalidValue(f"the shard {file} cannot be read ({error.strerror}): restore it") from None
     return [marks[file] for file in files]
 
 

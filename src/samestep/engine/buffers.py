@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
-from samestep.errors import Error, InvalidValue, UsageError
+from samestep.errors import InvalidValue, UsageError
 from samestep.plan.tree import Layout, merges
 from samestep.torch_internals import get_buffers, read_version
 
@@ -57,14 +57,14 @@ def refuse_lone_sample(modules: Mapping[str, nn.Module], step: int, v: int, rank
         The hooks, to be removed after the micro-batch.
 
     Raises:
-        Error: (from a layer's forward) a layer in training would normalize a single value per channel.
+        InvalidValue: (from a layer's forward) a layer in training would normalize a single value per channel.
     """
 
     def build_check(path: str) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def check(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             shape = inputs[0].shape
             if layer.training and inputs[0].numel() == shape[1]:
-                raise Error(
+                raise InvalidValue(
                     f"micro-batch {v} of step {step} (rank {rank}) has one sample, and {path} cannot normalize one "
                     f"value per channel (shape {tuple(shape)}): choose a larger micro_batch_size that leaves no "
                     "remainder of 1, or drop_last=True",

@@ -12,7 +12,7 @@ from samestep.engine.buffers import BatchNormStatistics, OtherBuffers, refuse_lo
 from samestep.engine.control import NOT_CALLED, Control, Vote
 from samestep.engine.precision import Precision
 from samestep.engine.reducer import Reducer
-from samestep.errors import Error, InvalidValue, UsageError
+from samestep.errors import InvalidValue, UsageError
 from samestep.plan.tree import build_layout
 from samestep.world.group import Group
 
@@ -232,7 +232,7 @@ class GradientPass:
             vote, fingerprints, logged: of this rank; the last two per micro-batch.
 
         Raises:
-            Error: a weight is out of range.
+            InvalidValue: a weight is out of range.
             RuntimeError: another rank is gone.
         """
         losses, weights = self._read_losses(0)
@@ -363,11 +363,11 @@ class GradientPass:
             for v, losses in zip(held, controls[rank].losses, strict=True):
                 for loss in losses:
                     if not math.isfinite(loss):
-                        raise Error(
+                        raise InvalidValue(
                             f"the loss of step {self._step} is {loss} in micro-batch {v} (rank {rank}): nothing of "
                             "this step is saved; check that batch, the learning rate and the precision"
                         )
-        raise Error(f"the losses of step {self._step} are too large to be added up: scale the loss down")
+        raise InvalidValue(f"the losses of step {self._step} are too large to be added up: scale the loss down")
 
 
 def describe(value: object) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.config import PREFIX, Overrides, to_variables
-from samestep.errors import Error
+from samestep.errors import Error, InvalidValue
 from samestep.files import open_regular
 from samestep.launch.failure import Failure, describe_death, find_first, read_failure
 from samestep.launch.forkserver import ForkServer
@@ -130,15 +130,15 @@ def open_store(listener: socket.socket | None = None, address: str = HOST) -> An
 
 
 def parse_shown(text: str, num_ranks: int) -> frozenset[int]:
-    """Parse `--show-ranks`: "all", or numbers such as "0,2". Raises Error otherwise."""
+    """Parse `--show-ranks`: "all", or numbers such as "0,2". Raises InvalidValue otherwise."""
     if text == "all":
         return frozenset(range(num_ranks))
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts or not all(part.isdecimal() for part in parts):
-        raise Error(f"--show-ranks takes all, or ranks such as 0,2, not {text!r}")
+        raise InvalidValue(f"--show-ranks takes all, or ranks such as 0,2, not {text!r}")
     shown = frozenset(int(part) for part in parts)
     if max(shown) >= num_ranks:
-        raise Error(f"--show-ranks names rank {max(shown)}, but the ranks are 0 to {num_ranks - 1}")
+        raise InvalidValue(f"--show-ranks names rank {max(shown)}, but the ranks are 0 to {num_ranks - 1}")
     return shown
 
 

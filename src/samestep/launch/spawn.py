@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import cloudpickle
 
-from samestep.errors import Error
+from samestep.errors import Error, InvalidValue
 from samestep.launch.failure import Failure
 from samestep.launch.forkserver import give_back_server, take_server
 from samestep.launch.local_ranks import (
@@ -52,7 +52,7 @@ def spawn(
         show_ranks: the ranks whose output is shown: "all", or numbers such as "0,2".
 
     Raises:
-        Error: `nprocs` is not a positive number.
+        InvalidValue: `nprocs` is not a positive number, or `show_ranks` names other ranks.
         Exception: the exception of the rank that failed first, with that rank's traceback as a note.
         RuntimeError: a rank died, exited with a code, or raised an exception that cannot be pickled.
         KeyboardInterrupt: after the ranks have stopped; a second Ctrl-C kills them.
@@ -64,7 +64,7 @@ def spawn(
         2
     """
     if not isinstance(nprocs, int) or nprocs < 1:
-        raise Error(f"spawn needs nprocs of at least 1, not {nprocs!r}")
+        raise InvalidValue(f"spawn needs nprocs of at least 1, not {nprocs!r}")
     shown = parse_shown(show_ranks, nprocs)
     call = cloudpickle.dumps((fn, tuple(args), dict(kwargs or {})))
     path = [str(entry) for entry in sys.path]

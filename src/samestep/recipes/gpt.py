@@ -102,7 +102,9 @@ def read_hugging_face(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor
         return settings, torch.load(directory / "pytorch_model.bin", map_location="cpu", weights_only=True)
     except Exception as error:  # of safetensors and pickle, too
         why = " ".join(str(error).split())
-        raise samestep.Error(f"{directory} holds no model saved by Hugging Face that can be read ({why})") from None
+        raise samestep.InvalidValue(
+            f"{directory} holds no model saved by Hugging Face that can be read ({why})"
+        ) from None
 
 
 def write_hugging_face(model: GPT2, tokenizer: Tokenizer, directory: Path) -> None:
@@ -135,6 +137,8 @@ def build_model(args: argparse.Namespace, corpus: Corpus) -> GPT2:
         if changed:
             settings["resid_pdrop"] = args.dropout
         model = GPT2.from_hugging_face(settings, weights, checkpoint_activations=args.checkpoint_activations)
+    except samestep.Error:
+        raise
     except (ValueError, TypeError, AttributeError) as error:
         raise samestep.Error(f"{args.init_from} holds another model than GPT-2 ({error}): name a GPT-2") from None
     if model.config.vocabulary_size != size:

@@ -42,16 +42,16 @@ class CorruptImage(samestep.Error):
 def find_images(folder: Path) -> tuple[list[str], list[Entry]]:
     """Return the classes, which are the names of the subfolders, and all images in the order of their paths."""
     if not folder.is_dir():
-        raise samestep.Error(f"{folder} is not a folder: name one that holds a folder of images for each class")
+        raise samestep.InvalidValue(f"{folder} is not a folder: name one that holds a folder of images for each class")
     classes = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     entries = []
     for number, name in enumerate(classes):
         files = sorted(path for path in (folder / name).rglob("*") if path.suffix.lower() in SUFFIXES)
         if not files:
-            raise samestep.Error(f"{folder / name} holds no image ({', '.join(SUFFIXES)}): fill it or remove it")
+            raise samestep.InvalidValue(f"{folder / name} holds no image ({', '.join(SUFFIXES)}): fill it or remove it")
         entries += [(path, number) for path in files]
     if len(classes) < 2:
-        raise samestep.Error(
+        raise samestep.InvalidValue(
             f"{folder} has {len(classes)} folder{'s' * (len(classes) != 1)}: it needs "
             "a folder of images for each of 2 classes"
         )
@@ -68,7 +68,9 @@ def split_data(folder: Path, held_out: float) -> tuple[list[str], list[Entry], l
         (classes, train), (other_classes, val) = find_images(folder / "train"), find_images(folder / "val")
         if classes != other_classes:
             odd = ", ".join(sorted({*classes} ^ {*other_classes}))
-            raise samestep.Error(f"{folder}/train and {folder}/val have different classes ({odd}): make them the same")
+            raise samestep.InvalidValue(
+                f"{folder}/train and {folder}/val have different classes ({odd}): make them the same"
+            )
         return classes, train, val
     classes, entries = find_images(folder)
 
@@ -79,7 +81,9 @@ def split_data(folder: Path, held_out: float) -> tuple[list[str], list[Entry], l
     val = [entry for entry in entries if is_held_out(entry[0])]
     train = [entry for entry in entries if not is_held_out(entry[0])]
     if not train or not val:
-        raise samestep.Error(f"{len(entries)} images in {folder} are too few to hold out {held_out:.0%}: add images")
+        raise samestep.InvalidValue(
+            f"{len(entries)} images in {folder} are too few to hold out {held_out:.0%}: add images"
+        )
     return classes, train, val
 
 

@@ -34,7 +34,7 @@ class Vocabulary:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state != self.state_dict():
-            raise samestep.Error(
+            raise samestep.InvalidValue(
                 "the tokenizers or the model's settings are not those of the run, because the data, the options or the "
                 "version of the library tokenizers differ: restore them, or begin anew in another --run-dir"
             )

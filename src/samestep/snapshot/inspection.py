@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from samestep.errors import Error
+from samestep.errors import InvalidValue
 from samestep.snapshot.async_copy import is_finite, locate
 from samestep.watch.replica_checksums import checksum
 
@@ -71,11 +71,11 @@ class Inspection:
         """Compare the ranks. All of them call this, after all tensors were looked at.
 
         Raises:
-            Error: a tensor is not finite, or not the same on all ranks.
+            InvalidValue: a tensor is not finite, or not the same on all ranks.
         """
         if not self.is_sound():
             label = next(label for label in self._labels.values() if label in self._not_finite)
-            raise Error(
+            raise InvalidValue(
                 f"{label} is not finite after step {self._step}: no snapshot is made of it, and the last sound one "
                 "stays; look at the learning rate, clipping and precision"
             )

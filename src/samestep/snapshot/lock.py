@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from samestep.errors import Error
+from samestep.errors import RunDirectoryError
 from samestep.files import open_regular, read_bytes, replacing
 from samestep.world.environment import advise, read_host
 
@@ -48,7 +48,7 @@ class Lock:
         was_elsewhere: whether the holder before was on another machine, and may still be running.
 
     Raises:
-        Error: another process, or another run of this process, holds the lock.
+        RunDirectoryError: another process, or another run of this process, holds the lock.
         OSError: the file cannot be written.
     """
 
@@ -63,7 +63,7 @@ class Lock:
                 if error.errno not in NO_FLOCK:
                     holder = _name_holder(os.read(self._descriptor, TEXT_BYTES))
                     os.close(self._descriptor)
-                    raise Error(
+                    raise RunDirectoryError(
                         f"the run in {self._named} is locked by {holder}: stop it, or start beside it with "
                         f"{advise(fresh=True)}"
                     ) from None
@@ -84,7 +84,7 @@ class Lock:
         """Call before replacing anything in the directory.
 
         Raises:
-            Error: another process has taken the run over.
+            RunDirectoryError: another process has taken the run over.
         """
         if text := self._read_successor():
             raise explain_takeover(self._named, text)
@@ -120,7 +120,7 @@ def refuse_links(run_dir: Path, names: Sequence[str]) -> None:
     """Raises Error if one of these directories is a symbolic link: a run writes in its own directory only."""
     for path in (run_dir / name for name in names):
         if path.is_symlink():
-            raise Error(
+            raise RunDirectoryError(
                 f"{path} is a symbolic link, and nothing is written through it: make {run_dir} itself the link, or "
                 "name another run directory"
             )
@@ -137,10 +137,12 @@ def detach(path: Path) -> None:
             shutil.copyfileobj(old, new)
 
 
-def explain_takeover(place: object, token: bytes) -> Error:
+def explain_takeover(place: object, token: bytes) -> RunDirectoryError:
     """Return the error of a writer of `place` that finds the token of another process there."""
     holder = _name_holder(token)
-    return Error(f"the run in {place} was taken over by {holder}: this process ends, and leaves the files as they are")
+    return RunDirectoryError(
+        f"the run in {place} was taken over by {holder}: this process ends, and leaves the files as they are"
+    )
 
 
 def _name_holder(text: bytes) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from samestep.console import say
-from samestep.errors import Error
+from samestep.errors import KINDS, Error, RunDirectoryError, name_kind
 from samestep.files import open_regular
 from samestep.plan.ledger import RECORD as LEDGER_RECORD
 from samestep.snapshot.manifest import find_damage
@@ -106,11 +106,11 @@ class NodeReplication:
             except OSError as error:
                 where = f"the run directory {self.path}{f' on {read_host()}' if self.is_replicated else ''}"
                 why = error.strerror or error
-                raise Error(f"{where} cannot be written ({why}): make room, or name another one") from None
+                raise RunDirectoryError(f"{where} cannot be written ({why}): make room, or name another one") from None
             except Error as error:
                 if not self.is_replicated:
                     raise
-                raise Error(f"on {read_host()}: {error}") from None
+                raise KINDS[name_kind(error)](f"on {read_host()}: {error}") from None
 
         return self._group.each(call, on=self.writers)
 
@@ -154,7 +154,7 @@ class NodeReplication:
         source = max(range(len(held)), key=lambda node: -1 if (own := found[node]) is None else own.step)
         chosen = found[source]
         if chosen is None and (problem := next((each["problem"] for each in held if each["problem"]), "")):
-            raise Error(problem)
+            raise RunDirectoryError(problem)
         directory = self.directory
         if self.is_replicated:
             if directory is not None:
@@ -240,7 +240,7 @@ class NodeReplication:
                     problem = _put_file(directory, name, part) if snapshot is None else directory.store.adopt(snapshot)
                     if problem:
                         where = f"the copy of {directory.path / name} from another node"
-                        raise Error(f"{where} is damaged ({problem}): start again")
+                        raise RunDirectoryError(f"{where} is damaged ({problem}): start again")
             finally:
                 if is_target:
                     shutil.rmtree(directory.store.inbox, ignore_errors=True)

@@ -19,7 +19,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from samestep.config import is_url
 from samestep.console import say
-from samestep.errors import Error, explain
+from samestep.errors import Error, RunDirectoryError, explain
 from samestep.files import MOST_BYTES, open_regular, replace_file
 from samestep.snapshot.lock import build_token, explain_takeover
 from samestep.snapshot.manifest import FILE, MANIFEST, NAME, find_wrong_size, parse_manifest
@@ -38,7 +38,7 @@ _PLACE = re.compile(rf"(?:({NAME.pattern})\.)?step-(\d{{8,18}})")
 _ORDER = re.compile(r"epoch-\d{8,}\.npy|shards-[0-9a-f]{16}\.json")
 
 
-class Unreachable(Error):
+class Unreachable(RunDirectoryError):
     """A request to the store failed. `reason`: the store's message."""
 
     def __init__(self, url: str, reason: str) -> None:
@@ -81,14 +81,15 @@ class ObjectStore:
     """The files at a URL. Methods raise `Unreachable` if the store fails.
 
     Raises:
-        Error: the protocol is unknown, or its package is not installed.
+        RunDirectoryError: the protocol is unknown.
+        Error: fsspec is not installed.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
         self._token = ""
         if not re.split("::|://", url, maxsplit=1)[1].strip("/"):
-            raise Error(f"the run directory {url} names no place: give a path after it")
+            raise RunDirectoryError(f"the run directory {url} names no place: give a path after it")
         try:
             from fsspec.core import url_to_fs
         except ImportError:
@@ -96,7 +97,7 @@ class ObjectStore:
         try:
             self._fs, root = url_to_fs(self.url)
         except (ImportError, ValueError) as error:  # fsspec says what to install
-            raise Error(f"the run directory {url} cannot be used: {error}") from None
+            raise RunDirectoryError(f"the run directory {url} cannot be used: {error}") from None
         except Exception as error:
             raise Unreachable(url, _describe(error)) from None
         self._root = str(root).rstrip("/")
@@ -246,7 +247,7 @@ class ObjectStore:
         """Upload a snapshot of a `Store`. Its directory at the URL must not have a manifest.
 
         Raises:
-            Error: another process has taken the run over.
+            RunDirectoryError: another process has taken the run over.
         """
         place = f"{SNAPSHOTS}/{place_of(snapshot)}"
         for file in snapshot.manifest["files"]:
@@ -288,7 +289,7 @@ class ObjectStore:
         """Return whether the files written since `take` still exist. False if the directory was removed meanwhile.
 
         Raises:
-            Error: another process has taken the run over.
+            RunDirectoryError: another process has taken the run over.
         """
         text = self.read(LOCK)
         if text is None:
@@ -311,7 +312,7 @@ class RemoteRun:
         path: the working copy's directory.
 
     Raises:
-        Error: the URL cannot be used or reached.
+        RunDirectoryError: the URL cannot be used or reached.
     """
 
     def __init__(self, url: str, *, fresh: bool, local_dir: str | None, warn: Callable[[str], None]) -> None:
@@ -335,7 +336,7 @@ class RemoteRun:
             The snapshots at the URL. Fetching one also downloads the files that belong to it.
 
         Raises:
-            Error: the URL does not hold a run, or cannot be read.
+            RunDirectoryError: the URL does not hold a run, or cannot be read.
             OSError: the working copy cannot be written.
         """
 
@@ -351,7 +352,7 @@ class RemoteRun:
             directory.rewinds = max(directory.rewinds, record.get("rewinds", []), key=len)
         elsewhere = self._store.find_elsewhere(directory.rewinds, download_files)
         if text is None and elsewhere.snapshots:
-            raise Error(f"{self.url} holds snapshots but no {RECORD}: name another run directory")
+            raise RunDirectoryError(f"{self.url} holds snapshots but no {RECORD}: name another run directory")
         return elsewhere
 
     def find_elsewhere(self, directory: RunDirectory) -> Elsewhere:
@@ -362,7 +363,7 @@ class RemoteRun:
         """Make this process the writer, and move snapshots of later steps to `abandoned/`. Only the first call.
 
         Raises:
-            Error: the URL cannot be written.
+            RunDirectoryError: the URL cannot be written.
         """
         if self._is_begun:
             return
@@ -387,7 +388,7 @@ class RemoteRun:
             the URL is sound in both cases.
 
         Raises:
-            Error: another process has taken the run over.
+            RunDirectoryError: another process has taken the run over.
         """
         try:
             if not self._store.check():

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
-from samestep.errors import Error
+from samestep.errors import Error, RunDirectoryError, UsageError
 from samestep.files import fits, is_count, is_object, overwrite, replace_file
 from samestep.plan.ledger import RECORD as LEDGER_RECORD
 from samestep.plan.ledger import Entry, upgrade
@@ -60,7 +60,7 @@ class RunDirectory:
         lost: see `find_lost`.
 
     Raises:
-        Error: it cannot be written, another process has locked it, or it holds something else.
+        RunDirectoryError: it cannot be written, another process has locked it, or it holds something else.
     """
 
     def __init__(self, named: Path, *, warn: Callable[[str], None]) -> None:
@@ -90,13 +90,15 @@ class RunDirectory:
             if (self.path / RECORD).exists():
                 self.read_record()
             elif self._is_used(self._lock):
-                raise Error(f"{named} holds files of a run but no {RECORD}: name another run directory")
+                raise RunDirectoryError(f"{named} holds files of a run but no {RECORD}: name another run directory")
             self.rewinds: list[int] = self.record.get("rewinds", [])
         except (Error, OSError) as error:
             self.close()
             if isinstance(error, Error):
                 raise
-            raise Error(f"the run directory {named} cannot be written ({_reason(error)}): name another one") from None
+            raise RunDirectoryError(
+                f"the run directory {named} cannot be written ({_reason(error)}): name another one"
+            ) from None
         _open[self._key] = self
 
     # --- identity ---------------------------------------------------------------------------------------------
@@ -124,10 +126,10 @@ class RunDirectory:
         """Compare numbers with those of the run that is here, if both are known.
 
         Raises:
-            Error: they differ, so this is another run.
+            RunDirectoryError: they differ, so this is another run.
         """
         if different := find_different(self.record.get("numbers", {}), numbers):
-            raise Error(
+            raise RunDirectoryError(
                 f"{self.named} holds another run ({different}): use its numbers, another run directory, "
                 f"or start beside it with {advise(fresh=True)}"
             )
@@ -161,7 +163,7 @@ class RunDirectory:
 
     def _get_lock(self) -> Lock:
         if self._lock is None:
-            raise Error(
+            raise UsageError(
                 f"the run in {self.named} was ended by a later samestep.Run of this process in the same directory"
             )
         return self._lock
@@ -180,14 +182,14 @@ class RunDirectory:
         Removes incomplete snapshots, and abandons those that the run has left in another copy.
 
         Raises:
-            Error: there is no sound snapshot, or there are snapshots and `resume` is None.
+            RunDirectoryError: there is no sound snapshot, or there are snapshots and `resume` is None.
         """
         self.store.clean()
         there = self.elsewhere.snapshots if self.elsewhere is not None else ()
         if resume is None:
             if self.store.snapshots() or there:
                 ways = f"{advise(resume='latest')}, or {advise(fresh=True)}"
-                raise Error(f"{self.named} already has snapshots and resume is never: start with {ways}")
+                raise RunDirectoryError(f"{self.named} already has snapshots and resume is never: start with {ways}")
             return None
         self.store.abandon([each for each in self.store.snapshots() if each.was_left(self.rewinds)])
         self.snapshot = self.store.find(resume, warn=self._warn, judge=self._judge, elsewhere=self.elsewhere)
@@ -370,7 +372,7 @@ class RunDirectory:
             notes: further keys: `stopped`, the reason of the run.stop() that ends the run here; `tally`, see `Tally`.
 
         Raises:
-            Error: another process has taken the run over.
+            RunDirectoryError: another process has taken the run over.
             OSError: the disk is full or gone.
         """
         metrics, ledger = self._get_logs()
@@ -394,7 +396,7 @@ class RunDirectory:
         """Write a snapshot of an encoded state. May be called in any thread, by one at a time.
 
         Raises:
-            Error: another process has taken the run over.
+            RunDirectoryError: another process has taken the run over.
             OSError: the disk is full or gone; older snapshots are unchanged.
         """
         began_s = time.monotonic()

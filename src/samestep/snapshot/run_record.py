@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from samestep.errors import Error
+from samestep.errors import RunDirectoryError
 from samestep.files import read_bytes
 from samestep.version import __version__
 from samestep.watch.records import RECORD, parse_record
@@ -48,14 +48,14 @@ def read_record(run_dir: Path, called: object, remedy: str = "repair it") -> dic
 
     Raises:
         FileNotFoundError: there is none.
-        Error: it cannot be read, or a newer samestep wrote it.
+        RunDirectoryError: it cannot be read, or a newer samestep wrote it.
     """
     try:
         text = read_bytes(run_dir / RECORD)
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise Error(f"{called}/{RECORD} cannot be read ({error.strerror}): repair it") from None
+        raise RunDirectoryError(f"{called}/{RECORD} cannot be read ({error.strerror}): repair it") from None
     return parse_run_record(text, called, remedy)
 
 
@@ -64,9 +64,9 @@ def parse_run_record(text: bytes, called: object, remedy: str = "repair it") -> 
     try:
         record = parse_record(RECORD, text)
     except ValueError as error:
-        raise Error(f"{called}/{RECORD} cannot be read as JSON ({error}): {remedy}") from None
+        raise RunDirectoryError(f"{called}/{RECORD} cannot be read as JSON ({error}): {remedy}") from None
     if record.get("format") != FORMAT:
-        raise Error(
+        raise RunDirectoryError(
             f"{called}/{RECORD} has format {record.get('format')}, this samestep reads {FORMAT}: update samestep"
         )
     return record

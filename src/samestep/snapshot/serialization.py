@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep.data.content import view_bytes
-from samestep.errors import Error
+from samestep.errors import InvalidType
 from samestep.files import MOST_BYTES, fits, is_count, is_object, is_text, open_regular, parse_json
 from samestep.snapshot.manifest import Pieces
 from samestep.world.forking import at_rest, at_work
@@ -55,8 +55,8 @@ def encode(state: Any) -> tuple[Any, dict[str, "Tensor"]]:
     Tensors that share memory, shape and strides, such as tied weights, get one name.
 
     Raises:
-        Error: the state holds something else than tensors, NumPy arrays, numbers, strings, bytes, lists, tuples, dicts
-            and sets.
+        InvalidType: the state holds something else than tensors, NumPy arrays, numbers, strings, bytes, lists, tuples,
+            dicts and sets.
     """
     encoder = _Encoder()
     return encoder.encode(state, ()), encoder.tensors
@@ -119,7 +119,7 @@ def digest(state: Any) -> str:
     Copies at most one tensor at a time, and only if it is on a device or not contiguous.
 
     Raises:
-        Error: as `encode`.
+        InvalidType: as `encode`.
     """
     structure, tensors = encode(state)
     return digest_of(structure, {name: _hash(view_bytes(tensor)) for name, tensor in tensors.items()})
@@ -355,11 +355,11 @@ def _hash(data: bytes | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _refusal(path: tuple[Any, ...], what: str) -> Error:
+def _refusal(path: tuple[Any, ...], what: str) -> InvalidType:
     if path[:1] == ("objects",):
         path = path[1:]
     where = "".join(f".{part}" if isinstance(part, str) else f"[{part!r}]" for part in path).lstrip(".")
-    return Error(
+    return InvalidType(
         f"{where or 'the state'} is {what}, which a snapshot cannot hold: leave it out of the state_dict, or make it "
         "of tensors, numpy arrays, numbers, strings, bytes, lists, tuples, dicts and sets"
     )

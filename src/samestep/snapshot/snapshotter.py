@@ -253,7 +253,7 @@ class Snapshotter:
         """Return the order as rank 0 has it, on other nodes that write.
 
         Raises:
-            Error: this rank lacks one of its tensors.
+            InvalidValue: this rank lacks one of its tensors.
         """
         nodes = self._nodes
         if nodes is None or not nodes.is_replicated:
@@ -278,7 +278,7 @@ class Snapshotter:
         if self.directory is None or not names or not order.names:
             return _Order(order.step)
         if missing := [name for name in tensors if name not in own and name not in order.tensors]:
-            raise Error(
+            raise InvalidValue(
                 f"{missing[0]} is in the state of rank 0, and not in that of rank {self._group.rank}: make the objects "
                 "for run.prepare the same on all ranks"
             )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from samestep.errors import Error
+from samestep.errors import InvalidValue, RunDirectoryError
 from samestep.files import fits, is_count, is_object, open_regular, sync_directory
 from samestep.snapshot.manifest import MANIFEST, NAME, STATE, Pieces, build_manifest, find_damage, read_manifest, seal
 from samestep.snapshot.serialization import decode, digest_of, encode, read_tensors, write_tensors
@@ -171,7 +171,7 @@ class Store:
             The newest one that matches and is sound; None if `which` is "latest" and there are no snapshots.
 
         Raises:
-            Error: no snapshot that matches is sound; raised by `elsewhere`.
+            RunDirectoryError: no snapshot that matches is sound; raised by `elsewhere`.
             OSError: the disk is full or gone.
         """
         there = {} if elsewhere is None else {each.label: each for each in elsewhere.snapshots}
@@ -198,12 +198,12 @@ class Store:
             if not found:
                 return None
             advice = f"restore one from a backup, or start with {advise(fresh=True)}"
-            raise Error(f"no snapshot in {where} is sound ({problem}): {advice}")
+            raise RunDirectoryError(f"no snapshot in {where} is sound ({problem}): {advice}")
         sound = [s.name or f"step {s.step}" for s in found if s.problem is None and s.path not in self._damaged]
         others = f"there is {', '.join(sound)}" if sound else "there is no other" if found else "there are none yet"
         what = f"of step {which}" if isinstance(which, int) else f"named {which}"
         fault = f"the snapshot {what} is not sound ({problem})" if wanted else f"there is no snapshot {what}"
-        raise Error(f"{fault} in {where}: {others}")
+        raise RunDirectoryError(f"{fault} in {where}: {others}")
 
     def _copy(self, snapshot: Snapshot, elsewhere: Elsewhere) -> str | None:
         """Copy a snapshot here. Return what is wrong with it, as `adopt`."""
@@ -218,12 +218,12 @@ class Store:
             shape: what the state must fit (`files.fits`).
 
         Raises:
-            Error: the snapshot is not sound any more.
+            RunDirectoryError: the snapshot is not sound any more.
         """
         path = self.path / snapshot.path.name
         manifest, problem = read_manifest(path)
         if problem is not None:
-            raise Error(f"the snapshot {self._named / path.name} is not sound any more: {problem}")
+            raise RunDirectoryError(f"the snapshot {self._named / path.name} is not sound any more: {problem}")
         tensors = {}
         try:
             for file in manifest["files"]:
@@ -237,7 +237,9 @@ class Store:
             raise
         except Exception as error:  # the checksums are right, but samestep did not write this content
             why = f"{type(error).__name__}: {error}"
-            raise Error(f"the snapshot {self._named / path.name} holds no state that can be read ({why})") from None
+            raise RunDirectoryError(
+                f"the snapshot {self._named / path.name} holds no state that can be read ({why})"
+            ) from None
         return state
 
     # --- write ------------------------------------------------------------------------------------------------
@@ -252,7 +254,8 @@ class Store:
             meta: JSON for the manifest.
 
         Raises:
-            Error: the state cannot be encoded, or the name is not valid.
+            InvalidType: the state cannot be encoded.
+            InvalidValue: the name is not valid.
             OSError: the disk is full, read-only or gone. The incomplete snapshot is removed, older ones are unchanged.
         """
         return self.write_encoded(*encode(state), step=step, name=name, meta=meta)
@@ -263,7 +266,9 @@ class Store:
     ) -> Path:  # fmt: skip
         """`write` for what `encode` returned. Calls `confirm`, which may raise, before the manifest is written."""
         if name is not None and not NAME.fullmatch(name):
-            raise Error(f"a snapshot cannot be named {name!r}: use letters, digits and underscores, such as best")
+            raise InvalidValue(
+                f"a snapshot cannot be named {name!r}: use letters, digits and underscores, such as best"
+            )
         target = self.path / (name or f"step-{step:08d}")
         directory = self.path / f"{_WRITING}{target.name}"
         try:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep.data.source import Shard
-from samestep.errors import Error
+from samestep.errors import InvalidValue
 from samestep.sources.shard_files import Kept, SampleFiles
 
 CACHED_SHARDS = 64  # whose offsets are kept
@@ -42,7 +42,7 @@ class MDS(SampleFiles):
         transform: function of a sample, such as one that makes tensors of its columns.
 
     Raises:
-        Error: the index cannot be read, or a shard is missing, of another size or in an encoding that is not supported.
+        InvalidValue: the index cannot be read, or a shard is missing, of another size or in an unsupported encoding.
     """
 
     def __init__(self, directory: str | Path, transform: Callable[[dict[str, Any]], Any] | None = None) -> None:
@@ -58,14 +58,16 @@ class MDS(SampleFiles):
                 for entry in entries
             ]
         except OSError as error:
-            raise Error(f"{root} is no directory of MDS shards ({error.strerror}: index.json)") from None
+            raise InvalidValue(f"{root} is no directory of MDS shards ({error.strerror}: index.json)") from None
         except (ValueError, KeyError, TypeError) as error:
-            raise Error(f"{root / 'index.json'} is no index of MDS shards ({type(error).__name__}: {error})") from None
+            raise InvalidValue(
+                f"{root / 'index.json'} is no index of MDS shards ({type(error).__name__}: {error})"
+            ) from None
         for entry, file, num_bytes in zip(entries, self._files, self._num_bytes, strict=True):
             _check_shard(entry, file, num_bytes)
         for name, encoding, _ in {column for columns in self._columns for column in columns}:
             if _find_decoder(encoding) is None:
-                raise Error(f"column {name} of {root} has the encoding {encoding}, which is not supported")
+                raise InvalidValue(f"column {name} of {root} has the encoding {encoding}, which is not supported")
         rows = zip(self._files, self._counts, self._num_bytes, strict=True)
         super().__init__([Shard(file.name, *sizes) for file, *sizes in rows], self._files, transform)
         self._read_offsets = Kept(self._read_offsets_of, CACHED_SHARDS)
@@ -74,7 +76,9 @@ class MDS(SampleFiles):
         count, num_bytes = self._counts[shard], self._num_bytes[shard]
         header = np.frombuffer(self._blobs.read(shard, 0, 4 * (count + 2)), "<u4")
         if header[0] != count or header[-1] > num_bytes or (np.diff(header[1:].astype(np.int64)) < 0).any():
-            raise Error(f"the shard {self._files[shard]} is damaged: its offsets are not those of {count} samples")
+            raise InvalidValue(
+                f"the shard {self._files[shard]} is damaged: its offsets are not those of {count} samples"
+            )
         return header[1:]
 
     def _read(self, shard: int, row: int) -> dict[str, Any]:
@@ -92,20 +96,22 @@ class MDS(SampleFiles):
                 sample[name], at = decode(data[at : at + size]), at + size
         except (ValueError, StopIteration, LookupError, OSError) as error:
             what = f"column {name}: {type(error).__name__}: {error}"
-            raise Error(f"sample {row} of the shard {self._files[shard]} is damaged ({what}): restore it") from None
+            raise InvalidValue(
+                f"sample {row} of the shard {self._files[shard]} is damaged ({what}): restore it"
+            ) from None
         return sample
 
 
 def _check_shard(entry: dict[str, Any], file: Path, num_bytes: int) -> None:
     if entry.get("format") != "mds" or entry.get("version") != 2:
         what = f"format {entry.get('format')}, version {entry.get('version')}"
-        raise Error(f"the shard {file} has {what}: samestep reads mds, version 2")
+        raise InvalidValue(f"the shard {file} has {what}: samestep reads mds, version 2")
     if not file.is_file():
         packed = entry.get("compression")
         advice = f"decompress it ({packed})" if packed else "restore it, and index.json with it"
-        raise Error(f"the shard {file} is missing: {advice}")
+        raise InvalidValue(f"the shard {file} is missing: {advice}")
     if (found := file.stat().st_size) != num_bytes:
-        raise Error(f"the shard {file} has {found} bytes, and index.json says {num_bytes}: restore it")
+        raise InvalidValue(f"the shard {file} has {found} bytes, and index.json says {num_bytes}: restore it")
 
 
 @lru_cache(maxsize=256)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep.data.source import Shard
-from samestep.errors import Error
+from samestep.errors import Error, InvalidValue
 from samestep.plan.order import WINDOW_SHARDS
 from samestep.sources.shard_files import Kept, Places, list_files, name_files
 
@@ -33,7 +33,8 @@ class Parquet:
         shard_files: the file of each row group.
 
     Raises:
-        Error: pyarrow is not installed, a file is missing or damaged, or there is no such column.
+        InvalidValue: a file is missing or damaged, or there is no such column.
+        Error: pyarrow is not installed.
     """
 
     def __init__(self, files: str | Path | Iterable[str | Path], columns: Sequence[str] | None = None) -> None:
@@ -45,7 +46,7 @@ class Parquet:
             opened = _open(file)
             known = opened.schema_arrow.names
             if missing := [column for column in self._columns or () if column not in known]:
-                raise Error(f"{file} has no column {missing[0]}: its columns are {', '.join(known)}")
+                raise InvalidValue(f"{file} has no column {missing[0]}: its columns are {', '.join(known)}")
             for group in range(opened.metadata.num_row_groups):
                 about = opened.metadata.row_group(group)
                 self._groups.append((number, group))
@@ -93,7 +94,7 @@ class Parquet:
         except (pyarrow.ArrowException, OSError) as error:
             why = " ".join(str(error).split())
             where = f"row group {group} of the shard {self._files[number]}"
-            raise Error(f"{where} is damaged ({why}): restore it") from None
+            raise InvalidValue(f"{where} is damaged ({why}): restore it") from None
         return {name: _convert(table.column(name), name, self._files[number]) for name in table.column_names}
 
 
@@ -107,7 +108,7 @@ def _open(file: Path) -> Any:
         return parquet.ParquetFile(file)
     except (pyarrow.ArrowException, OSError) as error:
         why = " ".join(str(error).split())
-        raise Error(f"the shard {file} is truncated, or no Parquet file ({why}): restore it") from None
+        raise InvalidValue(f"the shard {file} is truncated, or no Parquet file ({why}): restore it") from None
 
 
 def _convert(column: Any, name: str, file: Path) -> Any:
@@ -122,7 +123,9 @@ def _convert(column: Any, name: str, file: Path) -> Any:
     if not is_number:
         return column
     if column.null_count or values.null_count:
-        raise Error(f"column {name} of the shard {file} lacks some numbers: fill them in, or leave it out by columns=")
+        raise InvalidValue(
+            f"column {name} of the shard {file} lacks some numbers: fill them in, or leave it out by columns="
+        )
     array: NDArray[Any] = values.to_numpy(zero_copy_only=False)
     return array if size is None else array.reshape(-1, size)
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep.data.source import Shard
-from samestep.errors import Error
+from samestep.errors import InvalidValue
 
 MOST_OPEN = 64  # files of one source in one process
 
@@ -19,7 +19,7 @@ def list_files(files: str | Path | Iterable[str | Path], suffix: str) -> list[Pa
     """Return files in the given order; those of a directory sorted by name.
 
     Raises:
-        Error: there are none, or one is missing.
+        InvalidValue: there are none, or one is missing.
     """
     if isinstance(files, str | Path):
         given = Path(files)
@@ -27,10 +27,10 @@ def list_files(files: str | Path | Iterable[str | Path], suffix: str) -> list[Pa
     else:
         found = [Path(file) for file in files]
     if not found:
-        raise Error(f"there are no {suffix} files in {files}: name the files, or a directory that has some")
+        raise InvalidValue(f"there are no {suffix} files in {files}: name the files, or a directory that has some")
     for file in found:
         if not file.is_file():
-            raise Error(f"the shard {file} is missing: restore it, or leave it out of the source")
+            raise InvalidValue(f"the shard {file} is missing: restore it, or leave it out of the source")
     return found
 
 
@@ -117,12 +117,12 @@ class Blobs:
         return open(self._files[file], "rb", buffering=0)
 
     def read(self, file: int, start: int, size: int) -> bytes:
-        """Return `size` bytes of a file from byte `start`. Raises Error if it has fewer, or cannot be read."""
+        """Return `size` bytes of a file from byte `start`. Raises InvalidValue if it has fewer, or cannot be read."""
         try:
             # pread does not use the file's offset, which forked processes share
             data = os.pread(self._open(file).fileno(), size, start)
         except OSError as error:
-            raise Error(f"the shard {self._files[file]} cannot be read ({error.strerror}): restore it") from None
+            raise InvalidValue(f"the shard {self._files[file]} cannot be read ({error.strerror}): restore it") from None
         if len(data) < size:
-            raise Error(f"the shard {self._files[file]} is truncated at byte {start + len(data)}: restore it")
+            raise InvalidValue(f"the shard {self._files[file]} is truncated at byte {start + len(data)}: restore it")
         return data

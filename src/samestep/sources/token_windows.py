@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from samestep.data.source import Shard
-from samestep.errors import Error
+from samestep.errors import InvalidValue
 
 Tokens = NDArray[np.integer[Any]]
 
@@ -65,11 +65,11 @@ class TokenWindows:
         """Return the windows (len(indices), context + 1).
 
         Raises:
-            Error: a token is outside of the vocabulary.
+            InvalidValue: a token is outside of the vocabulary.
         """
         read = self._windows[indices]
         if read.max() >= self._vocabulary_size:
-            raise Error(
+            raise InvalidValue(
                 f"the token file holds token {read.max()}, and its vocabulary has {self._vocabulary_size}: it is "
                 "damaged, or was changed; prepare it again"
             )
@@ -105,7 +105,7 @@ def open_tokens(
         vocabulary_size: number of tokens; a larger one in the file is an error. None: any.
 
     Raises:
-        Error: the file is missing, damaged, or has too few tokens.
+        InvalidValue: the file is missing, damaged, or has too few tokens.
     """
     path = Path(file)
     try:
@@ -115,8 +115,10 @@ def open_tokens(
             raise ValueError(f"it holds {tokens.shape} {tokens.dtype}, not a row of whole numbers")
     except (OSError, ValueError, EOFError, TypeError) as error:
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
-        raise Error(f"the token file {path} cannot be read ({why}): restore it") from None
+        raise InvalidValue(f"the token file {path} cannot be read ({why}): restore it") from None
     if context < 1 or len(tokens) <= context:
-        raise Error(f"{path} has {len(tokens)} tokens, too few for a sequence of {context} and the token after it")
+        raise InvalidValue(
+            f"{path} has {len(tokens)} tokens, too few for a sequence of {context} and the token after it"
+        )
     largest = np.iinfo(tokens.dtype).max + 1 if vocabulary_size is None else vocabulary_size
     return TokenWindows(tokens, context, 0, len(tokens), largest)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep.data.source import Shard
-from samestep.errors import Error
+from samestep.errors import InvalidValue
 from samestep.sources.shard_files import Kept, SampleFiles, list_files, name_files
 
 CACHED_SHARDS = 64  # whose indices are kept
@@ -35,7 +35,7 @@ class WebDataset(SampleFiles):
         index_dir: directory for the indices, if that of the tars is read-only.
 
     Raises:
-        Error: a tar is missing, truncated or compressed, or the index cannot be written.
+        InvalidValue: a tar is missing, truncated or compressed, or the index cannot be written.
     """
 
     def __init__(
@@ -87,7 +87,9 @@ def _count_samples(tar: Path, at: Path) -> int:
             np.savez(file, mark=np.array(mark), **index)  # type: ignore[arg-type]
         os.replace(partial, at)
     except OSError as error:
-        raise Error(f"the index of {tar} cannot be written to {at} ({error.strerror}): give index_dir=") from None
+        raise InvalidValue(
+            f"the index of {tar} cannot be written to {at} ({error.strerror}): give index_dir="
+        ) from None
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
@@ -99,7 +101,7 @@ def _read_index(at: Path) -> Index:
         with np.load(at, allow_pickle=False) as index:
             return dict(index)
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise Error(f"the index {at} cannot be read ({error}): start again, which builds it again") from None
+        raise InvalidValue(f"the index {at} cannot be read ({error}): start again, which builds it again") from None
 
 
 def _build_index(tar: Path, num_bytes: int) -> Index:
@@ -129,7 +131,7 @@ def _build_index(tar: Path, num_bytes: int) -> Index:
                 kinds.append(extensions.setdefault(extension.encode(), len(extensions)))
                 opened.members = []  # type: ignore[attr-defined]  # tarfile keeps an object per file
     except (tarfile.TarError, OSError, UnicodeError) as error:
-        raise Error(f"the shard {tar} is truncated, compressed or no tar file ({error}): restore it") from None
+        raise InvalidValue(f"the shard {tar} is truncated, compressed or no tar file ({error}): restore it") from None
     return {
         "keys": np.array(keys, dtype="S"), "extensions": np.array([*extensions], dtype="S"),
         "firsts": np.array([*firsts, len(starts)]), "starts": np.array(starts, dtype=np.int64),

@@ -25,7 +25,7 @@ from samestep.data.source import (
     read_shards,
 )
 from samestep.data.spec import is_stream, understand
-from samestep.errors import Error, InvalidType, InvalidValue
+from samestep.errors import InvalidType, InvalidValue, RunDirectoryError
 from samestep.files import open_regular, read_bytes, replace_file
 from samestep.plan.compute_checks import Check, plan_checks
 from samestep.plan.ledger import fingerprint
@@ -228,7 +228,7 @@ class Batches:
             mark: the "shards" among the loop's numbers then.
 
         Raises:
-            Error: they differ: names them.
+            RunDirectoryError: they differ: names them.
         """
         if mark is None or mark == self._shards_mark:
             return
@@ -236,7 +236,7 @@ class Batches:
             before, _ = parse_shards(read_bytes(run_dir / shards_file(mark)))
         except (OSError, ValueError):
             return  # the numbers differ, which is an error, too
-        raise Error(
+        raise RunDirectoryError(
             f"the data set's shards are not those that the run began with: {explain_change(before, self.shards)}; put "
             f"back what was there, or start with {advise(fresh=True)}"
         )
@@ -245,14 +245,14 @@ class Batches:
         """Return the marks of the shards, for `keep_shards`. Compares them with those of an earlier start.
 
         Raises:
-            Error: the content of shards has changed, and not `overrides`: names them.
+            RunDirectoryError: the content of shards has changed, and not `overrides`: names them.
         """
         before: list[Mark] = []
         with suppress(OSError, ValueError):
             _, before = parse_shards(read_bytes(run_dir / shards_file(self._shards_mark)))
         marks = mark_shards(self.spec.dataset, before)
         if not overrides and (changed := explain_rewrite(self.shards, before, marks)):
-            raise Error(
+            raise RunDirectoryError(
                 f"the data set's shards are not those that the run began with: {changed}; put back what was there; to "
                 f"train on with this one, pass override=True to run.prepare, or start with {advise(override=True)}"
             )
@@ -283,7 +283,7 @@ class Batches:
             A problem with the file; "" if there is none.
 
         Raises:
-            Error: the epoch was begun by another order, before a restart.
+            InvalidValue: the epoch was begun by another order, before a restart.
         """
         path, order = run_dir / order_file(epoch), self.order(epoch)
         indices = order.take(0, len(order))
@@ -312,5 +312,7 @@ def _compare_order(path: Path, epoch: int, indices: NDArray[np.int64]) -> str:
     except Exception as error:  # of several kinds
         return f"{path} is damaged ({error}), and written again from sampler({epoch})"
     if not np.array_equal(kept, indices):
-        raise Error(f"sampler({epoch}) gave other indices than before the restart: make them depend on epoch alone")
+        raise InvalidValue(
+            f"sampler({epoch}) gave other indices than before the restart: make them depend on epoch alone"
+        )
     return ""

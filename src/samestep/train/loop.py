@@ -270,7 +270,7 @@ class Loop:
     def _leave(self, loop: str, where: str) -> None:
         self._on.leave(self._position.steps_done)
         if not self._stopping.is_ended and self._left_error is None:
-            self._left_error = Error(
+            self._left_error = UsageError(
                 f"the loop over the {loop} was left by break (or return, or an error) in {where}, so that what came "
                 "after the last snapshot is lost: to end early, call run.stop() and continue the loop"
             )

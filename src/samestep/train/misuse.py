@@ -35,7 +35,7 @@ class MisuseChecks(StepObserver):
         """Check the models at the begin of a loop.
 
         Raises:
-            Error: a model is not the one that was prepared.
+            UsageError: a model is not the one that was prepared.
         """
         for (path, *there), (now_path, *here) in zip(self._signature, self._sign(), strict=False):
             if path != now_path or there != here:
@@ -81,7 +81,7 @@ class MisuseChecks(StepObserver):
         skips non-finite ones, or weights are updated without an optimizer of torch.
 
         Raises:
-            Error: no optimizer has used them.
+            UsageError: no optimizer has used them.
         """
         number, self._unused_step = self._unused_step, None
         reducer = self._gradients.reducer

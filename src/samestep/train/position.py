@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from samestep.errors import Error
+from samestep.errors import RunDirectoryError
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import find_different
 from samestep.snapshot.snapshotter import Snapshotter
@@ -68,7 +68,7 @@ class Position:
         """Move to the script's next loop, and record it. On all ranks.
 
         Raises:
-            Error: the run was resumed inside this loop or after it, and the loop was another one.
+            RunDirectoryError: the run was resumed inside this loop or after it, and the loop was another one.
         """
         number, self._num_begun = self._num_begun, self._num_begun + 1
         planned_step = batches.first_step + num_steps
@@ -104,7 +104,7 @@ class Position:
         if 0 < place.number <= len(loops):
             batches.check_shards(directory.path, loops[place.number - 1].get("shards"))
             if different := find_different(loops[place.number - 1], numbers):
-                raise Error(
+                raise RunDirectoryError(
                     f"loop {place.number + 1} of the run in {directory.named} was another one ({different}): use its "
                     f"numbers, or resume from step {batches.first_step} or before"
                 )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.engine.precision import Precision
-from samestep.errors import Error, InvalidType, InvalidValue, UsageError
+from samestep.errors import Error, InvalidType, InvalidValue, RunDirectoryError, UsageError
 from samestep.snapshot.run_record import OVERRIDE, Options, describe_changes
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.snapshot.store import Store
@@ -126,11 +126,11 @@ class Contents:
             overrides: whether the script's settings replace those.
 
         Raises:
-            Error: the names differ, or an object refuses its state.
+            RunDirectoryError: the names differ, or an object refuses its state.
         """
         objects, saved, asked = self._objects, contents["objects"], self.options.in_force
         if objects.keys() != saved.keys():
-            raise Error(
+            raise RunDirectoryError(
                 f"the snapshot holds {', '.join(saved)}, and run.prepare got {', '.join(objects)}: pass the same names"
             )
         changed = find_changed(begun_with, asked)
@@ -172,23 +172,25 @@ def load(objects: Objects, saved: Mapping[str, Any], *, leave: Collection[str] =
             defaults = {*thing.defaults}  # read first: torch adds to them when it loads
             num_groups, num_saved = len(thing.param_groups), len(saved[name].get("param_groups", ()))
             if num_groups < num_saved:
-                raise Error(
+                raise RunDirectoryError(
                     f"{name} has {num_groups} of the {num_saved} groups of parameters in the snapshot: give it all of "
                     "them before run.prepare, not by add_param_group in the loop; a frozen parameter (requires_grad) "
                     "is not updated"
                 )
         try:
             unwrap(thing).load_state_dict(saved[name])
+        except Error:
+            raise
         except (RuntimeError, ValueError, KeyError, TypeError) as error:
             why = " ".join(str(error).split())
             why = why if len(why) <= MAX_SHOWN else f"{why[: MAX_SHOWN - 4]} ..."
-            raise Error(f"{name} does not take its state from the snapshot: {why}") from error
+            raise RunDirectoryError(f"{name} does not take its state from the snapshot: {why}") from error
         if isinstance(thing, torch.optim.Optimizer):
             _restore_dtypes(thing, saved[name])
             # torch loads the state of another kind of optimizer without an error, and would fail in the next update.
             missing = sorted(defaults - thing.param_groups[0].keys())
             if missing:
-                raise Error(
+                raise RunDirectoryError(
                     f"{name} is a {type(thing).__name__}, but its state in the snapshot has no {missing[0]}: keep the "
                     f"kind of optimizer, or start with {advise(fresh=True)}"
                 )
@@ -212,7 +214,7 @@ def recall(
         Whether the models were loaded.
 
     Raises:
-        Error: there is no such snapshot or model, or a model does not take its state.
+        Error: as `Run.restore`.
     """
     if snapshotter.path is None:
         raise UsageError("run.restore needs snapshots, and this run has no directory: name one in samestep.Run(...)")
@@ -230,7 +232,7 @@ def recall(
             return None
         found = snapshotter.find(which)
         if found is None:
-            raise Error(f"there is no snapshot in {snapshotter.shown} yet")
+            raise RunDirectoryError(f"there is no snapshot in {snapshotter.shown} yet")
         saved = store.read(found)["objects"]
         load(modules, saved)
         return {name: {k: v for k, v in saved[name].items() if not isinstance(v, Tensor)} for name in modules}

@@ -99,7 +99,7 @@ class Run:
 
     Raises:
         InvalidValue: a value of an option is not allowed, or the numbers do not fit together.
-        Error: the run directory belongs to another run, is in use or cannot be written.
+        RunDirectoryError: the run directory holds another run, is in use, damaged or cannot be written.
 
     Example::
 
@@ -221,8 +221,10 @@ class Run:
                 layers are on several devices. None: move all models to the device of the run.
 
         Raises:
-            Error: an object has no state_dict, a model was built before the run, a model contains SyncBatchNorm, an
-                optimizer holds parameters of no model, or the snapshot does not fit the objects.
+            InvalidType, InvalidValue: an object has no state_dict, a model contains SyncBatchNorm, or an optimizer
+                holds parameters of no model.
+            UsageError: a model was built before the run, or this is the second call.
+            RunDirectoryError: the snapshot does not fit the objects.
 
         Example::
 
@@ -293,7 +295,9 @@ class Run:
             drop_last: whether to leave out the last step of an epoch if it is short. Default: False.
 
         Raises:
-            Error: the data set cannot be indexed or differs from that of the run, or another loop was left by `break`.
+            InvalidType, InvalidValue: the data set cannot be indexed, or an argument does not fit it.
+            UsageError: `prepare` was not called, or another loop was left by `break`.
+            RunDirectoryError: the data set is not the one that the run began with.
 
         Example::
 
@@ -339,7 +343,7 @@ class Run:
             num_steps: number of steps of this loop, including those before a restart.
 
         Raises:
-            Error: as in `epochs`.
+            Error: one of its subclasses, as in `epochs`.
 
         Example::
 
@@ -387,7 +391,8 @@ class Run:
             name -> mean as a float, or the list for the whole data set in its order.
 
         Raises:
-            Error: called inside a loop over micro-batches, or not on all ranks.
+            UsageError: called inside a loop over micro-batches, or not on all ranks.
+            InvalidType, InvalidValue: an argument or a score cannot be used.
 
         Example::
 
@@ -504,7 +509,9 @@ class Run:
             names: names of models in `prepare`; default: all models.
 
         Raises:
-            Error: there is no such snapshot, the run has no directory, or the loop is not over or begins afterwards.
+            RunDirectoryError: there is no such snapshot, or a model does not take its state.
+            UsageError: the run has no directory, or the loop is not over or begins afterwards.
+            InvalidValue: `prepare` got no model of that name.
 
         Example: see `Run.snapshot`.
         """

@@ -12,7 +12,7 @@ from samestep.data.content import hash_content
 from samestep.data.lanes import Lanes
 from samestep.data.loader import Loader, Task
 from samestep.data.spec import DataSpec
-from samestep.errors import Error
+from samestep.errors import Error, InvalidValue, RunDirectoryError
 from samestep.plan.seeds import derive
 from samestep.snapshot.run_record import Options, describe_changes
 from samestep.snapshot.snapshotter import Snapshotter
@@ -49,7 +49,7 @@ def check_lanes(spec: DataSpec, lanes: Lanes, seed: int) -> None:
     """Compare the first samples of a few lanes. Raises Error if two are equal: the stream does not divide its data."""
     found = [each for each in read_samples(spec, seed) if each]  # the training names a lane without a sample
     if len({*found}) < len(found):
-        raise Error(
+        raise InvalidValue(
             f"several of the {lanes.num_lanes} lanes of {type(lanes.dataset).__name__} begin with the same sample: let "
             "__iter__ divide the data by torch.utils.data.get_worker_info(), or give it a method lane(lane, num_lanes)"
         )
@@ -72,7 +72,7 @@ def check_samples(
         A hash of each; "" for one that cannot be read or holds no numbers.
 
     Raises:
-        Error: the data are not those of the run.
+        RunDirectoryError: the data are not those of the run.
     """
     before, now = record.get("samples", []), read_samples(spec, seed)
     rows = zip(_choose(spec), before, now, strict=False)
@@ -80,7 +80,7 @@ def check_samples(
     if not changed or read_samples(spec, seed) != now:
         return before or now
     if not overrides and record.get("machine") == machine:
-        raise Error(
+        raise RunDirectoryError(
             f"the data set is not the one that the run began with (sample {changed[0]} differs): build it after "
             "samestep.Run(...), which seeds the generators, or with a fixed seed; to train on with this one, pass "
             f"override=True to run.prepare, or start with {advise(override=True)}"

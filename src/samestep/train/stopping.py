@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from samestep.engine.control import Vote
 from samestep.engine.gradient_pass import Report
-from samestep.errors import Error, UsageError
+from samestep.errors import UsageError
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.calls import EPOCH_END, EPOCH_END_AFTER_STOP, check_same
 from samestep.train.context import RunContext
@@ -147,7 +147,7 @@ class Stopping(StepObserver):
                 anything, so it costs the others nothing.
 
         Raises:
-            Error: only some ranks called run.stop().
+            UsageError: only some ranks called run.stop().
         """
         group, steps_done, has_stopped = self._context.group, self._position.steps_done, bool(self.reason)
         if self._has_agreed or self.signal or steps_done >= self.last_step:
@@ -165,8 +165,8 @@ class Stopping(StepObserver):
                 raise self._build_stop_error(first, step, other)
         self._has_agreed = has_stopped
 
-    def _build_stop_error(self, rank: int, step: int | str, other: int) -> Error:
-        return Error(
+    def _build_stop_error(self, rank: int, step: int | str, other: int) -> UsageError:
+        return UsageError(
             f"rank {rank} ended its loop after step {step} by run.stop(), and rank {other} did not: call it on every "
             "rank, based on values that all ranks share (step.loss, step.metrics, epoch.metrics; not loss.item())",
             rank=self._context.rank,

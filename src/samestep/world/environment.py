@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.config import OPTIONS, PREFIX, Overrides, format_flags, to_variables
-from samestep.errors import Error
+from samestep.errors import Error, InvalidValue
 from samestep.world import slurm_tasks
 
 TRACE = PREFIX + "TRACE"
@@ -89,7 +89,7 @@ def read_overrides(variables: Mapping[str, str] | None = None) -> Overrides:
     known = {PREFIX + name.upper(): name for name in OPTIONS}
     for name in sorted(set(variables).difference(known, _INTERNAL)):
         if name.startswith(PREFIX) and (near := get_close_matches(name, known, 1, 0.9)):
-            raise Error(f"there is no variable {name}; did you mean {near[0]}?")
+            raise InvalidValue(f"there is no variable {name}; did you mean {near[0]}?")
     return {name: OPTIONS[name].parse(each, variables[each]) for each, name in known.items() if each in variables}
 
 
@@ -136,7 +136,9 @@ def check_interface() -> None:
         import psutil  # slow, but also finds names of additional addresses, such as eth0:1
 
         if name not in (there := psutil.net_if_addrs()):
-            raise Error(f"GLOO_SOCKET_IFNAME is {name}, but this machine has {', '.join(there)}: unset it, or name one")
+            raise InvalidValue(
+                f"GLOO_SOCKET_IFNAME is {name}, but this machine has {', '.join(there)}: unset it, or name one"
+            )
 
 
 def choose_interface(name: str) -> None:
@@ -179,20 +181,20 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         try:
             return int(text)
         except ValueError:
-            raise Error(f"{name} must be a whole number, not {text!r}") from None
+            raise InvalidValue(f"{name} must be a whole number, not {text!r}") from None
 
     rank, world_size = number("RANK", 0), number("WORLD_SIZE", 1)
     launched = "RANK" in variables and "WORLD_SIZE" in variables
     if not launched and ("RANK" in variables or world_size > 1):
         there, missing = ("RANK", "WORLD_SIZE") if "RANK" in variables else ("WORLD_SIZE", "RANK")
-        raise Error(
+        raise InvalidValue(
             f"{there} is set and {missing} is not: start the ranks with samestep launch or torchrun, or unset it"
         )
     if not 0 <= rank < world_size:
-        raise Error(f"RANK is {rank} and WORLD_SIZE {world_size}: ranks are 0 to WORLD_SIZE - 1")
+        raise InvalidValue(f"RANK is {rank} and WORLD_SIZE {world_size}: ranks are 0 to WORLD_SIZE - 1")
     missing_address = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not variables.get(name)]
     if world_size > 1 and missing_address:
-        raise Error(
+        raise InvalidValue(
             f"WORLD_SIZE is {world_size} and {missing_address[0]} is not set: start the ranks with samestep launch or "
             "torchrun, or set both to the address of rank 0",
             rank=rank,  # this rank cannot connect to the others to agree on one that reports
@@ -222,7 +224,7 @@ def _read_restart(variables: Mapping[str, str]) -> Restart | None:
     try:
         return Restart(**json.loads(variables[name]))
     except (TypeError, ValueError):
-        raise Error(f"{name} is {variables[name]!r}: unset it, since only samestep launch sets it") from None
+        raise InvalidValue(f"{name} is {variables[name]!r}: unset it, since only samestep launch sets it") from None
 
 
 def ready_standard_files() -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import _broadcast_coalesced  # type: ignore[attr-defined]  # what DDP itself calls
 
 from samestep.console import say, saying_when_slow
-from samestep.errors import Error, InvalidValue, PeerFailed
+from samestep.errors import KINDS, Error, InvalidValue, PeerFailed, name_kind
 from samestep.world import wire
 from samestep.world.environment import Environment, check_interface, has_agent_store, read_master, read_restarts
 from samestep.world.local_sockets import LocalSockets, connect
@@ -138,7 +138,7 @@ class Group:
         for rank, theirs in enumerate(others, start=1):
             for name, value in theirs.items():
                 if value != first.get(name):
-                    raise Error(
+                    raise InvalidValue(
                         f"{name} is {first.get(name)!r} on rank 0 and {value!r} on rank {rank}: make it the same on "
                         "all ranks"
                     )
@@ -174,8 +174,8 @@ class Group:
         if failure is not None:
             raise failure
         for rank, (kind, value) in zip(on, outcomes, strict=True):
-            if kind == "error":
-                raise Error(value)
+            if kind in KINDS:
+                raise KINDS[kind](value)
             if kind == "failure":
                 raise PeerFailed(f"rank {rank} failed: {value}")
         return [value for _, value in outcomes]
@@ -255,7 +255,7 @@ def _try(fn: Callable[[], Any]) -> tuple[BaseException | None, bytes]:
     try:
         return None, wire.encode(("value", fn()))
     except Error as error:
-        return None, wire.encode(("error", str(error)))
+        return None, wire.encode((name_kind(error), str(error)))
     except BaseException as error:
         return error, wire.encode(("failure", f"{type(error).__name__}: {error}"))
 

@@ -4,7 +4,7 @@ import re
 import socket
 from collections.abc import Mapping
 
-from samestep.errors import Error
+from samestep.errors import Error, InvalidValue
 from samestep.world.host import find_interface
 
 FIRST_PORT, NUM_PORTS = 15000, 17000  # below the ephemeral ports of Linux
@@ -32,13 +32,15 @@ def build_variables(step: Mapping[str, str]) -> dict[str, str]:
     def number(name: str) -> int:
         text = step.get(name, "")
         if not text.isdecimal():
-            raise Error(f"this is a task of a Slurm step, and {name} is {text!r}: start the ranks by srun")
+            raise InvalidValue(f"this is a task of a Slurm step, and {name} is {text!r}: start the ranks by srun")
         return int(text)
 
     sizes = expand_sizes(step.get("SLURM_STEP_TASKS_PER_NODE", ""))
     node = number("SLURM_NODEID")
     if node >= len(sizes):
-        raise Error(f"SLURM_NODEID is {node} and SLURM_STEP_TASKS_PER_NODE {len(sizes)} nodes: start the ranks by srun")
+        raise InvalidValue(
+            f"SLURM_NODEID is {node} and SLURM_STEP_TASKS_PER_NODE {len(sizes)} nodes: start the ranks by srun"
+        )
     place = {
         "RANK": number("SLURM_PROCID"),
         "LOCAL_RANK": number("SLURM_LOCALID"),
@@ -69,7 +71,7 @@ def expand_sizes(text: str) -> list[int]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if match is None:
-            raise Error(f"SLURM_STEP_TASKS_PER_NODE is {text!r}, not such as 2(x3),1: start the ranks by srun")
+            raise InvalidValue(f"SLURM_STEP_TASKS_PER_NODE is {text!r}, not such as 2(x3),1: start the ranks by srun")
         sizes += [int(match[1])] * int(match[2] or 1)
     return sizes
 

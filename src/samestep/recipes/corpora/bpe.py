@@ -17,7 +17,8 @@ class Tokenizer:
         text: the tokenizer as JSON, in the format of `tokenizers`.
 
     Raises:
-        Error: the library is not installed, or the text is no tokenizer.
+        Error: the library is not installed.
+        InvalidValue: the text is no tokenizer.
     """
 
     def __init__(self, text: str) -> None:
@@ -27,7 +28,7 @@ class Tokenizer:
         except Exception as error:  # the library raises Exception itself
             if isinstance(error, samestep.Error):
                 raise
-            raise samestep.Error(f"the tokenizer cannot be read ({error}): train it again") from None
+            raise samestep.InvalidValue(f"the tokenizer cannot be read ({error}): train it again") from None
         self._tokenizer.encode_special_tokens = True  # a text that contains "[END]" does not end there
 
     @classmethod

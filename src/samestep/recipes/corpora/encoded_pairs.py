@@ -113,7 +113,7 @@ def load_data(
         max_length: largest number of tokens of a sentence, as for `Seq2Seq`.
 
     Raises:
-        Error: there are no such data, or a pair cannot be used.
+        InvalidValue: there are no such data, or a pair cannot be used.
     """
     corpus = read_pairs(data, source_language, target_language, skips_bad=skips_bad)
     train, scored = divide(corpus.pairs, held_out)
@@ -132,7 +132,7 @@ def load_data(
             why = f"has {num_tokens} tokens, and the model takes {max_length} (--max-length)"
             corpus.leave_out(pair.file, pair.number, why, f"pairs of more than {max_length} tokens")
         if not kept:
-            raise samestep.Error(f"no pair has at most {max_length} tokens: give a larger --max-length")
+            raise samestep.InvalidValue(f"no pair has at most {max_length} tokens: give a larger --max-length")
         kept.sort(key=lambda number: len(sources[number]))
         return [pairs[k] for k in kept], Pairs([sources[k] for k in kept], [targets[k] for k in kept])
 
@@ -153,7 +153,7 @@ def divide(pairs: list[Pair], num_held_out: int | None) -> tuple[list[Pair], lis
     if num == 0:
         return pairs, pairs
     if num >= len(sources):
-        raise samestep.Error(f"--held-out {num} leaves no pair to train on: there are {len(sources)} sources")
+        raise samestep.InvalidValue(f"--held-out {num} leaves no pair to train on: there are {len(sources)} sources")
     chosen = np.random.default_rng(0).permutation(len(sources))[:num]
     held_out = {sources[number] for number in chosen}
     parts: tuple[list[Pair], list[Pair]] = ([], [])

@@ -50,7 +50,7 @@ class Corpus:
             reason: the problem in general, such as "empty or one-sided pairs".
         """
         if not self.skips_bad:
-            raise samestep.Error(
+            raise samestep.InvalidValue(
                 f"{file}, {self.unit} {number} {why}: correct it, or leave such pairs out by --skip-bad"
             )
         self.left_out[reason] += 1
@@ -76,10 +76,12 @@ def read_pairs(data: str, source: str, target: str, *, skips_bad: bool) -> Corpu
         skips_bad: leave out what cannot be read, and pairs that are empty or one-sided, instead of an error.
 
     Raises:
-        Error: there are no pairs, or a pair cannot be used.
+        InvalidValue: there are no pairs, or a pair cannot be used.
     """
     if source == target:
-        raise samestep.Error(f"source and target are both {source}: choose two languages by --source and --target")
+        raise samestep.InvalidValue(
+            f"source and target are both {source}: choose two languages by --source and --target"
+        )
     if data.startswith(DATASETS):
         corpus = read_dataset(data.removeprefix(DATASETS), source, target, skips_bad)
     elif data == "gettext":
@@ -91,12 +93,12 @@ def read_pairs(data: str, source: str, target: str, *, skips_bad: bool) -> Corpu
         corpus = Corpus([], "line", skips_bad)
         corpus.add(_read_lines(Path(data), corpus))
     else:
-        raise samestep.Error(
+        raise samestep.InvalidValue(
             f"there is no file {data}: give a file with a pair per line, a directory of gettext catalogues, "
             f"{DATASETS}NAME, or gettext"
         )
     if not corpus.pairs:
-        raise samestep.Error(
+        raise samestep.InvalidValue(
             f"{data} holds no pair of {source} and {target} that can be used: name other data by --data"
         )
     return corpus
@@ -131,7 +133,7 @@ def read_dataset(name: str, source: str, target: str, skips_bad: bool) -> Corpus
         texts = [(row[source].strip(), row[target].strip()) for row in rows]
     except Exception as error:  # of the network, of the hub, of the dataset's format
         why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        raise samestep.Error(
+        raise samestep.InvalidValue(
             f"the dataset {name}, {config}, cannot be read ({why}): name other data by --data"
         ) from None
     where = f"{name}, {config}"
@@ -154,7 +156,7 @@ def read_catalogues(directories: list[Path], source: str, target: str, skips_bad
     The messages' keys are English: "en" needs no catalogue.
 
     Raises:
-        Error: there are no catalogues of a language, or one cannot be read.
+        InvalidValue: there are no catalogues of a language, or one cannot be read.
     """
     corpus = Corpus([], "message", skips_bad)
     languages = {name: {} if name == "en" else _read_language(directories, name, corpus) for name in (source, target)}
@@ -182,7 +184,7 @@ def _read_language(directories: list[Path], language: str, corpus: Corpus) -> di
         except (ValueError, LookupError, struct.error) as error:
             if not corpus.skips_bad:
                 why = f"{type(error).__name__}: {error}"
-                raise samestep.Error(
+                raise samestep.InvalidValue(
                     f"{file} is no catalogue that can be read ({why}): remove it, or give --skip-bad"
                 ) from None
             corpus.left_out[UNREADABLE] += 1
@@ -193,7 +195,7 @@ def _read_language(directories: list[Path], language: str, corpus: Corpus) -> di
         others = f"there are some of {', '.join(name for name, _ in found.most_common(12))}"
         advice = "install packages with translations, such as `pip install django`, or give other data by --data"
         others = others if found else f"there are none at all: {advice}"
-        raise samestep.Error(f"no gettext catalogue of {language} was found, and {others}")
+        raise samestep.InvalidValue(f"no gettext catalogue of {language} was found, and {others}")
     return messages
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from samestep.errors import Error
+from samestep.errors import Error, InvalidValue
 
 END = "<|endoftext|>"  # the token at the end of each document
 NUM_BYTES = 256
@@ -62,19 +62,24 @@ class Tokenizer:
         """Return the tokens of a prompt. An empty one begins a new document.
 
         Raises:
-            Error: the tokenizer cannot represent the prompt, or the library is not installed.
+            InvalidValue: the tokenizer cannot represent the prompt.
+            Error: the library is not installed.
         """
         if not prompt:
             if self.end is None:
-                raise Error("the prompt is empty, and the tokenizer has no token that begins a document: give a prompt")
+                raise InvalidValue(
+                    "the prompt is empty, and the tokenizer has no token that begins a document: give a prompt"
+                )
             return [self.end]
         try:
             tokens: list[int] = next(self.encode([prompt.encode(errors="surrogateescape")])).tolist()
         except UnicodeDecodeError:
-            raise Error(f"the prompt {prompt!r} is not UTF-8: give text") from None
+            raise InvalidValue(f"the prompt {prompt!r} is not UTF-8: give text") from None
         # A tokenizer without byte-level tokens drops what it does not know, or replaces it by an unknown token.
         if self.kind != "bytes" and _squeeze(self.decode(tokens)) != _squeeze(prompt):
-            raise Error(f"the tokenizer has no tokens for the prompt {prompt!r}: it gives {self.decode(tokens)!r}")
+            raise InvalidValue(
+                f"the tokenizer has no tokens for the prompt {prompt!r}: it gives {self.decode(tokens)!r}"
+            )
         return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
@@ -100,7 +105,7 @@ class Tokenizer:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Compare with the tokenizer of a snapshot. Raises Error if it is another."""
         if (other := Tokenizer.from_state_dict(state)) != self:
-            raise Error(f"the run's tokenizer is {other}, and the data's is {self}: name the run's data")
+            raise InvalidValue(f"the run's tokenizer is {other}, and the data's is {self}: name the run's data")
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> "Tokenizer":
@@ -182,7 +187,7 @@ def read_tokenizer(file: Path) -> Tokenizer:
         return build_bpe(file.read_bytes())
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise Error(f"{file} is no tokenizer of the library tokenizers ({why}): name a tokenizer.json") from None
+        raise InvalidValue(f"{file} is no tokenizer of the library tokenizers ({why}): name a tokenizer.json") from None
 
 
 def _squeeze(text: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from samestep.errors import Error
+from samestep.errors import Error, InvalidValue
 from samestep.files import fits, is_count, is_text, parse_json, read_bytes
 from samestep.recipes.corpora.text_tokenizer import BYTES, Tokenizer
 from samestep.sources.token_windows import Tokens, TokenWindows
@@ -53,12 +53,12 @@ def split(corpus: Corpus, context: int, fraction: float, most: int) -> tuple[Tok
         fraction: the tail's share of the tokens; it has at least one window.
 
     Raises:
-        Error: there are too few tokens.
+        InvalidValue: there are too few tokens.
     """
     num_tokens, size = len(corpus.tokens), corpus.tokenizer.vocabulary_size
     cut = min(int(num_tokens * (1 - fraction)), num_tokens - context - 1)
     if cut < context + 1:
-        raise Error(
+        raise InvalidValue(
             f"{corpus.name} has {num_tokens} tokens, and sequences of {context} need at least {2 * context + 2}, one "
             "to train on and one held out: give more text, or a smaller --context"
         )
@@ -93,7 +93,7 @@ def open_corpus(directory: Path) -> Corpus:
     """Open a token file.
 
     Raises:
-        Error: it is missing, truncated, damaged or of another version.
+        InvalidValue: it is missing, truncated, damaged or of another version.
     """
     again = "prepare it again with samestep prepare text"
     try:
@@ -105,13 +105,15 @@ def open_corpus(directory: Path) -> Corpus:
             raise ValueError(f"the checksum of {TOKENS} is wrong")
     except NotADirectoryError:
         what = "is a file: name the directory that samestep prepare text has written"
-        raise Error(f"{directory} {what}, or make one of a text with samestep prepare text") from None
+        raise InvalidValue(f"{directory} {what}, or make one of a text with samestep prepare text") from None
     except FileNotFoundError as error:
         name = Path(error.filename).name
-        raise Error(f"{directory} is no token file, it has no {name}: make one with samestep prepare text") from None
+        raise InvalidValue(
+            f"{directory} is no token file, it has no {name}: make one with samestep prepare text"
+        ) from None
     except (OSError, ValueError, EOFError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        raise Error(f"the token file {directory} cannot be read ({why}): {again}") from None
+        raise InvalidValue(f"the token file {directory} cannot be read ({why}): {again}") from None
     return Corpus(str(directory), tokens, tokenizer, described["num_documents"])
 
 

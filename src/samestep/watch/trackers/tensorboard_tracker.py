@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from samestep.errors import Error
+from samestep.errors import Error, InvalidValue
 from samestep.watch.trackers.protocol import TrackerInfo, is_histogram, to_number
 
 
@@ -16,7 +16,8 @@ class TensorBoard:
         dir: directory of the event files; None: `tensorboard/` in the run directory.
 
     Raises:
-        Error: raised at the start of the run if the package is missing or there is no directory.
+        Error: the package is missing, at the start of the run.
+        InvalidValue: there is no directory, at the start of the run.
 
     Example::
 
@@ -30,7 +31,7 @@ class TensorBoard:
 
     def start(self, info: TrackerInfo) -> None:
         if self.dir is None and info.dir is None:
-            raise Error("TensorBoard has nowhere to write: the run has no directory; give TensorBoard(dir=...)")
+            raise InvalidValue("TensorBoard has nowhere to write: the run has no directory; give TensorBoard(dir=...)")
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
