@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -199,12 +200,23 @@ def run_examples(docstrings: dict[str, str], directory: Path) -> str:
         (directory / name).mkdir()
         os.chdir(directory / name)
         test = doctest.DocTestParser().get_doctest(docstring, {}, name, None, 0)
+        assert test.examples, f"the docstring of {name} has no example that can run"
         doctest.DocTestRunner(Checker(), optionflags=doctest.ELLIPSIS).run(test, out=report.write)
     return report.getvalue()
 
 
 def test_examples_of_docstrings(tmp_path: Path) -> None:
     assert samestep.spawn(run_examples, 1, ({k: v for k, v in EXAMPLES.items() if k != "spawn"}, tmp_path)) == ""
+
+
+@pytest.mark.parametrize("module", ["sources", "adapters.lightning", "adapters.transformers"])
+def test_examples_of_packages(module: str, tmp_path: Path) -> None:
+    package, _, library = module.partition(".")
+    if package == "adapters" and not find_spec(library):
+        pytest.skip(f"{library} is not installed: make test-adapters runs this")
+    public = import_module(f"samestep.{module}")
+    examples = {name: inspect.getdoc(getattr(public, name)).partition("Example::")[2] for name in public.__all__}
+    assert samestep.spawn(run_examples, 1, (examples, tmp_path)) == ""
 
 
 def test_the_example_of_spawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

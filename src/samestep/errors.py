@@ -78,7 +78,7 @@ class RunDirectoryError(Error):
         >>> _ = pathlib.Path("run.json").write_text("{}")
         >>> samestep.Run(".", batch_size=4)
         Traceback (most recent call last):
-        samestep.errors.RunDirectoryError: ./run.json has format None, this samestep reads ...: update samestep
+        samestep.errors.RunDirectoryError: .../run.json has format None, this samestep reads ...: update samestep
     """
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from samestep.errors import InvalidValue
+from samestep.errors import Error
 from samestep.world import host, slurm_tasks
 from samestep.world.environment import read_rank
 
@@ -106,5 +106,5 @@ def test_one_node_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_makes_no_task(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    with pytest.raises(InvalidValue, match=said):
+    with pytest.raises(Error, match=said):
         slurm_tasks.build_variables(variables)

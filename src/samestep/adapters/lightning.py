@@ -12,6 +12,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from samestep import InvalidType, InvalidValue, Run
 
+__all__ = ["fit"]
+
 # Methods of a LightningModule that replace a part of Lightning's loop, which does not run here.
 NOT_CALLED = (
     "backward", "configure_gradient_clipping", "lr_scheduler_step", "on_after_batch_transfer",
@@ -144,11 +146,22 @@ def fit(
 
     Example::
 
-        import lightning, samestep
-        from samestep.adapters.lightning import fit
-
-        run = samestep.Run("runs/x", batch_size=64, micro_batch_size=16)
-        fit(run, MyModule(), DataLoader(train, batch_size=16), DataLoader(val, batch_size=100), max_epochs=10)
+        >>> import lightning, samestep, torch
+        >>> from samestep.adapters.lightning import fit
+        >>> class Linear(lightning.LightningModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layer = torch.nn.Linear(2, 1)
+        ...     def training_step(self, batch, batch_idx):
+        ...         loss = self.layer(batch).square().mean()
+        ...         self.log("train_loss", loss)
+        ...         return loss
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD(self.parameters(), lr=0.1)
+        >>> run = samestep.Run(None, batch_size=4, micro_batch_size=2)
+        >>> values = fit(run, Linear(), torch.ones(8, 2), max_epochs=2)
+        >>> sorted(values)
+        ['loss', 'train_loss']
     """
     _check(module, monitor, mode, patience)
     data = getattr(train_loader, "dataset", train_loader)

@@ -27,6 +27,8 @@ except ImportError as error:
     report_errors(read_rank())
     raise Error(f"{error}: install the extra, pip install 'samestep[transformers]'") from None
 
+__all__ = ["Trainer", "TrainingArguments"]
+
 # Fields of transformers' TrainingArguments that have their effect here.
 SUPPORTED = """
     output_dir per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps learning_rate
@@ -63,6 +65,13 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
     Raises:
         InvalidValue: a field is set that has no equivalent here, such as `fsdp`. One sentence names it. A field that
             merely has no effect, such as `ddp_timeout`, is named in a warning.
+
+    Example::
+
+        >>> from samestep.adapters.transformers import TrainingArguments
+        >>> args = TrainingArguments("runs/x", per_device_train_batch_size=2, gradient_accumulation_steps=4)
+        >>> args.run.batch_size, args.run.micro_batch_size
+        (8, 2)
     """
 
     def __post_init__(self) -> None:
@@ -146,11 +155,15 @@ class Trainer:
 
     Example::
 
-        from samestep.adapters.transformers import Trainer, TrainingArguments
-
-        args = TrainingArguments("runs/x", per_device_train_batch_size=8, gradient_accumulation_steps=4)
-        model = AutoModelForCausalLM.from_pretrained("gpt2")
-        Trainer(model, args, train_dataset=train, data_collator=collator).train()
+        >>> import transformers
+        >>> from samestep.adapters.transformers import Trainer, TrainingArguments
+        >>> args = TrainingArguments("runs/x", max_steps=3, per_device_train_batch_size=4)
+        >>> config = transformers.GPT2Config(vocab_size=16, n_positions=4, n_embd=8, n_layer=1, n_head=1)
+        >>> model = transformers.GPT2LMHeadModel(config)  # or AutoModelForCausalLM.from_pretrained("gpt2")
+        >>> train = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 8
+        >>> done = Trainer(model, args, train_dataset=train).train()
+        >>> done.global_step
+        3
     """
 
     create_optimizer = transformers.Trainer.create_optimizer

@@ -43,6 +43,19 @@ class MDS(SampleFiles):
 
     Raises:
         InvalidValue: the index cannot be read, or a shard is missing, of another size or in an unsupported encoding.
+
+    Example::
+
+        >>> import json, numpy, pathlib
+        >>> from samestep.sources import MDS
+        >>> samples = numpy.array([7, 8], "<i8").tobytes()  # the files are those of streaming.MDSWriter
+        >>> shard = numpy.array([2, 16, 24, 32], "<u4").tobytes() + samples
+        >>> about = {"format": "mds", "version": 2, "samples": 2, "column_names": ["label"], "column_sizes": [8]}
+        >>> about |= {"column_encodings": ["int"], "raw_data": {"basename": "0.mds", "bytes": len(shard)}}
+        >>> _ = pathlib.Path("0.mds").write_bytes(shard)
+        >>> _ = pathlib.Path("index.json").write_text(json.dumps({"shards": [about]}))
+        >>> MDS(".")[1]
+        {'label': 8}
     """
 
     def __init__(self, directory: str | Path, transform: Callable[[dict[str, Any]], Any] | None = None) -> None:

@@ -35,6 +35,15 @@ class Parquet:
     Raises:
         InvalidValue: a file is missing or damaged, or there is no such column.
         Error: pyarrow is not installed.
+
+    Example::
+
+        >>> import pyarrow, pyarrow.parquet
+        >>> from samestep.sources import Parquet
+        >>> pyarrow.parquet.write_table(pyarrow.table({"x": [0.5, 1.5], "name": ["a", "b"]}), "rows.parquet")
+        >>> rows = Parquet("rows.parquet", columns=["x"])
+        >>> len(rows), float(rows[1]["x"])
+        (2, 1.5)
     """
 
     def __init__(self, files: str | Path | Iterable[str | Path], columns: Sequence[str] | None = None) -> None:

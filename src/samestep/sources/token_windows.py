@@ -29,6 +29,14 @@ class TokenWindows:
         start, stop: use `tokens[start:stop]`; it holds at least `context + 1` tokens.
         vocabulary_size: number of tokens; a larger one in the file is an error.
         every: use only every so many-th sequence.
+
+    Example::
+
+        >>> import numpy
+        >>> from samestep.sources import TokenWindows
+        >>> windows = TokenWindows(numpy.arange(10), context=4, start=0, stop=10, vocabulary_size=10)
+        >>> len(windows), windows[1]
+        (2, array([4, 5, 6, 7, 8]))
     """
 
     def __init__(
@@ -106,6 +114,15 @@ def open_tokens(
 
     Raises:
         InvalidValue: the file is missing, damaged, or has too few tokens.
+
+    Example::
+
+        >>> import numpy
+        >>> from samestep.sources import open_tokens
+        >>> numpy.arange(10, dtype="uint16").tofile("train.bin")
+        >>> windows = open_tokens("train.bin", context=4)
+        >>> len(windows), windows[0]
+        (2, array([0, 1, 2, 3, 4]))
     """
     path = Path(file)
     try:

@@ -36,6 +36,18 @@ class WebDataset(SampleFiles):
 
     Raises:
         InvalidValue: a tar is missing, truncated or compressed, or the index cannot be written.
+
+    Example::
+
+        >>> import pathlib, tarfile
+        >>> from samestep.sources import WebDataset
+        >>> for name in ("cat", "dog"):
+        ...     _ = pathlib.Path(f"{name}.txt").write_text(f"a {name}")
+        >>> with tarfile.open("pets.tar", "w") as tar:
+        ...     tar.add("cat.txt"), tar.add("dog.txt")
+        >>> pets = WebDataset("pets.tar", transform=lambda sample: sample["txt"].decode())
+        >>> len(pets), pets[1]
+        (2, 'a dog')
     """
 
     def __init__(
