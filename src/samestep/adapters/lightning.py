@@ -149,19 +149,15 @@ def fit(
         >>> import lightning, samestep, torch
         >>> from samestep.adapters.lightning import fit
         >>> class Linear(lightning.LightningModule):
-        ...     def __init__(self):
-        ...         super().__init__()
+        ...     def configure_model(self):
         ...         self.layer = torch.nn.Linear(2, 1)
         ...     def training_step(self, batch, batch_idx):
-        ...         loss = self.layer(batch).square().mean()
-        ...         self.log("train_loss", loss)
-        ...         return loss
+        ...         return self.layer(batch).square().mean()
         ...     def configure_optimizers(self):
         ...         return torch.optim.SGD(self.parameters(), lr=0.1)
         >>> run = samestep.Run(None, batch_size=4, micro_batch_size=2)
-        >>> values = fit(run, Linear(), torch.ones(8, 2), max_epochs=2)
-        >>> sorted(values)
-        ['loss', 'train_loss']
+        >>> fit(run, Linear(), torch.ones(8, 2), max_epochs=2)
+        {'loss': ...}
     """
     _check(module, monitor, mode, patience)
     data = getattr(train_loader, "dataset", train_loader)
@@ -178,15 +174,7 @@ def fit(
             trainer.callback_metrics |= step.metrics
             _step(schedules, "step", step.number, trainer.callback_metrics)
         trainer.global_step, trainer.training = run.steps_done, False
-        values = {name: epoch.metrics[of_step] for of_step, name in logs.of_epoch.items()}
-        trainer.callback_metrics |= values
-        if val_loader is not None:
-            values |= _validate(run, module, val_loader, logs)
-        module.on_train_epoch_end()
-        values |= {name: float(value) for name, (value, _) in logs.take().items()}
-        trainer.callback_metrics |= values
-        if values:
-            run.log(values)
+        _log_epoch(run, module, epoch, logs, val_loader)
         _step(schedules, "epoch", epoch.number, trainer.callback_metrics)
         if monitor is not None:
             _keep_best(run, trainer, monitor, 1 if mode == "min" else -1, epoch.number, patience)
@@ -196,6 +184,19 @@ def fit(
     module.on_fit_end()
     module.teardown("fit")
     return dict(trainer.callback_metrics)
+
+
+def _log_epoch(run: Run, module: Any, epoch: Any, logs: Logs, val_loader: Any) -> None:
+    """Validate after an epoch, and record what the module logged."""
+    values = {name: epoch.metrics[of_step] for of_step, name in logs.of_epoch.items()}
+    module.trainer.callback_metrics |= values
+    if val_loader is not None:
+        values |= _validate(run, module, val_loader, logs)
+    module.on_train_epoch_end()
+    values |= {name: float(value) for name, (value, _) in logs.take().items()}
+    module.trainer.callback_metrics |= values
+    if values:
+        run.log(values)
 
 
 def _prepare(run: Run, module: Any, trainer: Trainer) -> tuple[torch.optim.Optimizer, list[Schedule]]:
