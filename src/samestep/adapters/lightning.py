@@ -156,8 +156,9 @@ def fit(
         ...     def configure_optimizers(self):
         ...         return torch.optim.SGD(self.parameters(), lr=0.1)
         >>> run = samestep.Run(None, batch_size=4, micro_batch_size=2)
-        >>> fit(run, Linear(), torch.ones(8, 2), max_epochs=2)
-        {'loss': ...}
+        >>> values = fit(run, Linear(), torch.ones(8, 2), max_epochs=2)
+        >>> [*values]
+        ['loss']
     """
     _check(module, monitor, mode, patience)
     data = getattr(train_loader, "dataset", train_loader)
