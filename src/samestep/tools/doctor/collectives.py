@@ -6,9 +6,10 @@ all-to-all. The size is that of the whole buffer; for an all-gather, of the resu
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import reduce
 from statistics import median_high
 from typing import Any
 
@@ -49,14 +50,14 @@ class Operation:
 
     Attributes:
         call: takes (output, input). An operation in place has its input in both.
-        expect: (rank, world size, elements per part) -> the expected output for the numbers of `_fill`.
+        expect: (the inputs of all ranks, rank, world size) -> the expected output.
         is_input_wide: whether the input holds a part for each rank, as the output does, or one part.
         factor: number of ranks -> factor of the bus bandwidth.
     """
 
     name: str
     call: Callable[[Tensor, Tensor], object]
-    expect: Callable[[int, int, int], Tensor]
+    expect: Callable[[Iterable[Tensor], int, int], Tensor]
     is_input_wide: bool
     factor: Callable[[int], float]
 
@@ -70,25 +71,17 @@ def _all_reduce(output: Tensor, given: Tensor) -> None:
     dist.all_reduce(output)  # in place, so that no copy is timed
 
 
-def _expect_sum(rank: int, world_size: int, num: int) -> Tensor:
-    return (torch.arange(num * world_size) % 97 * world_size + world_size * (world_size - 1) // 2).float()
-
-
-def _expect_all(rank: int, world_size: int, num: int) -> Tensor:
-    return torch.cat([_fill(other, num) for other in range(world_size)])
-
-
-def _expect_shares(rank: int, world_size: int, num: int) -> Tensor:
-    return torch.cat([_fill(other, num * world_size)[rank * num : (rank + 1) * num] for other in range(world_size)])
+def _pick_shares(inputs: Iterable[Tensor], rank: int, world_size: int) -> Tensor:
+    return torch.cat([each.chunk(world_size)[rank].clone() for each in inputs])
 
 
 # torch 2.13 has renamed it.
 _all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 
 OPERATIONS = (
-    Operation("all-reduce", _all_reduce, _expect_sum, True, lambda n: 2 * (n - 1) / n),
-    Operation("all-gather", _all_gather, _expect_all, False, lambda n: (n - 1) / n),
-    Operation("all-to-all", dist.all_to_all_single, _expect_shares, True, lambda n: (n - 1) / n),
+    Operation("all-reduce", _all_reduce, lambda inputs, *_: reduce(torch.add, inputs), True, lambda n: 2 * (n - 1) / n),
+    Operation("all-gather", _all_gather, lambda inputs, *_: torch.cat([*inputs]), False, lambda n: (n - 1) / n),
+    Operation("all-to-all", dist.all_to_all_single, _pick_shares, True, lambda n: (n - 1) / n),
 )
 
 
@@ -127,12 +120,14 @@ def check_results(context: Context, group: Group) -> list[str]:
     for operation in OPERATIONS:
         for num in EXACT_SIZES:
             context.doing = f"an {operation.name} of {num} numbers per rank"
-            given = _fill(group.rank, num * (group.world_size if operation.is_input_wide else 1)).to(group.device)
+            width = num * (group.world_size if operation.is_input_wide else 1)
+            given = _fill(group.rank, width).to(group.device)
             output = torch.full((num * group.world_size,), -1.0, device=group.device)
             if operation.call is _all_reduce:
                 output.copy_(given)
             operation.call(output, given)
-            expected = operation.expect(group.rank, group.world_size, num)
+            inputs = (_fill(rank, width) for rank in range(group.world_size))
+            expected = operation.expect(inputs, group.rank, group.world_size)
             differing = int((output.cpu() != expected).sum())
             if differing:
                 wrong[operation.name] = f"{differing} of {len(expected)} numbers of an {operation.name} are wrong"
@@ -312,7 +307,7 @@ def judge_collectives(facts: Facts) -> Iterator[Finding]:
         yield failure(f"{sentence}: {facts.participants.name_ranks(ranks)}", advice)
     first = next(iter(facts.by_rank.values()))
     backend = "NCCL" if first["device"] == "cuda" else "gloo"
-    shown = "; ".join(f"{name} {_describe_curve(rows)}" for name, rows in first["curves"].items() if rows)
+    shown = "; ".join(f"{name} {_describe_curve(rows)}" for name, rows in first["curves"].items())
     measured = {"backend": backend, "curves": first["curves"]}
     yield well(f"right, over {backend}; {shown} (bus bandwidth)", measured)
 
