@@ -77,13 +77,9 @@ def translate_torchrun(values: dict[str, Any]) -> None:
 
 
 def find_misplaced(arguments: Sequence[str], text: str) -> list[str]:
-    """Find options of `launch` among the arguments of a script that does not seem to define them.
+    """Find options of `launch` among the arguments of a script whose source does not seem to define them.
 
     Options for `Run`, such as --seed, are common names: a script that reads any arguments can define them elsewhere.
-
-    Args:
-        arguments: of the script.
-        text: the script's source.
     """
     words = set(re.findall(r"\w+", text.replace("-", "_"))) | set(re.findall(r"--([\w-]+)", text))
     reads = re.search(r"arg|\b(click|fire|hydra|typer)\b", text) is not None
@@ -109,18 +105,10 @@ def name_flags(flags: Mapping[str, Option] = FLAGS) -> list[str]:
 def take_flags(
     arguments: Sequence[str], *, stop_at_first: bool, flags: Mapping[str, Option] = FLAGS
 ) -> tuple[dict[str, Any], list[str]]:
-    """Take `flags` out of `arguments`.
+    """Take `flags` out of `arguments`. Returns their values by name, and the other arguments, with all after `--`.
 
-    Args:
-        arguments: of the command.
-        stop_at_first: leave the first argument that is not such a flag, and all after it.
-        flags: the options of the command.
-
-    Returns:
-        The values by name, and the other arguments, in order, with all after `--`.
-
-    Raises:
-        Error: a value is missing or invalid.
+    If `stop_at_first`, leaves the first argument that is not such a flag, and all after it. Raises Error if a value is
+    missing or invalid.
     """
     values: dict[str, Any] = {}
     left: list[str] = []

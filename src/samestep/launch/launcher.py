@@ -5,7 +5,8 @@ import os
 import signal
 import sys
 import threading
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -82,7 +83,7 @@ def parse_num_ranks(text: str) -> int | None:
     if text in ("gpu", "auto"):
         return None
     if text == "cpu":
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        return len(os.sched_getaffinity(0))
     try:
         num_ranks = int(text)
     except ValueError:
@@ -154,26 +155,14 @@ def run_launch(
     known = parse_num_ranks(num_ranks)
     if known is not None and nodes is None:
         parse_shown(show_ranks, known)
-    with StopSignals() as signals:
-        server = _open_server(overrides, num_ranks)
-        try:
-            from samestep.launch.supervisor import Launch, run_local, run_node
+    with StopSignals() as signals, closing(_open_server(overrides, num_ranks)) as server:
+        from samestep.launch.supervisor import Launch, run_local, run_node
 
-            count = known or _count_ranks(num_ranks, overrides.get("device"))
-            ranks = Ranks(server, parse_shown(show_ranks, count if nodes is None else MOST_RANKS))
-
-            def report(failure: Failure, then: str) -> None:
-                _report(failure, ranks, then)
-
-            launch = Launch(target, count, overrides, signals.received, max_restarts, report)
-            try:
-                end = run_local(ranks, launch) if nodes is None else run_node(ranks, launch, nodes)
-                code = _conclude(ranks, signals.received, end)
-            finally:
-                ranks.close()
-        finally:
-            server.close()
-    return code
+        count = known or _count_ranks(num_ranks, overrides.get("device"))
+        with closing(Ranks(server, parse_shown(show_ranks, count if nodes is None else MOST_RANKS))) as ranks:
+            launch = Launch(target, count, overrides, signals.received, max_restarts, partial(_report, ranks))
+            end = run_local(ranks, launch) if nodes is None else run_node(ranks, launch, nodes)
+            return _conclude(ranks, signals.received, end)
 
 
 def _conclude(ranks: Ranks, received: list[int], end: "End") -> int:
@@ -196,7 +185,7 @@ def _conclude(ranks: Ranks, received: list[int], end: "End") -> int:
             say(f"{end.failure}; the others were stopped")
             return end.code
     if failure is not None:
-        _report(failure, ranks)
+        _report(ranks, failure)
         return failure.exit_code
     if any(ranks.codes.values()) or not ranks.done:  # the ranks were stopped, and none has reported a reason
         return 1
@@ -205,7 +194,7 @@ def _conclude(ranks: Ranks, received: list[int], end: "End") -> int:
     return START_AGAIN if is_stopped else 0
 
 
-def _report(failure: Failure, ranks: Ranks, then: str = "") -> None:
+def _report(ranks: Ranks, failure: Failure, then: str = "") -> None:
     """Print a failure; the reason comes last, and once. `then`: what follows, if the launch does not end."""
     lines: list[str] = []
     if failure.kind == "error":

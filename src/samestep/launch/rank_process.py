@@ -15,10 +15,9 @@ import signal
 import sys
 import threading
 import types
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import cloudpickle
 
@@ -28,8 +27,6 @@ from samestep.world.environment import HOOK
 from samestep.world.workdir import read_private
 
 LEAVE_S = 30  # limit for the atexit functions of a failed rank
-
-T = TypeVar("T")
 
 kept_signals: list[int] = []
 
@@ -144,19 +141,14 @@ def load_main(kind: str, name: str, arguments: list[str]) -> tuple[types.CodeTyp
 
 
 def _run_target(rank: int, directory: str, kind: str, name: str, arguments: list[str]) -> None:
-    if kind == "call":
-        _call(rank, Path(directory), Path(name))
-    else:
-        code, main = load_main(kind, name, arguments)
-        _run(lambda: exec(code, main.__dict__))
-
-
-def _run(target: Callable[[], T]) -> T:
     try:
-        return target()
+        if kind == "call":
+            _call(rank, Path(directory), Path(name))
+        else:
+            code, main = load_main(kind, name, arguments)
+            exec(code, main.__dict__)
     except Exception as error:
-        known = recognize(error)
-        if known is None:
+        if (known := recognize(error)) is None:
             raise
         raise known from error
 
@@ -168,12 +160,12 @@ def _call(rank: int, directory: Path, file: Path) -> None:
         fn, args, kwargs = cloudpickle.loads(call)
         if getattr(fn, "__module__", None) == "__main__":  # where plain pickle looks up its classes
             sys.modules["__main__"].__dict__.update(getattr(fn, "__globals__", {}))
-        value = _run(lambda: fn(*args, **kwargs))
+        value = fn(*args, **kwargs)
         if rank == 0:
             (directory / "value.pickle").write_bytes(cloudpickle.dumps(value))
     except Exception as error:
         with suppress(Exception):  # the traceback describes an exception that cannot be pickled
-            (directory / f"{rank}.pickle").write_bytes(cloudpickle.dumps(error))
+            (directory / f"{rank}.pickle").write_bytes(cloudpickle.dumps(recognize(error) or error))
         raise
 
 

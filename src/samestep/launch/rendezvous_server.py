@@ -270,10 +270,7 @@ class RendezvousServer(threading.Thread):
         self._in_round, self._is_admitting, self._lost = members, False, []
         address = self._listener.getsockname()[0]
         address = "" if ipaddress.ip_address(address).is_unspecified else address
-        listener = open_listener(address, 0)
-        if listener is None:
-            raise OSError("no port is free")
-        self._store = open_store(listener, address or "localhost")
+        self._store = open_store(open_listener(address, 0), address or "localhost")
         for node, member in enumerate(members):
             member.outcome = None
             place = {
@@ -363,10 +360,12 @@ class RendezvousServer(threading.Thread):
             member.link.send("end", **asdict(end))
 
 
-def open_listener(address: str, port: int) -> socket.socket | None:
-    """Listen at an address of this machine ("": all). Returns None if the port is in use.
+def open_listener(address: str, port: int) -> socket.socket:
+    """Listen at an address of this machine ("": all). Port 0 is a free one.
 
-    Raises Error if the port cannot be opened for another reason.
+    Raises:
+        OSError: the port is in use.
+        Error: it cannot be opened for another reason.
     """
     reason = ""
     families = [socket.AF_INET6, socket.AF_INET] if socket.has_dualstack_ipv6() else [socket.AF_INET]
@@ -378,6 +377,6 @@ def open_listener(address: str, port: int) -> socket.socket | None:
             return socket.create_server((address, port), family=family, dualstack_ipv6=both, backlog=1024)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
-                return None
+                raise
             reason = error.strerror or str(error)  # IPv6 can be turned off
     raise Error(f"port {port} cannot be opened here ({reason}): choose one above 1023")

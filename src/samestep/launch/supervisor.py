@@ -196,12 +196,12 @@ def run_node(ranks: Ranks, launch: Launch, nodes: Nodes) -> End:
 
     The launcher at the endpoint also runs the rendezvous server. Raises Error if the nodes do not join.
     """
-    address = find_own_address(nodes.host)
-    listener = None if address is None else open_listener(address, nodes.port)
     server = None
-    if listener is not None:
-        server = RendezvousServer(nodes, listener, launch.max_restarts, launch.received)
-        server.start()
+    if (address := find_own_address(nodes.host)) is not None:
+        with suppress(OSError):  # the port is in use, by a launcher of another node on this machine
+            listener = open_listener(address, nodes.port)
+            server = RendezvousServer(nodes, listener, launch.max_restarts, launch.received)
+            server.start()
     hello = build_hello(nodes, launch.target, launch.num_ranks, launch.max_restarts, launch.overrides)
     link = connect(nodes, hello, lambda: bool(launch.received))
     if link is None:

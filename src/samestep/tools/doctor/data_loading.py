@@ -1,6 +1,5 @@
 """Compares the data loader with the model: trains a script for a moment, and measures the phases of its steps."""
 
-import json
 import math
 import os
 import subprocess
@@ -14,8 +13,7 @@ from typing import Any
 from samestep.config import to_variables
 from samestep.console import format_ranks
 from samestep.tools.doctor.checks import FAIL, WARN, Context, Facts, Finding, well
-from samestep.tools.traced_script import exiting_on_sigterm, read_lines, start
-from samestep.world.environment import TRACE, child_variables
+from samestep.tools.traced_script import build_trace, exiting_on_sigterm, read_lines, start
 from samestep.world.workdir import WorkDir
 
 WARM_UP = 3  # steps: it compiles, opens files, starts workers
@@ -47,10 +45,8 @@ def look_at_data_loading(context: Context) -> dict[str, Any] | None:
             "batch_size": options.batch_size,
             "micro_batch_size": options.micro_batch_size,
         }
-        variables = child_variables() | to_variables(overrides) | {"WANDB_MODE": "disabled"}
-        variables[TRACE] = json.dumps({"dir": str(home.path), "paces": True})
         command = [sys.executable, "-m", "samestep", "launch", "--nproc-per-node", str(num_ranks), *options.script]
-        code = _train(command, variables, home.path)
+        code = _train(command, build_trace(home.path, to_variables(overrides), paces=True), home.path)
         ranks = [measure_rank(read_lines(home.path / f"rank-{rank}.jsonl")) for rank in range(num_ranks)]
         output = (home.path / "output").read_text(errors="replace").rstrip().splitlines()
     return {
@@ -58,7 +54,7 @@ def look_at_data_loading(context: Context) -> dict[str, Any] | None:
         "code": code,
         "ranks": ranks,
         "last_words": output[-SHOWN_LINES:],
-        "num_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "num_cores": len(os.sched_getaffinity(0)),
     }
 
 

@@ -100,7 +100,8 @@ def _check(context: Context, check: Check, report: Report | None) -> bool:
         report.begin(check.name)
     context.doing, began_s = "", time.monotonic()
     answer = look(context, check) if check.limit_s is None else look_bounded(context, check, check.limit_s)
-    context.exchange.post(f"check/{check.name}", answer or {"error": _describe_hang(context, check)})
+    hang = f"it hung{_format_activity(context)}, and was abandoned after {check.limit_s or 0:g} s"
+    context.exchange.post(f"check/{check.name}", answer or {"error": hang})
     if report is not None:
         left_s = (check.limit_s or 0.0) + began_s - time.monotonic() if answer and "facts" in answer else 0.0
         answers = context.exchange.collect(f"check/{check.name}", max(left_s, 0.0) + GRACE_S)
@@ -127,10 +128,6 @@ def look_bounded(context: Context, check: Check, limit_s: float) -> dict[str, An
 
 def _format_activity(context: Context) -> str:
     return f" in {context.doing}" if context.doing else ""
-
-
-def _describe_hang(context: Context, check: Check) -> str:
-    return f"it hung{_format_activity(context)}, and was abandoned after {check.limit_s:g} s"
 
 
 def describe_error(error: BaseException) -> str:

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
+from samestep.launch.rendezvous_server import open_listener
 from samestep.tools.doctor.checks import FAIL, WARN, Context, Facts, Finding, failure, format_s, warning, well
 from samestep.world.environment import choose_interface, read_host, read_interface, read_master
 from samestep.world.host import find_interface, is_loopback, list_addresses, plain_address
@@ -28,11 +29,7 @@ class Echo:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self.token = secrets.token_bytes(TOKEN_BYTES)
-        for family in (socket.AF_INET6, socket.AF_INET) if socket.has_dualstack_ipv6() else (socket.AF_INET,):
-            with suppress(OSError):
-                both = family == socket.AF_INET6
-                self._socket = socket.create_server(("", 0), family=family, dualstack_ipv6=both, backlog=1024)
-                break
+        self._socket = open_listener("", 0)
         self.port: int = self._socket.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
 

@@ -43,14 +43,9 @@ START_FLAGS: dict[str, Option] = {
 
 
 def run_doctor(arguments: Sequence[str], start_ranks: Callable[[Target, dict[str, Any]], int]) -> int:
-    """Run the command with the arguments after its name. Returns the exit code.
+    """Run the command with the arguments after its name. Returns the exit code. Raises Error as `parse`.
 
-    Args:
-        arguments: the options.
-        start_ranks: starts a target with options of `samestep launch`, and returns the exit code.
-
-    Raises:
-        Error: the arguments are invalid or contradict each other, or the ranks do not join.
+    `start_ranks` starts a target with options of `samestep launch`, and returns the exit code.
     """
     if arguments[:1] in (["-h"], ["--help"]):
         print(HELP, describe_flags("Options:", RANK_FLAGS), sep="\n")
@@ -75,13 +70,9 @@ def run_doctor(arguments: Sequence[str], start_ranks: Callable[[Target, dict[str
 
 
 def parse(arguments: Sequence[str]) -> tuple[Options, dict[str, Any]]:
-    """Parse the arguments after `samestep doctor`.
+    """Return the options for every rank, and those for starting the ranks.
 
-    Returns:
-        The options for every rank, and those for starting the ranks.
-
-    Raises:
-        Error: an argument is invalid, options contradict each other, or there is no such script.
+    Raises Error if an argument is invalid, options contradict each other, or there is no such script.
     """
     flags = RANK_FLAGS | START_FLAGS
     values, left = take_flags(arguments, stop_at_first=True, flags=flags)
