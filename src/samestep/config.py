@@ -151,7 +151,9 @@ def is_url(run_dir: object) -> bool:
     return isinstance(run_dir, str) and _URL.match(run_dir) is not None
 
 
-def _whole(least: int, most: float = math.inf, *, optional: bool = False) -> Callable[[str, Any], Any]:
+def whole(least: int, most: float = math.inf, *, optional: bool = False) -> Callable[[str, Any], Any]:
+    """Return the check of an option that is a whole number."""
+
     def check(name: str, value: Any) -> Any:
         if value is None and optional:
             return None
@@ -277,12 +279,12 @@ class RunConfig:
     micro_batch_size: Annotated[
         int, Option(int, "N", "samples per forward and backward pass; must divide the batch size", is_identity=True)
     ]
-    seed: Annotated[int, Option(int, "N", "seed of the run", _whole(0), is_identity=True)] = 0
+    seed: Annotated[int, Option(int, "N", "seed of the run", whole(0), is_identity=True)] = 0
     num_threads: Annotated[
         int,
         Option(
             int, "N", "CPU threads per rank; part of the run's identity, because it changes bits",
-            _whole(1, MAX_THREADS), is_identity=True,
+            whole(1, MAX_THREADS), is_identity=True,
         ),
     ] = 1  # fmt: skip
     precision: Annotated[
@@ -326,7 +328,7 @@ class RunConfig:
         Interval | None,
         Option(str, "E", "interval of snapshots: 10 (steps), 2epochs, 30min, or never", parse_interval),
     ]
-    keep_last: Annotated[int, Option(int, "N", "number of numbered snapshots to keep", _whole(1))] = 3
+    keep_last: Annotated[int, Option(int, "N", "number of numbered snapshots to keep", whole(1))] = 3
     resume: Annotated[
         str | int | None,
         Option(
@@ -349,7 +351,7 @@ class RunConfig:
         ),
     ] = False  # fmt: skip
     max_steps: Annotated[
-        int | None, Option(int, "N", "stop after this many steps in total", _whole(1, optional=True))
+        int | None, Option(int, "N", "stop after this many steps in total", whole(1, optional=True))
     ] = None
     log_every: Annotated[
         Interval,
@@ -384,14 +386,14 @@ class RunConfig:
         int | None,
         Option(
             int, "S", "seconds from a stop signal to the kill that follows; a warning says if they are too few",
-            _whole(0, optional=True), is_shared=False, is_argument=False,
+            whole(0, optional=True), is_shared=False, is_argument=False,
         ),
     ] = None  # fmt: skip
     stuck_after_s: Annotated[
         int | None,
         Option(
             int, "S", "stop a run that has made no progress for this long; 0: never; default: learned, at least 300",
-            _whole(0, optional=True), is_shared=False, is_argument=False,
+            whole(0, optional=True), is_shared=False, is_argument=False,
         ),
     ] = None  # fmt: skip
 

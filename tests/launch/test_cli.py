@@ -73,6 +73,7 @@ def test_version() -> None:
         (["launch", "--nproc-per-node", "9" * 20, __file__], "--nproc-per-node must be at most 4096"),
         (["launch", "--num-threads", "99999999", __file__], "--num-threads must be a whole number from 1 to 4096, not"),
         (["launch", "--grace-s", "-1", __file__], "--grace-s must be a whole number of at least 0, not -1"),
+        (["launch", "--max-restarts", "-1", __file__], "--max-restarts must be a whole number of at least 0, not -1"),
         (["submit", "--array", "x", "--run-dir", "r", __file__], "--array takes numbers and ranges, such as 0-3,7%2"),
         (["submit", "--job-name", "a\nb", __file__], "--job-name takes one line of text, not 'a\\nb'"),
         (["submit", "--sbatch=--mem=1\ntouch x", __file__], "--sbatch takes one line of text"),

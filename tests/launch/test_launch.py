@@ -263,12 +263,6 @@ def test_ranks_of_any_script_are_started_again(command: Command) -> None:
     command.assert_no_files_left()
 
 
-def test_restarts_cannot_be_fewer_than_none(command: Command) -> None:
-    command.write("sum.py", SUM)
-    done = command.run("launch", "--max-restarts", "-1", "sum.py")
-    assert (done.returncode, done.stderr) == (2, "samestep: error: --max-restarts must be at least 0, not -1\n")
-
-
 def test_one_rank_fails_as_under_python(command: Command) -> None:
     command.write("broken.py", "def f(:\n")
     python, launched = command.run("broken.py", program=""), command.run("launch", "broken.py")

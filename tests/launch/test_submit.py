@@ -177,7 +177,7 @@ def test_grace(script: Path, capsys: pytest.CaptureFixture[str], words: tuple[st
         (("nothing.py",), "there is no script nothing.py"),
         ((), "submit needs a script"),
         (("--node", "2", "train.py"), "submit has no option --node; did you mean --nodes?"),
-        (("--nodes", "0", "train.py"), "--nodes must be at least 1, not 0"),
+        (("--nodes", "0", "train.py"), "--nodes must be a whole number of at least 1, not 0"),
         (("--gpus-per-node", "a100", "train.py"), "--gpus-per-node must be a whole number, not 'a100'"),
         (("--time", "2h", "train.py"), "--time takes minutes, h:m:s or days-h:m:s"),
         (("--time", "5", "--grace-s", "300", "train.py"), "--grace-s 300 is as long as --time 5"),

@@ -229,7 +229,7 @@ def test_the_recommendation(steps_s: tuple[float, ...], sentence: str) -> None:
     [
         (["--world-sizes", "2,4"], "--world-sizes needs 1, to which all is compared"),
         (["--world-sizes", "a"], "--world-sizes takes numbers of ranks"),
-        (["--steps", "1"], "--steps must be at least 2, not 1"),
+        (["--steps", "1"], "--steps must be a whole number of at least 2, not 1"),
         (["--cpu-quota", "0.01"], "--cpu-quota takes at least 0.1 cores, not 0.01"),
         (["--slurm"], "--slurm compares times to finish: give the length of the run, --for-steps N"),
         (["--partition", "main"], "--partition needs --slurm: add it"),

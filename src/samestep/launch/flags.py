@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from samestep.config import OPTIONS, Option, name_flag
+from samestep.config import OPTIONS, Option, name_flag, whole
 from samestep.errors import Error
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ FLAGS: dict[str, Option] = {
     ),
     "show_ranks": Option(str, "R", "ranks whose output is shown: all, or a list such as 0,2; default: 0"),
     "max_restarts": Option(
-        int, "N", "how often to restart all ranks from the newest snapshot after one has failed; default: 0"
+        int, "N", "how often to restart all ranks from the newest snapshot after one has failed; default: 0", whole(0)
     ),
     "nnodes": Option(str, "N", "number of nodes, or MIN:MAX if nodes may join and leave; default: 1"),
     "node_rank": Option(int, "R", "rank of this node, from 0; default: in the order in which nodes connect"),
@@ -29,7 +29,7 @@ FLAGS: dict[str, Option] = {
     "rdzv_secret": Option(
         str, "FILE", "file with a secret that all nodes share and only you can read; default: SAMESTEP_RDZV_SECRET"
     ),
-    "rdzv_timeout": Option(int, "S", "seconds to wait for the other nodes; default: 300"),
+    "rdzv_timeout": Option(int, "S", "seconds to wait for the other nodes; default: 300", whole(1)),
     "hosts": Option(str, "A,B:4", "run on these hosts over ssh, one node each; :N sets a host's --nproc-per-node"),
     "tf_config": Option(bool, "", "set TF_CONFIG in each rank, for TensorFlow's MultiWorkerMirroredStrategy"),
     **OPTIONS,

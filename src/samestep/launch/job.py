@@ -59,9 +59,6 @@ def build_job(target: Target, values: Mapping[str, Any]) -> Job:
                 f"--{name} would apply to each start of the job, which would lose the work of the previous one: name "
                 "another --run-dir instead"
             )
-    for name in ("nodes", "nproc_per_node", "cpus_per_rank", "gpus_per_node", "grace_s"):
-        if values.get(name, 1) < 1:
-            raise Error(f"{name_flag(name)} must be at least 1, not {values[name]}")
     for name in ("job_name", "partition", "account", "sbatch"):
         given = values.get(name, ())
         for text in [given] if isinstance(given, str) else given:

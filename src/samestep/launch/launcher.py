@@ -150,8 +150,6 @@ def run_launch(
         Error: there is no such script, an argument is invalid, or the nodes do not join.
     """
     check_target(target)
-    if max_restarts < 0:
-        raise Error(f"--max-restarts must be at least 0, not {max_restarts}")
     known = parse_num_ranks(num_ranks)
     if known is not None and nodes is None:
         parse_shown(show_ranks, known)

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from samestep.config import OPTIONS, Option, name_flag
+from samestep.config import OPTIONS, Option, name_flag, whole
 from samestep.errors import Error
+from samestep.launch import flags as launch
 from samestep.launch.job import GRACE_S, build_job
 from samestep.launch.local_ranks import Target
 
@@ -23,10 +24,12 @@ With --k8s, submits a JobSet to Kubernetes, which restarts evicted pods.
 """
 
 FLAGS: dict[str, Option] = {
-    "nodes": Option(int, "N", "number of nodes; default: 1"),
-    "gpus_per_node": Option(int, "G", "GPUs per node, each with a rank; default: none"),
-    "nproc_per_node": Option(int, "N", "ranks per node; default: one per GPU, else 1"),
-    "cpus_per_rank": Option(int, "N", "CPUs per rank, including its data loader; default: 4 with a GPU, else 1"),
+    "nodes": Option(int, "N", "number of nodes; default: 1", whole(1)),
+    "gpus_per_node": Option(int, "G", "GPUs per node, each with a rank; default: none", whole(1)),
+    "nproc_per_node": Option(int, "N", "ranks per node; default: one per GPU, else 1", whole(1)),
+    "cpus_per_rank": Option(
+        int, "N", "CPUs per rank, including its data loader; default: 4 with a GPU, else 1", whole(1)
+    ),
     "time": Option(str, "T", "time limit of a start: 2:00:00, 90 (minutes), 1-12 (days-hours)"),
     "partition": Option(str, "P", "Slurm partition"),
     "account": Option(str, "A", "Slurm account"),
@@ -40,12 +43,10 @@ FLAGS: dict[str, Option] = {
     "image": Option(str, "IMAGE", "Kubernetes: a container image with torch, samestep and the script"),
     "claim": Option(str, "C:PATH", "Kubernetes: the PersistentVolumeClaim for the runs, and where to mount it"),
     "namespace": Option(str, "NAME", "Kubernetes: namespace; default: kubectl's"),
-    "show_ranks": Option(str, "R", "ranks whose output is shown: all, or numbers such as 0,2; default: 0"),
-    "tf_config": Option(bool, "", "set TF_CONFIG in each rank, for TensorFlow's MultiWorkerMirroredStrategy"),
-    "max_restarts": Option(int, "N", "restart all ranks from the newest snapshot after a failure, this many times"),
+    **{name: launch.FLAGS[name] for name in ("show_ranks", "tf_config", "max_restarts")},
     **OPTIONS,
     "grace_s": Option(
-        int, "S", f"seconds from the signal to the limit; default: {GRACE_S}, at most a quarter of --time"
+        int, "S", f"seconds from the signal to the limit; default: {GRACE_S}, at most a quarter of --time", whole(1)
     ),
 }  # fmt: skip
 ONLY_SLURM = ("cpus_per_rank", "time", "partition", "account", "array", "sbatch", "test_only")

@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from samestep.config import OPTIONS, Option, name_flag
+from samestep.config import OPTIONS, Option, name_flag, whole
 from samestep.console import format_count, format_ranks, print_table, say, show_activity
 from samestep.errors import Error
 from samestep.files import parse_json, read_bytes
@@ -45,14 +45,14 @@ FLAGS: dict[str, Option] = {
     "world_sizes": Option(str, "N,N", "numbers of ranks, 1 among them; default: 1,2,4"),
     "strong": Option(bool, "", "measure strong scaling; the default, unless --weak is given"),
     "weak": Option(bool, "", "measure weak scaling; --strong --weak measures both"),
-    "steps": Option(int, "N", "measured steps of each start; default: 30"),
-    "warm_up": Option(int, "N", "steps before them, which are not counted; default: 5"),
-    "repeats": Option(int, "N", "starts at each number of ranks; default: 3"),
+    "steps": Option(int, "N", "measured steps of each start; default: 30", whole(2)),
+    "warm_up": Option(int, "N", "steps before them, which are not counted; default: 5", whole(1)),
+    "repeats": Option(int, "N", "starts at each number of ranks; default: 3", whole(1)),
     "least_gain": Option(float, "PCT", "a further rank pays if it saves this share of the time; default: 5 (percent)"),
     "cpu_quota": Option(float, "CORES", "limit each rank to so many cores, such as 0.5, as if it had its own machine"),
-    "for_steps": Option(int, "N", "also print the time to finish a run of N steps"),
+    "for_steps": Option(int, "N", "also print the time to finish a run of N steps", whole(1)),
     "slurm": Option(bool, "", "add Slurm's estimate of the time in the queue to it; needs --for-steps"),
-    "ranks_per_node": Option(int, "N", "ranks on one node, for --slurm and --predict; default: all"),
+    "ranks_per_node": Option(int, "N", "ranks on one node, for --slurm and --predict; default: all", whole(1)),
     "predict": Option(str, "N,N", "also predict these numbers of ranks, such as 8,64,512, by simulating the exchange"),
     "link_mbit": Option(float, "MBIT", "predict: speed of a node's link to the others, as samestep doctor measures it"),
     "doctor": Option(str, "FILE", "predict: take the links between nodes from this output of samestep doctor --json"),
@@ -111,9 +111,6 @@ def check_options(values: Mapping[str, Any]) -> list[int]:
     sizes = sorted(parse_sizes("--world-sizes", values.get("world_sizes", "1,2,4")))
     if sizes[0] != 1 or len(sizes) < 2:
         raise Error("--world-sizes needs 1, to which all is compared, and at least one other number, such as 1,2,4")
-    for name, least in (("steps", 2), ("warm_up", 1), ("repeats", 1), ("for_steps", 1), ("ranks_per_node", 1)):
-        if values.get(name, least) < least:
-            raise Error(f"{name_flag(name)} must be at least {least}, not {values[name]}")
     if not 0 < values.get("least_gain", 5.0) < 100:
         raise Error(f"--least-gain is a percentage between 0 and 100, not {values['least_gain']:g}")
     if not LEAST_CORES <= values.get("cpu_quota", 1.0) < math.inf:
