@@ -180,7 +180,7 @@ def _start_on_hosts(target: "Target", values: dict[str, Any]) -> int:
 def _start(target: "Target", values: dict[str, Any]) -> int:
     if "hosts" in values:
         return _start_on_hosts(target, values)
-    from samestep.launch.handshake import find_secret
+    from samestep.launch.handshake import read_secret
     from samestep.launch.launcher import run_launch
     from samestep.launch.rendezvous_client import parse_nodes
 
@@ -191,7 +191,7 @@ def _start(target: "Target", values: dict[str, Any]) -> int:
     nodes = parse_nodes(
         values.pop("nnodes", "1"), values.pop("node_rank", None), values.pop("rdzv_endpoint", None),
         values.pop("rdzv_id", ""), values.pop("rdzv_timeout", 300),
-        find_secret(values.pop("rdzv_secret", None)),
+        read_secret(values.pop("rdzv_secret", None)),
     )  # fmt: skip
     return run_launch(
         target,

@@ -9,12 +9,10 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Make the kernel kill this process when its parent ends. Does nothing outside Linux."""
+    """Make the kernel kill this process when its parent ends."""
     import ctypes
 
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def wait_or_kill(pid: int, limit_s: float) -> None:

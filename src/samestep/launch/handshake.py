@@ -26,12 +26,13 @@ def make_secret() -> str:
     return secrets.token_hex(SECRET_BYTES)
 
 
-def read_secret(file: str | None, variable: str) -> str:
+def read_secret(file: str | None) -> str:
     """Return the secret from the file that `--rdzv-secret` names, else from SAMESTEP_RDZV_SECRET; "" if neither is set.
 
-    Raises Error if the file cannot be read, other users can read it, or the secret is too short.
+    Removes the variable, so that child processes do not inherit it. Raises Error if the file cannot be read, other
+    users can read it, or the secret is too short.
     """
-    secret, source = variable.strip(), SECRET
+    secret, source = take_secret().strip(), SECRET
     if file is not None:
         source = f"--rdzv-secret {file}"
         try:
@@ -48,11 +49,6 @@ def read_secret(file: str | None, variable: str) -> str:
             "-hex 32` prints"
         )
     return secret
-
-
-def find_secret(file: str | None) -> str:
-    """`read_secret` with this process's variable, which is removed: child processes do not inherit it."""
-    return read_secret(file, take_secret())
 
 
 def make_nonce() -> str:

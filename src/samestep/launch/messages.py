@@ -16,13 +16,16 @@ from dataclasses import is_dataclass
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from samestep.files import parse_json
 from samestep.world.host import plain_address
 
 READ_BYTES = 1 << 16
 MAX_LINE_BYTES = 1 << 22  # the arguments of a program can be long
 MAX_GREETING_BYTES = 512  # longest line before the peer has proven that it knows the secret
 # The kernel closes the connection to a machine that has vanished after 2 + 3 x 1 s.
-KEEP_ALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 5000}
+KEEP_ALIVE = {
+    socket.TCP_KEEPIDLE: 2, socket.TCP_KEEPINTVL: 1, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 5000,
+}  # fmt: skip
 
 
 class LineSplitter:
@@ -60,10 +63,7 @@ def encode_message(message: Mapping[str, Any]) -> bytes:
 
 def parse_message(line: bytes) -> dict[str, Any]:
     """Parse a line of JSON. Raises ValueError if it is not an object."""
-    try:
-        message = json.loads(line)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+    message = parse_json(line)
     if not isinstance(message, dict):
         raise ValueError("not a JSON object")
     return message
@@ -107,9 +107,8 @@ class Link(MessageReader):
         self._socket = connection
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        for name, value in KEEP_ALIVE.items():
-            if hasattr(socket, name):
-                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        for option, value in KEEP_ALIVE.items():
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def trust(self) -> None:
         """Accept long lines: the peer has proven that it knows the secret."""

@@ -6,7 +6,6 @@ import os
 import re
 import sys
 import sysconfig
-import tempfile
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +47,7 @@ def read_stacks() -> dict[int, list[Frame]]:
     faulthandler writes them in C without giving up the GIL. A walk over the frames in Python lets their threads run
     meanwhile, and has crashed CPython 3.11.
     """
-    with os.fdopen(os.memfd_create("stacks"), "wb+") if sys.platform == "linux" else tempfile.TemporaryFile() as file:
+    with os.fdopen(os.memfd_create("stacks"), "wb+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
         lines = file.read().decode(errors="replace").splitlines()

@@ -80,9 +80,8 @@ def look_at_cores(context: Context) -> dict[str, Any]:
     """Collect the cores that this rank can use, and its number of threads."""
     import torch
 
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     return {
-        "allowed": sorted(allowed),
+        "allowed": sorted(os.sched_getaffinity(0)),
         "quota": read_quota(),
         "threads": context.options.num_threads or torch.get_num_threads(),
         "num_numa_nodes": len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1,
