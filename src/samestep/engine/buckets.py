@@ -135,30 +135,23 @@ class BucketBuffers:
         elif self.route == "direct" and self._neighbors is None:
             self._receives = routes.post_receives(self.rows, self.rank, tag)
 
-    def start(self, tag: int) -> routes.PendingOp:
-        """Start the exchange of this rank's parts."""
+    def exchange(self, tag: int) -> routes.Route:
+        """Exchange this rank's parts. At the end, `root` holds the sum."""
         if self._host is not None:
             for mine, copy in zip(self.parts, self._host.parts, strict=True):
                 copy.copy_(mine)
-            return self._host.start(tag)
-        if self.route == "direct":
-            receives, self._receives = self._receives, None
-            direct = routes.run_direct(self.rows, self.rank, tag, receives=receives, local_sockets=self._neighbors)
-            return routes.PendingOp(direct)
-        if self.route == "butterfly":
-            return routes.PendingOp(routes.run_butterfly(self.root, self.spare, self.rank, self.layout.world_size, tag))
-        if self.route == "chunks":
-            return routes.PendingOp(routes.run_chunks(self.whole, self.chunks, self.rank, self.layout, tag))
-        return routes.PendingOp(routes.run_all_reduce(self.root))
-
-    def complete(self) -> None:
-        """After the exchange: do the additions that the route does not do."""
-        if self._host is not None:
-            self._host.complete()
+            yield from self._host.exchange(tag)
             self.root.copy_(self._host.root)
-            return
-        if self.route == "direct":
+        elif self.route == "direct":
+            receives, self._receives = self._receives, None
+            yield from routes.run_direct(self.rows, self.rank, tag, receives=receives, local_sockets=self._neighbors)
             routes.add_parts(self.slots, self.layout)
+        elif self.route == "butterfly":
+            yield from routes.run_butterfly(self.root, self.spare, self.rank, self.layout.world_size, tag)
+        elif self.route == "chunks":
+            yield from routes.run_chunks(self.whole, self.chunks, self.rank, self.layout, tag)
+        else:
+            yield from routes.run_all_reduce(self.root)
 
 
 def pad_to_chunks(num_elements: int, world_size: int) -> int:

@@ -115,6 +115,8 @@ class Reducer:
         self._used = 0
         self._further: dict[int, Further] = {}
         self._totals: Grads = []  # of the losses before the one that is being finished
+        # Of each bucket: its parameters, their sums, and the memory that holds these in one piece, if there is one.
+        self._sums: list[tuple[Sequence[int], Sequence[Tensor | None], Tensor | None]] = []
         self._pending: list[routes.PendingOp] = []
         for i, param in enumerate(self.params):
             if param.requires_grad and i not in self._hooks:  # a script may unfreeze it at any step
@@ -227,8 +229,8 @@ class Reducer:
             direct = routes.run_direct(rows, self._group.rank, len(self._buckets), local_sockets=sockets)
             self._pending.append(routes.PendingOp(direct))
         routes.wait_all(self._pending)
-        for buffers in self._buffers[self.layout]:
-            buffers.complete()
+        buckets = zip(self._buckets, self._buffers[self.layout], strict=True)
+        self._sums = [(bucket.indices, buffers.grads, buffers.root) for bucket, buffers in buckets]
         controls = [
             control if rank == self._group.rank else form.unpack_from(block, len(held))
             for rank, (block, held) in enumerate(zip(blocks, self.layout.ranges, strict=True))
@@ -257,19 +259,19 @@ class Reducer:
             inverses: per slot, the inverse of the total weight; 0 if that is 0.
         """
         used = self._used.to_bytes(len(self.params))
-        if self._group.world_size == 1:
-            for i, (param, grad) in enumerate(zip(self.params, self._sums, strict=True)):
-                inverse = inverses[self.slots[i]]
-                self._scale(grad, inverse, used[i])
-                param.grad = grad if inverse and grad is not None else self._kept[i]
-        for bucket, buffers in zip(self._buckets, self._buffers.get(self.layout, ()), strict=False):  # none at 1 rank
-            shared = {inverses[self.slots[i]] for i in bucket.indices}
-            is_whole = len(shared) == 1 and shared != {1.0}
-            if is_whole:
-                self._scale(buffers.root, shared.pop(), USED)
-            for i, grad in zip(bucket.indices, buffers.grads, strict=True):
-                if not is_whole:
-                    self._scale(grad, inverses[self.slots[i]], used[i])
+        for indices, grads, flat in self._sums:
+            scales = [(grad, inverses[self.slots[i]], used[i]) for i, grad in zip(indices, grads, strict=True)]
+            shared = {inverse for _, inverse, _ in scales}
+            is_used = any(marks & USED for *_, marks in scales)
+            if flat is not None and is_used and len(shared) == 1 and shared != {1.0}:
+                scales = [(flat, shared.pop(), USED)]
+            for total, inverse, marks in scales:
+                # 0 + inverse * x, because the sign of a sum of -0.0 would otherwise depend on whether an absent
+                # gradient was sent as +0.0. If none was absent and the factor is 1 (the backward applies powers of
+                # two), nothing has to be done, which saves a pass over all memory.
+                if total is not None and marks & USED and (inverse != 1.0 or marks & MISSED):
+                    torch.add(self._zeros[total.dtype, total.device], total, alpha=inverse, out=total)
+            for i, grad in zip(indices, grads, strict=True):
                 self.params[i].grad = grad if used[i] & USED and inverses[self.slots[i]] else self._kept[i]
         for param, total, kept in zip(self.params, self._totals, self._kept, strict=False):
             if total is not None:
@@ -377,16 +379,6 @@ class Reducer:
             "registered after run.prepare?), while it is only a partial sum: change it after the micro-batch loop"
         )
 
-    def _scale(self, grad: Tensor | None, inverse: float, used: int) -> None:
-        """Multiply a sum in place.
-
-        Computes 0 + inverse * x, because the sign of a sum of -0.0 would otherwise depend on whether an absent gradient
-        was sent as +0.0. If no gradient was absent and the factor is 1 (a power of two is applied by the backward),
-        nothing has to be done, which saves a pass over all memory. Integers have no gradient.
-        """
-        if grad is not None and used & USED and (inverse != 1.0 or used & MISSED) and not _is_integer(grad):
-            torch.add(self._zeros[grad.dtype, grad.device], grad, alpha=inverse, out=grad)
-
     def _next_bucket(self) -> Bucket:
         return self._buckets[len(self._pending)]
 
@@ -405,7 +397,7 @@ class Reducer:
                     self._pack(i, self.params[i].grad)
         elif not self._exact:
             buffers.root.zero_()
-        self._pending.append(buffers.start(tag=position))
+        self._pending.append(routes.PendingOp(buffers.exchange(tag=position)))
         # At this fixed point, so that all ranks issue their messages in the same order.
         if position and self._buffers[self.layout][position - 1].route in ("butterfly", "chunks"):
             self._pending[position - 1].advance()
@@ -430,10 +422,11 @@ class Reducer:
         for part in reversed(self._held):
             sums = [add(left, right) for left, right in zip(part, sums, strict=True)]
         # As with more ranks, gradients get the parameter's strides, because norms sum in memory order.
-        self._sums = [
+        sums = [
             grad if grad is None or grad.stride() == strides else lay_out(grad, strides)
             for grad, strides in zip(sums, self._strides, strict=True)
         ]
+        self._sums = [(range(len(sums)), sums, None)]
 
     def _build_buffers(self, layout: Layout) -> None:
         form = ControlFormat(layout, self._num_slots, len(self.params), self._num_values, self._num_names)
@@ -466,7 +459,3 @@ class Reducer:
         }
         self._views_of[layout] = [views[i] for i in range(len(self.params))]
         self._controls[layout] = (form, own_rows, blocks)
-
-
-def _is_integer(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() and not tensor.is_complex()
