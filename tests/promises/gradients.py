@@ -1,10 +1,20 @@
-"""Training functions about gradients: whose they are, who has them, and how they travel."""
+"""Training functions about gradients: which weights get one, and how the ranks exchange them."""
 
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from promises.loops import Result, build_run, case, score_classes, train_classes
+from promises.loops import (
+    Result,
+    adamw,
+    build_run,
+    case,
+    learn_classes,
+    score_classes,
+    sgd_momentum,
+    trace_run,
+    train_classes,
+)
 from promises.models import (
     BATCH_SIZE,
     MICRO_BATCH_SIZE,
@@ -16,168 +26,144 @@ from promises.models import (
     build_pairs,
     build_texts,
 )
+from support.tiny import update
 from support.trace import Trace
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-import samestep
+
+def train_transformer(**arguments: Any) -> Result:
+    def body(t: Any, tokens: Tensor) -> None:
+        t.step.backward(F.cross_entropy(t.model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()))
+
+    def then(t: Any) -> None:
+        t.trace.add("norm", t.run.clip_grad_norm_(t.model.parameters(), 1.0))
+        update(t)
+        t.scheduler.step()
+        t.ema.update_parameters(t.model)
+
+    def validate(t: Any) -> None:
+        t.trace.draw(f"after epoch {t.epoch.number}")
+        score = lambda tokens: {"mean": t.ema(tokens[:, :-1]).mean()}  # noqa: E731
+        t.trace.add("scores", t.run.evaluate(score, build_texts(29, seed=1)))
+
+    return trace_run(
+        Transformer, optimizer=adamw, data=build_texts(), body=body, then=then, after_epoch=validate,
+        objects=lambda t: {
+            "scheduler": torch.optim.lr_scheduler.LambdaLR(t.optimizer, lambda step: min(1.0, (step + 1) / 4)),
+            "ema": AveragedModel(t.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))},
+        **arguments,
+    )  # fmt: skip
 
 
-def train_transformer(run: samestep.Run, num_epochs: int = 2) -> Result:
-    model = Transformer()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 4))
-    ema = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
-    run.prepare(model=model, optimizer=optimizer, scheduler=scheduler, ema=ema)
-    trace = Trace(run)
-    for epoch in run.epochs(build_texts(), num_epochs):
-        for step in epoch:
-            for tokens in step:
-                step.backward(F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten()))
-            trace.add("norm", run.clip_grad_norm_(model.parameters(), 1.0))
-            optimizer.step()
-            scheduler.step()
-            ema.update_parameters(model)
-            trace.end_step(step)
-        trace.draw(f"after epoch {epoch.number}")
-        trace.add("scores", run.evaluate(lambda tokens: {"mean": ema(tokens[:, :-1]).mean()}, build_texts(29, seed=1)))
-    return trace.finish()
+def use_long_routes() -> None:
+    """No bucket is small enough to go to all ranks directly: they go by halving and doubling, or in chunks."""
+    from samestep.engine import routes
+
+    routes.DIRECT_MAX_BYTES = 0
 
 
 @case
 def transformer() -> Result:
-    return train_transformer(build_run())
+    return train_transformer()
 
 
 @case
 def transformer_in_many_buckets() -> Result:
-    return train_transformer(build_run(bucket_cap_mb=0.001), num_epochs=1)
+    return train_transformer(bucket_cap_mb=0.001, num_epochs=1)
 
 
 @case
 def transformer_on_long_routes() -> Result:
-    """No bucket is small enough to go straight to all ranks: they take the butterfly, or go in chunks."""
-    from samestep.engine import routes
-
-    routes.DIRECT_MAX_BYTES = 0
-    return train_transformer(build_run(), num_epochs=1)
+    use_long_routes()
+    return train_transformer(num_epochs=1)
 
 
 @case
 def transformer_in_many_buckets_on_long_routes() -> Result:
-    from samestep.engine import routes
-
-    routes.DIRECT_MAX_BYTES = 0
-    return train_transformer(build_run(bucket_cap_mb=0.004), num_epochs=1)
-
-
-def train_many_parts() -> Result:
-    """23 micro-batches: a rank's share is up to four subtrees."""
-    run = samestep.Run(None, batch_size=23, micro_batch_size=1)
-    model = Branches()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    return train_classes(run, model, optimizer, data=build_pairs(23 + 13))
+    use_long_routes()
+    return train_transformer(bucket_cap_mb=0.004, num_epochs=1)
 
 
 @case
 def many_parts() -> Result:
-    return train_many_parts()
+    """23 micro-batches: a rank's share is up to four subtrees."""
+    return train_classes(
+        Branches, optimizer=sgd_momentum, data=build_pairs(23 + 13), batch_size=23, micro_batch_size=1
+    )
 
 
 @case
 def many_parts_on_long_routes() -> Result:
-    from samestep.engine import routes
-
-    routes.DIRECT_MAX_BYTES = 0
-    return train_many_parts()
+    use_long_routes()
+    return many_parts()
 
 
 @case
 def two_threads() -> Result:
-    return train_transformer(build_run(num_threads=2), num_epochs=1)
+    return train_transformer(num_threads=2, num_epochs=1)
+
+
+def alternate(t: Any) -> None:
+    """Every other step leaves a branch of `Branches` unused."""
+    t.model.is_even = t.step.number % 2 == 0
 
 
 @case
 def unused_weights() -> Result:
-    run = build_run()
-    model = Branches()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.3)
+    def check(t: Any) -> None:
+        # As on one device: no gradient, so no update by weight decay or momentum, and no state.
+        assert all(param.grad is None for param in t.model.never.parameters())
+        assert all((param.grad is not None) == t.model.is_even for param in t.model.even.parameters())
+        assert not any(param in t.optimizer.state for param in t.model.never.parameters())
 
-    def choose(step: Any) -> None:
-        model.is_even = step.number % 2 == 0
-
-    def look(step: Any) -> None:
-        # As on one device: no gradient, so no update by weight decay or by momentum, and no state.
-        assert all(param.grad is None for param in model.never.parameters())
-        assert all((param.grad is not None) == model.is_even for param in model.even.parameters())
-        assert not any(param in optimizer.state for param in model.never.parameters())
-
-    return train_classes(run, model, optimizer, num_epochs=3, before=choose, after=look)
+    optimizer = lambda params: torch.optim.AdamW(params, 1e-2, weight_decay=0.3)  # noqa: E731
+    return train_classes(Branches, optimizer=optimizer, num_epochs=3, before=alternate, after=check)
 
 
 @case
 def a_step_without_any_gradient_of_a_bucket() -> Result:
-    """Buckets of one weight each, so that whole buckets are left unused by some ranks or by all."""
-    run = build_run(bucket_cap_mb=0.0001)
-    model = Branches()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
-
-    def choose(step: Any) -> None:
-        model.is_even = step.number % 2 == 0
-
-    return train_classes(run, model, optimizer, before=choose)
+    """Buckets of one weight each, so that some ranks, or all, leave whole buckets unused."""
+    optimizer = lambda params: sgd_momentum(params, weight_decay=0.1)  # noqa: E731
+    return train_classes(Branches, optimizer=optimizer, before=alternate, bucket_cap_mb=0.0001)
 
 
 @case
 def a_last_step_of_one_micro_batch() -> Result:
-    run = build_run()
-    model = Branches()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    return train_classes(run, model, optimizer, data=build_pairs(BATCH_SIZE + MICRO_BATCH_SIZE))
+    return train_classes(Branches, optimizer=sgd_momentum, data=build_pairs(BATCH_SIZE + MICRO_BATCH_SIZE))
 
 
 @case
 def micro_batches_without_backward() -> Result:
-    """Left out by the script: neither the gradient nor the loss knows them."""
-    run = build_run()
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    run.prepare(model=model, optimizer=optimizer)
-    trace = Trace(run)
-    for epoch in run.epochs(build_pairs(), 2):
-        for step in epoch:
-            for x, y in step:
-                if step.num_samples < BATCH_SIZE or not bool((y == 3).any()):
-                    step.backward(F.cross_entropy(model(x), y))
-            optimizer.step()
-            trace.end_step(step)
-    return trace.finish()
+    """The script skips them: they count neither in the gradient nor in the loss."""
+
+    def body(t: Any, x: Tensor, y: Tensor) -> None:
+        if t.step.num_samples < BATCH_SIZE or not bool((y == 3).any()):
+            learn_classes(t, x, y)
+
+    return trace_run(lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)), body=body)
 
 
 @case
 def gradients_of_minus_zero() -> Result:
-    """From a part of the micro-batches only: how the others' absence travels must not turn the sign of the sum."""
-    run = build_run()
-    model = nn.ParameterDict({"head": nn.Parameter(torch.randn(6, 4)), "zero": nn.Parameter(torch.zeros(3))})
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    run.prepare(model=model, optimizer=optimizer)
-    trace = Trace(run)
-    for epoch in run.epochs(build_pairs(), 2):
-        for step in epoch:
-            for x, y in step:
-                loss = F.cross_entropy(x @ model["head"], y)
-                if bool((y == 3).any()):
-                    loss = loss - (0.0 * model["zero"]).sum()
-                step.backward(loss)
-            trace.add("gradient of zero", model["zero"].grad)
-            optimizer.step()
-            trace.end_step(step)
-    return trace.finish()
+    """Some micro-batches have no such gradient. How their absence is sent must not change the sign of the sum."""
+
+    def body(t: Any, x: Tensor, y: Tensor) -> None:
+        loss = F.cross_entropy(x @ t.model["head"], y)
+        if bool((y == 3).any()):
+            loss = loss - (0.0 * t.model["zero"]).sum()
+        t.step.backward(loss)
+
+    return trace_run(
+        lambda: nn.ParameterDict({"head": nn.Parameter(torch.randn(6, 4)), "zero": nn.Parameter(torch.zeros(3))}),
+        optimizer=sgd_momentum, body=body,
+        then=lambda t: [t.trace.add("gradient of zero", t.model["zero"].grad), update(t)],
+    )  # fmt: skip
 
 
 @case
 def gradients_that_a_function_withholds() -> Result:
-    """In some micro-batches its backward gives None, which is as good as not to have used the weight."""
-    run = build_run()
+    """In some micro-batches its backward returns None, as if they did not use the weight."""
 
     class Shift(torch.autograd.Function):
         @staticmethod
@@ -189,35 +175,23 @@ def gradients_that_a_function_withholds() -> Result:
         def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
             return grad, grad.sum(0) if ctx.gives else None
 
-    model = nn.ParameterDict({"shift": nn.Parameter(torch.zeros(6)), "head": nn.Parameter(torch.randn(6, 4))})
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    run.prepare(model=model, optimizer=optimizer)
-    trace = Trace(run)
-    for epoch in run.epochs(build_pairs(), 2):
-        for step in epoch:
-            for x, y in step:
-                step.backward(F.cross_entropy(Shift.apply(x, model["shift"]) @ model["head"], y))
-            trace.add("has a gradient", model["shift"].grad is not None)
-            optimizer.step()
-            trace.end_step(step)
-    assert model["shift"].any()
-    return trace.finish()
+    def check(t: Any) -> None:
+        assert t.model["shift"].any()
+
+    return trace_run(
+        lambda: nn.ParameterDict({"shift": nn.Parameter(torch.zeros(6)), "head": nn.Parameter(torch.randn(6, 4))}),
+        optimizer=sgd_momentum, at_end=check,
+        body=lambda t, x, y: t.step.backward(F.cross_entropy(Shift.apply(x, t.model["shift"]) @ t.model["head"], y)),
+        then=lambda t: [t.trace.add("has a gradient", t.model["shift"].grad is not None), update(t)],
+    )  # fmt: skip
 
 
 @case
 def embeddings() -> Result:
-    run = build_run()
-    model = Bags()
-    optimizer = torch.optim.Adam(model.parameters(), 1e-2)
-    run.prepare(model=model, optimizer=optimizer)
-    trace = Trace(run)
-    for epoch in run.epochs(build_texts(), 2):
-        for step in epoch:
-            for tokens in step:
-                step.backward(F.cross_entropy(model(tokens[:, :-1]), tokens[:, -1]))
-            optimizer.step()
-            trace.end_step(step)
-    return trace.finish()
+    return trace_run(
+        Bags, optimizer=lambda params: torch.optim.Adam(params, 1e-2), data=build_texts(),
+        body=lambda t, tokens: t.step.backward(F.cross_entropy(t.model(tokens[:, :-1]), tokens[:, -1])),
+    )  # fmt: skip
 
 
 @case
@@ -257,10 +231,8 @@ def gan() -> Result:
 
 @case
 def methods_other_than_forward() -> Result:
-    run = build_run()
-    model = Coder()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, nesterov=True)
-    return train_classes(run, model, optimizer, forward=lambda x: model.decode(model.encode(x)))
+    optimizer = lambda params: sgd_momentum(params, nesterov=True)  # noqa: E731
+    return train_classes(Coder, optimizer=optimizer, forward=lambda t, x: t.model.decode(t.model.encode(x)))
 
 
 @case
@@ -328,44 +300,33 @@ def several_losses() -> Result:
 
 @case
 def several_losses_on_long_routes() -> Result:
-    from samestep.engine import routes
-
-    routes.DIRECT_MAX_BYTES = 0
+    use_long_routes()
     return train_on_several_losses()
 
 
 @case
 def unfreezing() -> Result:
-    """A part that is frozen at first, and one that the optimizer gets later."""
-    run = build_run()
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
-    model[0].requires_grad_(False)
-    model[2].requires_grad_(False)
-    optimizer = torch.optim.AdamW([*model[0].parameters(), *model[4].parameters()], 1e-2)
+    """A layer that is frozen at first, and one that the optimizer gets later."""
 
-    def thaw(step: Any) -> None:
-        if step.number == 2:
-            model[2].requires_grad_(True)
-            optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 1e-3})
-        if step.number == 4:
-            model[0].requires_grad_(True)
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+        model[0].requires_grad_(False)
+        model[2].requires_grad_(False)
+        return model
 
-    return train_classes(run, model, optimizer, num_epochs=3, after=thaw)
+    def thaw(t: Any) -> None:
+        if t.step.number == 2:
+            t.model[2].requires_grad_(True)
+            t.optimizer.add_param_group({"params": list(t.model[2].parameters()), "lr": 1e-3})
+        if t.step.number == 4:
+            t.model[0].requires_grad_(True)
+
+    optimizer = lambda params: adamw([params[i] for i in (0, 1, 4, 5)])  # noqa: E731
+    return train_classes(build, optimizer=optimizer, num_epochs=3, after=thaw)
 
 
 def train_kinds() -> Result:
-    run = build_run()
-    model = Kinds()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
-    run.prepare(model=model, optimizer=optimizer)
-    trace = Trace(run)
-    for epoch in run.epochs(build_pairs(), 2):
-        for step in epoch:
-            for x, y in step:
-                step.backward(F.cross_entropy(model(x), y))
-            optimizer.step()
-            trace.end_step(step)
-    return trace.finish()
+    return trace_run(Kinds, optimizer=sgd_momentum)
 
 
 @case
@@ -375,9 +336,7 @@ def dtypes() -> Result:
 
 @case
 def dtypes_on_long_routes() -> Result:
-    from samestep.engine import routes
-
-    routes.DIRECT_MAX_BYTES = 0
+    use_long_routes()
     return train_kinds()
 
 
@@ -390,17 +349,19 @@ def direct_between_hosts() -> Result:
     return train_kinds()
 
 
+def build_mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
 @case
 def clipping_with_weights_of_no_optimizer() -> Result:
-    """Weights that no optimizer holds have no gradient, or the norm of all weights would take in each rank's own."""
-    run = build_run()
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-    return train_classes(run, model, torch.optim.SGD(model[2].parameters(), 0.1))
+    """Weights that no optimizer holds have no gradient. Otherwise the norm would contain each rank's own."""
+    return train_classes(build_mlp, optimizer=lambda params: torch.optim.SGD(params[2:], 0.1))
 
 
 @case
 def unfrozen_in_a_steps_body() -> Result:
-    """As GANs do it before each pass, and gradual unfreezing between two steps."""
+    """As in GANs before each pass, and for gradual unfreezing between two steps."""
     run = build_run()
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
     other = nn.Linear(6, 4).requires_grad_(False)
@@ -425,27 +386,20 @@ def unfrozen_in_a_steps_body() -> Result:
 
 @case
 def another_layer_in_the_optimizer() -> Result:
-    run = build_run()
-    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 4))
-    optimizer = torch.optim.SGD(model[2].parameters(), 0.1)
-    run.prepare(model=model, optimizer=optimizer)
-    trace = Trace(run)
-    for epoch in run.epochs(build_pairs(), 2):
-        for step in epoch:
-            if step.number == 2:
-                optimizer.param_groups[0]["params"] = list(model[0].parameters())
-            for x, y in step:
-                step.backward(F.cross_entropy(model(x), y))
-            trace.add("has gradients", [p.grad is not None for p in model.parameters()])
-            optimizer.step()
-            trace.end_step(step)
-    return trace.finish()
+    def replace(t: Any) -> None:
+        if t.step.number == 2:
+            t.optimizer.param_groups[0]["params"] = list(t.model[0].parameters())
+
+    return trace_run(
+        lambda: nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 4)),
+        optimizer=lambda params: torch.optim.SGD(params[2:], 0.1), before=replace,
+        then=lambda t: [t.trace.add("has gradients", [p.grad is not None for p in t.model.parameters()]), update(t)],
+    )  # fmt: skip
 
 
 @case
 def buffers_written_through_data() -> Result:
-    """As codebooks often are; their version counters do not tell."""
-    run = build_run()
+    """As codebooks often are. Their version counters do not change."""
 
     class Codebook(nn.Module):
         def __init__(self) -> None:
@@ -458,14 +412,12 @@ def buffers_written_through_data() -> Result:
                 self.mean.data.mul_(0.9).add_(0.1 * x.mean(0))
             return self.head(x - self.mean)
 
-    model = Codebook()
-    return train_classes(run, model, torch.optim.SGD(model.parameters(), 0.1))
+    return train_classes(Codebook)
 
 
 @case
 def two_views_of_one_gradient() -> Result:
-    """Autograd gives both weights the same memory as their gradient, and adding in place then adds to both."""
-    run = build_run()
+    """Autograd gives both weights the same memory as their gradient, so that adding in place adds to both."""
 
     class Sum(nn.Module):
         def __init__(self) -> None:
@@ -475,14 +427,12 @@ def two_views_of_one_gradient() -> Result:
         def forward(self, x: Tensor) -> Tensor:
             return x @ (self.a.view(24) + self.b.view(24)).view(6, 4)
 
-    model = Sum()
-    return train_classes(run, model, torch.optim.SGD(model.parameters(), 0.1))
+    return train_classes(Sum)
 
 
 @case
 def overlapping_views_of_one_gradient() -> Result:
-    """As above, where one of them begins in the middle of the other."""
-    run = build_run()
+    """As above, but one begins in the middle of the other."""
 
     class Sum(nn.Module):
         def __init__(self) -> None:
@@ -492,39 +442,30 @@ def overlapping_views_of_one_gradient() -> Result:
         def forward(self, x: Tensor) -> Tensor:
             return x @ (self.a.view(24) + torch.cat([torch.zeros(10), self.b])).view(6, 4)
 
-    model = Sum()
+    def check(t: Any) -> None:
+        assert torch.equal(t.model.b.grad, t.model.a.grad.view(24)[10:])
 
-    def look(step: Any) -> None:
-        assert torch.equal(model.b.grad, model.a.grad.view(24)[10:])
-
-    return train_classes(run, model, torch.optim.SGD(model.parameters(), 0.1), after=look)
+    return train_classes(Sum, after=check)
 
 
 @case
 def gradients_kept_for_the_next_step() -> Result:
-    """With more than one rank, the next step writes its gradient into the same memory."""
-    run = build_run()
-    model = nn.Linear(6, 4)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    run.prepare(model=model, optimizer=optimizer)
-    trace = Trace(run)
+    """With several ranks, the next step writes its gradient into the same memory."""
     before: Any = None
-    for epoch in run.epochs(build_pairs(), 2):
-        for step in epoch:
-            for x, y in step:
-                step.backward(F.cross_entropy(model(x), y))
-            if before is not None:
-                trace.add("cosine", F.cosine_similarity(before.flatten(), model.weight.grad.flatten(), dim=0))
-            before = model.weight.grad
-            optimizer.step()
-            trace.end_step(step)
-    return trace.finish()
+
+    def then(t: Any) -> None:
+        nonlocal before
+        if before is not None:
+            t.trace.add("cosine", F.cosine_similarity(before.flatten(), t.model.weight.grad.flatten(), dim=0))
+        before = t.model.weight.grad
+        update(t)
+
+    return trace_run(lambda: nn.Linear(6, 4), then=then)
 
 
 @case
 def sparse_gradients() -> Result:
-    """Each micro-batch has other words, and some words twice. The layer is used twice, too."""
-    run = build_run()
+    """Each micro-batch has other words, and some words twice. The layer is also used twice."""
 
     class Words(nn.Module):
         def __init__(self) -> None:
@@ -535,9 +476,7 @@ def sparse_gradients() -> Result:
             tokens = (4 * x).long() % 17
             return self.head(self.words(tokens).sum(1) + self.words(tokens[:, 0]))
 
-    model = Words()
+    def check(t: Any) -> None:
+        assert t.model.words.weight.grad.layout is torch.strided
 
-    def look(step: Any) -> None:
-        assert model.words.weight.grad.layout is torch.strided
-
-    return train_classes(run, model, torch.optim.Adagrad(model.parameters(), 0.1), after=look)
+    return train_classes(Words, optimizer=lambda params: torch.optim.Adagrad(params, 0.1), after=check)

@@ -1,9 +1,10 @@
-"""What the training functions of these tests share: a run, a plain loop, and a table of them all.
+"""What the training functions of these tests share: traced runs, and a table of them all.
 
-Run on any number of ranks, each of them must do the same. Almost all have 12 micro-batches per step, so that 1 to 12
-ranks are legal, and a short last step that leaves ranks idle, with a ragged last micro-batch.
+On any number of ranks, each of them must do the same. Almost all have 12 micro-batches per step, so that they can run
+on 1 to 12 ranks, and a short last step that leaves ranks idle and has a ragged last micro-batch.
 """
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from promises.models import (
-    BATCH_SIZE,
-    MICRO_BATCH_SIZE,
-    build_pairs,
-)
+from promises.models import BATCH_SIZE, MICRO_BATCH_SIZE, build_pairs
+from support.tiny import Hook, Tiny, nothing, tiny_run, update
 from support.trace import Trace
 from torch import Tensor, nn
 
@@ -23,6 +21,9 @@ import samestep
 
 Result = list[tuple[str, Any]]
 CASES: dict[str, Callable[[], Result]] = {}
+SIZES = {"batch_size": BATCH_SIZE, "micro_batch_size": MICRO_BATCH_SIZE, "device": None}
+adamw = functools.partial(torch.optim.AdamW, lr=1e-2)
+sgd_momentum = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
 def case(fn: Callable[[], Result]) -> Callable[[], Result]:
@@ -31,11 +32,37 @@ def case(fn: Callable[[], Result]) -> Callable[[], Result]:
 
 
 def build_run(**arguments: Any) -> samestep.Run:
-    return samestep.Run(None, batch_size=BATCH_SIZE, micro_batch_size=MICRO_BATCH_SIZE, **arguments)
+    return samestep.Run(None, **SIZES | arguments)  # type: ignore[arg-type]
+
+
+def learn_classes(t: Tiny, x: Tensor, y: Tensor) -> None:
+    t.step.backward(F.cross_entropy(t.model(x), y))
+
+
+def trace_run(
+    model: Callable[[], nn.Module], *, body: Callable[..., object] = learn_classes, then: Hook = update,
+    data: Any = None, at_end: Hook = nothing, **arguments: Any,
+) -> Result:  # fmt: skip
+    """A `tiny_run` that traces the end of each step. `at_end` is called after the loop; hooks may use `t.trace`."""
+    trace: Any = None
+
+    def train(t: Tiny, **given: Any) -> None:
+        nonlocal trace
+        t.trace = trace = Trace(t.run)  # type: ignore[attr-defined]
+        t.train(**given)
+        at_end(t)
+
+    def end_step(t: Tiny) -> None:
+        then(t)
+        trace.end_step(t.step)
+
+    data = build_pairs() if data is None else data
+    tiny_run(None, do=train, model=model, body=body, then=end_step, data=data, **SIZES | arguments)
+    return trace.finish()  # type: ignore[no-any-return]
 
 
 def score_classes(model: Callable[[Tensor], Tensor]) -> Callable[[Any], dict[str, Any]]:
-    """Every kind of score at once, random ones too."""
+    """Every kind of score at once, with random ones."""
 
     def score(batch: Any) -> dict[str, Any]:
         x, y = batch
@@ -51,35 +78,33 @@ def score_classes(model: Callable[[Tensor], Tensor]) -> Callable[[Any], dict[str
 
 
 def train_classes(
-    run: samestep.Run,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    num_epochs: int = 2,
-    data: Any = None,
-    forward: Callable[[Tensor], Tensor] | None = None,
-    before: Callable[[Any], None] = lambda step: None,
-    after: Callable[[Any], None] = lambda step: None,
-    **feed: Any,
-) -> Result:
-    """A plain loop with clipping, validation, and draws wherever a body can draw."""
-    run.prepare(model=forward if isinstance(forward, nn.Module) else model, optimizer=optimizer)
-    trace, forward = Trace(run), forward or model
-    for epoch in run.epochs(build_pairs() if data is None else data, num_epochs, **feed):
-        trace.draw(f"before the steps of epoch {epoch.number}")
-        for step in epoch:
-            before(step)
-            trace.draw(f"before the micro-batches of step {step.number}")
-            for x, y in step:
-                with run.autocast():
-                    loss = F.cross_entropy(forward(x), y)
-                step.backward(loss)
-            trace.add("norm", run.clip_grad_norm_(model.parameters(), 0.5))
-            trace.add("without gradient", [name for name, p in model.named_parameters() if p.grad is None])
-            optimizer.step()
-            after(step)
-            trace.end_step(step)
-        held_out, num_workers = build_pairs(29, seed=1), feed.get("num_workers")
-        trace.add("scores", run.evaluate(score_classes(forward), held_out, num_workers=num_workers))
-        trace.draw(f"after epoch {epoch.number}")
-    return trace.finish()
+    model: Callable[[], nn.Module], *, forward: Callable[[Tiny, Tensor], Tensor] = lambda t, x: t.model(x),
+    before: Hook = nothing, after: Hook = nothing, **arguments: Any,
+) -> Result:  # fmt: skip
+    """A traced run with clipping and validation, and with random draws wherever a script can draw."""
+
+    def before_step(t: Any) -> None:
+        before(t)
+        t.trace.draw(f"before the micro-batches of step {t.step.number}")
+
+    def body(t: Any, x: Tensor, y: Tensor) -> None:
+        with t.run.autocast():
+            loss = F.cross_entropy(forward(t, x), y)
+        t.step.backward(loss)
+
+    def then(t: Any) -> None:
+        t.trace.add("norm", t.run.clip_grad_norm_(t.model.parameters(), 0.5))
+        t.trace.add("without gradient", [name for name, p in t.model.named_parameters() if p.grad is None])
+        update(t)
+        after(t)
+
+    def validate(t: Any) -> None:
+        score = score_classes(functools.partial(forward, t))
+        num_workers = arguments.get("num_workers")
+        t.trace.add("scores", t.run.evaluate(score, build_pairs(29, seed=1), num_workers=num_workers))
+        t.trace.draw(f"after epoch {t.epoch.number}")
+
+    return trace_run(
+        model, body=body, before=before_step, then=then, after_epoch=validate,
+        before_epoch=lambda t: t.trace.draw(f"before the steps of epoch {t.epoch.number}"), **arguments,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Training functions about all that is not the gradient's way: data, buffers, precision, schedules, compilers."""
+"""Training functions about everything but gradients: data, buffers, precision, schedules, compilers."""
 
 import random
 from typing import Any
@@ -6,76 +6,67 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from promises.loops import Result, build_run, case, score_classes, train_classes
+from promises.loops import Result, adamw, case, learn_classes, score_classes, trace_run, train_classes
 from promises.models import NUM_SAMPLES, Augmented, Buffers, Norms, Sentences, Tagger, build_pairs, pad
-from support.trace import Trace
+from support.tiny import learn, update
 from torch import Tensor, nn
-
-import samestep
 
 
 @case
 def token_weights() -> Result:
     """Means over words, of which a micro-batch may have none."""
-    run = build_run()
-    model = Tagger()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    run.prepare(model=model, optimizer=optimizer)
-    trace = Trace(run)
 
-    def score(words: Tensor) -> dict[str, Any]:
-        return {"loss": (F.cross_entropy(model(words), words.flatten(), ignore_index=0), (words != 0).sum())}
+    def body(t: Any, words: Tensor) -> None:
+        loss = F.cross_entropy(t.model(words), words.flatten(), ignore_index=0)
+        t.step.backward(loss, weight=(words != 0).sum())
 
-    for epoch in run.epochs(Sentences(), 2, collate_fn=pad, num_workers=1):
-        for step in epoch:
-            for words in step:
-                loss = F.cross_entropy(model(words), words.flatten(), ignore_index=0)
-                step.backward(loss, weight=(words != 0).sum())
-            run.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            trace.end_step(step)
+    def validate(t: Any) -> None:
+        def score(words: Tensor) -> dict[str, Any]:
+            return {"loss": (F.cross_entropy(t.model(words), words.flatten(), ignore_index=0), (words != 0).sum())}
+
         # Sentences 0, 5, 10 ... have no word, and with micro-batches of 1 their loss is not a number.
-        trace.add("scores", run.evaluate(score, Sentences(29), collate_fn=pad, micro_batch_size=1))
-    return trace.finish()
+        t.trace.add("scores", t.run.evaluate(score, Sentences(29), collate_fn=pad, micro_batch_size=1))
+
+    return trace_run(
+        Tagger, optimizer=adamw, data=Sentences(), collate_fn=pad, num_workers=1, body=body, after_epoch=validate,
+        then=lambda t: [t.run.clip_grad_norm_(t.model.parameters(), 1.0), update(t)],
+    )  # fmt: skip
 
 
 @case
 def plateau() -> Result:
-    """The schedule, the best score and the end follow from what was evaluated."""
-    run = build_run()
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 4))
-    optimizer = torch.optim.AdamW(model.parameters(), 5e-2)
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
-    run.prepare(model=model, optimizer=optimizer, scheduler=scheduler)
-    trace = Trace(run)
-    for epoch in run.epochs(build_pairs(), 12):
-        for step in epoch:
-            for x, y in step:
-                step.backward(F.cross_entropy(model(x), y))
-            optimizer.step()
-            trace.end_step(step)
-        scores = run.evaluate(score_classes(model), build_pairs(29, seed=1))
-        scheduler.step(scores["loss"])
-        trace.add("scores", scores)
-        trace.add("learning rate", optimizer.param_groups[0]["lr"])
-        if scores["loss"] < run.state.get("best", float("inf")):
-            run.state |= {"best": scores["loss"], "epoch": epoch.number}
-        elif epoch.number - run.state["epoch"] >= 4:
-            run.stop("no better for 4 epochs")
-    return trace.finish()
+    """The schedule, the best score and the end depend on what was evaluated."""
+
+    def validate(t: Any) -> None:
+        scores = t.run.evaluate(score_classes(t.model), build_pairs(29, seed=1))
+        t.scheduler.step(scores["loss"])
+        t.trace.add("scores", scores)
+        t.trace.add("learning rate", t.optimizer.param_groups[0]["lr"])
+        if scores["loss"] < t.run.state.get("best", float("inf")):
+            t.run.state |= {"best": scores["loss"], "epoch": t.epoch.number}
+        elif t.epoch.number - t.run.state["epoch"] >= 4:
+            t.run.stop("no better for 4 epochs")
+
+    return trace_run(
+        lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 4)),
+        optimizer=lambda params: torch.optim.AdamW(params, 5e-2), num_epochs=12, after_epoch=validate,
+        objects=lambda t: {
+            "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(t.optimizer, factor=0.5, patience=0)},
+    )  # fmt: skip
 
 
 def train_compiled(backend: str) -> Result:
-    """Of layers for which dynamic shapes would give kernels with other bits: the ragged micro-batch must not do it."""
-    run = build_run()
-    model = nn.Sequential(
-        nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 5, 2), nn.BatchNorm1d(5), nn.GELU(), nn.Flatten(), nn.Linear(25, 4)
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    compiled = torch.compile(model, backend=backend)
-    result = train_classes(run, model, optimizer, forward=compiled)
-    assert not any("_orig_mod" in name for name in run._build_state({})["objects"]["model"])
-    return result
+    """Layers for which dynamic shapes would give kernels with other bits: the ragged micro-batch must not cause it."""
+
+    def build() -> Any:
+        norm, head = nn.BatchNorm1d(5), nn.Linear(25, 4)
+        model = nn.Sequential(nn.Unflatten(1, (1, 6)), nn.Conv1d(1, 5, 2), norm, nn.GELU(), nn.Flatten(), head)
+        return torch.compile(model, backend=backend)
+
+    def check(t: Any) -> None:
+        assert not any("_orig_mod" in name for name in t.run._build_state({})["objects"]["model"])
+
+    return train_classes(build, optimizer=adamw, at_end=check)
 
 
 @case
@@ -88,59 +79,49 @@ def compiled_by_inductor() -> Result:
 
 
 def compiled_for_many_lengths() -> Result:
-    """More lengths than torch would compile kernels for, unless it is told to: others would then run uncompiled."""
-    run = samestep.Run(None, batch_size=12, micro_batch_size=1)
-    model = nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 1))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    compiled = torch.compile(model)
-    run.prepare(model=compiled, optimizer=optimizer)
+    """More lengths than torch compiles kernels for by default: others would then run without compilation."""
     generator = torch.Generator().manual_seed(0)
-    data = [torch.randn(1 + i % 12, 16, generator=generator) for i in range(24)]
-    trace = Trace(run)
-    for epoch in run.epochs(data, 1):
-        for step in epoch:
-            for x in step:
-                step.backward((compiled(x) ** 2).mean())
-            optimizer.step()
-            trace.end_step(step)
-    return trace.finish()
+    return trace_run(
+        lambda: torch.compile(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 1))),
+        data=[torch.randn(1 + i % 12, 16, generator=generator) for i in range(24)], body=learn, num_epochs=1,
+        batch_size=12, micro_batch_size=1,
+    )  # fmt: skip
 
 
 @case
 def batch_norm() -> Result:
-    """Of all kinds: a moving average, a cumulative one, without statistics, frozen, run twice, in channels_last."""
-    run = build_run()
-    model = Norms().to(memory_format=torch.channels_last)
-    model.frozen.eval()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    result = train_classes(run, model, optimizer)
-    # Six steps of 12, 12 and 3 micro-batches, two epochs.
-    counts = [layer.num_batches_tracked for layer in (model.moving, model.cumulative, model.twice, model.frozen)]
-    assert counts == [54, 54, 108, 0], counts
-    assert not model.frozen.running_mean.any()
-    return result
+    """All kinds: a moving average, a cumulative one, without statistics, frozen, run twice, in channels_last."""
+
+    def build() -> nn.Module:
+        model = Norms().to(memory_format=torch.channels_last)
+        model.frozen.eval()
+        return model
+
+    def check(t: Any) -> None:
+        # Six steps of 12, 12 and 3 micro-batches, two epochs.
+        layers = (t.model.moving, t.model.cumulative, t.model.twice, t.model.frozen)
+        assert [layer.num_batches_tracked for layer in layers] == [54, 54, 108, 0]
+        assert not t.model.frozen.running_mean.any()
+
+    return train_classes(build, at_end=check)
 
 
 @case
 def training_mode_set_in_the_loop() -> Result:
-    """Each epoch ends in eval mode, and each micro-batch turns it off: on the ranks that have one."""
-    run = build_run()
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 4))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    """Each epoch ends in eval mode, and each micro-batch sets training mode, on the ranks that have one."""
 
-    def forward(x: Tensor) -> Tensor:
-        model.train(torch.is_grad_enabled())
-        return model(x)
+    def check(t: Any) -> None:
+        assert t.model[1].num_batches_tracked == 81
 
-    result = train_classes(run, model, optimizer, num_epochs=3, forward=forward)
-    assert model[1].num_batches_tracked == 81
-    return result
+    return train_classes(
+        lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 4)), num_epochs=3,
+        forward=lambda t, x: t.model.train(torch.is_grad_enabled())(x), at_end=check,
+    )  # fmt: skip
 
 
 @case
 def statistics_that_a_layer_replaces() -> Result:
-    """By new tensors instead of writing into its own, as layers made by hand often do; a script may, too."""
-    run = build_run()
+    """By new tensors instead of writing into its own, as custom layers often do; a script may, too."""
 
     class ByHand(nn.BatchNorm1d):
         def forward(self, x: Tensor) -> Tensor:
@@ -160,190 +141,170 @@ def statistics_that_a_layer_replaces() -> Result:
         def forward(self, x: Tensor) -> Tensor:
             return self.head(torch.cat([self.by_hand(x * self.wide), self.usual(x)], 1))
 
-    model = Both()
-
-    def replace(step: Any) -> None:
-        if step.number == 2:
-            for layer in (model.by_hand, model.usual):
+    def replace(t: Any) -> None:
+        if t.step.number == 2:
+            for layer in (t.model.by_hand, t.model.usual):
                 layer.running_mean = torch.full((6,), 0.5)
                 layer.running_var.data = torch.full((6,), 2.0)
 
-    def look(step: Any) -> None:
-        torch.testing.assert_close(model.by_hand.running_mean, model.usual.running_mean)
-        torch.testing.assert_close(model.by_hand.running_var, model.usual.running_var)
+    def compare(t: Any) -> None:
+        torch.testing.assert_close(t.model.by_hand.running_mean, t.model.usual.running_mean)
+        torch.testing.assert_close(t.model.by_hand.running_var, t.model.usual.running_var)
 
-    return train_classes(run, model, torch.optim.SGD(model.parameters(), 0.1), before=replace, after=look)
+    return train_classes(Both, before=replace, after=compare)
 
 
 @case
 def draws_of_rank_0_alone() -> Result:
-    """What run.once draws moves the generators on; what is drawn after it is the same on all ranks."""
-    run = build_run()
-    run.once(lambda: [torch.rand(3), np.random.rand(), random.random()] and 1)
-    model = nn.Linear(6, 4)
-    noise = torch.randn(6) + float(np.random.rand()) + random.random()
+    """What run.once draws advances the generators. What is drawn after it is the same on all ranks."""
 
-    def look(step: Any) -> None:
-        run.once(lambda: torch.rand(step.number).tolist())
+    def draw(t: Any) -> dict[str, Any]:
+        t.run.once(lambda: [torch.rand(3), np.random.rand(), random.random()] and 1)
+        t.noise = torch.randn(6) + float(np.random.rand()) + random.random()
+        return {}
 
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    return train_classes(run, model, optimizer, forward=lambda x: model(x + noise), after=look)
+    return train_classes(
+        lambda: nn.Linear(6, 4), objects=draw, forward=lambda t, x: t.model(x + t.noise),
+        after=lambda t: t.run.once(lambda: torch.rand(t.step.number).tolist()),
+    )  # fmt: skip
 
 
 @case
 def scores_by_gradients() -> Result:
-    """Their backward leaves the step's own gradient alone."""
-    run = build_run()
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    run.prepare(model=model, optimizer=optimizer)
-    trace = Trace(run)
+    """The backward of a score does not change the step's own gradient."""
 
-    def score(batch: Any) -> dict[str, Any]:
-        x = batch[0].clone().requires_grad_()
-        with torch.enable_grad():
-            model(x).square().mean().backward()
-        return {"slope": x.grad.norm(), "of the weights": model[0].weight.grad.norm()}
+    def then(t: Any) -> None:
+        def score(batch: Any) -> dict[str, Any]:
+            x = batch[0].clone().requires_grad_()
+            with torch.enable_grad():
+                t.model(x).square().mean().backward()
+            return {"slope": x.grad.norm(), "of the weights": t.model[0].weight.grad.norm()}
 
-    for epoch in run.epochs(build_pairs(), 2):
-        for step in epoch:
-            for x, y in step:
-                step.backward(F.cross_entropy(model(x), y))
-            before = [param.grad.clone() for param in model.parameters()]
-            trace.add("scores", run.evaluate(score, build_pairs(29, seed=1)))
-            assert all(map(torch.equal, before, (param.grad for param in model.parameters())))
-            optimizer.step()
-            trace.end_step(step)
-    return trace.finish()
+        before = [param.grad.clone() for param in t.model.parameters()]
+        t.trace.add("scores", t.run.evaluate(score, build_pairs(29, seed=1)))
+        assert all(map(torch.equal, before, (param.grad for param in t.model.parameters())))
+        update(t)
+
+    return trace_run(lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)), then=then)
 
 
 @case
 def scores_in_training_mode() -> Result:
-    """As for an uncertainty from dropout: the statistics stay, and so does the mode that each layer was in."""
-    run = build_run()
-    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.BatchNorm1d(8), nn.Linear(8, 4))
-    model[3].eval()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    run.prepare(model=model, optimizer=optimizer)
-    trace = Trace(run)
+    """As for an uncertainty from dropout: the statistics stay, and so does the mode of each layer."""
 
-    def score(batch: Any) -> dict[str, Any]:
-        assert not model.training
-        model.train()
-        return {"mean": model(batch[0]).mean()}
+    def build() -> nn.Module:
+        norms = [nn.BatchNorm1d(8), nn.BatchNorm1d(8).eval()]
+        return nn.Sequential(nn.Linear(6, 8), norms[0], nn.Dropout(0.2), norms[1], nn.Linear(8, 4))
 
-    for epoch in run.epochs(build_pairs(), 2):
-        for step in epoch:
-            for x, y in step:
-                step.backward(F.cross_entropy(model(x), y))
-            optimizer.step()
-        trace.add("scores", run.evaluate(score, build_pairs(6, seed=1)))
-        assert [layer.training for layer in model] == [True, True, True, False, True]
-        assert model[1].num_batches_tracked == 27 * (epoch.number + 1)
-        trace.add("digest", trace.digest())
-    return trace.finish()
+    def validate(t: Any) -> None:
+        def score(batch: Any) -> dict[str, Any]:
+            assert not t.model.training
+            t.model.train()
+            return {"mean": t.model(batch[0]).mean()}
+
+        t.trace.add("scores", t.run.evaluate(score, build_pairs(6, seed=1)))
+        assert [layer.training for layer in t.model] == [True, True, True, False, True]
+        assert t.model[1].num_batches_tracked == 27 * (t.epoch.number + 1)
+        t.trace.add("digest", t.trace.digest())
+
+    return trace_run(build, after_epoch=validate)
 
 
 @case
 def other_buffers() -> Result:
-    """Buffers that a forward writes in place, replaces, or draws: kept as the step's first micro-batch leaves them."""
-    run = build_run()
-    model = Buffers()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    """Buffers that a forward writes in place, replaces or draws. A step keeps those of its first micro-batch."""
     seen: list[Tensor] = []
 
-    def remember(step: Any) -> None:
-        seen[:] = [model.mean.clone()]
+    def remember(t: Any) -> None:
+        seen[:] = [t.model.mean.clone()]
 
-    def forward(x: Tensor) -> Tensor:
+    def forward(t: Any, x: Tensor) -> Tensor:
         seen.append(x)
-        return model(x)
+        return t.model(x)
 
-    def look(step: Any) -> None:
-        assert model.count == step.number + 1
-        if run.world_size == 1:
-            torch.testing.assert_close(model.mean, 0.9 * seen[0] + 0.1 * seen[1].mean(0))
+    def compare(t: Any) -> None:
+        assert t.model.count == t.step.number + 1
+        if t.run.world_size == 1:
+            torch.testing.assert_close(t.model.mean, 0.9 * seen[0] + 0.1 * seen[1].mean(0))
 
-    return train_classes(run, model, optimizer, forward=forward, before=remember, after=look)
+    return train_classes(Buffers, forward=forward, before=remember, after=compare)
 
 
 @case
 def bf16() -> Result:
-    run = build_run(precision="bf16")
-    model = nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 4))
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    return train_classes(run, model, optimizer)
+    return train_classes(
+        lambda: nn.Sequential(nn.Linear(6, 16), nn.LayerNorm(16), nn.GELU(), nn.Dropout(0.1), nn.Linear(16, 4)),
+        optimizer=adamw, precision="bf16",
+    )  # fmt: skip
 
 
 @case
 def parameters_of_integers() -> Result:
-    """As quantized weights and the states of Keras are: frozen, and in the optimizer nevertheless."""
-    run = build_run()
-    model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 4))
-    model.register_parameter("code", nn.Parameter(torch.arange(3), requires_grad=False))
-    return train_classes(run, model, torch.optim.AdamW(model.parameters(), 1e-2))
+    """As the quantized weights of some models and the states of Keras: frozen, and held by the optimizer."""
+
+    def build() -> nn.Module:
+        model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 4))
+        model.register_parameter("code", nn.Parameter(torch.arange(3), requires_grad=False))
+        return model
+
+    return train_classes(build, optimizer=adamw)
 
 
 @case
 def fp16_with_overflows() -> Result:
     """Gradients that overflow in some micro-batches: no rank makes that step's update, and the scale is halved."""
-    run = build_run(precision="fp16")
-    model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 4))
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     skipped = []
 
-    def look(step: Any) -> None:
-        missing = [param.grad is None for param in model.parameters()]
+    def note(t: Any) -> None:
+        missing = [param.grad is None for param in t.model.parameters()]
         assert len(set(missing)) == 1
         skipped.append(missing[0])
 
-    # One sample in many is so far off that the gradient of its weights passes the largest float16.
+    def check(t: Any) -> None:
+        assert any(skipped)
+        assert not all(skipped)
+        assert t.run._context.precision.scale == 2.0 ** (16 - sum(skipped))
+
+    # A few samples are so large that the gradient of the weights exceeds the largest float16.
     data = build_pairs()
     data.tensors[0][::19] *= 500.0
-    result = train_classes(run, model, optimizer, num_epochs=4, data=data, after=look)
-    assert any(skipped)
-    assert not all(skipped)
-    assert run._context.precision.scale == 2.0 ** (16 - sum(skipped))
-    return result
+    return train_classes(
+        lambda: nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.Linear(16, 4)), optimizer=adamw, precision="fp16",
+        num_epochs=4, data=data, after=note, at_end=check,
+    )  # fmt: skip
 
 
 @case
 def endless_steps() -> Result:
     """Steps that cross the ends of epochs: 50 samples, 36 in each step."""
-    run = build_run()
-    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 4))
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    run.prepare(model=model, optimizer=optimizer)
-    trace = Trace(run)
-    for step in run.steps(build_pairs(50), 7):
-        trace.draw("before the micro-batches")
-        for x, y in step:
-            step.backward(F.cross_entropy(model(x), y))
-        optimizer.step()
-        trace.end_step(step)
-        if step.number % 3 == 2:
-            trace.add("scores", run.evaluate(score_classes(model), build_pairs(29, seed=1)))
-    return trace.finish()
+
+    def end_step(t: Any) -> None:
+        update(t)
+        if t.step.number % 3 == 2:
+            t.trace.add("scores", t.run.evaluate(score_classes(t.model), build_pairs(29, seed=1)))
+
+    return trace_run(
+        lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Tanh(), nn.Linear(8, 4)), optimizer=adamw,
+        data=build_pairs(50), num_steps=7, body=learn_classes, then=end_step,
+        before=lambda t: t.trace.draw("before the micro-batches"),
+    )  # fmt: skip
 
 
 @case
 def a_sampler() -> Result:
-    """It draws some samples twice and leaves others out."""
-    run = build_run()
-    model = nn.Linear(6, 4)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    """It draws some samples twice and omits others."""
 
     def draw(epoch: int) -> Tensor:
         return torch.randint(60, (NUM_SAMPLES,), generator=torch.Generator().manual_seed(epoch))
 
-    return train_classes(run, model, optimizer, sampler=draw)
+    return train_classes(lambda: nn.Linear(6, 4), sampler=draw)
 
 
 def train_augmented(num_workers: int) -> Result:
-    run = build_run()
-    model = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 4))
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    return train_classes(run, model, optimizer, data=Augmented(), num_workers=num_workers)
+    return train_classes(
+        lambda: nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.2), nn.Linear(8, 4)), optimizer=adamw, data=Augmented(),
+        num_workers=num_workers,
+    )  # fmt: skip
 
 
 @case

@@ -359,7 +359,7 @@ LOSSES: dict[str, Mistake] = {
     "an optimizer of sparse gradients": at_start(
         r"optimizer is SparseAdam, and samestep makes sparse gradi",
         model=lambda: nn.Embedding(10, 4, sparse=True),
-        optimizer=lambda parameters: torch.optim.SparseAdam([*parameters])),
+        optimizer=torch.optim.SparseAdam),
     "weights changed by the forward": in_loop(
         r"model\.0\.weight was changed inside the micro-batch loop .*: change weights",
         model=lambda: nn.Sequential(nn.Embedding(10, 4, max_norm=0.1), nn.Linear(4, 1)),

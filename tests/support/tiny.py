@@ -43,13 +43,20 @@ def update(tiny: Tiny) -> None:
         tiny.optimizer.step()
 
 
+def nothing(tiny: Tiny) -> None:
+    pass
+
+
+Hook = Callable[["Tiny"], object]
+
+
 class Tiny:
     """A run that has prepared a model and an optimizer. The functions passed to `train` get this object.
 
     Args:
         run_dir: as in `samestep.Run`, like `arguments`.
         model: builds the model, after the Run is built.
-        optimizer: builds the optimizer from the parameters; None: the run prepares none.
+        optimizer: builds the optimizer from the list of parameters; None: the run prepares none.
         objects: returns further arguments of `run.prepare`, by name. They become attributes, too.
 
     Attributes:
@@ -72,7 +79,7 @@ class Tiny:
         sizes = {"batch_size": BATCH_SIZE, "micro_batch_size": MICRO_BATCH_SIZE, "device": "cpu"}
         self.run: Any = samestep.Run(run_dir, **sizes | arguments)  # type: ignore[arg-type]
         self.model: Any = model()
-        self.optimizer: Any = optimizer and optimizer(self.model.parameters())
+        self.optimizer: Any = optimizer and optimizer([*self.model.parameters()])
         prepared = {"model": self.model} | ({"optimizer": self.optimizer} if optimizer else {})
         further = objects(self)
         vars(self).update(further)
@@ -85,8 +92,10 @@ class Tiny:
         num_steps: int | None = None,
         data: Any = None,
         body: Callable[..., object] = learn,
-        then: Callable[[Tiny], object] = update,
-        after_epoch: Callable[[Tiny], object] = lambda tiny: None,
+        before: Hook = nothing,
+        then: Hook = update,
+        before_epoch: Hook = nothing,
+        after_epoch: Hook = nothing,
         **feed: Any,
     ) -> Tiny:
         """Run the loop. Returns this object.
@@ -95,25 +104,27 @@ class Tiny:
             num_steps: use `run.steps` with this number of steps; default: `run.epochs` with `num_epochs`.
             data: the data set; default: `Pairs()`.
             body: called as body(tiny, x, y) with each micro-batch, or as body(tiny, x) with one that is no tuple.
-            then: called after the micro-batches of each step; it makes the update.
-            after_epoch: called after the steps of each epoch.
+            before, then: called before and after the micro-batches of each step. `then` makes the update.
+            before_epoch, after_epoch: called before and after the steps of each epoch.
             feed: further arguments of `run.epochs` or `run.steps`.
         """
         data = Pairs() if data is None else data
         if num_steps is not None:
-            self.take(self.run.steps(data, num_steps, **feed), body, then)
+            self.take(self.run.steps(data, num_steps, **feed), body, before, then)
             return self
         for epoch in self.run.epochs(data, num_epochs, **feed):
             self.epoch = epoch
-            self.take(epoch, body, then)
+            before_epoch(self)
+            self.take(epoch, body, before, then)
             after_epoch(self)
         return self
 
     def take(
-        self, steps: Iterable[Any], body: Callable[..., object] = learn, then: Callable[[Tiny], object] = update
+        self, steps: Iterable[Any], body: Callable[..., object] = learn, before: Hook = nothing, then: Hook = update
     ) -> None:
         """Run the loop over `steps`."""
         for self.step in steps:
+            before(self)
             for batch in self.step:
                 body(self, *(batch if isinstance(batch, list | tuple) else [batch]))
             then(self)
