@@ -1,4 +1,4 @@
-"""Snapshots are written beside the steps that follow: never torn, never lost in silence, at most one at a time."""
+"""Snapshots are written while the next steps run: always complete, never lost without a message, one at a time."""
 
 import sys
 import time
@@ -12,6 +12,7 @@ import torch
 from promises.trial import Outcome, Trial, resume_is_from
 from support.runs import run_command
 from support.selection import one_in
+from support.tiny import Tiny, update
 from torch import Tensor, nn
 
 import samestep
@@ -24,11 +25,11 @@ Undisturbed = Callable[..., Outcome]
 WIDTH = 512
 NUM_STEPS = 8
 
-# --- whole, whatever a script does to its model -----------------------------------------------------------------------
+# --- complete, whatever a script does to its model --------------------------------------------------------------------
 
 
 class Model(nn.Module):
-    """With a weight large enough to be copied beside the next step, and a buffer that every forward changes."""
+    """With a weight large enough to be copied during the next step, and a buffer that every forward changes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,30 +44,31 @@ class Model(nn.Module):
 
 
 def train(run_dir: Path, changes: str) -> dict[int, str]:
-    """Saves after every step. Returns the state's digests by the steps done, as the script has it then."""
-    run = samestep.Run(run_dir, batch_size=4, micro_batch_size=2, snapshot_every=1, keep_last=99, device="cpu")
-    model = Model()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    run.prepare(model=model, optimizer=optimizer)
+    """Saves after every step. Returns the digests of the script's state, by the steps done."""
     digests = {}
-    for step in run.steps(torch.randn(16, WIDTH), NUM_STEPS):
-        if changes == "before the micro-batches, by .data" or (changes == "only later" and step.number == 4):
-            model.weight.data.mul_(0.99)
-        if changes == "replaced" and step.number == 4:
-            model.weight.data = model.weight.data * 0.99
-        for x in step:
-            step.backward((model(x) ** 2).mean())
+
+    def before(t: Tiny) -> None:
+        if changes == "before the micro-batches, by .data" or (changes == "only later" and t.step.number == 4):
+            t.model.weight.data.mul_(0.99)
+        if changes == "replaced" and t.step.number == 4:
+            t.model.weight.data = t.model.weight.data * 0.99
+
+    def then(t: Tiny) -> None:
         if changes == "an update by hand":
             with torch.no_grad():
-                for param in model.parameters():
+                for param in t.model.parameters():
                     param.data -= 0.1 * param.grad
-            optimizer.zero_grad()  # else the next step takes the gradients for unused
+            t.optimizer.zero_grad()  # otherwise the next step finds gradients that were not used
         else:
-            optimizer.step()
+            update(t)
         if changes == "after the update":
-            model.weight.data.clamp_(-0.01, 0.01)
-        done = step.number + 1
-        digests[done] = digest(run._build_state({"step": done, "epoch": done // 4}))
+            t.model.weight.data.clamp_(-0.01, 0.01)
+        done = t.step.number + 1
+        digests[done] = digest(t.run._build_state({"step": done, "epoch": done // 4}))
+
+    optimizer = lambda params: torch.optim.AdamW(params, 1e-3)  # noqa: E731
+    tiny = Tiny(run_dir, model=Model, optimizer=optimizer, batch_size=4, snapshot_every=1, keep_last=99)
+    tiny.train(data=torch.randn(16, WIDTH), num_steps=NUM_STEPS, before=before, then=then)
     return digests
 
 
@@ -95,14 +97,14 @@ def test_it_holds_what_the_step_left(tmp_path: Path, changes: str, capfd: pytest
         assert digest(store.read(snapshot)) == found[step]
 
 
-# --- beside the steps -------------------------------------------------------------------------------------------------
+# --- while the steps run ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("moment", one_in(2, ["writing tensors", "before rename"]))
 def test_steps_go_on_while_it_is_written(
     trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], moment: str
 ) -> None:
-    """The disk is stuck at step 3; steps 4 and 5 are done all the same. What the disk has not got is not found."""
+    """The disk hangs at step 3; steps 4 and 5 run nevertheless. A snapshot that is not on the disk is not found."""
     launch = trial.start("launch", 2, f"hold rank 0 at step 3 in {moment}", "--snapshot-every", "3")
     trial.wait_held()
     launch.wait_for_words("step 5/15")
@@ -118,7 +120,7 @@ def test_steps_go_on_while_it_is_written(
 
 
 def test_one_at_a_time(trial: Trial, undisturbed: Undisturbed) -> None:
-    """The next one waits for the one that is on its way; none is left out."""
+    """The next snapshot waits for the one that is being written. None is omitted."""
     options = ("--snapshot-every", "3", "--keep-last", "9")
     launch = trial.start("launch", 2, "hold rank 0 at step 3 in before rename", *options)
     trial.wait_held()
@@ -130,7 +132,7 @@ def test_one_at_a_time(trial: Trial, undisturbed: Undisturbed) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_an_exception_does_not_cost_the_snapshot_under_way(
+def test_an_exception_keeps_the_snapshot_that_is_being_written(
     trial: Trial, undisturbed: Undisturbed, num_ranks: int
 ) -> None:
     fault = "raise rank 0 at step 6 in forward"
@@ -141,8 +143,8 @@ def test_an_exception_does_not_cost_the_snapshot_under_way(
 
 
 @pytest.mark.parametrize("how", ["launch", "python"])
-def test_an_exception_does_not_make_a_poisoned_one(tmp_path: Path, how: str) -> None:
-    """The script itself sees that its loss is no number, and ends before the step's ranks have looked at the copy."""
+def test_an_exception_makes_no_snapshot_that_is_not_finite(tmp_path: Path, how: str) -> None:
+    """The script checks its loss itself, and ends before samestep has checked the copy."""
     script = tmp_path / "script.py"
     script.write_text(
         "import sys, samestep, torch\n"
@@ -166,26 +168,19 @@ def test_an_exception_does_not_make_a_poisoned_one(tmp_path: Path, how: str) -> 
     assert [(snapshot.step, snapshot.problem) for snapshot in Store(tmp_path / "run").snapshots()] == [(1, None)]
 
 
-# --- what goes wrong in the background --------------------------------------------------------------------------------
+# --- failures in the background ---------------------------------------------------------------------------------------
 
 
 def train_with(run_dir: Path, patch: Callable[[Any], None], **arguments: Any) -> list[int | None]:
-    """Returns the step of the newest snapshot, as this rank knows it, after each step."""
-    run = samestep.Run(run_dir, batch_size=4, micro_batch_size=2, device="cpu", **arguments)
-    model = nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    run.prepare(model=model, optimizer=optimizer)
-    patch(run)
-    saved = []
-    for step in run.steps(torch.randn(16, 3), NUM_STEPS):
-        saved.append(run._snapshotter.saved_step)
-        for x in step:
-            step.backward(model(x).mean())
-        optimizer.step()
+    """Returns the step of the newest snapshot, as this rank knows it, before each step."""
+    tiny = Tiny(run_dir, batch_size=4, **arguments)
+    patch(tiny.run)
+    saved: list[int | None] = []
+    tiny.train(num_steps=NUM_STEPS, before=lambda t: saved.append(t.run._snapshotter.saved_step))
     return saved
 
 
-def test_a_failure_is_told_and_the_run_goes_on(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_is_reported_and_the_run_continues(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def patch(run: Any) -> None:
         store = run._snapshotter.directory.store
         write = store.write_encoded
@@ -203,25 +198,25 @@ def test_a_failure_is_told_and_the_run_goes_on(tmp_path: Path, capfd: pytest.Cap
     assert [snapshot.step for snapshot in Store(tmp_path).snapshots()] == [2, 6, 8]
 
 
-# --- every so many minutes --------------------------------------------------------------------------------------------
+# --- by the clock -----------------------------------------------------------------------------------------------------
 
 
 def test_rank_0_s_clock_decides_for_all(tmp_path: Path) -> None:
     def patch(run: Any) -> None:
         from samestep.snapshot import snapshotter
 
-        # A step takes 10 s on rank 0; on rank 1 the time stands still.
+        # A step takes 10 s on rank 0, and no time on rank 1.
         snapshotter.time = SimpleNamespace(monotonic=lambda: 10.0 * run.steps_done * (run.rank == 0))  # type: ignore[attr-defined]
 
-    def train_and_tell(run_dir: Path) -> list[list[int | None]]:
+    def train_and_gather(run_dir: Path) -> list[list[int | None]]:
         import torch.distributed as dist
 
         saved = train_with(run_dir, patch, snapshot_every="25s", keep_last=9)
-        told: list[list[int | None]] = [[], []]
-        dist.all_gather_object(told, saved)
-        return told
+        gathered: list[list[int | None]] = [[], []]
+        dist.all_gather_object(gathered, saved)
+        return gathered
 
-    ours, theirs = samestep.spawn(train_and_tell, 2, (tmp_path,))
+    ours, theirs = samestep.spawn(train_and_gather, 2, (tmp_path,))
     # Voted on within a step: after 30 s, in the fourth.
     assert ours == theirs == [None, None, None, None, 4, 4, 4, 4]
     assert [snapshot.step for snapshot in Store(tmp_path).snapshots()] == [4, 8]
@@ -230,7 +225,7 @@ def test_rank_0_s_clock_decides_for_all(tmp_path: Path) -> None:
 def test_a_slow_disk_is_named_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The disk takes 0.5 s for what the steps make in less than that."""
+    """The disk takes 0.5 s for each snapshot, and the steps between two snapshots take less."""
     write = Store.write_encoded
 
     def write_slowly(self: Store, *args: Any, **kwargs: Any) -> Path:

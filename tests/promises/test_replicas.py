@@ -1,4 +1,4 @@
-"""A replica that goes astray stops the run before anything of it is saved; those that do not are never suspected."""
+"""A replica that differs from the others stops the run before anything is saved. Equal replicas raise no error."""
 
 import re
 import socket
@@ -9,16 +9,22 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from promises import gradients, training  # noqa: F401 - they fill CASES
-from promises.loops import CASES
+from promises import gradients, training  # noqa: F401 - they add to CASES
+from promises.loops import CASES, learn_classes
 from support.runs import samestep_command
 from support.selection import one_in
+from support.tiny import Tiny, tiny_run, update
 from torch import nn
 
 import samestep
 from samestep.snapshot.store import Store
 
 HOST = re.escape(socket.gethostname())
+
+
+def build_classes(num_samples: int) -> list[tuple[torch.Tensor, int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(4, generator=generator), i % 3) for i in range(num_samples)]
 
 
 def flip(tensor: torch.Tensor) -> None:
@@ -30,22 +36,20 @@ def train(
     run_dir: Path | None, rank: int = -1, step: int = -1, what: str = "", num_epochs: int = 4, **arguments: Any
 ) -> None:
     """Trains; at `step` a bit flips on `rank` in the model's "weight", or in the optimizer's "exp_avg"."""
-    run = samestep.Run(run_dir, batch_size=8, micro_batch_size=1, device="cpu", **arguments)
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-    average = torch.optim.swa_utils.AveragedModel(model)
-    run.prepare(model=model, optimizer=optimizer, average=average)
-    generator = torch.Generator().manual_seed(0)
-    data = [(torch.randn(4, generator=generator), i % 3) for i in range(40)]
-    for epoch in run.epochs(data, num_epochs):
-        for now in epoch:
-            for x, y in now:
-                now.backward(F.cross_entropy(model(x), y))
-            optimizer.step()
-            average.update_parameters(model)
-            if (run.rank, now.number) == (rank, step):
-                last = model[2].weight
-                flip({"weight": last, "average": average.module[0].weight}.get(what, optimizer.state[last].get(what)))
+
+    def then(t: Any) -> None:
+        update(t)
+        t.average.update_parameters(t.model)
+        if (t.run.rank, t.step.number) == (rank, step):
+            last = t.model[2].weight
+            flip({"weight": last, "average": t.average.module[0].weight}.get(what, t.optimizer.state[last].get(what)))
+
+    tiny_run(
+        run_dir, num_epochs=num_epochs, micro_batch_size=1, data=build_classes(40), body=learn_classes, then=then,
+        optimizer=lambda params: torch.optim.AdamW(params, 1e-2),
+        model=lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3)),
+        objects=lambda t: {"average": torch.optim.swa_utils.AveragedModel(t.model)}, **arguments,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -70,25 +74,24 @@ def test_replicas_are_compared_by_the_clock() -> None:
 
 
 def decide(per_rank: bool) -> list[float]:
-    """A schedule that follows a loss: each rank's own, or the average. Returns the epochs' learning rates."""
-    run = samestep.Run(None, batch_size=8, micro_batch_size=2, device="cpu", compare_every=1)
-    model = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), 0.5)
-    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
-    run.prepare(model=model, optimizer=optimizer, scheduler=scheduler)
-    generator = torch.Generator().manual_seed(0)
-    data = [(torch.randn(4, generator=generator), i % 3) for i in range(24)]
-    rates = []
-    for epoch in run.epochs(data, 20):
-        total = 0.0
-        for step in epoch:
-            for x, y in step:
-                loss = F.cross_entropy(model(x), y)
-                step.backward(loss)
-                total += loss.item()
-            optimizer.step()
-        scheduler.step(total if per_rank else epoch.metrics["loss"])
-        rates.append(optimizer.param_groups[0]["lr"])
+    """A schedule that uses a loss: each rank's own, or the average. Returns the epochs' learning rates."""
+    rates, totals = [], {}
+
+    def body(t: Tiny, x: torch.Tensor, y: torch.Tensor) -> None:
+        loss = F.cross_entropy(t.model(x), y)
+        t.step.backward(loss)
+        totals[t.epoch.number] = totals.get(t.epoch.number, 0.0) + loss.item()
+
+    def after_epoch(t: Any) -> None:
+        t.scheduler.step(totals[t.epoch.number] if per_rank else t.epoch.metrics["loss"])
+        rates.append(t.optimizer.param_groups[0]["lr"])
+
+    tiny_run(
+        None, num_epochs=20, body=body, after_epoch=after_epoch, compare_every=1, model=lambda: nn.Linear(4, 3),
+        data=build_classes(24),
+        optimizer=lambda params: torch.optim.SGD(params, 0.5),
+        objects=lambda t: {"scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(t.optimizer, patience=0)},
+    )  # fmt: skip
     return rates
 
 
@@ -102,14 +105,14 @@ def test_a_rank_s_own_loss_is_suspected_first() -> None:
 
 
 def test_it_is_found_before_the_next_snapshot(tmp_path: Path) -> None:
-    """Of the default, every 100 steps, none is due before the epoch's snapshot is."""
+    """The default is every 100 steps, and the snapshot of the epoch is due before."""
     run_dir = tmp_path / "run"
     with pytest.raises(
         samestep.Error, match=r"after step 10, .*: model.2.weight differs, and all were equal after step 5"
     ):
         samestep.spawn(train, 2, (run_dir, 1, 7, "weight"))
     assert [snapshot.step for snapshot in Store(run_dir).snapshots()] == [5]
-    samestep.spawn(train, 3, (run_dir,))  # goes on from before
+    samestep.spawn(train, 3, (run_dir,))
     assert [snapshot.step for snapshot in Store(run_dir).snapshots()][-1] == 20
 
 
@@ -117,18 +120,18 @@ def test_never(tmp_path: Path) -> None:
     samestep.spawn(train, 2, (tmp_path / "run", 1, 7, "weight"), {"compare_every": None})
 
 
-def test_the_command_ends_with_2_and_says_it_once(tmp_path: Path) -> None:
-    script = tmp_path / "astray.py"
+def test_the_command_ends_with_2_and_prints_it_once(tmp_path: Path) -> None:
+    script = tmp_path / "differs.py"
     script.write_text(f"import sys; sys.path.append({str(Path(__file__).parents[1])!r})\n"
                       "from promises.test_replicas import train\ntrain('run', 1, 7, 'weight')\n")  # fmt: skip
-    done = samestep_command("launch", "--nproc-per-node", "3", "--compare-every", "1", "astray.py", cwd=tmp_path)
+    done = samestep_command("launch", "--nproc-per-node", "3", "--compare-every", "1", "differs.py", cwd=tmp_path)
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("has another model than the other 2, which agree, after step 8") == 1, done.stderr
     assert "Traceback" not in done.stderr
 
 
 def compare_always(fn: Callable[[], Any]) -> None:
-    """Runs it and compares after every step, buffers included: what is alike now stays alike."""
+    """Runs it and compares after every step, buffers included: they may not differ later either."""
     from samestep.train import replicas
 
     names = replicas.name_replicated
@@ -144,5 +147,5 @@ def compare_always(fn: Callable[[], Any]) -> None:
 
 
 @pytest.mark.parametrize("name", one_in(12, sorted(set(CASES) - {"two_threads", "compiled_by_aot_eager"})))
-def test_no_sound_run_is_suspected(name: str) -> None:
+def test_equal_replicas_raise_no_error(name: str) -> None:
     samestep.spawn(compare_always, 3, (CASES[name],), env={"SAMESTEP_COMPARE_EVERY": "1"})

@@ -1,4 +1,4 @@
-"""`run.restore`: a snapshot's models back in the script, wherever the run lives."""
+"""`run.restore` loads the models of a snapshot, wherever the run directory is."""
 
 import os
 import re
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny import Tiny, tiny_run, update
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -16,7 +17,7 @@ Result = dict[str, Any]
 
 
 class Net(nn.Module):
-    """With everything that a state can hold: weights, buffers, and what is no tensor."""
+    """With everything that a state can hold: weights, buffers and Python objects."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,31 +34,33 @@ class Net(nn.Module):
 
 
 def train(run_dir: Path | str, place: Path | None, names: tuple[str, ...] = (), has_loop: bool = True) -> Result:
-    """The model as it was for "best", at the end, and as restored; with a directory of its own for each rank."""
+    """The model as it was at "best", at the end, and as restored. With `place`, each rank has its own directory."""
     if place is not None:
         node = place / os.environ["RANK"]
         node.mkdir(exist_ok=True)
         os.chdir(node)
         os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    run = samestep.Run(run_dir, batch_size=4, micro_batch_size=2)
-    model = Net()
-    average = AveragedModel(model)
-    optimizer = torch.optim.Adam(model.parameters(), 0.1)
-    run.prepare(model=model, average=average, optimizer=optimizer)
+    tiny: Any = Tiny(
+        run_dir, batch_size=4, model=Net, optimizer=lambda params: torch.optim.Adam(params, 0.1),
+        objects=lambda t: {"average": AveragedModel(t.model)},
+    )  # fmt: skip
+    run, model, optimizer, average = tiny.run, tiny.model, tiny.optimizer, tiny.average
 
     def read() -> list[Any]:
         return [*(value.tolist() for value in model.state_dict().values() if torch.is_tensor(value)), model.calls]
 
-    for epoch in run.epochs(torch.randn(8, 2), 3) if has_loop else ():
-        for step in epoch:
-            for x in step:
-                step.backward(model(x).square().mean() + model.layer.weight.sum())
-            optimizer.step()
-            average.update_parameters(model)
+    def after_epoch(t: Tiny) -> None:
         model.calls += 1
-        if epoch.number == 0:
+        if t.epoch.number == 0:
             run.snapshot("best")
             run.state["best"] = read()
+
+    if has_loop:
+        tiny.train(
+            3, data=torch.randn(8, 2), after_epoch=after_epoch,
+            then=lambda t: [update(t), average.update_parameters(model)],
+            body=lambda t, x: t.step.backward(model(x).square().mean() + model.layer.weight.sum()),
+        )  # fmt: skip
     end, state = read(), {key: value["exp_avg"].tolist() for key, value in optimizer.state_dict()["state"].items()}
     average_at_end = [value.tolist() for value in average.parameters()]
     run.restore("best", *names)
@@ -75,7 +78,7 @@ def train(run_dir: Path | str, place: Path | None, names: tuple[str, ...] = (), 
 
 @pytest.mark.parametrize("where", ["a directory", "a URL", "nodes that share nothing"])
 def test_the_best_weights(tmp_path: Path, where: str) -> None:
-    """After the loop, and in later starts, at other numbers of ranks and on other machines, that find none left."""
+    """After the loop, and in later starts without any steps left, at other numbers of ranks and on other machines."""
     run_dir = f"file://{tmp_path}/store" if where == "a URL" else "run" if "nodes" in where else tmp_path / "run"
     results = []
     for machine, num_ranks in enumerate((2, 1 if where == "a directory" else 2)):
@@ -114,20 +117,12 @@ def test_what_cannot_be_restored(tmp_path: Path) -> None:
         run.restore("latest", "optimizer")
 
 
-def test_a_loop_that_would_train_other_weights(tmp_path: Path) -> None:
-    def build(run_dir: Path | None) -> tuple[samestep.Run, nn.Module]:
-        run = samestep.Run(run_dir, batch_size=4)
-        model = nn.Linear(1, 1)
-        run.prepare(model=model)
-        return run, model
-
-    run, model = build(tmp_path / "run")
-    for step in run.steps(torch.ones(8, 1), 1):
-        for x in step:
-            step.backward(model(x).mean())
-    run, model = build(tmp_path / "run")
+def test_a_loop_after_restore(tmp_path: Path) -> None:
+    """It would train other weights than those of the newest snapshot."""
+    tiny_run(tmp_path / "run", num_steps=1)
+    run = Tiny(tmp_path / "run").run
     run.restore("latest")
     with pytest.raises(samestep.Error, match=r"run\.restore was called before the loop"):
-        run.steps(torch.ones(8, 1), 2)
+        run.steps(torch.ones(8, 4), 2)
     with pytest.raises(samestep.Error, match="this run has no directory"):
-        build(None)[0].restore("best")
+        Tiny().run.restore("best")

@@ -1,4 +1,4 @@
-"""A rank that computes wrong results is found in the first checked step, and named; no sound rank is suspected."""
+"""A rank that computes wrong results is found in the first checked step, and named. Correct ranks raise no error."""
 
 import random
 import re
@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from promises import gradients, training  # noqa: F401 - they fill CASES
+from promises import gradients, training  # noqa: F401 - they add to CASES
 from promises.loops import CASES
 from support.runs import digest, samestep_command
 from support.selection import one_in
+from support.tiny import tiny_run
 from torch import Tensor, nn
 
 import samestep
@@ -111,7 +112,7 @@ def test_the_bits_are_those_without(tmp_path: Path, capfd: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("name", one_in(48, sorted({*CASES} - STATES)))
-def test_no_sound_run_is_suspected(name: str) -> None:
+def test_correct_ranks_raise_no_error(name: str) -> None:
     """Loops with several losses, models, passes, precisions and data sets, with idle ranks."""
     found = samestep.spawn(CASES[name], 5, env={"SAMESTEP_CHECK_COMPUTE_EVERY": "1"})
     assert repr(found) == repr(samestep.spawn(CASES[name], 1))
@@ -135,15 +136,10 @@ class Drawing(torch.utils.data.Dataset[Tensor]):
 
 
 def run_steps(data: Callable[[], Any], **arguments: Any) -> None:
-    run = samestep.Run(None, batch_size=6, micro_batch_size=1, device="cpu", check_compute_every=2, **arguments)
-    model = nn.Linear(2, 1)
-    run.prepare(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
-    for step in run.steps(data(), 4):
-        for x in step:
-            step.backward(model(x).mean())
-        step.log(done=1)
-        for param in model.parameters():
-            param.grad = None
+    tiny_run(
+        None, num_steps=4, data=data(), model=lambda: nn.Linear(2, 1), batch_size=6, micro_batch_size=1,
+        check_compute_every=2, then=lambda t: [t.step.log(done=1), t.optimizer.zero_grad()], **arguments,
+    )  # fmt: skip
 
 
 class Stream(torch.utils.data.IterableDataset[Tensor]):
@@ -156,7 +152,7 @@ class Stream(torch.utils.data.IterableDataset[Tensor]):
         return iter(())
 
 
-def test_what_cannot_be_compared_is_said() -> None:
+def test_what_cannot_be_compared_is_an_error() -> None:
     with pytest.raises(samestep.Error, match=r"read other samples for micro-batch \d of step 1, though of the same"):
         samestep.spawn(run_steps, 3, (Drawing,))
     with pytest.raises(samestep.InvalidValue, match="only one rank reads a lane of an IterableDataset: leave it out"):

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from support.runs import ask
+from support.tiny import Tiny, tiny_run, update
 from torch import nn
+from torch.nn.utils import prune
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim import lr_scheduler as schedules
 
@@ -21,33 +23,30 @@ NOTHING: dict[str, Any] = {}
 
 
 def train(run_dir: Path, num_epochs: int, lr: float, length: int, prepare: dict[str, Any] = NOTHING) -> list[float]:
-    """The learning rate in each of this start's steps, of a schedule with a step per epoch, and the last weights."""
-    run = samestep.Run(run_dir, batch_size=4, micro_batch_size=2, config={"lr": lr})
-    model = nn.Linear(1, 1)
-    optimizer = SGD(model.parameters(), lr, momentum=0.9)
-    schedule = schedules.CosineAnnealingLR(optimizer, length)
-    run.prepare(model=model, optimizer=optimizer, schedule=schedule, **prepare)
-    rates = []
-    for epoch in run.epochs(torch.ones(8, 1), num_epochs):
-        for step in epoch:
-            for x in step:
-                step.backward(model(x).square().mean())
-            optimizer.step()
-            rates.append(optimizer.param_groups[0]["lr"])
-        schedule.step()
-    return rates + [param.item() for param in model.parameters()]
+    """The learning rate in each step of this start, with a schedule that steps once per epoch, and the last weights."""
+    rates: list[float] = []
+    tiny = Tiny(
+        run_dir, batch_size=4, config={"lr": lr}, optimizer=lambda params: SGD(params, lr, momentum=0.9),
+        model=lambda: nn.Linear(1, 1),
+        objects=lambda t: {"schedule": schedules.CosineAnnealingLR(t.optimizer, length), **prepare},
+    )  # fmt: skip
+    tiny.train(
+        num_epochs, data=torch.ones(8, 1), after_epoch=lambda t: t.schedule.step(),
+        then=lambda t: [update(t), rates.append(t.optimizer.param_groups[0]["lr"])],
+    )  # fmt: skip
+    return rates + [param.item() for param in tiny.model.parameters()]
 
 
-def test_a_changed_learning_rate_is_noticed_and_overridden(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_changed_learning_rate_is_reported_and_overridden(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / "run"
     first = samestep.spawn(train, 1, (run_dir, 2, 0.1, 8))
     assert samestep.spawn(train, 2, (run_dir, 3, 0.1, 8))[:-2] == [schedule_at(2, 0.1, 8)] * 2
-    assert "own settings" not in capfd.readouterr().out, "a schedule has moved the learning rate, the script has not"
+    assert "own settings" not in capfd.readouterr().out, "the schedule has changed the learning rate"
 
     kept = samestep.spawn(train, 1, (run_dir, 4, 0.01, 8))
     assert kept[:-2] == [schedule_at(3, 0.1, 8)] * 2
-    told = r"settings of its first start, not with the script's \(optimizer.lr 0.1 -> 0.01\): .* override=True .*"
-    assert re.search(rf"{told}, or start with \S", capfd.readouterr().out)
+    words = r"settings of its first start, not with the script's \(optimizer.lr 0.1 -> 0.01\): .* override=True .*"
+    assert re.search(rf"{words}, or start with \S", capfd.readouterr().out)
     shown = ask("inspect", run_dir)
     assert re.search(r"^  optimizer.lr +0.1 +0.01$", shown, re.M)
     assert re.search(r"^  optimizer.momentum +0.9 +0.9$", shown, re.M)
@@ -62,13 +61,13 @@ def test_a_changed_learning_rate_is_noticed_and_overridden(tmp_path: Path, capfd
 
     samestep.spawn(train, 1, (run_dir, 6, 0.01, 16))
     said = capfd.readouterr().out
-    assert "own settings" not in said, "they are the run's own by now"
+    assert "own settings" not in said, "the run has these settings now"
     assert first[0] == 0.1
-    # Gone back behind the override, the run has its first settings again; the override can be given from outside.
+    # From a snapshot before the override, the run has its first settings. The environment can give the override, too.
     samestep.spawn(train, 1, (run_dir, 5, 0.01, 8), env={"SAMESTEP_RESUME": "8"})
     assert "(optimizer.lr 0.1 -> 0.01)" in capfd.readouterr().out
     env = {"SAMESTEP_RESUME": "8", "SAMESTEP_OVERRIDE": "1"}
-    assert samestep.spawn(train, 2, (run_dir, 5, 0.01, 16), env=env) == changed, "and as exactly as before"
+    assert samestep.spawn(train, 2, (run_dir, 5, 0.01, 16), env=env) == changed, "and with the same bits"
     changes = [row["changed"] for row in json.loads((run_dir / "run.json").read_text())["changes"]]
     assert sum("schedule.T_max" in change for change in changes) == 1
 
@@ -132,7 +131,7 @@ CHANGED = {
 
 @pytest.mark.parametrize("settings", CHANGED, ids=lambda settings: settings.__name__)
 def test_overridden_settings_are_those_of_a_run_begun_with_them(settings: Any) -> None:
-    """Where the loss has no gradient, they are all that counts: as if the run had always had them."""
+    """With constant gradients, the result depends on the settings only: as if the run had always had them."""
 
     def take_steps(objects: dict[str, Any], num_steps: int) -> list[Any]:
         for _ in range(num_steps):
@@ -159,7 +158,7 @@ def test_overridden_settings_are_those_of_a_run_begun_with_them(settings: Any) -
     assert take_steps(objects, 4) == take_steps(build("new", settings), 9)
 
 
-def test_a_plateau_keeps_what_it_has_seen() -> None:
+def test_a_plateau_keeps_its_state() -> None:
     def build(patience: int, lr: float) -> dict[str, Any]:
         optimizer = SGD([nn.Parameter(torch.zeros(1))], lr)
         return {"optimizer": optimizer, "plateau": schedules.ReduceLROnPlateau(optimizer, patience=patience)}
@@ -184,23 +183,16 @@ def test_a_plateau_keeps_what_it_has_seen() -> None:
 
 
 def test_a_model_that_is_pruned_in_the_loop(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The first snapshot from which the script cannot be resumed says so; so does the resume, with the keys."""
+    """At the first snapshot from which the script cannot resume there is a message. The resume names the keys."""
 
     def train(num_steps: int, is_prepared: bool) -> None:
-        from torch.nn.utils import prune
+        def prune_in_step_1(t: Tiny) -> None:
+            if t.step.number == 1:
+                prune.l1_unstructured(t.model, "weight", 1)
+            update(t)
 
-        run = samestep.Run(tmp_path / str(is_prepared), batch_size=4, snapshot_every=1)
-        model = nn.Linear(2, 1)
-        if is_prepared:
-            prune.identity(model, "weight")
-        optimizer = SGD(model.parameters(), 0.1)
-        run.prepare(model=model, optimizer=optimizer)
-        for step in run.steps(torch.ones(8, 2), num_steps):
-            for x in step:
-                step.backward(model(x).square().mean())
-            if step.number == 1:
-                prune.l1_unstructured(model, "weight", 1)
-            optimizer.step()
+        model = lambda: prune.identity(nn.Linear(4, 1), "weight") if is_prepared else nn.Linear(4, 1)  # noqa: E731
+        tiny_run(tmp_path / str(is_prepared), num_steps=num_steps, model=model, snapshot_every=1, then=prune_in_step_1)
 
     samestep.spawn(train, 1, (4, False))
     said = capfd.readouterr().out
