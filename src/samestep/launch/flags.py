@@ -52,6 +52,16 @@ INSTEAD = {
     "local_ranks_filter": "use --show-ranks",
     "local_addr": "nodes are reached by the address from which they connect to --rdzv-endpoint",
     "no_python": "it starts Python scripts and modules",
+    # Of accelerate, deepspeed, mpirun, srun and Lightning.
+    **dict.fromkeys(
+        ("num_processes", "num_gpus", "gpus", "devices", "n", "np", "ntasks", "ranks", "num_ranks", "world_size"),
+        "use --nproc-per-node",
+    ),
+    **dict.fromkeys(("num_machines", "num_nodes", "nodes"), "use --nnodes"),
+    "machine_rank": "use --node-rank",
+    "main_process_ip": "use --master-addr",
+    "main_process_port": "use --master-port",
+    "hostfile": "use --hosts",
     **dict.fromkeys(("monitor_interval", "role", "run_path", "start_method"), "leave it out"),
 }
 
@@ -154,7 +164,8 @@ def take_target(command: str, left: list[str], flags: Mapping[str, Option] = FLA
     """Return the target: a script or -m MODULE, and its arguments. Raises Error if it is neither."""
     kind, left = ("module", left[1:]) if left[:1] == ["-m"] else ("script", left)
     if left and left[0].startswith("-"):
-        if instead := INSTEAD.get(name_option(left[0]).strip("-").replace("-", "_")):
+        instead = INSTEAD.get(name_option(left[0]).strip("-").replace("-", "_"), "")
+        if instead and {*re.findall(r"--[\w-]+", instead)} <= {*name_flags(flags), *name_flags(TORCHRUN)}:
             raise Error(f"{command} has no {left[0].partition('=')[0]}: {instead}")
         raise reject_option(command, left[0], [*name_flags(flags), "-m"])
     if not left:
