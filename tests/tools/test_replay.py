@@ -20,7 +20,7 @@ from support.waiting import wait_until
 from torch import nn
 
 from samestep.data.loader import seed_all
-from samestep.plan.ledger import RECORD, Entry, read_records
+from samestep.plan.ledger import RECORD, Entry, read_records, to_float
 from samestep.plan.seeds import derive
 from samestep.tools.replay import compare_bits
 
@@ -203,6 +203,9 @@ def test_what_was_compared_in_words() -> None:
     assert compare_bits([last._replace(fingerprint=8)], entries[2:]) == (
         "the bits DIFFER from step 2 on: other samples", False
     )  # fmt: skip
+    zero = [entries[2]._replace(loss=0)]
+    differ = f"the bits DIFFER from step 2 on: the loss is 0.0 in the replay and {to_float(1)!r} in the run"
+    assert compare_bits(zero, entries[2:]) == (differ, False)
     assert compare_bits([last], []) == ("no bits were compared: the run's ledger has none of these steps", True)
     words = "the samples of step 2 agree; an earlier samestep recorded no bits of the loss and the gradient"
     assert compare_bits(entries[2:], [last]) == (words, True)
@@ -211,11 +214,12 @@ def test_what_was_compared_in_words() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--step", "13", "train.py"], "run has 12 steps, 0 to 11, and not yet step 13"),
-        (["--step", "12", "train.py"], "run has 12 steps, 0 to 11, and not yet step 12"),
+        (["--step", "13", "train.py"], "the ledger of run has steps 0 to 11: there is no step 13"),
+        (["--step", "12", "train.py"], "the ledger of run has steps 0 to 11: there is no step 12"),
         (["train.py"], "replay needs the step: --step S, counted from 0"),
         (["--step", "3"], "replay needs a script or a recipe"),
         (["--step", "3", "--micro-batch", "-1", "train.py"], "--micro-batch is counted from 0"),
+        (["--step", "8", "--micro-batch", "4", "train.py"], "step 8 has 4 micro-batches, 0 to 3, not 4"),
         (["--step", "3", "--save", "x.pt", "train.py"], "--save writes one micro-batch: name it by --micro-batch"),
         (["--step", "3", "--micro-batch", "0", "--save", "no/x.pt", "train.py"], "--save no/x.pt is not a file, or"),
         (["--step", "3", "--micro-batch", "0", "--save", "/dev/null", "train.py"], "--save /dev/null is not"),
@@ -233,7 +237,6 @@ def test_what_is_refused_at_once(home: Path, words: list[str], message: str) -> 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--micro-batch", "4", "train.py"], r"step 8 cannot be replayed: step 8 has 4 micro-batches, 0 to 3, not 4"),
         (["train.py", "0.01", "64", "5"], r"train.py is not the script of run, or has other arguments \(models .*\)"),
     ],
 )

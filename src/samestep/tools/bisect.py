@@ -43,6 +43,7 @@ FLAGS: dict[str, Option] = {
     "device": LAUNCH_FLAGS["device"],
     "json": Option(bool, "", "print one JSON object"),
 }
+COMMITS = ("at the good commit", "at this one")
 NUM_STEPS = 5
 SCRATCH, TREE = "bisect-", "tree"  # names of the scratch directory and of the work tree in it
 
@@ -283,9 +284,10 @@ class _Search:
                 return Outcome(failure=f"there is no metric {name}, but {', '.join(sorted(last))}")
             one = read_last_values(good)[name]["value"]
             is_same = abs(one - other) <= self._values.get("tolerance", 0) or (math.isnan(one) and math.isnan(other))
-            return Outcome() if is_same else Outcome((f"{one!r} and {other!r}",))
-        step, what = find_first_difference(good, run)
+            return Outcome() if is_same else Outcome((f"{one!r} {COMMITS[0]} and {other!r} {COMMITS[1]}",))
+        step, what = find_first_difference(good, run, COMMITS)
         if step is not None:
             return Outcome(tuple(what), step)
         counts = [count_records(each / LEDGER) for each in (good, run)]
-        return Outcome() if counts[0] == counts[1] else Outcome((f"{counts[0]} and {counts[1]} steps",))
+        difference = f"{counts[0]} steps {COMMITS[0]} and {counts[1]} {COMMITS[1]}"
+        return Outcome() if counts[0] == counts[1] else Outcome((difference,))

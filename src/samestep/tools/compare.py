@@ -136,7 +136,7 @@ def compare_runs(one: str, other: str, *, is_json: bool) -> int:
         common = min(each["steps"] for each in described)
         if not common:
             raise Error(f"{one if not described[0]['steps'] else other} has no step yet: there is nothing to compare")
-        step, what = find_first_difference(first, second)
+        step, what = find_first_difference(first, second, (f"in {one}", f"in {other}"))
         digests = [{each.step: each.manifest["digest"] for each in find_sound(run)} for run in (first, second)]
     saved = digests[0].keys() & digests[1].keys()
     num_snapshots = len(saved)
@@ -162,8 +162,8 @@ def compare_runs(one: str, other: str, *, is_json: bool) -> int:
         rows += zip((name, ""), (one, other), bars, lasts, strict=True)
     if rows:
         print_table("metrics over the steps, on one scale", ("name", "run", "values", "last (step)"), rows)
-    if different := [name for name in COUNTED if f"numbers.{name}" in differences]:
-        print(f"the steps are not comparable one by one: {', '.join(different)} differs")
+    if why := explain_numbers(*records):
+        print(why)
     if state_step is not None:
         print(f"the state after {state_step} steps is the first in a common snapshot that differs")
     if step is not None:
@@ -178,14 +178,25 @@ def compare_runs(one: str, other: str, *, is_json: bool) -> int:
     return 0 if is_same else 1
 
 
-def describe_difference(one: Entry, other: Entry) -> list[str]:
-    """Describe how the records of one step differ in two runs; [] if they do not, in what both have."""
+def explain_numbers(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Say that the steps of two runs have other samples, as their records have other numbers; "" if they do not."""
+    numbers = [record.get("numbers") or {} for record in (one, other)]
+    different = [name for name in COUNTED if numbers[0].get(name) != numbers[1].get(name)]
+    return f"the steps are not comparable one by one: {', '.join(different)} differs" if different else ""
+
+
+def describe_difference(one: Entry, other: Entry, where: tuple[str, str]) -> list[str]:
+    """Describe how the records of one step differ in two runs; [] if they do not, in what both have.
+
+    Args:
+        where: the two runs, such as ("in runs/a", "in runs/b").
+    """
     found = []
     if (one.num_samples, one.fingerprint) != (other.num_samples, other.fingerprint):
         found.append("other samples")
     if one.has_bits and other.has_bits:
         if one.loss != other.loss:
-            found.append(f"the loss is {to_float(one.loss)!r} and {to_float(other.loss)!r}")
+            found.append(f"the loss is {to_float(one.loss)!r} {where[0]} and {to_float(other.loss)!r} {where[1]}")
         if one.gradient != other.gradient:
             found.append("another gradient" if found else "another gradient from the same samples and loss")
     return found
@@ -212,9 +223,9 @@ def _find_differences(
     return found
 
 
-def find_first_difference(one: Path, other: Path) -> tuple[int | None, list[str]]:
-    """Return the first step of both runs that differs, and in what."""
+def find_first_difference(one: Path, other: Path, where: tuple[str, str]) -> tuple[int | None, list[str]]:
+    """Return the first step of both runs that differs, and in what. `where`: as for `describe_difference`."""
     for step, (a, b) in enumerate(zip(read_records(one / LEDGER), read_records(other / LEDGER), strict=False)):
-        if a != b and (found := describe_difference(a, b)):
+        if a != b and (found := describe_difference(a, b, where)):
             return step, found
     return None, []

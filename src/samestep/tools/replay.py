@@ -105,8 +105,8 @@ class _Replay:
         num_steps = count_records(self._directory / LEDGER)
         is_done = read_or_empty(self._directory / STATUS).get("status") == "done"  # else one more step may have failed
         if self._step > num_steps or (self._step == num_steps and is_done):
-            which = f", 0 to {num_steps - 1}" if num_steps else " in its ledger"
-            raise Error(f"{self._called} has {num_steps} steps{which}, and not yet step {self._step}")
+            which = f"steps 0 to {num_steps - 1}" if num_steps else "no steps"
+            raise Error(f"the ledger of {self._called} has {which}: there is no step {self._step} to replay")
         numbers = self._record.get("numbers", {})
         most = numbers.get("batch_size", 1) // numbers.get("micro_batch_size", 1)
         if self._num_ranks > max(most, 1):
@@ -114,6 +114,11 @@ class _Replay:
                 f"--nproc-per-node {self._num_ranks} is more than the {most} micro-batches of a step of "
                 f"{self._called}: give at most {most}"
             )
+        recorded = next(read_records(self._directory / LEDGER, first=self._step), None)
+        num_samples = numbers.get("batch_size", 1) if recorded is None else recorded.num_samples
+        num = math.ceil(num_samples / numbers.get("micro_batch_size", 1))
+        if num_samples and (self._micro_batch or 0) >= num:
+            raise Error(f"step {self._step} has {num} micro-batches, 0 to {num - 1}, not {self._micro_batch}")
         arguments = self._record.get("script", {}).get("arguments", [])
         if arguments and not self._target.arguments:
             say(f"the script gets the arguments of the run: {' '.join(arguments)}")
@@ -140,7 +145,8 @@ class _Replay:
         sentence, is_same = compare_bits(found, wanted)
         if self._values.get("json"):
             facts = {"step": self._step, "micro_batch": self._micro_batch, "first_step": first, "changed": changes}
-            print(json.dumps(_to_strict({**facts, "same": is_same, "compared": sentence, **result}), indent=1))
+            text = json.dumps({**facts, "same": is_same, "compared": sentence, **result})
+            print(json.dumps(json.loads(text, parse_constant=lambda word: str(float(word))), indent=1))  # "nan"
             return 0 if is_same else 1
         _print_result(self._step, self._micro_batch, result)
         if self._values.get("save") is not None:
@@ -264,7 +270,7 @@ def compare_bits(found: Sequence[Entry], wanted: Sequence[Entry]) -> tuple[str, 
     """
     pairs = [(one, other) for one, other in zip(found, wanted, strict=False) if other.num_samples]
     for one, other in pairs:
-        if differences := describe_difference(one, other):
+        if differences := describe_difference(one, other, ("in the replay", "in the run")):
             return f"the bits DIFFER from step {one.step} on: {'; '.join(differences)}", False
     if not pairs:
         return "no bits were compared: the run's ledger has none of these steps", True
@@ -303,15 +309,6 @@ def _print_result(step: int, micro_batch: int | None, result: Mapping[str, Any])
     rows = [(name, to_text(norm)) for name, norm in [*result["norms"].items()][:NUM_SHOWN]]
     more = f", {NUM_SHOWN} of {len(result['norms'])}" if len(result["norms"]) > NUM_SHOWN else ""
     print_table(f"largest gradient norms{more}", ("parameter", "norm"), rows)
-
-
-def _to_strict(value: Any) -> Any:
-    """Return a value for JSON, which has no nan: numbers that are not finite become text."""
-    if isinstance(value, dict):
-        return {name: _to_strict(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_to_strict(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _list(values: Sequence[Any], most: int) -> str:

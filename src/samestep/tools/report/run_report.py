@@ -8,7 +8,7 @@ from samestep.console import escape, show_activity
 from samestep.errors import Error
 from samestep.files import replace_file
 from samestep.snapshot.object_store import open_run, read_run
-from samestep.tools.compare import COUNTED, find_first_difference, find_runs
+from samestep.tools.compare import explain_numbers, find_first_difference, find_runs
 from samestep.tools.inspect import CommandParser
 from samestep.tools.report.page import build_page
 from samestep.tools.report.run_data import RunData, read_run_data
@@ -76,16 +76,14 @@ def run_report(args: list[str]) -> int:
 def compare(one: RunData, other: RunData, directory: Path, other_directory: Path) -> str:
     """Return how long the steps of two runs have the same bits, in a sentence."""
     num_common = min(one.num_steps, other.num_steps)
-    step, what = find_first_difference(directory, other_directory)
+    step, what = find_first_difference(directory, other_directory, (f"in {one.name}", f"in {other.name}"))
     if not num_common:
         return f"{one.name} and {other.name} have no step in common, so nothing can be compared"
     if step is None:
         return f"{one.name} and {other.name}: identical in all {num_common:,} steps that both have"
-    numbers = [run.record.get("numbers", {}) for run in (one, other)]
-    different = [name for name in COUNTED if numbers[0].get(name) != numbers[1].get(name)]
-    why = f"; the steps are not comparable one by one: {', '.join(different)} differs" if different else ""
     since = f"identical until step {step:,}, then" if step else "different from the first step on:"
-    return f"{one.name} and {other.name}: {since} {' and '.join(what)}{why}"
+    sentences = [f"{one.name} and {other.name}: {since} {'; '.join(what)}", explain_numbers(one.record, other.record)]
+    return "; ".join(filter(None, sentences))
 
 
 def name_runs(runs: list[str]) -> list[str]:
