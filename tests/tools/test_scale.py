@@ -122,6 +122,13 @@ def test_a_plan_keeps_the_budget(home: Path, capsys: pytest.CaptureFixture[str])
     assert f"micro_batch_size 8 on {fastest} rank" in capsys.readouterr().out.splitlines()[-1]
     assert main(["plan", file, "--samples", "1e12", "--time", "0.001"]) == 1
     assert "nothing fits into 0.001 hours: the nearest is batch_size" in capsys.readouterr().out
+    assert main(["plan", file, "--samples", "32000", "--time", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["choices"][found["chosen"]] == found["choices"][0]
+    assert found["choices"][0]["fits"]
+    assert [row["batch_size"] for row in found["choices"]] == [32 << k for k in range(6)]
+    assert main(["plan", file, "--samples", "32000", "--time", "1"]) == 0
+    assert capsys.readouterr().out.endswith(" rank-hours, within 1 hour\n")
 
 
 def test_a_plan_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,11 +3,11 @@
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from samestep.console import format_ranks, print_table
+from samestep.console import format_count, format_ranks, print_table
 from samestep.errors import Error
 from samestep.tools.inspect import CommandParser
 from samestep.tools.scale.tables import build_predictions, build_rows, format_time
@@ -51,6 +51,7 @@ def run_plan(args: list[str]) -> int:
     budget.add_argument("--time", metavar="H", type=float, help="hours until the run ends; fewest rank-hours win")
     budget.add_argument("--rank-hours", metavar="H", type=float, help="hours of all ranks together; the fastest wins")
     parser.add_argument("--most-ranks", metavar="N", type=int, default=MOST_RANKS, help=f"default: {MOST_RANKS}")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(args)
     limit = options.rank_hours if options.time is None else options.time
     if not (1 <= options.samples < math.inf and 0 < limit < math.inf and options.most_ranks >= 1):
@@ -66,6 +67,11 @@ def run_plan(args: list[str]) -> int:
         return (0.0, other) if cost(each) <= limit else (1.0, cost(each))
 
     best = [min((c for c in found if c.batch_size == size), key=rank) for size in sorted({c.batch_size for c in found})]
+    chosen = next((each for each in best if cost(each) <= limit), None)
+    if options.json:
+        rows = [{**asdict(each), "rank_hours": each.rank_hours, "fits": cost(each) <= limit} for each in best]
+        print(json.dumps({"choices": rows, "chosen": None if chosen is None else best.index(chosen)}, indent=1))
+        return 1 if chosen is None else 0
     print_table(
         f"{options.samples:,.0f} samples", ["batch", "micro-batch", "ranks", "ms per step", "time", "rank-hours", ""],
         [
@@ -76,8 +82,7 @@ def run_plan(args: list[str]) -> int:
             for each in best
         ],
     )  # fmt: skip
-    chosen = next((each for each in best if cost(each) <= limit), None)
-    within = f"{limit:g} {'hours' if options.rank_hours is None else 'rank-hours'}"
+    within = format_count(limit, "hour" if options.rank_hours is None else "rank-hour")
     if chosen is None:
         least = min(best, key=cost)
         print(f"nothing fits into {within}: the nearest is {describe(least)}")
