@@ -113,7 +113,7 @@ def test_a_slow_rank_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str])
         r"time in the forward\n",
         said.err,
     ), said.err
-    waited = re.search(r"waiting for ranks (\d+) %", said.out)
+    waited = re.search(r"gradient reduction (\d+) %", said.out)
     assert waited is not None, said.out
     assert int(waited[1]) > 40, "rank 0's own time, in the table at the end"
 

@@ -209,7 +209,7 @@ def test_a_slow_rank_is_named_with_its_phase() -> None:
 
 def test_where_the_time_went() -> None:
     spent = {"starting": 99.0, "loading": 1.0, "forward": 2.0, "backward": 4.0, "reducing": 2.0, "saving": 1.0}
-    assert describe_spent(spent) == "compute 60 %, waiting for ranks 20 %, snapshots 10 %, data 10 %"
+    assert describe_spent(spent) == "compute 60 %, gradient reduction 20 %, snapshots 10 %, data 10 %"
     assert describe_spent({}) == ""
 
 

@@ -34,7 +34,7 @@ MANY_FAULTS_PER_S = 20.0
 SUMMARY = {
     "data": ("loading",),
     "compute": ("forward", "backward"),
-    "waiting for ranks": ("reducing",),
+    "gradient reduction": ("reducing",),
     "update": ("updating",),
     "snapshots": ("saving",),
     "validation": ("validating",),
