@@ -244,8 +244,11 @@ def test_ranks_of_another_launcher_are_recorded_too(tmp_path: Path) -> None:
         (["--plain", "--link", "nothere"], "--link names nothere, which is no entry of the working directory: name"),
         (["--plain", "--link", "/etc/planted.py"], "--link names /etc/planted.py, which is no entry"),
         (["--plain", "--leave-out", "b/planted.py"], "--leave-out names b/planted.py, which is no entry"),
-        (["--plain", "--leave-out", "./planted.py"], "because planted.py is left out (--leave-out names it): leave"),
-        (["--plain", "--steps", "0"], "verify --plain needs at least one step"),
+        (
+            ["--plain", "--keep-runs", "k", "--leave-out", "./planted.py"],
+            "because planted.py is left out",
+        ),
+        (["--plain", "--keep-runs", "kept", "--steps", "0"], "verify --plain needs at least one step"),
         (["--plain"], "planted.py ends with exit code 1 on 1 rank after 0 steps of a torch optimizer"),
     ],
 )
@@ -268,6 +271,7 @@ def test_a_script_that_finds_files_of_an_earlier_run(tmp_path: Path) -> None:
     assert "planted.py resumes from files of an earlier run" in done.stderr
     done = check(samestep_command(*command, "--leave-out", "before.pt", "planted.py", cwd=tmp_path))
     assert {verdict for _, verdict, _ in VERDICT.findall(done.stdout)} == {"not observed"}
+    assert done.stdout.endswith("no mistakes were found; 5 of 5 checks could not be made: not observed\n")
 
 
 def test_the_working_directory_stays_as_it_is(tmp_path: Path) -> None:

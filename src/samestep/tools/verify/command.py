@@ -21,7 +21,7 @@ from samestep.tools.verify.causes import explain, explain_drift, measure_differe
 from samestep.tools.verify.gradients import check_gradients, check_schedules
 from samestep.tools.verify.plain import PlainOptions, run_plain
 from samestep.tools.verify.traces import Difference, find_difference, name_tensor
-from samestep.tools.verify.trials import LEAST_DEADLINE_S, Outcome, Trials
+from samestep.tools.verify.trials import LEAST_DEADLINE_S, Outcome, Trials, make_empty
 from samestep.world.workdir import WorkDir
 
 HELP = """\
@@ -104,8 +104,7 @@ def run_verify(target: Target, values: Mapping[str, Any]) -> int:
     if is_plain:
         options = PlainOptions(**own)
         sizes = parse_sizes("--world-sizes", options.world_sizes)
-        home = None if options.keep_runs is None else _make_empty(Path(options.keep_runs))
-        code = 0 if run_plain(target, options, sizes, home) else 1
+        code = 0 if run_plain(target, options, sizes) else 1
     else:
         code = _run_exact(target, own)
     if badge is not None:
@@ -133,23 +132,12 @@ def _run_exact(target: Target, values: Mapping[str, Any]) -> int:
     world_sizes = parse_sizes("--world-sizes", options.world_sizes)
     if options.steps < 1 or options.kills < 0:
         raise Error("verify needs at least one step, and at least 0 kills")
-    kept = None if options.keep_runs is None else _make_empty(Path(options.keep_runs))
+    kept = None if options.keep_runs is None else make_empty(Path(options.keep_runs))
     with exiting_on_sigterm(), WorkDir("verify-") as temporary:
         every = max(1, options.steps // (2 * (options.kills + 1)))
         home = (kept or temporary.path).resolve()
         trials = Trials(target, overrides, home, options.steps, every, (temporary.lock.fileno(),))
         return _Verification(trials, options, world_sizes).run()
-
-
-def _make_empty(directory: Path) -> Path:
-    """Create a directory. Raises Error if it cannot be created, or is not empty."""
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise Error(f"--keep-runs {directory} exists and is not empty: name a new or an empty directory")
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise Error(f"--keep-runs {directory} cannot be created ({error.strerror}): name another directory") from None
-    return directory
 
 
 class _Verification:

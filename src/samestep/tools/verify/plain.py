@@ -32,7 +32,7 @@ from samestep.tools.verify.plain_checks import (
     describe_end,
     read_ranks,
 )
-from samestep.tools.verify.trials import LEAST_DEADLINE_S, SHOWN_LINES, STUCK
+from samestep.tools.verify.trials import LEAST_DEADLINE_S, SHOWN_LINES, STUCK, make_empty
 from samestep.world.environment import HOOK, child_variables
 from samestep.world.workdir import WorkDir
 
@@ -87,7 +87,7 @@ class PlainOptions:
     keep_runs: str | None = None
 
 
-def run_plain(target: Target, options: PlainOptions, world_sizes: Sequence[int], home: Path | None) -> bool:
+def run_plain(target: Target, options: PlainOptions, world_sizes: Sequence[int]) -> bool:
     """Run the script at several numbers of ranks, print a line per check, and return whether no mistake was found.
 
     Raises:
@@ -108,9 +108,11 @@ def run_plain(target: Target, options: PlainOptions, world_sizes: Sequence[int],
         raise Error(f"--launcher starts with {words[0]}, which is not a program on the PATH: install it, or correct it")
     left_out, linked = _parse_entries("--leave-out", options.leave_out), _parse_entries("--link", options.link)
     with exiting_on_sigterm(), WorkDir("verify-") as temporary:
-        home = (home or temporary.path).resolve()
+        home = temporary.path if options.keep_runs is None else Path(options.keep_runs).resolve()
         entries = _sort_entries(left_out, linked, home)
         _check_is_copied(target, entries)
+        if options.keep_runs is not None:
+            make_empty(Path(options.keep_runs))
         trials = _PlainTrials(target, options, entries, home, temporary.lock.fileno())
         if not options.json:
             print(f"samestep verify --plain {shlex.join(target.to_command()[1])}", flush=True)
@@ -123,7 +125,9 @@ def run_plain(target: Target, options: PlainOptions, world_sizes: Sequence[int],
     for result in results:
         line = ROW.format(result.check, result.verdict, result.text)
         print_result(line, result.verdict, COLOURS[result.verdict])
-    print("mistakes were found" if has_mistake else "no mistakes were found")
+    num_unseen = sum(result.verdict == UNSEEN for result in results)
+    rest = f"; {num_unseen} of {len(results)} checks could not be made: not observed" if num_unseen else ""
+    print(f"{'mistakes' if has_mistake else 'no mistakes'} were found{rest}")
     return not has_mistake
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.config import Overrides, to_variables
+from samestep.errors import Error
 from samestep.launch.local_ranks import Target
 from samestep.plan.ledger import read_records
 from samestep.snapshot.store import SNAPSHOTS, Store
@@ -59,6 +60,17 @@ class Outcome:
     def last_words(self) -> str:
         """The error at the end; without one, the end of the output."""
         return "\n".join(find_errors(self.output) or self.output.rstrip().splitlines()[-SHOWN_LINES:])
+
+
+def make_empty(directory: Path) -> Path:
+    """Create a directory. Raises Error if it cannot be created, or is not empty."""
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise Error(f"--keep-runs {directory} exists and is not empty: name a new or an empty directory")
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Error(f"--keep-runs {directory} cannot be created ({error.strerror}): name another directory") from None
+    return directory
 
 
 @dataclass
