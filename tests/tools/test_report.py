@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import samestep
 from samestep.errors import Error
 from samestep.plan.ledger import Entry
-from samestep.tools.report.charts import build_heat_map
+from samestep.tools.report.charts import COLOURS, Chart, build_heat_map
 from samestep.tools.report.decimation import decimate
 from samestep.tools.report.run_data import build_intervals, read_run_data
 from samestep.tools.report.run_report import run_report
@@ -105,6 +105,10 @@ def test_a_run_is_shown_and_compared(tmp_path: Path) -> None:
         f"{name}: train/loss" for name in ("one", "other", "third")
     ]
     assert charts["loss"]["series"][0]["x"] == [1, 2, 3, 4]
+    curves = [series for chart in charts.values() for series in chart["series"]]
+    styles = {(curve["label"].partition(":")[0], curve["colour"], *curve["dash"]) for curve in curves}
+    assert styles == {(name, COLOURS[number]) for number, name in enumerate(("one", "other", "third"))}
+    assert Chart("", dict.fromkeys("abc"), {"a": 1, "b": 0, "c": 1}).styles == [(1, 0), (0, 0), (1, 1)]
     rows = [json.loads(line) for line in (tmp_path / "one" / "timeline.jsonl").read_text().splitlines()]
     assert rows[-1]["steps"] == [4]
     assert all(10 < row["memory_mb"][0] < 1e5 and "device_mb" not in row for row in rows)

@@ -3,8 +3,9 @@
 import base64
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from html import escape as escape_html
 from itertools import pairwise
 from typing import Any
@@ -19,6 +20,7 @@ from samestep.tools.report.run_data import MOST_STEPS, Intervals, Points, RunDat
 
 # After Okabe and Ito, who chose colours that colour-blind people can tell apart.
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8c564b", "#7f7f7f")
+DASHES = ((), (7, 5), (2, 5), (10, 5, 2, 5))  # of the curves of one run in a chart of several runs
 NUM_BUCKETS = 1000  # of a chart: two points each
 NUM_STATIC_BUCKETS = 200
 WIDTH, HEIGHT, LEFT, BOTTOM = 720, 220, 60, 24  # of an SVG, in its own units
@@ -51,16 +53,30 @@ class Band:
 
 @dataclass(frozen=True)
 class Chart:
-    """Curves over the steps."""
+    """Curves over the steps. `runs`: the number of each curve's run; {} if there is a single run."""
 
     title: str
     series: Mapping[str, Points]
+    runs: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def styles(self) -> list[tuple[int, int]]:
+        """The places of each curve's colour in COLOURS and of its dashes in DASHES. A run has one colour everywhere."""
+        if not self.runs:
+            return [(number % len(COLOURS), 0) for number in range(len(self.series))]
+        places, styles = Counter[int](), []
+        for label in self.series:
+            run = self.runs[label]
+            styles.append((run % len(COLOURS), places[run] % len(DASHES)))
+            places[run] += 1
+        return styles
 
 
 def group_charts(runs: Sequence[RunData]) -> list[Chart]:
     """Return a chart for all metrics with the same name after the last slash, and charts of throughput and memory."""
     charts: dict[str, dict[str, Points]] = {}
-    for run in runs:
+    owners: dict[str, int] = {}
+    for number, run in enumerate(runs):
         prefix = f"{run.name}: " if len(runs) > 1 else ""
         for name, points in run.metrics.items():
             charts.setdefault(name.rpartition("/")[2], {})[prefix + name] = points
@@ -68,7 +84,8 @@ def group_charts(runs: Sequence[RunData]) -> list[Chart]:
             charts.setdefault("samples per second", {})[f"{prefix}samples/s"] = rate
         for label, points in measure_memory(run).items():
             charts.setdefault("memory (MB)", {})[prefix + label] = points
-    return [Chart(title, series) for title, series in charts.items()]
+        owners |= {label: number for series in charts.values() for label in series if label not in owners}
+    return [Chart(title, series, owners if len(runs) > 1 else {}) for title, series in charts.items()]
 
 
 def measure_throughput(run: RunData) -> Points | None:
@@ -123,10 +140,10 @@ def find_bands(runs: Sequence[RunData]) -> list[Band]:
 def to_json(chart: Chart) -> dict[str, Any]:
     """Return a chart for the script of the page: at most 2 * NUM_BUCKETS points per curve."""
     series = []
-    for number, (label, points) in enumerate(chart.series.items()):
+    for (label, points), (number, dash) in zip(chart.series.items(), chart.styles, strict=True):
         x, y = decimate(points.steps, points.values, NUM_BUCKETS)
-        item = {"label": label, "colour": COLOURS[number % len(COLOURS)], "x": shorten(x, 15), "y": shorten(y)}
-        series.append(item)
+        style = {"colour": COLOURS[number], "dash": DASHES[dash]}
+        series.append({"label": label, **style, "x": shorten(x, 15), "y": shorten(y)})
     return {"title": chart.title, "series": series}
 
 
@@ -155,13 +172,13 @@ def draw_svg(chart: Chart, marks: Sequence[Mark], bands: Sequence[Band] = ()) ->
             across, _ = place(mark.step, low_y)
             top = 8 if mark.kind == "restart" else floor - 6
             parts.append(f'<line class="{mark.kind}" x1="{across:.1f}" x2="{across:.1f}" y1="{top}" y2="{floor}"/>')
-    for number, (x, y) in enumerate(curves):
+    for (x, y), (number, dash) in zip(curves, chart.styles, strict=True):
         is_number = np.isfinite(y)
         across, down = place(x[is_number], y[is_number])
         points = " ".join(f"{a:.1f},{d:.1f}" for a, d in zip(across, down, strict=True))
         points += f" {points}" if len(x) == 1 else ""  # drawn as a dot
-        stroke = COLOURS[number % len(COLOURS)]
-        parts.append(f'<polyline fill="none" stroke-linecap="round" stroke="{stroke}" points="{points}"/>')
+        stroke = f'stroke="{COLOURS[number]}" stroke-dasharray="{" ".join(map(str, DASHES[dash])) or "none"}"'
+        parts.append(f'<polyline fill="none" stroke-linecap="round" {stroke} points="{points}"/>')
     parts.append(f'<path class="axis" fill="none" d="M{LEFT},8V{floor}H{WIDTH - 8}"/>')
     for text, across, down, anchor in (
         (f"{high_y:.4g}", LEFT - 6, 16, "end"),
@@ -172,6 +189,12 @@ def draw_svg(chart: Chart, marks: Sequence[Mark], bands: Sequence[Band] = ()) ->
         parts.append(f'<text x="{across}" y="{down}" text-anchor="{anchor}">{text}</text>')
     words = to_html(describe(chart))
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{words}">{"".join(parts)}</svg>'
+
+
+def build_key(chart: Chart) -> Iterator[str]:
+    """Yield an item of a list for each curve."""
+    for label, (number, dash) in zip(chart.series, chart.styles, strict=True):
+        yield f'<li class="part{number} dash{dash}">{to_html(label)}</li>'
 
 
 def _span(values: NDArray[np.float64]) -> tuple[float, float]:

@@ -15,6 +15,7 @@ from samestep.tools.compare import SECTIONS
 from samestep.tools.report.charts import (
     HeatMap,
     build_heat_map,
+    build_key,
     draw_svg,
     find_bands,
     find_marks,
@@ -56,7 +57,7 @@ def build_page(
     }
     figures = "".join(
         f'<figure class="chart"><figcaption>{to_html(chart.title)}</figcaption>{draw_svg(chart, marks, bands)}'
-        f'<ul class="key">{"".join(f"<li>{to_html(label)}</li>" for label in chart.series)}</ul></figure>'
+        f'<ul class="key">{"".join(build_key(chart))}</ul></figure>'
         for chart in charts
     )
     body = [
