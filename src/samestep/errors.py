@@ -1,6 +1,7 @@
 """The exceptions of samestep."""
 
 import errno
+import signal
 
 
 class Error(Exception):
@@ -129,7 +130,10 @@ def name_kind(error: Error) -> str:
 def recognize(error: BaseException) -> Error | WorkerDied | None:
     """A clearer exception for one that Python or torch raised; None if there is none."""
     if type(error) is RuntimeError and str(error).startswith("DataLoader worker (pid"):  # raised by a signal handler
-        return WorkerDied(f"{str(error).split('. ')[0]} while the script ran: {WORKER_ADVICE}")
+        process, _, cause = str(error).split(". ")[0].partition(" is killed by signal: ")  # "Killed", of SIGKILL
+        names = {signal.strsignal(each): each.name for each in signal.Signals}
+        end = f" was killed by {names.get(cause, cause)}" if cause else ""
+        return WorkerDied(f"{process}{end} while the script ran: {WORKER_ADVICE}")
     if isinstance(error, AttributeError) and error.name == "no_sync":
         return UsageError("no_sync() belongs to DDP: leave it out, since a step exchanges its gradients once")
     return None

@@ -264,6 +264,9 @@ def test_a_worker_that_is_killed_is_named_with_its_samples(number: signal.Signal
         assert caught.value.__suppress_context__
     else:  # torch's signal handler came between two calls of ours
         assert isinstance(recognize(caught.value), WorkerDied)
+    torchs = RuntimeError(f"DataLoader worker (pid 7) is killed by signal: {signal.strsignal(number)}. ")
+    said = f"DataLoader worker (pid 7) was killed by {number.name} while the script ran: check for a lack of memory"
+    assert str(recognize(torchs)).startswith(said)
 
 
 def test_a_failure_keeps_its_traceback_in_the_log_of_the_rank(tmp_path: Path) -> None:
