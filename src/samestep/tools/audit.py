@@ -107,7 +107,9 @@ class _Plan:
         try:
             return [shard.num_samples for shard in parse_shards(read_bytes(path))[0]]
         except (OSError, ValueError) as error:
-            raise Error(f"the shards of the data set cannot be read from {path}: {error}") from None
+            raise Error(
+                f"the shards of the data set cannot be read from {path} ({error}): restore it from a backup"
+            ) from None
 
     def _read_order(self, epoch: int) -> Order:
         path = self._run / order_file(epoch)
@@ -118,7 +120,9 @@ class _Plan:
                 raise ValueError(f"{len(indices)} indices, not {self.length}")
             return GivenOrder(indices, int(indices.max()) + 1)
         except (OSError, ValueError, EOFError) as error:
-            raise Error(f"the sampler's order of epoch {epoch} cannot be read from {path}: {error}") from None
+            raise Error(
+                f"the sampler's order of epoch {epoch} cannot be read from {path} ({error}): restore it from a backup"
+            ) from None
 
 
 class _Audit:
