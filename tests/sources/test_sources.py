@@ -46,7 +46,7 @@ def test_a_shard_with_other_content_of_the_same_size(kind: str, tmp_path: Path) 
 
     def start(*, overrides: bool = False) -> None:
         batches = Batches(source, seed=0, batch_size=4, micro_batch_size=2, endless=True, sampler=None, start=(0, 0))
-        marks = batches.mark_shards(run_dir, overrides=overrides)
+        marks = batches.check_marks(run_dir, overrides=overrides)
         assert len(marks) == len(source.shards)
         assert batches.keep_shards(run_dir, marks) == ""
 
@@ -61,7 +61,7 @@ def test_a_shard_with_other_content_of_the_same_size(kind: str, tmp_path: Path) 
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     with pytest.raises(
-        RunDirectoryError, match=r"not those that the run began with: .* has other content.*; put back what was"
+        RunDirectoryError, match=r"not those that the run began with: .* has other content.*; restore them; to"
     ):
         start()
     start(overrides=True)
@@ -74,6 +74,12 @@ def test_files_of_shards_are_checked(tmp_path: Path) -> None:
     with pytest.raises(
         InvalidValue, match=r"the shard .*2\.tar cannot be read \(No such file or directory\): restore it"
     ):
+        mark_shards(source, [])
+    os.mkfifo(source.shard_files[2])
+    with pytest.raises(InvalidValue, match=r"the shard .*2\.tar cannot be read \(it is a FIFO\): restore it"):
+        mark_shards(source, [])
+    source.shard_files[2] = Path("a\0.tar")
+    with pytest.raises(InvalidValue, match=r"the shard a\0\.tar cannot be read \(embedded null byte\): restore it"):
         mark_shards(source, [])
     source.shard_files = source.shard_files[:2]
     with pytest.raises(InvalidValue, match=r"WebDataset has 6 shards and 2 shard_files: give the file of each shard"):
@@ -159,8 +165,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
     write_mds(tmp_path, {"x": "pkl"}, [{"x": b"."}], [None])
     with pytest.raises(InvalidValue, match=r"column x of .* has the encoding pkl, which is not supported"):
         MDS(tmp_path)
-    with pytest.raises(InvalidValue, match=r"the shard .*b\.tar is missing"):
-        WebDataset([tmp_path / "b.tar"])
+    os.mkfifo(tmp_path / "fifo.tar")
+    (tmp_path / "d.tar").mkdir()
+    for name, found in (("b", "missing"), ("d", "a directory"), ("fifo", "no regular file")):
+        with pytest.raises(InvalidValue, match=rf"the shard .*{name}\.tar is {found}: restore it, or leave it out"):
+            WebDataset([tmp_path / f"{name}.tar"])
 
 
 def test_arrow_data_sets_of_hugging_face(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """Sources: data sets that are stored in shards and read by micro-batch, and the comparison of their shards."""
 
+import errno
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple, Protocol
@@ -138,13 +140,16 @@ def mark_shards(dataset: Any, before: Sequence[Mark]) -> list[Mark]:
     for file in dict.fromkeys(files):
         try:
             marks[file] = _mark_file(file, known.get(file))
-        except OSError as error:
-            raise InvalidValue(f"the shard {file} cannot be read ({error.strerror}): restore it") from None
+        except (OSError, ValueError) as error:  # ValueError: the name holds a NUL character
+            why = getattr(error, "strerror", None) or error
+            raise InvalidValue(f"the shard {file} cannot be read ({why}): restore it") from None
     return [marks[file] for file in files]
 
 
 def _mark_file(file: str, before: Mark | None) -> Mark:
     status = os.stat(file)
+    if stat.S_ISFIFO(status.st_mode):  # `open` would block
+        raise OSError(errno.EINVAL, "it is a FIFO")
     if before is not None and before[0] == status.st_mtime_ns:
         return before
     with open(file, "rb", buffering=0) as opened:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from samestep.data.source import Shard
 from samestep.errors import InvalidValue
-from samestep.sources.shard_files import Kept, SampleFiles
+from samestep.sources.shard_files import Kept, SampleFiles, check_is_file
 
 CACHED_SHARDS = 64  # whose offsets are kept
 SCALARS = (
@@ -119,10 +119,8 @@ def _check_shard(entry: dict[str, Any], file: Path, num_bytes: int) -> None:
     if entry.get("format") != "mds" or entry.get("version") != 2:
         what = f"format {entry.get('format')}, version {entry.get('version')}"
         raise InvalidValue(f"the shard {file} has {what}: samestep reads mds, version 2")
-    if not file.is_file():
-        packed = entry.get("compression")
-        advice = f"decompress it ({packed})" if packed else "restore it, and index.json with it"
-        raise InvalidValue(f"the shard {file} is missing: {advice}")
+    packed = entry.get("compression")
+    check_is_file(file, f"decompress it ({packed})" if packed else "restore it, and index.json with it")
     if (found := file.stat().st_size) != num_bytes:
         raise InvalidValue(f"the shard {file} has {found} bytes, and index.json says {num_bytes}: restore it")
 

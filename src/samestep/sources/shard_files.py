@@ -29,9 +29,15 @@ def list_files(files: str | Path | Iterable[str | Path], suffix: str) -> list[Pa
     if not found:
         raise InvalidValue(f"there are no {suffix} files in {files}: name the files, or a directory that has some")
     for file in found:
-        if not file.is_file():
-            raise InvalidValue(f"the shard {file} is missing: restore it, or leave it out of the source")
+        check_is_file(file, "restore it, or leave it out of the source")
     return found
+
+
+def check_is_file(file: Path, advice: str) -> None:
+    """Raise InvalidValue if a shard is missing, or is something else, such as a directory or a FIFO."""
+    if not file.is_file():
+        what = "a directory" if file.is_dir() else "no regular file" if os.path.lexists(file) else "missing"
+        raise InvalidValue(f"the shard {file} is {what}: {advice}")
 
 
 def name_files(files: Sequence[Path]) -> list[str]:

@@ -37,6 +37,7 @@ from samestep.watch.records import order_file, shards_file
 from samestep.world.environment import advise
 
 STREAM_LENGTH = 1 << 62
+OTHER_SHARDS = "the data set's shards are not those that the run began with"
 
 Sampler = Callable[[int], Iterable[int]]
 
@@ -237,11 +238,10 @@ class Batches:
         except (OSError, ValueError):
             return  # the numbers differ, which is an error, too
         raise RunDirectoryError(
-            f"the data set's shards are not those that the run began with: {explain_change(before, self.shards)}; put "
-            f"back what was there, or start with {advise(fresh=True)}"
+            f"{OTHER_SHARDS}: {explain_change(before, self.shards)}; restore them, or start with {advise(fresh=True)}"
         )
 
-    def mark_shards(self, run_dir: Path, *, overrides: bool) -> list[Mark]:
+    def check_marks(self, run_dir: Path, *, overrides: bool) -> list[Mark]:
         """Return the marks of the shards, for `keep_shards`. Compares them with those of an earlier start.
 
         Raises:
@@ -253,8 +253,8 @@ class Batches:
         marks = mark_shards(self.spec.dataset, before)
         if not overrides and (changed := explain_rewrite(self.shards, before, marks)):
             raise RunDirectoryError(
-                f"the data set's shards are not those that the run began with: {changed}; put back what was there; to "
-                f"train on with this one, pass override=True to run.prepare, or start with {advise(override=True)}"
+                f"{OTHER_SHARDS}: {changed}; restore them; to continue with the new content, pass override=True to "
+                f"run.prepare, or start with {advise(override=True)}"
             )
         return marks
 

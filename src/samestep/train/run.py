@@ -626,7 +626,7 @@ class Run:
         directory = snapshotter.path if batches.shards else None
         marks = []
         if directory is not None:
-            marks = context.group.once(lambda: batches.mark_shards(directory, overrides=self._overrides))
+            marks = context.group.once(lambda: batches.check_marks(directory, overrides=self._overrides))
         if self._loop is None:
             machine = describe_machine(config, self.device)
             options = self._contents.options
