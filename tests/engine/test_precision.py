@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny import tiny_run
 
 import samestep
 from samestep.engine.precision import build_precision
@@ -67,12 +68,7 @@ def train_with_tf32(run_dir: Path, step: int) -> dict[str, str]:
             torch.get_float32_matmul_precision()
     else:
         torch.backends.fp32_precision = "tf32"  # type: ignore[attr-defined]
-    run = samestep.Run(run_dir, batch_size=4, precision="tf32", device="cpu")
-    model = torch.nn.Linear(2, 1)
-    run.prepare(model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1))
-    for each in run.steps(torch.ones(4, 2), step):
-        for x in each:
-            each.backward(model(x).sum())
+    tiny_run(run_dir, num_steps=step, precision="tf32")
     return read_float32_settings("cuda")
 
 

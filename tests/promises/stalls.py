@@ -1,4 +1,4 @@
-"""A small training run in which one rank stops moving, or all only seem to."""
+"""A small training run in which one rank makes no progress, or seems to make none."""
 
 import os
 import signal
@@ -12,13 +12,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from support.tiny import Tiny, tiny_run, update
 from torch import Tensor, nn
+from torch.optim import SGD
 
 import samestep
 
 AT_STEP = 6
-NUM_SAMPLES, BATCH_SIZE, MICRO_BATCH_SIZE = 48, 8, 2
-LONG_S = 60.0  # by when a test that does not see the fault has failed
+NUM_SAMPLES = 48
+LONG_S = 60.0  # a test that does not see the fault fails before
 
 
 class Samples(torch.utils.data.Dataset[Tensor]):
@@ -36,39 +38,34 @@ class Samples(torch.utils.data.Dataset[Tensor]):
 
 
 def train(run_dir: Path, fault: str, guilty: int = 1) -> None:
-    """Trains; rank `guilty` has the fault at step AT_STEP: a function of this module, with _ for each blank."""
-    run = samestep.Run(run_dir, batch_size=BATCH_SIZE, micro_batch_size=MICRO_BATCH_SIZE, device="cpu")
-    is_guilty = run.rank == guilty
-    strike = FAULTS[fault]
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    run.prepare(model=model, optimizer=optimizer)
-    begun = False
+    """Trains; rank `guilty` has the fault of that name in FAULTS at step AT_STEP."""
+    tiny = Tiny(run_dir, optimizer=lambda params: SGD(params, 0.01))
+    run, is_guilty = tiny.run, tiny.run.rank == guilty
 
     def on_read() -> None:
         if fault == "data set asleep" and is_guilty and run.steps_done == AT_STEP:
             time.sleep(LONG_S)
-        if fault == "link dropped":  # by the test, while the run goes on
+        if fault == "link dropped":  # by the test, while the run trains
             time.sleep(0.01)
 
-    def loop() -> None:
-        nonlocal begun
-        for step in run.steps(Samples(on_read), 12 if fault != "link dropped" else 10_000):
-            for x in step:
-                if not begun:
-                    begun = True
-                    (run_dir / f"pid-{run.rank}").write_text(str(os.getpid()))
-                if fault == "exception swallowed" and is_guilty and step.number == AT_STEP:
-                    raise ValueError("swallowed")
-                step.backward(model(x).mean())
-            if step.number == AT_STEP:
-                strike(is_guilty)
-            optimizer.step()
+    def body(t: Tiny, x: Tensor) -> None:
+        pid_file = run_dir / f"pid-{run.rank}"
+        if not pid_file.exists():
+            pid_file.write_text(str(os.getpid()))
+        if fault == "exception swallowed" and is_guilty and t.step.number == AT_STEP:
+            raise ValueError("swallowed")
+        t.step.backward(t.model(x).mean())
+
+    def then(t: Tiny) -> None:
+        if t.step.number == AT_STEP:
+            FAULTS[fault](is_guilty)
+        update(t)
 
     with suppress(ValueError):
-        loop()
+        num_steps = 12 if fault != "link dropped" else 10_000
+        tiny.train(data=Samples(on_read), num_steps=num_steps, body=body, then=then)
     if fault == "exception swallowed" and is_guilty:
-        threading.Event().wait(LONG_S)  # it serves, say, what it has trained
+        threading.Event().wait(LONG_S)  # as a server of the trained model would
 
 
 def stop_itself(is_guilty: bool) -> None:
@@ -99,9 +96,9 @@ def do_nothing(is_guilty: bool) -> None:
 
 
 FAULTS: dict[str, Callable[[bool], None]] = {
-    "link dropped": do_nothing,  # it is not in here
-    "data set asleep": do_nothing,  # it is in the data set
-    "exception swallowed": do_nothing,  # it is in the loop
+    "link dropped": do_nothing,  # the test drops it
+    "data set asleep": do_nothing,  # in the data set
+    "exception swallowed": do_nothing,  # in the loop
     "SIGSTOP": stop_itself,
     "collective skipped": skip_a_collective,
     "pipe full": fill_a_pipe,
@@ -110,45 +107,41 @@ FAULTS: dict[str, Callable[[bool], None]] = {
 
 
 def train_unevenly(run_dir: Path) -> None:
-    """Trains to the end; rank 1 takes longer for each forward, and rank 0 waits for it, in its backward as well."""
-    run = samestep.Run(run_dir, batch_size=2, micro_batch_size=1, device="cpu", bucket_cap_mb=4)
-    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(2)])  # a bucket each, too large for one message
-    optimizer = torch.optim.SGD(model.parameters(), 0.0)
-    run.prepare(model=model, optimizer=optimizer)
-    for step in run.steps([torch.ones(1024)] * 8, 80):
-        for x in step:
-            if run.rank == 1:
-                time.sleep(0.05)
-            step.backward(model(x).mean())
-        optimizer.step()
+    """Trains to the end; rank 1 takes longer for each forward, and rank 0 waits for it, also in its backward."""
+
+    def body(t: Tiny, x: Tensor) -> None:
+        if t.run.rank == 1:
+            time.sleep(0.05)
+        t.step.backward(t.model(x).mean())
+
+    tiny_run(
+        run_dir, num_steps=80, data=[torch.ones(1024)] * 8, body=body, optimizer=lambda params: SGD(params, 0.0),
+        model=lambda: nn.Sequential(nn.Linear(1024, 1024), nn.Linear(1024, 1024)),  # a bucket each, of many messages
+        batch_size=2, micro_batch_size=1, bucket_cap_mb=4,
+    )  # fmt: skip
 
 
 def train_slowly(run_dir: Path, what: str) -> None:
     """Trains to the end; something takes long, and is no fault."""
-    run = samestep.Run(run_dir, batch_size=BATCH_SIZE, micro_batch_size=MICRO_BATCH_SIZE, device="cpu")
-    model = nn.Linear(4, 1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    run.prepare(model=model, optimizer=optimizer)
-    if what == "snapshot":
-        write_slowly(run)
 
     def score(x: Tensor) -> dict[str, Any]:
         time.sleep(0.4)
-        return {"loss": model(x).mean()}
+        return {"loss": tiny.model(x).mean()}
 
-    for epoch in run.epochs(Samples(), 1):
-        for step in epoch:
-            for x in step:
-                if what == "first step" and step.number == 0:
-                    time.sleep(1.2)
-                step.backward(model(x).mean())
-            optimizer.step()
-        if what == "validation":
-            run.evaluate(score, Samples())
+    def body(t: Tiny, x: Tensor) -> None:
+        if what == "first step" and t.step.number == 0:
+            time.sleep(1.2)
+        t.step.backward(t.model(x).mean())
+
+    tiny = Tiny(run_dir, optimizer=lambda params: SGD(params, 0.01))
+    if what == "snapshot":
+        write_slowly(tiny.run)
+    validate = (lambda t: t.run.evaluate(score, Samples())) if what == "validation" else (lambda t: None)
+    tiny.train(1, data=Samples(), body=body, after_epoch=validate)
 
 
 def write_slowly(run: samestep.Run) -> None:
-    """Has each snapshot take 5 s, in which its bytes grow."""
+    """Makes each snapshot take 5 s, while its file grows."""
     write: Any = run._snapshotter._write
 
     def slow(*arguments: Any) -> None:

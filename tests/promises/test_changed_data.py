@@ -1,4 +1,4 @@
-"""A start whose data are not those of the run is noticed; one whose data only look so is not."""
+"""A start with other data than the run's raises an error. One whose data cannot be compared does not."""
 
 import itertools
 import time
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.tiny import Tiny
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
@@ -17,24 +18,22 @@ from samestep.train.samples import check_samples, read_samples
 
 
 def train(run_dir: Path, num_epochs: int, seed: int | None, prepare: dict[str, Any], num_workers: int = 0) -> int:
-    """The order of the tutorials: the data first, of whatever the generators give."""
+    """As in many tutorials, the data are built first, from the generators' state then."""
     if seed is None:
         torch.seed()
     else:
         torch.manual_seed(seed)
     data = TensorDataset(torch.rand(16, 2))
-    run = samestep.Run(run_dir, batch_size=8, micro_batch_size=4)
-    model = nn.Linear(2, 1)
-    run.prepare(model=model, **prepare)
-    loop = run.epochs(data, num_epochs, num_workers=num_workers)
+    tiny = Tiny(
+        run_dir, micro_batch_size=4, model=lambda: nn.Linear(2, 1), optimizer=None, objects=lambda t: prepare
+    )
+    loop = tiny.run.epochs(data, num_epochs, num_workers=num_workers)
     drawn = torch.rand(4).tolist()
-    gathered = run._context.group.gather(drawn)
-    assert gathered == [drawn] * run.world_size, "reading on one rank has moved no generator"
+    gathered = tiny.run._context.group.gather(drawn)
+    assert gathered == [drawn] * tiny.run.world_size, "reading on one rank has not advanced its generators"
     for epoch in loop:
-        for step in epoch:
-            for (x,) in step:
-                step.backward(model(x).square().mean())
-    return run.steps_done
+        tiny.take(epoch)
+    return int(tiny.run.steps_done)
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
@@ -47,11 +46,11 @@ def test_random_data_from_before_the_run(tmp_path: Path, capfd: pytest.CaptureFi
     assert (tmp_path / "run.json").read_bytes() == before
     assert samestep.spawn(train, 2, (tmp_path, 2, 7, {"override": True}, num_workers)) == 4
     assert "changed since the run began: the data (" in capfd.readouterr().out
-    assert samestep.spawn(train, 1, (tmp_path, 3, 7, *arguments)) == 6, "these are the run's data by now"
+    assert samestep.spawn(train, 1, (tmp_path, 3, 7, *arguments)) == 6, "these are the run's data now"
 
 
 class Samples(Dataset[Any]):
-    """Data sets of which some are the same in every start, and others cannot be compared."""
+    """Data sets: some are the same in every start, and others cannot be compared."""
 
     def __init__(self, kind: str, start: int) -> None:
         self.kind, self.start, self.count, self.reads = kind, start, itertools.count(), list[int]()

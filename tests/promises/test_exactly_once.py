@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.runs import check, samestep_command
 from support.selection import one_in
+from support.tiny import Tiny, learn, tiny_run, update
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -52,35 +53,26 @@ def use_samples(
     *,
     batch_size: int,
     micro_batch_size: int,
-    num_steps: int | None = None,
-    max_steps: int | None = None,
-    **feed: Any,
+    **arguments: Any,
 ) -> None:
     """Trains for some epochs (or `num_steps`) in directory/run; each rank notes what it used in `rank-R.jsonl`."""
-    run = samestep.Run(
-        directory / "run", batch_size=batch_size, micro_batch_size=micro_batch_size, max_steps=max_steps, keep_last=99
-    )
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    run.prepare(model=model, optimizer=optimizer)
+    used: list[int] = []
 
-    def use(step: Any) -> None:
-        used: list[int] = []
-        for indices, x in step:
-            assert 0 < len(indices) <= micro_batch_size
-            used += indices.tolist()
-            step.backward(model(x).square().mean())
-        optimizer.step()
-        with open(directory / f"rank-{run.rank}.jsonl", "a") as file:
-            file.write(json.dumps([step.number, used]) + "\n")
+    def body(t: Tiny, indices: Tensor, x: Tensor) -> None:
+        assert 0 < len(indices) <= micro_batch_size
+        used.extend(indices.tolist())
+        learn(t, x)
 
-    if num_steps is not None:
-        for step in run.steps(data, num_steps, **feed):
-            use(step)
-    else:
-        for epoch in run.epochs(data, NUM_EPOCHS, **feed):
-            for step in epoch:
-                use(step)
+    def then(t: Tiny) -> None:
+        update(t)
+        with open(directory / f"rank-{t.run.rank}.jsonl", "a") as file:
+            file.write(json.dumps([t.step.number, used]) + "\n")
+        used.clear()
+
+    tiny_run(
+        directory / "run", model=lambda: nn.Linear(1, 1), batch_size=batch_size, micro_batch_size=micro_batch_size,
+        keep_last=99, data=data, num_epochs=NUM_EPOCHS, body=body, then=then, **arguments,
+    )  # fmt: skip
 
 
 def read_used(directory: Path) -> Used:
@@ -254,8 +246,7 @@ EVALUATIONS = [(31, None, 0), (3, None, 0), (40, 7, 2)]  # samples, samples of a
 
 
 def evaluate_all(directory: Path) -> list[dict[str, Any]]:
-    run = samestep.Run(None, batch_size=24, micro_batch_size=4)
-    run.prepare(model=nn.Linear(1, 1))
+    run = Tiny(batch_size=24, micro_batch_size=4).run
 
     def score(batch: Any) -> dict[str, Any]:
         return {"indices": batch[0].tolist(), "mean": batch[0].double().mean()}

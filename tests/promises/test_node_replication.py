@@ -22,6 +22,7 @@ from promises.faulty import train
 from promises.test_nodes import reserve_port
 from promises.trial import SCRIPT, Outcome, Started, read_outcome, read_tree
 from support.selection import one_in
+from support.tiny import Tiny, tiny_run, update
 
 import samestep
 from samestep.errors import Error
@@ -366,34 +367,32 @@ def test_a_disk_that_takes_nothing(cluster: Cluster, undisturbed: Undisturbed) -
     assert_ended_as(cluster, [0, 1], undisturbed())
 
 
-def count_exchanges(disks: Sequence[Path]) -> int:
-    """As one of two ranks: how many exchanges between the ranks the steps took, beside that of the gradients."""
+def enter_node(disks: Sequence[Path]) -> int:
+    """Makes this process the only rank of its node. Returns the rank."""
     rank = int(os.environ["RANK"])
     os.chdir(disks[rank])
     os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    calls = []
+    return rank
+
+
+def count_exchanges(disks: Sequence[Path]) -> int:
+    """As one of two ranks: the number of exchanges between ranks in the steps, besides those of the gradients."""
+    enter_node(disks)
+    calls: list[int] = []
     for name in ("gather", "gather_number", "broadcast", "broadcast_tensors", "barrier", "each"):
         fn = getattr(Group, name)
         setattr(Group, name, lambda *words, fn=fn, **more: (calls.append(0), fn(*words, **more))[1])
-    run = samestep.Run(
-        "run", batch_size=4, micro_batch_size=1, snapshot_every=None, log_every=1, compare_every=None, device="cpu"
-    )
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run.prepare(model=model, optimizer=optimizer)
-    begun = ended = 0
-    for step in run.steps(torch.ones(8, 2), 6):
-        begun = begun or len(calls)
-        for x in step:
-            step.backward(model(x).mean())
-        optimizer.step()
-        run.log({"half": step.number / 2})
-        ended = len(calls)
-    return ended - begun
+    counts: list[int] = []
+    tiny_run(
+        "run", num_steps=6, snapshot_every=None, log_every=1, compare_every=None,
+        before=lambda t: counts.append(len(calls)),
+        then=lambda t: [update(t), t.run.log({"half": t.step.number / 2}), counts.append(len(calls))],
+    )  # fmt: skip
+    return counts[-1] - counts[0]
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
-def test_nothing_comes_with_a_step(cluster: Cluster, is_shared: bool) -> None:
+def test_steps_add_no_exchange(cluster: Cluster, is_shared: bool) -> None:
     disks = [cluster.disk(0), cluster.disk(0 if is_shared else 1)]
     assert samestep.spawn(count_exchanges, 2, (disks,)) == 0
     rows = [(disk / "run/metrics.jsonl").read_text() for disk in disks]
@@ -402,26 +401,25 @@ def test_nothing_comes_with_a_step(cluster: Cluster, is_shared: bool) -> None:
 
 
 def train_unlike(disks: Sequence[Path]) -> None:
-    """As one of two ranks, whose states differ in what need not be the same."""
-    rank = int(os.environ["RANK"])
-    os.chdir(disks[rank])
-    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    run = samestep.Run("run", batch_size=4, micro_batch_size=1, snapshot_every=1, device="cpu")
-    model = torch.nn.Linear(2, 1)
-    model.register_buffer("mine", torch.zeros(3))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    run.prepare(model=model, optimizer=optimizer)
-    for step in run.steps(torch.ones(8, 2), 3):
-        for x in step:
-            step.backward(model(x).mean())
-        optimizer.step()
-        model.mine += rank
-        run.log({"rank": rank})
+    """As one of two ranks. Their states differ where they may."""
+    rank = enter_node(disks)
+
+    def build() -> torch.nn.Module:
+        model = torch.nn.Linear(4, 1)
+        model.register_buffer("mine", torch.zeros(3))
+        return model
+
+    def then(t: Tiny) -> None:
+        update(t)
+        t.model.mine += rank
+        t.run.log({"rank": rank})
         if rank == 0:
-            run.state["only"] = {"here": torch.arange(step.number)}
+            t.run.state["only"] = {"here": torch.arange(t.step.number)}
+
+    tiny_run("run", num_steps=3, model=build, optimizer=torch.optim.AdamW, snapshot_every=1, then=then)
 
 
-def test_rank_0_counts_on_all_nodes(cluster: Cluster) -> None:
+def test_all_nodes_save_the_state_of_rank_0(cluster: Cluster) -> None:
     """Its buffers, its `run.state`, its rows."""
     disks = [cluster.disk(0), cluster.disk(1)]
     samestep.spawn(train_unlike, 2, (disks,))
@@ -437,35 +435,29 @@ def test_rank_0_counts_on_all_nodes(cluster: Cluster) -> None:
 
 
 def train_while_it_is_full(disks: Sequence[Path], node: int) -> None:
-    """As one of two ranks. From its third step on, until its fifth, the disk of one node is full."""
-    rank = int(os.environ["RANK"])
-    os.chdir(disks[rank])
-    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    run = samestep.Run(
-        "run", batch_size=4, micro_batch_size=1, snapshot_every=1, keep_last=9, log_every=1, device="cpu"
-    )
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    run.prepare(model=model, optimizer=optimizer)
-    for step in run.steps(torch.ones(8, 2), 8):
-        run._snapshotter.settle()
-        if rank == node and step.number == 2:
+    """As one of two ranks. The disk of one node is full from its third step to its fifth."""
+    rank = enter_node(disks)
+
+    def before(t: Tiny) -> None:
+        t.run._snapshotter.settle()
+        if rank == node and t.step.number == 2:
             with suppress(OSError), open("filling", "wb", buffering=0) as file:
                 while True:
                     file.write(bytes(512))
-        if rank == node and step.number == 5:
+        if rank == node and t.step.number == 5:
             os.remove("filling")
-        for x in step:
-            step.backward(model(x).mean())
-        optimizer.step()
-        run.log({"long": "x" * 5000})  # more than what is left of a page
+
+    tiny_run(
+        "run", num_steps=8, optimizer=torch.optim.AdamW, snapshot_every=1, keep_last=9, log_every=1, before=before,
+        then=lambda t: [update(t), t.run.log({"long": "x" * 5000})],  # more than the rest of a page
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("node", one_in(4, [1, 0]))
 def test_a_disk_is_full_for_a_while(
     cluster: Cluster, tmp_path: Path, node: int, capfd: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
-    """The run goes on; rows come late; and what the other node has saved meanwhile is there."""
+    """The run continues, rows are written later, and the snapshots of the other node are complete."""
     disks = [cluster.disk(0), cluster.disk(1)]
     mount = ["mount", "-t", "tmpfs", "-o", "size=600k", "tmpfs", str(disks[node])]
     if subprocess.run(mount, capture_output=True, check=False).returncode:
@@ -478,7 +470,7 @@ def test_a_disk_is_full_for_a_while(
         names = [[each.path.name for each in Store(disk / "run").snapshots()] for disk in disks]
         all_of_them = [f"step-{step:08d}" for step in range(1, 9)]
         assert names[node] == [name for name in all_of_them if name[-1] not in "345"]
-        assert names[1 - node] == (names[0] if node == 0 else all_of_them), "what rank 0 cannot write, nobody does"
+        assert names[1 - node] == (names[0] if node == 0 else all_of_them), "what rank 0 cannot write, no node writes"
         rows = [(disk / "run/metrics.jsonl").read_text() for disk in disks]
         assert rows[0] == rows[1]
         assert rows[0].count("\n") == 16
@@ -491,7 +483,7 @@ def test_a_disk_is_full_for_a_while(
 
 
 def test_two_launchers(cluster: Cluster, undisturbed: Undisturbed) -> None:
-    """All is killed, one disk is lost, and the commands are given again, in the other order."""
+    """All ranks are killed, one disk is lost, and the commands are started again, in the other order."""
     with reserve_port() as port:
         nodes = cluster.launch([0, 1], port, "--fault", KILLED, "--settled")
         assert all(node.wait() for node in nodes)

@@ -12,9 +12,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from promises.loops import learn_classes
 from promises.models import Branches, Kinds, build_pairs
 from support.runs import read_rows
 from support.selection import one_in
+from support.tiny import Tiny, tiny_run, update
 from support.trace import Trace, freeze
 from torch import Tensor, nn
 from torch.utils.data import Dataset
@@ -287,16 +289,18 @@ def test_metrics_are_read_in_every_step(tmp_path: Path) -> None:
 
 
 def log_without_weight(run_dir: Path) -> None:
-    """Means over units that some micro-batches lack, and what float64 cannot add up."""
-    run = samestep.Run(run_dir, batch_size=4, micro_batch_size=1, log_every=1)
-    model = nn.Linear(1, 1)
-    run.prepare(model=model)
-    for step in run.steps(torch.tensor([[0.0], [1.0], [2.0], [3.0]]), 1):
-        for x in step:
-            units = int(x)
-            loss = model(x.expand(units, 1)).square().mean()
-            step.backward(loss, weight=units)
-            step.log(same=loss, both=(-1) ** units * torch.inf)
+    """Means over units that some micro-batches do not have, and a sum of infinities."""
+
+    def body(t: Tiny, x: Tensor) -> None:
+        units = int(x)
+        loss = t.model(x.expand(units, 1)).square().mean()
+        t.step.backward(loss, weight=units)
+        t.step.log(same=loss, both=(-1) ** units * torch.inf)
+
+    tiny_run(
+        run_dir, num_steps=1, data=torch.tensor([[0.0], [1.0], [2.0], [3.0]]), body=body, optimizer=None,
+        model=lambda: nn.Linear(1, 1), batch_size=4, micro_batch_size=1, log_every=1,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -308,9 +312,8 @@ def test_what_is_logged_without_weight_does_not_count(tmp_path: Path, world_size
 
 
 def evaluate_means(data: Weighted, micro_batch_size: int) -> dict[str, Any]:
-    run = samestep.Run(None, batch_size=24, micro_batch_size=2)
-    model = nn.Linear(5, 2)
-    run.prepare(model=model)
+    tiny = Tiny(model=lambda: nn.Linear(5, 2), batch_size=24)
+    run, model = tiny.run, tiny.model
 
     def score(batch: Any) -> dict[str, Any]:
         indices, x, y, units = batch
@@ -431,25 +434,23 @@ def test_a_plain_loop_ends_at_the_same_place(world_size: int) -> None:
 
 
 def train_reduced(run_dir: Path, reduction: str, kind: type[nn.Module], bucket_cap_mb: float) -> Row:
-    run = samestep.Run(
-        run_dir, batch_size=24, micro_batch_size=2, reduction=reduction, bucket_cap_mb=bucket_cap_mb, log_every=1
-    )
-    model = kind()
-    optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
-    run.prepare(model=model, optimizer=optimizer)
     losses, unused = [], []
-    for epoch in run.epochs(build_pairs(24 * 2 + 5), 3):
-        for step in epoch:
-            for x, y in step:
-                step.backward(F.cross_entropy(model(x), y))
-            unused.append([name for name, param in model.named_parameters() if param.grad is None])
-            optimizer.step()
-            losses.append(float(step.loss))
+
+    def then(t: Tiny) -> None:
+        unused.append([name for name, param in t.model.named_parameters() if param.grad is None])
+        update(t)
+        losses.append(float(t.step.loss))
+
+    tiny = Tiny(
+        run_dir, model=kind, optimizer=lambda params: torch.optim.SGD(params, 0.05, momentum=0.9), batch_size=24,
+        reduction=reduction, bucket_cap_mb=bucket_cap_mb, log_every=1,
+    )  # fmt: skip
+    tiny.train(3, data=build_pairs(24 * 2 + 5), body=learn_classes, then=then)
     return {
         "losses": losses,
         "unused": unused,
         "weights": torch.cat([torch.view_as_real(p).flatten() if p.is_complex() else p.flatten().float()
-                              for p in model.state_dict().values()]),
+                              for p in tiny.model.state_dict().values()]),
     }  # fmt: skip
 
 

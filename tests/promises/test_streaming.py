@@ -1,4 +1,4 @@
-"""Sources and streams: the same bits at any number of ranks and workers, through a kill, and refusals by name."""
+"""Sources and streams: the same bits at any number of ranks and workers and after a kill, and their errors."""
 
 import os
 import random
@@ -13,6 +13,7 @@ import torch
 from support.runs import digest
 from support.selection import one_in
 from support.shards import MAKERS, make_tars, read_x
+from support.tiny import Tiny, update
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -24,7 +25,7 @@ NUM_EPOCHS, NUM_STEPS, DIES_AT = 3, 30, 23
 
 
 class Stream(IterableDataset[Tensor]):
-    """Divides its numbers by the convention of torch's workers; in each pass in another order, and with noise."""
+    """Divides its numbers as torch's workers do, in another order in each pass, and adds noise."""
 
     def __init__(self, length: int = 70, *, shift: int = 0, shift_from: int = 0) -> None:
         self.length, self.shift, self.shift_from, self.epoch = length, shift, shift_from, 0
@@ -82,14 +83,14 @@ class Stateful(Stream):
 
 
 class Forgetful(Stateful):
-    """Its state lacks something, as that of a shuffle buffer would."""
+    """Its state is incomplete, as that of a shuffle buffer may be."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.at = state["at"] + 1
 
 
 class Given:
-    """Names its lanes itself, and cannot be copied."""
+    """Has a method `lane`, and cannot be copied."""
 
     def __deepcopy__(self, memo: object) -> None:
         raise TypeError
@@ -106,25 +107,34 @@ def train(
     run_dir: Path | None, data: Any, num_workers: int = 0, dies_at: int = -1, max_steps: int | None = None, **feed: Any
 ) -> list[float]:
     """Trains on a source for some epochs, or on a stream for some steps. Returns the samples of the first 4 steps."""
-    run = samestep.Run(run_dir, batch_size=12, micro_batch_size=2, snapshot_every=5, max_steps=max_steps)
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    run.prepare(model=model, optimizer=optimizer)
-    is_stream = not hasattr(data, "__getitems__")
     used: list[float] = []
-    if is_stream:
-        steps: Iterator[Any] = run.steps(data, NUM_STEPS, num_workers=num_workers, **feed)
-    else:
-        steps = (step for epoch in run.epochs(data, NUM_EPOCHS, num_workers=num_workers) for step in epoch)
-    for step in steps:
-        for batch in step:
-            x = batch[:, :2].sum(1, dtype=torch.float32) if isinstance(batch, Tensor) else batch["x"]
-            step.backward(model(x[:, None]).square().mean())
-            used += read_x(batch) if step.number < 4 else []
-        optimizer.step()
-        if step.number == dies_at and run.rank == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+
+    def body(t: Tiny, batch: Any) -> None:
+        x = batch[:, :2].sum(1, dtype=torch.float32) if isinstance(batch, Tensor) else batch["x"]
+        t.step.backward(t.model(x[:, None]).square().mean())
+        used.extend(read_x(batch) if t.step.number < 4 else [])
+
+    tiny = build(run_dir, snapshot_every=5, max_steps=max_steps)
+    is_stream = not hasattr(data, "__getitems__")
+    length = {"num_steps": NUM_STEPS} if is_stream else {"num_epochs": NUM_EPOCHS}
+    tiny.train(data=data, body=body, then=kill_at(dies_at), num_workers=num_workers, **length, **feed)
     return used
+
+
+def build(run_dir: Path | None, num_inputs: int = 1, **arguments: Any) -> Tiny:
+    optimizer = lambda params: torch.optim.SGD(params, lr=1e-4)  # noqa: E731
+    return Tiny(run_dir, model=lambda: nn.Linear(num_inputs, 1), optimizer=optimizer, batch_size=12, **arguments)
+
+
+def kill_at(step: int) -> Callable[[Tiny], None]:
+    """An update, and after that of `step` rank 0 kills itself."""
+
+    def then(t: Tiny) -> None:
+        update(t)
+        if t.step.number == step and t.run.rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return then
 
 
 def load(kind: str, root: Path) -> Any:
@@ -158,7 +168,7 @@ def test_lanes_begin_again_when_they_end() -> None:
 
 
 @pytest.mark.soak
-def test_a_warning_says_what_is_read_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_warning_about_what_is_read_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for max_steps in (20, 25):
         samestep.spawn(train, 1, (tmp_path, Stream(), 0, -1, max_steps))
     out = capfd.readouterr()
@@ -206,9 +216,7 @@ def train_fed(data: Any, feed: dict[str, Any]) -> None:
 
 
 def use_elsewhere() -> list[str]:
-    run = samestep.Run(None, batch_size=12)
-    model = nn.Linear(1, 1)
-    run.prepare(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    run = Tiny(batch_size=12).run
     calls = (lambda: run.epochs(Stream(), 2), lambda: run.evaluate(lambda x: {}, Stream()))
     messages = []
     for call in calls:
@@ -226,7 +234,7 @@ def test_streams_have_no_epochs() -> None:
 
 
 @pytest.mark.parametrize("how", one_in(2, ["changed", "missing", "rewritten"]))
-def test_shards_that_are_not_those_of_the_run(how: str, tmp_path: Path) -> None:
+def test_other_shards_than_those_of_the_run(how: str, tmp_path: Path) -> None:
     samestep.spawn(train, 1, (tmp_path / "run", make_tars(tmp_path / "data"), 0, -1, 4))
     before = (tmp_path / "run" / "run.json").read_bytes()
     tar = tmp_path / "data" / "2.tar"
@@ -247,21 +255,15 @@ def test_shards_that_are_not_those_of_the_run(how: str, tmp_path: Path) -> None:
 
 def train_in_turns(run_dir: Path, dies_at: int = -1) -> None:
     """A stream, a data set and another stream: three loops."""
-    run = samestep.Run(run_dir, batch_size=12, micro_batch_size=2, snapshot_every=4)
-    model = nn.Linear(2, 1)
-    run.prepare(model=model, optimizer=(optimizer := torch.optim.SGD(model.parameters(), lr=1e-4)))
+    tiny = build(run_dir, num_inputs=2, snapshot_every=4)
+    run = tiny.run
     loops = (
         lambda: run.steps(DataLoader(Stream(), batch_size=2, num_workers=1), 9),
         lambda: run.steps(torch.ones(30, 2), 5),
         lambda: run.steps(Stateful(), 22, num_workers=3),
     )
     for loop in loops:
-        for step in loop():
-            for x in step:
-                step.backward(model(x).square().mean())
-            optimizer.step()
-            if step.number == dies_at and run.rank == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
+        tiny.take(loop(), then=kill_at(dies_at))
 
 
 @pytest.mark.soak
@@ -294,10 +296,7 @@ class Endless:
 
 
 def test_an_endless_source() -> None:
-    run, data, model = samestep.Run(None, batch_size=4, micro_batch_size=2), Endless(), nn.Linear(1, 1)
-    run.prepare(model=model)
-    for step in run.steps(data, 3):
-        for x in step:
-            step.backward(model(x).mean())
+    data = Endless()
+    Tiny(model=lambda: nn.Linear(1, 1), batch_size=4).train(data=data, num_steps=3)
     assert len(set(data.seen)) == 12
     assert 1 << 58 < max(data.seen) < len(data)

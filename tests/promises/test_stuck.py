@@ -1,5 +1,5 @@
-"""A rank that does not move is named, with what ails it, and the run is stopped so that it can be started again; a
-run that is only slow is left alone.
+"""A rank without progress is named with the cause, and the run ends so that it can be started again. A slow run
+continues.
 """
 
 import json
@@ -17,11 +17,11 @@ from support.waiting import wait_until
 
 import samestep
 
-STUCK_AFTER_S = 3  # nothing is named before a third of it
+STUCK_AFTER_S = 3  # no rank is named before a third of it
 LIMIT_S = 20.0
 
 WAITS = r"; rank \d waits for it in the reduction"
-# What is to be said of each, with the rank that is named.
+# The expected message of each fault, with the rank that is named.
 WORDS = {
     "data set asleep": r"rank 1 \(host \S+\) has been loading data for \d+ s at step 6, stalls\.py:\d+ in on_read, "
     r"blocked( in \w+)?" + WAITS,
@@ -52,14 +52,14 @@ def test_a_stuck_rank_is_named(
     note_stall(fault, is_hit, ended_s)
     assert is_hit, str(raised.value)
     named = [line for line in said.splitlines() if re.search(WORDS[fault], line)]
-    assert len(named) == 1, f"one line, on the terminal, whoever's output is hidden: {said}"
+    assert len(named) == 1, f"one line on the terminal, whichever ranks' output is hidden: {said}"
     assert ended_s < LIMIT_S
-    if fault not in ("SIGSTOP", "SIGSTOP of rank 0"):  # who is stopped can write nothing
+    if fault not in ("SIGSTOP", "SIGSTOP of rank 0"):  # a stopped process writes nothing
         rank = 0 if fault == "collective skipped" else 1
         stack = (run_dir / "logs" / "0" / f"stacks-{rank}.txt").read_text()
         assert f"rank {rank}, step {AT_STEP}" in stack
         assert "stalls.py" in stack
-        assert "forkserver.py" not in stack, "the frames that led to the script help nobody"
+        assert "forkserver.py" not in stack, "the frames that called the script are left out"
     if guilty == 1:
         status = json.loads((run_dir / "status.json").read_text())
         assert status["status"] == "failed"
@@ -67,7 +67,7 @@ def test_a_stuck_rank_is_named(
 
 
 def test_a_dropped_link(tmp_path: Path, note_stall: NoteStall) -> None:
-    """Without a launcher, and the store in rank 0: it hears nothing of the other host, which is cut off from it."""
+    """Without a launcher, and with the store in rank 0, which receives nothing from the other host."""
     reason = why_not()
     if reason:
         pytest.skip(reason)
@@ -87,7 +87,7 @@ def test_a_dropped_link(tmp_path: Path, note_stall: NoteStall) -> None:
         ]
         try:
             wait_until(lambda: len(list(tmp_path.glob("run/pid-*"))) == 2, "both train")
-            wait_until((tmp_path / "run" / "ranks.json").exists, "they hear of each other")
+            wait_until((tmp_path / "run" / "ranks.json").exists, "each has heard from the other")
             began_s = time.monotonic()
             hosts[1].pull_the_plug()
             codes = [rank.wait() for rank in ranks]
@@ -105,7 +105,7 @@ def test_a_dropped_link(tmp_path: Path, note_stall: NoteStall) -> None:
 
 
 def test_a_slow_rank_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Once, with its phase; and not the one that waits for it."""
+    """Once, with its phase. The rank that waits for it is not named."""
     samestep.spawn(train_unevenly, 2, (tmp_path / "run",), env={"SAMESTEP_STUCK_AFTER_S": str(STUCK_AFTER_S)})
     said = capfd.readouterr()
     assert re.fullmatch(
@@ -119,15 +119,15 @@ def test_a_slow_rank_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("what", ["first step", "validation", "snapshot"])
-def test_what_is_only_slow_is_left_alone(
+def test_a_slow_run_continues(
     tmp_path: Path, what: str, capfd: pytest.CaptureFixture[str], note_stall: NoteStall
 ) -> None:
-    """Each takes longer than what is said to be stuck, or even than what is stopped."""
+    """Each takes longer than the time after which a rank is named, or even than that after which a run ends."""
     began_s = time.monotonic()
     samestep.spawn(train_slowly, 2, (tmp_path / "run", what), env={"SAMESTEP_STUCK_AFTER_S": str(STUCK_AFTER_S)})
     took_s = time.monotonic() - began_s
     said = capfd.readouterr()
     note_stall(f"slow {what}", said.err == "", took_s)
     assert said.err == ""
-    assert re.search(r"time +.*%", said.out), "where the time went, in the table at the end"
+    assert re.search(r"time +.*%", said.out), "the shares of the time, in the table at the end"
     assert not (tmp_path / "run" / "ranks.json").exists()

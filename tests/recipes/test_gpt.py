@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from support.commands import Popen
 from support.runs import ask, check, clean_variables, digest, read_rows, run_command, samestep_command
+from support.tiny import tiny_run
 from support.waiting import wait_until
 
 import samestep
@@ -488,17 +489,7 @@ def test_sample_refuses(run_dir: Path, options: list[str], said: str) -> None:
 
 
 def test_sample_of_another_run(tmp_path: Path) -> None:
-    def train(directory: Path) -> None:
-        run = samestep.Run(directory, batch_size=4)
-        model = torch.nn.Linear(1, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        run.prepare(model=model, optimizer=optimizer)
-        for step in run.steps(torch.ones(4, 1), 1):
-            for x in step:
-                step.backward(model(x).mean())
-            optimizer.step()
-
-    samestep.spawn(train, 1, (tmp_path / "other",))
+    samestep.spawn(tiny_run, 1, (tmp_path / "other",), {"num_steps": 1})
     assert "is no run of the recipe gpt: name one that samestep train gpt" in refuse("sample", tmp_path / "other")
     assert f"there is no directory {tmp_path}/none" in refuse("sample", tmp_path / "none")
 

@@ -1,6 +1,7 @@
 """The page that `samestep report` writes: what it shows, that nothing in it can act, and that a browser runs it."""
 
 import base64
+import functools
 import html
 import json
 import math
@@ -18,8 +19,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from support.tiny import Pairs, tiny_run
 
-import samestep
 from samestep.errors import Error
 from samestep.plan.ledger import Entry
 from samestep.tools.report.charts import COLOURS, Chart, build_heat_map
@@ -83,15 +84,8 @@ def read_data(page: str) -> Any:
 
 def test_a_run_is_shown_and_compared(tmp_path: Path) -> None:
     for name, rate in (("one", 0.1), ("other", 0.1), ("third", 0.2)):
-        run = samestep.Run(tmp_path / name, batch_size=8, micro_batch_size=2, config={"name": name}, log_every=1)
-        model = torch.nn.Linear(2, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=rate)
-        run.prepare(model=model, optimizer=optimizer)
-        for epoch in run.epochs(torch.ones(16, 2), 2):
-            for step in epoch:
-                for x in step:
-                    step.backward(model(x).pow(2).mean())
-                optimizer.step()
+        optimizer = functools.partial(torch.optim.SGD, lr=rate)
+        tiny_run(tmp_path / name, data=Pairs(16), optimizer=optimizer, config={"name": name}, log_every=1)
     page = report(tmp_path / "one", tmp_path, output=tmp_path / "out.html")
     shown = Texts(page)
     assert "audit passed: in 2 complete epochs each of 16 samples was used once" in shown.text

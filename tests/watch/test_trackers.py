@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.tiny import tiny_run
 
 import samestep
 from samestep.config import OPTIONS, find_trackers
@@ -239,16 +240,11 @@ def test_an_entry_point_that_builds_something_else(tmp_path: Path, monkeypatch: 
 
 
 def train_with_trackers(run_dir: str) -> list[Any]:
-    """Trains three steps, and returns what a tracker heard; another one fails."""
+    """Trains three steps, and returns the calls of a tracker; another one fails."""
     listed = Listed()
-    run = samestep.Run(run_dir, batch_size=4, log_every=1, trackers=[Listed("log"), listed], config={"lr": 0.1})
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run.prepare(model=model, optimizer=optimizer)
-    for step in run.steps(torch.ones(8, 1), 3):
-        for x in step:
-            step.backward(model(x).mean())
-        optimizer.step()
+    tiny_run(
+        run_dir, num_steps=3, batch_size=4, log_every=1, trackers=[Listed("log"), listed], config={"lr": 0.1}
+    )
     return listed.heard
 
 
