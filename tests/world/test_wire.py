@@ -55,20 +55,21 @@ class Word(str):
 
 @pytest.mark.parametrize(
     "value",
-    [object(), {1}, Path("x"), np.float64(1), Word("x"), np.array([object()]), torch.nn.Parameter(torch.zeros(1))],
+    [object(), {1}, Path("x"), np.array([object()]), torch.nn.Parameter(torch.zeros(1))],
     ids=lambda value: type(value).__name__,
 )
 def test_nothing_else_is_sent_unless_it_is_sealed(value: Any) -> None:
     with pytest.raises(TypeError):
-        encode([value], exact=True)
+        encode([value])
     sealed = decode(encode(seal([value], b"key")))
     assert type(unseal(sealed, b"key")[0]) is type(value)
 
 
 def test_what_is_nearly_plain_is_sent_as_plain() -> None:
-    """In our own messages: a mean may be a NumPy number, a shape a torch.Size."""
+    """In our own messages: a mean may be a NumPy number, a shape a torch.Size. What is sealed keeps its types."""
     value = [np.float64(0.1), np.int64(3), np.bool_(True), Word("x"), torch.Size([2]), OrderedDict(a=np.float32(0.5))]
     assert bits(decode(encode(value))) == bits([0.1, 3, True, "x", (2,), {"a": 0.5}])
+    assert [*map(type, unseal(seal(value, b"key"), b"key"))] == [*map(type, value)]
 
 
 def test_an_endless_nest_is_no_crash() -> None:

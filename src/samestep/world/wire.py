@@ -22,15 +22,14 @@ MAC_BYTES = 32
 PLAIN = (int, float, str, list, tuple, dict)
 
 
-def encode(value: Any, *, exact: bool = False) -> bytes:
+def encode(value: Any) -> bytes:
     """Encode None, bool, int, float (bit for bit), str, bytes, lists, tuples, dicts, host tensors and arrays.
 
-    If `exact`, NumPy numbers and subclasses of these types are refused instead of converted to Python's. Raises
-    TypeError for other types.
+    NumPy numbers and subclasses of these types are converted to Python's. Raises TypeError for other types.
     """
     blobs: list[bytes] = []
     try:
-        text = json.dumps(_write(value, blobs, exact)).encode()
+        text = json.dumps(_write(value, blobs)).encode()
     except RecursionError:
         raise TypeError("it is nested too deeply") from None
     return b"".join((len(text).to_bytes(HEADER_BYTES), text, *blobs))
@@ -50,25 +49,22 @@ def decode(data: bytes | memoryview) -> Any:
         ) from None
 
 
-def _write(value: Any, blobs: list[bytes], exact: bool) -> Any:
-    if not exact and isinstance(value, np.generic):
+def _write(value: Any, blobs: list[bytes]) -> Any:
+    if isinstance(value, np.generic):
         value = value.item()
-    kind = type(value)
-    if not exact and kind is not bool:
-        kind = next((plain for plain in PLAIN if isinstance(value, plain)), kind)
-    if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
-        return value if exact or value is None or kind is bool else kind(value)
+    if value is None or isinstance(value, bool):
+        return value
+    kind = next((plain for plain in PLAIN if isinstance(value, plain)), type(value))
+    if kind in (int, str) or (kind is float and math.isfinite(value)):
+        return kind(value)
     if kind is list:
-        return [_write(each, blobs, exact) for each in value]
+        return [_write(each, blobs) for each in value]
     if kind is tuple:
-        return {KIND: "tuple", "items": [_write(each, blobs, exact) for each in value]}
+        return {KIND: "tuple", "items": [_write(each, blobs) for each in value]}
     if kind is dict:
         if all(type(key) is str for key in value) and KIND not in value:
-            return {key: _write(each, blobs, exact) for key, each in value.items()}
-        return {
-            KIND: "dict",
-            "items": [[_write(key, blobs, exact), _write(each, blobs, exact)] for key, each in value.items()],
-        }
+            return {key: _write(each, blobs) for key, each in value.items()}
+        return {KIND: "dict", "items": [[_write(key, blobs), _write(each, blobs)] for key, each in value.items()]}
     if kind is float:  # nan and inf
         return {KIND: "float", "bits": struct.pack(">d", value).hex()}
     if kind is bytes:
@@ -114,20 +110,14 @@ def _read(value: Any, blobs: memoryview, at: list[int]) -> Any:
     return flat.reshape(value["shape"])
 
 
-def seal(value: Any, key: bytes) -> Any:
-    """Convert a script's value for `encode`: the value itself, or its pickle with an HMAC under `key`."""
-    try:
-        encode(value, exact=True)
-        return (value,)
-    except TypeError:
-        data = pickle.dumps(value)
-        return _sign(data, key) + data
+def seal(value: Any, key: bytes) -> bytes:
+    """Return the pickle of a value of a script, with an HMAC under `key`."""
+    data = pickle.dumps(value)
+    return _sign(data, key) + data
 
 
-def unseal(sealed: Any, key: bytes) -> Any:
+def unseal(sealed: bytes, key: bytes) -> Any:
     """Return the sealed value. Raises Error, and unpickles nothing, if it was sealed with another key."""
-    if not isinstance(sealed, bytes):
-        return sealed[0]
     mac, data = sealed[:MAC_BYTES], sealed[MAC_BYTES:]
     if not hmac.compare_digest(mac, _sign(data, key)):
         raise Error("an object came from a rank that does not have the key of this launch: it is not unpickled")
