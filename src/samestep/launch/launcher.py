@@ -131,14 +131,10 @@ def run_launch(
     max_restarts: int = 0,
     nodes: "Nodes | None" = None,
 ) -> int:
-    """Run ranks to their end and report the failure, if any.
+    """Run ranks to their end and report the failure, if any. The arguments are options of `samestep launch`.
 
     Args:
-        target: the code that each rank runs.
-        num_ranks: a number, "gpu", "cpu" (one per core), or "auto" (one per GPU, else 1).
-        show_ranks: the ranks whose output is shown: "all", or numbers such as "0,2".
         overrides: options of `Run` that replace those of the script.
-        max_restarts: how often all ranks are restarted after a failure other than an Error.
         nodes: the nodes of the launch; None: only this machine.
 
     Returns:

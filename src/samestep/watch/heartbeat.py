@@ -140,8 +140,7 @@ class Heartbeat:
         self._beats: dict[int, tuple[Beat, float]] = {}  # rank -> newest beat, and its time of arrival
         self._exchanged_s = self._awake_since_s = time.monotonic()
         self._orders: dict[str, Any] = {}
-        self._num_orders = 0  # for stacks
-        self._executed: list[int] = []  # the leader and the number of the last such order
+        self._executed = 0  # the number of the last order for stacks
         self._asked_s = 0.0  # when `samestep watch` last asked for stacks
         self._reported: Stall | None = None
         self._window: tuple[float, dict[int, Beat]] | None = None  # its begin, in which paces are compared
@@ -334,9 +333,8 @@ class Heartbeat:
             with suppress(OSError):
                 (facts.logs / STACKS_WANTED).unlink()
             self._asked_s = now_s
-            self._orders = {**self._orders, **self._build_order([beat.rank for beat in ranks])}
-            if facts.rank in self._orders["stacks"]:
-                self._write_stacks()
+            self._orders = {**self._orders, **_build_order([beat.rank for beat in ranks])}
+            self._write_stacks()
         elif self._asked_s and now_s - self._asked_s > MISSED * self._interval_s:
             self._asked_s = 0.0
             if self._reported is None:
@@ -358,14 +356,9 @@ class Heartbeat:
             name = str(shown[0]) if len(shown) == 1 else "*"
             where = f" (stack: {self._facts.logs / f'stacks-{name}.txt'})"
         self._facts.say(stall.sentence + where)
-        self._orders = self._build_order(shown)
+        self._orders = _build_order(shown)
         if self._facts.rank in shown:
             self._write_stacks()
-
-    def _build_order(self, ranks: Sequence[int]) -> dict[str, Any]:
-        """Build an order to ranks to write their stacks, which each executes once."""
-        self._num_orders += 1
-        return {"stacks": ranks, "number": [self._facts.rank, self._num_orders]}
 
     def _end(self, stall: Stall, ranks: Sequence[Beat]) -> None:
         blocking = [beat for beat in ranks if beat.rank in stall.blocking]
@@ -442,6 +435,11 @@ class Heartbeat:
             self._published += len(text)
         if self._timeline is not None:
             self._timeline.add(ranks)
+
+
+def _build_order(ranks: Sequence[int]) -> dict[str, Any]:
+    """Build an order to ranks to write their stacks. Its number is unique, so that each executes it once."""
+    return {"stacks": ranks, "number": time.time_ns()}
 
 
 def _compute_paces(before: Mapping[int, Beat], now: Mapping[int, Beat]) -> dict[int, dict[str, float]]:

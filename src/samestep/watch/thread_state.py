@@ -62,11 +62,7 @@ def read_stacks() -> dict[int, list[Frame]]:
 
 
 def read_thread_state(ident: int, native_id: int) -> ThreadState:
-    """Return the state of a thread of this process.
-
-    Args:
-        ident, native_id: as in `threading.Thread`.
-    """
+    """Return the state of a thread of this process. Arguments as the attributes of `threading.Thread`."""
     stacks = read_stacks()
     stack = stacks.pop(ident, [])
     waits_in = _find_exchange(stack)

@@ -22,9 +22,6 @@ class Timeline:
     A row is `{"time_s": ..., "steps": [...], "spent_s": {phase: [...]}, "memory_mb": [...]}`, with a value per rank in
     each list, and `"device_mb"` where a GPU is used. Beats of ranks are up to a second apart, so each rank's seconds
     belong to its own steps. Rows of an earlier start remain.
-
-    Args:
-        path: the file.
     """
 
     def __init__(self, path: Path) -> None:

@@ -16,15 +16,9 @@ Point = tuple[str, int, float]  # name, step, value
 
 
 def find_id(directory: Path | None, service: str) -> tuple[str, bool]:
-    """Return the run's id at a service.
+    """Return the run's id at a service, "" if there is none yet or the run went back since; and whether it went back.
 
-    Args:
-        directory: run directory.
-        service: name of the service in `trackers.json`.
-
-    Returns:
-        The id, "" if there is none yet or the run went back to an earlier step since; and whether it went back.
-        Points cannot be removed at a service, so a run that went back continues under another id.
+    Points cannot be removed at a service, so a run that went back to an earlier step continues under another id.
     """
     if directory is None:
         return "", False
