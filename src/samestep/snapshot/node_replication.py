@@ -28,6 +28,7 @@ from samestep.snapshot.store import SNAPSHOTS, Snapshot
 from samestep.watch.records import LEDGER, METRICS, RECORD, RESTARTS, STATUS, TRACKERS, count_lines, list_orders
 from samestep.world.environment import read_host
 from samestep.world.group import Group
+from samestep.world.local_sockets import Gatherer
 
 T = TypeVar("T")
 
@@ -54,7 +55,8 @@ class NodeReplication:
         self._notes: list[str] = []  # of this node, to be printed on rank 0: a launcher may show no other rank's output
         self._num_sent = 0  # bytes of rank 0's rows that all writers have
         self.directory: RunDirectory | None = None
-        self.path, self.writers = find_writers(group, run_dir)
+        self.path, writers = find_writers(group, run_dir)
+        self.writers = sorted({*writers.values()})
         if fresh:
             self.path = self._choose_fresh(self.path)
 
@@ -276,17 +278,17 @@ class NodeReplication:
 # --- nodes ------------------------------------------------------------------------------------------------------------
 
 
-def find_writers(group: Group, run_dir: Path) -> tuple[Path, list[int]]:
+def find_writers(group: Gatherer, run_dir: Path) -> tuple[Path, dict[int, int]]:
     """Find which nodes share the run's directory. The first rank of each node creates an empty file for that.
 
     Returns:
-        Rank 0's `run_dir`, and for each distinct directory the lowest rank that has it: [0] if all nodes share one.
+        Rank 0's `run_dir`, and by the first rank of each node the lowest one that has the same directory.
     """
     answers = group.gather((group.local_rank == 0, str(run_dir)))
     path = Path(answers[0][1])
     firsts = [rank for rank, (is_first, _) in enumerate(answers) if is_first or rank == 0]
     if len(firsts) == 1:
-        return path, [0]
+        return path, {0: 0}
     token = _create_token(path) if group.rank in firsts else None
     try:
         names = group.gather(None if token is None else token.name)
@@ -299,7 +301,7 @@ def find_writers(group: Group, run_dir: Path) -> tuple[Path, list[int]]:
     finally:
         if token is not None:
             token.unlink(missing_ok=True)
-    return path, sorted({writer for writer in writers if writer is not None})
+    return path, {rank: writer for rank, writer in enumerate(writers) if writer is not None}
 
 
 def _create_token(path: Path) -> Path | None:

@@ -25,9 +25,10 @@ TOKEN_BYTES = 16
 
 
 class Gatherer(Protocol):
-    """The part of `Group` that `connect` uses."""
+    """The part of `Group` that finds out which ranks share a host or a directory."""
 
     rank: int
+    local_rank: int
     world_size: int
 
     def gather(self, value: Any) -> list[Any]: ...

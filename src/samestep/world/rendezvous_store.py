@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from samestep.world.environment import Environment, has_agent_store, read_master
 
 MAC_BYTES = 32
 POLL_S = 0.002
+GATHER_S = 8.0
 
 
 def _find_store() -> Any:
@@ -105,7 +107,8 @@ class StoreExchange:
     """
 
     def __init__(self, environment: Environment, timeout_s: float) -> None:
-        self.rank, self.world_size = environment.rank, environment.world_size
+        self.rank, self.local_rank, self.world_size = environment.rank, environment.local_rank, environment.world_size
+        self._numbers = count()  # of calls of `gather`
         self._store: Any = dist.HashStore()  # type: ignore[attr-defined]
         if self.world_size > 1:
             host, port = read_master()
@@ -130,6 +133,13 @@ class StoreExchange:
         """`post`, then `collect`."""
         self.post(name, value)
         return self.collect(name, timeout_s, ranks)
+
+    def gather(self, value: Any) -> list[Any]:
+        """As `Group.gather`. Raises RuntimeError if a rank does not call it in time."""
+        answers = self.exchange(f"gather/{next(self._numbers)}", value, GATHER_S)
+        if missing := [rank for rank in range(self.world_size) if rank not in answers]:
+            raise RuntimeError(f"rank {missing[0]} did not answer within {GATHER_S:g} s")
+        return [*answers.values()]
 
     def _key(self, name: str, rank: int) -> str:
         return f"samestep/exchange/{name}/{rank}"
