@@ -46,7 +46,7 @@ class Round:
         nodes: the number of ranks on each node; one node is a `spawn` or a `launch`.
         how: "spawn", "launch", or "nodes" (as many launchers on this machine as there are nodes).
         faults: in the grammar of promises/faulty.py.
-        struck_node, sent: the launcher that is signalled while a rank is held by the last fault, and the signal.
+        struck_node, sent: the launcher that receives a signal while the last fault holds a rank, and the signal.
         snapshot_every: steps.
         num_workers: loader workers of each rank.
         damage: what happens to a file of the newest snapshot before this start; "" for nothing.
@@ -111,7 +111,7 @@ def _plan_fault(choose: random.Random, world_size: int, num_workers: int, steps:
 
 
 def run_sequence(rounds: Sequence[Round], reference: Outcome, directory: Path, *, on_small_disk: bool) -> None:
-    """Runs the rounds in a new directory.
+    """Run the rounds in a new directory.
 
     Raises:
         AssertionError: a round does not end, succeeds before the run has finished, or leaves a process; or the run
@@ -135,7 +135,7 @@ def run_sequence(rounds: Sequence[Round], reference: Outcome, directory: Path, *
 
 @contextmanager
 def _printing_to(path: Path) -> Iterator[None]:
-    """Redirects what this process and the ranks it spawns print."""
+    """Redirect the output of this process and of the ranks that it spawns."""
     sys.stdout.flush()
     with open(path, "wb") as file:
         kept = [os.dup(1), os.dup(2)]
@@ -188,7 +188,7 @@ def _spawn(trial: Trial, round_: Round) -> None:
 
 
 def _strike_launcher(trial: Trial, started: list[Started], round_: Round) -> None:
-    """Signals a launcher while a rank is held in a step, unless another fault ends the round before that."""
+    """Send a signal to a launcher while a rank is held in a step, unless another fault ends the round first."""
     deadline_s = time.monotonic() + ROUND_DEADLINE_S
     while not any(trial.faults.glob("held-*")) and all(one.process.poll() is None for one in started):
         assert time.monotonic() < deadline_s, f"no rank is held, and no launcher ends:\n{started[0].output}"
@@ -213,7 +213,7 @@ def _damage(trial: Trial, how: str) -> None:
 
 
 def main() -> int:
-    """Runs sequences until the time is over. Returns 1 where one failed."""
+    """Run sequences until the time is over. Returns 1 if one failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, help="of the first sequence; the next ones count up; default: random")
     parser.add_argument("--sequences", type=int, help="stop after this many")
@@ -247,7 +247,7 @@ def main() -> int:
 
 
 def _report(seed: int, title: str, rounds: list[Round], reference: Outcome, *, with_nodes: bool) -> bool:
-    """Runs one sequence and prints a line; where it fails, also the cause and the command that repeats it."""
+    """Run one sequence and print a line; if it fails, also the cause and the command that repeats it."""
     directory = Path(tempfile.mkdtemp(prefix=f"chaos-{seed}-"))
     on_small_disk = seed % 4 == 0 and os.geteuid() == 0 and sys.platform == "linux"
     begin_s = time.monotonic()

@@ -1,6 +1,5 @@
-"""Every test leaves the process as it was: no child process, no variable of a launcher's, no other directory.
-
-At the end comes the table of the faults that runs have survived.
+"""Every test leaves the process as it was: no child process, no variable of a launcher, no other working directory. A
+table of the faults that runs survived is printed at the end.
 """
 
 import functools
@@ -52,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def find_children() -> dict[int, psutil.Process]:
-    """The descendants of this process by pid, but for idle fork servers, its command server, and multiprocessing's
+    """The descendants of this process by pid, except idle fork servers, its command server, and multiprocessing's
     resource tracker.
     """
     found: dict[int, psutil.Process] = {}
@@ -81,7 +80,7 @@ def _list_children(pid: int) -> list[int]:
 
 
 def _is_server(process: psutil.Process, parent: int) -> bool:
-    """Whether this is a server, and not a fork of one, which has its command line until it changes that."""
+    """Return whether this is a server. A fork of a server has the same command line until it changes it."""
     words = " ".join(process.cmdline())
     return any(name in words for name in SERVERS) and (parent == os.getpid() or _has_own_program(process.pid))
 
@@ -103,7 +102,7 @@ def describe(processes: dict[int, psutil.Process]) -> str:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left() -> Iterator[None]:
-    """Fails a test that leaves something behind."""
+    """Fail a test that leaves something behind."""
     directory, variables = os.getcwd(), dict(os.environ)
     before = find_children()
     yield
@@ -150,7 +149,9 @@ def all_hosts() -> Iterator[list[Host]]:
 
 @functools.cache
 def has_gpu() -> bool:
-    """Whether torch can use a GPU. In another process: a process that has asked CUDA cannot fork ranks any more."""
+    """Whether torch can use a GPU. Checked in another process, because a process that has initialized CUDA cannot fork
+    ranks.
+    """
     if not list(Path("/dev").glob("nvidia[0-9]*")):
         return False
     code = "import sys, torch; sys.exit(not torch.cuda.is_available())"
@@ -163,13 +164,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those that wait longest begin first, so that no worker is left alone with them at the end."""
+    """Start the longest tests first, so that they do not run alone at the end."""
     items.sort(key=lambda item: not any(name in item.nodeid for name in LONG))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> None:
-    """A child that a test has forked ends here: it would otherwise run the next tests, as a second worker."""
+    """End a child that a test has forked: it would otherwise run the next tests as a second worker."""
     if os.getpid() != PID:
         print("a forked child has left its test", call.excinfo and call.excinfo.getrepr(), file=sys.stderr, flush=True)
         os._exit(1)

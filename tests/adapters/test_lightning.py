@@ -1,4 +1,4 @@
-"""A LightningModule trained by samestep: step by step as Lightning's Trainer does, and alike at any number of ranks."""
+"""A LightningModule trained by samestep: each step equals that of Lightning's Trainer, at any number of ranks."""
 
 import functools
 from importlib.util import find_spec
@@ -136,7 +136,7 @@ def test_as_lightning_itself(results: dict[str, Any], interval: str) -> None:
         assert found["losses"] == pytest.approx(wanted["losses"], rel=rel)
         assert {*wanted["values"]} - {*found["values"]} <= {"train_loss"}
         for name in {*wanted["values"]} & {*found["values"]}:
-            if name != "size" or found is ours[0]:  # the average of the sizes of micro-batches is another one
+            if name != "size" or found is ours[0]:  # the average weighted by micro-batch sizes differs
                 assert found["values"][name] == pytest.approx(wanted["values"][name], rel=rel), name
         for name, weight in wanted["weights"].items():
             torch.testing.assert_close(found["weights"][name], weight, rtol=1e-5, atol=1e-6)
@@ -146,7 +146,7 @@ def train(run_dir: Path, max_steps: int | None = None) -> dict[str, float]:
     run = samestep.Run(run_dir, batch_size=BATCH_SIZE, micro_batch_size=4, device="cpu", max_steps=max_steps)
     loaders = [DataLoader(build_data(30, 0), 4, shuffle=True), DataLoader(build_data(14, 1), 4)]
     values = fit(run, build_module(dropout=0.2), *loaders, max_epochs=4, monitor="val_loss", patience=3)
-    del values["calls"]  # of this start alone
+    del values["calls"]  # of this start only
     return values
 
 
@@ -164,7 +164,7 @@ def test_the_same_bits_at_any_number_of_ranks(tmp_path: Path) -> None:
 
 
 def refuse(**members: Any) -> str:
-    """Train a module with other members. Returns the error."""
+    """Train a module with these members replaced. Returns the error."""
     run = samestep.Run(None, batch_size=4, device="cpu")
     module = build_module()
     for name, member in members.items():

@@ -1,4 +1,4 @@
-"""Mistakes before a run exists: a sentence and exit code 2, as from a run."""
+"""Errors before a run exists end with one sentence and exit code 2, as those of a run do."""
 
 import sys
 from pathlib import Path

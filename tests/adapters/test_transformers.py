@@ -1,4 +1,4 @@
-"""Models of transformers trained by samestep: step by step as its Trainer does, and alike at any number of ranks."""
+"""Models of transformers trained by samestep: each step equals that of its Trainer, at any number of ranks."""
 
 import copy
 import functools
@@ -175,7 +175,7 @@ def train(kind: str, directory: Path, max_steps: int | None = None, **fields: An
 
         tokenizer = build_tokenizer()
         texts = [{"text": " ".join(f"w{j * i % 37}" for j in range(4 + i % 5))} for i in range(NUM_SAMPLES)]
-        if kind == "t5":  # the first words, in reverse: of another length than the inputs
+        if kind == "t5":  # the first words, reversed: their length differs from that of the inputs
             texts = [row | {"text_target": " ".join(row["text"].split()[2::-1])} for row in texts]
         data = datasets.Dataset.from_list(texts).map(lambda row: tokenizer(**row))
         train_data, held_out = data, data.select(range(9))
@@ -198,7 +198,7 @@ def train_all(directory: Path, max_steps: int | None = None) -> list[Any]:
 
 @pytest.mark.soak
 def test_the_same_bits_at_any_number_of_ranks(tmp_path: Path) -> None:
-    """And a saved model that `from_pretrained` loads."""
+    """Also check that `from_pretrained` loads the saved model."""
     values = [samestep.spawn(functools.partial(train_all, tmp_path / f"{size}"), size) for size in (1, 2, 3)]
     samestep.spawn(functools.partial(train_all, tmp_path / "parts", 3), 2)
     values.append(samestep.spawn(functools.partial(train_all, tmp_path / "parts"), 3))
@@ -243,7 +243,7 @@ def load(kind: str, directory: Path) -> None:
 
 
 def refuse_all(directory: Path) -> list[str]:
-    """Make mistakes. Returns their errors."""
+    """Use the Trainer wrongly. Returns the errors."""
     import transformers as hf
 
     from samestep.adapters.transformers import Trainer, TrainingArguments
@@ -328,7 +328,7 @@ def train_with_options(directory: Path) -> dict[str, tuple[int, dict[str, float]
 
 @pytest.mark.soak
 def test_options(tmp_path: Path) -> None:
-    """Those that only change how something is computed give the same values."""
+    """Options that only change how something is computed give the same values."""
     found = samestep.spawn(functools.partial(train_with_options, tmp_path), 1)
     assert {name: steps for name, (steps, _) in found.items() if steps != 6} == {"sgd": 4}
     plain = found["plain"][1]

@@ -1,4 +1,4 @@
-"""A data set that changes while workers have copies of it."""
+"""Changes to a data set of which the workers have copies."""
 
 import math
 from pathlib import Path
@@ -14,7 +14,7 @@ from samestep.data.spec import DataSpec
 
 
 class Epochs(Pairs):
-    """Has what scripts call between two epochs."""
+    """A data set with methods that scripts call between two epochs."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 
 
 class Noisy:
-    """Augmented with all three generators."""
+    """A data set that augments with all three generators."""
 
     def __len__(self) -> int:
         return 100
@@ -46,7 +46,7 @@ class Noisy:
 
 
 class Many:
-    """Read by the list."""
+    """A data set with __getitems__."""
 
     def __len__(self) -> int:
         return 100
@@ -56,7 +56,7 @@ class Many:
 
 
 class Odd:
-    """Sample 17 is like no other."""
+    """A data set whose sample 17 differs from all others."""
 
     def __init__(self, odd: Callable[[], Any]) -> None:
         self.odd = odd
@@ -109,7 +109,7 @@ def test_the_bits_do_not_depend_on_the_workers(data: Any) -> None:
     tasks = plan_tasks(7)
     here = load(data, tasks)
     assert_same(here, load(data, tasks, num_workers=2))
-    assert_same(here[3:5], load(data, tasks[3:5]))  # nor on what was loaded before
+    assert_same(here[3:5], load(data, tasks[3:5]))  # nor on earlier micro-batches
     assert [loaded.num_samples for loaded in here] == [4] * 7
     assert [loaded.fingerprint for loaded in here] == [fingerprint(task.indices) for task in tasks]
 
@@ -228,7 +228,7 @@ def test_workers_take_no_more_tasks_than_they_prefetch() -> None:
     ],
 )
 def test_a_failure_names_the_sample(num_workers: int, odd: Callable[[], Any], said: str) -> None:
-    tasks = plan_tasks(6)  # the fifth is of samples 16 to 19
+    tasks = plan_tasks(6)  # the fifth has samples 16 to 19
     with Loader(understand(Odd(odd), num_workers=num_workers), iter(tasks), device=CPU) as loader:
         for _ in range(4):
             next(loader)
@@ -242,7 +242,7 @@ def test_a_failure_names_the_sample(num_workers: int, odd: Callable[[], Any], sa
 
 
 class Deadly(Noisy):
-    """The worker that reads sample 17 is killed."""
+    """Kills the worker that reads sample 17."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -262,7 +262,7 @@ def test_a_worker_that_is_killed_is_named_with_its_samples(number: signal.Signal
     if isinstance(caught.value, WorkerDied):
         assert re.match(said, str(caught.value))
         assert caught.value.__suppress_context__
-    else:  # torch's signal handler came between two calls of ours
+    else:  # torch's signal handler raised between two calls of samestep
         assert isinstance(recognize(caught.value), WorkerDied)
     torchs = RuntimeError(f"DataLoader worker (pid 7) is killed by signal: {signal.strsignal(number)}. ")
     said = f"DataLoader worker (pid 7) was killed by {number.name} while the script ran: check for a lack of memory"
@@ -345,7 +345,7 @@ def test_close_leaves_no_process_and_no_thread() -> None:
         gc.collect()
         assert not any(psutil.pid_exists(worker.pid) for worker in workers if worker.pid), ending
         for thread in set(threading.enumerate()) - threads:
-            thread.join(5)  # a queue's, which ends by itself once the queue is closed
+            thread.join(5)  # of a queue: it ends when the queue is closed
         assert set(threading.enumerate()) <= threads, ending
 
 
@@ -355,7 +355,7 @@ def test_workers_leave_the_decision_to_the_rank(number: signal.Signals) -> None:
     with Loader(understand(Noisy(), num_workers=2), iter(tasks), device=CPU) as loader:
         for worker in multiprocessing.active_children():
             assert worker.pid is not None
-            os.kill(worker.pid, number)  # at once: they may not have begun
+            os.kill(worker.pid, number)  # at once: they may not have started
         loaded = [next(loader) for _ in range(10)]
         for worker in multiprocessing.active_children():
             assert worker.pid is not None
@@ -462,7 +462,7 @@ def test_to_device_moves_every_structure() -> None:
     assert type(moved["packed"]) is PackedSequence
     assert moved["packed"].data.device == meta
     assert moved["rest"] == ["text", 3, None, 2.5]
-    assert batch["nested"][0].device == CPU  # the one given is as it was
+    assert batch["nested"][0].device == CPU  # the argument is unchanged
 
 
 @pytest.mark.parametrize(
@@ -475,7 +475,7 @@ def test_to_device_moves_every_structure() -> None:
     ids=["common", "strided", "other dtypes"],
 )
 def test_a_tensor_dataset_is_read_by_the_column(tensors: tuple[Tensor, ...]) -> None:
-    """With the bits, types and shapes of reading it sample by sample."""
+    """The bits, types and shapes are those of reading it sample by sample."""
     tasks = [Task(np.array([3, 8, 0, 3]), 1), Task(np.array([5]), 2)]
     spec = understand(TensorDataset(*tensors), micro_batch_size=4)
     samples = [TensorDataset(*tensors)[i] for i in (3, 8, 0, 3)]

@@ -1,4 +1,4 @@
-"""Workers that serve one evaluation after the other, with real processes."""
+"""Workers that are reused by later evaluations, with real processes."""
 
 import multiprocessing
 import os
@@ -23,7 +23,7 @@ TASKS = [Task(np.arange(i, i + 3), i) for i in range(0, 12, 3)]
 
 
 class Data:
-    """Has all that a script may change between two evaluations."""
+    """A data set with everything that a script may change between two evaluations."""
 
     def __init__(self) -> None:
         self.scale, self.text = 1.0, "a"
@@ -61,7 +61,7 @@ def pools() -> Iterator[Pools]:
 
 
 def evaluate(pools: Pools, spec: DataSpec, num_tasks: int = len(TASKS)) -> tuple[list[Any], set[int | None]]:
-    """Its micro-batches, and the processes that are there afterwards."""
+    """Return its micro-batches, and the worker processes that exist afterwards."""
     with Loader(spec, iter(TASKS), device=CPU, workers=pools.lend(spec, CPU)) as loader:
         loaded = [next(loader).batch.tolist() for _ in range(num_tasks)]
         if num_tasks == len(TASKS):
@@ -143,7 +143,7 @@ def test_few_data_sets_have_workers_and_new_ones_have_none(pools: Pools) -> None
     ended: list[None] = []
     thread.start()
     thread.join()
-    assert ended  # its workers would end with that thread
+    assert ended  # its workers would end when that thread ends
 
 
 def test_a_forked_child_leaves_the_workers_to_its_parent(pools: Pools) -> None:
@@ -168,7 +168,7 @@ def test_workers_end_although_one_held_a_lock(is_killed: bool, monkeypatch: pyte
     next(loader)
     workers = loader._workers
     assert workers is not None
-    workers.iterator._workers_done_event._cond.acquire()  # as a worker has it when it looks whether it is to leave
+    workers.iterator._workers_done_event._cond.acquire()  # as a worker holds it while it checks whether to leave
     if is_killed:
         process = next(iter(workers.processes))
         assert process.pid is not None

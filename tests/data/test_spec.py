@@ -1,4 +1,4 @@
-"""What may stand for a data set, and what is refused with one sentence."""
+"""What is accepted as a data set, and what is refused with one sentence."""
 
 import itertools
 import re

@@ -1,4 +1,4 @@
-"""Buffers after a step are those of one device, whichever rank has which micro-batch."""
+"""Buffers after a step equal those of training on one device, whichever rank computes which micro-batch."""
 
 import copy
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def read(model: nn.Module) -> dict[str, Tensor]:
 def run_steps(
     model: nn.Module, num_micro_batches: list[int], num_ranks: int, forward: Callable[[nn.Module, Tensor, int], object]
 ) -> dict[str, Tensor]:
-    """Steps of so many micro-batches on ranks that are played by copies of the model. Returns the buffers of all."""
+    """Compute steps of this many micro-batches with a copy of the model per rank. Returns the buffers of all copies."""
     models = [copy.deepcopy(model) for _ in range(num_ranks)]
     statistics = [BatchNormStatistics([each]) for each in models]
     for step, n in enumerate(num_micro_batches):
@@ -60,7 +60,7 @@ def call_twice(model: nn.Module, x: Tensor, v: int) -> object:
 @pytest.mark.parametrize("momentum", [0.1, 0.9, 1.0, 0.0, None])
 @pytest.mark.parametrize("forward", [call, call_twice])
 def test_batch_norm_ends_where_one_device_ends(momentum: float | None, forward: Callable[..., object]) -> None:
-    """Accumulation on one device, a micro-batch after the other, in float64."""
+    """The reference accumulates on one device, one micro-batch after the other, in float64."""
     model = build_model(momentum)
     model.double()
     reference = copy.deepcopy(model)
@@ -90,7 +90,7 @@ def test_batch_norm_has_the_same_bits_on_any_number_of_ranks(num_micro_batches: 
 
 
 def test_layers_in_eval_mode_stay() -> None:
-    """Frozen as a whole, or one of them; or by the script, in the middle of a micro-batch's turn."""
+    """All layers or one of them; also if the script calls eval() in the middle of a micro-batch."""
     model = build_model()
     before = read(model)
     model.eval()
@@ -109,7 +109,7 @@ def test_modules_without_statistics() -> None:
 
 
 def test_layers_of_two_kinds() -> None:
-    """As with layers on two devices."""
+    """The buffers are as with layers on two devices."""
     models = nn.BatchNorm1d(3), nn.BatchNorm1d(3).double()
     apart = [run_steps(each, [3, 2], 1, lambda m, x, v: m(x.to(m.running_mean.dtype))) for each in models]
     for num_ranks in (1, 2, 3):
@@ -122,7 +122,7 @@ def test_layers_of_two_kinds() -> None:
 
 
 def test_the_buffers_are_still_the_models() -> None:
-    """Moved into one memory, they are the same tensors: saved, loaded and shared as before."""
+    """After they moved into one block of memory they are the same tensors: saved, loaded and shared as before."""
     model = build_model()
     buffers = dict(model.named_buffers())
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -137,7 +137,7 @@ def test_the_buffers_are_still_the_models() -> None:
 
 
 class Counter(nn.Module):
-    """Its buffers are written in place, replaced, left alone, and shared by another name."""
+    """A module whose buffers are written in place, replaced, left unchanged, and shared under another name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ def test_a_rank_without_micro_batch_0_waits_for_its_buffers() -> None:
     buffers.begin()
     model(torch.ones(3))
     buffers.fold(1)
-    assert model.total.item() == 5.0, "from here on they start with what came"
+    assert model.total.item() == 5.0, "from here on they start with the received values"
 
 
 def test_nothing_changed() -> None:
@@ -257,7 +257,7 @@ def test_sync_batch_norm() -> None:
 
 
 def test_lone_samples() -> None:
-    """Refused where a channel has a single value: not with a sequence, not in eval mode, not after the micro-batch."""
+    """A single value per channel is refused; a sequence, eval mode, and calls after the micro-batch are not."""
     flat, sequence = nn.BatchNorm1d(3), nn.BatchNorm1d(3)
     modules = {"model": nn.ModuleDict({"flat": flat, "sequence": sequence})}
     guards = refuse_lone_sample(modules, 7, 2, 1)

@@ -1,4 +1,4 @@
-"""The control block: what goes in comes out, whatever the layout."""
+"""The control block is decoded to what was encoded, for any layout."""
 
 import numpy as np
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""The checksum of a gradient's pieces tells apart what a ledger must tell apart."""
+"""The checksum of parts of a gradient detects the differences that the ledger must show."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def checksum(*grads: Tensor | None, step: int = 0) -> int:
 
 
 def flip(grad: Tensor, place: int) -> Tensor:
-    """A copy with another lowest bit."""
+    """Return a copy with one lowest bit flipped."""
     words = grad.clone().flatten().view(torch.int32)
     words[place] ^= 1
     return words.view(torch.float32).view(grad.shape)
@@ -37,7 +37,7 @@ def test_small_gradients_are_read_whole() -> None:
 
 @pytest.mark.parametrize("sizes", [(5000,), (1, 20_000, 3), (7,) * 300, (100, 7_001, 3, 40_001, 12)])
 def test_a_step_reads_a_few_pieces_and_many_steps_read_all(sizes: tuple[int, ...]) -> None:
-    """The windows are spread over the gradient, and a changed element is noticed in just the steps that read it."""
+    """The windows are spread over the gradient. A changed element is detected in exactly the steps that read it."""
     grads = [torch.randn(size) for size in sizes]
     num_bytes, num_seen = 4 * sum(sizes), 0
     for i in {0, len(sizes) // 2, len(sizes) - 1}:
@@ -62,7 +62,7 @@ def test_a_step_reads_a_few_pieces_and_many_steps_read_all(sizes: tuple[int, ...
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
 def test_dtypes_and_strides(dtype: torch.dtype) -> None:
-    """Memory is read in its order: the transposed matrix has the same."""
+    """Memory is read in its own order, so a transposed matrix has the same checksum."""
     grad = torch.randn(96, 500).to(dtype)
     assert checksum(grad, step=3) == checksum(grad.clone(), step=3) == checksum(grad.t(), step=3)
     assert checksum(grad, step=3) != checksum(grad.t().contiguous(), step=3)

@@ -1,4 +1,4 @@
-"""The loss scale of float16: powers of two, halved by an overflow, alike on all ranks. The settings of TF32."""
+"""The loss scale of float16 (powers of two, halved by an overflow, the same on all ranks) and the settings of TF32."""
 
 import json
 import math
@@ -64,7 +64,7 @@ def train_with_tf32(run_dir: Path, step: int) -> dict[str, str]:
     """Train up to `step` with torch's settings of TF32 changed by a script. Return those of a GPU."""
     if step == 1:
         torch.backends.cuda.matmul.fp32_precision = "tf32"
-        with pytest.raises(RuntimeError, match="mix"):  # why samestep does not read it
+        with pytest.raises(RuntimeError, match="mix"):  # so samestep does not read it
             torch.get_float32_matmul_precision()
     else:
         torch.backends.fp32_precision = "tf32"  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The reducer alone, on real ranks: what is added up, what is left alone, and what it refuses."""
+"""The reducer alone, on real ranks: what it adds up, what it leaves unchanged, and what it refuses."""
 
 from collections.abc import Callable
 from functools import partial
@@ -30,14 +30,15 @@ def build_params() -> list[nn.Parameter]:
 
 
 def draw(i: int, v: int) -> Tensor:
-    """The gradient of parameter i in micro-batch v; sums of such depend on their order."""
+    """Return the gradient of parameter i in micro-batch v. The sum of such gradients depends on the order of addition.
+    """
     generator = torch.Generator().manual_seed(100 * i + v)
     exponents = torch.randint(-6, 6, SHAPES[i], generator=generator)
     return (torch.randn(SHAPES[i], generator=generator) * 10.0**exponents).to(DTYPES[i])
 
 
 def sum_tree(leaves: list[Tensor | None], lo: int, hi: int) -> Tensor | None:
-    """The canonical sum, written out: what is absent is not added."""
+    """Compute the canonical sum by its definition: what is absent is not added."""
     if hi - lo == 1:
         return leaves[lo]
     mid = split(lo, hi)
@@ -82,27 +83,27 @@ class Ranks:
 
 
 def gather(ranks: Ranks, grads: Any) -> Any:
-    """`grads`, once they have been found to be the same on all ranks."""
+    """Return `grads`, after a check that all ranks have the same."""
     first, *others = ranks.group.gather(grads)
     assert all(other == first for other in others)
     return first
 
 
 def use_some(v: int) -> tuple[int, ...]:
-    """Parameter 2 never, 4 in micro-batch 1 alone, 0 in every other one."""
+    """Parameter 2 is never used, 4 only in micro-batch 1, and 0 in every second micro-batch."""
     return tuple(i for i in (1, 3) if v != 2) + ((0,) if v % 2 else ()) + ((4,) if v == 1 else ())
 
 
 def reduce_some(n: int, direct_max_bytes: int) -> list[bytes | None]:
     routes.DIRECT_MAX_BYTES = direct_max_bytes
     ranks = Ranks()
-    ranks.run(3)  # what is left of another pass, with another layout, does no harm
+    ranks.run(3)  # remains of an earlier pass with another layout have no effect
     return gather(ranks, ranks.run(n, use_some))  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("n", one_in(4, [6, 1, 11, 2]))
 def test_sums_of_what_was_used(n: int) -> None:
-    """By every route, idle ranks or not; in the parameters' own strides."""
+    """For every route, with and without idle ranks, and in the parameters' own strides."""
     expected: list[bytes | None] = []
     for i in ALL:
         total = sum_tree([draw(i, v) if i in use_some(v) else None for v in range(n)], 0, n)
@@ -118,7 +119,7 @@ def test_sums_of_what_was_used(n: int) -> None:
 
 
 def reduce_two_passes() -> tuple[Any, Any]:
-    """As a GAN: the first pass is of model 1 (parameters 0 to 2), the second of model 2."""
+    """As for a GAN: the first pass trains model 1 (parameters 0 to 2), the second model 2."""
     ranks = Ranks((1, 1, 1, 2, 2))
     first = ranks.run(4, lambda v: (0, 1, 2), (0.0, 0.5, 0.25))
     return gather(ranks, first), gather(ranks, ranks.run(4, lambda v: (3, 4), (0.0, 0.5, 0.25), keep_grads=True))
@@ -173,7 +174,7 @@ def test_fast_gives_the_same_sums_but_for_rounding(num_ranks: int) -> None:
 
 @pytest.mark.parametrize("cap_bytes", [1, 200, 1 << 20])
 def test_buckets(cap_bytes: int) -> None:
-    """Every parameter once, from the last to the first, one dtype to a bucket, each gradient aligned."""
+    """Buckets hold every parameter once, from the last to the first, of one dtype each, with aligned gradients."""
     params = build_params()
     buckets = build_buckets(params, cap_bytes)
     assert sorted(i for bucket in buckets for i in bucket.indices) == [0, 1, 2, 3, 4]
@@ -193,7 +194,7 @@ def test_buckets(cap_bytes: int) -> None:
 
 
 def test_buckets_of_two_devices() -> None:
-    """Layers that alternate between devices fill a bucket each, whose views are on that device."""
+    """Layers that alternate between devices get a bucket each, with views on their device."""
     devices = ("cpu", "meta")
     params = [nn.Parameter(torch.empty(10, device=devices[i % 2])) for i in range(6)]
     buckets = build_buckets(params, 1 << 20)
@@ -226,7 +227,7 @@ def test_a_backward_by_hand() -> None:
     with pytest.raises(samestep.Error, match=r"loss\.backward\(\) was called inside the micro-batch loop"):
         param.sum().backward()
     reducer.close()
-    param.sum().backward()  # outside of a micro-batch it is the script's own affair
+    param.sum().backward()  # outside of a micro-batch it is allowed
     reducer.open(1)
     reducer.remove()
     param.sum().backward()

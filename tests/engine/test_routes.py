@@ -1,4 +1,4 @@
-"""Every route, at many numbers of ranks, gives the bits of the canonical tree."""
+"""Every route gives the bits of the canonical tree, at many numbers of ranks."""
 
 from functools import partial
 
@@ -23,7 +23,7 @@ def draw_leaf(v: int) -> torch.Tensor:
 
 
 def fold(lo: int, hi: int) -> torch.Tensor:
-    """The canonical sum, written out."""
+    """Compute the canonical sum by its definition."""
     if hi - lo == 1:
         return draw_leaf(lo)
     mid = split(lo, hi)
@@ -31,7 +31,7 @@ def fold(lo: int, hi: int) -> torch.Tensor:
 
 
 def reduce_on_a_rank(n: int, direct_max_bytes: int) -> list[bytes]:
-    """The gradient that each rank ends with, after a step of n micro-batches."""
+    """Return the gradient on a rank after a step of n micro-batches."""
     routes.DIRECT_MAX_BYTES = direct_max_bytes
     environment = read_environment()
     group = open_group(environment, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""`benchmarks/gpu.py`, on the CPU: it runs unattended where a GPU is there for a short time. And two others."""
+"""`benchmarks/gpu.py` and two others, on the CPU: they run unattended, and a GPU may be available only briefly."""
 
 import importlib.util
 import json

@@ -1,6 +1,7 @@
 """Training on a GPU: `make test-gpu`. Without one, the tests marked `gpu` are skipped.
 
-The same tests run on the CPU where they can. All but one of these are left to `make soak`: other tests cover them.
+The same tests run on the CPU where they can. On the CPU, `make test` runs one of them and `make soak` the others, which
+other tests cover, too.
 """
 
 from pathlib import Path
@@ -22,7 +23,7 @@ DEVICES = [CUDA, pytest.param("cpu", marks=pytest.mark.soak)]
 
 
 class Pictures(Dataset[tuple[Tensor, int]]):
-    """Random images, each with random noise at every read."""
+    """Random images, with new random noise at every read."""
 
     def __len__(self) -> int:
         return 64
@@ -52,7 +53,7 @@ def train(
     run_dir: str, *, precision: Any = "fp32", reduction: Any = "exact", width: int = 32, is_compiled: bool = False,
     is_staged: bool = False, **loading: Any,
 ) -> str:  # fmt: skip
-    """Trains two epochs of four steps, and returns the type of the device."""
+    """Train two epochs of four steps. Returns the type of the device."""
     if is_staged:
         Group.needs_staging = lambda group, device: True
     run = samestep.Run(
@@ -83,7 +84,7 @@ def train(
 
 
 def spawn(run_dir: Path, device: str, world_size: int = 1, max_steps: int = 0, **arguments: Any) -> str:
-    """Trains on some ranks, which share the GPUs over gloo, and returns the digest of the run."""
+    """Train on several ranks, which share the GPUs over gloo. Returns the digest of the run."""
     variables = {"SAMESTEP_BACKEND": "gloo"} | ({"SAMESTEP_MAX_STEPS": str(max_steps)} if max_steps else {})
     found = samestep.spawn(train, world_size, (str(run_dir),), arguments, device=device, env=variables)
     assert found == device
@@ -112,7 +113,7 @@ SIZES = [(2, 32), (3, 32), (4, 32), (2, 30_000), (3, 30_000)]
     + [("cpu", *SIZES[-1])],
 )
 def test_ranks_share_a_gpu(device: str, world_size: int, width: int, tmp_path: Path) -> None:
-    """On the CPU, too, gradients are copied to the memory that is exchanged."""
+    """On the CPU, gradients are copied to the memory that is exchanged, too."""
     is_staged = device == "cpu"
     found = spawn(tmp_path / "many", device, world_size, width=width, is_staged=is_staged)
     assert found == spawn(tmp_path / "one", device, width=width)
@@ -169,7 +170,7 @@ def test_pinned_memory_and_workers(device: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_snapshots_hold_the_state_of_their_step(device: str, tmp_path: Path) -> None:
-    """Copies are made while the next step runs; they must not contain its update."""
+    """Copies are made while the next step runs, and must not contain its update."""
     spawn(tmp_path / "whole", device)
     spawn(tmp_path / "stopped", device, max_steps=6)
     whole = {each.step: each for each in Store(tmp_path / "whole").snapshots() if each.name is None}
@@ -218,7 +219,8 @@ def test_a_recipe_on_several_ranks(tmp_path: Path) -> None:
 
 
 def train_on_two_devices(run_dir: str, kinds: tuple[str, str]) -> list[str]:
-    """Branches of a model, with BatchNorm, on two devices of one rank. Returns the types of the gradients' devices."""
+    """Train branches of a model, with BatchNorm, on two devices of one rank. Returns the device types of the gradients.
+    """
     run = samestep.Run(run_dir, batch_size=16, micro_batch_size=4, device="cpu", log_every=1)
     branches = nn.ModuleList(
         nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).to(kind) for kind in kinds

@@ -1,4 +1,4 @@
-"""The plan of second opinions: who computes whose micro-batch again."""
+"""The plan of compute checks: which rank computes a micro-batch of which other rank again."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +19,7 @@ def test_every_rank_is_checked_once_by_another_one(n: int, world_size: int, numb
     checkers = [check.checker for check in checks]
     assert len({*checkers}) == len(checkers), "a rank computes one more micro-batch at most"
     idle = [rank for rank, held in enumerate(ranges) if not held]
-    assert len({*checkers} & {*idle}) == min(len(idle), len(checks)), "those that would wait come first"
+    assert len({*checkers} & {*idle}) == min(len(idle), len(checks)), "idle ranks check first"
     if not idle:
         assert {*checkers} == {*range(world_size)}
 

@@ -1,4 +1,4 @@
-"""The ledger's file: records of this version and of the one before."""
+"""The ledger's file, in the format of this version and of the previous one."""
 
 import math
 import struct
@@ -25,7 +25,7 @@ def test_both_formats_are_read_and_the_old_one_is_converted(tmp_path: Path, num_
     assert count_records(path) == num_steps
     assert [*read_records(path)] == entries
     assert [*read_records(path, first=num_steps // 2)] == entries[num_steps // 2 :]
-    for _ in range(2):  # a second time changes nothing
+    for _ in range(2):  # a second conversion changes nothing
         upgrade(path)
         assert path.stat().st_size == num_steps * RECORD.size
         assert [*read_records(path)] == entries
@@ -36,7 +36,7 @@ def test_both_formats_are_read_and_the_old_one_is_converted(tmp_path: Path, num_
 @pytest.mark.parametrize("is_old", [True, False])
 @pytest.mark.parametrize("missing", [range(1, 4), range(5)])
 def test_a_file_with_holes(tmp_path: Path, is_old: bool, missing: range) -> None:
-    """A resumed run fills up a file that was cut short with zeros."""
+    """A resumed run fills a truncated file with zeros."""
     entries = [Entry(step, 0, 8, step + 9, *((UNKNOWN, UNKNOWN) if is_old else (to_bits(0.5), 7))) for step in range(7)]
     path = write(tmp_path / "ledger.bin", entries, is_old=is_old)
     size = OLD.size if is_old else RECORD.size

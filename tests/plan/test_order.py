@@ -1,4 +1,4 @@
-"""Orders are permutations, evenly drawn, the same for ever, and free to start anywhere."""
+"""Orders are uniformly distributed permutations. They never change between versions, and can start at any position."""
 
 import itertools
 import tracemalloc
@@ -29,7 +29,7 @@ def whole(order: Order) -> np.ndarray:
 
 
 def chi_square(counts: np.ndarray) -> float:
-    """Of equally likely cells, in standard deviations from its mean (about normal for many cells)."""
+    """Return chi-square of equally likely cells, in standard deviations from its mean (about normal for many cells)."""
     expected = counts.sum() / counts.size
     freedom = counts.size - 1
     return float((((counts - expected) ** 2 / expected).sum() - freedom) / (2 * freedom) ** 0.5)
@@ -93,7 +93,7 @@ def test_ranges_are_slices_of_the_whole(kind: int, data: st.DataObject) -> None:
     stop = data.draw(st.one_of(st.integers(start, len(order)), st.integers(start, min(start + 9, len(order)))))
     taken = order.take(start, stop)
     assert np.array_equal(taken, expected[start:stop])
-    taken[:] = -1  # the caller's own: later takes do not see it
+    taken[:] = -1  # writes to the result do not affect later calls
     assert np.array_equal(order.take(start, stop), expected[start:stop])
 
 
@@ -123,7 +123,7 @@ LENGTH = 100_003
 
 @pytest.fixture(scope="module")
 def heads() -> np.ndarray:
-    """The first 2,048 samples of 100 orders above the boundary, each of its own seed."""
+    """The first 2,048 samples of 100 orders above the boundary, each with its own seed."""
     return np.stack([build_order(LENGTH, seed=seed, epoch=0).take(0, 2048) for seed in range(100)])
 
 

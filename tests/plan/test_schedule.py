@@ -1,4 +1,4 @@
-"""Every position in exactly one micro-batch of one step on one rank; mistakes in one clear sentence."""
+"""Every position is in exactly one micro-batch of one step on one rank. Invalid numbers are refused in one sentence."""
 
 import re
 from typing import Any
@@ -143,7 +143,7 @@ def test_mistaken_numbers(numbers: tuple[int, int, int], sentence: str) -> None:
 
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 40))
 def test_the_remedies_are_legal(batch_size: int, size: int, world_size: int) -> None:
-    """Whatever a sentence says to use passes the check that failed."""
+    """The values that an error message recommends pass the check."""
     try:
         check_numbers(batch_size, size, world_size)
     except Error as error:

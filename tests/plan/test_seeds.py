@@ -1,4 +1,4 @@
-"""Seeds: one per place and purpose, and the same for ever."""
+"""Seeds: one for each position and purpose, which never change between versions."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The tree's promise: any number of ranks forms the very sums that one rank forms."""
+"""Any number of ranks computes exactly the sums that one rank computes."""
 
 import itertools
 
@@ -29,7 +29,7 @@ def canonical(lo: int, hi: int) -> Sum:
 
 
 def fold(n: int, held: range) -> tuple[dict[Node, Sum], int]:
-    """What a rank does, micro-batch by micro-batch: its parts, and the number of additions."""
+    """Fold a rank's micro-batches as the engine does. Returns its parts and the number of additions."""
     parts: dict[Node, Sum] = {}
     num_additions = 0
     for v in held:
@@ -83,7 +83,7 @@ def test_parts_are_subtrees_that_cover_the_range(numbers: tuple[int, int]) -> No
         assert [v for part in parts for v in range(*part)] == list(held)
         parents = {(lo, split(lo, hi), hi) for lo, hi in nodes if hi - lo > 1}
         pairs = itertools.pairwise(parts)
-        assert not any((a[0], a[1], b[1]) in parents for a, b in pairs), "two parts are left that make a node"
+        assert not any((a[0], a[1], b[1]) in parents for a, b in pairs), "two remaining parts form a node"
 
 
 @settings(max_examples=300)
