@@ -1,4 +1,4 @@
-"""Writes docs/options.md and docs/reference.md from the declarations in the source: python tests/reference.py."""
+"""Write docs/options.md and docs/reference.md from the declarations in the source: python tests/reference.py."""
 
 import inspect
 from pathlib import Path

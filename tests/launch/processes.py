@@ -1,4 +1,4 @@
-"""Run the command as from a shell, and find its processes."""
+"""Run the samestep command as from a shell, and find its processes."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ DEADLINE_S = 150.0
 
 
 class Command:
-    """`samestep`, started in a directory, with a mark in the environment by which all its processes are known.
+    """Starts `samestep` in a directory. A variable in the environment marks all its processes.
 
     Attributes:
         python: the interpreter.
@@ -51,9 +51,7 @@ class Command:
         host: Host | None = None,
         real: bool = False,
     ) -> subprocess.Popen[str]:
-        """In a process group of its own, as a shell starts it.
-
-        `host`: on another one than this. `real`: in a new interpreter.
+        """Start it in its own process group, as a shell does. `host`: on another host. `real`: in a new interpreter.
         """
         words = self.words(*arguments, program=program)
         process = Popen(
@@ -79,7 +77,7 @@ class Command:
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
     def processes(self) -> list[psutil.Process]:
-        """Those of this command that live, the ranks' children, too."""
+        """Return the live processes of this command, including children of the ranks."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -90,7 +88,7 @@ class Command:
         return found
 
     def wait_for(self, *names: str) -> None:
-        """Until the ranks have made these files."""
+        """Wait until the ranks have created these files."""
         wait_until(lambda: all((self.directory / name).exists() for name in names), f"files {names}")
 
     def assert_nothing_left(self, deadline_s: float = 5.0) -> None:
@@ -112,10 +110,10 @@ class Command:
 
 @contextmanager
 def open_command(directory: Path) -> Iterator[Command]:
-    """In an empty directory. Afterwards no process is left."""
+    """A command in an empty directory. Kills all its processes at the end."""
     command = Command(directory / "here")
     command.directory.mkdir()
-    # Not below pytest's own: data loaders open sockets here, and a socket's path may hold 107 bytes.
+    # Not in pytest's directory: data loaders open sockets here, and the path of a socket is limited to 107 bytes.
     with TemporaryDirectory(prefix="t-", dir="/tmp") as temporary:
         command.variables["TMPDIR"] = temporary
         try:

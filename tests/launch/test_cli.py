@@ -1,4 +1,4 @@
-"""The command line: what it says, and what it says to mistakes. Nothing here starts a rank."""
+"""The command line: its output and its errors. These tests start no ranks."""
 
 import io
 import os
@@ -42,7 +42,7 @@ def test_nothing_slow_is_imported(arguments: list[str]) -> None:
 
 
 def test_a_reader_that_has_enough() -> None:
-    """`| head`: no traceback, and the exit code of a program that SIGPIPE has ended."""
+    """With `| head`, there is no traceback, and the exit code is that of a program killed by SIGPIPE."""
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-u", "-m", "samestep", "--help"]
@@ -159,7 +159,7 @@ def test_options_behind_the_script(arguments: str, text: str, misplaced: list[st
 
 @pytest.mark.parametrize("before", [[], ["--"]])
 def test_options_behind_the_script_are_warned_about(tmp_path: Path, before: list[str]) -> None:
-    """Unless -- says that they are the script's own."""
+    """There is no warning after --."""
     script = tmp_path / "x.py"
     script.touch()
     done = run("launch", "--nproc-per-node=0", *before, str(script), "--nproc-per-node", "2")

@@ -9,7 +9,7 @@ from samestep.launch.forkserver import serve
 
 
 def test_a_client_that_has_ended(tmp_path: Path) -> None:
-    """As if it was killed while the server imported torch: no rank starts, and the client's directory is removed."""
+    """The client was killed while the server imported torch: no rank starts, and its directory is removed."""
     (tmp_path / "directory").mkdir()
     ours, theirs = Pipe()
     with theirs, open(tmp_path / "output", "w") as output:

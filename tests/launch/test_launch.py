@@ -1,4 +1,4 @@
-"""`samestep launch` with real ranks: what scripts see, how failures and signals end, and that nothing stays behind."""
+"""`samestep launch` with real ranks: what scripts see, how failures and signals end, and that no process remains."""
 
 import json
 import os
@@ -27,7 +27,7 @@ if "hash" in sys.argv:
 dist.destroy_process_group()
 """
 
-# Rank 1 does what the argument says while the others wait for it in a collective.
+# Rank 1 executes the argument while the others wait for it in a collective.
 FAIL = """
 import ctypes, os, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")
@@ -50,7 +50,7 @@ if rank == 1 or "all" in sys.argv:
 dist.barrier()
 """
 
-# Ends its step, saves and exits after a signal, like a run.
+# Completes its step, saves and exits after a signal, like a run.
 STOPPABLE = """
 import os, signal, sys, torch, torch.distributed as dist
 told = []
@@ -109,7 +109,7 @@ def test_ranks_meet_and_launches_beside_each_other_do_not(command: Command) -> N
         lines = [f"rank {rank} of {num_ranks}: {total} ['--seed', '3', 'hash']" for rank in range(num_ranks)]
         assert sorted(done.stdout.splitlines()) == lines
     hashes = {path.read_text() for path in command.directory.glob("hash-*")}
-    assert len(hashes) == 1, "sets have another order in another rank, or after a restart"
+    assert len(hashes) == 1, "the order of sets differs between ranks, or after a restart"
     command.assert_no_files_left()
 
 
@@ -179,7 +179,8 @@ def test_rank_0_is_on_the_terminal(command: Command) -> None:
 def failed(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[dict[str, subprocess.CompletedProcess[str]]]:
-    """How a launch of 3 ranks ended when rank 1 failed in each of the selected ways, all at the same time."""
+    """The results of launches of 3 ranks in which rank 1 fails in each of the selected ways. They run at the same time.
+    """
     wanted = [item.name for item in request.session.items]
     with open_command(tmp_path_factory.mktemp("failed")) as command:
         command.write("fail.py", FAIL)
@@ -238,7 +239,7 @@ def test_ranks_that_fail_alike_speak_once(command: Command, what: str, code: int
 
 
 def test_an_error_is_not_tried_again(command: Command) -> None:
-    """An Error would be the same in the next start."""
+    """An Error would be raised again in the next start."""
     command.write("fail.py", FAIL)
     done = command.run("launch", "--nproc-per-node", "2", "--max-restarts", "3", "fail.py", "error")
     assert (done.returncode, done.stderr) == (2, "samestep: error: the batch size is odd\n")
@@ -246,7 +247,7 @@ def test_an_error_is_not_tried_again(command: Command) -> None:
 
 
 def test_ranks_of_any_script_are_started_again(command: Command) -> None:
-    """In a world of their own: they meet as if for the first time."""
+    """The restarted ranks rendezvous anew."""
     command.write(
         "twice.py",
         "import os, sys, torch.distributed as dist\n"
@@ -282,7 +283,7 @@ def test_a_rank_that_does_not_heed_is_killed_when_another_fails(command: Command
 
 
 def press_ctrl_c(pid: int) -> None:
-    """As a terminal does it: to the whole process group."""
+    """Send SIGINT to the whole process group, as a terminal does."""
     os.killpg(pid, signal.SIGINT)
 
 
@@ -307,7 +308,7 @@ def test_ranks_are_told_once_and_leave_by_themselves(
 
 
 def test_ctrl_c_where_nobody_listens(command: Command) -> None:
-    """A script of any kind ends, without a traceback."""
+    """Any script ends, without a traceback."""
     command.write("plain.py", "import os, time\nopen('ready' + os.environ['RANK'], 'w').close()\ntime.sleep(600)")
     launch = command.start("launch", "--nproc-per-node", "2", "plain.py")
     command.wait_for("ready0", "ready1")
@@ -318,7 +319,8 @@ def test_ctrl_c_where_nobody_listens(command: Command) -> None:
 
 
 def test_the_process_that_starts_ranks_is_killed(command: Command) -> None:
-    """As the kernel does when memory runs out. One sentence says so, whether the rank exists already or not."""
+    """SIGKILL, as by the kernel when memory runs out, is reported in one sentence, whether the ranks exist yet or not.
+    """
     command.write("plain.py", "import time\ntime.sleep(600)")
     before = (2, "samestep: error: the process that starts the ranks has died or was killed (out of memory?)")
     later = (137, "samestep: rank 0 was killed with the process that starts the ranks (out of memory?)")
@@ -364,7 +366,7 @@ def test_a_signal_before_there_are_ranks(command: Command) -> None:
 
 
 def test_a_signal_before_there_are_handlers(command: Command) -> None:
-    """It waits for the launcher's, which ends by itself and starts no rank."""
+    """The signal stays pending until the launcher has handlers. Then it ends without starting ranks."""
     command.write("plain.py", "open('begun', 'w').close()")
     launch = command.start("launch", "plain.py", real=True)
     status, bit = Path(f"/proc/{launch.pid}/status"), 1 << (signal.SIGUSR1 - 1)
@@ -390,13 +392,13 @@ for step in run.steps([torch.ones(1)] * 4, 3):
 
 
 def test_a_signal_before_there_is_a_run(command: Command) -> None:
-    """The run takes it, and leaves before its first step, as if it had come then."""
+    """The run receives it later, and ends before its first step."""
     command.write("early.py", EARLY)
     launch = command.start("launch", "--nproc-per-node", "1", "early.py")
     command.wait_for("ready")
     for process in command.processes():
         if process.pid != launch.pid:
-            process.send_signal(signal.SIGUSR1)  # as Slurm does: every process of a step
+            process.send_signal(signal.SIGUSR1)  # as Slurm does: to every process of a step
     os.kill(launch.pid, signal.SIGUSR1)
     command.write("go", "")
     done = command.finish(launch)

@@ -1,4 +1,4 @@
-"""What ranks print is in their logs, whatever becomes of them, and on the terminal as if it were theirs."""
+"""The output of ranks is in their logs, however they end, and rank 0's is on the terminal as if it owned it."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def at_step(number):
 
 
 def said_at(number: int) -> list[str]:
-    """In the order in which it was printed, by whomever."""
+    """Return the lines in the order in which any process printed them."""
     words = ["python {0}", "error {0}", "child {0}", "its error {0}", "C {0}", "no newline"]
     return [word.format(number) for word in words]
 
@@ -72,7 +72,7 @@ def write_script(command: Command, at_step: str) -> None:
 
 
 def read_lines(path: Path, *, without: str = "samestep:") -> list[str]:
-    """Without what the run says of itself."""
+    """Return the lines of a log without those of samestep."""
     return [line for line in path.read_text().splitlines() if not line.startswith(without)]
 
 
@@ -86,7 +86,7 @@ def test_what_ranks_print_is_in_their_logs(command: Command) -> None:
     assert "early 1" not in first.stdout, "rank 0 is shown alone"
     assert "error 2\n" in first.stderr
     logs = command.directory / "run" / "logs"
-    assert read_lines(logs / "0" / "1.log") == ["early 1", *said_at(0), *said_at(1)], "all that the killed one said"
+    assert read_lines(logs / "0" / "1.log") == ["early 1", *said_at(0), *said_at(1)], "all output of the killed rank"
     assert read_lines(logs / "1" / "1.log") == ["early 1", *said_at(0), *said_at(1), *said_at(2)]
     shown = [line for line in first.stdout.splitlines() if line in {"early 0", *said_at(2)}]
     assert shown.count("early 0") == 2
@@ -100,7 +100,7 @@ def test_what_ranks_print_is_in_their_logs(command: Command) -> None:
 
 
 def test_one_terminal_for_both_keeps_the_order(command: Command) -> None:
-    """And a bar on it is drawn over and over, in the size of the true one; the log has what stays."""
+    """A progress bar is redrawn in the size of the real terminal. The log has its last state only."""
     write_script(command, REDRAWS)
     ours, theirs = pty.openpty()
     received = b""
@@ -135,12 +135,12 @@ def test_a_disk_that_is_full_ends_the_log_and_nothing_else(command: Command) -> 
         assert done.returncode == 3
         assert done.stderr.count("cannot be written (No space left on device): it ends here; the run continues") == 1
         others = re.findall(r"the logs of 1 other ranks of this start end early as well: [01]\n", done.stderr)
-        assert len(others) == 1, "which others there are is not passed over"
-        assert "the end of 2\nsamestep: rank 1 ended with exit code 3" in done.stderr, "its last words are not lost"
+        assert len(others) == 1, "the other failures are named"
+        assert "the end of 2\nsamestep: rank 1 ended with exit code 3" in done.stderr, "its last output is not lost"
 
 
 def test_ranks_that_fail_in_their_own_ways(command: Command) -> None:
-    """The first has the last word, in full; others have a line."""
+    """The first failure is reported last and in full; the others get one line each."""
     command.write(
         "own.py",
         "import os, time\nrank = os.environ['RANK']\n"
@@ -182,7 +182,7 @@ def test_the_process_that_records_is_killed(command: Command) -> None:
 
 
 def test_nobody_reads_any_more(command: Command) -> None:
-    """As after `| head`: no reason to lose the run, or its log."""
+    """As after `| head`: the run and its log continue."""
     write_script(command, FLOODS)
     reader, writer = os.pipe()
     with os.fdopen(writer, "w") as end:
@@ -196,7 +196,7 @@ def test_a_terminal_that_stands_still_holds_up_no_kill(command: Command) -> None
     command.write("floods.py", "open('ready0', 'w').close()\nwhile True: print('x' * 1000)")
     launch = command.start("launch", "floods.py")
     command.wait_for("ready0")
-    launch.send_signal(signal.SIGTERM)  # it does not heed signals, and dies of the first
+    launch.send_signal(signal.SIGTERM)  # it does not handle signals, so the first one kills it
     wait_until(lambda: launch.poll() is not None, "it has ended", 20)
     assert launch.returncode == 128 + signal.SIGTERM
     command.assert_nothing_left()

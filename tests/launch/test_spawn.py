@@ -1,4 +1,4 @@
-"""`samestep.spawn`: functions of any kind on ranks, what they return and raise, and that no process stays."""
+"""`samestep.spawn`: any function on several ranks, what it returns and raises, and that no process remains."""
 
 import multiprocessing.util
 import os
@@ -66,14 +66,14 @@ def test_closures_lambdas_and_keywords() -> None:
 
     assert torch.equal(samestep.spawn(scale, 1, (weight,), {"by": 2.0}), weight * 3)
     assert samestep.spawn(lambda: os.environ["COLOUR"], 2, env={"COLOUR": "green"}) == "green"
-    kept = Path(samestep.spawn(multiprocessing.util.get_temp_dir, 1))  # of a killed rank's workers nothing is left
+    kept = Path(samestep.spawn(multiprocessing.util.get_temp_dir, 1))  # no worker of a killed rank is left
     assert kept.name.startswith("samestep-")
     assert not kept.exists()
     assert samestep.spawn(lambda: os.environ["SAMESTEP_DEVICE"], device="cpu") == "cpu"
 
 
 def test_later_spawns_are_forked_from_the_process_of_the_first() -> None:
-    """It has imported torch, which is what takes long."""
+    """That process has imported torch, which takes most of the time."""
     first = samestep.spawn(os.getppid)
     assert first != os.getpid()
     assert samestep.spawn(os.getppid, 2) == first
@@ -174,7 +174,7 @@ def test_a_killed_server_is_replaced() -> None:
 def test_keyboard_interrupt_stops_all(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch, heeds: bool, is_early: bool
 ) -> None:
-    """`is_early`: before it was heard that the ranks exist."""
+    """`is_early`: before the ranks have reported their start."""
 
     def wait(heeds: bool) -> None:
         def leave(*_: object) -> None:

@@ -23,7 +23,7 @@ JOBSET = json.loads(Path(__file__).with_name("jobset.json").read_text())["schema
 
 @pytest.fixture
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """train.py, in the current directory."""
+    """Creates train.py in the current directory."""
     path = tmp_path / "train.py"
     path.write_text("print('trained')\n")
     monkeypatch.chdir(tmp_path)
@@ -36,7 +36,7 @@ def render(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def refuse(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one sentence that is said instead."""
+    """Return the one sentence of the error."""
     assert main(["submit", *words]) == 2
     said = capsys.readouterr()
     assert said.out == ""
@@ -80,7 +80,7 @@ def test_batch_script(script: Path, capsys: pytest.CaptureFixture[str], tmp_path
 
 
 def test_one_node(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It has no rendezvous, and the script names the run's directory."""
+    """One node needs no rendezvous, and the script names the run's directory."""
     text = render(capsys, "--nproc-per-node", "3", "-m", "train")
     words = read_srun(text)
     assert words[words.index("launch") :] == ["launch", "--nproc-per-node", "3", "--grace-s", "120", "-m", "train"]
@@ -89,7 +89,7 @@ def test_one_node(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_recipe(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its own options and submit's stand in any order, as with train."""
+    """Options of the recipe and of submit can be mixed in any order, as with train."""
     text = render(capsys, "--nodes", "1", "mlp", "--total-epochs", "2", "--nproc-per-node", "3", "--run-dir", "runs/m")
     words = read_srun(text)
     assert words[words.index("samestep") + 1 :] == [
@@ -100,7 +100,7 @@ def test_a_recipe(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_run_at_a_url(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is no directory here that could hold the output; and no claim has to."""
+    """A URL is no local directory for the output, and needs no volume claim."""
     text = render(capsys, "--run-dir", "s3://bucket/run", "train.py")
     assert read_directives(text)["output"] == "slurm/%j.out"
     words = read_srun(text)
@@ -118,7 +118,7 @@ def test_array(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_shell_reads_it(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Whatever stands in names and arguments comes through, and the exit code is that of the launchers."""
+    """Names and arguments with any characters reach the script, and the exit code is that of the launchers."""
     text = render(capsys, "--array", "1", "--run-dir", "it's $HOME", "train.py", "$(exit 1)", "`a`", "", "'")
     stubs = 'srun() { printf "%s\\n" "$@" >&2; return 3; }\nSLURM_ARRAY_TASK_ID=1\n'
     done = subprocess.run(["bash", "-c", stubs + text], capture_output=True, text=True, check=False)
@@ -134,7 +134,7 @@ def test_shell_reads_it(script: Path, capsys: pytest.CaptureFixture[str]) -> Non
 def test_which_ends_are_queued_again(
     script: Path, capsys: pytest.CaptureFixture[str], code: int, starts: int, is_queued: bool
 ) -> None:
-    """138: the signal came before there were ranks. Not for ever."""
+    """Exit code 138: the signal came before there were ranks. The number of restarts is limited."""
     text = render(capsys, "train.py")
     stubs = f"srun() {{ return {code}; }}; scontrol() {{ echo $*; }}; SLURM_JOB_ID=7; SLURM_RESTART_COUNT={starts}\n"
     done = subprocess.run(["bash", "-c", stubs + text], capture_output=True, text=True, check=False)
@@ -168,7 +168,7 @@ def test_no_times(text: str) -> None:
 def test_grace(script: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], grace_s: int) -> None:
     text = render(capsys, *words, "train.py")
     assert read_directives(text)["signal"] == f"USR1@{grace_s}"
-    assert read_srun(text)[-2] == str(grace_s), "the run is told, too"
+    assert read_srun(text)[-2] == str(grace_s), "the run gets the grace time, too"
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_bad_input(script: Path, capsys: pytest.CaptureFixture[str], words: tupl
 
 
 def test_no_cluster(command: Command) -> None:
-    """Neither sbatch nor kubectl: one sentence, and nothing is left in the run's directory."""
+    """Without sbatch and kubectl: one sentence, and nothing is left in the run's directory."""
     command.write("train.py", "")
     command.variables["PATH"] = "/nonexistent"
     for words, said in [
@@ -217,7 +217,7 @@ def test_no_cluster(command: Command) -> None:
 
 
 def close(schema: Any) -> Any:
-    """The schema, in which no field is allowed that it does not name: the API server would drop it."""
+    """Return the schema without additional fields: the API server would drop those."""
     if isinstance(schema, list):
         return [close(each) for each in schema]
     if not isinstance(schema, dict):
@@ -235,14 +235,16 @@ SCHEMA = close({**JOBSET, "properties": {**JOBSET["properties"], "metadata": {"t
 
 
 def render_manifest(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
-    """The manifest, which fits the schema, and is the last document."""
+    """Return the manifest, which is the last document, after a check against the schema."""
     *_, manifest = yaml.safe_load_all(render(capsys, "--k8s", "--image", "ghcr.io/me/train:1", *words))
     jsonschema.Draft202012Validator(SCHEMA).validate(manifest)
     return manifest
 
 
 def test_nodes_share_a_secret(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A new one for each JobSet; of Slurm, for each start: in no command, and not in the batch script that is kept."""
+    """Each JobSet and each start of a Slurm job has a new secret. It is in no command, and not in the saved batch
+    script.
+    """
     words = ["--k8s", "--image", "x", "--nodes", "2", "--namespace", "ml", "train.py"]
     found = [list(yaml.safe_load_all(render(capsys, *words))) for _ in range(2)]
     secret, manifest = found[0]
@@ -296,7 +298,7 @@ def test_one_pod(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_schema_sees_faults(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A name of a field with a mistake in it, another type, a value that is not among those allowed."""
+    """The schema refuses a misspelled field, another type, and a value that is not allowed."""
     for spoil in (
         lambda spec: spec.update(replicaJobs=[]),
         lambda spec: spec["replicatedJobs"][0]["template"]["spec"].update(parallelism="2"),
@@ -318,7 +320,7 @@ def test_names(text: str, name: str) -> None:
 
 
 def test_kubectl(command: Command) -> None:
-    """kubectl receives the manifest; its objection is shown."""
+    """kubectl receives the manifest, and its error is shown."""
     command.write("train.py", "")
     tool = command.write(
         "bin/kubectl", '#!/bin/sh\n[ "$*" = "apply -f -" ] && cat > got.yaml && echo created && exit $(cat code)\n'

@@ -1,4 +1,4 @@
-"""What surrounds a run (its output, the directory for temporary files, odd names) is no reason to lose it."""
+"""A run survives faults of its surroundings: its output, the directory for temporary files, odd names."""
 
 import os
 import pty
@@ -37,7 +37,7 @@ for step in run.steps(torch.utils.data.TensorDataset(torch.ones(8, 1)), 5):
 
 
 def find_steps(directory: Path) -> list[int]:
-    """The steps of the snapshots, all of which are whole."""
+    """Return the steps of the snapshots, after a check that all are complete."""
     store = Store(directory)
     for snapshot in store.snapshots():
         store.read(snapshot)
@@ -47,7 +47,7 @@ def find_steps(directory: Path) -> list[int]:
 @pytest.mark.parametrize("words", one_in(4, [["train.py"], ["-m", "samestep", "launch", "train.py"]]))
 @pytest.mark.soak
 def test_closed_standard_files(command: Command, words: list[str]) -> None:
-    """As some daemons start programs. What C code prints then is not written into the run's files."""
+    """Some daemons start programs so. Output of C code must not be written into the run's files."""
     command.write("train.py", SCRIPT)
     line = f"{' '.join([sys.executable, *words, 'once'])} <&- >&- 2>&-"
     variables = {**command.variables, "FILES": "1 2"}
@@ -78,7 +78,7 @@ def test_output_that_cannot_be_written(command: Command) -> None:
 @pytest.mark.parametrize("program", one_in(4, ["samestep", ""]))
 def test_names_that_the_output_lacks(command: Command, program: str) -> None:
     command.write("train.py", SCRIPT)
-    name = os.fsdecode(b"r\xc3\xbcn \xff")  # no text in any encoding
+    name = os.fsdecode(b"r\xc3\xbcn \xff")  # not valid in any encoding
     command.variables |= {"PYTHONIOENCODING": "ascii", "RUN": name}
     done = command.run(*(["launch"] if program else []), "train.py", "once", program=program)
     assert (done.returncode, done.stderr) == (0, "")
@@ -88,16 +88,16 @@ def test_names_that_the_output_lacks(command: Command, program: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("how", ["told to stop", "killed"])
+@pytest.mark.parametrize("how", ["stopped", "killed"])
 def test_a_tidied_directory_for_temporary_files(command: Command, how: str) -> None:
-    """In the weeks that a run takes, somebody removes what is old in /tmp."""
+    """During a long run, old files in /tmp are removed."""
     command.write("train.py", SCRIPT)
     command.variables |= {"KILL": "1"} if how == "killed" else {}
     launch = command.start("launch", "--nproc-per-node", "2", "--max-restarts", "1", "train.py", "wait")
     command.wait_for("waits")
     for path in Path(command.variables["TMPDIR"]).glob("samestep-*"):
         shutil.rmtree(path)
-    if how == "told to stop":
+    if how == "stopped":
         launch.send_signal(signal.SIGTERM)
     else:
         (command.directory / "go").touch()
@@ -110,7 +110,7 @@ def test_a_tidied_directory_for_temporary_files(command: Command, how: str) -> N
 
 @pytest.mark.soak
 def test_a_terminal_that_is_gone(command: Command) -> None:
-    """As after an ssh that was cut, for a run that does not heed SIGHUP."""
+    """As after a lost ssh connection, for a run that ignores SIGHUP."""
     command.write("train.py", SCRIPT)
     ours, theirs = pty.openpty()
     line = f"trap '' HUP; exec {sys.executable} train.py wait"
@@ -127,7 +127,7 @@ def test_a_terminal_that_is_gone(command: Command) -> None:
 
 
 def test_a_script_that_may_not_be_read(command: Command) -> None:
-    """With the rights of another user, where this one is root."""
+    """As another user, if this one is root."""
     command.write("train.py", SCRIPT).chmod(0)
     if os.access(command.directory / "train.py", os.R_OK):
         pytest.skip("root may read everything")

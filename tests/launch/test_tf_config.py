@@ -8,7 +8,7 @@ import pytest
 from processes import Command
 from support.hosts import Host
 
-# Each rank listens at the address of its own, and connects to that of the next rank, which TF_CONFIG names.
+# Each rank listens at its own address, and connects to that of the next rank. Both are in TF_CONFIG.
 MEET = """
 import json, os, pathlib, socket, sys, time
 config = json.loads(os.environ["TF_CONFIG"])

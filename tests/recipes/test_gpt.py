@@ -45,7 +45,7 @@ SMALL = ("--context", "16", "--batch-size", "8", "--eval-samples", "8")  # optio
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Threads of tiny operations wait for one another longer than they compute."""
+    """With tiny operations, several threads are slower than one."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -62,7 +62,7 @@ def build_model(config: GPT2Config = SIZES, **options: Any) -> GPT2:
 
 
 def refuse(*arguments: str | Path) -> str:
-    """The one sentence that a command ends with."""
+    """Return the one sentence of the error with which a command ends."""
     with contextlib.redirect_stderr(io.StringIO()) as said:
         assert main([str(argument) for argument in arguments]) == 2
     sentence = said.getvalue()
@@ -105,7 +105,7 @@ def run_dir(tokens: Path) -> Path:
     ("preset", "num_params"), [("gpt2", 124_439_808), ("small", 6 * (12 * 384**2 + 13 * 384) + (50257 + 256 + 2) * 384)]
 )
 def test_presets_have_the_published_sizes(preset: str, num_params: int) -> None:
-    """Counted on a model of one block and one token, which takes less time to build."""
+    """The sizes are computed from a model of one block and one token, which is faster to build."""
     config = PRESETS[preset]
     model = GPT2(replace(config, num_layers=1, vocabulary_size=1))
     rest = (config.num_layers - 1) * count(model.h[0]) + (config.vocabulary_size - 1) * config.width
@@ -509,7 +509,7 @@ def test_exported_weights_load_without_samestep(run_dir: Path, tmp_path: Path) -
 
 
 def test_the_same_bits_on_any_ranks_and_after_a_stop(tokens: Path, tmp_path: Path) -> None:
-    """On one rank; and on two, then, from step 2 on, three."""
+    """On one rank, and on two ranks that are replaced by three after step 2."""
     arguments = ["--data", str(tokens), *SMALL, "--steps", "4", "--eval-every", "2", "--dropout", "0.1", "--run-dir"]
     found = []
     for name, starts in (("one", {1: "4"}), ("more", {2: "2", 3: "4"})):
@@ -544,7 +544,7 @@ def test_the_same_bits_compiled(tokens: Path, tmp_path: Path) -> None:
 
 
 def test_early_stopping(tokens: Path, tmp_path: Path) -> None:
-    """Without learning, no validation is better than the first."""
+    """With a learning rate of 0, no validation is better than the first."""
     arguments = ["--data", str(tokens), *SMALL, "--steps", "9", "--eval-every", "1", "--run-dir", str(tmp_path / "run")]
     samestep.spawn(gpt.main, 1, ([*arguments, "--lr", "0", "--patience", "2"],))
     assert [row["step"] for row in read_rows(tmp_path / "run") if "validation/loss" in row] == [1, 2, 3]

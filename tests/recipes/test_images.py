@@ -1,4 +1,4 @@
-"""The recipe `images`: its folders, corrupt files, model, and runs that are the same at any number of ranks."""
+"""The recipe `images`: folders, corrupt files, the model, and the same bits at any number of ranks."""
 
 import json
 import runpy
@@ -25,7 +25,7 @@ CORRUPT = ("dark/03.png", "light/05.png", "light/07.png")
 
 
 def write_photos(folder: Path, num_images: int = 20) -> Path:
-    """Writes images of two classes, of several shapes and kinds of pixels."""
+    """Write images of two classes, in several shapes and pixel formats."""
     for label, shade in (("dark", 40), ("light", 200)):
         (folder / label).mkdir(parents=True)
         for number in range(num_images):
@@ -61,7 +61,7 @@ def train(photos: Path, name: str, world_size: int, *flags: str) -> Path:
 def test_the_same_run_at_any_world_size_and_after_a_resume(photos: Path) -> None:
     expected = train(photos, "alone", 1)
     stopped = train(photos, "resumed", 3, "--max-steps", "4")
-    (photos / CORRUPT[0]).rename(photos / "repaired")  # a resumed run does not look again
+    (photos / CORRUPT[0]).rename(photos / "repaired")  # a resumed run does not check again
     shutil.copy(photos / "dark" / "04.png", photos / CORRUPT[0])
     try:
         train(photos, "resumed", 2, "--num-workers", "1")
@@ -90,7 +90,7 @@ print("learned" if scores.isfinite().all() and scores.shape == (2, 2) else score
 
 
 def check_export(run_dir: Path) -> str:
-    """Loads the exported best weights with a copy of the model's file, and returns what that script prints."""
+    """Load the exported best weights with a copy of the model's file. Returns the output of that script."""
     directory = run_dir.parent / "elsewhere"
     directory.mkdir()
     ask("export", run_dir, directory / "model.pt", "--snapshot", "best")

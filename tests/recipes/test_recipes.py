@@ -1,4 +1,4 @@
-"""The recipes as a person runs them, and their parts."""
+"""The recipes from the command line, and their parts."""
 
 import json
 import math
@@ -25,7 +25,7 @@ from samestep.sources import Parquet
 
 
 def run_train(*arguments: str) -> str:
-    """Runs `samestep train` and returns what it printed."""
+    """Run `samestep train`. Returns its output."""
     command = [sys.executable, "-m", "samestep", "train", *arguments]
     done = run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=150)
     assert done.returncode == 0, done.stdout
@@ -191,7 +191,7 @@ def test_digits_learning_rate_rises_then_falls_to_zero() -> None:
     assert max(curve) == curve[10] == 1
     assert curve[10:] == sorted(curve[10:], reverse=True)
     assert math.isclose(curve[100], 0, abs_tol=1e-12)
-    assert digits.warm_up_then_cosine(150, 100, 10) == curve[100]  # a run that goes on beyond its plan
+    assert digits.warm_up_then_cosine(150, 100, 10) == curve[100]  # a run that continues beyond its planned end
     assert digits.warm_up_then_cosine(0, 1, 1) == 1
 
 

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from samestep.recipes.models.seq2seq import END, PAD, START, Seq2Seq, build_positions
 
-TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # sums over other lengths round in other ways
+TOLERANCE = {"rtol": 1e-4, "atol": 1e-5}  # sums over other lengths are rounded differently
 
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Threads cost more than these small tensors do."""
+    """For these small tensors, several threads are slower than one."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -24,14 +24,14 @@ def one_thread() -> Iterator[None]:
 def build_model(num_source: int = 20, num_target: int = 22, max_length: int = 24) -> Seq2Seq:
     torch.manual_seed(0)
     model = Seq2Seq(num_source, num_target, dim=16, num_heads=2, num_layers=2, max_length=max_length)
-    with torch.no_grad():  # far from the initial values, where all tokens are alike
+    with torch.no_grad():  # far from the initial values, for which all tokens are equally likely
         for param in model.parameters():
             param.mul_(2.0) if param.dim() > 1 else param.add_(0.3 * torch.randn_like(param))
     return model.eval()
 
 
 def draw_sources(lengths: list[int], padding: int = 0) -> Tensor:
-    """Sentences of these lengths, which end with END, padded to the longest and further."""
+    """Draw sentences of these lengths, which end with END and are padded beyond the longest."""
     generator = torch.Generator().manual_seed(1)
     source = torch.full((len(lengths), max(lengths) + padding), PAD)
     for row, length in enumerate(lengths):
@@ -71,7 +71,7 @@ def test_later_tokens_and_padding_of_the_target_change_nothing_before_them() -> 
             torch.testing.assert_close(model(source, changed)[:, :place], logits[:, :place], **TOLERANCE)
     changed = target.clone()
     changed[:, 3] = 3 + (target[:, 3] - 2) % 19
-    assert not torch.allclose(model(source, changed)[:, 3], logits[:, 3], **TOLERANCE)  # and it does there
+    assert not torch.allclose(model(source, changed)[:, 3], logits[:, 3], **TOLERANCE)  # earlier ones do
 
 
 def test_the_source_matters_but_for_padding() -> None:
@@ -84,7 +84,7 @@ def test_the_source_matters_but_for_padding() -> None:
 
 
 def translate_by_definition(model: Seq2Seq, source: Tensor) -> list[int]:
-    """Greedy decoding of one sentence, from the whole beginning each time."""
+    """Decode one sentence greedily, computing all previous tokens again each time."""
     limit = min(2 * int((source != PAD).sum()) + 10, model.max_length - 1)
     tokens = [START]
     while len(tokens) <= limit:

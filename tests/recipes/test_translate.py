@@ -1,4 +1,4 @@
-"""The recipe translate and `samestep translate`: data, tokenizers, order, training, and what a user gets wrong."""
+"""The recipe translate and `samestep translate`: data, tokenizers, order, training, and errors."""
 
 import json
 import os
@@ -52,7 +52,7 @@ def write_pairs(file: Path, pairs: list[tuple[str, str]]) -> Path:
 def write_catalogue(
     file: Path, messages: Mapping[str, str], *, charset: str = "UTF-8", order: str = "<", magic: int = 0x950412DE
 ) -> None:
-    """Writes a .mo file, as msgfmt does."""
+    """Write a .mo file, as msgfmt does."""
     header = f"Project-Id-Version: x\nContent-Type: text/plain; charset={charset}\nPlural-Forms: nplurals=2\n"
     rows = sorted((key.encode(charset), text.encode(charset)) for key, text in {"": header, **messages}.items())
     content, tables = b"", [b"", b""]
@@ -109,7 +109,7 @@ def test_the_catalogues_of_the_system_and_of_packages_are_found(
     write_catalogue(tmp_path / "share/locale/de/LC_MESSAGES/a.mo", {"of the system": "vom System her"})
     packages = tmp_path / "lib/site-packages"
     write_catalogue(packages / "web/conf/locale/de/LC_MESSAGES/b.mo", {"of a package": "von einem Paket"})
-    (packages / "web/conf/locale/de/LC_MESSAGES/c.mo").write_bytes(b"no catalogue")  # nobody here can repair it
+    (packages / "web/conf/locale/de/LC_MESSAGES/c.mo").write_bytes(b"no catalogue")  # the user cannot repair it
     monkeypatch.setattr(sentence_pairs, "SYSTEM", ())
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     monkeypatch.setattr(sys, "base_prefix", str(tmp_path))
@@ -182,7 +182,7 @@ def test_data_that_are_not_there_are_named(tmp_path: Path) -> None:
 
 
 def test_a_hugging_face_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A local one, in the form of opus_books."""
+    """A local data set in the format of opus_books."""
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(samestep.Error, match="datasets is not installed: pip install datasets"):
         read_texts("datasets:x", "en", "it")
@@ -248,7 +248,7 @@ def test_no_source_is_both_trained_on_and_held_out() -> None:
     assert sorted(train + held_out) == sorted(pairs)
     assert len({pair.source.casefold() for pair in held_out}) == 10
     assert not {pair.source.casefold() for pair in held_out} & {pair.source.casefold() for pair in train}
-    assert divide(pairs[::-1], 10)[1] == held_out[::-1]  # whatever order the data are read in
+    assert divide(pairs[::-1], 10)[1] == held_out[::-1]  # in whatever order the data are read
     assert len(divide(pairs, None)[1]) == 8
     assert divide(pairs, 0) == (pairs, pairs)
     with pytest.raises(samestep.Error, match="--held-out 40 leaves no pair to train on: there are 40 sources"):
@@ -333,7 +333,7 @@ TINY = OPTIONS.split()
 
 
 def train(arguments: list[str], kill_at: int | None = None) -> None:
-    """Trains on a rank. `kill_at`: rank 1 is killed when it updates the learning rate for this step."""
+    """Train on a rank. `kill_at`: kill rank 1 when it updates the learning rate for this step."""
     if kill_at is not None:
         scale = translate.scale_learning_rate
 
@@ -353,7 +353,7 @@ def pairs_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def trained(pairs_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A run on one rank, and what it printed."""
+    """A run on one rank, and its output."""
     run_dir = tmp_path_factory.mktemp("trained") / "run"
     arguments = [
         "train",
@@ -407,7 +407,7 @@ def test_it_is_the_same_after_a_kill_of_one_of_three_ranks_and_a_resume_on_two(
 def test_other_tokenizers_than_the_runs_are_refused(
     trained: tuple[Path, str], pairs_file: Path, tmp_path: Path
 ) -> None:
-    """As of another version of the library, with the same number of tokens."""
+    """The tokenizers are as of another version of the library, with the same number of tokens."""
     run_dir, _ = trained
     vocabulary = translate.Vocabulary(
         *(Tokenizer((run_dir / f"tokenizers/{name}.json").read_text()) for name in ("source", "target")), {"dim": 32}
@@ -454,7 +454,7 @@ def test_it_runs_under_torchrun(trained: tuple[Path, str], pairs_file: Path, tmp
 
 
 def run_translate(run_dir: Path, text: str | bytes, *options: str) -> subprocess.CompletedProcess[str]:
-    """Runs `samestep translate` with a text as its input."""
+    """Run `samestep translate` with a text as its input."""
     data = text.encode() if isinstance(text, str) else text
     command = [sys.executable, "-m", "samestep", "translate", str(run_dir), *options]
     done = run(command, input=data, capture_output=True, timeout=120)

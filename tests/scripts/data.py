@@ -1,4 +1,4 @@
-"""The data set of many tutorials, which scripts import from beside themselves."""
+"""The data set of many tutorials, which scripts import from their own directory."""
 
 import torch
 from torch.utils.data import Dataset

@@ -1,4 +1,4 @@
-"""The commonest mistake: the optimizer's step is indented by one level too many."""
+"""The most common mistake: the optimizer's step is indented by one level too many."""
 
 import torch
 import torch.nn.functional as F

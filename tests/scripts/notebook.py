@@ -1,4 +1,4 @@
-"""What a notebook's cells would hold: training in this process, and on ranks. Prints a digest for each."""
+"""The cells of a notebook: training in this process, and on several ranks. Prints a digest for each."""
 
 import sys
 

@@ -12,7 +12,7 @@ import samestep
 
 
 class Printer:
-    """Prints what a run logs."""
+    """A tracker that prints what a run logs."""
 
     def start(self, info: samestep.TrackerInfo) -> None:
         print(f"{info.name} starts at step {info.resumed_step}")

@@ -17,7 +17,7 @@ from states import make_state
 
 from samestep.snapshot.store import Store
 
-# 1.5 MB a tensor, so that the files' buffers are written in several calls.
+# 1.5 MB for each tensor, so that the files' buffers are written in several calls.
 LARGE = 400_000
 CALLS = {"open", "write", "flush", "fsync", "close", "mkdir", "rename", "unlink", "rmdir", "scandir", "submit"}
 
@@ -52,7 +52,7 @@ def clean_and_write(store: Store) -> None:
     write(store, 2, step=2)
 
 
-# What is there before, what is done, and the marks that the newest sound snapshot may then have.
+# The snapshots before, the work, and the marks that the newest sound snapshot may have afterwards.
 SCENARIOS: dict[str, tuple[Callable[[Store], None], Callable[[Store], None], set[int]]] = {
     "first": (lambda store: None, lambda store: write(store, 1, step=1), {1}),
     "next": (make_one, lambda store: write(store, 2, step=2, num_values=LARGE), {1, 2}),
@@ -64,7 +64,7 @@ SCENARIOS: dict[str, tuple[Callable[[Store], None], Callable[[Store], None], set
 
 
 def die_at(point: int) -> None:
-    """From here on, the point-th call of the operating system is the last."""
+    """Kill this process just before the point-th call of the operating system from here on."""
     num_calls = 0
 
     def see(frame: object, event: str, function: Any) -> None:

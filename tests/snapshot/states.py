@@ -1,4 +1,4 @@
-"""What the tests of snapshots compare and write."""
+"""States of runs for the tests of snapshots, and their comparison."""
 
 import struct
 from collections import Counter
@@ -9,7 +9,7 @@ import torch
 
 
 def make_state(mark: float, num_values: int = 1000) -> dict[str, Any]:
-    """A run's state that differs with `mark`, of about `4 * num_values` bytes."""
+    """Build a run's state of about `4 * num_values` bytes. Its content depends on `mark`."""
     weight = torch.arange(num_values, dtype=torch.float32) + mark
     return {
         "objects": {"model": {"weight": weight, "tied": weight}, "optimizer": {"state": {0: {"step": mark}}}},
@@ -19,7 +19,7 @@ def make_state(mark: float, num_values: int = 1000) -> dict[str, Any]:
 
 
 def assert_same(found: Any, expected: Any) -> None:
-    """Equal to the bit, and of the types that a snapshot promises to give back."""
+    """Check that all bits are equal, and that the types are those that a snapshot restores."""
     if isinstance(expected, torch.Tensor):
         assert type(found) is torch.Tensor
         assert found.dtype == expected.dtype

@@ -1,4 +1,4 @@
-"""metrics.jsonl: what is read back equals what was written, and a cut leaves just what was there before."""
+"""metrics.jsonl: rows are read as they were written, and truncation leaves the earlier rows unchanged."""
 
 import json
 import math
@@ -54,7 +54,7 @@ def test_rows_are_read_back_as_they_were(rows: list[dict[str, Any]]) -> None:
                 metrics.append(format_row(row))
         back = read(path)
         assert [list(row) for row in back] == [list(row) for row in rows]
-        # repr tells 0.0 from -0.0, 1 from True and 1.0
+        # repr distinguishes 0.0 from -0.0, and 1 from True and 1.0
         assert repr(back) == repr([{key: expected(value) for key, value in row.items()} for row in rows])
 
 
@@ -160,7 +160,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_full_disk_is_told_by_position_and_no_line_is_torn(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that the limit is an OSError, as a full disk is
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that the limit raises OSError, like a full disk
     try:
         with opened(path) as metrics:
             resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))

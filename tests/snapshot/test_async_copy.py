@@ -1,4 +1,4 @@
-"""Copies beside the computation: what they hold, and what they notice."""
+"""Copies that are made during the computation: their content, and the writes that they detect."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""A run directory or bucket that somebody else has written: it is refused in a sentence, and stays where it is."""
+"""A run directory or bucket with hostile content is refused in one sentence, and nothing in it is changed."""
 
 import itertools
 import json
@@ -38,7 +38,7 @@ NUMBERS = {
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A directory with a run in `run`, and `outside` what nothing may write to."""
+    """A directory with a run in `run`, and with `outside`, which must not change."""
     (tmp_path / "run").mkdir()
     (tmp_path / "outside").write_text("as it was")
     (tmp_path / "run" / "run.json").write_text(json.dumps({"format": 1, "numbers": NUMBERS}))
@@ -47,7 +47,7 @@ def place(tmp_path: Path) -> Path:
 
 
 def look(place: Path) -> dict[str, str]:
-    """What is beside the run."""
+    """Return the files that are not in the run's directory."""
     beside = [path for path in place.rglob("*") if path.relative_to(place).parts[0] not in ("run", "copy")]
     return {str(path): path.read_text() for path in beside if path.is_file()}
 
@@ -61,7 +61,7 @@ JUNK: list[Any] = [
 
 
 def list_places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The paths of everything in a JSON value."""
+    """Return the paths of all parts of a JSON value."""
     if path:
         yield path
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
@@ -69,7 +69,7 @@ def list_places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, .
 
 
 def mutate(draw: Callable[[st.SearchStrategy[Any]], Any], manifest: Any) -> None:
-    """Changes a manifest in one place: another value, no value, or another name."""
+    """Change a manifest in one place: another value, no value, or another name."""
     *path, last = draw(st.sampled_from([*list_places(manifest)]))
     holder = manifest
     for key in path:
@@ -86,7 +86,7 @@ def mutate(draw: Callable[[st.SearchStrategy[Any]], Any], manifest: Any) -> None
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.data())
 def test_a_changed_manifest_is_sound_or_refused(place: Path, data: st.DataObject) -> None:
-    """Its checksum is right: whoever changes a manifest can compute one."""
+    """The checksum is correct: an attacker who changes a manifest can compute it."""
     shutil.rmtree(place / "copy", ignore_errors=True)
     path = place / "run" / "snapshots" / "step-00000003" / "manifest.json"
     kept, before = path.read_bytes(), look(place)
@@ -95,7 +95,7 @@ def test_a_changed_manifest_is_sound_or_refused(place: Path, data: st.DataObject
     for _ in range(data.draw(st.integers(1, 2))):
         mutate(data.draw, manifest)
     try:
-        with suppress(ValueError):  # json cannot write it
+        with suppress(ValueError):  # JSON cannot represent it
             path.write_text(json.dumps(seal(manifest)))
         for read in (read_here, read_from_bucket):
             with suppress(Error):
@@ -165,7 +165,7 @@ def test_a_bucket_names_no_other_directory(place: Path, monkeypatch: pytest.Monk
 
 
 def replace_in(place: Path, file: str, change: Callable[[bytes], bytes]) -> None:
-    """Changes a file of the snapshot, and its manifest accordingly."""
+    """Change a file of the snapshot, and its manifest accordingly."""
     from hashlib import sha256
 
     directory = place / "run" / "snapshots" / "step-00000003"
@@ -286,11 +286,11 @@ def test_tools_pass_over_what_they_cannot_read(place: Path, name: str, what: str
         run_report([run, "-o", str(place / "report.html")])
     shown = capsys.readouterr()
     assert "Traceback" not in shown.err
-    assert not set("\x1b\x9b\u202e") & {*shown.out, *shown.err}  # nothing moves the cursor
+    assert not set("\x1b\x9b\u202e") & {*shown.out, *shown.err}  # no escape sequence moves the cursor
 
 
 def test_a_sound_snapshot_holds_regular_files(place: Path, capsys: Any) -> None:
-    """An empty one, where nothing would be read: opening a FIFO waits."""
+    """An empty FIFO: opening it would block."""
     replace_in(place, "state.json", lambda _: b"")
     path = place / "run" / "snapshots" / "step-00000003" / "state.json"
     path.unlink()
@@ -326,7 +326,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path, name: str, target: st
 
 
 def use(run: Path) -> None:
-    """Everything that a run writes in its directory."""
+    """Write everything that a run writes in its directory."""
     directory = RunDirectory(run, warn=lambda sentence: None)
     try:
         directory.find("latest")

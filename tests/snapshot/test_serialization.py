@@ -1,4 +1,4 @@
-"""A state is given back exactly, and its digest is that of its content."""
+"""A state is restored exactly, and its digest depends on its content only."""
 
 import hashlib
 import json
@@ -29,7 +29,7 @@ DTYPES = [
 
 
 def restore(state: Any, directory: Path) -> Any:
-    """Through the bytes of JSON and a tensor file."""
+    """Encode a state to JSON and a tensor file, and decode it."""
     structure, tensors = encode(state)
     with open(directory / "tensors.safetensors", "wb") as file:
         write_tensors(file, tensors)
@@ -39,7 +39,7 @@ def restore(state: Any, directory: Path) -> Any:
 
 @st.composite
 def make_tensors(draw: st.DrawFn) -> torch.Tensor:
-    """Of any bits, dense, permuted, expanded or a view of more."""
+    """Tensors of any bits: dense, permuted, expanded, or views of larger ones."""
     dtype = draw(st.sampled_from(DTYPES))
     shape = draw(st.lists(st.integers(0, 3), max_size=4))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))

@@ -1,4 +1,4 @@
-"""Snapshots are written whole or not at all, and what is not whole is passed over."""
+"""Snapshots are written completely or not at all, and incomplete ones are skipped."""
 
 import json
 import os
@@ -203,7 +203,7 @@ def test_a_piece_that_is_damaged_is_located(store: Store) -> None:
 
 
 def rewrite_manifest(store: Store, step: int, **changes: Any) -> None:
-    """As another version of samestep would have written it."""
+    """Change a manifest as another version of samestep would have written it."""
     path = store.path / f"step-{step:08d}" / "manifest.json"
     manifest = json.loads(path.read_text()) | changes
     path.write_text(json.dumps(manifest))
@@ -259,7 +259,7 @@ def test_a_snapshot_that_goes_bad_after_it_was_found(store: Store) -> None:
 
 
 def test_adopting_one_of_another_store(store: Store, tmp_path: Path) -> None:
-    """Byte for byte, in place of what was there; and nothing of what is not as its manifest says."""
+    """The copy replaces what was there. A snapshot that does not match its manifest is not copied."""
     other = Store(tmp_path / "other")
     other.path.parent.mkdir()
     other.write(make_state(1), step=5, meta={})
@@ -311,7 +311,7 @@ def test_pruning_never_removes_the_newest_sound_one(file: str, store: Store) -> 
 
 
 def read_whatever(store: Store) -> int:
-    """As a new process finds it, which has seen no damage yet."""
+    """Read the newest sound snapshot as a new process does, which has detected no damage yet."""
     store = Store(store.path.parent)
     found = store.find("latest", warn=lambda _: None)
     assert found is not None
@@ -334,7 +334,7 @@ def test_cleaning_removes_what_dead_writers_left(store: Store) -> None:
 
 
 def test_a_snapshot_that_was_moved_elsewhere(store: Store, tmp_path: Path) -> None:
-    """And a link put in its place: pruning removes the link."""
+    """The snapshot was replaced by a link: pruning removes the link only."""
     for step in (1, 2):
         store.write(make_state(step), step=step, meta={})
     os.rename(store.path / "step-00000001", tmp_path / "elsewhere")
@@ -405,7 +405,7 @@ def remount(place: Path, options: str) -> None:
 
 @pytest.mark.parametrize("step", [1, 2])
 def test_a_full_disk_leaves_the_older_snapshot(step: int, small_disk: Path) -> None:
-    """Full at every place: the disk grows page by page until the snapshot fits."""
+    """The disk is full at every point of the write: it grows page by page until the snapshot fits."""
     store = Store(small_disk)
     store.write(make_state(1, 9_000), step=1, meta={})
     outcomes = []

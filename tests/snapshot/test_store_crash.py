@@ -1,4 +1,4 @@
-"""SIGKILL of the writer at any call of the operating system leaves the older snapshot or the newer one, whole."""
+"""SIGKILL of the writer at any system call leaves the older or the newer snapshot, complete."""
 
 import sys
 from pathlib import Path
@@ -27,12 +27,14 @@ def test_a_writer_that_is_killed(scenario: str, directory: Path) -> None:
     assert num_runs > (6 if scenario == "prune" else 20)
     marks = [check(Store(directory / scenario / str(point)), scenario) for point in range(num_runs)]
     allowed = dying_writer.SCENARIOS[scenario][2] | ({None} if scenario == "first" else set())
-    assert set(marks) == allowed  # the older one early on, the newer one at last
+    assert set(marks) == allowed  # the older one for early kills, the newer one for late kills
     assert marks[-1] == max(mark for mark in allowed if mark is not None)
 
 
 def check(store: Store, scenario: str) -> float | None:
-    """All that passes for sound is so. Returns the newest's mark, the same before and after cleaning."""
+    """Check that every snapshot that counts as sound is sound. Returns the mark of the newest, before and after
+    cleaning.
+    """
     for snapshot in store.snapshots():
         assert snapshot.problem is None, snapshot
         check_exact(store.read(snapshot), snapshot.manifest["meta"]["mark"], snapshot.manifest["digest"])

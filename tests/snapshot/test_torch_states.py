@@ -1,4 +1,4 @@
-"""What torch keeps in state_dicts goes through a snapshot, and what was restored goes on with the same bits."""
+"""State_dicts of torch are saved in a snapshot, and training continues from them with the same bits."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ Optimizer = torch.optim.Optimizer
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> Iterator[None]:
-    """The same bits need the same threads, and small tensors are faster on one."""
+    """The same bits need the same number of threads, and small tensors are faster on one."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -77,7 +77,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     name: lambda params, make=make: make(params, lr=0.01)
     for name, make in vars(torch.optim).items()
     if isinstance(make, type) and issubclass(make, Optimizer) and make is not Optimizer
-    if name not in ("SparseAdam", "Muon")  # other gradients, matrices alone: below
+    if name not in ("SparseAdam", "Muon")  # with sparse gradients, or for matrices only: see below
 }
 OPTIMIZERS |= {
     "SGD momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True),

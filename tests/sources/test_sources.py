@@ -1,4 +1,4 @@
-"""Sources read what other programs have written, sample by sample and at random, and name a shard that is bad."""
+"""Sources read files of other programs by random access, and name a damaged shard."""
 
 import json
 import os
@@ -126,7 +126,7 @@ def test_samples_of_tars(tmp_path: Path) -> None:
 
 
 def spoil(kind: str, root: Path, how: str) -> str:
-    """Harms the second shard, and returns its name."""
+    """Damage the second shard. Returns its name."""
     names = {"mds": "shard.00001.mds", "webdataset": "1.tar", "parquet": "1.parquet", "tokens": "train.bin"}
     file = root / names[kind]
     if how == "missing":
