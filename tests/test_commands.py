@@ -1,4 +1,4 @@
-"""A program on the command server is what it is in an interpreter of its own."""
+"""A program on the command server behaves as in its own interpreter."""
 
 import os
 import pty
@@ -63,7 +63,7 @@ ENDS = {
 
 
 def run_twice(*words: str | Path, cwd: Path, **more: object) -> list[subprocess.CompletedProcess[str]]:
-    """The program on the server, and in an interpreter of its own."""
+    """Run a program on the server, and in its own interpreter."""
     return [
         run([sys.executable, *words], cwd=cwd, real=real, capture_output=True, text=True, **more)
         for real in (False, True)
@@ -101,7 +101,7 @@ def test_a_module_that_fails(tmp_path: Path) -> None:
 @pytest.mark.soak  # two whole runs by new interpreters
 @pytest.mark.parametrize("start", [[], ["-m", "samestep", "launch", "--nproc-per-node", "2"]], ids=["python", "launch"])
 def test_bits_and_words_of_a_run(tmp_path: Path, start: list[str]) -> None:
-    """The same state, to the last bit, and the same output."""
+    """A run has the same state, bit for bit, and the same output."""
     (tmp_path / "train.py").write_text(TRAIN)
     done = []
     for name, real in (("forked", False), ("real", True)):
@@ -145,7 +145,7 @@ def test_a_terminal(tmp_path: Path) -> None:
 
 
 def test_programs_of_a_program(tmp_path: Path) -> None:
-    """What it starts is on the server, too; an environment that Python reads when it starts is a new interpreter's."""
+    """Programs that it starts run on the server, too, unless their environment needs a new interpreter."""
     code = """
 import subprocess, sys
 def ask(**more):
@@ -158,7 +158,7 @@ ask(env={"PYTHONIOENCODING": "latin-1"})
     assert done.stdout.splitlines() == ["True utf-8", "False iso8859-1"]
 
 
-# 1 wants a server of its own, as do the ranks of torchrun in promises/test_scripts.py.
+# 1 needs its own server, as do the ranks of torchrun in promises/test_scripts.py.
 @pytest.mark.parametrize("hash_seed", ["0", pytest.param("1", marks=pytest.mark.soak), "2"])
 def test_hashes_of_strings(hash_seed: str) -> None:
     code = "print(hash('a string'), {'a', 'b', 'c', 'd'})"
@@ -180,7 +180,7 @@ def test_what_is_not_forked(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_no_program_outlives_its_tests(tmp_path: Path) -> None:
-    """The server ends with the process that has started it, also where that is killed, and ends its programs."""
+    """The server ends when the process that started it ends or is killed, and ends its programs."""
     code = f"""
 import sys, time
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -199,7 +199,7 @@ time.sleep(60)
 
 
 def test_programs_for_a_shell(tmp_path: Path) -> None:
-    """Their arguments, pipes, signals and exit codes are those of real ones."""
+    """Arguments, pipes, signals and exit codes are as for real programs."""
     (tmp_path / "own.py").write_text("import sys; print(sys.stdin.read(), sys.argv, 'torch' in sys.modules)")
     variables = clean_variables({"PATH": f"{find_programs()}:{os.environ['PATH']}"})
     line = "echo in | python own.py a 'b c' | tr a-z A-Z; python -c 'import os; os.kill(os.getpid(), 15)'; echo $?"

@@ -1,4 +1,4 @@
-"""What the console's functions print arrives."""
+"""The console's functions."""
 
 import subprocess
 import sys

@@ -44,7 +44,7 @@ def find_commands(page: Path) -> Iterator[str]:
 
 
 def run_command(command: str, cwd: Path, *, real: bool = False) -> str:
-    """Runs a documented command with this test's interpreter and package, and gives what it printed.
+    """Run a documented command with this test's interpreter and package. Returns its output.
 
     `real`: in new interpreters.
     """
@@ -62,10 +62,8 @@ def run_command(command: str, cwd: Path, *, real: bool = False) -> str:
 
 
 def write_scripts(page: Path, directory: Path) -> tuple[list[str], dict[str, set[str]]]:
-    """Writes the scripts of a page into a directory, under the names that their first lines give.
-
-    Returns those that can run, and those that cannot, each with the trainers that it imports and that are not
-    installed here.
+    """Write the scripts of a page into a directory, under the names in their first lines. Returns those that can run,
+    and those that cannot, each with the trainers that it imports and that are not installed.
     """
     names, left_out = [], {}
     for script in find_blocks(page, "python"):
@@ -95,7 +93,7 @@ def write_scripts(page: Path, directory: Path) -> tuple[list[str], dict[str, set
     ids=lambda page: page.name,
 )
 def test_pages(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The scripts and commands of a page, in its order. A script that no command names is run first."""
+    """Run the scripts and commands of a page in its order. A script that no command names is run first."""
     if page.name in SHORTENED:
         monkeypatch.setenv("SAMESTEP_MAX_STEPS", str(FEW_STEPS))
     scripts, left_out = write_scripts(page, tmp_path)
@@ -130,7 +128,7 @@ def test_techniques_are_the_same_on_two_ranks(script: str, tmp_path: Path) -> No
 
 
 def test_make_train(tmp_path: Path) -> None:
-    """With the virtual environment that `make test` has made; elsewhere, the commands of make are compared."""
+    """Run it in the virtual environment of `make test`, if there is one; else compare the commands of make."""
     made = (ROOT / ".venv" / "installed").exists()
     arguments = f'ARGS="--epochs 1 --run-dir {tmp_path / "run"}"'
     done = subprocess.run(

@@ -1,5 +1,5 @@
-"""The house's rules, read from the source: floors and rooms, who reads the environment and calls collectives,
-size, names, and what `import samestep` costs. A rule that stands in the way is changed here, with its reason.
+"""The house rules, checked in the source: floors and rooms, where the environment is read and collectives are called,
+size, names, and the cost of `import samestep`. To change a rule, change it here, with the reason.
 """
 
 import ast
@@ -15,9 +15,9 @@ import pytest
 
 SOURCE = Path(__file__).parents[1] / "src" / "samestep"
 
-# What stands on which floor: a package of src/samestep (a room) or a module at its top. A module imports
+# The floor of each package of src/samestep (a room) and of each module at its top. A module imports
 # floors below its own, and its own room. errors, which all raise, and cli, which names
-# recipes, have floors to themselves.
+# recipes, have their own floors.
 FLOORS = {
     "version": 0,
     "errors": 0,
@@ -48,12 +48,12 @@ COLLECTIVES = re.compile(
     r"all_reduce\w*|_?all_gather\w*|_?reduce_scatter\w*|all_to_all\w*|_?broadcast\w*|reduce|gather|gather_object|scatter"
     r"|scatter_object_list|(monitored_)?barrier|i?send|i?recv|(send|recv)_object_list|batch_isend_irecv|P2POp"
 )
-# Methods of a ProcessGroup that are called nothing else anywhere.
+# Names of methods that only a ProcessGroup has.
 GROUP_METHODS = re.compile(r"_?all_?gather_\w+|_?(allgather|allreduce|alltoall|reduce_scatter)\w*|recv_anysource")
 
 MAX_FUNCTION_LINES = 80
 
-# Part of a name that we give -> what to call it instead.
+# Part of a name -> what to use instead.
 BANNED_NAMES = {
     r"utils?": "a noun that says what is in it",
     r"Manager": "what it is, not that it manages",
@@ -81,7 +81,7 @@ class Module:
 
     @property
     def name(self) -> str:
-        """Such as "samestep.plan.tree"; a package's is that of its `__init__.py`."""
+        """The full name, such as "samestep.plan.tree". `__init__.py` has the name of its package."""
         return ".".join(["samestep", *self.path.removesuffix(".py").removesuffix("__init__").split("/")]).strip(".")
 
     @property
@@ -93,7 +93,7 @@ class Module:
 
 
 def write(node: ast.expr) -> str:
-    """As ast.unparse, and fast for names and attributes of names."""
+    """Return what ast.unparse does; fast for names and attributes of names."""
     if isinstance(node, ast.Name):
         return node.id
     return f"{write(node.value)}.{node.attr}" if isinstance(node, ast.Attribute) else ast.unparse(node)
@@ -121,13 +121,13 @@ EXPORTS = read_exports()
 
 
 def resolve(name: str) -> str:
-    """Where "samestep.Run" is taken from: "samestep.train.run"."""
+    """Return the module of a name: "samestep.train.run" for "samestep.Run"."""
     first, _, public = name.partition(".")
     return EXPORTS.get(public.split(".")[0], name) if first == "samestep" else name
 
 
 def imports(module: Module) -> Iterator[tuple[ast.stmt | ast.expr, str]]:
-    """Every import, as a full name, wherever it stands: for types only and inside functions, too."""
+    """Yield every import as a full name, including those for types only and inside functions."""
     package = module.name.split(".") if module.path.endswith("__init__.py") else module.name.split(".")[:-1]
     for node in module.nodes:
         if isinstance(node, ast.Import):
@@ -173,9 +173,9 @@ def find_floor_faults(module: Module) -> list[str]:
 def find_environment_faults(module: Module) -> list[str]:
     """Uses of os.environ outside its one reader.
 
-    To start a child, a launcher takes a copy from `world.environment.child_variables()`, adds to that and
-    hands it on. In launch/ alone os.environ may be written (assigned to, deleted from, updated, cleared): a
-    rank that a forkserver started finds its starter's environment, and puts on its own first.
+    To start a child, a launcher takes a copy from `world.environment.child_variables()`, adds to that and passes it on.
+    In launch/ alone os.environ may be written (assigned to, deleted from, updated, cleared): a rank of a forkserver
+    begins with the environment of the server, and replaces it first.
     """
     if module.path == ENVIRONMENT:
         return []
@@ -331,13 +331,13 @@ def test_the_search_for_cycles_sees(sources: dict[str, str], expected: list[tupl
 
 
 def test_no_two_modules_have_one_name() -> None:
-    """Packages included: a traceback and an editor's tab show the last part only."""
+    """Packages, too: tracebacks and tabs of editors show the last part only."""
     names = [module.name.rpartition(".")[2] for module in MODULES]
     assert sorted({name for name in names if names.count(name) > 1}) == []
 
 
-# Accesses to `_private` attributes of other modules' objects: all of Python's and torch's, none of samestep's.
-# Counts may only fall.
+# Accesses to `_private` attributes of other modules' objects: those of Python's and torch's objects are listed, and
+# there are none of samestep's. Counts may only fall.
 KNOWN_PRIVATE = {
     "launch/rank_process.py": 3,  # a process that ends without the teardown of its modules
     "snapshot/serialization.py": 1,  # `_metadata` of a state_dict, which torch documents

@@ -1,6 +1,5 @@
-"""torch's private names still mean what samestep takes them for. A failure names the one that a release has changed.
-
-Each test says what samestep can use without that name.
+"""torch's private names still have the meaning on which samestep relies. A failure names the one that a release has
+changed. Each test names an alternative.
 """
 
 import torch
@@ -63,7 +62,7 @@ def test_backward_accumulates_what_torch_autograd_backward_does() -> None:
 
 
 def test_the_iterator_of_a_loader() -> None:
-    """Without `_next_index` and `_reset`: wrap the batch sampler, whose indices say the same (`verify --plain`)."""
+    """Without `_next_index` and `_reset`: wrap the batch sampler, whose indices are equivalent (`verify --plain`)."""
     iterator = iter(torch.utils.data.DataLoader(range(4), 2))
     assert isinstance(iterator, torch_internals.LoaderIterator)
     assert iterator._next_index() == [0, 1]

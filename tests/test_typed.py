@@ -1,4 +1,4 @@
-"""Type checkers accept the source, and a script that uses the whole public API. That script does what its types say."""
+"""Type checkers accept the source and a script that uses the whole public API, and the script runs."""
 
 import runpy
 import subprocess

@@ -1,7 +1,7 @@
-"""What pytest makes of the assert statements in test modules, made once for all workers.
+"""Rewrites the assert statements of test modules, as pytest does, once for all workers.
 
-Each worker of pytest-xdist would otherwise do that for all modules at the same time as the others, for 5 s of CPU, and
-again in each run where Python is told to write no bytecode.
+Otherwise each worker of pytest-xdist would rewrite all modules at the same time, for 5 s of CPU, and again in each run
+if PYTHONDONTWRITEBYTECODE is set.
 """
 
 from pathlib import Path

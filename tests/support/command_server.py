@@ -1,6 +1,6 @@
 """A process that has imported torch and samestep once, and runs Python programs as forks of itself.
 
-A program costs some 0.05 s of CPU here where a new interpreter costs 4 s. In its process a program finds what
+A program costs about 0.05 s of CPU here; a new interpreter costs 4 s. In its process a program finds what
 `python ARGUMENTS` would give it: arguments, environment, current directory, files, signal handlers, search path,
 standard streams, `__main__`, and its end: exit code, traceback, atexit handlers. /proc shows its own arguments and
 environment, too. Three things differ: modules are imported already, str hashes are those of PYTHONHASHSEED=0 where it
@@ -34,19 +34,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-HASH_SEEDS = ("0", "1")  # of a server, and of another one that it starts when it is wanted
+HASH_SEEDS = ("0", "1")  # of a server, and of another one that it starts on demand
 TORCHRUN_STARTS = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 PRELOAD = ("torch.distributed.run", TORCHRUN_STARTS, "psutil", "numpy")
-ON_DEMAND = {"digits": "sklearn.datasets"}  # by an argument of a program; 2 s of CPU in each rank otherwise
+ON_DEMAND = {"digits": "sklearn.datasets"}  # if a program has this argument; otherwise 2 s of CPU in each rank
 PROGRAMS = ("samestep.__main__", "samestep.recipes.")
 LENGTH = struct.Struct("!I")
 CLONE_NEWNET, CLONE_NEWUTS = 0x40000000, 0x04000000
 ARGUMENTS_START = 47  # of /proc/self/stat's fields, followed by the arguments' end, the environment's start and end
-SPACE = "SPACE_FOR_ENVIRONMENT"  # a variable whose value makes room for what /proc is to show
+SPACE = "SPACE_FOR_ENVIRONMENT"  # a variable whose value reserves space for what /proc shows
 
 
 def start(life: socket.socket, listener: socket.socket, hash_seed: str) -> int:
-    """Starts a server that takes requests from `listener` until `life` is closed. Returns its pid."""
+    """Start a server that takes requests from `listener` until `life` is closed. Returns its pid."""
     package = str(Path(__file__).parents[1])
     code = (
         f"import sys; base = sys.path[1:]; sys.path.insert(1, {package!r})\n"
@@ -54,9 +54,9 @@ def start(life: socket.socket, listener: socket.socket, hash_seed: str) -> int:
     )
     variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     variables |= {"PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    variables["OMP_WAIT_POLICY"] = "passive"  # of the forks' threads: where cores are busy, waiting actively costs more
+    variables["OMP_WAIT_POLICY"] = "passive"  # of the forks' threads: if the cores are busy, active waiting costs more
     variables[SPACE] = " " * 100_000
-    # The long argument makes room for the arguments of programs.
+    # The long argument reserves space for the arguments of programs.
     process = subprocess.Popen(
         [sys.executable, "-c", code, "support.command_server", " " * 20_000],
         env=variables,
@@ -74,7 +74,7 @@ def send(connection: socket.socket, message: Any, fds: Sequence[int] = ()) -> No
 
 
 def receive(connection: socket.socket, max_fds: int = 0) -> tuple[Any, list[int]]:
-    """A message and its descriptors; None where the connection has been closed."""
+    """Receive a message and its descriptors; None if the connection has been closed."""
     head, fds, _, _ = socket.recv_fds(connection, LENGTH.size, max_fds)
     if not head:
         return None, []
@@ -90,7 +90,7 @@ def serve(life_fd: int, listener_fd: int, base_path: list[str]) -> None:
     _ignore_signals()
     import samestep
     from samestep.launch.forkserver import preload
-    from support import commands  # noqa: F401  which keeps the environment of now
+    from support import commands  # noqa: F401  which keeps the current environment
     from support.preloaded import import_for_tests, make_forks_cheap
 
     gc.disable()
@@ -127,7 +127,7 @@ class _Server:
             keys = [key for key, _ in self.selector.select()]
             ready = [key.fileobj for key in keys]
             for key in keys:
-                if key.data is not None:  # a program's parent, which says nothing until it ends
+                if key.data is not None:  # a program's parent, which sends nothing until it ends
                     self.selector.unregister(key.fileobj)
                     os.kill(key.data, signal.SIGKILL)
             if self.woken in ready:
@@ -192,7 +192,7 @@ class _Server:
                 client.close()
 
     def become(self, client: socket.socket, request: dict[str, Any], namespaces: list[int], fds: list[int]) -> int:
-        """In the child: runs the program and returns its exit code."""
+        """In the child: run the program. Returns its exit code."""
         from support import commands
         from support.preloaded import fork_server
 
@@ -253,7 +253,7 @@ class _Server:
 
 
 def _take_files(fds: list[int], numbers: list[int]) -> int:
-    """Gives this process the descriptors `fds` as `numbers`, and no others but the last, which it returns."""
+    """Give this process the descriptors `fds` as `numbers`, and close all others except the last, which is returned."""
     *high, last = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, max(128, *numbers) + 1) for fd in fds]
     for fd, number in zip(high, numbers, strict=True):
         os.dup2(fd, number)
@@ -265,7 +265,7 @@ def _take_files(fds: list[int], numbers: list[int]) -> int:
 
 
 def keep_files(*fds: int) -> None:
-    """Closes all files but these and stderr. Stdin is empty, and stdout is stderr."""
+    """Close all files except these and stderr. Stdin becomes empty, and stdout becomes stderr."""
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in (1, 2, *fds):
             with suppress(OSError):  # the one that listed them
@@ -288,7 +288,7 @@ def _reset_signals() -> None:
 
 
 def show(what: str, words: Sequence[str]) -> None:
-    """Has /proc show these arguments or this environment, by writing over those that this process was started with."""
+    """Make /proc show these arguments or this environment, by overwriting those that this process was started with."""
     first, last = (0, 1) if what == "arguments" else (2, 3)
     addresses = Path("/proc/self/stat").read_text().rpartition(") ")[2].split()[ARGUMENTS_START - 2 :]
     begin, end = int(addresses[first]), int(addresses[last])
@@ -298,7 +298,7 @@ def show(what: str, words: Sequence[str]) -> None:
 
 
 def _enter(file: int) -> None:
-    """Enters a namespace, unless this process is in it."""
+    """Enter a namespace, unless this process is in it."""
     if not any(os.path.samestat(os.fstat(file), os.stat(f"/proc/self/ns/{name}")) for name in ("net", "uts", "mnt")):
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(file, 0):
@@ -315,7 +315,7 @@ def _enter_host(namespace: str, name: str) -> None:
 
 
 def _open_streams(is_unbuffered: bool) -> None:
-    """As Python does when it starts."""
+    """Open the standard streams as Python does when it starts."""
     assert sys.__stdout__ is not None
     encoding, errors = sys.__stdout__.encoding, sys.__stdout__.errors
     for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
@@ -335,9 +335,8 @@ def _open_streams(is_unbuffered: bool) -> None:
 
 
 def _refresh(has_one_thread: bool) -> None:
-    """What a new process has of its own, and what libraries have read from the environment when they were imported.
-
-    A worker has one thread: tests compute so little that a second one costs more than it saves.
+    """Reset what differs in a new process, and what libraries read from the environment when they were imported. A
+    worker has one thread: tests compute so little that a second one costs more than it saves.
     """
     import numpy as np
     import torch
@@ -352,7 +351,7 @@ def _refresh(has_one_thread: bool) -> None:
 
 
 def _find_program(words: list[str], is_safe: bool) -> Callable[[], object]:
-    """What `python WORDS` runs: a module, a command or a script. Sets sys.argv, and what stands first in sys.path."""
+    """Find what `python WORDS` runs: a module, a command or a script. Sets sys.argv and the first entry of sys.path."""
     main = types.ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={})
     sys.modules["__main__"] = main
@@ -384,7 +383,7 @@ def _find_program(words: list[str], is_safe: bool) -> Callable[[], object]:
 
 
 def _run_main(run: Callable[[], object]) -> int:
-    """Runs it, and ends as Python does: the last exception is shown, threads are waited for, atexit handlers run."""
+    """Run it, and end as Python does: print the last exception, wait for threads, run atexit handlers."""
     code, is_interrupted = 0, False
     try:
         run()

@@ -1,7 +1,7 @@
-"""Programs that tests start. Python programs run as forks of a process that has imported torch already.
+"""Starts programs for tests. Python programs run as forks of a process that has already imported torch.
 
-`Popen` and `run` are those of `subprocess`, and so is what they give; see `command_server` for what differs.
-`find_programs` gives a directory with `python`, `samestep` and `torchrun`, which run on the server too: for shells,
+`Popen` and `run` have the interface of those in `subprocess`; see `command_server` for the differences.
+`find_programs` returns a directory with `python`, `samestep` and `torchrun`, which run on the server too: for shells,
 ssh and Slurm, which start programs themselves.
 """
 
@@ -23,15 +23,15 @@ from support import command_server
 from support.command_server import HASH_SEEDS
 from support.hosts import Host
 
-# Variables that a program must have when it starts: with other values of them than the server has, it is not forked.
+# Variables that take effect when a program starts: if their values differ from the server's, it is not forked.
 READ_AT_START = ("PYTHON", "LC_", "LANG", "LD_", "MALLOC_", "MKL_", "KMP_", "OPENBLAS_", "GLIBC_")
-UTF8 = (None, "C", "POSIX", "C.UTF-8", "en_US.UTF-8")  # locales that are alike to Python
+UTF8 = (None, "C", "POSIX", "C.UTF-8", "en_US.UTF-8")  # locales that are equivalent for Python
 HANDLED = ("PYTHONPATH", "PYTHONHASHSEED", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE")
 # scikit-learn sets these when it is imported. Torch does not use the OpenMP runtime that reads them.
 IGNORED = ("KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK")
-FLAGS = ("-P", "-u")  # of the interpreter; torchrun gives its ranks -u
+FLAGS = ("-P", "-u")  # of the interpreter; torchrun starts its ranks with -u
 NAMESPACES = ("net", "uts", "mnt")
-WORKER = "worker"  # the program that is `python` for a worker of pytest-xdist
+WORKER = "worker"  # the program `python` of a worker of pytest-xdist
 # Its first argument is its own path, beside which it finds the server.
 CLIENT = """\
 #!{python} -IS
@@ -43,12 +43,12 @@ sys.exit(commands.run_as_client(sys.argv))
 
 
 class Popen(subprocess.Popen[Any]):
-    """A program. A Python program is a fork of this process's command server, where that can be.
+    """A program. A Python program is a fork of this process's command server, if possible.
 
     Args:
         real: start a new interpreter.
         host: on another host than this.
-        is_bound: the program does not outlive this process.
+        is_bound: the program is killed when this process ends.
         is_worker: the program has servers of its own, as forks of itself.
     """
 
@@ -160,7 +160,7 @@ def run(
 
 
 def is_forkable(words: Any, variables: Mapping[str, str], cwd: str = "") -> bool:
-    """Whether a command is a Python program that a fork of the server can run as well. It starts in `cwd`."""
+    """Return whether a command is a Python program that a fork of the server can run. It starts in `cwd`."""
     if not isinstance(words, list | tuple) or len(words) < 2 or str(words[0]) not in (sys.executable, _python):
         return False
     first = words[2] if words[1] in FLAGS and len(words) > 2 else words[1]
@@ -178,18 +178,20 @@ def is_forkable(words: Any, variables: Mapping[str, str], cwd: str = "") -> bool
 
 
 def choose_hash_seed(variables: Mapping[str, str]) -> str:
-    """The hash seed of a program: PYTHONHASHSEED, by default 0. With `random`, rank 1 has another one than rank 0."""
+    """Return the hash seed of a program: PYTHONHASHSEED, by default 0. With `random`, ranks 0 and 1 have different
+    ones.
+    """
     seed = variables.get("PYTHONHASHSEED", HASH_SEEDS[0])
     return HASH_SEEDS[int(variables.get("RANK", 0)) % 2] if seed == "random" else seed
 
 
 _variables: Mapping[str, str] = dict(os.environ)  # of the server
 _address = ""  # of the server
-_python = sys.executable  # the program `python` of `find_programs`, where there is one
+_python = sys.executable  # the program `python` of `find_programs`, if there is one
 
 
 def open_server(start: Callable[[socket.socket, socket.socket], int]) -> None:
-    """Gives this process a server of its own. `start`, as that of `command_server`, starts it."""
+    """Start a server for this process by `start`, which has the interface of `command_server.start`."""
     global _address, _variables
     _address = os.path.join(tempfile.mkdtemp(prefix="commands-", dir="/tmp"), "socket")
     life, theirs = socket.socketpair()
@@ -203,7 +205,7 @@ def open_server(start: Callable[[socket.socket, socket.socket], int]) -> None:
 
 
 def _find_server(hash_seed: str = HASH_SEEDS[0]) -> str:
-    """Where the server with a PYTHONHASHSEED listens, which is started when it is first wanted."""
+    """Return the address of the server with a PYTHONHASHSEED. It is started on first use."""
     if not _address:
         open_server(partial(command_server.start, hash_seed=HASH_SEEDS[0]))
     if hash_seed == HASH_SEEDS[0]:
@@ -224,14 +226,14 @@ def _end_server(client: int, pid: int, life: socket.socket) -> None:
 
 
 def use_server(address: str) -> None:
-    """In a program of the server's: Python programs that it starts are the server's, too."""
+    """In a program on the server: run the Python programs that it starts on the server, too."""
     global _address, _python
     _address, _python = address, os.path.join(os.path.dirname(address), "bin", "python")
     subprocess.Popen = Popen  # type: ignore[misc]
 
 
 def find_programs() -> Path:
-    """A directory for PATH."""
+    """Return a directory for PATH."""
     return Path(_find_server()).with_name("bin")
 
 
@@ -245,7 +247,7 @@ def _write_programs(directory: Path) -> None:
 
 
 def run_as_client(words: list[str]) -> int:
-    """What the programs of `find_programs` do: they run on the server, are sent its signals and leave as it does."""
+    """Run a program of `find_programs` on the server: pass signals on to it, and end with its exit code."""
     global _variables
     program = Path(words[0])
     server = json.loads(program.with_name("server.json").read_text())
@@ -261,7 +263,7 @@ def run_as_client(words: list[str]) -> int:
     if not is_forkable(command, os.environ):
         os.execv(sys.executable, [sys.executable, *command[1:]])
     signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCONT}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # until there is something to pass them on to
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # until there is a process to pass them on to
     process = Popen(command, is_bound=True, is_worker=is_worker)
     for signum in signals:
         signal.signal(signum, lambda number, _: process.send_signal(number))

@@ -11,7 +11,7 @@ import pytest
 
 
 class Disk:
-    """A small file system of its own."""
+    """A small separate file system."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -37,7 +37,7 @@ class Disk:
 
 @contextmanager
 def open_disk(path: Path) -> Iterator[Disk]:
-    """Mounted on a new directory; the test is skipped where that is not permitted."""
+    """Mount a small file system on a new directory. The test is skipped if that is not permitted."""
     if os.name != "posix" or sys.platform != "linux":
         pytest.skip("mounts a file system, as on Linux")
     made = Disk(path)

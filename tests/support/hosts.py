@@ -15,7 +15,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Host:
-    """A host. It shares this machine's files and processes; its network and its name are its own."""
+    """A host. It shares this machine's files and processes, and has its own network and name."""
 
     name: str
     namespace: str
@@ -31,11 +31,11 @@ class Host:
 
     @property
     def variables(self) -> dict[str, str]:
-        """What is set for commands there."""
+        """Return the environment variables for commands there."""
         return {"SAMESTEP_RDZV_SECRET": "known-to-all-hosts"}
 
     def wrap(self, command: Sequence[str | Path]) -> list[str | Path]:
-        """The command that runs a command there, as the same process."""
+        """Return a command that runs a command there, as the same process."""
         exports = " ".join(f"{name}={value}" for name, value in self.variables.items())
         named = f'hostname {self.name} && export {exports} && exec "$@"'
         return ["nsenter", f"--net=/var/run/netns/{self.namespace}", "unshare", "-u", "sh", "-c", named, "sh", *command]
@@ -50,7 +50,7 @@ def run(*words: str) -> None:
 
 
 def why_not() -> str:
-    """Why there can be no hosts here; nothing if they can."""
+    """Return why hosts cannot be made here; "" if they can."""
     missing = [tool for tool in ("ip", "nsenter", "unshare") if shutil.which(tool) is None]
     if missing or os.geteuid() != 0:
         return f"hosts need {' and '.join(missing) or 'root'}"
@@ -65,7 +65,7 @@ def why_not() -> str:
 
 @contextmanager
 def open_hosts(num_hosts: int) -> Iterator[list[Host]]:
-    """Hosts that reach each other; afterwards none is left."""
+    """Open hosts that reach each other. They are removed at the end."""
     prefix = f"samestep-{os.getpid()}"
     switch = f"{prefix}-switch"
     hosts = [Host(f"h{number}", f"{prefix}-h{number}", number) for number in range(1, num_hosts + 1)]

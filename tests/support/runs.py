@@ -13,14 +13,14 @@ from typing import Any
 from samestep.cli import main
 from support.commands import Popen
 
-# What would make a run of this machine another one.
+# Variables that would change the runs of tests.
 FOREIGN = (
     "SAMESTEP_", "OMP_", "MKL_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "GROUP_", "ROLE_", "TORCHELASTIC_", "SLURM",
 )  # fmt: skip
 
 
 def clean_variables(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment, without variables of launchers and of other runs, and with `extra`."""
+    """Return this process's environment, without variables of launchers and of other runs, and with `extra`."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
     return kept | dict(extra or {})
 
@@ -28,7 +28,7 @@ def clean_variables(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 def run_command(
     *command: str | Path, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 120, real: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a program to its end in `cwd`; stdout and stderr are kept, as text.
+    """Run a program to its end in `cwd`. Stdout and stderr are returned as text.
 
     Args:
         env: variables to add.
@@ -58,7 +58,7 @@ def run_command(
 
 
 def kill_tree(pid: int) -> None:
-    """Kills a process and all its descendants."""
+    """Kill a process and all its descendants."""
     import psutil
 
     try:
@@ -76,12 +76,12 @@ def kill_tree(pid: int) -> None:
 def samestep_command(
     *args: str | Path, cwd: Path, env: Mapping[str, str] | None = None, timeout: float = 120
 ) -> subprocess.CompletedProcess[str]:
-    """Runs `samestep ARGS` in `cwd`, as `run_command`. The exit code is for the caller to look at."""
+    """Run `samestep ARGS` in `cwd`, as `run_command`. The caller checks the exit code."""
     return run_command(sys.executable, "-m", "samestep", *args, cwd=cwd, env=env, timeout=timeout)
 
 
 def check(done: subprocess.CompletedProcess[str], code: int = 0) -> subprocess.CompletedProcess[str]:
-    """The same again, once its exit code is `code`; else fails with what it printed."""
+    """Return the argument if its exit code is `code`; else fail with its output."""
     assert done.returncode == code, (
         f"{done.args} ended with {done.returncode}, not {code}\n"
         f"--- stdout\n{done.stdout[-4000:]}\n--- stderr\n{done.stderr[-4000:]}"
@@ -90,14 +90,14 @@ def check(done: subprocess.CompletedProcess[str], code: int = 0) -> subprocess.C
 
 
 def ask(*arguments: str | Path) -> str:
-    """What `samestep ARGUMENTS` prints; it must succeed."""
+    """Return what `samestep ARGUMENTS` prints. It must succeed."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         assert main([str(argument) for argument in arguments]) == 0, printed.getvalue()
     return printed.getvalue()
 
 
 def digest(run_dir: Path, step: int | str | None = None) -> str:
-    """What `samestep inspect RUN --digest` prints: the sha256 of a run's whole state."""
+    """Return what `samestep inspect RUN --digest` prints: the sha256 of a run's whole state."""
     which = [] if step is None else ["--step", str(step)]
     printed = ask("inspect", run_dir, "--digest", *which).strip()
     assert len(printed) == 64, printed
@@ -105,5 +105,5 @@ def digest(run_dir: Path, step: int | str | None = None) -> str:
 
 
 def read_rows(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of `metrics.jsonl`."""
+    """Return the rows of `metrics.jsonl`."""
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

@@ -7,7 +7,9 @@ import pytest
 
 
 def one_in(n: int, cases: Iterable[Any]) -> list[Any]:
-    """All cases, for `pytest.mark.parametrize`; those but every n-th, from the first on, are left to `make soak`."""
+    """Return all cases for `pytest.mark.parametrize`. `make test` runs the first and every n-th after it, `make soak`
+    all.
+    """
     return [case if i % n == 0 else _leave(case) for i, case in enumerate(cases)]
 
 

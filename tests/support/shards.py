@@ -19,7 +19,7 @@ SAMPLES = NUM_SHARDS * PER_SHARD
 def write_mds(
     root: Path, columns: dict[str, str], rows: Sequence[dict[str, bytes]], sizes: Sequence[int | None]
 ) -> None:
-    """Writes shards of `PER_SHARD` rows by the format's definition. `rows`: encoded values."""
+    """Write shards of `PER_SHARD` rows by the format's definition. `rows`: encoded values."""
     root.mkdir(parents=True, exist_ok=True)
     shards = []
     for number in range(0, len(rows), PER_SHARD):
@@ -57,7 +57,7 @@ def make_mds(root: Path) -> MDS:
 
 
 def make_tars(root: Path, spare: int = -1) -> WebDataset:
-    """`spare`: a tar that lacks its first sample."""
+    """Write tars. `spare`: the number of a tar that lacks its first sample."""
     root.mkdir(parents=True, exist_ok=True)
     for number in range(NUM_SHARDS):
         with tarfile.open(root / f"{number}.tar", "w") as tar:

@@ -19,7 +19,7 @@ import psutil
 from support.runs import clean_variables
 from support.waiting import wait_until
 
-# cred_expire: for how long a requeued job waits, and a second more.
+# cred_expire: the time that a requeued job waits, and a second more.
 CONFIGURATION = """\
 ClusterName=samestep
 SlurmctldHost={host}(127.0.0.1)
@@ -57,7 +57,7 @@ TOOLS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
 
 
 def why_not() -> str:
-    """Why there can be no cluster here; nothing if there can."""
+    """Return why a cluster cannot be started here; "" if it can."""
     missing = [tool for tool in TOOLS if shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin") is None]
     if missing:
         return f"no {', '.join(missing)}: apt-get install slurmctld slurmd slurm-client munge"
@@ -65,10 +65,10 @@ def why_not() -> str:
 
 
 class Cluster:
-    """One that runs, until `close`.
+    """A cluster that runs until `close`.
 
     Attributes:
-        variables: for the commands that are to know it.
+        variables: environment variables by which commands find it.
     """
 
     def __init__(self, root: Path, num_nodes: int) -> None:
@@ -78,7 +78,7 @@ class Cluster:
         self.variables = {"SLURM_CONF": str(root / "slurm.conf")}
 
     def start(self) -> None:
-        """Returns when all nodes wait for jobs."""
+        """Start the daemons. Returns when all nodes wait for jobs."""
         for name in ("state", "spool", "log"):
             (self.root / name).mkdir()
         host = socket.gethostname().partition(".")[0]
@@ -89,7 +89,7 @@ class Cluster:
             for name, port in zip(self.nodes, ports[1:], strict=True)
         ]
         lines.append("PartitionName=main Nodes=ALL Default=YES MaxTime=1-0 DefaultTime=10 State=UP\n")
-        # Jobs of clusters beside each other have other numbers, from which the ports of their runs follow.
+        # Jobs of clusters that run at the same time have different numbers, which determine the ports of their runs.
         first_job = 1 + os.getpid() * 20 % 16000
         (self.root / "slurm.conf").write_text(
             CONFIGURATION.format(host=host, port=ports[0], root=self.root, first_job=first_job) + "".join(lines)
@@ -119,7 +119,7 @@ class Cluster:
             )
 
     def run(self, *words: str) -> str:
-        """A command of Slurm's; fails where that does."""
+        """Run a command of Slurm. Fails if it fails."""
         done = self.try_run(*words)
         assert done.returncode == 0, f"{words}: {done.stderr}"
         return done.stdout
@@ -130,30 +130,30 @@ class Cluster:
         )
 
     def wait_idle(self) -> None:
-        """Until no node has anything to do."""
+        """Wait until no node has a job."""
         wait_until(lambda: self._states() == ["idle"] * len(self.nodes), "all nodes are idle", 40, ASK_EVERY_S)
 
     def _states(self) -> list[str]:
         return self.try_run("sinfo", "--noheader", "--Node", "--format=%T").stdout.split()
 
     def show(self, job: str) -> Mapping[str, str]:
-        """What Slurm knows of a job."""
+        """Return what Slurm shows about a job."""
         return dict(re.findall(r"(\w+)=(\S*)", self.run("scontrol", "show", "job", "--oneliner", job)))
 
     def wait_for(self, job: str, state: str) -> None:
         wait_until(lambda: self.show(job)["JobState"] == state, f"job {job} is {state}", every_s=ASK_EVERY_S)
 
     def fail(self, node: str) -> None:
-        """As if the node had died: its job is queued again."""
+        """Mark a node as failed: its job is queued again."""
         self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
 
     def mend(self, node: str) -> None:
-        # It may be back by itself, as its daemon is well.
+        # Slurm may have resumed it already, as its daemon runs.
         if self.run("sinfo", "--noheader", f"--nodes={node}", "--format=%T").startswith("down"):
             self.run("scontrol", "update", f"nodename={node}", "state=resume")
 
     def close(self) -> None:
-        """Ends all jobs and daemons; no process is left."""
+        """End all jobs and daemons."""
         if "slurmctld" in self._daemons:
             self.try_run("scancel", "--user=root", "--signal=KILL")
         for name in (*self.nodes, "slurmctld", "munged"):
@@ -199,8 +199,8 @@ def find_ports(count: int) -> list[int]:
 
 @contextmanager
 def open_cluster(num_nodes: int = 2) -> Iterator[Cluster]:
-    """A cluster that is ready; afterwards none of it is left."""
-    with TemporaryDirectory(prefix="slurm-", dir="/tmp") as root:  # not below pytest's own: a socket's path is short
+    """Open a cluster. Its processes are ended afterwards."""
+    with TemporaryDirectory(prefix="slurm-", dir="/tmp") as root:  # the path of a socket is limited
         cluster = Cluster(Path(root), num_nodes)
         try:
             cluster.start()

@@ -42,7 +42,7 @@ Host *
 
 
 class SshHosts:
-    """Hosts by their names, which only the `ssh` of `path` knows.
+    """Hosts by their names, which only the `ssh` in `path` can resolve.
 
     Attributes:
         path: a directory to put at the head of PATH.
@@ -96,14 +96,14 @@ class SshHosts:
         self._wait_for(name)
 
     def make_key(self, name: str) -> None:
-        """A new one, over the old."""
+        """Make a new host key, in place of the old one."""
         path = self.directory / name
         path.unlink(missing_ok=True)
         command = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(path)]
         subprocess.run(command, check=True, capture_output=True, stdin=subprocess.DEVNULL)
 
     def shut_down(self, name: str) -> None:
-        """Nobody answers there any more; who is connected stays so."""
+        """Stop accepting connections. Open connections remain."""
         self.servers[name].kill()
         self.servers[name].wait()
 
@@ -114,7 +114,7 @@ class SshHosts:
 
 
 def why_not() -> str:
-    """Why there can be no such hosts here; nothing if they can."""
+    """Return why such hosts cannot be made here; "" if they can."""
     missing = [tool for tool in ("ssh", "ssh-keygen") if shutil.which(tool) is None] + ([] if SSHD else ["sshd"])
     return f"needs {' and '.join(missing)}" if missing else ""
 
@@ -123,10 +123,10 @@ def why_not() -> str:
 def open_ssh_hosts(
     directory: Path, names: Sequence[str], variables: Mapping[str, str], places: Mapping[str, Host] | None = None
 ) -> Iterator[SshHosts]:
-    """Hosts whose processes have the `variables`, and their host's name in ON_HOST.
+    """Open hosts whose processes have the `variables`, and the host's name in ON_HOST.
 
     Args:
-        places: name -> where it is, other than here; by its IPv6 address where the name ends in 6.
+        places: name -> namespace of the host, if it is not this one; reached by IPv6 if the name ends in 6.
     """
     hosts = SshHosts(directory, names, variables, places)
     try:

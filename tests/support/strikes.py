@@ -11,7 +11,7 @@ KEY = "strike"  # of a test's user properties, which pytest-xdist brings from it
 
 @dataclass(frozen=True)
 class Strike:
-    """A fault that struck a run, which then was resumed: who or what, when, and how long everything took to end."""
+    """A fault of a run that was then resumed: its kind, its moment, and how long all processes took to end."""
 
     fault: str
     moment: str
@@ -22,12 +22,12 @@ class Strike:
 
 
 def read_strikes(properties: list[tuple[str, Any]]) -> list[Strike]:
-    """Those among a report's user properties."""
+    """Return the faults among a report's user properties."""
     return [Strike(*value) for key, value in properties if key == KEY]
 
 
 def format_tables(strikes: list[Strike]) -> list[tuple[str, list[str]]]:
-    """A title and lines for each kind of fault that struck."""
+    """Return a title and lines for each kind of fault."""
     tables: dict[str, list[Strike]] = {"crashes": [], "disks, directories and clocks": [], "stops": []}
     for strike in strikes:
         kinds = {"crashes": CRASHES, "disks, directories and clocks": DISKS}
@@ -37,7 +37,7 @@ def format_tables(strikes: list[Strike]) -> list[tuple[str, list[str]]]:
 
 
 def format_table(strikes: list[Strike]) -> list[str]:
-    """How often each fault struck at each moment, and the longest that everything took to end then."""
+    """Return how often each fault occurred at each moment, and the longest time until all processes had ended."""
 
     def count(moment: str, there: list[Strike]) -> list[str]:
         counts = [str(sum(strike.fault == kind for strike in there) or "") for kind in kinds]

@@ -1,4 +1,4 @@
-"""What a run did, bit for bit, in a form that two runs can be compared by."""
+"""A record of what a run did, bit for bit, for comparison with that of another run."""
 
 import random
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from samestep.snapshot.serialization import digest
 class Trace:
     """Written by a training function while it runs, the same on all of its ranks.
 
-    Every entry is a (what, value) pair; floats stand as hexadecimal digits, so that equal means equal bits.
+    Every entry is a (what, value) pair. Floats are hexadecimal, so that equal entries have equal bits.
     """
 
     def __init__(self, run: samestep.Run) -> None:
@@ -26,21 +26,21 @@ class Trace:
         self.entries.append((what, freeze(value)))
 
     def draw(self, where: str) -> None:
-        """What the three global generators give next."""
+        """Draw from the three global generators."""
         self.add(f"draws {where}", (torch.rand(2), float(np.random.rand()), random.random()))
 
     def end_step(self, step: Any) -> None:
-        """At the end of a step's body: its loss, the generators, and a digest of all that is trained."""
+        """Record a step at the end of its body: its loss, the generators, and a digest of the state."""
         self.add(f"loss of step {step.number}", step.loss)
         self.draw(f"in step {step.number}")
         self.add(f"digest of step {step.number}", self.digest())
 
     def digest(self) -> str:
-        """What `samestep inspect --digest` would print of a snapshot that was made now."""
+        """Return what `samestep inspect --digest` would print for a snapshot of this moment."""
         return digest(self._run._build_state({"step": self._run.steps_done, "epoch": 0}))
 
     def finish(self) -> list[tuple[str, Any]]:
-        """The entries, once all ranks have been found to have the same."""
+        """Return the entries, after a check that all ranks have the same."""
         self.add("final digest", self.digest())
         if dist.is_available() and dist.is_initialized():
             traces: list[Any] = [None] * dist.get_world_size()
@@ -63,7 +63,7 @@ def freeze(value: Any) -> Any:
 
 
 def assert_same(found: list[tuple[str, Any]], wanted: list[tuple[str, Any]], here: str, there: str) -> None:
-    """Names the first entry in which two traces differ."""
+    """Fail with the first entry in which two traces differ."""
     for (what, value), (wanted_what, wanted_value) in zip(found, wanted, strict=False):
         assert what == wanted_what, f"{here} has the {what} where {there} has the {wanted_what}"
         assert value == wanted_value, f"{what}: {value} ({here}), {wanted_value} ({there})"

@@ -1,4 +1,4 @@
-"""Waiting for what has no event to wait for."""
+"""Waits for conditions for which there is no event."""
 
 import re
 import signal
@@ -8,9 +8,8 @@ from pathlib import Path
 
 
 def wait_until(condition: Callable[[], object], what: str, deadline_s: float = 120.0, every_s: float = 0.005) -> None:
-    """Wait for what other processes or threads bring about; fail, naming `what`, if it takes too long.
-
-    `every_s`: between two looks; longer for a condition that starts processes.
+    """Wait for a condition that other processes or threads fulfil. Fail with `what` if it takes too long. `every_s`:
+    time between two checks; longer for a condition that starts processes.
     """
     end = time.monotonic() + deadline_s
     while not condition():
@@ -19,6 +18,6 @@ def wait_until(condition: Callable[[], object], what: str, deadline_s: float = 1
 
 
 def catches(pid: int, signum: signal.Signals) -> bool:
-    """Whether a process has a handler for a signal."""
+    """Return whether a process has a handler for a signal."""
     [caught] = re.findall(r"SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
     return bool(int(caught, 16) & 1 << (signum - 1))
