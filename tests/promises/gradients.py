@@ -1,15 +1,18 @@
 """Training functions about gradients: which weights get one, and how the ranks exchange them."""
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from promises.loops import (
+    CASES,
     Result,
     adamw,
     build_run,
     case,
     learn_classes,
+    on_long_routes,
     score_classes,
     sgd_momentum,
     trace_run,
@@ -56,52 +59,22 @@ def train_transformer(**arguments: Any) -> Result:
     )  # fmt: skip
 
 
-def use_long_routes() -> None:
-    """No bucket is small enough to go to all ranks directly: they go by halving and doubling, or in chunks."""
-    from samestep.engine import routes
-
-    routes.DIRECT_MAX_BYTES = 0
-
-
-@case
-def transformer() -> Result:
-    return train_transformer()
-
-
-@case
-def transformer_in_many_buckets() -> Result:
-    return train_transformer(bucket_cap_mb=0.001, num_epochs=1)
-
-
-@case
-def transformer_on_long_routes() -> Result:
-    use_long_routes()
-    return train_transformer(num_epochs=1)
-
-
-@case
-def transformer_in_many_buckets_on_long_routes() -> Result:
-    use_long_routes()
-    return train_transformer(bucket_cap_mb=0.004, num_epochs=1)
-
-
-@case
-def many_parts() -> Result:
+def train_many_parts() -> Result:
     """23 micro-batches: a rank's share is up to four subtrees."""
     return train_classes(
         Branches, optimizer=sgd_momentum, data=build_pairs(23 + 13), batch_size=23, micro_batch_size=1
     )
 
 
-@case
-def many_parts_on_long_routes() -> Result:
-    use_long_routes()
-    return many_parts()
-
-
-@case
-def two_threads() -> Result:
-    return train_transformer(num_threads=2, num_epochs=1)
+CASES |= {
+    "transformer": train_transformer,
+    "transformer_in_many_buckets": partial(train_transformer, bucket_cap_mb=0.001, num_epochs=1),
+    "transformer_on_long_routes": on_long_routes(train_transformer, num_epochs=1),
+    "transformer_in_many_buckets_on_long_routes": on_long_routes(train_transformer, bucket_cap_mb=0.004, num_epochs=1),
+    "many_parts": train_many_parts,
+    "many_parts_on_long_routes": on_long_routes(train_many_parts),
+    "two_threads": partial(train_transformer, num_threads=2, num_epochs=1),
+}
 
 
 def alternate(t: Any) -> None:
@@ -293,15 +266,10 @@ def train_on_several_losses() -> Result:
     return trace.finish()
 
 
-@case
-def several_losses() -> Result:
-    return train_on_several_losses()
-
-
-@case
-def several_losses_on_long_routes() -> Result:
-    use_long_routes()
-    return train_on_several_losses()
+CASES |= {
+    "several_losses": train_on_several_losses,
+    "several_losses_on_long_routes": on_long_routes(train_on_several_losses),
+}
 
 
 @case
@@ -329,15 +297,7 @@ def train_kinds() -> Result:
     return trace_run(Kinds, optimizer=sgd_momentum)
 
 
-@case
-def dtypes() -> Result:
-    return train_kinds()
-
-
-@case
-def dtypes_on_long_routes() -> Result:
-    use_long_routes()
-    return train_kinds()
+CASES |= {"dtypes": train_kinds, "dtypes_on_long_routes": on_long_routes(train_kinds)}
 
 
 @case
