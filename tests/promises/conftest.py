@@ -29,7 +29,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 @pytest.fixture
 def note_stall(request: pytest.FixtureRequest) -> Callable[[str, bool, float], None]:
-    """Writes down how a run that stands still, or seems to, was judged."""
+    """Records whether a run that is stuck, or seems to be, was judged correctly."""
 
     def note(what: str, is_hit: bool, seconds: float) -> None:
         request.node.user_properties.append(("stall", [what, is_hit, seconds]))
@@ -39,7 +39,7 @@ def note_stall(request: pytest.FixtureRequest) -> Callable[[str, bool, float], N
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Outcome]:
-    """What becomes of a run that nothing happens to, by the arguments of `faulty.train`."""
+    """The outcome of a run without faults, by the arguments of `faulty.train`."""
     from promises.faulty import train
 
     known: dict[str, Outcome] = {}

@@ -1,11 +1,11 @@
-"""A small training run that goes wrong on demand. Its faults are data:
+"""A small training run with faults, which are data:
 
     samestep launch --nproc-per-node 2 faulty.py D --fault "kill rank 1 at step 7 in forward"
 
-An action of ACTIONS, who, the steps done by then, and a moment of MOMENTS. A fault strikes once, however often the
-command is run. It holds everything that a resume can lose: a BatchNorm, dropout, augmentation, an average of the
-model, a schedule that reads the validation, a score that draws noise, `run.state`, a named snapshot, and rows of
-its own.
+A fault is an action of ACTIONS, its ranks, the number of steps done, and a moment of MOMENTS. It strikes once, however
+often the command is run. The run has everything that a resume could lose: a BatchNorm, dropout, augmentation, an
+average of the model, a schedule that reads the validation, a score that draws noise, `run.state`, a named snapshot,
+and rows of its own.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from samestep.plan.schedule import rank_range
 
 BATCH_SIZE, MICRO_BATCH_SIZE, NUM_SAMPLES = 8, 2, 37
 NUM_MICRO_BATCHES = BATCH_SIZE // MICRO_BATCH_SIZE
-STEPS_PER_EPOCH = 5  # the last of them with 5 samples: 2 + 2 + 1
+STEPS_PER_EPOCH = 5  # the last one with 5 samples: 2 + 2 + 1
 NUM_EPOCHS = 3
 NUM_STEPS = NUM_EPOCHS * STEPS_PER_EPOCH
 DEADLINE_S = 60.0
@@ -55,19 +55,19 @@ IN_SAVING = (
 )
 MOMENTS = ("start", *IN_STEP, *IN_BODY, *IN_SAVING, "rewinding", "worker")
 SIGNALS = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP, "preempt": signal.SIGTERM}
-ENDINGS = ("raise", "exit", "exhaust")  # an exception; os._exit; more memory than there is
-ELSEWHERE = ("fill", "protect", "forbid", "remove", "backdate")  # the directory's disk, rights and names; the clock
-ACTIONS = (*SIGNALS, *ENDINGS, *ELSEWHERE, "mend", "hold", "stop")  # mend: the last one; hold: say so, wait; run.stop
+ENDINGS = ("raise", "exit", "exhaust")  # an exception; os._exit; too much memory
+ELSEWHERE = ("fill", "protect", "forbid", "remove", "backdate")  # faults of the disk, permissions, names and clock
+ACTIONS = (*SIGNALS, *ENDINGS, *ELSEWHERE, "repair", "hold", "stop")  # repair: undo the last of ELSEWHERE
 FAULT = re.compile(rf"({'|'.join(ACTIONS)}) (?:rank (\d+)|all ranks) at step (\d+) in ({'|'.join(MOMENTS)})")
-NOBODY = 65534
+UNPRIVILEGED = 65534
 DAY_S = 86400
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to whom (rank None: all) and when.
+    """An action, its rank (None: all) and its time.
 
-    `step` counts the steps done; at the moment "worker", the samples that this DataLoader worker has begun.
+    `step` is the number of steps done; at the moment "worker", of samples that this DataLoader worker has read.
     """
 
     action: str
@@ -100,24 +100,24 @@ class Faults:
         directory.mkdir(parents=True, exist_ok=True)
 
     def join(self, rank: int) -> None:
-        """Says which process this rank is. All have, before any is through `samestep.Run`."""
+        """Writes the pid of this rank. All ranks have done so before `samestep.Run` returns on any."""
         self.rank = rank
         (self._directory / f"pid-{rank}").write_text(str(os.getpid()))
 
     def are_in(self, moment: str) -> bool:
-        """Whether there is one at this moment."""
+        """Whether there is a fault at this moment."""
         return any(fault.moment == moment for fault in self._faults)
 
     def reach(self, moment: str, step: int | None = None) -> None:
-        """This rank is at `moment`: does what is due."""
+        """Applies the faults of this rank at `moment`."""
         step = self.run.steps_done if step is None else step
         for fault in self._faults:
             if (fault.moment, fault.step) == (moment, step) and fault.rank in (None, self.rank):
                 if fault.action == "stop":
                     self.run.stop("by a fault")
-                elif fault.action == "mend":
+                elif fault.action == "repair":
                     how, self._spoiled = self._spoiled, ""
-                    mend(how, self.run.dir)
+                    repair(how, self.run.dir)
                 elif self._is_first(fault):
                     self._strike(fault)
 
@@ -125,7 +125,7 @@ class Faults:
         if fault in self._struck:
             return False
         self._struck.add(fault)
-        if fault.action in ENDINGS and fault.rank is None:  # each rank's own
+        if fault.action in ENDINGS and fault.rank is None:  # once on each rank
             (self._directory / f"struck-{str(fault).replace(' ', '-')}").write_text(str(fault))
             return True
         try:
@@ -153,7 +153,7 @@ class Faults:
                 if self.run._signals.heard:
                     (self._directory / f"heard-{self.rank}").touch()
                 if time.monotonic() > deadline_s:
-                    raise TimeoutError("nobody said go")
+                    raise TimeoutError("the test has not released the rank")
                 time.sleep(0.005)
             return
         others = set(range(self.run.world_size)) - {self.rank} if fault.rank is None else set()
@@ -164,11 +164,11 @@ class Faults:
             os.kill(pid, SIGNALS[fault.action])
 
     def watch_copying(self) -> None:
-        """From now on this rank reaches the moment at which a part of a snapshot is copied, beside the next step."""
+        """Makes this rank reach the moment "staging", when a part of a snapshot is copied during the next step."""
         from samestep.snapshot import async_copy
         from samestep.snapshot.inspection import Inspection
 
-        async_copy.LARGE_BYTES = 1  # what is small would be copied at once
+        async_copy.LARGE_BYTES = 1  # smaller tensors are copied before the step
         look = Inspection.look
 
         def look_and_reach(inspection: Inspection, place: int, tensor: Tensor) -> None:
@@ -179,7 +179,7 @@ class Faults:
         Inspection.look = look_and_reach  # type: ignore[method-assign]
 
     def _watch_hashing(self, path: Path) -> None:
-        """The next tensor to be hashed is of the snapshot that is written there."""
+        """The next tensor to be hashed is of the snapshot at `path`."""
         from samestep.snapshot import serialization
 
         hash_it = serialization._hash
@@ -192,31 +192,31 @@ class Faults:
         serialization._hash = reach_and_hash
 
     def watch_saving(self) -> None:
-        """From now on rank 0 reaches the moments within a snapshot's saving, which no line of a script sees.
+        """Makes rank 0 reach the moments IN_SAVING, at which no line of a script runs.
 
-        Most of them beside later steps: the steps done are those that the snapshot is of.
+        Most of them come during later steps. The step of a fault is that of the snapshot.
         """
-        named: dict[bool, int] = {}  # whether a snapshot is numbered -> the step of the one that last got its name
+        named: dict[bool, int] = {}  # is it numbered -> the step of the last such snapshot to get its name
         is_renamed = is_doomed = False
 
         def on_event(event: str, args: tuple[Any, ...]) -> None:
             nonlocal is_renamed, is_doomed
             if event == "open":
                 file = str(args[0])
-                if is_renamed:  # the next thing that is done
+                if is_renamed:  # the first event after the rename
                     is_renamed = False
                     self.reach("after rename", named[True])
                 if "/.tmp-step-" in file and file.endswith("tensors.safetensors"):
                     self._watch_hashing(Path(file).parent)
                 if "/.tmp-step-" in file and file.endswith("state.json"):
-                    self.reach("writing tensors", read_step(Path(file).parent))  # they are there, and nothing else is
+                    self.reach("writing tensors", read_step(Path(file).parent))  # only the tensors are complete
                 if "/.tmp-step-" in file and file.endswith("manifest.json"):
                     self.reach("writing manifest", read_step(Path(file).parent))
             elif event == "os.rename":
                 source, target = Path(str(args[0])), Path(str(args[1]))
                 is_doomed = target.name.startswith(".tmp-doomed-step-")
                 if target.parent.name == "abandoned":
-                    self.reach("rewinding", 0)  # at whatever step it goes back to
+                    self.reach("rewinding", 0)  # whichever step the run goes back to
                 elif source.name.startswith(".tmp-"):
                     is_numbered, step = target.name.startswith("step-"), read_step(source)
                     if named.get(not is_numbered) == step:
@@ -234,13 +234,13 @@ class Faults:
 
 
 def read_step(snapshot: Path) -> int:
-    """The steps done by a snapshot that is about to get its name: in that name, or in its manifest."""
+    """The step of a snapshot that is about to get its name, from that name or its manifest."""
     _, is_numbered, number = snapshot.name.partition("step-")
     return int(number) if is_numbered else json.loads((snapshot / "manifest.json").read_text())["step"]
 
 
 def spoil(how: str, run_dir: Path) -> None:
-    """What a disk, an administrator or a clock does to a run; as root, where it takes rights."""
+    """Applies a fault of the disk, its permissions or the clock. Some need root."""
     if how == "fill":
         with open(run_dir / "filler", "wb", buffering=0) as file:
             size = 1 << 16
@@ -249,22 +249,22 @@ def spoil(how: str, run_dir: Path) -> None:
                     file.write(b"x" * size)
                 except OSError:
                     size //= 2
-    elif how == "protect":  # only for what is opened from now on, as a file that is being written keeps a disk writable
+    elif how == "protect":  # applies to files opened later: a file open for writing keeps a disk writable
         subprocess.run(["mount", "--bind", run_dir, run_dir], check=True)
         subprocess.run(["mount", "-o", "remount,ro,bind", run_dir], check=True)
     elif how == "forbid":
         os.chmod(run_dir, 0)
-        if os.geteuid() == 0:  # who may open everything
-            os.seteuid(NOBODY)
+        if os.geteuid() == 0:  # root may open everything
+            os.seteuid(UNPRIVILEGED)
     elif how == "remove":
-        while run_dir.exists():  # while others write in it
+        while run_dir.exists():  # another process may still write there
             shutil.rmtree(run_dir, ignore_errors=True)
     else:
         set_clock_back()
 
 
-def mend(how: str, run_dir: Path) -> None:
-    """Undoes what `spoil` did to a disk or its rights."""
+def repair(how: str, run_dir: Path) -> None:
+    """Undoes `spoil`."""
     if how == "fill":
         (run_dir / "filler").unlink()
     elif how == "protect":
@@ -275,7 +275,7 @@ def mend(how: str, run_dir: Path) -> None:
 
 
 def set_clock_back() -> None:
-    """By a day, for Python in this process."""
+    """Sets the clock back by a day, for Python in this process."""
     from samestep.snapshot import manifest
 
     def set_back(name: str) -> None:
@@ -296,7 +296,7 @@ def set_clock_back() -> None:
 
 
 class Images(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """Blurred stripes of three kinds, with noise that is drawn anew each time."""
+    """Blurred stripes of three kinds, with new noise in each read."""
 
     def __init__(self, num_samples: int, faults: Faults) -> None:
         generator = torch.Generator().manual_seed(num_samples)
@@ -337,20 +337,20 @@ def train(
     settled: bool = False,
     **arguments: Any,
 ) -> Path:
-    """One run, or the rest of one. Returns its directory.
+    """Trains a run, or the rest of it. Returns its directory.
 
     Args:
-        fault: one, or several.
-        num_steps: so many steps without epochs, by `run.steps`.
+        fault: one or several faults.
+        num_steps: train this number of steps by `run.steps`; default: epochs.
         with_sampler: the script gives each epoch's order.
-        settled: no step begins before the snapshots taken so far are there, so that a fault cannot overtake them.
+        settled: each step waits until all snapshots are complete, so that a fault cannot interrupt one.
         arguments: for `samestep.Run`.
     """
     directory = Path(run_dir).with_name(f"{Path(run_dir).name}-faults")
     faults = Faults([fault] if isinstance(fault, str) else fault, directory)
     faults.join(int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))))
     defaults = {"batch_size": BATCH_SIZE, "micro_batch_size": MICRO_BATCH_SIZE, "log_every": 2, "seed": 5}
-    # Tiny buckets, so that some gradients are on their way while others are still computed.
+    # Tiny buckets, so that some gradients are sent while others are still computed.
     run = faults.run = samestep.Run(run_dir, **defaults | arguments, device="cpu", bucket_cap_mb=0.0005)  # type: ignore[arg-type]
     if run.rank == 0:
         faults.watch_saving()
@@ -365,8 +365,7 @@ def train(
     num_begun = 0
 
     def on_first_grad(_: Tensor) -> None:
-        # The layer that a backward comes to last: in this rank's last micro-batch, all buckets but the one that
-        # holds this gradient are on their way now.
+        # A backward computes this gradient last: in the rank's last micro-batch, all other buckets have been sent.
         spans = num_micro_batches(run.steps_done) if num_steps is None else NUM_MICRO_BATCHES
         if num_begun == len(rank_range(spans, run.world_size, run.rank)):
             faults.reach("reduction")
@@ -404,7 +403,7 @@ def train(
         again = run.evaluate(score, held_out)  # draws other noise
         faults.reach("before schedule")
         schedule.step(validation["loss"])
-        jitter = torch.rand(()).item()  # alike on all ranks, and after every resume
+        jitter = torch.rand(()).item()  # the same on all ranks and after every resume
         run.log({f"validation/{name}": value for name, value in validation.items()} | {"jitter": jitter})
         run.log({"again/loss": again["loss"]})
         run.state.setdefault("losses", []).append(validation["loss"])
@@ -438,7 +437,7 @@ def rotate(epoch: int) -> list[int]:
 
 
 def num_micro_batches(step: int) -> int:
-    """Those of step `step`: an epoch's last one is short."""
+    """The number of micro-batches of a step. The last step of an epoch is short."""
     is_last = step % STEPS_PER_EPOCH == STEPS_PER_EPOCH - 1
     size = NUM_SAMPLES - (STEPS_PER_EPOCH - 1) * BATCH_SIZE if is_last else BATCH_SIZE
     return -(-size // MICRO_BATCH_SIZE)

@@ -29,7 +29,7 @@ def build_texts(num_samples: int = NUM_SAMPLES, seed: int = 0) -> Tensor:
 
 
 class Sentences(Dataset[Tensor]):
-    """Of 1 to 7 words. Some are of padding only, which no loss counts."""
+    """Sentences of 1 to 7 words. Some have only padding, which no loss counts."""
 
     def __init__(self, num_samples: int = NUM_SAMPLES) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -196,7 +196,7 @@ class Buffers(nn.Module):
 
 
 class Kinds(nn.Module):
-    """Weights of four dtypes, in turns."""
+    """Weights of four dtypes in turn."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The random-fault harness of `make chaos`: its plans are legal and repeatable, and it notices a run that differs."""
+"""The random faults of `make chaos`: its plans are legal and repeatable, and it finds a run that differs."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Each epoch's samples are read and used once each, at any number of ranks, with any kind of tail."""
+"""Each epoch reads and uses each sample once, at any number of ranks and with any last step."""
 
 import functools
 import json
@@ -28,7 +28,7 @@ Used = dict[int, list[int]]  # step -> samples, in the order of the micro-batche
 
 
 class Recorded(Dataset[tuple[int, Tensor]]):
-    """Notes in a file which samples are read, by whatever process."""
+    """Writes to a file which samples any process reads."""
 
     def __init__(self, length: int, path: Path) -> None:
         self.length, self.path = length, path
@@ -43,7 +43,7 @@ class Recorded(Dataset[tuple[int, Tensor]]):
         return index, torch.tensor([index / self.length])
 
     def count(self) -> Counter[int]:
-        """How often each sample was read."""
+        """The number of reads of each sample."""
         return Counter(map(int, self.path.read_text().split()))
 
 
@@ -55,7 +55,7 @@ def use_samples(
     micro_batch_size: int,
     **arguments: Any,
 ) -> None:
-    """Trains for some epochs (or `num_steps`) in directory/run; each rank notes what it used in `rank-R.jsonl`."""
+    """Trains for some epochs (or `num_steps`) in directory/run; each rank writes what it used to `rank-R.jsonl`."""
     used: list[int] = []
 
     def body(t: Tiny, indices: Tensor, x: Tensor) -> None:
@@ -76,7 +76,7 @@ def use_samples(
 
 
 def read_used(directory: Path) -> Used:
-    """What all ranks used."""
+    """The samples that all ranks used."""
     used: Used = {}
     for path in sorted(directory.glob("rank-*.jsonl")):
         for line in path.read_text().splitlines():
@@ -97,12 +97,12 @@ def use_each(cases: list[tuple[Path, Any, dict[str, Any]]]) -> None:
 
 
 def train(directory: Path, world_size: int, length: int, **arguments: Any) -> tuple[Used, Counter[int]]:
-    """What was used, and how often each sample was read for it."""
+    """The samples that were used, and the number of reads of each sample."""
     return train_each([(directory, length, arguments)], world_size)[0]
 
 
 def train_each(cases: list[tuple[Path, int, dict[str, Any]]], world_size: int) -> list[tuple[Used, Counter[int]]]:
-    """Several runs in one launch: for each, what was used, and how often each sample was read for it.
+    """Several runs in one launch: for each, the used samples, and the number of reads of each sample.
 
     The few samples that a start reads to identify its data are not counted.
     """
@@ -200,7 +200,7 @@ def test_a_loader_is_taken_for_its_data(tmp_path: Path, world_size: int) -> None
 
 
 def draw_some(epoch: int) -> list[int]:
-    """Some twice, some not at all."""
+    """Some samples twice, some not at all."""
     return [(epoch + 3 * i) % 31 for i in range(38)]
 
 
@@ -231,7 +231,7 @@ def test_endless_steps_cross_epochs(tmp_path: Path, world_size: int) -> None:
 @pytest.mark.parametrize("world_sizes", [(2, 5, 1), (1, 3, 2)])
 @pytest.mark.soak
 def test_a_run_of_several_parts(tmp_path: Path, world_sizes: tuple[int, int, int]) -> None:
-    """It stops in the middle of epochs and goes on with other numbers of ranks."""
+    """It stops in the middle of epochs and resumes with other numbers of ranks."""
     for world_size, max_steps in zip(world_sizes, (1, 4, None), strict=True):
         used, read = train(tmp_path, world_size, 38, batch_size=12, micro_batch_size=2, max_steps=max_steps)
         assert sorted(used) == list(range(max_steps or 8))
@@ -282,19 +282,19 @@ def audited(whole: tuple[Path, Used], tmp_path: Path) -> tuple[Path, Used]:
     return Path(shutil.copytree(whole[0], tmp_path / "run")), whole[1]
 
 
-def test_inspect_tells_what_each_step_used(audited: tuple[Path, Used]) -> None:
+def test_inspect_shows_what_each_step_used(audited: tuple[Path, Used]) -> None:
     run_dir, used = audited
-    told = json.loads(check(samestep_command("inspect", run_dir, "--samples", "--json", cwd=run_dir)).stdout)
-    assert {step["step"]: step["samples"] for step in told["steps"]} == used
-    assert [step["epoch"] for step in told["steps"]] == [0] * 4 + [1] * 4
-    assert told["audit"] == {"passed": True, "problems": []}
+    shown = json.loads(check(samestep_command("inspect", run_dir, "--samples", "--json", cwd=run_dir)).stdout)
+    assert {step["step"]: step["samples"] for step in shown["steps"]} == used
+    assert [step["epoch"] for step in shown["steps"]] == [0] * 4 + [1] * 4
+    assert shown["audit"] == {"passed": True, "problems": []}
     lines = check(samestep_command("inspect", run_dir, "--samples", cwd=run_dir)).stdout.splitlines()
     assert str(used[5][0]) in lines[5]
     assert "2 complete epochs each of 38 samples was used once" in lines[-1]
 
 
 def swap_steps(records: list[tuple[int, ...]]) -> None:
-    """Step 5 has used what step 2 did: of another epoch."""
+    """Step 5 has used the samples of step 2, of another epoch."""
     records[5] = (*records[5][:3], *records[2][3:])
 
 
@@ -330,7 +330,7 @@ def test_the_audit_fails_on_another_ledger(
 
 
 def test_the_audit_fails_on_another_order(audited: tuple[Path, Used], capsys: pytest.CaptureFixture[str]) -> None:
-    """The ledger is not repeated from the plan: it says what was read."""
+    """The ledger records what was read, and is not computed from the plan."""
     run_dir, _ = audited
     path = run_dir / "run.json"
     record = json.loads(path.read_text())

@@ -23,7 +23,7 @@ from promises.faulty import (
     MOMENTS,
     NUM_STEPS,
     Fault,
-    mend,
+    repair,
     set_clock_back,
 )
 from promises.trial import Outcome, Trial, resume_is_from
@@ -35,9 +35,9 @@ from support.waiting import wait_until
 Undisturbed = Callable[..., Outcome]
 
 WHOS = ("rank 0", "rank 2", "all ranks")
-OTHERS = ("freeze", "raise", "exit", "exhaust", "preempt")  # than kill
+OTHERS = ("freeze", "raise", "exit", "exhaust", "preempt")  # other than kill
 STRUCK = ("kill", *OTHERS)
-BESIDE = {  # in a thread of rank 0's: an exception there costs the snapshot, not the run
+BESIDE = {  # in a thread of rank 0: an exception there loses the snapshot, not the run
     "staging": ("raise", "exhaust"),
     "hashing": ("exhaust", "freeze"),
     "writing tensors": ("raise", "preempt"),
@@ -53,7 +53,7 @@ BESIDE = {  # in a thread of rank 0's: an exception there costs the snapshot, no
 
 
 def build_faults() -> list[str]:
-    """Kills of each kind of victim at nearly every moment; of the other faults, three or more in turn at each."""
+    """Kills of each kind of victim at nearly every moment, and at least three of the other faults at each."""
     faults = [f"kill {who} at step 7 in {moment}" for moment in IN_STEP for who in WHOS]
     faults += [f"kill {who} at step 0 in start" for who in WHOS[::2]]
     faults += [f"kill {who} at step 10 in {moment}" for moment in IN_BODY for who in WHOS[1:]]
@@ -64,7 +64,7 @@ def build_faults() -> list[str]:
         for k in range(3):
             faults.append(f"{OTHERS[(2 * k + number) % 5]} {WHOS[(number + k) % 3]} at step {step} in {moment}")
     faults += [f"{action} rank 0 at step 10 in {moment}" for moment, actions in BESIDE.items() for action in actions]
-    # The first step, the last of an epoch, the last of all; a body and a snapshot that are the first or the last.
+    # The first step, the last of an epoch and the last of all; the first and last body and snapshot.
     faults += [f"kill rank 1 at step {step} in {at}" for step, at in ((0, "backward"), (4, "update"), (14, "update"))]
     faults += ["kill rank 1 at step 5 in before schedule", "raise rank 1 at step 15 in after schedule"]
     faults += ["kill rank 0 at step 5 in before rename", "exit rank 0 at step 15 in after rename"]
@@ -74,7 +74,7 @@ def build_faults() -> list[str]:
 
 @pytest.mark.parametrize("fault", one_in(8, build_faults()))
 def test_at_every_moment(trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], fault: str) -> None:
-    """keep_last=1, so that there is something to prune."""
+    """With keep_last=1, so that snapshots are pruned."""
     num_ranks_then = 1 + len(fault) % 4
     parsed = Fault.parse(fault)
     step, moment, action = parsed.step, parsed.moment, parsed.action
@@ -94,24 +94,24 @@ def test_at_every_moment(trial: Trial, undisturbed: Undisturbed, capfd: pytest.C
     trial.note_strike(fault)
     saved = trial.snapshots
     if parsed.rank is None and action in ("raise", "exit", "exhaust"):
-        fault = ""  # all have met it, those that had no time to as well
+        fault = ""  # it has struck all ranks, also those that had not reached it
     assert trial.spawn(num_ranks_then, fault or (), keep_last=1) == trial.dir
     assert trial.outcome() == undisturbed()
-    assert not [*trial.dir.glob("snapshots/.*"), *trial.dir.glob(".*")], "what the dead writer had begun is gone"
-    if step < NUM_STEPS:  # else there may have been nothing left to do
+    assert not [*trial.dir.glob("snapshots/.*"), *trial.dir.glob(".*")], "incomplete files are removed"
+    if step < NUM_STEPS:  # otherwise the run may have been complete
         assert trial.snapshots == ["best", "step-00000015"]
     if fault.startswith(("kill rank 0 at step 10", "exit rank 0 at step 10")) and moment in (*IN_BODY, *IN_SAVING[:5]):
-        assert "step-00000005" in saved, "nothing of an epoch is saved before its body is done"
+        assert "step-00000005" in saved, "the snapshot of an epoch comes after its body"
         assert "step-00000010" not in saved
     if moment in ("after rename", "pruning") and action in ("kill", "exit"):
         assert f"step-{step:08d}" in saved
 
 
 def test_the_selection_covers() -> None:
-    """Each moment at least three kinds, each kind at least three moments and every victim that can meet it."""
+    """Each moment has at least three kinds of fault; each kind at least three moments, and every possible victim."""
     faults = [Fault.parse(text) for text in build_faults()]
     assert len(set(faults)) == len(faults)
-    assert {fault.moment for fault in faults} == set(MOMENTS) - {"worker", "rewinding"}, "which have tests of their own"
+    assert {fault.moment for fault in faults} == set(MOMENTS) - {"worker", "rewinding"}, "these have their own tests"
     for moment in {fault.moment for fault in faults}:
         assert len({fault.action for fault in faults if fault.moment == moment}) >= 3, moment
     for action in STRUCK:
@@ -119,15 +119,15 @@ def test_the_selection_covers() -> None:
         assert {fault.rank for fault in faults if fault.action == action} >= {0, 2, None}, action
     for moment, rank in product(("start", *IN_STEP, *IN_BODY), (0, 2, None)):
         assert any((fault.moment, fault.rank) == (moment, rank) for fault in faults), (moment, rank)
-    assert set(ACTIONS) == {*STRUCK, *ELSEWHERE, "mend", "hold", "stop"}
+    assert set(ACTIONS) == {*STRUCK, *ELSEWHERE, "repair", "hold", "stop"}
 
 
 @pytest.mark.parametrize("action", one_in(2, OTHERS))
 def test_in_a_worker(trial: Trial, undisturbed: Undisturbed, action: str) -> None:
-    """Of a DataLoader; a kill there, under the launcher, is tested with resuming."""
+    """A fault in a DataLoader worker. (A kill there under the launcher is in test_resume.)"""
     fault = f"{action} rank 1 at step 9 in worker"
     with trial.killing_the_frozen():
-        if action == "preempt":  # a scheduler signals the rank, too: that decides
+        if action == "preempt":  # as a scheduler does, signal the rank too
             assert trial.spawn(2, fault, num_workers=1) == trial.dir
         else:
             error = trial.spawn_to_fail(2, fault, num_workers=1)
@@ -140,11 +140,11 @@ def test_in_a_worker(trial: Trial, undisturbed: Undisturbed, action: str) -> Non
 
 
 def test_frozen_and_thawed(trial: Trial, undisturbed: Undisturbed) -> None:
-    """As a laptop that is closed, or a debugger: the others wait, and nothing has happened."""
+    """As when a laptop is closed or a debugger attached: the other ranks wait, and the run continues."""
     launch = trial.start("launch", 2, "freeze rank 1 at step 7 in backward")
     wait_until(lambda: list(trial.faults.glob("frozen-*")), "rank 1 says so")
     frozen = psutil.Process(trial.pid(1))
-    wait_until(lambda: frozen.status() == psutil.STATUS_STOPPED, "rank 1 stands still")
+    wait_until(lambda: frozen.status() == psutil.STATUS_STOPPED, "rank 1 is stopped")
     assert launch.process.poll() is None
     frozen.send_signal(signal.SIGCONT)
     assert launch.wait() == 0, launch.output
@@ -170,14 +170,14 @@ SAID = {"fill": "No space left on device", "protect": "Read-only file system", "
         ],
     ),
 )
-def test_a_disk_fails_under_way(
+def test_a_disk_fails_during_a_run(
     trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], how: str, moment: str, until: str
 ) -> None:
-    """The run says so and goes on; it saves again when it can, and else the same command goes on from what there is."""
+    """The run continues with a message and saves again when it can. Otherwise the same command resumes it."""
     fault = f"{how} rank 0 at step {10 if moment == 'validation' else 6} in {moment}"
-    mends = {"step 12": "mend rank 0 at step 12 in forward", "the last step": "mend rank 0 at step 15 in validation"}
+    repaired_at = {"step 12": "step 12 in forward", "the last step": "step 15 in validation"}
     with open_disk(trial.dir) if how != "forbid" else nullcontext():
-        faults = [fault, *([mends[until]] if until in mends else [])]
+        faults = [fault, *([f"repair rank 0 at {repaired_at[until]}"] if until in repaired_at else [])]
         if until == "the end":
             error = trial.spawn_to_fail(2, faults, snapshot_every=2, settled=True)
             assert "the snapshot of step 15 could not be written" in str(error)
@@ -189,7 +189,7 @@ def test_a_disk_fails_under_way(
         assert trial.num_ends == 1
         if until == "the end":
             assert "step-00000015" not in trial.snapshots
-            mend(how, trial.dir)
+            repair(how, trial.dir)
         else:
             assert "step-00000015" in trial.snapshots
         trial.spawn(3, snapshot_every=2)
@@ -199,10 +199,10 @@ def test_a_disk_fails_under_way(
 
 
 @pytest.mark.parametrize("moment", one_in(2, ["writing tensors", "forward"]))
-def test_the_directory_is_removed_under_way(
+def test_the_directory_is_removed_during_a_run(
     trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], moment: str
 ) -> None:
-    """There is nothing to go on from: it says so at each snapshot, and the same command begins."""
+    """There is a message at each snapshot, and the same command begins a new run."""
     fault = f"remove rank 0 at step 6 in {moment}"
     error = trial.spawn_to_fail(2, fault, snapshot_every=3)
     assert "the snapshot of step 15 could not be written" in str(error)
@@ -218,7 +218,7 @@ def test_the_directory_is_removed_under_way(
 
 
 def test_the_clock_is_set_back(trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str]) -> None:
-    """By a day, within a run, and between a crash and the resume: what is newest is a matter of steps."""
+    """By a day, within a run, and between a crash and the resume. The newest snapshot is that of the last step."""
     faults = ["backdate rank 0 at step 7 in update", "kill rank 1 at step 13 in forward"]
     trial.spawn_to_fail(2, faults, snapshot_every=3, keep_last=3, settled=True)
     for fault in faults:
@@ -240,7 +240,7 @@ def test_the_clock_is_set_back(trial: Trial, undisturbed: Undisturbed, capfd: py
 
 
 def test_setting_the_clock_back_is_seen() -> None:
-    """By all that the code asks for the time."""
+    """By every function of time that the code uses."""
 
     def look() -> list[float]:
         from samestep.snapshot import manifest

@@ -1,5 +1,5 @@
-"""Several loops in one run: phases of training on other data, with the same bits at any number of ranks and through
-any kill or stop, inside a loop and between two of them.
+"""Several loops in one run: phases of training on other data, with the same bits at any number of ranks and after
+any kill or stop, inside a loop and between two loops.
 """
 
 import json
@@ -83,7 +83,7 @@ def train(
         model[0].requires_grad_(True)
     assert numbers == sorted(numbers)
     walk(run.steps(Pairs(30), 5))
-    assert run.state["phases"] == 1, "what a line between two loops changes is changed once"
+    assert run.state["phases"] == 1, "code between two loops runs once"
     run.log({"drawn": torch.rand(()).item()})
     return taken
 
@@ -118,7 +118,7 @@ def test_killed_and_stopped_everywhere(tmp_path: Path, undisturbed: Outcome) -> 
                (13, "terminate"), (16, "terminate"), (19, "kill")]  # fmt: skip
     for number, (strike, how) in enumerate(strikes):
         num_ranks = 1 + number % 3
-        if how == "terminate":  # a run that has saved, and leaves
+        if how == "terminate":  # the run saves and ends
             assert samestep.spawn(train, num_ranks, (run_dir, {strike: how})) is None
             saved = max((run_dir / "snapshots").glob("step-*")).name
             assert saved == f"step-{strike + 1:08d}"
@@ -128,12 +128,12 @@ def test_killed_and_stopped_everywhere(tmp_path: Path, undisturbed: Outcome) -> 
     assert samestep.spawn(train, 2, (run_dir,))[-1] == NUM_STEPS - 1
     assert read(run_dir) == undisturbed
     ask("inspect", run_dir, "--samples", "--json")
-    assert samestep.spawn(train, 3, (run_dir,)) == [], "nothing is left to do"
+    assert samestep.spawn(train, 3, (run_dir,)) == [], "the run is complete"
     assert read(run_dir) == undisturbed
 
 
 def test_stop_ends_one_loop(tmp_path: Path) -> None:
-    """The script goes on with its next loop; where the first one ended is part of every later snapshot."""
+    """The script continues with its next loop. Every later snapshot records where the first one ended."""
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
     assert samestep.spawn(train, 1, (whole, {5: "stop"})) == [*range(6 + NUM_STEPS - STEPS_OF_FIRST)]
     with pytest.raises(ValueError, match="in the script"):
@@ -146,11 +146,11 @@ def test_stop_ends_one_loop(tmp_path: Path) -> None:
     assert read(run_dir)[::2] == read(whole)[::2]
     assert "audit passed" in ask("inspect", run_dir, "--samples")
     assert samestep.spawn(train, 1, (run_dir,)) == []
-    assert samestep.spawn(train, 1, (run_dir,), env={"SAMESTEP_RESUME": "6"})[:3] == [6, 7, 8], "by its number"
+    assert samestep.spawn(train, 1, (run_dir,), env={"SAMESTEP_RESUME": "6"})[:3] == [6, 7, 8], "by its step"
 
 
 def test_a_loop_that_has_changed(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Behind the run, its length cannot change any more; nor can the data of a loop that the run is in."""
+    """The length of a completed loop cannot change, and neither can the data of the current loop."""
     run_dir = tmp_path / "run"
     with pytest.raises(RuntimeError, match="SIGKILL"):
         samestep.spawn(train, 1, (run_dir, {13: "kill"}))
@@ -164,7 +164,7 @@ def test_a_loop_that_has_changed(tmp_path: Path, capfd: pytest.CaptureFixture[st
 
 
 def test_the_page(tmp_path: Path) -> None:
-    """The script of docs/loops.md runs as it stands there."""
+    """Runs the script of docs/loops.md."""
     page = (Path(__file__).parents[2] / "docs" / "loops.md").read_text()
 
     def run_page() -> int:

@@ -1,4 +1,4 @@
-"""A run on several nodes: the same bits, through nodes that go and come; and what is said when they do not meet.
+"""A run on several nodes: the same bits when nodes leave and join, and the errors when they do not find each other.
 
 Nodes are launchers on this machine, or, where the network matters, on hosts of their own (network namespaces).
 """
@@ -42,7 +42,7 @@ HELD = "hold rank 0 at step 7 in forward"
 
 @contextmanager
 def reserve_port() -> Iterator[int]:
-    """A port that nobody listens at. (Held by a socket, so that no one is given it meanwhile.)"""
+    """A port without a listener. A socket holds it, so that no other program gets it."""
     with socket.socket(socket.AF_INET6) as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("::", 0))
@@ -64,7 +64,7 @@ def finish(*nodes: Started) -> list[int]:
 
 
 def count_refused(host: Host) -> int:
-    """How many connections that this host has opened were refused so far."""
+    """The number of connections from this host that were refused so far."""
     told = subprocess.run(
         [str(word) for word in host.wrap(["cat", "/proc/self/net/snmp"])], capture_output=True, text=True, check=True
     )
@@ -73,7 +73,7 @@ def count_refused(host: Host) -> int:
 
 
 def start_both(trial: Trial, meets: Host, other: Host, *flags: str, faults: Sequence[str]) -> tuple[Started, Started]:
-    """The other one first: where they meet, an elastic run waits for further machines for two seconds only."""
+    """The other host first: an elastic run waits only two seconds for further nodes."""
     arguments = flags_of(*faults)
     num_refused = count_refused(other)
     comes = trial.start("launch", 1, "", *flags, arguments=arguments, host=other)
@@ -96,12 +96,12 @@ def test_two_hosts(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]
     for node in nodes:
         assert "samestep: ranks 0-1 on node 0 (h1), 2-3 on node 1 (h2)\n" in node.err.read_text()
     assert "on 4 ranks" in nodes[0].out.read_text()
-    assert nodes[1].out.read_text() == "", "rank 0 is elsewhere"
+    assert nodes[1].out.read_text() == "", "rank 0 is on the other host"
     assert trial.outcome() == undisturbed()
 
 
 def test_a_host_goes_and_comes_back(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]) -> None:
-    """Its launcher is killed: no orphan trains on, the other host does; when it is started again, both do."""
+    """Its launcher is killed: its ranks end, and the other host trains. Once it is started again, both train."""
     faults = [HELD, "hold rank 0 at step 10 in forward"]
     flags = flags_at(f"{all_hosts[0].address}:29401", "1:2", "--snapshot-every", "2")
     stays, goes = start_both(trial, all_hosts[0], all_hosts[1], *flags, faults=faults)
@@ -115,7 +115,7 @@ def test_a_host_goes_and_comes_back(trial: Trial, undisturbed: Undisturbed, all_
     trial.note("kill launcher", "forward, 1 of 2 hosts", (trial.dir / "restarts.jsonl").stat().st_mtime - killed_s)
     assert (trial.dir / "restarts.jsonl").stat().st_mtime - killed_s < 10
     comes = trial.start("launch", 1, "", *flags, arguments=flags_of(*faults), host=all_hosts[1])
-    stays.wait_for_words("a second one ends at once")  # it is to save, to make room
+    stays.wait_for_words("a second one ends at once")  # it saves, to let the other join
     trial.go_on()
     assert finish(stays, comes) == [0, 0], stays.output + comes.output
     rows = read_restarts(trial)
@@ -128,7 +128,7 @@ def test_a_host_goes_and_comes_back(trial: Trial, undisturbed: Undisturbed, all_
 
 
 def test_the_plug_is_pulled(trial: Trial, undisturbed: Undisturbed, all_hosts: list[Host]) -> None:
-    """Nobody is told, and no connection closes: the other host goes on within seconds, and the one cut off ends."""
+    """No connection closes. The other host continues within seconds, and the one that is cut off ends."""
     stays_on, _, cut_off = all_hosts
     flags = flags_at(f"{stays_on.address}:29402", "1:2", "--snapshot-every", "2")
     stays, goes = start_both(trial, stays_on, cut_off, *flags, faults=[HELD])
@@ -138,7 +138,7 @@ def test_the_plug_is_pulled(trial: Trial, undisturbed: Undisturbed, all_hosts: l
     wait_until(lambda: (trial.dir / "restarts.jsonl").exists(), "it goes on alone")
     took_s = time.time() - cut_s
     trial.note("pull the plug", "forward, 1 of 2 hosts", took_s)
-    assert took_s < 20  # 6 to 8 s, unless the machine is busy
+    assert took_s < 20  # 6 to 8 s on an idle machine
     assert finish(stays, goes) == [0, 1], stays.output + goes.output
     assert f"the launcher at {stays_on.address}:29402, the rendezvous of the nodes, has ended" in goes.err.read_text()
     assert trial.outcome() == undisturbed()
@@ -148,7 +148,7 @@ def test_the_plug_is_pulled(trial: Trial, undisturbed: Undisturbed, all_hosts: l
 
 
 def test_a_rank_dies_on_one_node(trial: Trial, undisturbed: Undisturbed, port: int) -> None:
-    """All nodes start again, and all tell why. That one gives the script other arguments is said once."""
+    """All nodes start again and print why. A message about other arguments of one node is printed once."""
     fault = "kill rank 1 at step 7 in forward"
     flags = flags_at(f"127.0.0.1:{port}", "2", "--max-restarts", "1")
     nodes = [
@@ -160,7 +160,7 @@ def test_a_rank_dies_on_one_node(trial: Trial, undisturbed: Undisturbed, port: i
     for node in nodes:
         assert "samestep: rank 1 was killed by SIGKILL (out of memory?); restart 1 of 1\n" in node.err.read_text()
         assert "Traceback" not in node.output
-    [words] = [words for node in nodes if "other arguments" in (words := node.err.read_text())]  # where they meet
+    [words] = [words for node in nodes if "other arguments" in (words := node.err.read_text())]  # at the rendezvous
     assert len(re.findall(r"node [01] \(.*\) gives faulty\.py other arguments than node [01] \(", words)) == 1
     assert re.search(
         r"--num-workers ([01]) instead of --num-workers (?!\1)[01]: if", words.split("samestep: ranks ")[0]
@@ -170,7 +170,7 @@ def test_a_rank_dies_on_one_node(trial: Trial, undisturbed: Undisturbed, port: i
 
 
 def test_no_restarts_are_left(trial: Trial, undisturbed: Undisturbed, port: int) -> None:
-    """The traceback is where the rank was; the other node tells in a line who it was."""
+    """The node of the rank prints the traceback; the other node names the rank in one line."""
     fault = "raise rank 1 at step 7 in forward"
     flags = flags_at(f"127.0.0.1:{port}")
     nodes = [trial.start("launch", 1, fault, *flags, "--node-rank", str(rank)) for rank in (0, 1)]
@@ -187,7 +187,7 @@ def test_no_restarts_are_left(trial: Trial, undisturbed: Undisturbed, port: int)
 
 @pytest.mark.parametrize("signum", one_in(4, [signal.SIGTERM, signal.SIGUSR1]))
 def test_a_signal_to_one_launcher(trial: Trial, undisturbed: Undisturbed, port: int, signum: signal.Signals) -> None:
-    """All ranks of all nodes end the same step, save once, and every launcher says: start me again."""
+    """All ranks of all nodes end the same step and save once, and every launcher asks to be started again."""
     nodes = [
         trial.start(
             "launch", 1, "hold rank 1 at step 7 in forward", *flags_at(f"127.0.0.1:{port}"), "--node-rank", rank
@@ -206,8 +206,8 @@ def test_a_signal_to_one_launcher(trial: Trial, undisturbed: Undisturbed, port: 
     assert trial.outcome() == undisturbed()
 
 
-def test_a_node_is_told_to_leave(trial: Trial, undisturbed: Undisturbed, port: int) -> None:
-    """The run goes on without it, from the step at which it left."""
+def test_a_signal_to_one_node(trial: Trial, undisturbed: Undisturbed, port: int) -> None:
+    """The run continues without it, from the step at which it left."""
     fault = "hold rank 1 at step 7 in forward"
     flags = ["--nproc-per-node", "1", *flags_at(f"127.0.0.1:{port}", "1:2"), SCRIPT, trial.dir, "--fault", fault]
     server = "from samestep.launch import rendezvous_server; rendezvous_server.LAST_CALL_S = 60.0"
@@ -234,7 +234,7 @@ def test_a_node_is_told_to_leave(trial: Trial, undisturbed: Undisturbed, port: i
 
 
 def test_a_node_that_the_run_cannot_take(trial: Trial, undisturbed: Undisturbed, port: int) -> None:
-    """With its ranks, there would be more than micro-batches in a step: it is refused, and the run goes on."""
+    """With its ranks there would be more ranks than micro-batches in a step: it is refused, and the run continues."""
     flags = flags_at(f"127.0.0.1:{port}", "1:2")
     stays = trial.start("launch", 3, "", *flags, "--node-rank", "0", arguments=flags_of(HELD))
     trial.wait_held()
@@ -247,7 +247,7 @@ def test_a_node_that_the_run_cannot_take(trial: Trial, undisturbed: Undisturbed,
     assert trial.outcome() == undisturbed()
 
 
-def test_the_place_where_they_meet_is_gone(trial: Trial, undisturbed: Undisturbed, port: int) -> None:
+def test_the_rendezvous_ends(trial: Trial, undisturbed: Undisturbed, port: int) -> None:
     endpoint = f"127.0.0.1:{port}"
     host = trial.start("launch", 1, HELD, *flags_at(endpoint, "2", "--node-rank", "0"))
     wait_until(lambda: _listens(port), "it waits")
@@ -283,8 +283,8 @@ def test_the_port_is_in_use(trial: Trial) -> None:
     assert "is in use by a program that is no samestep launcher: choose another one" in node.err.read_text()
 
 
-def test_nobody_answers(trial: Trial, port: int) -> None:
-    """The endpoint is not this machine's, and nobody is there."""
+def test_no_answer(trial: Trial, port: int) -> None:
+    """The endpoint is on another machine, and nothing listens there."""
     flags = ["--nnodes", "2", "--rdzv-endpoint", f"198.51.100.1:{port}", "--rdzv-timeout", "1"]
     node = trial.start("launch", 1, "", *flags)
     assert node.wait() == 2
@@ -292,10 +292,10 @@ def test_nobody_answers(trial: Trial, port: int) -> None:
 
 
 @pytest.mark.parametrize(("place", "signum", "code"), [("198.51.100.1", signal.SIGTERM, 75), ("", signal.SIGINT, 130)])
-def test_a_signal_to_who_waits_for_the_others(
+def test_a_signal_to_a_waiting_launcher(
     trial: Trial, port: int, place: str, signum: signal.Signals, code: int
 ) -> None:
-    """There, or at the place where they meet: nothing has been trained, and the same command is to be given again."""
+    """On either node: nothing has been trained, and the user runs the same command again."""
     node = trial.start("launch", 1, "", *flags_at(f"{place or '127.0.0.1'}:{port}"))
     wait_until(lambda: catches(node.process.pid, signum) if place else _listens(port), "it has begun")
     node.process.send_signal(signum)
@@ -324,12 +324,12 @@ def test_endpoints(text: str, host: str, port: int) -> None:
         ("127.0.1.1", "127.0.1.1"),
         ("::1", "::1"),
         ("localhost", "127.0.0.1"),
-        ("this-machine", ""),  # other machines have another address for it
+        ("this-machine", ""),  # other machines use another address for it
         ("192.0.2.1", None),
     ],
 )
 def test_where_the_nodes_meet(monkeypatch: pytest.MonkeyPatch, host: str, address: str | None) -> None:
-    """A launcher listens at the endpoint's address alone. (Debian has 127.0.1.1 for the machine's own name.)"""
+    """A launcher listens only at the endpoint's address. (Debian resolves the machine's own name to 127.0.1.1.)"""
     find, names = socket.getaddrinfo, {"this-machine": "127.0.1.1"}
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *rest, **more: find(names.get(host, host), *rest, **more))
     assert find_own_address(host) == address
@@ -388,14 +388,14 @@ def test_messages_that_arrive_together() -> None:
     ours.close()
 
 
-def test_modules_are_compared_by_what_is_in_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As scripts are; a package by its __main__; nothing of theirs is run for that."""
+def test_modules_are_compared_by_their_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As scripts are; a package by its __main__. None of their code runs."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "pkg").mkdir()
     for name in ("__init__", "__main__", "train"):
         (tmp_path / "pkg" / f"{name}.py").write_text(f"raise RuntimeError({name!r})\n")
     before = [describe_target(Target("module", name)) for name in ("pkg", "pkg.train", "pkg.none")]
-    assert before[2] == "pkg.none", "python says what is wrong with it"
+    assert before[2] == "pkg.none", "python itself prints the error"
     for name in ("__main__", "train"):
         (tmp_path / "pkg" / f"{name}.py").write_text("")
     after = [describe_target(Target("module", name)) for name in ("pkg", "pkg.train")]
@@ -428,5 +428,5 @@ def test_arguments_that_differ(mine: str, theirs: str, said: str | None) -> None
         )
 
 
-def test_one_node_needs_no_place_to_meet() -> None:
+def test_one_node_needs_no_endpoint() -> None:
     assert parse_nodes("1", 0, None, "", 300) is None

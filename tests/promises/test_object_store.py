@@ -1,4 +1,4 @@
-"""Runs whose directory is a URL: another machine goes on from what is there, whatever happens to an upload.
+"""Runs whose directory is a URL: another machine resumes from its snapshots, even after a failed upload.
 
 A machine is a directory for working copies. The store is a directory, too, reached by a protocol of the tests' own,
 whose file system fails or dies at chosen moments.
@@ -32,10 +32,10 @@ Undisturbed = Callable[..., Outcome]
 
 
 class Planted(LocalFileSystem):
-    """A store that, at a chosen file, kills whoever writes, or fails, half-way."""
+    """A store that fails, or kills the writing process, in the middle of a chosen file."""
 
     protocol = "planted"
-    plan: ClassVar[list[tuple[str, str, int]]] = []  # what happens; a part of the path; how often it is let be
+    plan: ClassVar[list[tuple[str, str, int]]] = []  # the fault; a part of the path; the number of writes before it
 
     def put_file(self, path1: str, path2: str, callback: Any = None, **kwargs: Any) -> None:
         data = Path(path1).read_bytes()
@@ -80,7 +80,7 @@ class Cluster:
         return self._place / f"machine-{number}"
 
     def copy(self, number: int) -> Path:
-        """A machine's one working copy."""
+        """The only working copy of a machine."""
         [path] = self.machine(number).iterdir()
         return path
 
@@ -98,7 +98,7 @@ class Cluster:
         return sorted(path.parent.name for path in self.store.glob("snapshots/*/manifest.json"))
 
     def outcome(self) -> Outcome:
-        """What is at the URL, as anybody sees it."""
+        """The outcome of the run at the URL."""
         url = f"file://{self.store}"
         ask("inspect", url, "--samples")
         return Outcome(
@@ -109,7 +109,7 @@ class Cluster:
         )
 
     def starts(self) -> list[tuple[int, int]]:
-        """The step from which each start but the first went on, and the steps that were lost."""
+        """The step from which each start but the first resumed, and the number of lost steps."""
         path = self.store / "restarts.jsonl"
         rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
         return [(row["from_step"], row["lost_steps"]) for row in rows]
@@ -136,8 +136,8 @@ def damage(path: Path) -> None:
 KILLED = "kill all ranks at step 8 in forward"
 
 
-def test_another_machine_goes_on(cluster: Cluster, undisturbed: Undisturbed) -> None:
-    """And a third one finds nothing left to do. Only what a working copy would hold is at the URL, and no more."""
+def test_another_machine_resumes(cluster: Cluster, undisturbed: Undisturbed) -> None:
+    """A third machine finds the run complete. The URL has the files of a working copy, and no others."""
     cluster.spawn_to_fail(0, 2, fault=KILLED, settled=True)
     cluster.spawn(1, 1)
     assert cluster.outcome() == undisturbed()
@@ -147,15 +147,15 @@ def test_another_machine_goes_on(cluster: Cluster, undisturbed: Undisturbed) -> 
     assert json.loads((cluster.store / "status.json").read_text())["status"] == "done"
     numbered = [name for name in cluster.snapshots() if name.startswith("step-")]
     assert numbered == ["step-00000009", "step-00000012", "step-00000015"]
-    assert len(cluster.snapshots()) == 4, "and the newest best"
-    assert not list(cluster.store.rglob(".*")), "nothing half done"
+    assert len(cluster.snapshots()) == 4, "with the newest best"
+    assert not list(cluster.store.rglob(".*")), "no incomplete file"
     shutil.rmtree(cluster.machine(1))
     cluster.spawn(2, 2)
     assert cluster.outcome() == undisturbed()
     assert cluster.copy(2).joinpath("metrics.jsonl").read_bytes() == undisturbed().metrics
 
 
-MOMENTS = {  # in the midst of a write: the path there, how many of them before, and the step from which it goes on
+MOMENTS = {  # in a write: a part of the path, the writes before it, and the step from which the run resumes
     "tensors": ("step-00000006/tensors.safetensors", 0, 5),
     "manifest": ("step-00000006/.manifest.json", 0, 5),
     "rows": ("/.metrics.jsonl", 1, 3),
@@ -166,21 +166,21 @@ MOMENTS = {  # in the midst of a write: the path there, how many of them before,
 
 
 @pytest.mark.parametrize("moment", one_in(len(MOMENTS), MOMENTS))
-def test_killed_in_the_midst_of_an_upload(cluster: Cluster, undisturbed: Undisturbed, moment: str) -> None:
+def test_killed_during_an_upload(cluster: Cluster, undisturbed: Undisturbed, moment: str) -> None:
     part, count, step = MOMENTS[moment]
     cluster.spawn_to_fail(0, 1, ("kill", part, count), settled=True)
-    assert any(part in f"{path}/" for path in cluster.store.rglob("*")), "half of it is there"
+    assert any(part in f"{path}/" for path in cluster.store.rglob("*")), "a part of it is there"
     cluster.spawn(1, 2)
     assert cluster.outcome() == undisturbed()
     assert [start for start, _ in cluster.starts()] == ([step] if step else [])
-    assert not list(cluster.store.rglob(".*")), "nothing half done"
+    assert not list(cluster.store.rglob(".*")), "no incomplete file"
 
 
 @pytest.mark.parametrize("file", one_in(4, ["tensors.safetensors", "manifest.json"]))
 def test_a_flipped_bit(
     cluster: Cluster, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], file: str
 ) -> None:  # fmt: skip
-    """The one before is taken, and the damaged one is written anew. None sound: that is said, and nothing is begun."""
+    """The run resumes from the snapshot before and writes the damaged one again. With no sound one it is an error."""
     cluster.spawn_to_fail(0, 1, fault=KILLED, settled=True)
     damage(cluster.store / "snapshots/step-00000006" / file)
     capfd.readouterr()
@@ -188,7 +188,7 @@ def test_a_flipped_bit(
     said = capfd.readouterr().out
     assert f"not sound: {cluster.url}/snapshots/step-00000006: {file} is damaged" in said
     assert cluster.outcome() == undisturbed()
-    assert cluster.starts()[0][0] == 5, "that of the best one"
+    assert cluster.starts()[0][0] == 5, "the step of the best snapshot"
     for name in cluster.snapshots():
         damage(cluster.store / "snapshots" / name / file)
     error = cluster.spawn_to_fail(2)
@@ -199,7 +199,7 @@ def test_a_flipped_bit(
 def test_a_store_that_is_full_for_a_while(
     cluster: Cluster, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str]
 ) -> None:  # fmt: skip
-    """A warning, and the next snapshot brings all there. At the end, it is an error; the same command mends it."""
+    """It is a warning, and the next snapshot uploads all files. At the end it is an error until the next start."""
     error = cluster.spawn_to_fail(0, 1, ("full", "step-00000015/state.json", 0), settled=True)
     assert isinstance(error, Error)
     why = "(OSError: [Errno 28] No space left on device)"
@@ -213,8 +213,8 @@ def test_a_store_that_is_full_for_a_while(
     assert cluster.outcome() == undisturbed()
 
 
-def test_a_store_that_is_removed_under_way(cluster: Cluster, undisturbed: Undisturbed) -> None:
-    """All that is needed comes there again."""
+def test_a_store_that_is_removed_during_a_run(cluster: Cluster, undisturbed: Undisturbed) -> None:
+    """All files that are needed are uploaded again."""
     cluster.spawn(0, 1, ("removed", "step-00000006/state.json", 0), settled=True)
     assert cluster.outcome() == undisturbed()
 
@@ -232,7 +232,7 @@ def test_a_store_that_fails_in_between(
 
 
 def test_a_later_writer_ends_the_earlier_one(cluster: Cluster) -> None:
-    """Before its next manifest. (Whoever comes has been told that this one might live.)"""
+    """Before the next manifest of the earlier one. (The later one printed that the earlier one might live.)"""
     error = cluster.spawn_to_fail(0, 1, ("taken", "step-00000006/state.json", 0), settled=True)
     assert isinstance(error, Error)
     assert f"the run in {cluster.url} was taken over by process" in str(error)
@@ -240,7 +240,7 @@ def test_a_later_writer_ends_the_earlier_one(cluster: Cluster) -> None:
 
 
 def test_going_back(cluster: Cluster, undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """Machine 1 goes back to step 3. What is left behind stays, aside; machine 0 does not go on from its own copy."""
+    """Machine 1 goes back to step 3. Later snapshots are moved, and machine 0 does not resume from its own copy."""
     cluster.spawn(0, 1, fault="stop all ranks at step 9 in update", keep_last=9)
     assert cluster.snapshots()[-1] == "step-00000010"
     cluster.spawn_to_fail(1, 1, fault="kill all ranks at step 5 in forward", resume=3, snapshot_every=2, settled=True)
@@ -252,7 +252,7 @@ def test_going_back(cluster: Cluster, undisturbed: Undisturbed, tmp_path: Path) 
 
 
 def test_other_runs_at_one_url(cluster: Cluster, undisturbed: Undisturbed) -> None:
-    """Another one is refused, --fresh goes beside it, and where the first was removed, its working copy is not met."""
+    """Another run is refused, --fresh uses a URL beside it, and a removed run does not resume from its working copy."""
     cluster.spawn(0, 1, num_steps=4)
     error = cluster.spawn_to_fail(0, 1, seed=6)
     assert isinstance(error, Error)
@@ -278,7 +278,7 @@ def test_fresh(cluster: Cluster, undisturbed: Undisturbed) -> None:
 
 
 def train_on_nodes(place: Path, url: str) -> None:
-    """As one of two ranks, on nodes that do not share the place of the working copies."""
+    """As one of two ranks, on nodes with separate working copies."""
     node = place / f"node-{os.environ['RANK']}"
     node.mkdir(exist_ok=True)
     os.chdir(node)
@@ -287,7 +287,7 @@ def train_on_nodes(place: Path, url: str) -> None:
 
 
 def test_nodes_that_share_nothing_but_the_url(cluster: Cluster, tmp_path: Path) -> None:
-    """Rank 0 alone reaches it; what it brings is handed on."""
+    """Only rank 0 reads the URL, and sends the files to the others."""
     samestep.spawn(train_on_nodes, 2, (tmp_path, cluster.url))
     for node in (0, 1):
         shutil.rmtree(tmp_path / f"node-{node}")
@@ -321,7 +321,7 @@ def make_remote(url: str, tmp_path: Path, steps: Sequence[int]) -> None:
 
 
 def test_tools_read_urls(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All of one in a memory of this process: no disk is involved."""
+    """The store is in the memory of this process."""
     make_remote(url, tmp_path, [4, 8])
     assert main(["inspect", url, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
@@ -345,7 +345,7 @@ def test_tools_read_urls(url: str, tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_watching_a_url(cluster: Cluster, trial: Trial, capsys: pytest.CaptureFixture[str]) -> None:
-    """The ranks are shown on the machine that has the working copy; elsewhere, which one that is."""
+    """The machine with the working copy shows the ranks; other machines show its name."""
     url = f"file://{cluster.store}"
     cluster.store.parent.mkdir()
     assert main(["watch", url]) == 2
@@ -380,19 +380,19 @@ def test_watching_a_url(cluster: Cluster, trial: Trial, capsys: pytest.CaptureFi
         (Path("s3://bucket/run"), r"a path made of a URL, s3:/bucket/run, which has lost a slash"),
     ],
 )
-def test_what_is_no_url(run_dir: Any, sentence: str) -> None:
+def test_invalid_urls(run_dir: Any, sentence: str) -> None:
     with pytest.raises(Error, match=sentence):
         samestep.Run(run_dir, batch_size=4, micro_batch_size=1)
 
 
 def test_no_bucket_is_made() -> None:
-    """Where a directory is asked for, some stores make what its path begins with as well."""
+    """Some stores create the bucket when a directory in it is created."""
     with pytest.raises(Unreachable, match="FileNotFoundError"):
         ObjectStore("file:///samestep-has-no-such-bucket/run").take("a run")
     assert not Path("/samestep-has-no-such-bucket").exists()
 
 
-def test_a_package_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "fsspec.core", None)
     with pytest.raises(Error, match=r"the run directory s3://b/run needs fsspec: pip install 'samestep\[remote\]'"):
         samestep.Run("s3://b/run", batch_size=4, micro_batch_size=1)

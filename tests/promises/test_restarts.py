@@ -1,4 +1,4 @@
-"""A rank that dies costs the steps since the newest snapshot, and nobody has to be there: `launch --max-restarts`."""
+"""`launch --max-restarts`: a rank that dies costs the steps since the newest snapshot, without help by a user."""
 
 import errno
 import fcntl
@@ -39,7 +39,7 @@ def flags_of(*faults: str) -> list[str]:
 
 
 def test_ranks_that_die_are_started_again(trial: Trial, undisturbed: Undisturbed) -> None:
-    """Killed and raising, rank 0 and another, in the middle and on the edge of an epoch: one command, the same end."""
+    """Kills and exceptions of two ranks, in the middle and at the end of an epoch: one command, the same end."""
     faults = {
         "kill rank 1 at step 4 in forward": (4, 1, "rank 1 was killed by SIGKILL (out of memory?)"),
         "raise rank 1 at step 8 in update": (8, 1, "rank 1 raised RuntimeError: a fault: {}"),
@@ -58,9 +58,9 @@ def test_ranks_that_die_are_started_again(trial: Trial, undisturbed: Undisturbed
         assert (row["reason"], row["rank"], row["world_size"]) == (reason, rank, 2)
         assert row["from_step"] in (0, 3, 6, 9)
         done = row["from_step"] + row["lost_steps"]
-        # Rank 0 may be through with that step; killed, it takes what it did in its last tenth of a second with it.
+        # Rank 0 may have completed that step. A kill loses its records of the last tenth of a second.
         assert done in range(row["from_step"] if rank == 0 else step, step + 1 + ("update" in fault))
-    assert said.count("Traceback") == 1, "that of the exception, and none of the ranks that have lost another"
+    assert said.count("Traceback") == 1, "only that of the exception, none of the ranks that lost a peer"
     logs = {path.parent.name: path.read_text() for path in sorted(trial.dir.glob("logs/*/1.log"))}
     assert [name for name, text in logs.items() if "Traceback" in text] == ["1"]
     assert logs["1"].endswith("RuntimeError: a fault: raise rank 1 at step 8 in update\n")
@@ -73,8 +73,8 @@ def test_ranks_that_die_are_started_again(trial: Trial, undisturbed: Undisturbed
     assert sum(status["measured"]["time_share"].values()) == pytest.approx(1)
 
 
-def test_the_last_failure_is_told_as_ever(trial: Trial, undisturbed: Undisturbed) -> None:
-    """When the restarts are used up; and the next start, by hand, knows of it."""
+def test_the_last_failure_is_reported(trial: Trial, undisturbed: Undisturbed) -> None:
+    """When no restarts are left. The next start by the user records it."""
     faults = ["raise rank 0 at step 3 in forward", "raise rank 0 at step 7 in forward"]
     launch = trial.run("launch", 2, "", "--max-restarts", "1", arguments=flags_of(*faults), code=1)
     said = launch.err.read_text()
@@ -92,8 +92,8 @@ def test_the_last_failure_is_told_as_ever(trial: Trial, undisturbed: Undisturbed
 
 
 @pytest.mark.parametrize("flag", one_in(4, ["--fresh", "--resume=5"]))
-def test_a_restart_goes_on_with_what_the_first_start_began(trial: Trial, undisturbed: Undisturbed, flag: str) -> None:
-    """Not from an older snapshot once more, nor in one more new directory."""
+def test_a_restart_ignores_resume_and_fresh(trial: Trial, undisturbed: Undisturbed, flag: str) -> None:
+    """It does not go back to the older snapshot again, and makes no further directory."""
     trial.spawn(1, max_steps=10)
     fault = "kill rank 1 at step 14 in forward"
     flags = ["--snapshot-every", "3", flag, "--max-restarts", "1"]
@@ -106,22 +106,22 @@ def test_a_restart_goes_on_with_what_the_first_start_began(trial: Trial, undistu
     assert read_outcome(run_dir) == undisturbed(snapshot_every=3)
 
 
-def test_nobody_waits_for_a_rank_that_cannot_know(trial: Trial, undisturbed: Undisturbed) -> None:
-    """Rank 0 is busy, not in an exchange, when rank 1 dies: it is told, and leaves at once, without a vote."""
+def test_a_busy_rank_ends_at_once(trial: Trial, undisturbed: Undisturbed) -> None:
+    """Rank 0 computes, outside of an exchange, when rank 1 dies: the launcher ends it at once, without a vote."""
     launch = trial.start("launch", 2, "hold rank 0 at step 7 in forward", "--max-restarts", "1")
     trial.wait_held()
-    os.kill(trial.pid(1), signal.SIGKILL)  # it waits for rank 0, or is about to
+    os.kill(trial.pid(1), signal.SIGKILL)  # it waits for rank 0, or will
     killed_s = time.time()
     assert launch.wait() == 0, launch.output
     took_s = (trial.dir / "restarts.jsonl").stat().st_mtime - killed_s
     trial.note("kill another rank", "reduction", took_s)
     assert took_s < 10
-    assert "a second one ends at once" not in launch.output, "it was no vote"
+    assert "a second one ends at once" not in launch.output, "there was no vote"
     assert trial.outcome() == undisturbed()
 
 
-def test_what_the_directory_knows_of_starts_by_hand(trial: Trial, undisturbed: Undisturbed) -> None:
-    """Of a stop by signal, of a crash without a word, of `run.stop`, and of a run that is longer now."""
+def test_the_record_of_starts_by_the_user(trial: Trial, undisturbed: Undisturbed) -> None:
+    """After a stop by a signal, a crash without a message, `run.stop`, and for a run that is longer now."""
     stopped = trial.start("launch", 2, "hold rank 0 at step 2 in forward")
     trial.wait_held()
     trial.tell(stopped, signal.SIGUSR1)
@@ -139,7 +139,7 @@ def test_what_the_directory_knows_of_starts_by_hand(trial: Trial, undisturbed: U
         ("by a fault", 13, 0, 2),
         ("the run was done", 15, 0, 3),
     ]
-    # Killed, it takes a snapshot on its way, and the records of its last tenth of a second, with it.
+    # A kill loses a snapshot that is being written, and the records of the last tenth of a second.
     assert rows[1]["from_step"] in (3, 5)
     assert 0 <= rows[1]["lost_steps"] <= 9 - rows[1]["from_step"]
     assert trial.outcome() == undisturbed(epochs=4)
@@ -159,21 +159,21 @@ def test_nothing_outlives_a_launcher_that_is_killed_after_a_restart(trial: Trial
 
 
 def test_a_signal_between_two_starts(trial: Trial, undisturbed: Undisturbed) -> None:
-    """It is not lost: either the ranks that have just been started hear it, or there are none any more."""
+    """It is not lost: either the new ranks receive it, or none are started."""
     faults = ["hold rank 0 at step 7 in forward", "kill rank 1 at step 7 in reduction"]
     launch = trial.start("launch", 2, "", "--max-restarts", "9", arguments=flags_of(*faults))
     trial.wait_held()
     wait_until(lambda: faults[1] in trial.struck, "rank 1 dies")
     launch.process.send_signal(signal.SIGTERM)
-    trial.go_on()  # where the next start is at that step already
+    trial.go_on()  # in case the next start has reached that step
     assert launch.wait() in (75, 137, 143), launch.output
     assert trial.num_ends == 0
     trial.spawn(2)
     assert trial.outcome() == undisturbed()
 
 
-def test_a_line_that_a_full_disk_has_cut_short(trial: Trial) -> None:
-    """It costs itself, and not the next one, too."""
+def test_a_line_that_a_full_disk_truncated(trial: Trial) -> None:
+    """Only this line is lost, not the next one."""
     trial.spawn(1, max_steps=5)
     trial.spawn(1, max_steps=10)
     path = trial.dir / "restarts.jsonl"
@@ -186,16 +186,16 @@ def test_a_line_that_a_full_disk_has_cut_short(trial: Trial) -> None:
 # --- one writer -------------------------------------------------------------------------------------------------------
 
 
-def test_a_writer_who_was_cut_off_is_fenced(trial: Trial, undisturbed: Undisturbed) -> None:
-    """A machine comes back that everyone took for dead, and its lock with it: the run has gone on elsewhere."""
+def test_a_writer_that_was_cut_off_is_fenced(trial: Trial, undisturbed: Undisturbed) -> None:
+    """A machine and its lock return after it was taken for dead: the run has resumed on another machine."""
     old = trial.start("python", 1, "hold rank 0 at step 7 in forward")
     trial.wait_held()
     old_ledger = os.stat(trial.dir / "ledger.bin").st_ino
-    # What the new writer finds, on another machine, where the old one's flock has gone with it.
+    # As on another machine, where the flock of the old writer is gone.
     os.unlink(trial.dir / "lock")
     (trial.dir / "lock").write_text("process 1 on elsewhere since 2026-01-01 00:00:00\n" + "0" * 32 + "\n")
     trial.spawn(2)
-    assert os.stat(trial.dir / "ledger.bin").st_ino != old_ledger, "what the old one adds goes nowhere"
+    assert os.stat(trial.dir / "ledger.bin").st_ino != old_ledger, "the old writer appends to a removed file"
     assert trial.outcome() == undisturbed()
     before = read_tree(trial.dir)
     trial.go_on()
@@ -204,8 +204,8 @@ def test_a_writer_who_was_cut_off_is_fenced(trial: Trial, undisturbed: Undisturb
     assert read_tree(trial.dir) == before
 
 
-def test_where_there_is_no_flock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on some network file systems: whoever comes last has the run."""
+def test_file_systems_without_flock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on some network file systems: the last process to start gets the run."""
 
     def refuse(descriptor: int, operation: int) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
@@ -232,8 +232,8 @@ def raise_in(module: str, error: Exception) -> BaseException:
     raise AssertionError
 
 
-def test_a_broken_wire_that_is_not_between_ranks() -> None:
-    """A dead DataLoader worker, or a server that the script asks for data, is this rank's own failure."""
+def test_a_broken_connection_that_is_not_between_ranks() -> None:
+    """The death of a DataLoader worker or of the script's server is a failure of this rank."""
     ours, theirs = socket.socketpair()
     theirs.close()
     with ours, pytest.raises(BrokenPipeError) as raised:

@@ -54,7 +54,7 @@ def gather(indices: list[int]) -> list[int]:
 
 
 def compute_mean(model: nn.Module, x: Tensor, y: Tensor, units: Tensor) -> Tensor:
-    """The squared error, averaged over all units of all samples: not a number when there are none."""
+    """The squared error, averaged over all units of all samples: nan without units."""
     return (units * ((model(x) - y) ** 2).mean(1)).sum() / units.sum()
 
 
@@ -124,13 +124,13 @@ def assert_right(rows: list[Row], run_dir: Path) -> None:
             continue
         found, wanted = row["loss"]
         assert row["gradient"] < 1e-5
-        assert found == pytest.approx(wanted, rel=1e-6, abs=1e-6)  # small ones are differences of numbers around 1
+        assert found == pytest.approx(wanted, rel=1e-6, abs=1e-6)  # small losses are differences of numbers around 1
         assert logged["train/loss"] == pytest.approx(wanted, rel=1e-6, abs=1e-6)
         assert logged["train/first"] == pytest.approx(row["first"], rel=1e-5, abs=1e-6)
 
 
 def measure_losses() -> tuple[list[float], str]:
-    """Per step: the errors of the gradient and of the loss of three losses with weights of their own, and a digest.
+    """Per step: the errors of the gradient and of the loss for three losses with their own weights, and a digest.
 
     The reference works in float64, by micro-batches because of BatchNorm.
     """
@@ -213,7 +213,7 @@ def test_steps_without_weight_are_skipped_and_counted(tmp_path: Path, capfd: pyt
     assert rows == read_rows(tmp_path / "once")
 
 
-def test_a_run_of_skipped_steps_shows_it(capfd: pytest.CaptureFixture[str]) -> None:
+def test_skipped_steps_are_shown(capfd: pytest.CaptureFixture[str]) -> None:
     samestep.spawn(skip_steps, 2, (None, 4, tuple(range(8))))
     said = capfd.readouterr().out
     assert said.count("step 0 makes no update") == 1
@@ -221,9 +221,9 @@ def test_a_run_of_skipped_steps_shows_it(capfd: pytest.CaptureFixture[str]) -> N
 
 
 def read_metrics(run_dir: Path | None, max_steps: int) -> list[Any]:
-    """What step.metrics and epoch.metrics give after each step and epoch, once they were found right, as hex digits.
+    """step.metrics and epoch.metrics after each step and epoch, checked, as hexadecimal digits.
 
-    Most values are logged in some micro-batches alone, one of them only from the epoch's third step on.
+    Most values are logged in some micro-batches only, one of them only from the epoch's third step on.
     """
     run = samestep.Run(
         run_dir, batch_size=24, micro_batch_size=4, snapshot_every=1, max_steps=max_steps, log_every=1000
@@ -253,7 +253,7 @@ def read_metrics(run_dir: Path | None, max_steps: int) -> list[Any]:
                     step.log(**{"late, loss": float(x[0, 0])})
             step.log(norm=model.weight.grad.norm())
             optimizer.step()
-            read = step.metrics if run.rank == 0 else {}  # which is no call that other ranks must make
+            read = step.metrics if run.rank == 0 else {}  # other ranks need not read them
             if run.rank == 0:
                 assert read["loss"] == pytest.approx(float(step.loss), rel=1e-6)
                 assert read["norm"] == float(model.weight.grad.norm())
@@ -271,13 +271,13 @@ def read_metrics(run_dir: Path | None, max_steps: int) -> list[Any]:
             assert epoch.metrics["loss"] == pytest.approx(mean, rel=1e-6)
         found.append((first_step, freeze(epoch.metrics)) if len(losses) == 4 else (0, freeze(epoch.metrics)))
     exchanges = [value for value in calls if isinstance(value, list)]
-    assert len(exchanges) <= 2, "values travel with the gradients, but for names that are new"
+    assert len(exchanges) <= 2, "values are sent with the gradients, except new names"
     return found
 
 
 @pytest.mark.soak
 def test_metrics_are_read_in_every_step(tmp_path: Path) -> None:
-    """The same floats at any number of ranks, and after a restart in the midst of an epoch."""
+    """The same floats at any number of ranks, and after a restart in the middle of an epoch."""
     found = [samestep.spawn(read_metrics, world_size, (None, 8)) for world_size in (1, 2, 3, 5)]
     assert len(found[0]) == 2 * (4 + 1)
     assert all(other == found[0] for other in found)
@@ -304,7 +304,7 @@ def log_without_weight(run_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_what_is_logged_without_weight_does_not_count(tmp_path: Path, world_size: int) -> None:
+def test_values_logged_without_weight_do_not_count(tmp_path: Path, world_size: int) -> None:
     samestep.spawn(log_without_weight, world_size, (tmp_path,))
     (row,) = read_rows(tmp_path)
     assert row["train/same"] == row["train/loss"]
@@ -344,7 +344,7 @@ def test_evaluate_is_the_mean_over_the_data_set(world_size: int, num_samples: in
 
 
 class NormFirst(nn.Module):
-    """BatchNorm on the samples themselves, so that what it sees is known; a layer that runs twice."""
+    """BatchNorm on the samples, so that its input is known, and a layer that runs twice."""
 
     def __init__(self, momentum: float | None) -> None:
         super().__init__()
@@ -356,7 +356,7 @@ class NormFirst(nn.Module):
 
 
 def measure_statistics(momentum: float | None, is_scheduled: bool) -> list[float]:
-    """Per step: how far the running statistics are from those of the same layers run over all samples in turn."""
+    """Per step: the errors of the running statistics against those of the same layers on all samples in turn."""
     run = samestep.Run(None, batch_size=24, micro_batch_size=4)
     data = Weighted(24 + 11)
     model = NormFirst(momentum)
@@ -395,12 +395,12 @@ def test_statistics_are_those_of_one_device(momentum: float | None, is_scheduled
 
 
 def train_beside_a_plain_loop() -> tuple[float, float]:
-    """How far the run ends from plain PyTorch with gradient accumulation, and from where both began."""
+    """The distance of the trained model from that of plain PyTorch with gradient accumulation, and from the start."""
     run = samestep.Run(None, batch_size=24, micro_batch_size=4)
     data = Weighted(24 + 24 + 10)
     model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
     plain, start = copy.deepcopy(model), copy.deepcopy(model)
-    # Not Adam, which blows rounding up where a gradient is zero: that of the bias before BatchNorm.
+    # Not Adam, which amplifies rounding where a gradient is zero, as that of the bias before BatchNorm.
     optimizer, plain_optimizer = (torch.optim.SGD(m.parameters(), 0.1, momentum=0.9) for m in (model, plain))
     run.prepare(model=model, optimizer=optimizer)
     for epoch in run.epochs(data, 3):

@@ -1,4 +1,4 @@
-"""Any number of ranks, the same bits: digests, losses, scores and random draws of a run do not tell how many it had."""
+"""Any number of ranks gives the same bits: digests, losses, scores and random draws do not depend on it."""
 
 import functools
 import os
@@ -18,7 +18,7 @@ from support.trace import assert_same
 import samestep
 
 WORLD_SIZES = (2, 3, 4, 5, 12)
-# One core for each thread, or a compiler for each rank: fewer of these.
+# These need a core for each thread, or a compiler for each rank: fewer ranks.
 HEAVY = {"two_threads": (2, 3), "compiled_by_aot_eager": (2, 5)}
 ENDINGS = ("metrics.jsonl", "ledger.bin")
 
@@ -42,7 +42,7 @@ def test_any_model(name: str, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", one_in(4, [3, 1, 2, 5]))
 def test_workers_draw_as_the_rank_itself(world_size: int) -> None:
-    env = {"SAMESTEP_STUCK_AFTER_S": "120"}  # a standstill is named within this test's time: it has been seen once
+    env = {"SAMESTEP_STUCK_AFTER_S": "120"}  # a stuck rank is named before the test times out
     trace = samestep.spawn(training.augmentation_in_workers, world_size, env=env)
     assert_same(trace, run_alone(training.augmentation), f"{world_size} ranks with workers", "1 rank without")
 
@@ -80,7 +80,7 @@ def test_ranks_share_what_is_compiled(tmp_path: Path) -> None:
 
 
 class Recipe:
-    """A recipe that is trained by the command, each time in another directory."""
+    """A recipe that the command trains, each time in another directory."""
 
     def __init__(self, root: Path, name: str) -> None:
         self.root, self.name = root, name
@@ -124,6 +124,6 @@ def test_mlp(mlp: Recipe, world_size: int) -> None:
 
 
 def test_other_numbers_give_other_bits(mlp: Recipe) -> None:
-    """The digest does tell runs apart."""
+    """Another seed gives another digest."""
     digests = {mlp.train(1, *flags)[0] for flags in [(), ("--seed", "1"), ("--resume", "latest", "--num-threads", "1")]}
     assert len(digests) == 2

@@ -1,4 +1,4 @@
-"""Whole scripts, unchanged under every launcher and at any number of ranks: one result."""
+"""Complete scripts give one result, unchanged under every launcher and at any number of ranks."""
 
 import functools
 import re
@@ -29,7 +29,7 @@ ARGUMENTS = {"trainer": ("4", "2", "--batch_size=20"), "gan": ()}
 
 @dataclass(frozen=True)
 class Result:
-    """What a script printed, and what its run leaves that must be the same."""
+    """The output of a script, and the results of its run that must be the same."""
 
     printed: str
     digest: str
@@ -38,7 +38,7 @@ class Result:
 
 
 class Scripts:
-    """Each way of starting each script, once, in a directory of its own."""
+    """Starts each script once in each way, in its own directory."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -81,7 +81,7 @@ def test_every_launcher(scripts: Scripts, name: str, start: str) -> None:
     assert_same(scripts.start(name, start), scripts.start(name, "python"))
 
 
-def test_the_trainer_speaks_as_in_the_tutorials(scripts: Scripts) -> None:
+def test_the_trainer_prints_as_in_the_tutorials(scripts: Scripts) -> None:
     line = "[rank {}] Epoch 3 | Batchsize: 20 | Steps: 5"
     assert line.format(0) in scripts.start("trainer", "python").printed
     from_all = scripts.start("trainer", "torchrun on 3").printed

@@ -96,7 +96,7 @@ def test_a_warning_lets_the_run_continue(capfd: pytest.CaptureFixture[str]) -> N
     assert losses == samestep.spawn(train, 3, (None, 2, "forward", 5), {"num_losses": 2})
 
 
-def test_the_bits_are_those_without(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_check_changes_no_bits(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """On 1 to 3 ranks, and when the run continues on another number of ranks."""
     without, run_dir = tmp_path / "without", tmp_path / "with"
     expected = samestep.spawn(train, 2, (without,))
@@ -126,7 +126,7 @@ def test_code_that_differs_by_call_is_suspected_as_such() -> None:
 
 
 class Drawing(torch.utils.data.Dataset[Tensor]):
-    """Its samples are not the same twice."""
+    """Each read gives another sample."""
 
     def __len__(self) -> int:
         return 24
@@ -168,7 +168,7 @@ def test_kernels_that_are_not_deterministic_cannot_be_compared() -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(12))
 def test_every_flip_is_found_in_the_first_checked_step(seed: int) -> None:
-    """In the forward and the backward by a second opinion; in the optimizer by the comparison of replicas."""
+    """In the forward and backward by the check of computations, in the optimizer by the comparison of replicas."""
     draw = random.Random(seed)
     for num_ranks in (2, 3, 4, 6):
         rank, start, every = draw.randrange(num_ranks), draw.randrange(20), draw.randrange(1, 9)

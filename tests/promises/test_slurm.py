@@ -1,4 +1,4 @@
-"""Runs under Slurm: the tasks of srun as ranks, and `samestep submit` with all that may happen to a job."""
+"""Runs under Slurm: the tasks of srun as ranks, and `samestep submit` with the events of a job."""
 
 import json
 import re
@@ -38,7 +38,7 @@ class Jobs:
         self._started: list[Started] = []
 
     def start(self, *words: str | Path) -> Started:
-        """Starts a command that knows of the cluster."""
+        """Starts a command with the variables of the cluster."""
         output = self.trial.faults / f"job-{len(self._started)}"
         started = Started(words, output, self.cluster.variables)
         self._started.append(started)
@@ -53,7 +53,7 @@ class Jobs:
         )  # fmt: skip
 
     def wait_held(self, started: Started) -> None:
-        """Until rank 0 is held by its fault."""
+        """Waits until the fault holds rank 0."""
         held = self.trial.faults / "held-0"
         wait_until(lambda: held.exists() or started.process.poll() is not None, "rank 0 is held")
         assert held.exists(), started.output
@@ -81,13 +81,13 @@ def jobs(trial: Trial, cluster: Cluster) -> Iterator[Jobs]:
 
 
 def finish(started: Started, code: int = 0) -> str:
-    """What it printed, once it has ended with `code`."""
+    """Waits for the end with exit code `code`. Returns the output."""
     found = started.wait()
     assert found == code, f"{found}, not {code}:\n{started.output}"
     return started.output
 
 
-# What a process makes of the variables that Slurm gives it.
+# Prints the place that a process reads from the variables of Slurm.
 PLACE = """
 from samestep.world.environment import read_environment, read_master
 e = read_environment()
@@ -104,7 +104,7 @@ def read_places(output: str) -> list[list[str]]:
 
 
 def test_places(jobs: Jobs) -> None:
-    """Each task of a step is a rank; what is started in a job without srun stands alone, and waits for nobody."""
+    """Each task of a step is a rank. A process that a job starts without srun is alone and waits for no other."""
     said = finish(jobs.start("salloc", "-N2", "-n3", "bash", "-c", 'srun "$@"; "$@"', "-", jobs.python, "-c", PLACE))
     alone, *tasks = read_places(said)
     assert alone == ["python", "0", "1", "0", "1"]
@@ -114,7 +114,7 @@ def test_places(jobs: Jobs) -> None:
         ["srun", "2", "3", "0", "1"],
     ]
     (meeting,) = {tuple(task[5:]) for task in tasks}
-    assert meeting[0] == "127.0.0.1", "the name n1 is Slurm's alone: its address"
+    assert meeting[0] == "127.0.0.1", "only Slurm knows the name n1: its address"
     assert 15000 <= int(meeting[1]) < 32000
     batch = jobs.trial.faults / "batch"
     wrapped = f"{jobs.python} -c '{PLACE}'; srun -n1 {jobs.python} -c '{PLACE}'"
@@ -124,7 +124,7 @@ def test_places(jobs: Jobs) -> None:
 
 @pytest.mark.parametrize(("num_tasks", "shares"), one_in(4, [(2, "2 ranks: 2+2"), (3, "3 ranks: 2+1+1")]))
 def test_tasks_are_ranks(jobs: Jobs, trial: Trial, undisturbed: Undisturbed, num_tasks: int, shares: str) -> None:
-    """No launcher of ours; on two nodes, evenly or not."""
+    """Without a launcher of samestep, on two nodes, with equal or unequal shares."""
     python = jobs.python if num_tasks == 2 else sys.executable
     said = finish(jobs.start("srun", "-N2", f"-n{num_tasks}", python, SCRIPT, trial.dir))
     assert f"on {shares}" in said
@@ -132,7 +132,7 @@ def test_tasks_are_ranks(jobs: Jobs, trial: Trial, undisturbed: Undisturbed, num
 
 
 def test_a_task_fails(jobs: Jobs, trial: Trial) -> None:
-    """Its error is there to read; the others end by themselves, with a line."""
+    """Its error is printed. The other tasks end with one line each."""
     fault = "raise rank 1 at step 7 in forward"
     said = finish(jobs.start("srun", "-N2", "-n2", jobs.python, SCRIPT, trial.dir, *flags_of(fault)), 1)
     assert f"RuntimeError: a fault: {fault}" in said
@@ -143,7 +143,7 @@ def test_a_task_fails(jobs: Jobs, trial: Trial) -> None:
 
 @pytest.mark.parametrize("name", one_in(4, ["TERM", "USR1"]))
 def test_tasks_are_signalled(jobs: Jobs, trial: Trial, undisturbed: Undisturbed, name: str) -> None:
-    """As before a limit, with loader workers that hear it as well: all ranks save and end well, as under torchrun."""
+    """As before a time limit, with loader workers that get the signal too: all ranks save and end without an error."""
     words = ["srun", "-N2", "-n2", "--job-name=signalled", jobs.python, SCRIPT, trial.dir]
     started = jobs.start(*words, *flags_of(HELD), "--num-workers", "1")
     jobs.wait_held(started)
@@ -172,7 +172,7 @@ def test_port_in_use(jobs: Jobs, trial: Trial) -> None:
 
 @pytest.mark.soak
 def test_doctor_on_all_tasks(jobs: Jobs, trial: Trial) -> None:
-    """srun's tasks are its ranks, on both nodes; in the shell of an allocation, it says what it has not looked at."""
+    """The tasks of srun are its ranks, on both nodes. In the shell of an allocation it prints what it left out."""
     words = [jobs.python, "-m", "samestep", "doctor", "--device", "cpu", "--run-dir", trial.dir, "--json"]
     tasks, alone = jobs.start("srun", "-N2", "-n2", *words), jobs.start("salloc", "-N2", "-n2", *words)
     finish(tasks)
@@ -192,8 +192,8 @@ def test_doctor_on_all_tasks(jobs: Jobs, trial: Trial) -> None:
 
 
 @pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.soak)])
-def test_a_job_goes_on(jobs: Jobs, trial: Trial, undisturbed: Undisturbed, real: bool) -> None:
-    """After a signal it saves, is queued again, and ends as an undisturbed run; the output of all starts is shown."""
+def test_a_job_is_queued_again(jobs: Jobs, trial: Trial, undisturbed: Undisturbed, real: bool) -> None:
+    """After a signal it saves, is queued again, and ends as a run without faults. The output of all starts is shown."""
     if real:
         jobs.python = Path(sys.executable)
     started = jobs.submit()
@@ -211,8 +211,8 @@ def test_a_job_goes_on(jobs: Jobs, trial: Trial, undisturbed: Undisturbed, real:
     assert trial.outcome() == undisturbed()
 
 
-def test_a_job_that_gets_nowhere(jobs: Jobs, trial: Trial) -> None:
-    """Stopped for the third time before its first step: it is not queued again, and says why, on both nodes alike."""
+def test_a_job_without_progress(jobs: Jobs, trial: Trial) -> None:
+    """Stopped for the third time before its first step, it is not queued again, and prints why, on both nodes."""
     for _ in range(2):
         trial.preempt_at_start()
     started = jobs.submit(fault="hold rank 0 at step 0 in start")
@@ -227,7 +227,7 @@ def test_a_job_that_gets_nowhere(jobs: Jobs, trial: Trial) -> None:
 
 
 def test_time_limit(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> None:
-    """Slurm itself signals, some time before the limit."""
+    """Slurm sends a signal before the limit."""
     started = jobs.submit("--time", "1", "--grace-s", "45")
     jobs.wait_held(started)
     jobs.go_on_signalled()
@@ -250,7 +250,7 @@ def test_a_node_fails(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> Non
 
 @pytest.mark.soak
 def test_array(jobs: Jobs, trial: Trial) -> None:
-    """A run for each task. One is signalled, and it alone is queued again. The worst exit code is the job's."""
+    """A run for each task. One gets a signal, and only it is queued again. The worst exit code is that of the job."""
     script = trial.faults / "script.py"
     script.write_text(ARRAY)
     words = ["-m", "samestep", "submit", "--array", "3,5", "--run-dir", trial.dir]
@@ -294,7 +294,7 @@ sys.exit(7 if task == "3" else 0)
 
 
 def test_cancelled(jobs: Jobs, trial: Trial) -> None:
-    """Who interrupts the following leaves the job; scancel ends it for good, and it has saved."""
+    """Ctrl-C in the command that shows the output does not end the job; scancel does, and the job has saved."""
     started = jobs.submit()
     jobs.wait_held(started)
     number = jobs.number(started)
@@ -321,7 +321,7 @@ def test_followed_and_cancelled(jobs: Jobs, trial: Trial) -> None:
 
 
 def test_how_it_ends(jobs: Jobs, trial: Trial) -> None:
-    """A script that fails: the exit code is its own, and the job is not queued again. Detached: nothing is awaited."""
+    """If the script fails, the command has its exit code and the job is not queued again. --detach does not wait."""
     script = trial.faults / "script.py"
     script.write_text("print('as far as this')\nraise SystemExit(7)\n")
     submit = [jobs.python, "-m", "samestep", "submit", "--run-dir", trial.dir]
@@ -338,8 +338,8 @@ def test_how_it_ends(jobs: Jobs, trial: Trial) -> None:
     jobs.cluster.run("scancel", number)
 
 
-def test_what_slurm_says(jobs: Jobs, trial: Trial) -> None:
-    """When it would start, and why it will not."""
+def test_the_state_of_a_pending_job(jobs: Jobs, trial: Trial) -> None:
+    """The time at which it would start, and the reason why it does not."""
     submit = [jobs.python, "-m", "samestep", "submit", "--run-dir", trial.dir]
     estimate = finish(jobs.start(*submit, "--test-only", SCRIPT))
     assert re.match(r"Job \d+ to start at \S+ using 1 processors on nodes n1 in partition main\n", estimate)
@@ -356,7 +356,7 @@ def test_what_slurm_says(jobs: Jobs, trial: Trial) -> None:
 
 
 def test_queue_times_of_scale(jobs: Jobs, trial: Trial) -> None:
-    """One rank would start at once; two on two nodes when the job that holds one of them has reached its limit."""
+    """One rank would start at once; two ranks on two nodes once the job on one of them has reached its limit."""
     scale = [jobs.python, "-m", "samestep", "scale", "--slurm", "--for-steps", "100", "--ranks-per-node", "1"]
     scale += ["--steps", "3", "--warm-up", "1", "--repeats", "1"]
     hold = ["--nodelist=n1", "--exclusive", "--time=60", "--output=/dev/null", "--wrap=sleep 600"]

@@ -1,4 +1,4 @@
-"""SIGTERM, Ctrl-C and `run.stop`: the step is ended and saved, nothing is lost, and no one sees a traceback."""
+"""SIGTERM, Ctrl-C and `run.stop`: the step is completed and saved, nothing is lost, and there is no traceback."""
 
 import contextlib
 import json
@@ -26,16 +26,16 @@ CODES = {signal.SIGTERM: 75, signal.SIGUSR1: 75, signal.SIGINT: 130}
 
 
 def assert_stopped(trial: Trial, stopped: Started, step: int) -> None:
-    """It has saved after `step`, and said so and nothing else."""
+    """The run has saved after `step`, and printed only that."""
     assert f"stopped by a signal after step {step}, saved in {trial.dir}" in stopped.output
     assert "Traceback" not in stopped.output
     assert stopped.err.read_text() == ""
     assert trial.snapshots[-1] == f"step-{step:08d}"
-    assert trial.num_ends == 0, "what follows the loop has no business after a preemption"
+    assert trial.num_ends == 0, "code after the loop does not run after a preemption"
 
 
 def assert_goes_on(trial: Trial, undisturbed: Undisturbed, then: Started, step: int) -> None:
-    """The same command again has gone on from `step`, to the end of a run that nothing happened to."""
+    """The same command has resumed from `step`, and ended as a run without faults."""
     assert resume_is_from(then.output) == step
     assert trial.num_ends == 1
     assert trial.outcome() == undisturbed()
@@ -63,7 +63,7 @@ def test_signal_to_the_launcher(trial: Trial, undisturbed: Undisturbed, signum: 
 
 @pytest.mark.parametrize("signum", one_in(4, [signal.SIGTERM, signal.SIGINT]))
 def test_second_signal_to_the_launcher(trial: Trial, undisturbed: Undisturbed, signum: signal.Signals) -> None:
-    """Nobody waits for the rank that is stuck."""
+    """The launcher does not wait for the rank that is stuck."""
     launch = trial.start("launch", 2, HELD, "--snapshot-every", "3", arguments=["--settled"])
     trial.wait_held()
     trial.tell(launch, signum)
@@ -82,7 +82,7 @@ def test_second_signal_to_the_launcher(trial: Trial, undisturbed: Undisturbed, s
 
 
 def test_signal_to_everyone(trial: Trial, undisturbed: Undisturbed) -> None:
-    """As a scheduler does that signals each process of a job: the ranks hear of it twice, and save all the same."""
+    """As by a scheduler that signals each process of a job: the ranks get it twice, and save nevertheless."""
     launch = trial.start("launch", 2, HELD, arguments=["--num-workers", "1"])
     trial.wait_held()
     others = [process for process in launch.processes() if process.pid != launch.process.pid]
@@ -105,14 +105,14 @@ def test_signal_to_everyone(trial: Trial, undisturbed: Undisturbed) -> None:
         2,
         [
             ("reduction", 9, 10),
-            ("validation", 10, 10),  # with the epoch's body, not a step of the next one later
+            ("validation", 10, 10),  # after the body of the epoch, not after a step of the next
             ("after schedule", 10, 11),
             ("writing tensors", 10, 11),
         ],
     ),
 )
 def test_signal_at_other_moments(trial: Trial, undisturbed: Undisturbed, moment: str, step: int, stops_at: int) -> None:
-    """It is heard at the end of the step or validation that is under way, or of the next one."""
+    """The run stops at the end of the current step or validation, or of the next one."""
     launch = trial.start("launch", 2, f"hold rank 0 at step {step} in {moment}", arguments=["--settled"])
     trial.wait_held()
     trial.tell(launch, signal.SIGTERM)
@@ -127,7 +127,7 @@ def test_signal_at_other_moments(trial: Trial, undisturbed: Undisturbed, moment:
 
 @pytest.mark.parametrize("done", one_in(4, [0, 10]))
 def test_signal_before_the_first_step(trial: Trial, undisturbed: Undisturbed, done: int) -> None:
-    """As while data is read: nobody waits for a step, which may take minutes when it is the first."""
+    """As while data are read: the run does not wait for the first step, which may take minutes."""
     if done:
         trial.spawn(1, max_steps=done)
     launch = trial.start("launch", 2, f"hold rank 0 at step {done} in start")
@@ -145,7 +145,7 @@ def test_signal_before_the_first_step(trial: Trial, undisturbed: Undisturbed, do
 
 
 def test_stopped_again_and_again(trial: Trial, undisturbed: Undisturbed) -> None:
-    """The third start in a row that is stopped before it has saved anything new does not ask to be started again."""
+    """The third start in a row that is stopped without a new snapshot does not ask to be started again."""
     for _ in range(2):
         trial.preempt_at_start()
     launch = trial.start("launch", 2, "hold rank 0 at step 0 in start")
@@ -160,7 +160,7 @@ def test_stopped_again_and_again(trial: Trial, undisturbed: Undisturbed) -> None
     assert launch.err.read_text() == f"samestep: error: {sentence}\n"
     status = json.loads((trial.dir / "status.json").read_text())
     assert status["status"] == "failed"
-    trial.preempt_at_start()  # that was said: it counts no more
+    trial.preempt_at_start()  # it was reported: it does not count again
     trial.spawn(3)
     assert trial.outcome() == undisturbed()
 
@@ -173,18 +173,18 @@ def test_stopped_again_and_again(trial: Trial, undisturbed: Undisturbed) -> None
         ("0 stopped by SIGUSR1; 0 stopped by SIGTERM", 2),
         ("0 stopped by SIGTERM; 4 stopped by SIGTERM; 4 stopped by SIGTERM", 1),  # the second start has saved
         ("4 stopped by SIGTERM", 0),
-        ("4 stopped by SIGTERM; 0 stopped by SIGTERM", 0),  # somebody went back
-        ("0 stopped by SIGTERM; 0 stopped by SIGINT", 0),  # a person
+        ("4 stopped by SIGTERM; 0 stopped by SIGTERM", 0),  # a user went back to an older snapshot
+        ("0 stopped by SIGTERM; 0 stopped by SIGINT", 0),  # by a user
         ("0 stopped by SIGTERM; 0 unknown; 0 stopped by SIGTERM", 1),
         ("0 stopped by SIGTERM; 0 stopped by SIGTERM; 0 a node has joined", 0),
     ],
 )
 def test_stops_in_a_row_are_counted(tmp_path: Path, starts: str, count: int) -> None:
-    """By the history: from which step each start but the first went on, and how the one before it had ended."""
+    """By the history: the step from which each start but the first resumed, and how the start before it ended."""
     rows = [start.partition(" ") for start in starts.split("; ") if start]
     lines = [json.dumps({"from_step": int(step), "reason": reason}) + "\n" for step, _, reason in rows]
     history = tmp_path / "restarts.jsonl"
-    assert count_idle_stops(history) == 0, "there is none before the second start"
+    assert count_idle_stops(history) == 0, "there are none before the second start"
     history.write_text("".join(lines))
     assert count_idle_stops(history) == count
 
@@ -193,7 +193,7 @@ def test_stops_in_a_row_are_counted(tmp_path: Path, starts: str, count: int) -> 
 def test_signal_after_the_last_step(
     trial: Trial, undisturbed: Undisturbed, signum: signal.Signals, moment: str
 ) -> None:
-    """There is nothing to go on with: the run is whole and saved, its script goes on, and all has ended well."""
+    """The run is complete and saved, so the script continues and ends without an error."""
     launch = trial.start("launch", 2, f"hold rank 0 at step 15 in {moment}")
     trial.wait_held()
     trial.tell(launch, signum)
@@ -205,7 +205,7 @@ def test_signal_after_the_last_step(
 
 
 @pytest.mark.parametrize(("grace_s", "is_short"), [(0, True), (3600, False)])
-def test_too_little_time_to_save_is_said_beforehand(
+def test_a_warning_before_there_is_too_little_time_to_save(
     trial: Trial, capfd: pytest.CaptureFixture[str], grace_s: int, is_short: bool
 ) -> None:
     trial.spawn(1, snapshot_every=2, SAMESTEP_GRACE_S=grace_s)
@@ -219,7 +219,7 @@ def test_signal_to_one_rank(trial: Trial, undisturbed: Undisturbed) -> None:
     os.kill(trial.pid(2), signal.SIGTERM)
     began_s = time.monotonic()
     trial.go_on()
-    # Rank 2 may wait in the exchange of step 7 already, its vote cast: then the one of step 8 counts.
+    # Rank 2 may have voted in step 7 and wait in its exchange: then its vote in step 8 counts.
     code = launch.wait()
     trial.note("SIGTERM to one rank", "forward", time.monotonic() - began_s)
     stopped = re.search(r"stopped by a signal after step (\d+)", launch.output)
@@ -232,7 +232,7 @@ def test_signal_to_one_rank(trial: Trial, undisturbed: Undisturbed) -> None:
 
 
 def test_a_late_signal(trial: Trial) -> None:
-    """Passed on to a rank that has voted, saved, and is about to end, it changes nothing."""
+    """In a rank that has voted and saved and is about to end, it has no effect."""
     script = trial.faults / "script.py"
     script.write_text(
         "import atexit, os, runpy, signal\n"
@@ -251,7 +251,7 @@ def test_a_late_signal(trial: Trial) -> None:
 
 @pytest.mark.parametrize("signum", one_in(4, [signal.SIGTERM, signal.SIGINT]))
 def test_signal_to_plain_python(trial: Trial, undisturbed: Undisturbed, signum: signal.Signals) -> None:
-    """And, as Ctrl-C in a terminal does, to its DataLoader workers."""
+    """The signal goes to its DataLoader workers, too, as Ctrl-C in a terminal does."""
     arguments = ["--num-workers", "2"]
     python = trial.start("python", 1, HELD, arguments=arguments)
     trial.wait_held()
@@ -260,7 +260,7 @@ def test_signal_to_plain_python(trial: Trial, undisturbed: Undisturbed, signum: 
     python.wait_for_words("a second one ends at once")
     began_s = time.monotonic()
     trial.go_on()
-    assert python.wait() == CODES[signum], "what a shell would run next must not take it for whole"
+    assert python.wait() == CODES[signum], "a shell must not take the run for complete"
     trial.note(f"{signum.name} to python", "forward", time.monotonic() - began_s)
     assert_stopped(trial, python, step=8)
     if signum == signal.SIGINT:
@@ -290,7 +290,7 @@ def test_second_signal_to_plain_python(trial: Trial, undisturbed: Undisturbed, s
 def test_signal_after_the_exchange(
     trial: Trial, undisturbed: Undisturbed, moment: str, step: int, stops_at: int
 ) -> None:
-    """One rank alone has no one to tell: it does not begin another step."""
+    """A single rank needs no vote: it does not begin another step."""
     python = trial.start("python", 1, f"hold rank 0 at step {step} in {moment}")
     trial.wait_held()
     trial.tell(python, signal.SIGUSR1)
@@ -317,7 +317,7 @@ def test_signal_to_a_rank_of_torchrun(trial: Trial, undisturbed: Undisturbed) ->
 
 
 def test_signal_to_torchrun(trial: Trial, undisturbed: Undisturbed) -> None:
-    """Its exit code and words are its own; the run is saved, also where a scheduler signals the ranks besides."""
+    """torchrun has its own exit code and output. The run is saved, also if a scheduler signals the ranks too."""
     torchrun = trial.start("torchrun", 2, HELD)
     trial.wait_held()
     trial.tell(torchrun, signal.SIGTERM)
@@ -331,7 +331,7 @@ def test_signal_to_torchrun(trial: Trial, undisturbed: Undisturbed) -> None:
 
 
 def test_signal_to_spawned_ranks(trial: Trial, undisturbed: Undisturbed) -> None:
-    """All of them are preempted: the call returns, and what follows the loop has not run."""
+    """All of them are preempted: the call returns, and the code after the loop has not run."""
     import threading
 
     def preempt() -> None:
@@ -364,11 +364,11 @@ def test_signal_handlers_are_restored(tmp_path: Path) -> None:
         return during == before, handlers() == before, tiny.run.steps_done == 2
 
     assert samestep.spawn(train, 1, (tmp_path / "run",)) == (False, True, True)
-    assert samestep.spawn(train, 1, (None,)) == (True, True, True)  # nothing to save: Ctrl-C ends it
+    assert samestep.spawn(train, 1, (None,)) == (True, True, True)  # without snapshots, Ctrl-C ends the run
 
 
 def test_signal_while_the_output_is_stuck(trial: Trial, undisturbed: Undisturbed) -> None:
-    """As before a pager that shows its first page: the signal interrupts a print that has not come through."""
+    """As with a pager that shows its first page: the signal interrupts a print that blocks."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     with contextlib.suppress(BlockingIOError):
@@ -380,9 +380,9 @@ def test_signal_while_the_output_is_stuck(trial: Trial, undisturbed: Undisturbed
     trial.wait_held()
     waits_in = Path(f"/proc/{python.process.pid}/wchan")
     if not waits_in.exists() or not any("sleep" in waits_in.read_text() for _ in range(1000)):
-        pytest.skip("this kernel does not say what a process waits for")
+        pytest.skip("this kernel does not show what a process waits for")
     trial.go_on()
-    wait_until(lambda: "pipe" in waits_in.read_text(), "it is stuck in a print")
+    wait_until(lambda: "pipe" in waits_in.read_text(), "it is blocked in a print")
     python.process.send_signal(signal.SIGTERM)
     began_s = time.monotonic()
     with open(reader) as pipe:
@@ -397,14 +397,14 @@ def test_signal_while_the_output_is_stuck(trial: Trial, undisturbed: Undisturbed
 
 @pytest.mark.parametrize("how", one_in(4, ["launch", "python"]))
 def test_ctrl_c_before_tee(trial: Trial, undisturbed: Undisturbed, how: str) -> None:
-    """`samestep launch ... | tee log`: the Ctrl-C that stops the run ends tee as well, and nobody reads any more."""
+    """`samestep launch ... | tee log`: the Ctrl-C that stops the run ends tee as well, and the pipe has no reader."""
     reader, writer = os.pipe()
     run = trial.start(how, 1, HELD, stdout=writer)
     os.close(writer)
     trial.wait_held()
     os.close(reader)
     run.process.send_signal(signal.SIGINT)
-    trial.go_on()  # and a launcher passes it on while the next steps go by: no one can see when
+    trial.go_on()  # a launcher forwards the signal at some time during the next steps
     assert run.wait() in ((0, 130) if how == "launch" else (130,)), run.output
     assert run.err.read_text() == ""
     assert trial.snapshots[-1] >= "step-00000008"
@@ -440,7 +440,7 @@ def test_run_stop(
     stops_at: int,
     every: str,
 ) -> None:
-    """The loop ends, what follows it runs. The same command trains no further; whoever names the step goes on."""
+    """The loop ends, and the code after it runs. The same command does not continue training, except with that step."""
     fault = f"stop all ranks at step {step} in {moment}"
     assert trial.spawn(2, fault, snapshot_every=every) == trial.dir
     printed = capfd.readouterr().out
@@ -466,17 +466,17 @@ def test_run_stop(
 
 
 def test_run_stop_before_the_loop(trial: Trial) -> None:
-    """As a script does that finds in `run.state` that it has been bored before."""
+    """As by a script that reads in `run.state` that it has stopped before."""
     trial.spawn(2, "stop all ranks at step 0 in start")
     assert trial.snapshots == []
     assert trial.num_ends == 1
 
 
-def test_nothing_of_it_is_left(trial: Trial) -> None:
-    """The check that the tests above rely on sees a process that stays behind."""
+def test_the_check_for_remaining_processes(trial: Trial) -> None:
+    """The check that the tests above use finds a process that remains."""
     held = trial.start("launch", 2, HELD, arguments=["--num-workers", "1"])
     trial.wait_held()
     assert len(held.processes()) == 7
     assert {process.pid for process in held.processes()} >= {trial.pid(0), trial.pid(1), held.process.pid}
     held.close()
-    wait_until(lambda: not held.processes(), "all are gone")
+    wait_until(lambda: not held.processes(), "all have ended")

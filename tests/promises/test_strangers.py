@@ -1,4 +1,4 @@
-"""What processes of this machine that are no ranks can have done to others."""
+"""What processes that are not ranks can make ranks do to others."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ def fork(run: Callable[[], object]) -> int:
     return pid
 
 
-def test_a_rank_kills_those_alone_that_its_own_parent_has_started() -> None:
+def test_a_rank_kills_only_processes_of_its_own_parent() -> None:
     sibling = fork(signal.pause)
     rank = fork(lambda: kill_sibling(sibling))
     os.waitpid(rank, 0)
@@ -46,7 +46,7 @@ def test_a_rank_kills_no_other_process(is_of_another_user: bool) -> None:
     os.waitpid(child, 0)
 
 
-def test_ranks_sign_what_they_say_with_a_key_of_their_own() -> None:
+def test_ranks_sign_their_messages_with_their_own_key() -> None:
     def join() -> list[str]:
         import torch
 

@@ -1,4 +1,4 @@
-"""State that the steps change and no snapshot holds is named, once; what is harmless is not."""
+"""State that the steps change and no snapshot holds is named once. Harmless state is not named."""
 
 import random
 from pathlib import Path
@@ -103,6 +103,6 @@ def test_what_is_not_prepared(tmp_path: Path, capfd: pytest.CaptureFixture[str],
     assert cure in said[0]
 
 
-def test_ranks_say_it_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_only_one_rank_prints_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     samestep.spawn(train, 2, (tmp_path / "run", "an average"))
     assert capfd.readouterr().out.count("not in any snapshot") == 1

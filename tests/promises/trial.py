@@ -1,4 +1,4 @@
-"""A run under test: started in each way, struck by faults and signals, compared with one that was left alone."""
+"""A run under test: started in each way, hit by faults and signals, and compared with a run without them."""
 
 import contextlib
 import hashlib
@@ -28,12 +28,12 @@ from samestep.watch.records import RANKS, TIMELINE
 SCRIPT = Path(__file__).with_name("faulty.py")
 MARK = "PROMISES_TEST_MARK"
 DEADLINE_S = 120.0
-PROMPTLY_S = 30.0  # from a fault to the end of everything: 1 s, but on a machine that is busy ten times over
+PROMPTLY_S = 30.0  # from a fault to the end of all processes: 1 s on an idle machine
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run leaves that must be the same, whatever has happened to it."""
+    """The results of a run that must be the same after any faults."""
 
     digest: str
     digest_of_best: str
@@ -42,7 +42,7 @@ class Outcome:
 
 
 def read_outcome(run_dir: Path) -> Outcome:
-    """A run's end, whose samples are audited on the way."""
+    """The outcome of a complete run. Audits its samples."""
     ask("inspect", run_dir, "--samples")
     return Outcome(
         digest=ask("inspect", run_dir, "--digest").strip(),
@@ -53,13 +53,13 @@ def read_outcome(run_dir: Path) -> Outcome:
 
 
 def read_tree(directory: Path) -> dict[str, str]:
-    """Every file's hash by its path, without the files that rank 0 writes at any time."""
+    """The hash of every file by its path, without the files that rank 0 may write at any time."""
     files = [path for path in sorted(directory.rglob("*")) if path.is_file() and path.name not in (RANKS, TIMELINE)]
     return {str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 class Started:
-    """A program that runs, with all that it has started, and its output."""
+    """A running program with its descendants and its output."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class Started:
         self._mark = uuid.uuid4().hex
         self.out, self.err = output.with_suffix(".out"), output.with_suffix(".err")
         variables = clean_variables({**env, MARK: self._mark})
-        variables.pop("PYTHONUNBUFFERED", None)  # most people have it not
+        variables.pop("PYTHONUNBUFFERED", None)  # which is rarely set
         with open(self.out, "w") as out, open(self.err, "w") as err:
             self.process = Popen(
                 command,
@@ -87,20 +87,20 @@ class Started:
             )
 
     def wait(self, deadline_s: float = DEADLINE_S) -> int:
-        """Its exit code, once it has ended and nothing of it is left."""
+        """Waits until the program and its descendants have ended. Returns its exit code."""
         try:
             code = self.process.wait(deadline_s)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"it runs on after {deadline_s} s:\n{self.output}") from None
-        wait_until(lambda: not self.processes(), "nothing is left", 10)
+            raise AssertionError(f"it still runs after {deadline_s} s:\n{self.output}") from None
+        wait_until(lambda: not self.processes(), "all its processes have ended", 10)
         return code
 
     def wait_for_words(self, words: str) -> None:
-        wait_until(lambda: words in self.output or self.process.poll() is not None, f"it says {words!r}")
+        wait_until(lambda: words in self.output or self.process.poll() is not None, f"it prints {words!r}")
         assert words in self.output, self.output
 
     def processes(self) -> list[psutil.Process]:
-        """All of it that lives."""
+        """The program and its descendants that are alive."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -122,11 +122,11 @@ class Started:
 
 
 class Trial:
-    """One run directory, and what is done to it.
+    """One run directory, and the starts and faults of its run.
 
     Attributes:
         dir: the run's directory.
-        faults: the directory beside it in which the script and the test meet.
+        faults: the directory beside it in which the script and the test exchange files.
     """
 
     def __init__(self, run_dir: Path, strikes: list[Strike]) -> None:
@@ -149,8 +149,11 @@ class Trial:
         host: Host | None = None,
         script: Path = SCRIPT,
     ) -> Started:
-        """Starts the script. `how`: "launch" (with its `flags`), "torchrun" or "python". `stdout`: None: a file.
-        `host`: on another one than this.
+        """Starts the script. `how` is "launch" (with its `flags`), "torchrun" or "python".
+
+        Args:
+            stdout: a descriptor; None: a file.
+            host: another host.
         """
         words = [script, self.dir, *(["--fault", fault] if fault else []), *arguments]
         before: dict[str, list[str]] = {
@@ -160,7 +163,7 @@ class Trial:
         }
         env = {
             "OMP_NUM_THREADS": "1",
-            "PYTHONHASHSEED": "0",  # as our launcher sets it: other ranks would warn that they hash strings differently
+            "PYTHONHASHSEED": "0",  # as `samestep launch` sets it; ranks with other values print a warning
             "SAMESTEP_RDZV_SECRET": "known-to-all-nodes",
             **({"GLOO_SOCKET_IFNAME": "lo"} if host is None else {}),
         }
@@ -171,23 +174,23 @@ class Trial:
         return started
 
     def run(self, how: str, num_ranks: int = 1, fault: str = "", *flags: str, code: int = 0, **more: Any) -> Started:
-        """Starts it and waits for the end; its exit code must be `code`."""
+        """Starts the script and waits for its end with exit code `code`."""
         started = self.start(how, num_ranks, fault, *flags, **more)
         found = started.wait()
         assert found == code, f"{how} ended with {found}, not {code}:\n{started.output}"
         return started
 
     def spawn(self, num_ranks: int = 1, fault: str | Sequence[str] = (), **arguments: Any) -> Path:
-        """As a call of `samestep.spawn`, which raises what a rank raises. Returns the run's directory.
+        """Trains by `samestep.spawn`, which raises the exceptions of ranks. Returns the run's directory.
 
-        Arguments in capitals are variables, SAMESTEP_KEEP_LAST for instance.
+        Arguments in capitals are environment variables, such as SAMESTEP_KEEP_LAST.
         """
         env = {name: str(arguments.pop(name)) for name in list(arguments) if name.isupper()}
         return samestep.spawn(train, num_ranks, (self.dir, fault), arguments, env=env)
 
     @contextlib.contextmanager
     def killing_the_frozen(self) -> Iterator[None]:
-        """Within the block, whoever is stopped by a fault is killed, as soon as it stands still."""
+        """Within the block, a process that a fault stops with SIGSTOP is killed."""
         is_over = threading.Event()
 
         def kill() -> None:
@@ -208,7 +211,7 @@ class Trial:
             thread.join()
 
     def preempt_at_start(self) -> None:
-        """Starts two ranks, one of which is told to stop before their first step."""
+        """Starts two ranks, and preempts one before the first step."""
         fault = "preempt rank 0 at step 0 in start"
         before = self.snapshots
         assert self.spawn(2, fault) is None
@@ -216,17 +219,17 @@ class Trial:
         (self.faults / f"struck-{fault.replace(' ', '-')}").unlink()
 
     def spawn_to_fail(self, num_ranks: int, fault: str | Sequence[str], **arguments: Any) -> BaseException:
-        """As `spawn`, where a fault is to strike. Returns what was raised."""
+        """As `spawn`, but a fault must strike. Returns the exception."""
         try:
             self.spawn(num_ranks, fault, **arguments)
         except Exception as error:
             return error
         raise AssertionError(f"{fault} did not strike")
 
-    # --- what happens to it -----------------------------------------------------------------------------------
+    # --- faults and signals ------------------------------------------------------------------------------------
 
     def note_strike(self, fault: str, kind: str | None = None) -> None:
-        """Writes down that a fault has struck and everything has ended by now; both must be so."""
+        """Records that a fault has struck and all processes have ended. Fails unless both are so."""
         parsed = Fault.parse(fault)
         ended_s = time.time() - (self.faults / f"struck-{fault.replace(' ', '-')}").stat().st_mtime
         assert ended_s < PROMPTLY_S, f"{fault}: everything had ended {ended_s:.1f} s later"
@@ -237,30 +240,30 @@ class Trial:
         self._strikes.append(Strike(kind, moment, ended_s))
 
     def wait_held(self, rank: int = 0) -> None:
-        """Until the rank is held by its fault."""
+        """Waits until the fault holds the rank."""
         wait_until(lambda: (self.faults / f"held-{rank}").exists() or self._ended(), f"rank {rank} is held")
         assert (self.faults / f"held-{rank}").exists(), self._started[-1].output
 
     def go_on(self) -> None:
-        """Lets go who is held."""
+        """Releases the ranks that a fault holds."""
         (self.faults / "go").touch()
 
     def pid(self, rank: int) -> int:
         return int((self.faults / f"pid-{rank}").read_text())
 
     def tell(self, started: Started, signum: signal.Signals) -> None:
-        """Sends a signal, and waits until rank 0 says that it has heard of it."""
+        """Sends a signal, and waits until rank 0 prints that it has received it."""
         started.process.send_signal(signum)
         started.wait_for_words("a second one ends at once")
 
     def _ended(self) -> bool:
         return self._started[-1].process.poll() is not None
 
-    # --- what is left of it -----------------------------------------------------------------------------------
+    # --- results -----------------------------------------------------------------------------------------------
 
     @property
     def snapshots(self) -> list[str]:
-        """The names of the snapshots that are sound, the oldest first."""
+        """The names of the sound snapshots, oldest first."""
         return [snapshot.path.name for snapshot in Store(self.dir).snapshots() if snapshot.problem is None]
 
     @property
@@ -270,7 +273,7 @@ class Trial:
 
     @property
     def num_ends(self) -> int:
-        """How often the code after the loop has run."""
+        """The number of times that the code after the loop has run."""
         path = self.faults / "after"
         return len(path.read_text().splitlines()) if path.exists() else 0
 
@@ -285,6 +288,6 @@ class Trial:
 
 
 def resume_is_from(output: str) -> int:
-    """The step at which a run says that it goes on; 0 where it begins."""
+    """The step from which a run prints that it resumes; 0 if it begins."""
     _, found, after = output.partition("; resumed at step ")
     return int(after.split()[0]) if found else 0
