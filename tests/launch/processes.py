@@ -51,8 +51,7 @@ class Command:
         host: Host | None = None,
         real: bool = False,
     ) -> subprocess.Popen[str]:
-        """Start it in its own process group, as a shell does. `host`: on another host. `real`: in a new interpreter.
-        """
+        """Start it in its own process group, as a shell does. `host`: on another host. `real`: in a new interpreter."""
         words = self.words(*arguments, program=program)
         process = Popen(
             words,

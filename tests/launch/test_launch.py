@@ -179,8 +179,7 @@ def test_rank_0_is_on_the_terminal(command: Command) -> None:
 def failed(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[dict[str, subprocess.CompletedProcess[str]]]:
-    """The results of launches of 3 ranks in which rank 1 fails in each of the selected ways. They run at the same time.
-    """
+    """The results of launches of 3 ranks in which rank 1 fails in each of the selected ways. They run at the same time."""
     wanted = [item.name for item in request.session.items]
     with open_command(tmp_path_factory.mktemp("failed")) as command:
         command.write("fail.py", FAIL)
@@ -319,8 +318,7 @@ def test_ctrl_c_where_nobody_listens(command: Command) -> None:
 
 
 def test_the_process_that_starts_ranks_is_killed(command: Command) -> None:
-    """SIGKILL, as by the kernel when memory runs out, is reported in one sentence, whether the ranks exist yet or not.
-    """
+    """SIGKILL, as by the kernel when memory runs out, is reported in one sentence, whether the ranks exist yet or not."""
     command.write("plain.py", "import time\ntime.sleep(600)")
     before = (2, "samestep: error: the process that starts the ranks has died or was killed (out of memory?)")
     later = (137, "samestep: rank 0 was killed with the process that starts the ranks (out of memory?)")

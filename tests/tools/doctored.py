@@ -1,4 +1,4 @@
-"""`samestep doctor` as one of the ranks, with a fault planted on a host or rank: run it by samestep launch.
+"""Runs `samestep doctor` on one rank, with a planted fault on a host or rank. Start it by samestep launch.
 
 doctored.py [--plant KIND WHERE]... [arguments of the doctor]
 """
@@ -40,7 +40,7 @@ def hanging(look: Look) -> Look:
 
 
 def wrong_sums(look: Look) -> Look:
-    """A sum is wrong in one place, on this rank."""
+    """Change one element of a sum on this rank."""
     add = dist.all_reduce
 
     def add_wrongly(tensor: Any, *more: Any) -> None:
@@ -54,7 +54,7 @@ def wrong_sums(look: Look) -> Look:
     return look_with_it
 
 
-# Kind -> the check whose look is another one, and how.
+# Kind -> the check whose measurement is replaced, and by what.
 FAULTS: dict[str, tuple[str, Callable[[Look], Look]]] = {
     "version": ("versions", other_version),
     "raise": ("limits", raising),
@@ -62,8 +62,8 @@ FAULTS: dict[str, tuple[str, Callable[[Look], Look]]] = {
     "hang-in-group": ("collectives", hanging),
     "wrong": ("collectives", wrong_sums),
 }
-LIMIT_S = 2.0  # for what hangs
-# These tests look at the findings, not at the speeds.
+LIMIT_S = 2.0  # for a check that hangs
+# These tests check the findings, not the speeds.
 collectives.LAST_BYTES, disk.WRITE_S = 64 << 10, 0.1
 
 

@@ -1,4 +1,4 @@
-"""Scripts for raw DDP, from one template, each with the mistakes that are named; and the table of what is found.
+"""Scripts for raw DDP from one template, with selected mistakes, and the table of those that are found.
 
 `python tests/tools/plain_planted.py` prints the table of docs/verify.md.
 """
@@ -62,7 +62,7 @@ RESTORE = {
     "optimizer": 'optimizer.load_state_dict(snapshot["optimizer"])',
     "schedule": 'schedule.load_state_dict(snapshot["schedule"])',
 }
-# Sums over the samples that a rank has a share of, without padding; rank 0 of 1 has all.
+# Sums over the samples of a rank, without padding; rank 0 of 1 has all samples.
 EVALUATE = "for inputs, targets in DataLoader(Subset(held_out, range(rank, 33, size)), 8): ddp(inputs)"
 PADDED = "for inputs, targets in DataLoader(held_out, 8, sampler=DistributedSampler(held_out)): ddp(inputs)"
 CLIP = "torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)"
@@ -76,7 +76,7 @@ SOUND = {
 
 
 def without(name: str) -> dict[str, str]:
-    """The script does not restore a part of its state."""
+    """Return a script that does not restore a part of its state."""
     return {"restore": "; ".join(text for key, text in RESTORE.items() if key != name)}
 
 
@@ -88,7 +88,7 @@ class Stream(torch.utils.data.IterableDataset):
         return (rows[place] for place in self.places)
 rows, data = data, Stream("""
 MISSED = {"a loss that is a sum"}
-# Name -> (what replaces the sound parts, the checks that must report a mistake).
+# Name -> (replacements in the correct script, the checks that must report a mistake).
 MISTAKES: dict[str, tuple[dict[str, str], set[str]]] = {
     "none": ({}, set()),
     "manual averaging, clipped": (
@@ -132,13 +132,13 @@ MISTAKES: dict[str, tuple[dict[str, str], set[str]]] = {
     "evaluation padded": ({"evaluate": PADDED}, {"evaluation"}),
     "evaluation drops the rest": (
         {"evaluate": EVALUATE.replace(", 8)", ", 8, drop_last=True)")}, {"evaluation"}),
-    # How the loss depends on the samples of a rank cannot be seen from outside.
+    # How the loss depends on the samples of a rank cannot be observed from outside.
     "a loss that is a sum": ({"after_model": "F.mse_loss = lambda a, b: ((a - b) ** 2).sum()"}, {"gradient"}),
 }  # fmt: skip
 
 
 def plant(*names: str) -> str:
-    """The script with all mistakes of these names."""
+    """Return the script with all mistakes of these names."""
     parts = dict(SOUND)
     for name in names:
         parts |= MISTAKES[name][0]
@@ -146,14 +146,14 @@ def plant(*names: str) -> str:
 
 
 def find_mistakes(directory: Path, *options: str) -> set[str]:
-    """The checks that report a mistake in the `planted.py` of a directory."""
+    """Return the checks that report a mistake in the `planted.py` of a directory."""
     done = samestep_command("verify", "--plain", "--json", *options, "planted.py", cwd=directory)
     assert done.returncode < 2, done.stderr
     return {key for key, each in json.loads(done.stdout)["checks"].items() if each["verdict"] == "MISTAKE"}
 
 
 def main() -> None:
-    """Verifies a script per mistake, and prints the table."""
+    """Verify a script for each mistake, and print the table."""
     print("| planted | must be reported by | is reported by | result |\n|---|---|---|---|")
     for name, (_, wanted) in MISTAKES.items():
         with tempfile.TemporaryDirectory() as directory:

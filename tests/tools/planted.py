@@ -1,4 +1,4 @@
-"""Scripts that `samestep verify` must see through: one plain training, and what is planted in it, as text."""
+"""Scripts with faults that `samestep verify` must find: one correct script, and faults as text."""
 
 SOUND = """
 import random
@@ -66,7 +66,7 @@ PLACES = (
 
 
 def plant(**faults: str) -> str:
-    """The script with `faults` at their places; an expression that is replaced is named `OLD` -> `NEW` in `swap`."""
+    """Return the script with `faults` at their places. `swap` replaces expressions: `OLD` -> `NEW`."""
     script = SOUND
     old, _, new = faults.pop("swap", "").partition(" -> ")
     if old:

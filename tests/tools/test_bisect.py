@@ -62,7 +62,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def bisect(home: Path, *words: str, code: int = 0) -> tuple[str, str]:
-    """What a search prints. It has left the repository and the directory for temporary files as they were."""
+    """Return what a search prints. Checks that the repository and the directory for temporary files are unchanged."""
     scratch = home.parent / "scratch"
     scratch.mkdir(exist_ok=True)
     before = describe(home)
@@ -78,7 +78,7 @@ def describe(home: Path) -> tuple[str, ...]:
 
 
 def test_the_commit_that_changed_the_bits(home: Path, tmp_path: Path) -> None:
-    """One that fails is skipped, and is next to it: either may be the one. With a run directory as an end."""
+    """A failing commit next to the changed one is skipped, so both are named. One end is a run directory."""
     run = tmp_path / "good"
     run.mkdir()
     record = {"git": {"commit": git(home, "rev-parse", "v0"), "is_dirty": False}}
@@ -133,7 +133,7 @@ def test_an_interrupted_search_leaves_nothing(home: Path) -> None:
     (home / "code/layers.py").write_text("import time\ntime.sleep(600)\n")
     git(home, "commit", "--quiet", "-am", "sleep")
     before, scratch = describe(home), home.parent / "scratch"
-    killed = scratch / "samestep-bisect-x" / "tree"  # of a search that was killed
+    killed = scratch / "samestep-bisect-x" / "tree"  # the directory of a search that was killed
     killed.parent.mkdir(parents=True)
     git(home, "worktree", "add", "--quiet", "--detach", str(killed))
     shutil.rmtree(killed.parent)

@@ -1,4 +1,4 @@
-"""`samestep doctor`: what it makes of planted values, and what it says of this machine, alone and over two ranks."""
+"""`samestep doctor`: its findings for planted values, and its report on this machine, with one and two ranks."""
 
 import json
 import re
@@ -54,7 +54,7 @@ def judge(judgement: Any, participants: Participants, *facts: Any) -> list[Findi
 
 
 def only(findings: list[Finding], status: str) -> Finding:
-    """The one finding, of that status; what is wrong comes with what to do."""
+    """Return the single finding after a check of its status. A problem must come with advice."""
     assert [finding.status for finding in findings] == [status], findings
     assert findings[0].advice or status == "pass"
     return findings[0]
@@ -231,7 +231,7 @@ def test_gpus() -> None:
 
 
 class NVML:
-    """As much of pynvml as is asked for, with one GPU that is well and one that is not."""
+    """The part of pynvml that is used, with one good and one bad GPU."""
 
     NVMLError = type("NVMLError", (Exception,), {})
 
@@ -254,7 +254,7 @@ class NVML:
         return 60
 
     def nvmlDeviceGetCurrentClocksThrottleReasons(self, gpu: list[int]) -> int:
-        return (0x01 | 0x04, 0x40)[gpu[0]]  # idle and power-capped, as they are; slowed down
+        return (0x01 | 0x04, 0x40)[gpu[0]]  # idle and power-capped are normal; the others slow the GPU down
 
     def nvmlDeviceGetTotalEccErrors(self, gpu: list[int], kind: int, counter: int) -> int:
         assert (kind, counter) == (1, 0)
@@ -295,7 +295,7 @@ def seen(ahead_s: float = 0.0, rtt_s: float = 1e-4, problem: str = "", at: str =
 
 
 def host(number: int, ahead_s: float = 0.0, **more: Any) -> dict[str, Any]:
-    """As host `number` of three sees the others; the second one's clock is `ahead_s` ahead."""
+    """What host `number` of three measures of the others. The clock of the second is `ahead_s` ahead."""
     pings = {
         str(other): {"IPv4": seen(ahead_s * ((other == 1) - (number == 1)))} for other in range(3) if other != number
     }
@@ -325,7 +325,7 @@ def test_a_network_that_is_well() -> None:
     [(0.05, 1e-4, "pass"), (-0.5, 1e-4, "fail"), (0.5, 1e-4, "fail"), (0.09, 0.08, "warn"), (0.12, 0.08, "warn")],
 )
 def test_clocks(ahead_s: float, rtt_s: float, status: str) -> None:
-    """Whether they are within 100 ms is only known where the bound of the error says so."""
+    """Whether clocks agree within 100 ms is known only if the error bound is small enough."""
     hosts = [host(number, ahead_s) for number in range(3)]
     for one in hosts:
         for pings in one["seen"].values():
@@ -376,7 +376,7 @@ def test_a_clock_is_measured_through_a_socket() -> None:
         assert found["ahead_s"] == pytest.approx(100.0, abs=0.1)
         stranger = ping("127.0.0.1", echo.port, b"x" * 16, lambda: 900.0)
         assert stranger["problem"]
-        assert stranger["rtt_s"] is None, "it is told nothing"
+        assert stranger["rtt_s"] is None, "it gets no answer"
     finally:
         echo.close()
     assert ping("127.0.0.1", echo.port, echo.token, lambda: 900.0)["problem"] == "Connection refused"
@@ -416,7 +416,7 @@ def test_a_directory_is_measured(tmp_path: Path) -> None:
 
 
 def test_a_url(tmp_path: Path) -> None:
-    """Not a path of its letters: the store is asked, and the disk of the working copy measured."""
+    """A URL is not used as a local path: the store is checked, and the disk of the working copy measured."""
     words = ["doctor", "--device", "cpu", "--json", "--run-dir"]
     for url, found in [
         (f"file://{tmp_path}/runs", f"the working copy of file://{tmp_path}/runs, in {tmp_path}: "),
@@ -563,7 +563,7 @@ def test_alone_with_a_script_whose_loader_is_slow(tmp_path: Path) -> None:
     assert {status for status, _ in checks} <= {"pass", "warn"}
     assert re.search(r"warn  loader        the data loader delivers [3-9]\d samples/s, the model uses", done.stdout)
     assert re.search(r"\d warnings?, \d passed, in \d+.\d s", end)
-    assert [path.name for path in tmp_path.iterdir()] == ["train.py"], "the run's own directory is untouched"
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"], "the run's directory is unchanged"
 
 
 def test_two_ranks(tmp_path: Path) -> None:
@@ -571,7 +571,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     record = json.loads(done.stdout)
     assert (record["world_size"], len(record["hosts"])) == (2, 1)
     assert record["seconds"] < 15
-    assert record["status"] in ("pass", "warn"), done.stdout  # other programs may compute here
+    assert record["status"] in ("pass", "warn"), done.stdout  # other programs may use this machine
     assert list(dict.fromkeys(finding["check"] for finding in record["findings"])) == ALL
     curves = record["findings"][-1]["measured"]["curves"]
     assert list(curves) == ["all-reduce", "all-gather", "all-to-all"]
@@ -583,7 +583,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 
 def test_planted_faults_are_named(tmp_path: Path) -> None:
-    """Under samestep launch: another version, a look that raises, one that hangs, and a sum that is wrong."""
+    """Under samestep launch: another version, a check that raises, one that hangs, and a wrong sum."""
     plants = [("version", "1"), ("raise", "0"), ("hang", "1"), ("wrong", "1")]
     words = [word for plant in plants for word in ("--plant", *plant)]
     done = samestep_command("launch", "--nproc-per-node", "2", DOCTORED, *words, "--json", cwd=tmp_path)
@@ -634,7 +634,7 @@ def test_under_torchrun(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
-    """Nothing hangs: the others are told of it; and one that finds nobody says so itself."""
+    """Nothing hangs: the other ranks report it, and a rank that finds no other one reports that."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     for rank, words in (

@@ -1,4 +1,4 @@
-"""`samestep doctor` over several hosts (network namespaces): whatever is wrong with one of them is named."""
+"""`samestep doctor` over several hosts (network namespaces): faults of a host are named."""
 
 import json
 import subprocess
@@ -21,20 +21,15 @@ DEADLINE_S = 120.0
 def run_on(
     hosts: Sequence[Host], cwd: Path, *words: str, own: Path | None = None, env: dict[str, str] | None = None
 ) -> tuple[dict[str, Any], list[int]]:
-    """Runs the doctor with one rank on each host, started by samestep launch, or, with `env`, by nothing at all.
-
-    Args:
-        own: a directory that is another one on each host.
-
-    Returns:
-        Its report, and the exit codes.
+    """Run the doctor with one rank on each host, started by samestep launch, or, with `env`, without a launcher. Args:
+    own: a path that is a different directory on each host. Returns: Its report, and the exit codes.
     """
     number = 0
     with ExitStack() as stack:
         processes = []
         for rank, host in enumerate(hosts):
             flags = [f"--nnodes={len(hosts)}", f"--node-rank={rank}", f"--rdzv-endpoint={hosts[0].address}:{PORT}"]
-            python = sys.executable if own is None else str(find_programs() / "python")  # the shell below starts it
+            python = sys.executable if own is None else str(find_programs() / "python")  # started by the shell below
             command = [python, "-m", "samestep", "launch", "--nproc-per-node=1", *flags, str(DOCTORED)]
             variables = {"OMP_NUM_THREADS": "1"}
             if env is not None:
@@ -65,7 +60,7 @@ def run_on(
 
 
 def wrong(report: dict[str, Any]) -> dict[str, list[str]]:
-    """What is not well, by the check, but for what other programs do to this machine."""
+    """Return the problems by check, except those that other programs on this machine cause."""
     found: dict[str, list[str]] = {}
     for finding in report["findings"]:
         if finding["status"] != "pass" and not finding["found"].startswith("other programs compute"):
@@ -75,7 +70,7 @@ def wrong(report: dict[str, Any]) -> dict[str, list[str]]:
 
 
 def test_whatever_is_wrong_with_a_host_is_named(all_hosts: list[Host], tmp_path: Path) -> None:
-    """Another version, a clock that is ahead, a directory of its own on each, a slow link; and it is told together."""
+    """Another version, a clock that is ahead, separate directories and a slow link are reported together."""
     own = tmp_path / "own"
     own.mkdir()
     words = ["tc", "-n", all_hosts[1].namespace, "qdisc"]
@@ -107,11 +102,11 @@ def test_whatever_is_wrong_with_a_host_is_named(all_hosts: list[Host], tmp_path:
 
 
 def test_no_interface_is_set(all_hosts: list[Host], tmp_path: Path) -> None:
-    """As under torchrun or srun: gloo would go by the host's name, which here stands for nothing."""
+    """As under torchrun or srun: gloo would resolve the host's name, which has no address here."""
     first = all_hosts[0]
     env = {"WORLD_SIZE": "2", "MASTER_ADDR": first.address, "MASTER_PORT": str(PORT)}
     report, codes = run_on(all_hosts[:2], tmp_path, env=env)
-    assert codes == [1, 0], "rank 0 tells"
+    assert codes == [1, 0], "rank 0 reports"
     found = wrong(report)
     lost = "no interface is set on h1, h2, where the host's own name resolves to no address"
     assert found["network"][0].startswith(lost)
@@ -121,7 +116,7 @@ def test_no_interface_is_set(all_hosts: list[Host], tmp_path: Path) -> None:
 
 
 def test_a_host_that_cannot_be_reached(all_hosts: list[Host], tmp_path: Path) -> None:
-    """h2 and h3 each reach h1, and not each other: it is said who, and the group is given up in time."""
+    """h2 and h3 reach h1, and not each other: the pair is named, and the doctor ends in time."""
     for host, other in (all_hosts[1:], all_hosts[:0:-1]):
         run("ip", "-n", host.namespace, "route", "add", "prohibit", f"{other.address}/32")
         run("ip", "-n", host.namespace, "-6", "route", "add", "prohibit", f"{other.address6}/128")

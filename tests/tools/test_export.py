@@ -1,4 +1,4 @@
-"""`samestep export`: what it writes loads into the model without anything of samestep's."""
+"""`samestep export`: its files load into the model without samestep."""
 
 import json
 import os
@@ -30,7 +30,7 @@ class Tied(nn.Module):
 
 @pytest.fixture
 def models(tmp_path: Path) -> dict[str, nn.Module]:
-    """What the snapshots of steps 3 and 5 of the run in `tmp_path / "run"` hold, by names and steps."""
+    """Return the contents of the snapshots of steps 3 and 5 of the run in `tmp_path / "run"`, by name and step."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text(json.dumps({"format": 1, "numbers": {}}))
     found: dict[str, nn.Module] = {}
@@ -83,7 +83,7 @@ def test_the_model_and_its_average(
 
 
 def test_a_model_of_another_name(tmp_path: Path) -> None:
-    """The one that is no average is the model, and two are two."""
+    """The only module that is no average is the default; of two, one must be named."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text(json.dumps({"format": 1, "numbers": {}}))
     net = Tied()
@@ -101,13 +101,13 @@ def test_a_model_of_another_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("which", "step"), [("3", 3), ("best", 3), ("5", 5)])
 @pytest.mark.parametrize("name", ["model", "ema"])
 def test_another_one(tmp_path: Path, models: dict[str, nn.Module], which: str, step: int, name: str) -> None:
-    """An average has the names of the model that it averages."""
+    """The keys of an average are those of its model."""
     if which == "3":
         os.rename(tmp_path / "run/snapshots/best", tmp_path / "run/snapshots/other")
     file = tmp_path / "x.safetensors"
     assert run_export([str(tmp_path / "run"), str(file), "--snapshot", which, "--object", name]) == 0
     assert_loads(file, models[f"{name} {step}"])
-    assert find_files(tmp_path) == ["x.safetensors"], "the one that was asked for, alone"
+    assert find_files(tmp_path) == ["x.safetensors"], "only the requested object"
 
 
 @pytest.mark.parametrize("mine", ["x.pt", "x.ema.pt"])
@@ -162,7 +162,7 @@ class Extra(nn.Linear):
 def test_entries_that_are_no_tensors(
     tmp_path: Path, suffix: str, extra: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What torch.load reads with weights_only=True is in a .pt file; the rest is named."""
+    """A .pt file holds what torch.load reads with weights_only=True. The rest is named."""
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "run.json").write_text(json.dumps({"format": 1, "numbers": {}}))
     state = {"objects": {"model": Extra(extra).state_dict()}, "position": {"step": 1, "epoch": 0}, "state": {}}

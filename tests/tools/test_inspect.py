@@ -1,4 +1,4 @@
-"""What `samestep inspect` shows of a run's directory, and what its audit catches."""
+"""What `samestep inspect` shows of a run's directory, and the problems that its audit finds."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def write_run(run: Path, **numbers: Any) -> None:
 
 
 def write_ledger(run: Path, steps: Steps, micro_batch_size: int = 2) -> None:
-    """As a run writes it that uses these samples."""
+    """Write the ledger of a run that uses these samples."""
     with open(run / "ledger.bin", "wb") as file:
         for step, (epoch, samples) in enumerate(steps):
             cuts = [samples[at : at + micro_batch_size] for at in range(0, len(samples), micro_batch_size)]
@@ -50,7 +50,7 @@ def write_ledger(run: Path, steps: Steps, micro_batch_size: int = 2) -> None:
 
 
 def plan_steps(num_steps: int, orders: Callable[[int], NDArray[np.int64]], drop_last: bool = False) -> Steps:
-    """The steps of whole epochs of 21 samples, 8 to a step."""
+    """Return the steps of complete epochs of 21 samples, with 8 samples per step."""
     steps: Steps = []
     for epoch in range(num_steps):
         order = orders(epoch).tolist()
@@ -165,7 +165,7 @@ def test_the_listing_as_json(run: Path, inspect: Inspect) -> None:
 
 
 def test_last_values_state_and_measures(run: Path, inspect: Inspect) -> None:
-    """A metric that is not in the last row has its last value, too."""
+    """The last value of a metric may be in an earlier row."""
     Store(run).write({**STATE, "state": {"best": {"loss": 0.5}}}, step=3, meta={})
     Store(run).write({**STATE, "state": {"best": {"loss": 0.25}}}, step=6, meta={})
     rows = [{"step": 2, "epoch": 0, "loss": 1.5}, {"step": 3, "accuracy": 0.5}, {"step": 4, "epoch": 1, "loss": 0.75}]
@@ -182,7 +182,7 @@ def test_last_values_state_and_measures(run: Path, inspect: Inspect) -> None:
 
 
 def write_runs(directory: Path) -> tuple[str, str]:
-    """Two runs: b has another seed and learning rate, and its second step has other samples."""
+    """Write two runs: b has another seed and learning rate, and its second step has other samples."""
     for name, seed, second in (("a", 3, [2, 3]), ("b", 4, [3, 2])):
         run = directory / name
         run.mkdir(parents=True)
@@ -379,7 +379,7 @@ def keep_order(run: Path, epoch: int, indices: NDArray[np.int64]) -> None:
 
 
 def drawn(epoch: int) -> NDArray[np.int64]:
-    """As a weighted sampler draws: some twice, some never."""
+    """Return the indices of a weighted sampler: some twice, some never."""
     return np.random.default_rng(epoch).integers(0, 30, 21)
 
 
@@ -518,7 +518,7 @@ def test_a_hole_in_the_ledger_is_caught(run: Path, inspect: Inspect) -> None:
     code, out = inspect("--samples")
     assert code == 1
     problem = "step 2: the ledger has no record of it, ledger.bin was truncated"
-    assert out.endswith(f"audit failed:\n  {problem}\n"), "and nothing is said of its samples"
+    assert out.endswith(f"audit failed:\n  {problem}\n"), "and its samples are not reported"
 
 
 def test_a_ledger_that_ends_before_its_run(run: Path, inspect: Inspect) -> None:

@@ -1,4 +1,4 @@
-"""`samestep replay`: steps of a run, computed again, have the run's bits, and the run is left as it is."""
+"""`samestep replay`: replayed steps have the run's bits, and the run is unchanged."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def replay(home: Path, *words: str | int, code: int = 0) -> str:
-    """The output of a replay, which has changed nothing in the run and left nothing behind."""
+    """Return the output of a replay. Checks that the run is unchanged and no files are left."""
     scratch = home / "scratch"
     scratch.mkdir(exist_ok=True)
     before = list_files(home / "run")
@@ -85,7 +85,7 @@ def read_samples(home: Path, step: int) -> list[int]:
 
 
 def test_a_step_after_a_snapshot(home: Path) -> None:
-    """With the arguments of the run."""
+    """The script gets the arguments of the run."""
     out = replay(home, "--step", 10, "train.py")
     assert "the script gets the arguments of the run: 0.01 64 6" in out
     assert "replaying steps 8 to 10 from the snapshot of step 8" in out
@@ -107,7 +107,7 @@ def test_a_step_before_all_snapshots_and_at_another_number_of_ranks(home: Path) 
 
 
 def test_one_micro_batch(home: Path) -> None:
-    """What is saved gives the loss and the gradient again, in plain PyTorch."""
+    """Plain PyTorch computes the same loss and gradient from the saved file."""
     file = home / "saved.pt"
     out = replay(home, "--step", 9, "--nproc-per-node", 2, "--micro-batch", 2, "--save", file, "train.py")
     samples = read_samples(home, 9)[8:12]
@@ -165,7 +165,7 @@ def test_a_damaged_snapshot_and_another_script(home: Path) -> None:
 
 
 def test_other_data(home: Path) -> None:
-    """They are refused, with an option that replay has, too."""
+    """Other data are refused, and the advice is an option that replay has."""
     (home / "data.py").write_text(SCRIPT.replace("x[bad:bad + 1] = 0", "x[0] = 1"))
     assert "--override" in replay(home, "--step", 9, "data.py", code=2)
     assert "the bits DIFFER from step " in replay(home, "--step", 9, "--override", "data.py", code=1)
@@ -265,7 +265,7 @@ def test_the_step_in_which_a_run_failed(tmp_path: Path) -> None:
 
 
 def test_the_debugger_stops_in_the_scripts_own_loop(home: Path) -> None:
-    """On a terminal, with line editing. Another step of the script, and the process is left."""
+    """The debugger has line editing, and ends after the next step of the script."""
     outer, inner = pty.openpty()
     command = [sys.executable, "-m", "samestep", "replay", "run", "--step", "8", "--micro-batch", "1", "--pdb"]
     variables = clean_variables({"TMPDIR": str(home), "TERM": "xterm"})
@@ -303,7 +303,7 @@ def test_the_debugger_stops_in_the_scripts_own_loop(home: Path) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_replay_that_is_stopped(home: Path, signum: signal.Signals) -> None:
-    """Nothing is left of it, at the latest when the next one starts."""
+    """Its files are removed, at the latest when the next replay starts."""
     slow = "import time\n" + SCRIPT.replace("    optimizer.step()", "    optimizer.step(); time.sleep(0.3)")
     (home / "slow.py").write_text(slow)
     (scratch := home / "scratch").mkdir(exist_ok=True)
@@ -322,7 +322,7 @@ def test_a_replay_that_is_stopped(home: Path, signum: signal.Signals) -> None:
         return
 
     def replay_again() -> bool:
-        """Whether nothing is left after a further replay: not while ranks of the one that was killed still run."""
+        """Return whether a further replay has removed all files; it does not while ranks of the killed one run."""
         check(samestep_command("replay", "run", "--step", 0, "train.py", cwd=home, env={"TMPDIR": str(scratch)}))
         return not [*scratch.iterdir()]
 

@@ -1,4 +1,4 @@
-"""The page that `samestep report` writes: what it shows, that nothing in it can act, and that a browser runs it."""
+"""The page of `samestep report`: its content, that content of runs cannot execute, and that a browser shows it."""
 
 import base64
 import functools
@@ -39,7 +39,7 @@ NUMBERS = {
 
 
 def write_run(run: Path, *, record: Any = (), status: Any = (), **files: list[dict[str, Any]]) -> Path:
-    """A run's directory with rows in some of its files."""
+    """Write a run's directory with rows in some of its files."""
     run.mkdir(parents=True)
     (run / "run.json").write_text(json.dumps({"format": 1, "samestep": "0.1.0", "numbers": NUMBERS, **dict(record)}))
     (run / "status.json").write_text(json.dumps({"status": "done", "reason": "", **dict(status)}))
@@ -176,7 +176,7 @@ def test_the_memory_of_every_rank_is_drawn(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("time", "spent_s", "edges"),
     [
-        ("2026-01-02T00:00:00+00:00", {"starting": [1.0]}, [0, 5]),  # a short run: one row, from its begin
+        ("2026-01-02T00:00:00+00:00", {"starting": [1.0]}, [0, 5]),  # a short run: one row, from its beginning
         ("2026-01-02T00:00:00+00:00", {}, None),
         ("1970-01-01T00:00:00+00:00", {"starting": [1.0]}, None),  # of a restart: it may have begun at a later step
     ],
@@ -208,7 +208,7 @@ def test_numbers_of_ranks_are_bands(tmp_path: Path) -> None:
 
 
 def test_the_image_of_a_heat_map() -> None:
-    """Decoded here: one pixel for each cell, the smallest dark and the largest bright."""
+    """The decoded image has one pixel for each cell: the smallest value is dark, the largest bright."""
     rows = [make_row([10 * n, 10 * n], forward=[1.0, float(n)]) for n in range(4)]
     heat = build_heat_map(build_intervals(rows))
     assert heat is not None
@@ -350,7 +350,7 @@ requestAnimationFrame(() => setTimeout(() => {
 
 
 def browse(page: Path, profile: Path) -> tuple[str, str]:
-    """The document after its scripts have run, and what the browser has printed."""
+    """Return the document after its scripts have run, and the output of the browser."""
     assert CHROMIUM is not None
     words = ["--headless", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", f"--user-data-dir={profile}"]
     words += ["--enable-blink-features=ComputedAccessibilityInfo"]
@@ -383,7 +383,7 @@ def test_in_a_browser(tmp_path: Path) -> None:
     assert "3 ranks" in legends[0]
     assert "0.1" in legends[1]  # the cursors of all charts move together
     assert "rank 0, steps 0 to 9: 100 ms" in document
-    named = [each for each in hovered[1].split("|") if each != "image: "]  # as the accessibility tree has them
+    named = [each for each in hovered[1].split("|") if each != "image: "]  # as in the accessibility tree
     assert [each.partition(" over the steps: ")[0] for each in named[:3]] == [
         f"image: {title}" for title in ("loss", "lr", "samples per second")
     ]

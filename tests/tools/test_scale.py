@@ -98,7 +98,7 @@ def test_a_script_is_measured(home: Path) -> None:
 
 
 def test_each_step_is_counted_once(tmp_path: Path) -> None:
-    """Also the last one of a run that ends within an epoch."""
+    """Including the last step of a run that ends within an epoch."""
     (tmp_path / "train.py").write_text(SCRIPT)
     variables = {TRACE: json.dumps({"dir": str(tmp_path), "paces": True}), "SAMESTEP_MAX_STEPS": "3"}
     check(run_command(sys.executable, "train.py", cwd=tmp_path, env=variables))
@@ -106,7 +106,7 @@ def test_each_step_is_counted_once(tmp_path: Path) -> None:
 
 
 def test_a_plan_keeps_the_budget(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The smallest batch that fits, on the ranks that are best for what the budget does not limit."""
+    """The plan is the smallest batch that fits, on the number of ranks that minimizes what the budget does not limit."""
     file = str(home / "scale.json")
     model = StepModel.from_json(json.loads(Path(file).read_text())["model"])
     hours = {w: 1000 * model.predict(4, w) / 3600 for w in (1, 2, 4)}  # 32,000 samples, 32 at a time
@@ -149,7 +149,7 @@ def test_a_plan_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_report_shows_it(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """From a given file, or from the run's directory."""
+    """The file is given, or is in the run's directory."""
     run, found = tmp_path / "run", json.loads((home / "scale.json").read_text())
     numbers = {"seed": 0, "batch_size": 8, "micro_batch_size": 2, "data_length": 16, "mode": "epochs", "shuffle": True}
     record = {"format": 1, "samestep": "0.1.0", "numbers": {**numbers, "drop_last": False, "sampler": "default"}}
@@ -178,7 +178,7 @@ def line(at_s: float, num_samples: int = 8, **spent_s: float) -> dict[str, Any]:
 
 
 def test_where_the_time_of_a_step_goes() -> None:
-    """Rank 1 computes for longer: rank 0 waits for it, and only the rest of its wait is the exchange itself."""
+    """Rank 1 computes for longer, so part of rank 0's time in the exchange is waiting."""
     fast = [line(i, forward=0.2 * i, backward=0.3 * i, reducing=0.4 * i, validating=0.1 * i) for i in range(7)]
     slow = [line(i, forward=0.2 * i, backward=0.5 * i, reducing=0.1 * i, validating=0.1 * i) for i in range(7)]
     size = Size(2, 16)

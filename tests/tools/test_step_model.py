@@ -1,4 +1,4 @@
-"""The model of a step behind `samestep scale`: its messages are those of the routes, and its limits are known."""
+"""The model of a step in `samestep scale`: its messages are those of the routes, and its limits are as expected."""
 
 from collections import defaultdict
 from dataclasses import replace
@@ -33,7 +33,7 @@ ranks = st.integers(1, 40)
 
 
 class Recorder:
-    """Stands in for torch.distributed, and sends nothing."""
+    """Replaces torch.distributed, and sends nothing."""
 
     def __init__(self) -> None:
         self.rounds: list[dict[str, Any]] = []
@@ -56,7 +56,7 @@ class Recorder:
 
 
 def record(route: str, n: int, world_size: int, num_elements: int, rank: int) -> list[dict[str, Any]]:
-    """The messages of a rank's route, per round."""
+    """Return the messages of a rank's route, by round."""
     layout, recorder = build_layout(n, world_size), Recorder()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(routes, "dist", recorder)
@@ -79,7 +79,7 @@ def record(route: str, n: int, world_size: int, num_elements: int, rank: int) ->
 @settings(max_examples=30, deadline=None)
 @given(st.integers(2, 9), st.integers(0, 9), st.integers(1, 300), st.sampled_from(["direct", "butterfly", "chunks"]))
 def test_the_messages_are_those_of_the_routes(world_size: int, more: int, num_elements: int, route: str) -> None:
-    """Every byte that the model counts is sent, and what is sent to a rank is what it receives."""
+    """The model counts exactly the bytes that are sent, and each rank receives what is sent to it."""
     n = world_size + more
     layout = build_layout(n, world_size)
     if route == "butterfly" and not layout.butterfly:
@@ -128,7 +128,7 @@ def test_slower_links_never_help(size: int, more: int, factor: float, what: str,
 @settings(max_examples=20, deadline=None)
 @given(st.integers(2, 12), st.integers(2_100_000, 9_000_000), st.integers(2_100_000, 9_000_000))
 def test_more_bytes_never_help(size: int, one: int, other: int) -> None:
-    """By the same route: above 4 MiB, another one sends fewer bytes."""
+    """For the same route: above 4 MiB, another route sends fewer bytes."""
     few, many = (replace(MODEL, elements=(num,), cap_bytes=1 << 40).predict(16, size) for num in sorted((one, other)))
     assert few <= many + 1e-12
 
@@ -150,7 +150,7 @@ def test_four_thousand_ranks() -> None:
 
 
 def test_work_for_messages_cannot_be_hidden() -> None:
-    """Without a spare core, it delays the backward."""
+    """Without a free core, the work delays the backward."""
     model = replace(MODEL, local=FAST, socket=FAST, busy_byte_s=1e-9)
     layout = build_layout(8, 2)
     plans = plan_exchange(layout, MODEL.elements, 4, one_host=True)

@@ -1,4 +1,4 @@
-"""`samestep verify` as a person runs it: sound scripts, what it leaves behind, and input that it refuses."""
+"""`samestep verify` from the command line: correct scripts, the files that it leaves, and input that it refuses."""
 
 import re
 import subprocess
@@ -50,7 +50,7 @@ def test_a_sound_script_is_the_same_everywhere_and_nothing_of_it_is_left(tmp_pat
     assert "the gradient of step 0 on 3 ranks is the float64 average" in done.stdout
     assert "the loss of 8 samples is the weighted mean of their 8 losses" in done.stdout
     assert done.stdout.endswith("everything is the same\n")
-    assert [path.name for path in tmp_path.iterdir()] == ["planted.py"], "the script's own run directory is untouched"
+    assert [path.name for path in tmp_path.iterdir()] == ["planted.py"], "the script's own run directory is unchanged"
 
 
 def test_runs_that_are_not_the_same_end_with_1_and_are_kept_on_demand(tmp_path: Path) -> None:
@@ -68,13 +68,13 @@ def test_runs_that_are_not_the_same_end_with_1_and_are_kept_on_demand(tmp_path: 
 
 
 def test_what_a_killed_one_leaves_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But not while it lives, or the run that it has started does."""
+    """They are kept while it, or a run that it started, is alive."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     (tmp_path / "sleeper.py").write_text("import time; print('asleep', flush=True); time.sleep(600)")
-    (tmp_path / "samestep-verify-mine").mkdir()  # by someone else, or on another machine
+    (tmp_path / "samestep-verify-mine").mkdir()  # of another user, or of another machine
 
     def find_homes() -> set[Path]:
-        """What is there while another one is about to begin, but for its own."""
+        """Return the directories at the start of another verify, except its own."""
         with WorkDir("verify-") as home:
             return set(tmp_path.glob("samestep-verify-*")) - {home.path}
 

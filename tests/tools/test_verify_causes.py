@@ -1,4 +1,4 @@
-"""Each fault that `samestep verify` looks for, planted in a script: it is found, and what is said names it.
+"""Each fault that `samestep verify` looks for is planted in a script. It is found, and the message names it.
 
 The ranks are forked by this process's own server instead of by a `samestep launch` each time, which takes 1.5 s.
 """
@@ -25,7 +25,7 @@ from samestep.tools.verify.trials import Trials
 
 
 def run_script(path: str) -> None:
-    """On a rank: what the launcher does with a script."""
+    """Run a script on a rank, as the launcher does."""
     from samestep.launch.rank_process import load_main
 
     code, main = load_main("script", path, [])
@@ -33,7 +33,7 @@ def run_script(path: str) -> None:
 
 
 def start_quickly(trials: Trials, command: list[str], variables: Mapping[str, str], place: Path) -> int:
-    """In place of `Trials._start`."""
+    """Replaces `Trials._start`."""
     num_ranks, script = int(command[command.index("--nproc-per-node") + 1]), command[-1]
     ours = {name: value for name, value in variables.items() if name.startswith("SAMESTEP_")}
     try:
@@ -46,14 +46,14 @@ def start_quickly(trials: Trials, command: list[str], variables: Mapping[str, st
 
 
 def start_with_hash_seed(trials: Trials, command: list[str], variables: Mapping[str, str], place: Path) -> int:
-    """In place of `Trials._start`: a program whose interpreter has the run's hash seed."""
+    """Replaces `Trials._start`: starts a program whose interpreter has the run's hash seed."""
     with open(place / "output", "w") as output:
         return commands.run(command, env=variables, stdout=output, stderr=subprocess.STDOUT).returncode
 
 
 @pytest.fixture
 def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    """`verify(fault...)` -> exit code and what was printed."""
+    """`verify(fault...)` returns the exit code and the output."""
     monkeypatch.setattr(Trials, "_start", start_quickly)
 
     def run(
@@ -74,7 +74,7 @@ def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     return run
 
 
-KILLED_ON_3 = 0  # a seed of the kills: the first run is on 3 ranks, and resumed on 1
+KILLED_ON_3 = 0  # a seed of the kills for which the first run is on 3 ranks, and resumed on 1
 WIDE = "nn.Linear(6, 500), nn.LayerNorm(500), nn.Linear(500, 500), nn.LayerNorm(500), nn.Linear(500, 3)"
 LAYERS = "nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 3)"
 UNPOOL = (
@@ -86,7 +86,7 @@ UNPOOL = (
 @pytest.mark.parametrize(
     ("faults", "words"),
     one_in(16, [
-        # A generator of the script's own: seeded once, by nobody, in the model, in the data set.
+        # A generator of the script: seeded once, not seeded, in the model, in the data set.
         ({"before": "rng = np.random.default_rng(3)", "in_micro_batch": "x = x + float(rng.normal())"},
          ["differs from step 0", "first: model.layers.0.weight", " ulp ", "rng (Generator) draws in the steps"]),
         ({"in_model": "self.noise = torch.Generator().manual_seed(1)",
@@ -94,7 +94,7 @@ UNPOOL = (
          ["on 3 ranks and on 1 rank", "model.noise (Generator) draws in the steps"]),
         ({"in_data": "self.rng = np.random.default_rng(1)", "in_item": "x = x * float(self.rng.random())"},
          ["the data set.rng (Generator) draws in the steps"]),
-        # A data set that answers differently in another rank.
+        # A data set whose samples depend on the rank.
         ({"in_item": "x = x * torch.distributed.get_rank() if torch.distributed.is_initialized() else x"},
          ["returned other values for the same samples (micro-batch 0 of step 0)"]),
         # An operator that is not deterministic.
@@ -108,7 +108,7 @@ UNPOOL = (
         # Threads.
         ({"before": "torch.set_num_threads(run.world_size)", "swap": f"{LAYERS} -> {WIDE}"},
          ["the thread count changed: torch computed with 1 and with 3 threads, the run's number is 1"]),
-        # Code that reads the rank, and a count that is kept by each model.
+        # Code that reads the rank, and a counter in each model.
         ({"in_micro_batch": "x = x * (1 + run.world_size)"},
          ["the script reads its rank or the world size in planted.py:", "(run.world_size)"]),
         ({"in_model": "self.calls = 0", "in_forward": "self.calls += 1; x = x * self.calls"},
@@ -184,7 +184,7 @@ def test_each_kind_of_cause_is_named_and_no_other(
 
 
 def test_harmless_uses_are_no_cause(verify: Any) -> None:
-    """They draw, read and count; nothing that trains depends on it."""
+    """The script draws, reads and counts, but the training does not depend on it."""
     code, printed = verify(
         num_steps=2, before="import time; rng = random.Random()", in_step="rng.random(); time.time()",
         in_data="self.cache = {}", in_item="x = self.cache.setdefault(index, x.round())",
@@ -216,7 +216,7 @@ def test_modules_of_the_scripts_own_are_looked_into(verify: Any, tmp_path: Path,
 
 @pytest.mark.parametrize(
     ("num_steps", "num_kills", "code", "words"),
-    [  # The first kill is at the 12th file touched: none in one step; of two, in the second, so that step 0 is over.
+    [  # The first kill is at the 12th file access: a run of one step has fewer; of two steps, it is in the second one.
         (
             1,
             1,

@@ -1,4 +1,4 @@
-"""`samestep verify --plain` on scripts of other trainers: planted mistakes, options, the action."""
+"""`samestep verify --plain` on scripts for other trainers: planted mistakes, options, and the GitHub Action."""
 
 import os
 import re
@@ -133,7 +133,7 @@ def test_several_mistakes_in_one_script(tmp_path: Path, mistakes: tuple[str, ...
 
 
 def record(num_batches: int, *batches: list[int], is_training: bool) -> list[Rank]:
-    """The ranks of a run, each with one of the shares of 5 samples, in batches of 2."""
+    """Return the ranks of a run. Each has one of the shares of 5 samples, in batches of 2."""
     ranks = []
     for ids in batches:
         each = Pass(0, 5, num_batches, False, [ids[:2], ids[2:]], ids)
@@ -163,13 +163,13 @@ OPTIMIZER, SCHEDULE = "save and load optimizer.state_dict()", "save and load the
     ("rates", "is_restored", "lost"),
     [
         (RATES[4:], True, []),
-        ([0.01, 0.01, 0.005], False, [OPTIMIZER]),  # the schedule goes on, from the optimizer's first rate
+        ([0.01, 0.01, 0.005], False, [OPTIMIZER]),  # the schedule continues, from the optimizer's first rate
         (RATES, False, [OPTIMIZER, SCHEDULE]),
         ([0.005] * 3, True, [SCHEDULE]),
     ],
 )
 def test_what_is_lost(rates: list[float], is_restored: bool, lost: list[str]) -> None:
-    """The optimizer's state holds the rate: of the schedule it is said only if its rates are those of a new run."""
+    """The optimizer's state holds the learning rate: the schedule is named only if its rates are those of a new run."""
 
     def update(rates: list[float], state: float) -> list[Rank]:
         described = {"params": [1.0], "state": [state], "num_states": int(state), "num_steps": state}
@@ -195,7 +195,7 @@ def test_each_mistake(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.soak
 def test_lightning(tmp_path: Path) -> None:
-    """It trains well, but its sampler pads the evaluation."""
+    """The training is correct, but the sampler pads the evaluation."""
     pytest.importorskip("lightning")
     (tmp_path / "trained.py").write_text(LIGHTNING)
     done = check(samestep_command("verify", "--plain", "trained.py", cwd=tmp_path), 1)
@@ -217,7 +217,7 @@ def test_other_trainers(tmp_path: Path, trainer: str, script: str) -> None:
 
 @pytest.mark.soak
 def test_ranks_of_another_launcher_are_recorded_too(tmp_path: Path) -> None:
-    """Their interpreters find sitecustomize on the path, and run one that was there before."""
+    """Their interpreters find sitecustomize on the path, and also run the one that they would have run without it."""
     write(tmp_path, "sum in place of the mean")
     (tmp_path / "theirs").mkdir()
     (tmp_path / "theirs" / "sitecustomize.py").write_text("open('was-run', 'w')")
@@ -289,14 +289,14 @@ def test_the_working_directory_stays_as_it_is(tmp_path: Path) -> None:
     done = check(samestep_command(*command, "planted.py", cwd=tmp_path))
     assert "too large to be copied for each start, and left out: large; if the script needs it" in done.stderr
     command[-1] = "again"
-    script = tmp_path / "planted.py"  # by this name, too, it is the copy that runs
+    script = tmp_path / "planted.py"  # the copy runs for this name, too
     done = check(samestep_command(*command, "--link", "large", script, cwd=tmp_path, env={"LINKED": "1"}))
     assert "too large" not in done.stderr
     assert (tmp_path / "saves" / "old.pt").read_text() == "mine"
 
 
 def test_the_action(tmp_path: Path) -> None:
-    """Its shell script, with the inputs and files that GitHub gives it."""
+    """Runs the shell script of the action with inputs and files as on GitHub."""
     action = yaml.safe_load((ROOT / "action.yml").read_text())
     (step,) = [step for step in action["runs"]["steps"] if step.get("id") == "verify"]
     write(tmp_path, "set_epoch forgotten")

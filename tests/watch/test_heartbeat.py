@@ -1,4 +1,4 @@
-"""What a rank tells of itself: its phases, what its main thread is at, what `samestep watch` shows of it."""
+"""What a rank reports: its phases, the state of its main thread, and what `samestep watch` shows of it."""
 
 import json
 import os
@@ -38,7 +38,7 @@ DEADLINE_S = 60.0
 
 
 class Box:
-    """A store in this process, in which the beats of several heartbeats lie."""
+    """A store in this process, with the beats of several heartbeats."""
 
     def __init__(self) -> None:
         self.texts: dict[str, str] = {}
@@ -52,7 +52,7 @@ class Box:
 
 @contextmanager
 def heartbeat(rank: int, box: Box | None, world_size: int = 2, **more: Any) -> Iterator[tuple[PhaseClock, list[str]]]:
-    """A rank's heartbeat over this thread: its pulse, and what it says."""
+    """Build a rank's heartbeat for this thread. Returns its pulse and the lines that it prints."""
     said: list[str] = []
 
     def refuse(*_: Any) -> None:
@@ -100,7 +100,7 @@ def test_a_rank_alone_looks_after_itself() -> None:
     [("", r"rank 0 \(host here\) died \d+ s ago"), ("another", r"nothing was heard of rank 0 ")],
 )
 def test_the_lowest_rank_that_is_heard_of_speaks(tmp_path: Path, system: str, said_of_it: str) -> None:
-    """And goes on showing all of them. Of a process on another system, which may have the same name, it knows less."""
+    """It continues to show all ranks. Of a process on another system, which may have the same host name, it knows less."""
     box = Box()
     with heartbeat(1, box, run_dir=tmp_path) as (pulse, said):
         with heartbeat(0, box):
@@ -109,11 +109,11 @@ def test_the_lowest_rank_that_is_heard_of_speaks(tmp_path: Path, system: str, sa
             wait_until(lambda: json.loads(box.texts["beat/0"])["beat"]["number"] > first + 2, "rank 0 goes on telling")
             kept = box.texts["beat/0"]
             assert not said
-        assert json.loads(box.texts["beat/0"])["beat"]["phase"] == "ended", "who leaves says so"
+        assert json.loads(box.texts["beat/0"])["beat"]["phase"] == "ended", "a rank that leaves reports it"
         died = json.loads(kept)
         died["beat"]["pid"] = 2**30  # there is no such process
         died["beat"]["system"] = system or died["beat"]["system"]
-        died["beat"]["number"] += 1000  # news, whatever rank 1 has read by now
+        died["beat"]["number"] += 1000  # new, whatever rank 1 has read so far
         box.texts["beat/0"] = json.dumps(died)
         for _ in range(WARM_UP + 2):
             pulse.enter("loading", 4)
@@ -125,7 +125,7 @@ def test_the_lowest_rank_that_is_heard_of_speaks(tmp_path: Path, system: str, sa
 
 
 def test_beats_of_a_store_that_does_not_answer() -> None:
-    """The thread that asks it is held up; the other one says so."""
+    """The thread that requests the beats is blocked, and the other thread reports it."""
 
     class Dead(Box):
         def put(self, name: str, text: str) -> None:
@@ -147,7 +147,7 @@ def test_what_is_shown_is_gone_at_the_end(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["timeline.jsonl"]
 
 
-# --- what a thread is at --------------------------------------------------------------------------------------------
+# --- the state of a thread ------------------------------------------------------------------------------------------
 
 
 def sleep(stop: threading.Event) -> None:
@@ -181,7 +181,7 @@ def test_a_blocked_thread(wait: Callable[[threading.Event], None], function: str
         thread.join()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="what a process is at is read from /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="the state of a process is read from /proc")
 def test_what_became_of_a_process() -> None:
     child = subprocess.Popen(["sleep", "60"])
     assert read_process_state(child.pid) == "alive"
@@ -251,7 +251,7 @@ def test_bars_of_step_times() -> None:
 
 
 def test_the_stacks_of_all_ranks(tmp_path: Path) -> None:
-    """Twice: each time, the ranks write them anew."""
+    """Twice, because the ranks write them anew each time."""
     logs, box = tmp_path / "logs" / "0", Box()
     assert ask_for_stacks(tmp_path, [0, 1]) == "the run writes no logs, and no stacks"
     logs.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""The bar on a real pseudo-terminal, the plain lines through a real pipe, and the arithmetic of both."""
+"""The progress bar on a pseudo-terminal, the plain lines in a pipe, and the arithmetic of both."""
 
 import fcntl
 import os
@@ -52,7 +52,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 
 
 def run_on_terminal(script: str, *, columns: int = 100, term: str = "xterm") -> tuple[int, str]:
-    """The exit code, and everything that the terminal got."""
+    """Return the exit code, and everything that the terminal received."""
     ours, theirs = pty.openpty()
     try:
         fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
@@ -166,7 +166,7 @@ def test_lines_in_a_pipe() -> None:
         "written to           runs/[x]",
         "after",
     ]
-    assert len(lines) < 20, "62 logs within a moment flood"
+    assert len(lines) < 20, "62 rows at once would be too many lines"
 
 
 def test_lines_come_every_two_seconds_and_the_last_one_always(
@@ -244,7 +244,7 @@ def test_steps_longer_than_the_window_have_a_pace(clock: Callable[[float], None]
 
 
 def test_most_steps_only_count(clock: Callable[[float], None]) -> None:
-    """What is drawn is built at times, whatever the number of steps."""
+    """The bar is built at intervals of time, not for each step."""
     pace = Pace()
     num_drawn = 0
     for number in range(1, 1001):

@@ -1,4 +1,4 @@
-"""Checksums of tensors, and what is said of ranks that differ."""
+"""Checksums of tensors, and messages about ranks that differ."""
 
 import pytest
 import torch

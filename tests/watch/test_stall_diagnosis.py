@@ -1,4 +1,4 @@
-"""Who is said to be stuck, and when: judged from beats alone, so in simulated time."""
+"""Which rank is reported as stuck, and when. The diagnosis reads beats only, so time is simulated."""
 
 from dataclasses import replace
 from typing import Any
@@ -26,7 +26,7 @@ FRESH = {"num_seen": WARM_UP + 100, "longest_s": 0.02}
 
 
 def hear(rank: int, phase: str, still_s: float, **more: Any) -> Beat:
-    """A rank that has not moved for `still_s`, at a phase that it knows."""
+    """The beat of a rank that has made no progress for `still_s`, in a known phase."""
     process, is_silent, age_s = more.pop("process", ""), more.pop("is_silent", False), more.pop("age_s", 0.0)
     facts = {"host": f"h{rank // 4}", "pid": rank, "number": 1, "step": 120, **FRESH, **more}
     more = {"for_s": still_s - age_s, "age_s": age_s, "is_silent": is_silent, "process": process, **facts}
@@ -104,7 +104,7 @@ def test_what_is_stuck_stays_stuck(ranks: list[Beat], limits: Limits, more_s: fl
 
 @given(worlds())
 def test_a_run_is_stopped_late(ranks: list[Beat]) -> None:
-    """Never before the default's 300 s, and never while a rank computes, unless a person said so."""
+    """Not before the default of 300 s, and not while a rank computes, unless the user has set a limit."""
     verdict = diagnose(ranks, Limits())
     if verdict is not None and verdict.is_final:
         active = [heard for heard in ranks if heard.phase != "ended"]
@@ -164,7 +164,7 @@ def test_all_wait_in_the_same_exchange() -> None:
 
 @pytest.mark.parametrize("phase", [phase for phase in PHASES if phase not in ("ended", *LEARNT)])
 def test_a_scripts_own_code_may_take_its_time(phase: str) -> None:
-    """Whatever it took before: an epoch's end is not a step's."""
+    """The learned limits do not apply to it: the end of an epoch may take longer than a step."""
     assert diagnose([wait(0, 299), hear(1, phase, 299)], Limits()) is None
     assert diagnose([wait(0, 301), hear(1, phase, 301)], Limits()) is not None
 
@@ -188,9 +188,9 @@ def test_the_end_is_learnt_or_given() -> None:
     assert not is_final(299, Limits())
     assert is_final(301, Limits())
     assert not is_final(301, Limits(), longest_s=20.0), "twice 10 times the longest"
-    assert not is_final(900, Limits(), num_seen=1), "nobody knows how long it may take"
+    assert not is_final(900, Limits(), num_seen=1), "there is no earlier one to learn from"
     assert not is_final(10_000, Limits(), is_busy=True)
-    assert is_final(61, build_limits(60), is_busy=True), "a person said so"
+    assert is_final(61, build_limits(60), is_busy=True), "the user has set it"
 
 
 def test_a_slow_rank_is_named_with_its_phase() -> None:
@@ -198,7 +198,7 @@ def test_a_slow_rank_is_named_with_its_phase() -> None:
     paces = {rank: dict(usual) for rank in range(4)}
     assert find_slow(paces) == {}
     paces[2]["backward"] = 0.024
-    assert find_slow(paces) == {}, "13 % are nothing"
+    assert find_slow(paces) == {}, "13 % are too small a difference"
     paces[2]["backward"] = 0.030
     assert list(find_slow(paces)) == [2]
     phase, mine_s, usual_s = find_slow(paces)[2]
@@ -223,7 +223,7 @@ def test_many_ranks_are_counted() -> None:
     [
         ({"saving": 6.0, "forward": 10.0}, True),
         ({"saving": 6.0, "forward": 30.0}, False),
-        ({"saving": 4.0, "forward": 1.0}, False),  # too little to speak of
+        ({"saving": 4.0, "forward": 1.0}, False),  # too small to mention
         ({"saving": 6.0, "forward": 10.0, "starting": 100.0}, True),
         ({}, False),
     ],

@@ -1,4 +1,4 @@
-"""Trackers: the real packages write, and what they wrote is read back; failing and slow ones do not stop a run."""
+"""Trackers: the output of the real packages is read back; trackers that fail or are slow do not stop a run."""
 
 import json
 import os
@@ -69,7 +69,7 @@ class Listed:
 
 
 def log_in_vain(trackers: Trackers, bad: Listed, step: int, num_failures: int = 1) -> None:
-    """Logs a row, and waits until the tracker has raised: from the second time on, at two rows."""
+    """Log a row, and wait until the tracker has raised: from the second time on, for two rows."""
     num_before = bad.num_failures
     trackers.log({"loss": 1.0}, step)
     while bad.num_failures < num_before + num_failures:
@@ -122,7 +122,7 @@ def test_a_row_that_always_fails_does_not_hold_up_the_others() -> None:
 
 
 class Slow(Listed):
-    """Its service answers when `answer` is set."""
+    """A tracker whose service answers when `answer` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,9 +242,7 @@ def test_an_entry_point_that_builds_something_else(tmp_path: Path, monkeypatch: 
 def train_with_trackers(run_dir: str) -> list[Any]:
     """Trains three steps, and returns the calls of a tracker; another one fails."""
     listed = Listed()
-    tiny_run(
-        run_dir, num_steps=3, batch_size=4, log_every=1, trackers=[Listed("log"), listed], config={"lr": 0.1}
-    )
+    tiny_run(run_dir, num_steps=3, batch_size=4, log_every=1, trackers=[Listed("log"), listed], config={"lr": 0.1})
     return listed.heard
 
 
@@ -300,7 +298,7 @@ def test_the_record_keeps_the_first_commit_and_lists_others() -> None:
 
 
 def read_events(folder: Path) -> dict[str, list[tuple[int, Any]]]:
-    """Name -> steps and values, as the server of TensorBoard reads them."""
+    """Return name -> steps and values, as the server of TensorBoard reads them."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.plugin_event_accumulator")
     tensor_util = pytest.importorskip("tensorboard.util.tensor_util")
     events = accumulator.EventAccumulator(str(folder), tensor_size_guidance={})
@@ -317,7 +315,7 @@ def test_tensorboard_forgets_what_the_run_lost(tmp_path: Path) -> None:
     first.start(about(tmp_path))
     for step in range(1, 6):
         first.log({"train/loss": step / 2, "note": "hello", "weights": torch.arange(9)}, step)
-    first._writer.flush()  # and now it is killed; its last snapshot was of step 3
+    first._writer.flush()  # here it is killed; its last snapshot is of step 3
     second = TensorBoard()
     second.start(about(tmp_path, resumed_step=3))
     for step in range(4, 7):
@@ -369,7 +367,7 @@ def test_a_missing_package_is_one_sentence(
 
 
 class Recorded:
-    """What `wandb.init` returns, as far as the tracker uses it."""
+    """The part of what `wandb.init` returns that the tracker uses."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.arguments, self.axes, self.rows = arguments, dict[str, Any](), list[dict[str, Any]]()
@@ -391,7 +389,7 @@ class UsageError(Exception):
 
 
 def test_wandb_does_not_get_rows_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A later process leaves out the rows, and of the last step the values, that W&B took before the kill."""
+    """A later process does not send the rows, or the values of the last step, that W&B received before the kill."""
     rows: list[dict[str, Any]] = []
 
     def start(resumed_step: int, *rewinds: int) -> WandB:
@@ -439,7 +437,7 @@ def test_wandb_without_a_key(
 
 
 def test_wandb_after_a_crash_and_after_going_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a crash the id stays. A run that has gone back has a new one, whose curve is whole."""
+    """After a crash the id stays. A run that has gone back gets a new id, and its curve is complete."""
     runs: list[Recorded] = []
 
     def init(**arguments: Any) -> Recorded:
@@ -497,7 +495,7 @@ for resumed_step, rewinds in ((0, []), (2, []), (1, [1])):
 
 
 def run_for_real(tracker: str, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Trains three times: from the beginning, resumed at step 2 after a crash, and gone back to step 1."""
+    """Train three times: from the beginning, resumed at step 2 after a crash, and gone back to step 1."""
     variables = {
         "WANDB_MODE": "offline", "MLFLOW_TRACKING_URI": f"sqlite:///{run_dir}/mlflow.db",
         "TRACKIO_DIR": str(run_dir / "trackio"),

@@ -1,4 +1,4 @@
-"""Who this process is, read from variables."""
+"""The rank of this process, read from variables."""
 
 import sys
 from types import ModuleType
@@ -58,7 +58,7 @@ def test_why_it_was_started_again(restart: Restart) -> None:
 
 
 def test_less_than_torchrun_says() -> None:
-    """As started by hand: one node, and the local rank is the rank."""
+    """Started by hand: one node, and the local rank is the rank."""
     few = {name: value for name, value in TORCHRUN.items() if "LOCAL" not in name}
     environment = read_environment(few)
     assert (environment.rank, environment.local_rank, environment.local_world_size) == (3, 3, 4)
@@ -137,7 +137,7 @@ def test_master(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_advice_that_can_be_followed(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], argv: list[str], said: list[str]
 ) -> None:
-    """As the process was started; in a notebook, there is no command."""
+    """The advice fits the way in which the process was started; in a notebook, there is no command."""
     for name in ("RANK", "SAMESTEP_LAUNCHER"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():

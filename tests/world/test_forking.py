@@ -12,7 +12,7 @@ from samestep.world.forking import at_rest, at_work
 
 
 def fork_and_run(child: Callable[[], bool]) -> bool:
-    """Whether `child` returned True in a forked process."""
+    """Return whether `child` returned True in a forked process."""
     pid = os.fork()
     if pid == 0:
         os._exit(0 if child() else 1)
@@ -42,7 +42,7 @@ def test_a_fork_waits_for_a_thread_at_work_and_passes_one_at_rest() -> None:
     is_over.set()
     thread.join()
     assert all(free)
-    assert took_s < 20 * forking.LIMIT_S / 2  # no fork has waited until the limit
+    assert took_s < 20 * forking.LIMIT_S / 2  # no fork has waited up to the limit
     assert num_rounds
 
 

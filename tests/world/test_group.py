@@ -1,4 +1,4 @@
-"""The ranks as one group: objects and whole tensors go round, and errors do."""
+"""The group of ranks exchanges objects, whole tensors and errors."""
 
 import os
 import re
@@ -41,7 +41,7 @@ def test_a_text_that_no_rank_has_signed_is_left_out() -> None:
         names = ["beat/0", "beat/1"]
         for name, mail in zip(names, ranks, strict=True):
             mail.put(name, f"of {name}")
-            assert mail.read([name]) == [f"of {name}"]  # an answer by the same connection: the store has it
+            assert mail.read([name]) == [f"of {name}"]  # an answer on the same connection: the store has received it
         assert ranks[0].read(names) == ["of beat/0", "of beat/1"]
         (key,) = (key for key in stranger.list_keys() if key.endswith("beat/1"))
         signed = bytes(stranger.get(key))
@@ -62,7 +62,7 @@ def join() -> Group:
 
 
 def on_ranks(num_ranks: int, fn: Callable[[Group], Any]) -> list[Any]:
-    """What `fn` returns on each rank."""
+    """Return what `fn` returns on each rank."""
 
     def call() -> list[Any]:
         group = join()
@@ -81,7 +81,7 @@ def test_gather_and_broadcast(num_ranks: int) -> None:
 
 @pytest.mark.parametrize("compares", [True, False])
 def test_ranks_with_another_torch(compares: bool) -> None:
-    """They make no group, except for the doctor, who tells of that and of all else."""
+    """They do not form a group, except for the doctor, which reports this and all other problems."""
 
     def call() -> list[int]:
         environment = read_environment()
@@ -173,7 +173,7 @@ def test_agree() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_broadcast_tensors(num_ranks: int) -> None:
-    """In place, of all kinds, as autograd leaves them."""
+    """Tensors of all kinds are overwritten in place, without effect on autograd."""
 
     def fn(group: Group) -> list[Any]:
         linear = torch.nn.Linear(3, 2)
@@ -220,7 +220,7 @@ def test_notes() -> None:
 
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_torchrun_starts_ranks_again(capfd: pytest.CaptureFixture[str], num_nodes: int) -> None:
-    """It keeps its store, in which gloo finds the ranks before; of several torchruns, that is said."""
+    """torchrun keeps its store, in which gloo would find the previous ranks. With several torchruns, an error says so."""
     store = open_store()
 
     def call() -> list[int]:
@@ -261,7 +261,7 @@ def test_ranks_that_are_missing_are_told(tmp_path: Path, free_port: int) -> None
 
 
 def test_rank_0_may_be_gone(tmp_path: Path, free_port: int, capfd: pytest.CaptureFixture[str]) -> None:
-    """It holds the store of ranks that were started by hand: the others find out without a word."""
+    """It holds the store of ranks that were started by hand. The others detect its end without a message."""
 
     def fn() -> None:
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE")  # as by hand
@@ -323,7 +323,7 @@ def build_environment(local_rank: int = 0, launcher: str = "torchrun", world_siz
 def test_devices(
     monkeypatch: pytest.MonkeyPatch, num_gpus: int, local_rank: int, wanted: str | None, found: str
 ) -> None:
-    """torch's count of GPUs is set, since the machine may have none."""
+    """torch's count of GPUs is replaced, since the machine may have none."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     if " " in found:
@@ -343,7 +343,7 @@ def test_one_gpu_of_several(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("num_gpus", "found"), [(1, "cuda:0"), (4, "cuda:3")])
 def test_devices_of_srun(monkeypatch: pytest.MonkeyPatch, num_gpus: int, found: str) -> None:
-    """It may show each task all GPUs of the node, or one of its own alone."""
+    """srun may show each task all GPUs of the node, or only its own."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     assert choose_device(build_environment(3, "srun"), None) == torch.device(found)

@@ -21,7 +21,7 @@ from samestep.world.local_sockets import LocalSockets, connect
 
 
 class Alone:
-    """As if each of two ranks were on a host of its own."""
+    """Two ranks that appear to be on different hosts."""
 
     rank, world_size = 0, 2
 
@@ -76,7 +76,7 @@ def test_ranks_of_two_hosts_are_no_neighbors() -> None:
 
 
 class Meeting:
-    """Two ranks as two threads. Between the exchange of names and the connections, `attack` gets rank 0's."""
+    """Two ranks as two threads. Calls `attack` with rank 0's name and token before the ranks connect."""
 
     def __init__(self, rank: int, barrier: threading.Barrier, told: list[Any], attack: Callable[[Any], None]) -> None:
         self.rank, self.world_size = rank, 2
@@ -93,14 +93,14 @@ class Meeting:
 
 
 def call_by_public_name(told: Any) -> None:
-    """What every process of the machine reads in /proc/net/unix is all that there is to say."""
+    """Connect with what every process of the machine can read in /proc/net/unix."""
     name = told[1]
     assert name[1:].decode() in Path("/proc/net/unix").read_text()
     knock(name, bytes.fromhex(name.decode().partition("-")[2]))
 
 
 def call_as_another_user(told: Any) -> None:
-    """Though it may know the token."""
+    """Connect as another user, who may know the token."""
     pid = os.fork()
     if pid == 0:
         os.setuid(65534)

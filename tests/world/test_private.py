@@ -1,4 +1,4 @@
-"""Directories that another user of this machine has made first."""
+"""Directories that another user of this machine has created first."""
 
 import os
 import pickle
@@ -45,7 +45,7 @@ class Planted:
 @pytest.mark.parametrize("plant", [make_open, make_foreign, make_link])
 def test_a_directory_that_others_have_made_is_not_used(tmp_path: Path, plant: Callable[[Path, Path], None]) -> None:
     ranks = Ranks(None)  # type: ignore[arg-type]
-    ranks.close()  # as if /tmp had been tidied up
+    ranks.close()  # as after a cleanup of /tmp
     ranks.directory, ranks.started = tmp_path / "launch", True
     plant(ranks.directory, tmp_path / "elsewhere")
     (ranks.directory / "value.pickle").write_bytes(pickle.dumps(Planted(tmp_path / "trace")))

@@ -1,4 +1,4 @@
-"""What the tasks of a Slurm step make of its variables; with a real Slurm see promises/test_slurm.py."""
+"""The environment of the tasks of a Slurm step. For tests with a real Slurm see promises/test_slurm.py."""
 
 import socket
 from pathlib import Path
@@ -56,7 +56,7 @@ def test_sizes(text: str, sizes: list[int]) -> None:
 
 
 def test_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The nodes' names are for Slurm to read, and may be known to Slurm alone."""
+    """The list of nodes is parsed by Slurm, and only Slurm may know the names."""
     tool = tmp_path / "scontrol"
     tool.write_text(
         '#!/bin/sh\ncase "$2 $3" in\n"hostnames n[1-2]") printf "no-1.invalid\\nno-2.invalid\\n";;\n'

@@ -1,4 +1,4 @@
-"""What the ranks run, compared."""
+"""The comparison of versions and scripts of the ranks."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def test_versions_that_differ(name: str) -> None:
 
 
 def test_scripts_that_differ() -> None:
-    """What has no file is not compared."""
+    """A program without a file is not compared."""
     check_alike([build(script=None), build(), build(script=None)])
     with pytest.raises(Error, match=r"rank 3 on b runs another train\.py than rank 1 on a \(1, not 0{12}\)"):
         check_alike([build(script=None), build(), build(), build(host="b", script="1")])

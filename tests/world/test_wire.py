@@ -1,4 +1,4 @@
-"""What ranks send each other: every bit of it arrives, and nothing that arrives runs."""
+"""Messages between ranks: every bit arrives, and nothing that arrives is executed."""
 
 import math
 import pickle
@@ -19,7 +19,7 @@ ODD_NAN = struct.unpack(">d", bytes.fromhex("fff8000000001234"))[0]
 
 
 def bits(value: Any) -> Any:
-    """A value with its types, and of numbers and tensors every bit."""
+    """Return a value with its types and all bits of its numbers and tensors."""
     if isinstance(value, list | tuple):
         return type(value), [bits(each) for each in value]
     if isinstance(value, dict):
@@ -50,7 +50,7 @@ def test_every_bit_arrives(value: Any) -> None:
 
 
 class Word(str):
-    """Not a str: what it is would be lost."""
+    """A subclass of str, whose type would be lost."""
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,9 @@ def test_nothing_else_is_sent_unless_it_is_sealed(value: Any) -> None:
 
 
 def test_what_is_nearly_plain_is_sent_as_plain() -> None:
-    """In our own messages: a mean may be a NumPy number, a shape a torch.Size. What is sealed keeps its types."""
+    """samestep's own messages contain such values: a mean may be a NumPy number, a shape a torch.Size. What is sealed
+    keeps its types.
+    """
     value = [np.float64(0.1), np.int64(3), np.bool_(True), Word("x"), torch.Size([2]), OrderedDict(a=np.float32(0.5))]
     assert bits(decode(encode(value))) == bits([0.1, 3, True, "x", (2,), {"a": 0.5}])
     assert [*map(type, unseal(seal(value, b"key"), b"key"))] == [*map(type, value)]
@@ -102,7 +104,7 @@ def test_hostile_bytes(data: bytes) -> None:
 
 
 class Runs:
-    """Runs when it is unpickled."""
+    """Executes code when it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return exec, ("import builtins; builtins.ran_by_pickle = True",)

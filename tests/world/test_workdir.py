@@ -1,4 +1,4 @@
-"""Temporary directories: those of killed processes go, and nothing else does."""
+"""Temporary directories: those of killed processes are removed, and no others."""
 
 import os
 import shutil
@@ -18,7 +18,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def leave_one(place: Path) -> Path:
-    """That of a process that was killed."""
+    """Create the directory of a process that was killed."""
     if (pid := os.fork()) == 0:
         _kept = WorkDir()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -32,7 +32,7 @@ def test_what_a_killed_process_leaves_is_removed_by_the_next(place: Path) -> Non
     (left / "pymp").mkdir()
     with WorkDir("doctor-") as home:
         assert [*place.iterdir()] == [home.path]
-        with WorkDir() as other:  # an owner that lives
+        with WorkDir() as other:  # an owner that is alive
             assert {*place.iterdir()} == {home.path, other.path}
     assert [*place.iterdir()] == []
 
