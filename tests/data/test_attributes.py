@@ -32,7 +32,7 @@ def train(num_workers: int, run_dir: Path) -> None:
         tiny.take(epoch)
 
 
-def test_a_change_that_the_workers_do_not_see_is_said_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_change_that_workers_do_not_see_is_reported_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     said = "samestep: the data set's epoch has become 1, but is still 0 in the loader workers, which live as long as"
     for num_workers in (1, 0):
         samestep.spawn(train, 2, (num_workers, tmp_path / str(num_workers)))

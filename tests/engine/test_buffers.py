@@ -59,7 +59,7 @@ def call_twice(model: nn.Module, x: Tensor, v: int) -> object:
 
 @pytest.mark.parametrize("momentum", [0.1, 0.9, 1.0, 0.0, None])
 @pytest.mark.parametrize("forward", [call, call_twice])
-def test_batch_norm_ends_where_one_device_ends(momentum: float | None, forward: Callable[..., object]) -> None:
+def test_batch_norm_equals_that_of_one_device(momentum: float | None, forward: Callable[..., object]) -> None:
     """The reference accumulates on one device, one micro-batch after the other, in float64."""
     model = build_model(momentum)
     model.double()
@@ -195,7 +195,7 @@ def test_a_rank_without_micro_batch_0_waits_for_its_buffers() -> None:
     assert model.total.item() == 5.0, "from here on they start with the received values"
 
 
-def test_nothing_changed() -> None:
+def test_unchanged_buffers() -> None:
     model = Counter()
     buffers = build_others(model)
     buffers.begin()
@@ -203,7 +203,7 @@ def test_nothing_changed() -> None:
     assert not buffers.changed
 
 
-def test_between_the_steps_they_are_the_scripts() -> None:
+def test_the_script_may_change_buffers_between_steps() -> None:
     model = Counter()
     buffers = build_others(model)
     model.total.fill_(7.0)

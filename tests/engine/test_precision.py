@@ -54,7 +54,7 @@ def test_unknown_precision_is_refused() -> None:
         build_precision("fp8", CPU)
 
 
-def test_fp16_on_a_cpu_is_slow_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+def test_fp16_on_a_cpu_warns_that_it_is_slow(capfd: pytest.CaptureFixture[str]) -> None:
     samestep.Run(None, batch_size=4, precision="fp16", device="cpu")
     samestep.Run(None, batch_size=4, precision="bf16", device="cpu")
     assert "".join(capfd.readouterr()).count("fp16 is slower than fp32 on most CPUs: use bf16") == 1

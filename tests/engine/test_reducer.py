@@ -30,7 +30,7 @@ def build_params() -> list[nn.Parameter]:
 
 
 def draw(i: int, v: int) -> Tensor:
-    """Return the gradient of parameter i in micro-batch v. The sum of such gradients depends on the order of addition."""
+    """Return the gradient of parameter i in micro-batch v. Sums of them depend on the order of addition."""
     generator = torch.Generator().manual_seed(100 * i + v)
     exponents = torch.randint(-6, 6, SHAPES[i], generator=generator)
     return (torch.randn(SHAPES[i], generator=generator) * 10.0**exponents).to(DTYPES[i])
@@ -239,7 +239,7 @@ def test_two_gradients() -> None:
         reducer.backward(param.sum(), 1.0, ())
 
 
-def test_a_gradient_that_is_gone() -> None:
+def test_a_gradient_set_to_none() -> None:
     reducer, param = build_alone()
     reducer.backward(param.sum(), 1.0, ())
     param.grad = None

@@ -219,7 +219,7 @@ def test_a_recipe_on_several_ranks(tmp_path: Path) -> None:
 
 
 def train_on_two_devices(run_dir: str, kinds: tuple[str, str]) -> list[str]:
-    """Train branches of a model, with BatchNorm, on two devices of one rank. Returns the device types of the gradients."""
+    """Train branches of a model, with BatchNorm, on two devices of one rank. Returns the devices of the gradients."""
     run = samestep.Run(run_dir, batch_size=16, micro_batch_size=4, device="cpu", log_every=1)
     branches = nn.ModuleList(
         nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)).to(kind) for kind in kinds

@@ -23,7 +23,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return commands.run([sys.executable, "-m", "samestep", *arguments], capture_output=True, text=True)
 
 
-def test_help_teaches() -> None:
+def test_help() -> None:
     done = run("--help")
     assert done.returncode == 0
     for word in ("samestep train", "samestep launch", "samestep inspect", "Examples:"):
@@ -41,7 +41,7 @@ def test_nothing_slow_is_imported(arguments: list[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_reader_that_has_enough() -> None:
+def test_a_reader_that_closes_the_pipe() -> None:
     """With `| head`, there is no traceback, and the exit code is that of a program killed by SIGPIPE."""
     reader, writer = os.pipe()
     os.close(reader)
@@ -118,7 +118,7 @@ def test_a_mistake_is_one_sentence(arguments: list[str], said: str) -> None:
     assert done.stderr.count("\n") == 1
 
 
-def test_flags_of_launch_stand_anywhere_before_the_script() -> None:
+def test_flags_of_launch_may_be_anywhere_before_the_script() -> None:
     values, left = cli.take_flags(
         ["--nproc_per_node=2", "--batch_size", "8", "--fresh", "a.py", "--seed", "1", "--", "--x"], stop_at_first=True
     )
@@ -136,7 +136,7 @@ def test_flags_of_launch_stand_anywhere_before_the_script() -> None:
         ("--nnodes=2 --rdzv-backend c10d --rdzv_endpoint=a:5", {"nnodes": "2", "rdzv_endpoint": "a:5"}),
     ],
 )
-def test_words_of_torchrun(words: str, values: dict[str, str]) -> None:
+def test_options_of_torchrun(words: str, values: dict[str, str]) -> None:
     found, _ = take_flags(words.split(), stop_at_first=True, flags=FLAGS | TORCHRUN)
     translate_torchrun(found)
     assert found == values
@@ -153,12 +153,12 @@ def test_words_of_torchrun(words: str, values: dict[str, str]) -> None:
         ("x --lr=1 -- y", "", []),
     ],
 )
-def test_options_behind_the_script(arguments: str, text: str, misplaced: list[str]) -> None:
+def test_options_after_the_script(arguments: str, text: str, misplaced: list[str]) -> None:
     assert find_misplaced(arguments.split(), text) == misplaced
 
 
 @pytest.mark.parametrize("before", [[], ["--"]])
-def test_options_behind_the_script_are_warned_about(tmp_path: Path, before: list[str]) -> None:
+def test_options_after_the_script_are_warned_about(tmp_path: Path, before: list[str]) -> None:
     """There is no warning after --."""
     script = tmp_path / "x.py"
     script.touch()
@@ -181,7 +181,7 @@ def test_flags_of_train_mix_with_the_recipes_own() -> None:
 
 @pytest.mark.parametrize("words", [["--kills", "0", "digits", "--steps=3", "--epochs", "1"], ["digits", "--epochs", "1",
                                    "--steps", "3", "--kills", "0"]])  # fmt: skip
-def test_flags_of_verify_stand_after_a_recipe_too(words: list[str]) -> None:
+def test_flags_of_verify_may_follow_a_recipe(words: list[str]) -> None:
     values, target = cli._take_flags_and_target("verify", words, VERIFY_FLAGS)
     assert values == {"kills": 0, "steps": 3}
     assert target is not None

@@ -94,7 +94,7 @@ atexit.register(lambda: print(json.dumps(seen)))
 """
 
 
-def test_ranks_meet_and_launches_beside_each_other_do_not(command: Command) -> None:
+def test_ranks_meet_and_concurrent_launches_do_not(command: Command) -> None:
     command.write("sum.py", SUM)
     launches = {
         num_ranks: command.start(
@@ -179,7 +179,7 @@ def test_rank_0_is_on_the_terminal(command: Command) -> None:
 def failed(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[dict[str, subprocess.CompletedProcess[str]]]:
-    """The results of launches of 3 ranks in which rank 1 fails in each of the selected ways. They run at the same time."""
+    """The results of launches of 3 ranks in which rank 1 fails in the selected ways. They run at the same time."""
     wanted = [item.name for item in request.session.items]
     with open_command(tmp_path_factory.mktemp("failed")) as command:
         command.write("fail.py", FAIL)
@@ -207,7 +207,7 @@ def failed(
         ],
     ),
 )
-def test_the_rank_that_fails_has_the_last_word(
+def test_the_failing_rank_is_reported_last(
     failed: dict[str, subprocess.CompletedProcess[str]], what: str, code: int, last: str
 ) -> None:
     done = failed[what]
@@ -231,7 +231,7 @@ def test_the_rank_that_fails_has_the_last_word(
 @pytest.mark.parametrize(
     ("what", "code", "said"), [("error", 2, "samestep: error: the batch size is odd\n"), ("code", 9, "")]
 )
-def test_ranks_that_fail_alike_speak_once(command: Command, what: str, code: int, said: str) -> None:
+def test_equal_failures_are_reported_once(command: Command, what: str, code: int, said: str) -> None:
     command.write("fail.py", FAIL)
     done = command.run("launch", "--nproc-per-node", "3", "fail.py", what, "all")
     assert (done.returncode, done.stderr) == (code, said)
@@ -269,7 +269,7 @@ def test_one_rank_fails_as_under_python(command: Command) -> None:
     assert (launched.returncode, launched.stderr) == (1, python.stderr)
 
 
-def test_a_rank_that_does_not_heed_is_killed_when_another_fails(command: Command) -> None:
+def test_a_rank_that_ignores_signals_is_killed_when_another_fails(command: Command) -> None:
     command.write(
         "deaf.py",
         "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
@@ -293,7 +293,7 @@ def terminate(pid: int) -> None:
 @pytest.mark.parametrize(
     ("send", "code", "heard"), [(press_ctrl_c, 130, signal.SIGINT), (terminate, 75, signal.SIGTERM)]
 )
-def test_ranks_are_told_once_and_leave_by_themselves(
+def test_ranks_get_one_signal_and_end_on_their_own(
     command: Command, send: Callable[[int], None], code: int, heard: signal.Signals
 ) -> None:
     command.write("stoppable.py", STOPPABLE)
@@ -306,7 +306,7 @@ def test_ranks_are_told_once_and_leave_by_themselves(
     command.assert_nothing_left()
 
 
-def test_ctrl_c_where_nobody_listens(command: Command) -> None:
+def test_ctrl_c_without_a_handler(command: Command) -> None:
     """Any script ends, without a traceback."""
     command.write("plain.py", "import os, time\nopen('ready' + os.environ['RANK'], 'w').close()\ntime.sleep(600)")
     launch = command.start("launch", "--nproc-per-node", "2", "plain.py")
@@ -318,7 +318,7 @@ def test_ctrl_c_where_nobody_listens(command: Command) -> None:
 
 
 def test_the_process_that_starts_ranks_is_killed(command: Command) -> None:
-    """SIGKILL, as by the kernel when memory runs out, is reported in one sentence, whether the ranks exist yet or not."""
+    """SIGKILL, as when memory runs out, is reported in one sentence, whether the ranks exist yet or not."""
     command.write("plain.py", "import time\ntime.sleep(600)")
     before = (2, "samestep: error: the process that starts the ranks has died or was killed (out of memory?)")
     later = (137, "samestep: rank 0 was killed with the process that starts the ranks (out of memory?)")
@@ -342,7 +342,7 @@ def test_a_second_signal_kills(command: Command) -> None:
     command.assert_nothing_left()
 
 
-def test_a_script_that_does_not_heed_signals_dies_of_the_first(command: Command) -> None:
+def test_the_first_signal_kills_a_script_without_handlers(command: Command) -> None:
     command.write("plain.py", PLAIN)
     launch = command.start("launch", "--nproc-per-node", "2", "plain.py")
     command.wait_for("ready0", "ready1")

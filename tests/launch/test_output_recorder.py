@@ -181,7 +181,7 @@ def test_the_process_that_records_is_killed(command: Command) -> None:
     command.assert_no_files_left()
 
 
-def test_nobody_reads_any_more(command: Command) -> None:
+def test_a_closed_output(command: Command) -> None:
     """As after `| head`: the run and its log continue."""
     write_script(command, FLOODS)
     reader, writer = os.pipe()
@@ -192,7 +192,7 @@ def test_nobody_reads_any_more(command: Command) -> None:
     assert "the end of 2\n" in (command.directory / "run" / "logs" / "0" / "0.log").read_text()
 
 
-def test_a_terminal_that_stands_still_holds_up_no_kill(command: Command) -> None:
+def test_a_stopped_terminal_does_not_delay_a_kill(command: Command) -> None:
     command.write("floods.py", "open('ready0', 'w').close()\nwhile True: print('x' * 1000)")
     launch = command.start("launch", "floods.py")
     command.wait_for("ready0")

@@ -235,7 +235,7 @@ def test_nodes_that_do_not_fit_together(open_place: Callable[..., Place], capfd:
         ([b'{"kind": "challenge", "nonce": "x y"}\n', b'{"kind": "denied"}\n'], "does not have this node's secret"),
     ],
 )
-def test_who_only_looks_like_a_hub(answers: list[bytes], said: str) -> None:
+def test_an_impostor_of_the_server(answers: list[bytes], said: str) -> None:
     """A node rejects requests without the secret."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         nodes = Nodes(2, 2, 0, "127.0.0.1", listener.getsockname()[1], "", 60.0, SECRET)

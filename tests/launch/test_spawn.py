@@ -119,7 +119,7 @@ def test_an_error_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("kind", [NotPicklable, NeedsTwo])
-def test_errors_that_do_not_travel_are_told(kind: type[Exception]) -> None:
+def test_errors_that_cannot_be_pickled(kind: type[Exception]) -> None:
     def fail() -> None:
         raise kind(1, 2)
 

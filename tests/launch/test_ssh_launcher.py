@@ -147,7 +147,7 @@ def test_nothing_is_left_of_a_launch(command: Command, hosts: SshHosts, victim: 
         assert all((command.directory / f"saved{rank}").exists() for rank in range(2)), "it could save"
 
 
-def test_the_rank_that_fails_tells_why(command: Command, hosts: SshHosts) -> None:
+def test_the_failing_rank_is_named_with_its_cause(command: Command, hosts: SshHosts) -> None:
     command.write("stoppable.py", STOPPABLE)
     done = command.run("launch", "--hosts", "a,b", "--nproc-per-node=1", "stoppable.py", "fall")
     assert done.returncode == 1
@@ -158,7 +158,7 @@ def test_the_rank_that_fails_tells_why(command: Command, hosts: SshHosts) -> Non
 
 
 @pytest.mark.parametrize("fault", ["down", "key", "python", "samestep", "directory", "unknown"])
-def test_a_host_that_cannot(command: Command, hosts: SshHosts, fault: str, tmp_path: Path) -> None:
+def test_an_unusable_host(command: Command, hosts: SshHosts, fault: str, tmp_path: Path) -> None:
     """One sentence names it, and says why; nothing is started on the others."""
     command.write("touch.py", "open('started', 'w').close()")
     names = "a,b"
@@ -196,7 +196,7 @@ def test_a_host_that_cannot(command: Command, hosts: SshHosts, fault: str, tmp_p
 
 
 @pytest.mark.soak
-def test_nobody_says_anything_any_more(command: Command) -> None:
+def test_a_lost_connection(command: Command) -> None:
     """A connection that is lost without a word ends the launcher, too; the run can save."""
     command.write("stoppable.py", STOPPABLE)
     code = "from samestep.launch import ssh_node; ssh_node.SILENT_S = 3.0; ssh_node.main()"
@@ -256,13 +256,13 @@ def test_names_of_hosts(text: str, hosts: list[Host]) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a,,b", "a:x", "a:0", "-oProxyCommand=x", "u@-x", "a b", "fd00::1", "a,b,a"])
-def test_names_that_are_none(text: str) -> None:
+def test_invalid_host_names(text: str) -> None:
     with pytest.raises(Error, match="--hosts"):
         parse_hosts(text)
 
 
 @pytest.mark.parametrize("answer", ['{"code": 0}', "{", '0123 {"code": 0}', "[]"])
-def test_what_ranks_print_is_no_answer(
+def test_output_of_ranks_is_not_parsed_as_a_message(
     answer: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(of_hosts, "SSH", ("sh", "-c", f"printf '{ANSWER}{answer}\\n\\033[2Jhallo\\n'"))

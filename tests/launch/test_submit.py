@@ -131,7 +131,7 @@ def test_shell_reads_it(script: Path, capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("code", "starts", "is_queued"), [(75, 99, True), (138, 9, True), (138, 10, False), (1, 0, False)]
 )
-def test_which_ends_are_queued_again(
+def test_which_exits_are_requeued(
     script: Path, capsys: pytest.CaptureFixture[str], code: int, starts: int, is_queued: bool
 ) -> None:
     """Exit code 138: the signal came before there were ranks. The number of restarts is limited."""

@@ -109,7 +109,7 @@ def test_a_tidied_directory_for_temporary_files(command: Command, how: str) -> N
 
 
 @pytest.mark.soak
-def test_a_terminal_that_is_gone(command: Command) -> None:
+def test_a_closed_terminal(command: Command) -> None:
     """As after a lost ssh connection, for a run that ignores SIGHUP."""
     command.write("train.py", SCRIPT)
     ours, theirs = pty.openpty()
@@ -126,7 +126,7 @@ def test_a_terminal_that_is_gone(command: Command) -> None:
     assert find_steps(command.directory / "run") == [3, 4, 5]
 
 
-def test_a_script_that_may_not_be_read(command: Command) -> None:
+def test_an_unreadable_script(command: Command) -> None:
     """As another user, if this one is root."""
     command.write("train.py", SCRIPT).chmod(0)
     if os.access(command.directory / "train.py", os.R_OK):
@@ -136,7 +136,7 @@ def test_a_script_that_may_not_be_read(command: Command) -> None:
     assert done.returncode == 2
 
 
-def test_a_working_directory_that_is_gone(command: Command) -> None:
+def test_a_removed_working_directory(command: Command) -> None:
     line = f"mkdir gone; cd gone; rmdir ../gone; exec {sys.executable} -m samestep doctor"
     done = subprocess.run(
         ["sh", "-c", line], cwd=command.directory, env=command.variables, capture_output=True, text=True, check=False

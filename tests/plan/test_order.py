@@ -52,7 +52,7 @@ def test_the_boundary_between_the_kinds() -> None:
     assert isinstance(build_order(MAX_SORTED_LENGTH + 1, seed=0, epoch=0), FeistelOrder)
 
 
-def test_values_are_the_same_for_ever() -> None:
+def test_values_never_change() -> None:
     """A change of these numbers changes every run that anyone has on disk."""
     assert whole(build_order(10, seed=0, epoch=0)).tolist() == [7, 6, 0, 4, 5, 8, 2, 1, 9, 3]
     head = build_order(100_000, seed=0, epoch=0).take(0, 6)
@@ -196,7 +196,7 @@ def test_a_sampler_s_indices_as_given() -> None:
         (np.int64(3), "not one-dimensional"),
     ],
 )
-def test_mistaken_samplers(indices: object, sentence: str) -> None:
+def test_invalid_samplers(indices: object, sentence: str) -> None:
     with pytest.raises(Error, match=sentence):
         GivenOrder(indices, 4)  # type: ignore[arg-type]
 
@@ -228,7 +228,7 @@ def test_equal_hashes_keep_the_order_of_the_samples(monkeypatch: pytest.MonkeyPa
     assert whole(SortedOrder(1000, 0)).tolist() == [*range(0, 1000, 3), *range(1, 1000, 3), *range(2, 1000, 3)]
 
 
-def test_values_of_an_order_of_shards_are_the_same_for_ever() -> None:
+def test_values_of_an_order_of_shards_never_change() -> None:
     order = build_order(20, seed=0, epoch=0, shard_sizes=[2] * 10)
     assert whole(order).tolist() == [9, 15, 0, 1, 8, 13, 14, 12, 5, 17, 11, 4, 2, 16, 10, 3, 6, 7, 19, 18]
     tail = build_order(10**8, seed=7, epoch=3, shard_sizes=[10**4] * 10**4).take(10**8 - 3, 10**8)

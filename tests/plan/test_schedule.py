@@ -136,13 +136,13 @@ def test_describe() -> None:
         ((8, 2, 0), "world_size must be a whole number above 0, found 0"),
     ],
 )
-def test_mistaken_numbers(numbers: tuple[int, int, int], sentence: str) -> None:
+def test_invalid_numbers(numbers: tuple[int, int, int], sentence: str) -> None:
     with pytest.raises(Error, match=f"^{re.escape(sentence)}$"):
         check_numbers(*numbers)
 
 
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 40))
-def test_the_remedies_are_legal(batch_size: int, size: int, world_size: int) -> None:
+def test_the_advice_is_valid(batch_size: int, size: int, world_size: int) -> None:
     """The values that an error message recommends pass the check."""
     try:
         check_numbers(batch_size, size, world_size)
@@ -167,7 +167,7 @@ def test_numpy_numbers_are_numbers() -> None:
 
 
 @pytest.mark.parametrize("build", [Schedule, EndlessSchedule])
-def test_mistaken_lengths(build: type[Schedule] | type[EndlessSchedule]) -> None:
+def test_invalid_lengths(build: type[Schedule] | type[EndlessSchedule]) -> None:
     with pytest.raises(Error, match="the data set is empty"):
         build(0, 4, 2)
     with pytest.raises(Error, match="length of the data set must be a whole number above 0, found None"):

@@ -7,7 +7,7 @@ import pytest
 from samestep.plan.seeds import PURPOSES, derive
 
 
-def test_values_are_the_same_for_ever() -> None:
+def test_values_never_change() -> None:
     """A change of these numbers changes every run that anyone has on disk."""
     assert derive(0, "init") == 4510536185247624766
     assert derive(7, "compute", step=3, pass_=1, micro_batch=5) == 8501670927800143187

@@ -104,7 +104,7 @@ def test_butterfly_is_recursive_halving(numbers: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 7, 12, 13, 64])
-def test_bits_of_wild_floats(n: int) -> None:
+def test_bits_of_arbitrary_floats(n: int) -> None:
     """Real float32 sums whose order matters, in case the symbols above assume too much."""
     rng = np.random.default_rng(n)
     leaves = (rng.standard_normal((n, 64)) * 10.0 ** rng.integers(-30, 30, (n, 64))).astype(np.float32)

@@ -168,7 +168,7 @@ def test_a_bad_pair_is_named_and_skipped_only_if_asked(tmp_path: Path, line: str
     assert corpus.left_out.total() == 1
 
 
-def test_data_that_are_not_there_are_named(tmp_path: Path) -> None:
+def test_missing_data_are_named(tmp_path: Path) -> None:
     (tmp_path / "empty.tsv").touch()
     for data, what in (
         (tmp_path / "empty.tsv", "holds no pair of en and de"),

@@ -157,7 +157,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert read(path) == [{"step": 1}]
 
 
-def test_a_full_disk_is_told_by_position_and_no_line_is_torn(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_no_line_is_torn(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # so that the limit raises OSError, like a full disk

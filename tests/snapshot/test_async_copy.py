@@ -55,7 +55,7 @@ def test_what_is_copied() -> None:
     assert targets["in other strides"].stride() == tensors["in other strides"].stride()
 
 
-def test_each_is_looked_at_once_in_its_copy() -> None:
+def test_each_tensor_is_inspected_once_in_its_copy() -> None:
     tensors = {"large": torch.randn(NUM_LARGE), "small": torch.randn(3), "not copied": torch.randn(NUM_LARGE)}
     targets = Staging().take({name: tensors[name] for name in ("large", "small")})
     seen: list[tuple[int, int]] = []
@@ -170,7 +170,7 @@ def test_settling_refuses_what_is_torn() -> None:
     assert isinstance(saving.failure, Refused)
 
 
-def test_what_goes_wrong_is_kept() -> None:
+def test_errors_are_kept() -> None:
     def look(place: int, tensor: Tensor) -> None:
         raise ValueError("a look")
 

@@ -180,7 +180,7 @@ def test_a_view_of_a_large_storage_takes_only_its_own_bytes(tmp_path: Path) -> N
     assert (tmp_path / "tensors.safetensors").stat().st_size < 500
 
 
-def test_names_that_meet_are_told_apart(tmp_path: Path) -> None:
+def test_colliding_names_stay_separate(tmp_path: Path) -> None:
     one, two, three, four = (torch.full((2,), value) for value in (1.0, 2.0, 3.0, 4.0))
     state = {"a": {"b": one, 1: two, "1": three}, "a/b": four, "__metadata__": torch.zeros(1)}
     assert_same(restore(state, tmp_path), state)
@@ -230,7 +230,7 @@ def test_what_cannot_be_held_is_named(value: Any, what: str) -> None:
 BASE = {"a": torch.tensor([1.0, -0.0]), "b": [1, 2.0, None, True], 3: (1,), "s": {1, 2}, "n": np.zeros(2)}
 
 
-def test_the_digest_is_blind_to_what_is_not_content() -> None:
+def test_the_digest_ignores_what_is_not_content() -> None:
     channels_last = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
     alike = [
         (BASE, dict(reversed(BASE.items()))),
@@ -244,7 +244,7 @@ def test_the_digest_is_blind_to_what_is_not_content() -> None:
         assert digest(one) == digest(other)
 
 
-def test_the_digest_sees_all_content() -> None:
+def test_the_digest_depends_on_all_content() -> None:
     nan, other_nan = (float.fromhex("nan"), -float.fromhex("nan"))
     variants: list[Any] = [
         BASE,

@@ -102,7 +102,7 @@ def test_meta_that_is_no_json_leaves_nothing(store: Store) -> None:
 # --- asked for what is not there -------------------------------------------------------------------------------------
 
 
-def test_what_is_absent_is_answered_with_what_there_is(store: Store) -> None:
+def test_an_absent_snapshot_is_reported_with_those_that_exist(store: Store) -> None:
     with pytest.raises(RunDirectoryError, match=r"there is no snapshot named best in .*: there are none yet"):
         store.find("best")
     store.write({}, step=1, meta={})
@@ -111,7 +111,7 @@ def test_what_is_absent_is_answered_with_what_there_is(store: Store) -> None:
         store.find(2)
 
 
-def test_asked_for_one_that_is_not_sound(store: Store) -> None:
+def test_a_requested_snapshot_that_is_not_sound(store: Store) -> None:
     for step in (1, 2):
         store.write(make_state(step), step=step, meta={})
     flip(store.path / "step-00000002" / "tensors.safetensors", -1)
@@ -171,7 +171,7 @@ def check_passed_over(store: Store, file: str) -> None:
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_snapshot_is_passed_over(damage: str, file: str, store: Store) -> None:
+def test_a_damaged_snapshot_is_skipped(damage: str, file: str, store: Store) -> None:
     for step in (1, 2):
         store.write(make_state(step), step=step, meta={})
     DAMAGE[damage](store.path / "step-00000002" / file)
@@ -209,7 +209,7 @@ def rewrite_manifest(store: Store, step: int, **changes: Any) -> None:
     path.write_text(json.dumps(manifest))
 
 
-def test_a_newer_format_is_passed_over(store: Store) -> None:
+def test_a_newer_format_is_skipped(store: Store) -> None:
     for step in (1, 2):
         store.write(make_state(step), step=step, meta={})
     rewrite_manifest(store, 2, format=2)
@@ -220,7 +220,7 @@ def test_a_newer_format_is_passed_over(store: Store) -> None:
     assert "manifest.json has format 2 of a newer samestep" in warnings[0]
 
 
-def test_a_directory_under_another_step_is_passed_over(store: Store) -> None:
+def test_a_directory_under_another_step_is_skipped(store: Store) -> None:
     store.write(make_state(1), step=1, meta={})
     shutil.copytree(store.path / "step-00000001", store.path / "step-00000009")
     shutil.copytree(store.path / "step-00000001", store.path / "copy")
@@ -229,7 +229,7 @@ def test_a_directory_under_another_step_is_passed_over(store: Store) -> None:
     ]  # fmt: skip
 
 
-def test_what_is_no_snapshot_is_passed_over(store: Store) -> None:
+def test_other_directories_are_skipped(store: Store) -> None:
     store.write(make_state(1), step=1, meta={})
     (store.path / "step-00000002").mkdir()
     (store.path / "notes.txt").write_text("mine")
@@ -443,7 +443,7 @@ def test_a_read_only_disk(small_disk: Path) -> None:
     assert_same(read(store), make_state(1))
 
 
-def test_a_directory_that_is_gone(tmp_path: Path) -> None:
+def test_a_removed_directory(tmp_path: Path) -> None:
     store = Store(tmp_path / "run")
     with pytest.raises(FileNotFoundError):
         store.write(make_state(1), step=1, meta={})

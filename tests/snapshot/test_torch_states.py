@@ -99,7 +99,7 @@ def two_groups(params: list[nn.Parameter]) -> Optimizer:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_go_on(name: str, store: Store) -> None:
+def test_optimizers_continue(name: str, store: Store) -> None:
     build = OPTIMIZERS[name]
     model = Net()
     optimizer = build(model.parameters())
@@ -117,7 +117,7 @@ def test_optimizers_go_on(name: str, store: Store) -> None:
     )
 
 
-def test_the_optimizer_of_sparse_gradients_goes_on(store: Store) -> None:
+def test_the_optimizer_of_sparse_gradients_continues(store: Store) -> None:
     embedding, other = nn.Embedding(9, 4, sparse=True), nn.Embedding(9, 4, sparse=True)
     optimizer = torch.optim.SparseAdam(list(embedding.parameters()))
 
@@ -138,7 +138,7 @@ def test_the_optimizer_of_sparse_gradients_goes_on(store: Store) -> None:
     )
 
 
-def test_channels_last_goes_on_in_the_same_layout(store: Store) -> None:
+def test_channels_last_continues_in_the_same_layout(store: Store) -> None:
     def build() -> tuple[nn.Module, Optimizer]:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 16, 2))
@@ -205,7 +205,7 @@ def test_no_schedule_of_torch_is_left_out() -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("num_steps", [0, 3])
-def test_schedules_go_on(name: str, num_steps: int, store: Store) -> None:
+def test_schedules_continue(name: str, num_steps: int, store: Store) -> None:
     def build() -> tuple[Optimizer, Any]:
         params = [nn.Parameter(torch.ones(2)) for _ in range(2)]
         optimizer = torch.optim.SGD([{"params": [param]} for param in params], lr=0.1, momentum=0.9)
@@ -228,7 +228,7 @@ def test_schedules_go_on(name: str, num_steps: int, store: Store) -> None:
     assert digest(other.state_dict()) == digest(schedule.state_dict())
 
 
-def test_averaged_models_and_scalers_go_on(store: Store) -> None:
+def test_averaged_models_and_scalers_continue(store: Store) -> None:
     model = Net()
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -76,7 +76,7 @@ def test_ranks_and_hosts_are_named() -> None:
     assert many.name_nodes(range(1, 9)) == "h1, h2, h3, h4, h5, h6 and 2 more"
 
 
-def test_numbers_for_a_person() -> None:
+def test_readable_numbers() -> None:
     assert [format_bytes(n) for n in (1, 1023, 1 << 10, 256 << 20, 1.5 * GB)] == [
         "1 B",
         "1023 B",
@@ -87,7 +87,7 @@ def test_numbers_for_a_person() -> None:
     assert [format_s(s) for s in (2.1e-5, 0.0034, 1.25)] == ["21 us", "3.4 ms", "1.25 s"]
 
 
-def test_what_cannot_be_looked_at_is_a_failure_and_the_others_are_judged() -> None:
+def test_a_check_that_fails_does_not_stop_the_others() -> None:
     limits = next(check for check in CHECKS if check.name == "limits")
     answers = {0: {"facts": {"shm_free_bytes": GB, "files": 4096, "files_at_most": 4096}}, 1: {"error": "OSError: no"}}
     findings = judge_answers(limits, TWO_HOSTS, answers)
@@ -310,7 +310,7 @@ def judge_hosts(*hosts: dict[str, Any]) -> dict[str, Finding]:
     return {"network": network, "clocks": clocks}
 
 
-def test_a_network_that_is_well() -> None:
+def test_a_good_network() -> None:
     found = judge_hosts(host(0), host(1), host(2))
     assert found["network"].found.startswith(
         "all hosts reach each other by IPv4 over eth0, MTU 1500, a round trip takes"
@@ -340,7 +340,7 @@ def test_clocks(ahead_s: float, rtt_s: float, status: str) -> None:
         )
 
 
-def test_a_network_that_is_not() -> None:
+def test_a_bad_network() -> None:
     blocked = host(0)
     blocked["seen"]["1"]["IPv4"] = seen(problem="Connection refused", at="connect")
     network = judge_hosts(blocked, host(1), host(2))["network"]
@@ -656,7 +656,7 @@ def refuse(target: Any, values: dict[str, Any]) -> int:
     raise AssertionError(f"{target} was started")
 
 
-def test_help_teaches_without_torch() -> None:
+def test_help_without_torch() -> None:
     script = "import sys; from samestep.cli import main; main(['doctor', '--help']); print('torch' in sys.modules)"
     done = run_command(sys.executable, "-c", script, cwd=Path.cwd(), real=True)
     assert done.stdout.endswith("\nFalse\n"), done.stdout + done.stderr

@@ -69,7 +69,7 @@ def wrong(report: dict[str, Any]) -> dict[str, list[str]]:
     return found
 
 
-def test_whatever_is_wrong_with_a_host_is_named(all_hosts: list[Host], tmp_path: Path) -> None:
+def test_faults_of_a_host_are_named(all_hosts: list[Host], tmp_path: Path) -> None:
     """Another version, a clock that is ahead, separate directories and a slow link are reported together."""
     own = tmp_path / "own"
     own.mkdir()

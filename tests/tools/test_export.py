@@ -111,7 +111,7 @@ def test_another_one(tmp_path: Path, models: dict[str, nn.Module], which: str, s
 
 
 @pytest.mark.parametrize("mine", ["x.pt", "x.ema.pt"])
-def test_nothing_is_overwritten_unasked(tmp_path: Path, models: dict[str, nn.Module], mine: str) -> None:
+def test_nothing_is_overwritten_without_force(tmp_path: Path, models: dict[str, nn.Module], mine: str) -> None:
     (tmp_path / mine).write_text("mine")
     with pytest.raises(Error, match=rf"/{mine} exists already: name another file, or replace it with --force"):
         run_export([str(tmp_path / "run"), str(tmp_path / "x.pt")])
@@ -122,7 +122,7 @@ def test_nothing_is_overwritten_unasked(tmp_path: Path, models: dict[str, nn.Mod
     assert_loads(tmp_path / "x.ema.pt", models["ema 5"])
 
 
-def test_a_damaged_snapshot_is_passed_over(
+def test_a_damaged_snapshot_is_skipped(
     tmp_path: Path, models: dict[str, nn.Module], capsys: pytest.CaptureFixture[str]
 ) -> None:
     os.truncate(tmp_path / "run/snapshots/step-00000005/tensors.safetensors", 100)
@@ -183,7 +183,7 @@ def test_a_suffix_that_names_no_format(tmp_path: Path, models: dict[str, nn.Modu
     assert find_files(tmp_path) == []
 
 
-def test_where_nothing_can_be_written(tmp_path: Path, models: dict[str, nn.Module]) -> None:
+def test_an_output_that_cannot_be_written(tmp_path: Path, models: dict[str, nn.Module]) -> None:
     with pytest.raises(Error, match=r"nowhere/x.pt cannot be written .*: name another file"):
         run_export([str(tmp_path / "run"), str(tmp_path / "nowhere" / "x.pt")])
     (tmp_path / "empty").mkdir()

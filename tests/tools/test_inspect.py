@@ -360,7 +360,7 @@ def test_it_never_imports_torch(args: list[str], run: Path) -> None:
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
 
 
-def test_a_reader_that_leaves_early(run: Path) -> None:
+def test_a_reader_that_closes_the_pipe(run: Path) -> None:
     write_run(run, data_length=100_000, batch_size=1000, micro_batch_size=1000, shuffle=False)
     steps = [(0, list(range(at, at + 1000))) for at in range(0, 100_000, 1000)]
     write_ledger(run, steps, micro_batch_size=1000)
@@ -538,7 +538,7 @@ def test_many_problems_are_cut_short(run: Path, inspect: Inspect) -> None:
     assert out.endswith("\n  and 10 more\n")
 
 
-def test_an_order_that_is_lost(run: Path, inspect: Inspect) -> None:
+def test_a_missing_order(run: Path, inspect: Inspect) -> None:
     write_run(run, sampler="given")
     write_ledger(run, plan_steps(2, drawn))
     with pytest.raises(Error, match=r"order of epoch 0 cannot be read from .*epoch-00000000.npy .*: restore it from a"):

@@ -106,7 +106,7 @@ def test_each_step_is_counted_once(tmp_path: Path) -> None:
 
 
 def test_a_plan_keeps_the_budget(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The plan is the smallest batch that fits, on the number of ranks that minimizes what the budget does not limit."""
+    """The plan is the smallest batch that fits, on the ranks that minimize what the budget does not limit."""
     file = str(home / "scale.json")
     model = StepModel.from_json(json.loads(Path(file).read_text())["model"])
     hours = {w: 1000 * model.predict(4, w) / 3600 for w in (1, 2, 4)}  # 32,000 samples, 32 at a time

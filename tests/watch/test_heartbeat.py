@@ -69,7 +69,7 @@ def heartbeat(rank: int, box: Box | None, world_size: int = 2, **more: Any) -> I
         beating.close()
 
 
-def test_a_pulse_adds_up_what_each_phase_took(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pulse_adds_up_the_time_of_each_phase(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     pulse = PhaseClock()
@@ -84,7 +84,7 @@ def test_a_pulse_adds_up_what_each_phase_took(monkeypatch: pytest.MonkeyPatch) -
     assert (forward.num, forward.longest_s) == (4, 2.0), f"the first {WARM_UP} may compile"
 
 
-def test_a_rank_alone_looks_after_itself() -> None:
+def test_a_single_rank_watches_itself() -> None:
     with heartbeat(0, None, world_size=1) as (pulse, said):
         for _ in range(WARM_UP + 2):
             pulse.enter("loading", 4)
@@ -99,8 +99,8 @@ def test_a_rank_alone_looks_after_itself() -> None:
     ("system", "said_of_it"),
     [("", r"rank 0 \(host here\) died \d+ s ago"), ("another", r"nothing was heard of rank 0 ")],
 )
-def test_the_lowest_rank_that_is_heard_of_speaks(tmp_path: Path, system: str, said_of_it: str) -> None:
-    """It continues to show all ranks. Of a process on another system, which may have the same host name, it knows less."""
+def test_the_lowest_live_rank_reports(tmp_path: Path, system: str, said_of_it: str) -> None:
+    """It continues to show all ranks. It knows less of a process on another system, even one with the same host name."""
     box = Box()
     with heartbeat(1, box, run_dir=tmp_path) as (pulse, said):
         with heartbeat(0, box):
@@ -138,7 +138,7 @@ def test_beats_of_a_store_that_does_not_answer() -> None:
     assert said[0].startswith("rank 1 (host here) is cut off: the rendezvous store has not answered")
 
 
-def test_what_is_shown_is_gone_at_the_end(tmp_path: Path) -> None:
+def test_the_files_for_watch_are_removed_at_the_end(tmp_path: Path) -> None:
     with heartbeat(0, None, world_size=1, run_dir=tmp_path, micro_batch_size=4) as (pulse, _):
         pulse.enter("validating", 3)
         wait_until((tmp_path / "ranks.json").exists, "it is shown")
@@ -182,7 +182,7 @@ def test_a_blocked_thread(wait: Callable[[threading.Event], None], function: str
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the state of a process is read from /proc")
-def test_what_became_of_a_process() -> None:
+def test_the_state_of_a_process() -> None:
     child = subprocess.Popen(["sleep", "60"])
     assert read_process_state(child.pid) == "alive"
     child.send_signal(19)
@@ -216,7 +216,7 @@ def test_the_table() -> None:
     assert compute_rates(later, ranks[0], 4) == (0.1, 100.0)
 
 
-def test_watching_what_is_over(tmp_path: Path) -> None:
+def test_watching_a_run_that_has_ended(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text(json.dumps({"format": 1}))
     status = {"status": "failed", "reason": "rank 1: out of memory", "host": "elsewhere", "process": 1}
     (tmp_path / "status.json").write_text(json.dumps(status))

@@ -132,7 +132,7 @@ def test_a_narrow_terminal_has_a_bar_and_whole_fields(columns: int) -> None:
 @pytest.mark.parametrize(
     "end", ["raise SystemExit(3)", "raise KeyboardInterrupt", "import os; os.kill(os.getpid(), 9)"]
 )
-def test_terminal_is_left_sane_whatever_happens(end: str) -> None:
+def test_the_terminal_is_restored_after_any_end(end: str) -> None:
     code, output = run_on_terminal(RUN + f"try:\n    {end}\nfinally:\n    p.close()\n")
     assert code != 0
     assert output.rfind("\x1b[?25h") > output.rfind("\x1b[?25l"), "the cursor is hidden"

@@ -62,11 +62,11 @@ ALIKE = {"w": 1, "b": 2, "m": 3}
         ([ALIKE], None),
     ],
 )
-def test_who_differs(replicas: list[dict[str, int]], drift: Drift | None) -> None:
+def test_the_differing_rank(replicas: list[dict[str, int]], drift: Drift | None) -> None:
     assert find_drift(replicas) == drift
 
 
-def test_what_is_said() -> None:
+def test_the_message() -> None:
     one = explain_drift(Drift("model.w", 3, (2,), True), ["a", "a", "b"], 40, 30)
     assert one.startswith(
         "rank 2 (b) has another model than the other 2, which agree, after step 40: model.w and 2 more tensors differ, "

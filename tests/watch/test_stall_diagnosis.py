@@ -65,18 +65,18 @@ LIMITS = st.sampled_from([Limits(), build_limits(3), build_limits(60), build_lim
 
 
 @given(worlds(), LIMITS)
-def test_nobody_is_accused_while_anybody_moves(ranks: list[Beat], limits: Limits) -> None:
+def test_no_rank_is_reported_while_any_makes_progress(ranks: list[Beat], limits: Limits) -> None:
     moving = replace(ranks[0], for_s=limits.floor_s * 0.99, phase="forward", age_s=0.0)
     assert diagnose([moving, *ranks[1:]], limits) is None
 
 
 @given(worlds(), LIMITS, st.floats(0, 0.99))
-def test_who_slept_accuses_nobody(ranks: list[Beat], limits: Limits, share: float) -> None:
+def test_a_suspended_process_reports_no_rank(ranks: list[Beat], limits: Limits, share: float) -> None:
     assert diagnose(ranks, limits, awake_s=share * limits.floor_s) is None
 
 
 @given(worlds(), LIMITS)
-def test_a_rank_that_waits_is_not_guilty_while_another_does_not(ranks: list[Beat], limits: Limits) -> None:
+def test_a_waiting_rank_is_not_the_cause_while_another_computes(ranks: list[Beat], limits: Limits) -> None:
     verdict = diagnose(ranks, limits)
     if verdict is None:
         return
@@ -93,7 +93,7 @@ def test_a_rank_that_waits_is_not_guilty_while_another_does_not(ranks: list[Beat
 
 
 @given(worlds(), LIMITS, st.floats(1, 100))
-def test_what_is_stuck_stays_stuck(ranks: list[Beat], limits: Limits, more_s: float) -> None:
+def test_a_stuck_rank_stays_stuck(ranks: list[Beat], limits: Limits, more_s: float) -> None:
     later = [replace(heard, age_s=heard.age_s + more_s) for heard in ranks]
     now, then = diagnose(ranks, limits), diagnose(later, limits)
     if now is not None:
@@ -139,7 +139,7 @@ def test_the_sentence() -> None:
         (hear(1, "ended", 0), "left the run at step 120"),
     ],
 )
-def test_each_ailment_has_its_words(guilty: Beat, words: str) -> None:
+def test_each_cause_has_its_message(guilty: Beat, words: str) -> None:
     verdict = diagnose([wait(0, 20), guilty, wait(2, 20)], Limits())
     assert verdict is not None
     assert verdict.blocking == (1,)
@@ -163,7 +163,7 @@ def test_all_wait_in_the_same_exchange() -> None:
 
 
 @pytest.mark.parametrize("phase", [phase for phase in PHASES if phase not in ("ended", *LEARNT)])
-def test_a_scripts_own_code_may_take_its_time(phase: str) -> None:
+def test_code_of_the_script_has_the_longest_limit(phase: str) -> None:
     """The learned limits do not apply to it: the end of an epoch may take longer than a step."""
     assert diagnose([wait(0, 299), hear(1, phase, 299)], Limits()) is None
     assert diagnose([wait(0, 301), hear(1, phase, 301)], Limits()) is not None
@@ -228,7 +228,7 @@ def test_many_ranks_are_counted() -> None:
         ({}, False),
     ],
 )
-def test_who_waits_for_snapshots_is_told_where(spent_s: dict[str, float], is_slow: bool) -> None:
+def test_the_warning_about_slow_snapshots_names_their_place(spent_s: dict[str, float], is_slow: bool) -> None:
     said = explain_slow_saving(spent_s, 2.5, "runs/x")
     assert bool(said) == is_slow
     assert not said or ("2.5 s to write to runs/x" in said and "--snapshot-every" in said)

@@ -81,7 +81,7 @@ def test_less_than_torchrun_says() -> None:
         ({**TORCHRUN, "SAMESTEP_KEEP_LAST": "all"}, "SAMESTEP_KEEP_LAST must be a whole number, not 'all'"),
     ],
 )
-def test_what_makes_no_world(variables: dict[str, str], said: str) -> None:
+def test_invalid_variables(variables: dict[str, str], said: str) -> None:
     with pytest.raises(samestep.InvalidValue, match=said):
         read_environment(variables)
 

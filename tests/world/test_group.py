@@ -121,7 +121,7 @@ def test_once(num_ranks: int) -> None:
     assert on_ranks(num_ranks, fn) == [(42, 1)] + [(42, 0)] * (num_ranks - 1)
 
 
-def test_an_error_of_once_is_everyones() -> None:
+def test_an_error_of_once_is_raised_on_all_ranks() -> None:
     def fn(group: Group) -> str:
         def fail() -> None:
             raise samestep.InvalidValue("there is no such file")
@@ -146,7 +146,7 @@ def test_each(num_ranks: int) -> None:
     assert found == [[10 * rank for rank in on if rank < num_ranks]] * num_ranks
 
 
-def test_an_error_of_one_is_everyones() -> None:
+def test_an_error_of_one_rank_is_raised_on_all() -> None:
     def fn(group: Group) -> str:
         def fail() -> None:
             raise Unreachable("file:///x", f"{group.rank} has no such file") if group.rank else OSError("never mind")
@@ -220,7 +220,7 @@ def test_notes() -> None:
 
 @pytest.mark.parametrize("num_nodes", [1, 2])
 def test_torchrun_starts_ranks_again(capfd: pytest.CaptureFixture[str], num_nodes: int) -> None:
-    """torchrun keeps its store, in which gloo would find the previous ranks. With several torchruns, an error says so."""
+    """torchrun keeps its store, in which gloo would find the previous ranks. Of several torchruns, an error says so."""
     store = open_store()
 
     def call() -> list[int]:
@@ -237,7 +237,7 @@ def test_torchrun_starts_ranks_again(capfd: pytest.CaptureFixture[str], num_node
     assert ("run export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun" in said) is (num_nodes == 2)
 
 
-def test_ranks_that_are_missing_are_told(tmp_path: Path, free_port: int) -> None:
+def test_missing_ranks_are_reported(tmp_path: Path, free_port: int) -> None:
     said = tmp_path / "said"
 
     def fn() -> None:
@@ -260,7 +260,7 @@ def test_ranks_that_are_missing_are_told(tmp_path: Path, free_port: int) -> None
     )
 
 
-def test_rank_0_may_be_gone(tmp_path: Path, free_port: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_rank_0_has_ended(tmp_path: Path, free_port: int, capfd: pytest.CaptureFixture[str]) -> None:
     """It holds the store of ranks that were started by hand. The others detect its end without a message."""
 
     def fn() -> None:
@@ -287,7 +287,7 @@ def test_rank_0_may_be_gone(tmp_path: Path, free_port: int, capfd: pytest.Captur
     assert capfd.readouterr().err == ""
 
 
-def test_a_group_that_is_there_is_used() -> None:
+def test_an_existing_group_is_used() -> None:
     def fn() -> list[int]:
         dist.init_process_group("gloo")
         group = join()
@@ -350,7 +350,7 @@ def test_devices_of_srun(monkeypatch: pytest.MonkeyPatch, num_gpus: int, found: 
 
 
 @pytest.mark.parametrize("has_sockets", [True, False])
-def test_who_goes_on(monkeypatch: pytest.MonkeyPatch, has_sockets: bool) -> None:
+def test_the_continuing_rank_is_found(monkeypatch: pytest.MonkeyPatch, has_sockets: bool) -> None:
     """A rank that stops finds out that another one does not, and leaves it a note. All of them may stop."""
 
     def call(group: Group) -> tuple[int | None, tuple[int, str] | None]:

@@ -55,7 +55,7 @@ def test_every_rank_gets_every_row(num_ranks: int, num_bytes: int) -> None:
         local_sockets.close()
 
 
-def test_a_rank_that_is_gone_is_named() -> None:
+def test_a_rank_that_has_ended_is_named() -> None:
     first, second = build_mesh(2)
     second.close()
     with pytest.raises(PeerFailed, match="rank 1 has closed its connection"):
@@ -125,7 +125,7 @@ def knock(name: bytes, token: bytes) -> None:
 
 
 @pytest.mark.parametrize("attack", [call_by_public_name, call_as_another_user, say_nothing])
-def test_a_stranger_takes_no_seat(attack: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_process_is_refused(attack: Callable[[Any], None], monkeypatch: pytest.MonkeyPatch) -> None:
     if attack is call_as_another_user and os.geteuid() != 0:
         pytest.skip("needs root, to be two users")
     monkeypatch.setattr(sockets_module, "HELLO_S", 0.2)

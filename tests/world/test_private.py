@@ -55,7 +55,7 @@ def test_a_directory_that_others_have_made_is_not_used(tmp_path: Path, plant: Ca
     assert not (tmp_path / "trace").exists()
 
 
-def test_an_own_directory_is_made_and_taken_again(tmp_path: Path) -> None:
+def test_a_private_directory_is_created_and_reused(tmp_path: Path) -> None:
     for _ in range(2):
         make_private(tmp_path / "launch")
     assert (tmp_path / "launch").stat().st_mode & 0o777 == 0o700

@@ -88,7 +88,7 @@ def test_what_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "GLOO_SOCKET_IFNAME" not in built
 
 
-def test_one_node_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_node_does_not_call_scontrol(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     built = slurm_tasks.build_variables(TASK | {"SLURM_STEP_TASKS_PER_NODE": "3", "SLURM_NODEID": "0"})
     assert (built["MASTER_ADDR"], built["LOCAL_WORLD_SIZE"]) == ("127.0.0.1", "3")
@@ -104,7 +104,7 @@ def test_one_node_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
         (TASK, r"scontrol show hostnames n\[1-2\] does not give the address of rank 0 \(No such .*set MASTER_ADDR"),
     ],
 )
-def test_what_makes_no_task(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str) -> None:
+def test_invalid_steps(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], said: str) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
     with pytest.raises(Error, match=said):
         slurm_tasks.build_variables(variables)

@@ -20,7 +20,7 @@ def build(**changes: Any) -> dict[str, Any]:
     return {**describe_software(), "host": "a", "file": "train.py", "script": "0" * 12, **changes}
 
 
-def test_what_is_alike_may_lie_elsewhere() -> None:
+def test_equal_files_may_have_different_paths() -> None:
     check_alike([build(), build(host="b", file="other.py")])
 
 

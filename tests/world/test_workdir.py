@@ -37,7 +37,7 @@ def test_what_a_killed_process_leaves_is_removed_by_the_next(place: Path) -> Non
     assert [*place.iterdir()] == []
 
 
-def test_what_is_no_directory_of_ours_stays(place: Path) -> None:
+def test_other_directories_stay(place: Path) -> None:
     left = leave_one(place)
     os.rename(left, place / "elsewhere")
     left.symlink_to("elsewhere")
@@ -52,7 +52,7 @@ def test_what_is_no_directory_of_ours_stays(place: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
-def test_that_of_another_user_stays(place: Path) -> None:
+def test_directories_of_other_users_stay(place: Path) -> None:
     left = leave_one(place)
     os.chown(left, 12345, 12345)
     WorkDir().close()
