@@ -100,7 +100,7 @@ def test_a_single_rank_watches_itself() -> None:
     [("", r"rank 0 \(host here\) died \d+ s ago"), ("another", r"nothing was heard of rank 0 ")],
 )
 def test_the_lowest_live_rank_reports(tmp_path: Path, system: str, said_of_it: str) -> None:
-    """It continues to show all ranks. It knows less of a process on another system, even one with the same host name."""
+    """It continues to show all ranks. It knows less of a process on another system with the same host name."""
     box = Box()
     with heartbeat(1, box, run_dir=tmp_path) as (pulse, said):
         with heartbeat(0, box):
