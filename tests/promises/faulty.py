@@ -327,16 +327,9 @@ def build_model() -> nn.Module:
 
 
 def train(
-    run_dir: str | Path,
-    fault: str | Sequence[str] = (),
-    *,
-    epochs: int = NUM_EPOCHS,
-    num_steps: int | None = None,
-    num_workers: int = 0,
-    with_sampler: bool = False,
-    settled: bool = False,
-    **arguments: Any,
-) -> Path:
+    run_dir: str | Path, fault: str | Sequence[str] = (), *, epochs: int = NUM_EPOCHS, num_steps: int | None = None,
+    num_workers: int = 0, with_sampler: bool = False, settled: bool = False, **arguments: Any,
+) -> Path:  # fmt: skip
     """Trains a run, or the rest of it. Returns its directory.
 
     Args:

@@ -72,17 +72,9 @@ def train(run_dir: Path, changes: str) -> dict[int, str]:
     return digests
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        "nothing",
-        "before the micro-batches, by .data",
-        "only later",
-        "replaced",
-        "an update by hand",
-        "after the update",
-    ],
-)
+@pytest.mark.parametrize("changes", [
+    "nothing", "before the micro-batches, by .data", "only later", "replaced", "an update by hand", "after the update",
+])  # fmt: skip
 def test_it_holds_what_the_step_left(tmp_path: Path, changes: str, capfd: pytest.CaptureFixture[str]) -> None:
     digests = samestep.spawn(train, 1, (tmp_path, changes))
     store = Store(tmp_path)

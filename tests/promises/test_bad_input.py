@@ -71,56 +71,37 @@ def python(name: str, run_dir: Path, **variables: str) -> Done:
 # --- numbers that make no run -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    one_in(
-        2,
-        [
-            (
-                ["--batch-size", "33", "--micro-batch-size", "4"],
-                [
-                    "batch_size 33 is not a multiple of micro_batch_size 4",
-                    "a batch_size of 32 or 36, or a micro_batch_size of",
-                ],
-            ),
-            (
-                ["--nproc-per-node", "3", "--batch-size", "4", "--micro-batch-size", "2"],
-                ["3 ranks cannot share a step of 2 micro-batches .*start 1 to 2 ranks, or give --micro-batch-size 1 "],
-            ),
-            (["--nproc-per-node", "2", "--precision", "fp8"], ["must be fp32, tf32, bf16 or fp16, not 'fp8'"]),
-            (["--snapshot-every", "2weeks"], ["snapshot_every is '2weeks': give a number of steps such as 10"]),
-            (["--resume", "best"], ["there is no snapshot named best"]),
-        ],
-    ),
-    ids=["batch size", "ranks", "precision", "snapshot_every", "resume"],
-)
+@pytest.mark.parametrize(("flags", "said"), one_in(2, [
+    (["--batch-size", "33", "--micro-batch-size", "4"],
+     ["batch_size 33 is not a multiple of micro_batch_size 4", "a batch_size of 32 or 36, or a micro_batch_size of"]),
+    (["--nproc-per-node", "3", "--batch-size", "4", "--micro-batch-size", "2"],
+     ["3 ranks cannot share a step of 2 micro-batches .*start 1 to 2 ranks, or give --micro-batch-size 1 "]),
+    (["--nproc-per-node", "2", "--precision", "fp8"], ["must be fp32, tf32, bf16 or fp16, not 'fp8'"]),
+    (["--snapshot-every", "2weeks"], ["snapshot_every is '2weeks': give a number of steps such as 10"]),
+    (["--resume", "best"], ["there is no snapshot named best"]),
+]), ids=["batch size", "ranks", "precision", "snapshot_every", "resume"])  # fmt: skip
 def test_numbers(tmp_path: Path, flags: list[str], said: list[str]) -> None:
     done = samestep_command("train", "mlp", *flags, "--run-dir", "runs/x", cwd=tmp_path)
     assert_refused(done, *said)
     assert look(tmp_path) == {}
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["train", "digitz"], "there is no recipe digitz; did you mean digits?"),
-        (["trian", "digits"], "there is no command trian; did you mean train?"),
-        (["train", "mlp", "--bach-size", "3"], "train mlp has no option --bach-size; did you mean --batch-size?"),
-        (["train", "mlp", "--sed=3"], "train mlp has no option --sed; did you mean --seed?"),
-        (["train", "mlp", "--batch-size", "many"], "--batch-size must be a whole number, not 'many'"),
-        (
-            ["launch", "--nproc-per-nod", "2", "x.py"],
-            "launch has no option --nproc-per-nod; did you mean --nproc-per-node?",
-        ),
-        (["launch", "--num_processes=2", "x.py"], "launch has no --num_processes: use --nproc-per-node"),
-        (["verify", "--gpus", "2", "x.py"], "verify has no option --gpus; see --help"),
-        (["launch", "--nproc-per-node", "0", "x.py"], "--nproc-per-node must be at least 1, not 0"),
-        (["launch", "missing.py"], "there is no script missing.py"),
-        (["inspect", "nowhere"], "nowhere"),
-        (["inspect", "x" * 300], "xxx cannot be used (File name too long): name another"),
-        (["launch", "x" * 300], "xxx cannot be used (File name too long): name another"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    (["train", "digitz"], "there is no recipe digitz; did you mean digits?"),
+    (["trian", "digits"], "there is no command trian; did you mean train?"),
+    (["train", "mlp", "--bach-size", "3"], "train mlp has no option --bach-size; did you mean --batch-size?"),
+    (["train", "mlp", "--sed=3"], "train mlp has no option --sed; did you mean --seed?"),
+    (["train", "mlp", "--batch-size", "many"], "--batch-size must be a whole number, not 'many'"),
+    (["launch", "--nproc-per-nod", "2", "x.py"],
+     "launch has no option --nproc-per-nod; did you mean --nproc-per-node?"),
+    (["launch", "--num_processes=2", "x.py"], "launch has no --num_processes: use --nproc-per-node"),
+    (["verify", "--gpus", "2", "x.py"], "verify has no option --gpus; see --help"),
+    (["launch", "--nproc-per-node", "0", "x.py"], "--nproc-per-node must be at least 1, not 0"),
+    (["launch", "missing.py"], "there is no script missing.py"),
+    (["inspect", "nowhere"], "nowhere"),
+    (["inspect", "x" * 300], "xxx cannot be used (File name too long): name another"),
+    (["launch", "x" * 300], "xxx cannot be used (File name too long): name another"),
+])  # fmt: skip
 def test_words(tmp_path: Path, words: list[str], said: str) -> None:
     (tmp_path / "x.py").touch()
     done = samestep_command(*words, cwd=tmp_path)
@@ -128,22 +109,16 @@ def test_words(tmp_path: Path, words: list[str], said: str) -> None:
     assert look(tmp_path) == {"x.py": hashlib.sha256(b"").hexdigest()}
 
 
-@pytest.mark.parametrize(
-    ("variables", "said"),
-    one_in(
-        3,
-        [
-            ({"SAMESTEP_BATCH_SIZE": "abc"}, "SAMESTEP_BATCH_SIZE must be a whole number, not 'abc'"),
-            ({"SAMESTEP_MICRO_BATCH_SIZE": "3"}, "batch_size 8 is not a multiple of micro_batch_size 3"),
-            ({"RANK": "1"}, "RANK is set and WORLD_SIZE is not: start the ranks with samestep launch or torchrun"),
-            ({"RANK": "0", "WORLD_SIZE": "2"}, "WORLD_SIZE is 2 and MASTER_ADDR is not set"),
-            ({"RANK": "1", "WORLD_SIZE": "2"}, "WORLD_SIZE is 2 and MASTER_ADDR is not set"),
-            ({"SAMESTEP_BATCHSIZE": "4"}, "no variable SAMESTEP_BATCHSIZE; did you mean SAMESTEP_BATCH_SIZE"),
-            ({"SAMESTEP_FRESH": "nein"}, "SAMESTEP_FRESH must be 1 or 0, not 'nein'"),
-            (PAIR | {"GLOO_SOCKET_IFNAME": "none0"}, "GLOO_SOCKET_IFNAME is none0, but this machine has .*lo"),
-        ],
-    ),
-)
+@pytest.mark.parametrize(("variables", "said"), one_in(3, [
+    ({"SAMESTEP_BATCH_SIZE": "abc"}, "SAMESTEP_BATCH_SIZE must be a whole number, not 'abc'"),
+    ({"SAMESTEP_MICRO_BATCH_SIZE": "3"}, "batch_size 8 is not a multiple of micro_batch_size 3"),
+    ({"RANK": "1"}, "RANK is set and WORLD_SIZE is not: start the ranks with samestep launch or torchrun"),
+    ({"RANK": "0", "WORLD_SIZE": "2"}, "WORLD_SIZE is 2 and MASTER_ADDR is not set"),
+    ({"RANK": "1", "WORLD_SIZE": "2"}, "WORLD_SIZE is 2 and MASTER_ADDR is not set"),
+    ({"SAMESTEP_BATCHSIZE": "4"}, "no variable SAMESTEP_BATCHSIZE; did you mean SAMESTEP_BATCH_SIZE"),
+    ({"SAMESTEP_FRESH": "nein"}, "SAMESTEP_FRESH must be 1 or 0, not 'nein'"),
+    (PAIR | {"GLOO_SOCKET_IFNAME": "none0"}, "GLOO_SOCKET_IFNAME is none0, but this machine has .*lo"),
+]))  # fmt: skip
 def test_variables(tmp_path: Path, variables: dict[str, str], said: str) -> None:
     assert_refused(python("nothing", tmp_path / "x", **variables), said)
     assert look(tmp_path) == {}
@@ -242,25 +217,13 @@ def test_directories_of_others(tmp_path: Path) -> None:
 # --- in the loop ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "num_ranks"),
-    one_in(
-        4,
-        [
-            ("an empty data set", 2),
-            ("a loss per sample", 2),
-            ("a lone sample", 2),
-            ("SyncBatchNorm", 2),
-            ("optimizer.step not dedented", 2),
-            ("a collate function that fails in a worker", 2),
-            ("break in the epochs", 2),
-        ],
-    ),
-)
-def test_launched(tmp_path: Path, name: str, num_ranks: int) -> None:
+@pytest.mark.parametrize("name", one_in(4, [
+    "an empty data set", "a loss per sample", "a lone sample", "SyncBatchNorm", "optimizer.step not dedented",
+    "a collate function that fails in a worker", "break in the epochs",
+]))  # fmt: skip
+def test_launched(tmp_path: Path, name: str) -> None:
     """The other ranks, which lost a peer, print nothing."""
-    run_dir = tmp_path / "x"
-    assert_refused(launch(name, run_dir, num_ranks), MISTAKES[name].sentence)
+    assert_refused(launch(name, tmp_path / "x", 2), MISTAKES[name].sentence)
     if MISTAKES[name].at == "start":
         assert look(tmp_path) == {}
 
@@ -323,16 +286,11 @@ def test_once_without_a_launcher(tmp_path: Path, name: str) -> None:
 ABORTS = "import ctypes; c = ctypes.CDLL(None); c.__cxa_atexit(ctypes.cast(c.abort, ctypes.c_void_p), None, None)\n"
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (
-            f"{ABORTS}import os, torch; torch.__version__ += '.rank' + os.environ['RANK']",
-            r"has another torch than .*\.rank1, not ",
-        ),
-        ("", r"runs another wrong\.py than rank 0 on \S+ \(\w{12}, not \w{12}\)"),
-    ],
-)
+@pytest.mark.parametrize(("change", "said"), [
+    (f"{ABORTS}import os, torch; torch.__version__ += '.rank' + os.environ['RANK']",
+     r"has another torch than .*\.rank1, not "),
+    ("", r"runs another wrong\.py than rank 0 on \S+ \(\w{12}, not \w{12}\)"),
+])  # fmt: skip
 def test_ranks_that_run_something_else(tmp_path: Path, change: str, said: str) -> None:
     """Without `samestep launch`, which compares the nodes, the ranks find it before the run begins. The exit code is
     the error's even if a destructor of torch aborts the process."""

@@ -94,13 +94,10 @@ def test_a_rank_that_leaves_after_its_loop(tmp_path: Path) -> None:
         samestep.spawn(train, 2)
 
 
-@pytest.mark.parametrize(
-    ("alone", "names"),
-    [
-        ("once", "run.once, and rank 1 has called run.prepare"),
-        ("evaluate", "run.evaluate, and rank 1 has called run.epochs or run.steps"),
-    ],
-)
+@pytest.mark.parametrize(("alone", "names"), [
+    ("once", "run.once, and rank 1 has called run.prepare"),
+    ("evaluate", "run.evaluate, and rank 1 has called run.epochs or run.steps"),
+])  # fmt: skip
 def test_a_call_of_one_rank_before_the_loop(tmp_path: Path, alone: str, names: str) -> None:
     """The other rank makes its next call. Neither waits for the other."""
 

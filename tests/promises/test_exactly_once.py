@@ -48,13 +48,8 @@ class Recorded(Dataset[tuple[int, Tensor]]):
 
 
 def use_samples(
-    directory: Path,
-    data: Any,
-    *,
-    batch_size: int,
-    micro_batch_size: int,
-    **arguments: Any,
-) -> None:
+    directory: Path, data: Any, *, batch_size: int, micro_batch_size: int, **arguments: Any,
+) -> None:  # fmt: skip
     """Trains for some epochs (or `num_steps`) in directory/run; each rank writes what it used to `rank-R.jsonl`."""
     used: list[int] = []
 

@@ -156,20 +156,14 @@ def test_frozen_and_thawed(trial: Trial, undisturbed: Undisturbed) -> None:
 SAID = {"fill": "No space left on device", "protect": "Read-only file system", "forbid": "Permission denied"}
 
 
-@pytest.mark.parametrize(
-    ("how", "moment", "until"),
-    one_in(
-        2,
-        [
-            ("fill", "update", "step 12"),
-            ("fill", "writing tensors", "the end"),
-            ("protect", "backward", "the end"),
-            ("protect", "before rename", "step 12"),
-            ("forbid", "validation", "step 12"),
-            ("forbid", "writing manifest", "the last step"),
-        ],
-    ),
-)
+@pytest.mark.parametrize(("how", "moment", "until"), one_in(2, [
+    ("fill", "update", "step 12"),
+    ("fill", "writing tensors", "the end"),
+    ("protect", "backward", "the end"),
+    ("protect", "before rename", "step 12"),
+    ("forbid", "validation", "step 12"),
+    ("forbid", "writing manifest", "the last step"),
+]))  # fmt: skip
 def test_a_disk_fails_during_a_run(
     trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], how: str, moment: str, until: str
 ) -> None:

@@ -21,11 +21,8 @@ Outcome = tuple[str, bytes, bytes]
 
 
 def train(
-    run_dir: Path,
-    strikes: Mapping[int, str] | None = None,
-    num_epochs: int = 2,
-    length: int = 22,
-) -> list[int]:
+    run_dir: Path, strikes: Mapping[int, str] | None = None, num_epochs: int = 2, length: int = 22,
+) -> list[int]:  # fmt: skip
     """Pretrains, scores, freezes and fine-tunes on other data, then takes some more steps on the first data.
 
     Args:

@@ -277,10 +277,9 @@ def test_other_nodes_go_on(cluster: Cluster, undisturbed: Undisturbed) -> None:
         assert [step for step, _ in read_starts(cluster, node)] == [4, 8, 12]
 
 
-@pytest.mark.parametrize(
-    "moment",
-    one_in(10, ["writing manifest", "writing tensors", "replacing best", "pruning", "rewinding"]),
-)
+@pytest.mark.parametrize("moment", one_in(10, [
+    "writing manifest", "writing tensors", "replacing best", "pruning", "rewinding",
+]))  # fmt: skip
 def test_a_node_dies_while_it_saves(cluster: Cluster, undisturbed: Undisturbed, moment: str) -> None:
     """The other copy may have the snapshot already, or not."""
     step = {"replacing best": 10, "rewinding": 0}.get(moment, 8)

@@ -303,16 +303,13 @@ def test_a_signal_to_a_waiting_launcher(
     assert "Traceback" not in node.output
 
 
-@pytest.mark.parametrize(
-    ("text", "host", "port"),
-    [
-        ("a:1", "a", 1),
-        ("10.0.0.1:29500", "10.0.0.1", 29500),
-        ("[fd77::1]:29400", "fd77::1", 29400),
-        ("[::1]", "::1", 29400),
-        ("node-3.cluster", "node-3.cluster", 29400),
-    ],
-)
+@pytest.mark.parametrize(("text", "host", "port"), [
+    ("a:1", "a", 1),
+    ("10.0.0.1:29500", "10.0.0.1", 29500),
+    ("[fd77::1]:29400", "fd77::1", 29400),
+    ("[::1]", "::1", 29400),
+    ("node-3.cluster", "node-3.cluster", 29400),
+])  # fmt: skip
 def test_endpoints(text: str, host: str, port: int) -> None:
     assert parse_endpoint(text) == (host, port)
 
@@ -346,18 +343,15 @@ def test_no_endpoints(text: str) -> None:
         parse_endpoint(text)
 
 
-@pytest.mark.parametrize(
-    ("nnodes", "node_rank", "endpoint", "said"),
-    [
-        ("two", None, "localhost:1", "--nnodes takes a number, or MIN:MAX"),
-        ("0", None, "localhost:1", "--nnodes takes a number, or MIN:MAX"),
-        ("3:2", None, "localhost:1", "--nnodes takes a number, or MIN:MAX"),
-        ("2", 2, "localhost:1", "--node-rank is 2, but the 2 nodes are 0 to 1"),
-        ("2", None, None, "--nnodes 2 needs --rdzv-endpoint HOST:PORT"),
-        ("1:2", None, "no-such-host.invalid:1", "no address of no-such-host.invalid is known here"),
-        ("2", None, "192.0.2.1:1", "other machines can reach --rdzv-endpoint 192.0.2.1:1, and there is no secret"),
-    ],
-)
+@pytest.mark.parametrize(("nnodes", "node_rank", "endpoint", "said"), [
+    ("two", None, "localhost:1", "--nnodes takes a number, or MIN:MAX"),
+    ("0", None, "localhost:1", "--nnodes takes a number, or MIN:MAX"),
+    ("3:2", None, "localhost:1", "--nnodes takes a number, or MIN:MAX"),
+    ("2", 2, "localhost:1", "--node-rank is 2, but the 2 nodes are 0 to 1"),
+    ("2", None, None, "--nnodes 2 needs --rdzv-endpoint HOST:PORT"),
+    ("1:2", None, "no-such-host.invalid:1", "no address of no-such-host.invalid is known here"),
+    ("2", None, "192.0.2.1:1", "other machines can reach --rdzv-endpoint 192.0.2.1:1, and there is no secret"),
+])  # fmt: skip
 def test_options_that_make_no_sense(nnodes: str, node_rank: int | None, endpoint: str | None, said: str) -> None:
     with pytest.raises(Error, match=said):
         parse_nodes(nnodes, node_rank, endpoint, "", 300)
@@ -402,15 +396,12 @@ def test_modules_are_compared_by_their_content(tmp_path: Path, monkeypatch: pyte
     assert len({*before, *after}) == 4, "two empty files are the same program"
 
 
-@pytest.mark.parametrize(
-    ("mine", "theirs", "said"),
-    [
-        ("a --lr 0.1 --amp", "a --amp --lr 0.1", None),
-        ("a --lr -0.1", "a --lr 0.1", "--lr -0.1 instead of --lr 0.1"),
-        ("'my data' --amp", "'my data'", "--amp instead of nothing"),
-        ("'my data'", "data", "'my data' instead of data"),
-    ],
-)
+@pytest.mark.parametrize(("mine", "theirs", "said"), [
+    ("a --lr 0.1 --amp", "a --amp --lr 0.1", None),
+    ("a --lr -0.1", "a --lr 0.1", "--lr -0.1 instead of --lr 0.1"),
+    ("'my data' --amp", "'my data'", "--amp instead of nothing"),
+    ("'my data'", "data", "'my data' instead of data"),
+])  # fmt: skip
 def test_arguments_that_differ(mine: str, theirs: str, said: str | None) -> None:
     nodes = parse_nodes("2", None, "localhost:1", "", 300)
     assert nodes is not None

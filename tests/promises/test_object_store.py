@@ -373,13 +373,10 @@ def test_watching_a_url(cluster: Cluster, trial: Trial, capsys: pytest.CaptureFi
     assert capsys.readouterr().out == f"{cluster.copy(0)}: done\n"
 
 
-@pytest.mark.parametrize(
-    ("run_dir", "sentence"),
-    [
-        ("nowhere://bucket/run", r"the run directory nowhere://bucket/run cannot be used: Protocol not known: nowhere"),
-        (Path("s3://bucket/run"), r"a path made of a URL, s3:/bucket/run, which has lost a slash"),
-    ],
-)
+@pytest.mark.parametrize(("run_dir", "sentence"), [
+    ("nowhere://bucket/run", r"the run directory nowhere://bucket/run cannot be used: Protocol not known: nowhere"),
+    (Path("s3://bucket/run"), r"a path made of a URL, s3:/bucket/run, which has lost a slash"),
+])  # fmt: skip
 def test_invalid_urls(run_dir: Any, sentence: str) -> None:
     with pytest.raises(Error, match=sentence):
         samestep.Run(run_dir, batch_size=4, micro_batch_size=1)

@@ -52,15 +52,12 @@ def train(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "rank", "what", "words"),
-    [
-        (3, 2, "weight", rf"rank 2 \({HOST}\) has another model than the other 2, .* after step 9: model.2.weight "),
-        (3, 0, "exp_avg", rf"rank 0 \({HOST}\) has another .* after step 9: .*model.2.weight"),
-        (2, 1, "weight", rf"rank 0 \({HOST}\) and rank 1 \({HOST}\) do not .* step 9, .*: model.2.weight differs"),
-        (3, 1, "average", rf"rank 1 \({HOST}\) has another .* after step 9: average.module.0.weight differs"),
-    ],
-)
+@pytest.mark.parametrize(("num_ranks", "rank", "what", "words"), [
+    (3, 2, "weight", rf"rank 2 \({HOST}\) has another model than the other 2, .* after step 9: model.2.weight "),
+    (3, 0, "exp_avg", rf"rank 0 \({HOST}\) has another .* after step 9: .*model.2.weight"),
+    (2, 1, "weight", rf"rank 0 \({HOST}\) and rank 1 \({HOST}\) do not .* step 9, .*: model.2.weight differs"),
+    (3, 1, "average", rf"rank 1 \({HOST}\) has another .* after step 9: average.module.0.weight differs"),
+])  # fmt: skip
 def test_a_flipped_bit_is_found_and_named(num_ranks: int, rank: int, what: str, words: str) -> None:
     with pytest.raises(samestep.Error, match=words) as raised:
         samestep.spawn(train, num_ranks, (None, rank, 7, what), {"compare_every": 3})

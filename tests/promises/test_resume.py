@@ -59,19 +59,13 @@ class Points:
 # --- kills under the launcher -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("fault", "flags", "arguments", "num_ranks_then"),
-    one_in(
-        3,
-        [
-            ("kill rank 1 at step 7 in forward", [], [], 2),
-            ("freeze rank 1 at step 8 in reduction", ["--snapshot-every", "3"], [], 4),
-            ("exit rank 0 at step 10 in before schedule", ["--snapshot-every", "2epochs"], [], 3),
-            ("kill rank 0 at step 6 in writing manifest", ["--snapshot-every", "2"], [], 1),
-            ("kill rank 1 at step 9 in worker", [], ["--num-workers", "2"], 2),
-        ],
-    ),
-)
+@pytest.mark.parametrize(("fault", "flags", "arguments", "num_ranks_then"), one_in(3, [
+    ("kill rank 1 at step 7 in forward", [], [], 2),
+    ("freeze rank 1 at step 8 in reduction", ["--snapshot-every", "3"], [], 4),
+    ("exit rank 0 at step 10 in before schedule", ["--snapshot-every", "2epochs"], [], 3),
+    ("kill rank 0 at step 6 in writing manifest", ["--snapshot-every", "2"], [], 1),
+    ("kill rank 1 at step 9 in worker", [], ["--num-workers", "2"], 2),
+]))  # fmt: skip
 def test_killed_under_the_launcher(
     trial: Trial, undisturbed: Undisturbed, fault: str, flags: list[str], arguments: list[str], num_ranks_then: int
 ) -> None:
@@ -181,40 +175,20 @@ def test_other_loops(trial: Trial, undisturbed: Undisturbed, arguments: dict[str
 # --- the run directory ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("every", "keep", "fault", "saved", "resumed", "at_end"),
-    one_in(
-        3,
-        [
-            (
-                3,
-                3,
-                "kill rank 1 at step 13 in forward",
-                ["5", "best 5", "6", "9", "best 10", "12"],
-                12,
-                ["9", "12", "15"],
-            ),
-            ("3", 1, "kill rank 0 at step 10 in after schedule", ["best 5", "9"], 9, ["15"]),
-            ("5steps", 3, "kill rank 0 at step 10 in before schedule", ["best 5", "5"], 5, ["5", "10", "15"]),
-            ("1epochs", 3, "kill rank 0 at step 10 in before schedule", ["best 5", "5"], 5, ["5", "10", "15"]),
-            ("2epochs", 3, "kill rank 1 at step 9 in update", ["best 5"], 5, ["10", "15"]),
-            ("2epochs", 3, "kill rank 1 at step 11 in update", ["10", "best 10"], 10, ["10", "15"]),
-            ("never", 3, "kill rank 1 at step 11 in update", ["best 10"], 10, []),
-            ("never", 3, "kill rank 1 at step 4 in update", [], 0, []),
-        ],
-    ),
-)
+@pytest.mark.parametrize(("every", "keep", "fault", "saved", "resumed", "at_end"), one_in(3, [
+    (3, 3, "kill rank 1 at step 13 in forward", ["5", "best 5", "6", "9", "best 10", "12"], 12, ["9", "12", "15"]),
+    ("3", 1, "kill rank 0 at step 10 in after schedule", ["best 5", "9"], 9, ["15"]),
+    ("5steps", 3, "kill rank 0 at step 10 in before schedule", ["best 5", "5"], 5, ["5", "10", "15"]),
+    ("1epochs", 3, "kill rank 0 at step 10 in before schedule", ["best 5", "5"], 5, ["5", "10", "15"]),
+    ("2epochs", 3, "kill rank 1 at step 9 in update", ["best 5"], 5, ["10", "15"]),
+    ("2epochs", 3, "kill rank 1 at step 11 in update", ["10", "best 10"], 10, ["10", "15"]),
+    ("never", 3, "kill rank 1 at step 11 in update", ["best 10"], 10, []),
+    ("never", 3, "kill rank 1 at step 4 in update", [], 0, []),
+]))  # fmt: skip
 def test_what_is_saved_and_kept(
-    trial: Trial,
-    undisturbed: Undisturbed,
-    capfd: pytest.CaptureFixture[str],
-    every: int | str,
-    keep: int,
-    fault: str,
-    saved: list[str],
-    resumed: int,
-    at_end: list[str],
-) -> None:
+    trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], every: int | str, keep: int, fault: str,
+    saved: list[str], resumed: int, at_end: list[str],
+) -> None:  # fmt: skip
     trial.spawn_to_fail(2, fault, snapshot_every=every, keep_last=keep, settled=True)
     trial.note_strike(fault)
     numbered = [f"step-{int(name):08d}" for name in saved if name.isdecimal()][-keep:]

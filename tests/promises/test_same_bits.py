@@ -28,13 +28,10 @@ def run_alone(train: Callable[[], Any]) -> Any:
     return samestep.spawn(train, 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "world_size"),
-    [
-        *one_in(11, [(name, world_size) for name in CASES for world_size in HEAVY.get(name, WORLD_SIZES[:4])]),
-        *(pytest.param(name, 12, marks=pytest.mark.soak) for name in CASES if name not in HEAVY),
-    ],
-)
+@pytest.mark.parametrize(("name", "world_size"), [
+    *one_in(11, [(name, world_size) for name in CASES for world_size in HEAVY.get(name, WORLD_SIZES[:4])]),
+    *(pytest.param(name, 12, marks=pytest.mark.soak) for name in CASES if name not in HEAVY),
+])  # fmt: skip
 def test_any_model(name: str, world_size: int) -> None:
     train = CASES[name]
     assert_same(samestep.spawn(train, world_size), run_alone(train), f"{world_size} ranks", "1 rank")

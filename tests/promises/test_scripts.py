@@ -67,16 +67,10 @@ def scripts(tmp_path_factory: pytest.TempPathFactory) -> Scripts:
     return Scripts(tmp_path_factory.mktemp("scripts"))
 
 
-@pytest.mark.parametrize(
-    ("name", "start"),
-    one_in(
-        3,
-        [
-            *((name, start) for name in ARGUMENTS for start in ("launch on 1", "launch on 3")),
-            *(("trainer", start) for start in ("torchrun on 3, random hashes", "torchrun on 1")),
-        ],
-    ),
-)
+@pytest.mark.parametrize(("name", "start"), one_in(3, [
+    *((name, start) for name in ARGUMENTS for start in ("launch on 1", "launch on 3")),
+    *(("trainer", start) for start in ("torchrun on 3, random hashes", "torchrun on 1")),
+]))  # fmt: skip
 def test_every_launcher(scripts: Scripts, name: str, start: str) -> None:
     assert_same(scripts.start(name, start), scripts.start(name, "python"))
 

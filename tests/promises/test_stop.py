@@ -415,31 +415,20 @@ def test_ctrl_c_before_tee(trial: Trial, undisturbed: Undisturbed, how: str) -> 
 # --- run.stop ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("moment", "step", "stops_at", "every"),
-    one_in(
-        4,
-        [
-            ("forward", 7, 8, "1epochs"),
-            ("update", 7, 8, "2epochs"),
-            ("update", 9, 10, "2epochs"),
-            ("update", 9, 10, "1epochs"),
-            ("validation", 5, 5, "2epochs"),
-            ("after schedule", 10, 10, "1epochs"),
-            ("forward", 14, 15, "1epochs"),
-            ("forward", 14, 15, "2epochs"),
-        ],
-    ),
-)
+@pytest.mark.parametrize(("moment", "step", "stops_at", "every"), one_in(4, [
+    ("forward", 7, 8, "1epochs"),
+    ("update", 7, 8, "2epochs"),
+    ("update", 9, 10, "2epochs"),
+    ("update", 9, 10, "1epochs"),
+    ("validation", 5, 5, "2epochs"),
+    ("after schedule", 10, 10, "1epochs"),
+    ("forward", 14, 15, "1epochs"),
+    ("forward", 14, 15, "2epochs"),
+]))  # fmt: skip
 def test_run_stop(
-    trial: Trial,
-    undisturbed: Undisturbed,
-    capfd: pytest.CaptureFixture[str],
-    moment: str,
-    step: int,
-    stops_at: int,
+    trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], moment: str, step: int, stops_at: int,
     every: str,
-) -> None:
+) -> None:  # fmt: skip
     """The loop ends, and the code after it runs. The same command does not continue training, except with that step."""
     fault = f"stop all ranks at step {step} in {moment}"
     assert trial.spawn(2, fault, snapshot_every=every) == trial.dir

@@ -176,17 +176,11 @@ def test_a_warning_about_what_is_read_again(tmp_path: Path, capfd: pytest.Captur
     assert (out.out + out.err).count(sentence) == 1
 
 
-@pytest.mark.parametrize(
-    ("first", "then", "message"),
-    one_in(
-        3,
-        [
-            (Forgetful(600), Forgetful(600), r"sample 35 of lane 0 of 6 .*Forgetful.* such as a shuffle buffer"),
-            (Stream(600), Stream(600, shift=1, shift_from=3), r"sample 35 of lane 0 of 6 .* is not the same as before"),
-            (Stream(600), Stream(600, shift=1), r"the data set is not the one .* began with \(sample 0 differs\)"),
-        ],
-    ),
-)
+@pytest.mark.parametrize(("first", "then", "message"), one_in(3, [
+    (Forgetful(600), Forgetful(600), r"sample 35 of lane 0 of 6 .*Forgetful.* such as a shuffle buffer"),
+    (Stream(600), Stream(600, shift=1, shift_from=3), r"sample 35 of lane 0 of 6 .* is not the same as before"),
+    (Stream(600), Stream(600, shift=1), r"the data set is not the one .* began with \(sample 0 differs\)"),
+]))  # fmt: skip
 def test_a_stream_with_other_samples(first: Stream, then: Stream, message: str, tmp_path: Path) -> None:
     samestep.spawn(train, 1, (tmp_path, first, 0, -1, 18))
     with pytest.raises(samestep.Error, match=message):

@@ -62,14 +62,9 @@ class Started:
     """A running program with its descendants and its output."""
 
     def __init__(
-        self,
-        command: Sequence[str | Path],
-        output: Path,
-        env: Mapping[str, str],
-        stdout: int | None = None,
-        host: Host | None = None,
-        cwd: Path | None = None,
-    ) -> None:
+        self, command: Sequence[str | Path], output: Path, env: Mapping[str, str], stdout: int | None = None,
+        host: Host | None = None, cwd: Path | None = None,
+    ) -> None:  # fmt: skip
         self._mark = uuid.uuid4().hex
         self.out, self.err = output.with_suffix(".out"), output.with_suffix(".err")
         variables = clean_variables({**env, MARK: self._mark})
@@ -139,16 +134,9 @@ class Trial:
     # --- ways to start it -------------------------------------------------------------------------------------
 
     def start(
-        self,
-        how: str,
-        num_ranks: int = 1,
-        fault: str = "",
-        *flags: str,
-        arguments: Sequence[str] = (),
-        stdout: int | None = None,
-        host: Host | None = None,
-        script: Path = SCRIPT,
-    ) -> Started:
+        self, how: str, num_ranks: int = 1, fault: str = "", *flags: str, arguments: Sequence[str] = (),
+        stdout: int | None = None, host: Host | None = None, script: Path = SCRIPT,
+    ) -> Started:  # fmt: skip
         """Starts the script. `how` is "launch" (with its `flags`), "torchrun" or "python".
 
         Args:
