@@ -43,21 +43,21 @@ Commands:
   samestep train [RECIPE]       train one of the included recipes (default: digits)
   samestep launch SCRIPT ...    start your script on several ranks, on this machine or on several machines
   samestep submit SCRIPT ...    submit your script to Slurm or Kubernetes
-  samestep inspect RUN          show what a run directory holds: settings, snapshots, restarts, samples, digest
+  samestep inspect RUN          show the content of a run directory: settings, snapshots, restarts, samples, digest
   samestep runs [DIR]           list the runs in a directory, sorted by any metric
   samestep report RUN ...       write an HTML page about one or several runs: metrics, time, restarts, configuration
   samestep watch RUN            show the live state of every rank of a running job
   samestep replay RUN SCRIPT .. compute a step of a run again, compare its bits, examine one micro-batch, debug it
   samestep diff RUN RUN         show the first step in which two runs differ, and what differs between them
   samestep bisect GOOD BAD SC.. find the git commit at which the bits or a metric of a script changed
-  samestep verify SCRIPT ...    prove that a script gives the same run on 1 to 4 ranks and after kills
+  samestep verify SCRIPT ...    check that a script gives the same run on 1 to 4 ranks and after kills
   samestep scale SCRIPT ...     measure how a script scales with the number of ranks
-  samestep plan FILE            choose batch size and ranks for a budget, from the output of samestep scale --json
+  samestep plan FILE            choose a batch size and number of ranks for a budget, from samestep scale --json
   samestep doctor               check whether this machine or a cluster is fit for training
   samestep export RUN FILE      write a snapshot's weights to a .safetensors, .pt or .pth file
   samestep prepare text FILE .. turn text into tokens for the recipe gpt
   samestep sample RUN           generate text with a model of the recipe gpt
-  samestep translate RUN        translate the lines of the standard input with a run of the recipe translate
+  samestep translate RUN        translate lines of standard input with a model of the recipe translate
 
 Examples:
   samestep train digits --nproc-per-node 2        a small CNN on real handwritten digits, in seconds
@@ -89,22 +89,24 @@ Several machines: give the same command on each, with --nnodes 2 --rdzv-endpoint
 All need the same secret: SAMESTEP_RDZV_SECRET=`openssl rand -hex 32`, or a file (--rdzv-secret).
 With --nnodes 1:4, machines may join and leave while the run continues; a signal to one launcher (other than HOST's)
 removes its machine. Machines that do not share the run directory each keep a copy.
---hosts a,b:4 starts the machines from here over ssh. Each needs the same directory and Python. Of the environment, they
-get PYTHONPATH, VIRTUAL_ENV, PYTHONHASHSEED, OMP_NUM_THREADS, MKL_NUM_THREADS, CUBLAS_WORKSPACE_CONFIG,
-GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, NCCL_IB_HCA, NCCL_DEBUG and SAMESTEP_*, but no keys or tokens.
+--hosts a,b:4 starts the machines from here over ssh. Each needs the same working directory and Python. They get these
+environment variables of yours, but no keys or tokens: PYTHONPATH, VIRTUAL_ENV, PYTHONHASHSEED, OMP_NUM_THREADS,
+MKL_NUM_THREADS, CUBLAS_WORKSPACE_CONFIG, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, NCCL_IB_HCA, NCCL_DEBUG,
+SAMESTEP_*.
 
 The first Ctrl-C, SIGTERM or SIGUSR1 stops the run: it completes the current step, saves and exits. The second one kills
 the ranks. With --max-restarts, all ranks restart from the newest snapshot after a rank has died.
-Exit code: 0; that of the rank that failed first (128 + signal if a signal killed it); 130 after Ctrl-C; 75 after
-SIGTERM or SIGUSR1 if the run has saved (the same command resumes it); 2 after an error in the input, if the end of the
-run could not be saved, or if three starts in a row were stopped without saving anything new.
+Exit code: 0 if the run is complete; the exit code of the rank that failed first (128 + signal if a signal killed it);
+130 after Ctrl-C; 75 after SIGTERM or SIGUSR1 if the run has saved (the same command resumes it); 2 after an error in
+the input, if the end of the run could not be saved, or if three starts in a row were stopped before they had saved
+anything new.
 """
 
 DEFAULT_RECIPE = "digits"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code. Without `arguments`, take those of the process, and exit."""
+    """Run the command and return its exit code. Without `arguments`, use the process's arguments, and exit."""
     try:
         if arguments is None:
             if sys.argv[1:2] in (["launch"], ["train"]):
@@ -255,7 +257,7 @@ def _take_flags_and_target(
 def _build_recipe_target(
     command: str, recipe: str, arguments: list[str], values: Mapping[str, Any], flags: Mapping[str, Option]
 ) -> "Target":
-    """Return the target of a recipe. Raises Error for an option that neither the command nor the recipe has."""
+    """Return the target that runs a recipe. Raises Error for an option that neither the command nor the recipe has."""
     if "batch_size" in values:
         arguments = [*arguments, f"--batch-size={values['batch_size']}"]  # the recipe derives other numbers from it
     known = {name_option(option) for option in read_options(find_recipes()[recipe])}
@@ -272,11 +274,11 @@ def _build_recipe_target(
 def _run_on_target(
     command: str, arguments: list[str], text: str, flags: Mapping[str, Option], run: Callable[..., int], words: str = ""
 ) -> int:
-    """Run a command that takes options, perhaps some words, and a target. Options may stand before and after the words.
+    """Run a command that takes options, possibly words, and a target. Options may precede and follow the words.
 
     Args:
-        text: its help, without the options.
-        run: what to call with the words, the target and the values of the options.
+        text: the command's help, without the options.
+        run: function to call with the words, the target and the values of the options.
         words: names of the words, such as "GOOD BAD".
 
     Raises:

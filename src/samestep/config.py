@@ -39,13 +39,13 @@ class Option:
     """A command-line option.
 
     Attributes:
-        type: of its value: str, int, float, bool (the option takes no value) or list (it may be repeated).
-        metavar: the name of the value in `--help`.
-        help: what it sets.
+        type: type of the value: str, int, float, bool (the option takes no value) or list (it may be repeated).
+        metavar: name of the value in `--help`.
+        help: what the option sets.
         check: maps the option's name and a value to the value to use. Raises Error.
-        is_identity: a run directory belongs to one value of it: another value is another run.
-        is_shared: it has to be the same on all ranks.
-        is_argument: `samestep.Run` takes it as an argument; otherwise it is set on the command line only.
+        is_identity: each run directory has one value of the option; a start with a different value is an error.
+        is_shared: the value must be the same on all ranks.
+        is_argument: `samestep.Run` takes the option as an argument; otherwise it is set outside the script only.
     """
 
     type: type
@@ -57,10 +57,10 @@ class Option:
     is_argument: bool = True
 
     def parse(self, name: str, text: str) -> Any:
-        """The value of command-line text or of an environment variable.
+        """Convert the text of a command line or an environment variable to the option's type.
 
         Args:
-            name: as the user wrote it, such as "--seed" or "SAMESTEP_SEED", for the message.
+            name: the option as the user wrote it, such as "--seed" or "SAMESTEP_SEED", for the message.
 
         Raises:
             Error: the text is not of this type.
@@ -80,29 +80,29 @@ class Option:
 
 @dataclass(frozen=True)
 class Interval:
-    """Every so many steps, epochs or seconds. Two of the three are None."""
+    """An interval in steps, epochs or seconds. Two of the three are None."""
 
     steps: int | None = None
     epochs: int | None = None
     seconds: int | None = None
 
     def __str__(self) -> str:
-        """As it is written: "10", "2epochs" or "30s"."""
+        """Return the interval as a user writes it: "10", "2epochs" or "30s"."""
         return f"{self.steps}" if self.steps else f"{self.epochs}epochs" if self.epochs else f"{self.seconds}s"
 
     def is_due(self, step: int, epochs_done: int | None = None) -> bool:
-        """Whether something is due by position. Intervals in seconds never are; see `has_passed`.
+        """Return whether the interval ends at this position. One in seconds never does; see `has_passed`.
 
         Args:
-            step: the number of steps done.
-            epochs_done: the number of epochs done; None except at the end of an epoch.
+            step: number of completed steps.
+            epochs_done: number of completed epochs; None except at the end of an epoch.
         """
         if self.steps is not None:
             return step > 0 and step % self.steps == 0
         return bool(self.epochs and epochs_done and epochs_done % self.epochs == 0)
 
     def has_passed(self, elapsed_s: float) -> bool:
-        """Whether this is an interval in seconds that is over after `elapsed_s`."""
+        """Return whether this is an interval in seconds of at most `elapsed_s`."""
         return self.seconds is not None and elapsed_s >= self.seconds
 
 
@@ -111,11 +111,13 @@ _LOG_INTERVALS = "give steps such as 10, epochs such as 1epochs, or a time such 
 
 
 def parse_interval(name: str, value: Any, allowed: str = _INTERVALS) -> Interval | None:
-    """10, "10" and "10steps" are steps, "2epochs" is epochs, "30min" (s, min, h) is a time; None and "never" are None.
+    """Parse an interval.
+
+    10, "10" and "10steps" are steps, "2epochs" is epochs, "30min" (s, min, h) is a time; None and "never" give None.
 
     Args:
-        name: of the option, for the message.
-        allowed: the end of the message.
+        name: name of the option, for the message.
+        allowed: end of the message.
 
     Raises:
         Error: the value is none of these.
@@ -134,7 +136,7 @@ def parse_interval(name: str, value: Any, allowed: str = _INTERVALS) -> Interval
 def _check_steps(name: str, value: Any) -> Interval | None:
     allowed = "give a number of steps such as 100, or never"
     interval = parse_interval(name, value, allowed)
-    if interval is not None and interval.steps is None:  # the ranks must know it before they load a step's samples
+    if interval is not None and interval.steps is None:  # checked steps load further samples, so they are planned ahead
         raise InvalidValue(f"{name} is {value!r}: {allowed}")
     return interval
 
@@ -147,7 +149,7 @@ def _check_log_every(name: str, value: Any) -> Interval:
 
 
 def is_url(run_dir: object) -> bool:
-    """Whether a run's directory is given as a URL for fsspec."""
+    """Return whether a run directory is given as a URL for fsspec."""
     return isinstance(run_dir, str) and _URL.match(run_dir) is not None
 
 
@@ -226,20 +228,20 @@ def _check_resume(name: str, value: Any) -> Any:
 
 
 def find_trackers() -> "dict[str, EntryPoint]":
-    """The trackers of the installed packages by name: their entry points in the group `samestep.trackers`."""
+    """Return the trackers of installed packages: name -> entry point in the group `samestep.trackers`."""
     from importlib.metadata import entry_points  # slow
 
     return {each.name: each for each in entry_points(group="samestep.trackers")}
 
 
 def is_tracker(thing: Any) -> bool:
-    """Return whether an object has the methods of `samestep.Tracker`. A class is no tracker."""
+    """Return whether an object has the methods of `samestep.Tracker`. A class is not a tracker."""
     methods = (getattr(thing, method, None) for method in ("start", "log", "finish"))
     return not isinstance(thing, type) and all(map(callable, methods))
 
 
 def _check_trackers(name: str, value: Any) -> Any:
-    """A tuple of trackers and names from a sequence of them or from names with commas between them."""
+    """Return trackers and names of trackers as a tuple, from a sequence of them or from comma-separated names."""
     if isinstance(value, str):
         value = [word for word in map(str.strip, value.split(",")) if word and value != "none"]
     elif not isinstance(value, Sequence):
@@ -310,17 +312,17 @@ class RunConfig:
     backend: Annotated[
         Literal["gloo", "nccl"] | None,
         Option(
-            str, "B", "gloo: exchange gradients through host memory, and let ranks share a GPU; default: nccl on GPUs",
+            str, "B", "gloo: exchange gradients through host memory, so ranks can share a GPU; default: nccl on GPUs",
             _check_backend, is_argument=False,
         ),
     ] = None  # fmt: skip
     deterministic: Annotated[
-        bool, Option(bool, "", "use deterministic kernels only, whatever the script sets", _check_bool)
+        bool, Option(bool, "", "use deterministic kernels only, even if the script says otherwise", _check_bool)
     ] = True
     bucket_cap_mb: Annotated[
         float | None,
         Option(
-            float, "MB", "MiB of gradients per message; default: 25 on one host, else a 16th of all, from 1 to 25",
+            float, "MB", "MiB of gradients per message; default: 25 on one host, else 1/16 of the total, 1 to 25",
             _check_bucket_cap,
         ),
     ] = None  # fmt: skip
@@ -328,18 +330,18 @@ class RunConfig:
         Interval | None,
         Option(str, "E", "interval of snapshots: 10 (steps), 2epochs, 30min, or never", parse_interval),
     ]
-    keep_last: Annotated[int, Option(int, "N", "number of numbered snapshots to keep", whole(1))] = 3
+    keep_last: Annotated[int, Option(int, "N", "how many numbered snapshots to keep", whole(1))] = 3
     resume: Annotated[
         str | int | None,
         Option(
-            str, "R", "where to resume: latest, a step, a snapshot's name such as best, or never", _check_resume,
+            str, "R", "snapshot to resume from: latest, a step, a name such as best, or never", _check_resume,
             is_shared=False,
         ),
     ] = "latest"  # fmt: skip
     fresh: Annotated[
         bool,
         Option(
-            bool, "", "start anew in a new directory beside the run's, never over it", _check_bool,
+            bool, "", "start from step 0 in a new directory beside the run's directory", _check_bool,
             is_shared=False, is_argument=False,
         ),
     ] = False  # fmt: skip
@@ -360,49 +362,54 @@ class RunConfig:
     compare_every: Annotated[
         Interval | None,
         Option(
-            str, "E", "interval of the comparisons of the ranks' models: 100 (steps), 1epochs, 30min or never",
+            str, "E", "interval of replica checks (comparing the ranks' models): 100 (steps), 1epochs, 30min or never",
             parse_interval,
         ),
     ]  # fmt: skip
     check_compute_every: Annotated[
         Interval | None,
         Option(
-            str, "N", "in every N-th step, ranks compute micro-batches of other ranks to compare results; default: "
-            "never", _check_steps,
+            str, "N", "every N steps, recompute a micro-batch of each rank on another rank, and compare the bits; "
+            "default: never", _check_steps,
         ),
     ] = None  # fmt: skip
     check_compute: Annotated[
         CheckCompute,
-        Option(str, "C", "if such results differ: stop before the step is applied, or warn", _choice(CheckCompute)),
+        Option(
+            str,
+            "C",
+            "if --check-compute-every finds a difference: stop before the step is applied, or warn",
+            _choice(CheckCompute),
+        ),
     ] = "stop"
     trackers: Annotated[
         tuple[Any, ...],
         Option(
-            str, "T,T", "where else to log metrics: tensorboard, wandb, mlflow, trackio, other installed ones, or none",
+            str, "T,T", "where else to log metrics: none, or tensorboard, wandb, mlflow, trackio, other installed ones",
             _check_trackers, is_shared=False,
         ),
     ] = ()  # fmt: skip
     grace_s: Annotated[
         int | None,
         Option(
-            int, "S", "seconds from a stop signal to the kill that follows; a warning says if they are too few",
+            int, "S", "seconds from a stop signal until the system kills the run; it warns if that is too short",
             whole(0, optional=True), is_shared=False, is_argument=False,
         ),
     ] = None  # fmt: skip
     stuck_after_s: Annotated[
         int | None,
         Option(
-            int, "S", "stop a run that has made no progress for this long; 0: never; default: learned, at least 300",
+            int, "S", "stop a run without progress for this long; 0: never; default: learned from steps, at least 300",
             whole(0, optional=True), is_shared=False, is_argument=False,
         ),
     ] = None  # fmt: skip
 
     def identity(self) -> dict[str, Any]:
-        """The options that identify the run: other values are another run."""
+        """Return the options that identify the run: a run directory belongs to one value of each."""
         return {name: getattr(self, name) for name, option in OPTIONS.items() if option.is_identity}
 
     def shared(self) -> dict[str, Any]:
-        """The options that have to be the same on all ranks. (Of the directories, rank 0's count.)"""
+        """Return the options that must be the same on all ranks. (For directories, rank 0's values are used.)"""
         values = {name: getattr(self, name) for name, option in OPTIONS.items() if option.is_shared}
         return {name: str(value) if isinstance(value, Interval) else value for name, value in values.items()}
 
@@ -419,12 +426,12 @@ OPTIONS: dict[str, Option] = {
 
 
 def name_flag(name: str) -> str:
-    """An option as it is written on the command line: keep_last -> --keep-last."""
+    """Return an option's name on the command line: keep_last -> --keep-last."""
     return f"--{name.replace('_', '-')}"
 
 
 def to_flags(options: Mapping[str, Any]) -> list[str]:
-    """The words of a command line that set options: keep_last=5, fresh=True -> ["--keep-last", "5", "--fresh"]."""
+    """Return command-line arguments that set options: keep_last=5, fresh=True -> ["--keep-last", "5", "--fresh"]."""
     return [
         word
         for name, value in options.items()
@@ -433,12 +440,12 @@ def to_flags(options: Mapping[str, Any]) -> list[str]:
 
 
 def format_flags(**options: Any) -> str:
-    """Options as they are written on the command line: keep_last=5, fresh=True -> "--keep-last 5 --fresh"."""
+    """Return options as text for a command line: keep_last=5, fresh=True -> "--keep-last 5 --fresh"."""
     return " ".join(to_flags(options))
 
 
 def to_variables(overrides: Overrides) -> dict[str, str]:
-    """The environment variables that pass options to the ranks: keep_last=5 -> SAMESTEP_KEEP_LAST: "5"."""
+    """Return environment variables that pass options to the ranks: keep_last=5 -> SAMESTEP_KEEP_LAST: "5"."""
     return {
         PREFIX + name.upper(): str(int(value) if isinstance(value, bool) else value)
         for name, value in overrides.items()

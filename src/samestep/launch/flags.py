@@ -194,7 +194,7 @@ def describe_command_flags(flags: Mapping[str, Option] = FLAGS) -> str:
     own = {name: flag for name, flag in flags.items() if name not in OPTIONS}
     of_run = {name: flag for name, flag in flags.items() if name in OPTIONS}
     described = describe_flags("Options of launch:" if flags is FLAGS else "Options:", own)
-    return f"{described}\n{describe_flags('Instead of what the script gives to samestep.Run:', of_run)}"
+    return f"{described}\n{describe_flags('These replace arguments of samestep.Run in the script:', of_run)}"
 
 
 def describe_flags(title: str, flags: Mapping[str, Option]) -> str:

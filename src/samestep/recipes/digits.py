@@ -60,13 +60,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="digits", description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--epochs", type=int, default=20, help="passes over the training set (default: 20)")
     parser.add_argument(
-        "--batch-size", "--batch_size", type=int, default=96, help="samples of one step over all ranks (default: 96)"
+        "--batch-size", "--batch_size", type=int, default=96, help="samples per step, over all ranks (default: 96)"
     )
     parser.add_argument(
         "--micro-batch-size",
         "--micro_batch_size",
         type=int,
-        help="samples of one forward and backward (default: a quarter of the batch, for up to 4 ranks)",
+        help="samples per forward and backward pass (default: a quarter of the batch, for up to 4 ranks)",
     )
     parser.add_argument("--lr", type=float, default=3e-3, help="the highest learning rate (default: 0.003)")
     parser.add_argument(

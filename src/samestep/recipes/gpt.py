@@ -48,26 +48,36 @@ def parse_preset(name: str) -> str:
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="gpt", description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--preset", type=parse_preset, metavar="P", help=f"size: {', '.join(PRESETS)} (default: tiny)")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="of samestep prepare text (default: Python's source)")
-    parser.add_argument("--context", type=int, metavar="T", help="tokens of a sequence (default: as the model's)")
-    parser.add_argument("--init-from", type=Path, metavar="DIR", help="a GPT-2 that Hugging Face's library has saved")
-    parser.add_argument("--export-to", type=Path, metavar="DIR", help="write the best weights for Hugging Face there")
+    parser.add_argument(
+        "--preset", type=parse_preset, metavar="P", help=f"model size: {', '.join(PRESETS)} (default: tiny)"
+    )
+    parser.add_argument(
+        "--data", type=Path, metavar="DIR", help="output of samestep prepare text (default: Python's source)"
+    )
+    parser.add_argument("--context", type=int, metavar="T", help="tokens per sequence (default: the model's context)")
+    parser.add_argument("--init-from", type=Path, metavar="DIR", help="begin with a GPT-2 saved by transformers")
+    parser.add_argument("--export-to", type=Path, metavar="DIR", help="write the best weights there, for transformers")
     parser.add_argument("--steps", type=int, default=1000, help="optimizer steps (default: 1000)")
-    parser.add_argument("--batch-size", type=int, default=32, help="sequences of a step over all ranks (default: 32)")
-    parser.add_argument("--micro-batch-size", type=int, help="sequences of one forward (default: batch / 4)")
+    parser.add_argument("--batch-size", type=int, default=32, help="sequences per step, over all ranks (default: 32)")
+    parser.add_argument("--micro-batch-size", type=int, help="sequences per forward pass (default: batch / 4)")
     parser.add_argument("--lr", type=float, help="highest learning rate (default: 0.002 for tiny, 0.0006 for gpt2)")
     parser.add_argument("--lr-end", type=float, default=0.1, help="last learning rate relative to --lr (default: 0.1)")
     parser.add_argument("--warm-up", type=int, help="steps of rising learning rate (default: 5 %%, at most 2000)")
-    parser.add_argument("--weight-decay", type=float, default=0.1, help="of matrices only (default: 0.1)")
-    parser.add_argument("--dropout", type=float, help="default: 0, or that of --init-from")
+    parser.add_argument("--weight-decay", type=float, default=0.1, help="weight decay of matrices (default: 0.1)")
+    parser.add_argument("--dropout", type=float, help="default: 0, or the value of --init-from")
     parser.add_argument("--precision", default="fp32", help="fp32, tf32, bf16 or fp16 (default: fp32)")
-    parser.add_argument("--compile", action="store_true", help="use torch.compile: needs a C++ compiler, and a minute")
-    parser.add_argument("--checkpoint-activations", action="store_true", help="less memory for more time")
+    parser.add_argument("--compile", action="store_true", help="use torch.compile, which needs a C++ compiler")
+    parser.add_argument("--checkpoint-activations", action="store_true", help="use less memory and more time")
     parser.add_argument("--eval-every", type=int, default=100, help="steps between validations (default: 100)")
-    parser.add_argument("--eval-samples", type=int, default=256, help="sequences of a validation (default: 256)")
+    parser.add_argument("--eval-samples", type=int, default=256, help="sequences per validation (default: 256)")
     parser.add_argument("--held-out", type=float, default=0.05, help="share of the data to validate on (default: 0.05)")
-    parser.add_argument("--patience", type=int, default=10, help="validations without a lower loss (default: 10)")
+    parser.add_argument(
+        "--patience",
+        type=int,
+        default=10,
+        metavar="N",
+        help="stop after N validations without a lower loss (default: 10)",
+    )
     parser.add_argument("--seed", type=int, default=0, help="seed of everything random (default: 0)")
     parser.add_argument("--num-workers", type=int, default=0, help="DataLoader workers per rank (default: 0)")
     parser.add_argument("--run-dir", default="runs/gpt", help="default: runs/gpt")

@@ -205,27 +205,35 @@ def warm_up_then_cosine(step: int, num_steps: int, num_warm_up: int) -> float:
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="images", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument(
-        "--data", type=Path, help="folder of class folders, or of train/ and val/ with these (default: digits)"
+        "--data", type=Path, help="folder with a folder per class, or with train/ and val/ of these (default: digits)"
     )
     parser.add_argument(
-        "--held-out", type=float, default=0.2, help="share to validate on, without train/ and val/ (default: 0.2)"
+        "--held-out",
+        type=float,
+        default=0.2,
+        help="share of the images to validate on, if there is no val/ (default: 0.2)",
     )
     parser.add_argument(
-        "--skip-corrupt", action="store_true", help="decode all images first, and leave out those that are corrupt"
+        "--skip-corrupt", action="store_true", help="decode all images first, and leave out corrupt ones"
     )
     parser.add_argument("--model", choices=ARCHITECTURES, default="tiny", help="default: tiny")
     parser.add_argument(
-        "--image-size", type=int, help="height and width of the crops in pixels (default: 64, of the digits 8)"
+        "--image-size", type=int, help="height and width of the crops in pixels (default: 64; digits: 8)"
     )
-    parser.add_argument("--no-flip", action="store_true", help="do not mirror images at random; digits never are")
-    parser.add_argument("--epochs", type=int, default=15, help="passes over the training set (default: 15)")
-    parser.add_argument("--batch-size", type=int, default=64, help="samples of one step over all ranks (default: 64)")
     parser.add_argument(
-        "--micro-batch-size", type=int, help="samples of one forward and backward (default: a quarter of the batch)"
+        "--no-flip", action="store_true", help="do not mirror images at random (digits are never mirrored)"
+    )
+    parser.add_argument("--epochs", type=int, default=15, help="passes over the training set (default: 15)")
+    parser.add_argument("--batch-size", type=int, default=64, help="samples per step, over all ranks (default: 64)")
+    parser.add_argument(
+        "--micro-batch-size", type=int, help="samples per forward and backward pass (default: a quarter of the batch)"
     )
     parser.add_argument("--lr", type=float, default=0.1, help="the highest learning rate (default: 0.1)")
     parser.add_argument(
-        "--weight-decay", type=float, default=1e-4, help="of convolutions and the last layer (default: 0.0001)"
+        "--weight-decay",
+        type=float,
+        default=1e-4,
+        help="weight decay of convolutions and the last layer (default: 0.0001)",
     )
     parser.add_argument("--label-smoothing", type=float, default=0.0, help="default: 0")
     parser.add_argument(

@@ -67,7 +67,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--batch_size",
         type=int,
         default=32,
-        help="samples of one step over all ranks (default: 32). In the tutorials the size is per device: 32 on "
+        help="samples per step, over all ranks (default: 32). In the tutorials the size is per device: 32 on "
         "each of 4 GPUs is 128 here, on any number of ranks",
     )
     parser.add_argument("--run-dir", "--run_dir", default="runs/mlp", help="default: runs/mlp")

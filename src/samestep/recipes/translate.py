@@ -86,13 +86,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--target", default="de", help="language to translate to (default: de)")
     parser.add_argument(
         "--held-out", type=int,
-        help="sentences to score and not to train on; 0: score those that are trained on (default: a tenth, up to 500)",
+        help="number of sentences to validate on; 0: validate on the training set (default: a tenth, up to 500)",
     )  # fmt: skip
-    parser.add_argument(
-        "--skip-bad", action="store_true", help="leave out and count pairs that are empty, one-sided or too long"
-    )
-    parser.add_argument("--vocab-size", type=int, default=4000, help="tokens of each language (default: 4000)")
-    parser.add_argument("--max-length", type=int, default=64, help="tokens of the longest sentence (default: 64)")
+    parser.add_argument("--skip-bad", action="store_true", help="leave out pairs that are empty, one-sided or too long")
+    parser.add_argument("--vocab-size", type=int, default=4000, help="vocabulary size per language (default: 4000)")
+    parser.add_argument("--max-length", type=int, default=64, help="maximum tokens per sentence (default: 64)")
     parser.add_argument("--dim", type=int, default=128, help="width of the model (default: 128)")
     parser.add_argument("--heads", type=int, default=4, help="attention heads (default: 4)")
     parser.add_argument("--layers", type=int, default=2, help="layers of the encoder and of the decoder (default: 2)")
@@ -101,14 +99,22 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--schedule", choices=("noam", "cosine"), default="cosine", help="default: cosine")
     parser.add_argument("--lr", type=float, default=2e-3, help="the highest learning rate (default: 0.002)")
     parser.add_argument("--warm-up", type=int, default=400, help="steps until the highest learning rate (default: 400)")
-    parser.add_argument("--ema", type=float, default=0.0, metavar="DECAY", help="score an average of the weights")
+    parser.add_argument(
+        "--ema", type=float, default=0.0, metavar="DECAY", help="validate and keep an EMA of the weights"
+    )
     parser.add_argument("--epochs", type=int, default=20, help="passes over the training pairs (default: 20)")
     parser.add_argument("--validate-every", type=int, default=1, help="epochs between validations (default: 1)")
-    parser.add_argument("--patience", type=int, default=5, help="validations without a better BLEU (default: 5)")
-    parser.add_argument("--batch-size", type=int, default=64, help="pairs of one step over all ranks (default: 64)")
+    parser.add_argument(
+        "--patience",
+        type=int,
+        default=5,
+        help="stop after N validations without a better BLEU (default: 5)",
+        metavar="N",
+    )
+    parser.add_argument("--batch-size", type=int, default=64, help="pairs per step, over all ranks (default: 64)")
     parser.add_argument(
         "--micro-batch-size", type=int,
-        help="pairs of one forward and backward (default: a quarter of the batch, for up to 4 ranks)",
+        help="pairs per forward and backward pass (default: a quarter of the batch, for up to 4 ranks)",
     )  # fmt: skip
     parser.add_argument("--seed", type=int, default=0, help="seed of everything random except the split (default: 0)")
     parser.add_argument("--num-workers", type=int, default=0, help="DataLoader workers per rank (default: 0)")

@@ -30,9 +30,9 @@ usage: samestep bisect GOOD BAD [options] SCRIPT [arguments of the script]
 
 Finds the commit after GOOD, up to BAD, at which the first steps of a run of SCRIPT changed: the samples, the bits of a
 loss or of a gradient, or with --metric the last value of a metric by more than --tolerance. GOOD and BAD are commits of
-the script's git repository, or run directories, of which the commit is taken. Trains a few steps at each commit that it
-tries (a binary search along first parents), in a temporary work tree: the repository's own files and HEAD are not
-touched. Commits at which the script fails are skipped.
+the script's git repository, or run directories, which stand for the commit that they recorded. Searches by bisection
+along first parents, and trains a few steps at each commit that it tries. Works in a temporary work tree: your files and
+HEAD are not touched. Commits at which the script fails are skipped.
 Exit code: 0 if the commit was found; 2 if the two ends do not differ, or cannot be run.
 """
 FLAGS: dict[str, Option] = {
@@ -53,9 +53,9 @@ class Outcome:
     """A run at one commit.
 
     Attributes:
-        differs_in: how it differs from the run at the good commit; [] if it does not.
+        differs_in: what differs from the run at the good commit; empty if nothing does.
         step: the first step that differs; None for a metric.
-        failure: why the script has failed; "" if it has not.
+        failure: why the script failed; "" if it did not.
     """
 
     differs_in: tuple[str, ...] = ()

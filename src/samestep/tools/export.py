@@ -67,18 +67,18 @@ def _build_parser() -> CommandParser:
         prog="samestep export",
         description="Writes a model's weights under the names of its state_dict. The suffix of FILE chooses the "
         "format: load .safetensors with model.load_state_dict(safetensors.torch.load_file(FILE)), .pt and .pth with "
-        "model.load_state_dict(torch.load(FILE)). Each AveragedModel, such as an EMA, is written to a file beside it: "
-        "for FILE model.safetensors, the object ema of run.prepare to model.ema.safetensors.",
+        "model.load_state_dict(torch.load(FILE)). Each AveragedModel, such as an EMA, is written to a separate file: "
+        "for FILE model.safetensors, the object ema of run.prepare is written to model.ema.safetensors.",
     )
     parser.add_argument("run", metavar="RUN", help="the run's directory, or its URL")
     parser.add_argument("file", type=Path, metavar="FILE", help="file to write: NAME.safetensors, NAME.pt or NAME.pth")
     parser.add_argument(
-        "--snapshot", metavar="STEP|NAME", default="latest", type=parse_which, help="default: the newest sound one"
+        "--snapshot", metavar="STEP|NAME", default="latest", type=parse_which, help="default: the newest undamaged one"
     )
     parser.add_argument(
         "--object",
         metavar="NAME",
-        help="only this object of run.prepare, such as model or ema; default: the only model, and all averages",
+        help="write only this object of run.prepare, such as model or ema; default: the only model and all averages",
     )
     parser.add_argument("--force", action="store_true", help="replace existing files")
     return parser

@@ -1,4 +1,4 @@
-"""`samestep inspect` and `diff`: show, check and compare runs' directories. Do not import torch."""
+"""`samestep inspect` and `diff`: show, check and compare run directories. Do not import torch."""
 
 import argparse
 import json
@@ -47,12 +47,13 @@ def run_diff(arguments: Sequence[str]) -> int:
     """Run `samestep diff` with the arguments after its name. Returns the exit code, see `compare_runs`."""
     parser = CommandParser(
         prog="samestep diff",
-        description="Shows the first step in which two runs differ, and in what: samples, loss, gradient or state.",
+        description="Shows the first step in which two runs differ, and what differs there: samples, loss, gradient or "
+        "state.",
         epilog="Exit code: 0 if all common steps and snapshots are the same; 1 if not; 2 if nothing can be compared.",
     )
     parser.add_argument("one", metavar="RUN", help="a run's directory, or its URL")
     parser.add_argument("other", metavar="OTHER", help="another run")
-    parser.add_argument("--json", action="store_true", help="JSON for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(arguments)
     return compare_runs(options.one, options.other, is_json=options.json)
 
@@ -67,22 +68,27 @@ class CommandParser(argparse.ArgumentParser):
 
 def _build_parser() -> CommandParser:
     parser = CommandParser(
-        prog="samestep inspect", description="Shows what a run's directory holds: numbers, snapshots, samples."
+        prog="samestep inspect",
+        description="Shows the content of a run directory: options, settings, snapshots, restarts, metrics.",
     )
-    parser.add_argument("run", metavar="RUN", help="the run's directory, or its URL; a directory of runs: lists them")
-    parser.add_argument("other", metavar="OTHER", nargs="?", help="a second run, to compare with (exit 1: they differ)")
+    parser.add_argument("run", metavar="RUN", help="a run directory or its URL; or a directory of runs, to list them")
+    parser.add_argument(
+        "other", metavar="OTHER", nargs="?", help="a second run to compare with (exit code 1 if they differ)"
+    )
     parser.add_argument(
         "--snapshot", "--step", dest="step", metavar="STEP|NAME", default="latest", type=parse_which,
-        help="of this snapshot only",
+        help="show only this snapshot",
     )  # fmt: skip
     parser.add_argument("--check", action="store_true", help="read every byte of every snapshot, not only their sizes")
-    parser.add_argument("--json", action="store_true", help="JSON for programs")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     what = parser.add_mutually_exclusive_group()
-    what.add_argument("--digest", action="store_true", help="the sha256 of the state in the newest sound snapshot")
+    what.add_argument(
+        "--digest", action="store_true", help="print the SHA-256 of the state in the newest undamaged snapshot"
+    )
     what.add_argument(
         "--samples",
         action="store_true",
-        help="the samples that each step used, and an audit of them (exit 1: it failed)",
+        help="show the samples that each step used, and check them (exit code 1 if that fails)",
     )
     return parser
 

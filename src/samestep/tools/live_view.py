@@ -31,23 +31,23 @@ RESTART_S = 5.0  # for a launcher to restart a failed run
 HEADER = ("rank", "host", "step", "phase", "in it for", "compute/step", "samples/s", "where")
 
 DESCRIPTION = f"""\
-Shows the live state of every rank of a running job, until the run ends; once, if the output is not a terminal. There,
-the key s shows the stacks of all ranks, and q quits. The columns of the table, one row per rank:
+Shows the live state of every rank of a running job, until the run ends; if the output is not a terminal, prints it
+once. On a terminal, the key s shows the stacks of all ranks, and q quits. The table has one row per rank:
 
   rank, host    the rank and its machine
   step          completed steps, over all restarts
   phase         starting, loading (data), forward, backward, reducing (summing gradients over the ranks, including the
                 wait for them), updating, saving, validating, script (code between two steps), left or ended
-  in it for     time in this phase or micro-batch, in seconds; from 10 minutes on in minutes
+  in it for     time in this phase or micro-batch, in seconds; in minutes if 10 minutes or longer
   compute/step  milliseconds of forward and backward per step, without waits for data or other ranks
   samples/s     samples per second of this rank, over all phases
-  where         for a rank in one phase for over {POLL_S:g} s: the collective that it waits in, or the line of the
-                script; silent: no heartbeat arrives
+  where         after {POLL_S:g} s in one phase: the collective in which the rank waits, or the line of the script;
+                silent: no heartbeat arrives
 
-On a terminal, step times has a bar for each of the last intervals of timeline.jsonl, of a second or longer: the time
-per step without waits for other ranks, from the shortest of all ranks to the longest.
+On a terminal, the column step times draws one bar for each of the last intervals of timeline.jsonl, each a second or
+longer: the time per step without waits for other ranks, on a scale from the shortest of all ranks to the longest.
 
-compute/step and samples/s cover the last {WINDOW_S:g} s; in a single output, the time since the last start.
+compute/step and samples/s cover the last {WINDOW_S:g} s; if printed once, the time since the last start.
 """
 
 

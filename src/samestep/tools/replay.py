@@ -37,17 +37,18 @@ usage: samestep replay RUN --step S [options] SCRIPT [arguments of the script]
        samestep replay RUN --step S [options] -m MODULE [arguments of the module]
        samestep replay RUN --step S [options] RECIPE [options, also those of the recipe, in any order]
 
-Computes step S of a run again (counted from 0, as step.number), on any number of ranks: from the nearest sound snapshot
-before it, or from the beginning. Prints its loss, gradient and samples, and whether the bits of all replayed steps are
-those of the run's ledger. Reads the run, and writes nothing to it. Without arguments, the script gets those of the run.
-Exit code: 0; 1 if bits differ; 2 if the step cannot be replayed.
+Computes step S of a run again (counted from 0, as step.number) on any number of ranks, starting from the newest
+undamaged snapshot at or before S, or from the beginning. Prints the step's loss, gradient and samples, and whether the
+bits of all replayed steps match the run's ledger. Only reads the run. If you pass no arguments for the script, it gets
+those of the run.
+Exit code: 0 if the bits match; 1 if they differ; 2 if the step cannot be replayed.
 """
 OF_RUN = ("device", "backend", "override")
 FLAGS: dict[str, Option] = {
     "step": Option(int, "S", "the step, counted from 0; the last one is the step in which the run failed"),
-    "micro_batch": Option(int, "V", "of step S, compute only this micro-batch, and describe it"),
+    "micro_batch": Option(int, "V", "compute only this micro-batch of step S, and describe it"),
     "nproc_per_node": Option(int, "N", "number of ranks; default: 1"),
-    "pdb": Option(bool, "", "open the debugger in the script's loop, at the first micro-batch of step S or at V"),
+    "pdb": Option(bool, "", "open pdb in the script's loop, at the first micro-batch of step S or at micro-batch V"),
     "save": Option(str, "FILE", "with --micro-batch: write the batch, the weights and the gradient, for torch.load"),
     "json": Option(bool, "", "print one JSON object, with the gradient norms of all parameters"),
     **{name: LAUNCH_FLAGS[name] for name in OF_RUN},

@@ -21,12 +21,18 @@ def run_runs(args: list[str]) -> int:
         description="Lists the runs in a directory: status, steps, digest, step of the snapshot `best`, age, and the "
         "last value of every metric.",
     )
-    parser.add_argument("directory", metavar="DIR", nargs="?", default="runs", help="default: runs")
     parser.add_argument(
-        "--sort", metavar="NAME", default="name", help=f"{', '.join(FIELDS)}, or a metric such as train/loss"
+        "directory",
+        metavar="DIR",
+        nargs="?",
+        default="runs",
+        help="directory that holds run directories; default: runs",
     )
-    parser.add_argument("--reverse", action="store_true", help="the largest first")
-    parser.add_argument("--json", action="store_true", help="JSON for programs")
+    parser.add_argument(
+        "--sort", metavar="NAME", default="name", help=f"sort by {', '.join(FIELDS)} or a metric such as train/loss"
+    )
+    parser.add_argument("--reverse", action="store_true", help="sort in descending order")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(args)
     found = find_runs(Path(options.directory))
     if not found:

@@ -60,7 +60,7 @@ def _build_parser() -> CommandParser:
         epilog="Examples: samestep prepare text book.txt --out tokens; samestep prepare text *.txt --out tokens "
         "--tokenizer bpe --vocab-size 8000; samestep prepare text --dataset roneneldan/TinyStories --out tokens",
     )
-    parser.add_argument("kind", choices=["text"], metavar="text", help="what the input is")
+    parser.add_argument("kind", choices=["text"], metavar="text", help="kind of the input: text")
     parser.add_argument("files", type=Path, nargs="*", metavar="FILE", help="text files")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="directory to create")
     parser.add_argument(
@@ -69,10 +69,12 @@ def _build_parser() -> CommandParser:
         metavar="T",
         help="bytes (the default), bpe (trained on the text; needs samestep[gpt]), or the tokenizer.json of a model",
     )
-    parser.add_argument("--vocab-size", type=int, metavar="N", help="tokens of bpe (default: 8192)")
-    parser.add_argument("--dataset", metavar="NAME", help="a data set for load_dataset of the library datasets")
-    parser.add_argument("--split", default="train", help="part of the data set (default: train)")
-    parser.add_argument("--column", default="text", help="column of the data set (default: text)")
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="vocabulary size of bpe (default: 8192)")
+    parser.add_argument(
+        "--dataset", metavar="NAME", help="read this data set with datasets.load_dataset instead of files"
+    )
+    parser.add_argument("--split", default="train", help="split of the data set (default: train)")
+    parser.add_argument("--column", default="text", help="column of the data set with the text (default: text)")
     return parser
 
 

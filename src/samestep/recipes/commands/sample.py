@@ -66,15 +66,25 @@ def _build_parser() -> CommandParser:
         epilog='Example: samestep sample runs/gpt --prompt "def main(" --max-tokens 100 --temperature 0.5',
     )
     parser.add_argument("run", metavar="RUN", help="the run's directory, or its URL")
-    parser.add_argument("--prompt", default="", metavar="TEXT", help="beginning; -: standard input; default: none")
+    parser.add_argument(
+        "--prompt", default="", metavar="TEXT", help="text to continue; -: standard input; default: none"
+    )
     parser.add_argument("--max-tokens", type=int, default=200, metavar="N", help="tokens to add at most (default: 200)")
     parser.add_argument(
-        "--temperature", type=float, default=0.8, metavar="T", help="0: the most likely token (default: 0.8)"
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="T",
+        help="0 always takes the most likely token (default: 0.8)",
     )
     parser.add_argument("--top-k", type=int, metavar="K", help="sample among the K most likely tokens; default: all")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the choices (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)")
     parser.add_argument(
-        "--snapshot", metavar="STEP|NAME", default="best", type=parse_which, help="such as latest; default: best"
+        "--snapshot",
+        metavar="STEP|NAME",
+        default="best",
+        type=parse_which,
+        help="snapshot to use, such as latest; default: best",
     )
     return parser
 

@@ -23,8 +23,7 @@ of the input, and is written as soon as it is complete. An empty line stays empt
   samestep translate runs/translate < text.en > text.de
   echo "no such file or directory" | samestep translate runs/translate --beam 5
 
-The weights are those of the snapshot "best", which the recipe keeps for its best BLEU; the average, if it was trained
-with --ema.
+The weights are those of the snapshot "best", which has the best BLEU; after training with --ema, the averaged weights.
 """
 
 
@@ -94,17 +93,17 @@ def _build_parser() -> CommandParser:
         type=int,
         default=4,
         metavar="N",
-        help="beginnings that the search keeps; 1: greedy decoding (default: 4)",
+        help="beam width; 1: greedy decoding (default: 4)",
     )
     parser.add_argument(
         "--length-penalty", type=float, default=1.0, metavar="A",
-        help="the translation with the highest log probability / length**A wins; more favours longer ones (default: 1)",
+        help="candidates are ranked by log probability / length**A; a larger A favours longer ones (default: 1)",
     )  # fmt: skip
     parser.add_argument(
         "--snapshot", metavar="STEP|NAME", default="best", type=parse_which,
-        help="best, latest, another name, or a step (default: best)",
+        help="snapshot to use: best, latest, another name, or a step (default: best)",
     )  # fmt: skip
-    parser.add_argument("--device", default="cpu", help="such as cuda (default: cpu)")
+    parser.add_argument("--device", default="cpu", help="device, such as cuda (default: cpu)")
     parser.add_argument(
         "--skip-long", action="store_true", help="write an empty line for a line that is too long, instead of an error"
     )

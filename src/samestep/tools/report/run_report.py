@@ -29,14 +29,16 @@ def run_report(args: list[str]) -> int:
         prog="samestep report",
         description="Writes one HTML file about one or several runs: metrics, throughput, where the time of every rank "
         "went, restarts, snapshots, the audit of the samples, and the configuration. The file needs no network. A run "
-        "that is being written is shown as it is now. Several runs are drawn into the same charts.",
+        "in progress is shown in its current state. Several runs are drawn into the same charts.",
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", help="a run's directory or URL, or a directory of runs")
-    parser.add_argument("-o", "--output", metavar="FILE", default="report.html", help="default: report.html")
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", default="report.html", help="file to write; default: report.html"
+    )
     parser.add_argument(
         "--attach", metavar="FILE", action="append", default=[],
-        help="a text to include, such as the output of samestep verify or doctor; can be repeated; "
-        "those in RUN/verify.txt and RUN/doctor.json are included without it",
+        help="a text file to include, such as the output of samestep verify or doctor; can be repeated; "
+        "RUN/verify.txt and RUN/doctor.json are always included",
     )  # fmt: skip
     parser.add_argument(
         "--scale", metavar="FILE", help="include the output of samestep scale --json; default: RUN/scale.json, if any"

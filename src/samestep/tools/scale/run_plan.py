@@ -39,18 +39,20 @@ def run_plan(args: list[str]) -> int:
     """
     parser = CommandParser(
         prog="samestep plan",
-        description="Says which batch size, micro-batch size and number of ranks train a number of samples within a "
-        "budget. Uses the model of a step in files of samestep scale --json, one for each micro-batch size. "
-        "Of the batch sizes that fit, the smallest is recommended, because a larger one changes the training.",
+        description="Finds the batch size, micro-batch size and number of ranks that train a number of samples within "
+        "a budget. Uses the measurements in files of samestep scale --json, one file for each micro-batch size. "
+        "Recommends the smallest batch size that fits, because a larger one changes the training.",
     )
     parser.add_argument("files", metavar="FILE", nargs="+", help="the output of samestep scale --json")
     parser.add_argument(
         "--samples", metavar="N", type=float, required=True, help="samples to train on, over all epochs"
     )
     budget = parser.add_mutually_exclusive_group(required=True)
-    budget.add_argument("--time", metavar="H", type=float, help="hours until the run ends; fewest rank-hours win")
-    budget.add_argument("--rank-hours", metavar="H", type=float, help="hours of all ranks together; the fastest wins")
-    parser.add_argument("--most-ranks", metavar="N", type=int, default=MOST_RANKS, help=f"default: {MOST_RANKS}")
+    budget.add_argument("--time", metavar="H", type=float, help="budget: hours until the run ends")
+    budget.add_argument("--rank-hours", metavar="H", type=float, help="budget: hours summed over all ranks")
+    parser.add_argument(
+        "--most-ranks", metavar="N", type=int, default=MOST_RANKS, help=f"most ranks to consider; default: {MOST_RANKS}"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(args)
     limit = options.rank_hours if options.time is None else options.time

@@ -34,10 +34,10 @@ usage: samestep scale [options] SCRIPT [arguments of the script]
        samestep scale [options] -m MODULE [arguments of the module]
        samestep scale RECIPE [options, also those of the recipe, in any order]
 
-Trains for some steps on several numbers of ranks of this machine, in turns, each in a temporary run directory. Prints
+Trains for a few steps on several numbers of ranks of this machine, in turns, each in a temporary run directory. Prints
 samples/s, speed-up and efficiency with their standard errors, where the time of a step goes, the serial fraction by the
-laws of Amdahl and Gustafson, from how many ranks on a further one does not pay, and a recommendation.
-Strong scaling: all numbers of ranks share the same batch. Weak scaling: the batch grows with the number of ranks.
+laws of Amdahl and Gustafson, the number of ranks beyond which another one is not worthwhile, and a recommendation.
+Strong scaling: the batch is the same at all numbers of ranks. Weak scaling: it grows with the number of ranks.
 """
 _OF_RUN = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "reduction", "device", "backend")
 _OF_SLURM = ("partition", "account", "time", "cpus_per_rank", "gpus_per_node", "sbatch")
@@ -46,12 +46,16 @@ FLAGS: dict[str, Option] = {
     "strong": Option(bool, "", "measure strong scaling; the default, unless --weak is given"),
     "weak": Option(bool, "", "measure weak scaling; --strong --weak measures both"),
     "steps": Option(int, "N", "measured steps of each start; default: 30", whole(2)),
-    "warm_up": Option(int, "N", "steps before them, which are not counted; default: 5", whole(1)),
+    "warm_up": Option(int, "N", "steps of each start before the measured ones; default: 5", whole(1)),
     "repeats": Option(int, "N", "starts at each number of ranks; default: 3", whole(1)),
-    "least_gain": Option(float, "PCT", "a further rank pays if it saves this share of the time; default: 5 (percent)"),
-    "cpu_quota": Option(float, "CORES", "limit each rank to so many cores, such as 0.5, as if it had its own machine"),
+    "least_gain": Option(
+        float, "PCT", "a further rank is worthwhile if it saves this share of the time; default: 5 (%)"
+    ),
+    "cpu_quota": Option(
+        float, "CORES", "limit each rank to this many cores, such as 0.5, as if it had its own machine"
+    ),
     "for_steps": Option(int, "N", "also print the time to finish a run of N steps", whole(1)),
-    "slurm": Option(bool, "", "add Slurm's estimate of the time in the queue to it; needs --for-steps"),
+    "slurm": Option(bool, "", "add Slurm's estimate of the queue time; needs --for-steps"),
     "ranks_per_node": Option(int, "N", "ranks on one node, for --slurm and --predict; default: all", whole(1)),
     "predict": Option(str, "N,N", "also predict these numbers of ranks, such as 8,64,512, by simulating the exchange"),
     "link_mbit": Option(float, "MBIT", "predict: speed of a node's link to the others, as samestep doctor measures it"),

@@ -30,18 +30,18 @@ usage: samestep verify [options] SCRIPT [arguments of the script]
        samestep verify RECIPE [options, also those of the recipe, in any order]
        samestep verify --plain [options] SCRIPT [arguments of the script]
 
-Trains for a few steps on several numbers of ranks, and once more while ranks are killed at random moments, also during
-a save, and resumed on another number of ranks each time. Compares the state after every step, the losses and the
-samples. Names the first difference and its likely cause. Writes nothing to the run directory that the script names.
+Trains for a few steps on several numbers of ranks. Then trains once more, kills ranks at random moments, including
+during a save, and resumes on a different number of ranks each time. Compares the state after every step, the losses and
+the samples. Prints the first difference and its likely cause. Writes nothing to the run directory named by the script.
 Exit code: 0 if all runs are the same; 1 if they differ or if no kill happened; 2 if the script does not train.
 
 --plain takes a script that does not use samestep (DDP, Accelerate, Trainer, Lightning). It runs the script on 1 and 2
-ranks, and once more killed and restarted, each time in a copy of the working directory, and checks what the ranks do:
-  samples     together, each sample once per epoch      replicas    the same weights on all ranks
-  order       another order in each epoch               evaluation  each sample counts once
+ranks, and a third time with a kill and a restart, each time in a copy of the working directory. It checks:
+  samples     all ranks: each sample once per epoch     replicas    the same weights on all ranks
+  order       a different order in each epoch           evaluation  each sample counts once
   gradient    the mean over all samples of a step       resume      continues with the samples after the save
                                                         state       weights, optimizer and learning rate are restored
-Each is ok, MISTAKE or not observed. The exit code is 1 after a mistake.
+The result of each check is ok, MISTAKE or not observed. The exit code is 1 after a mistake.
 """
 
 OF_RUN = ("batch_size", "micro_batch_size", "seed", "num_threads", "precision", "reduction", "device", "backend")
@@ -49,16 +49,18 @@ FLAGS: dict[str, Option] = {
     "steps": Option(int, "N", "steps of each run; default: 20"),
     "world_sizes": Option(str, "N,N", "numbers of ranks, each compared with the first; default: 1,2,3,4"),
     "kills": Option(int, "K", "number of kills in the interrupted run; default: 2"),
-    "kill_seed": Option(int, "N", "seed of the moments of the kills; default: random"),
-    "gradients": Option(bool, "", "first compare the averages with float64 and single samples"),
-    "keep_runs": Option(str, "DIR", "keep the run directories and traces here"),
+    "kill_seed": Option(int, "N", "seed for the random moments of the kills; default: random"),
+    "gradients": Option(
+        bool, "", "first compare the averaged gradients with a computation in float64, sample by sample"
+    ),
+    "keep_runs": Option(str, "DIR", "keep the run directories and traces in this directory"),
     "badge": Option(str, "FILE", "write the result as a picture, an .svg file"),
     "plain": Option(bool, "", "for a script without samestep; --steps: 100, --world-sizes: 1,2 by default"),
-    "resume_after": Option(int, "K", "plain: kill after a save and at least K steps; default: 1; 0: do not"),
+    "resume_after": Option(int, "K", "plain: kill after a save and at least K steps; default: 1; 0: no kill"),
     "resume_args": Option(str, "ARGS", "plain: arguments that the script needs to resume"),
-    "launcher": Option(str, "CMD", "plain: start it with this, such as 'torchrun --nproc-per-node {n}'"),
-    "leave_out": Option(str, "A,B", "plain: entries of the working directory that the script must not find"),
-    "link": Option(str, "A,B", "plain: large entries that the script only reads, to be found through links"),
+    "launcher": Option(str, "CMD", "plain: launcher of the script, such as 'torchrun --nproc-per-node {n}'"),
+    "leave_out": Option(str, "A,B", "plain: files and directories that the copies of the working directory leave out"),
+    "link": Option(str, "A,B", "plain: large files and directories to link, not copy; the script must only read them"),
     "json": Option(bool, "", "plain: print one JSON object"),
     **{name: LAUNCH_FLAGS[name] for name in OF_RUN},
 }
@@ -72,7 +74,7 @@ COLOURS = {"same": "green", "skipped": "yellow", "the reference": "yellow"}
 
 @dataclass(frozen=True)
 class Options:
-    """The options of `samestep verify`, as in FLAGS. The first of `world_sizes` is the reference for all others."""
+    """The options of `samestep verify`, as in FLAGS. The first of `world_sizes` is the reference for the others."""
 
     steps: int = 20
     world_sizes: str = "1,2,3,4"
@@ -86,7 +88,7 @@ def run_verify(target: Target, values: Mapping[str, Any]) -> int:
     """Run and compare everything, with the options of FLAGS, and write the badge.
 
     Returns:
-        The exit code: 0 if all runs are equal, or a plain script makes no mistake; else 1.
+        The exit code: 0 if all runs are equal or, with --plain, no mistake was found; else 1.
 
     Raises:
         Error: an option is invalid, or the script does not train, or it fails without verify.
