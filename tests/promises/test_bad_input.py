@@ -77,7 +77,7 @@ def python(name: str, run_dir: Path, **variables: str) -> Done:
     (["--nproc-per-node", "3", "--batch-size", "4", "--micro-batch-size", "2"],
      ["3 ranks cannot share a step of 2 micro-batches .*start 1 to 2 ranks, or give --micro-batch-size 1 "]),
     (["--nproc-per-node", "2", "--precision", "fp8"], ["must be fp32, tf32, bf16 or fp16, not 'fp8'"]),
-    (["--snapshot-every", "2weeks"], ["snapshot_every is '2weeks': give a number of steps such as 10"]),
+    (["--snapshot-every", "2weeks"], ["--snapshot-every is '2weeks': give a number of steps such as 10"]),
     (["--resume", "best"], ["there is no snapshot named best"]),
 ]), ids=["batch size", "ranks", "precision", "snapshot_every", "resume"])  # fmt: skip
 def test_numbers(tmp_path: Path, flags: list[str], said: list[str]) -> None:

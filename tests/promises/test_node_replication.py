@@ -1,6 +1,6 @@
-"""Nodes that do not share the run's directory: each keeps a copy, and whichever comes back, the run goes on.
+"""Nodes that do not share the run directory: each keeps a copy, and the run resumes from the copy of any node.
 
-A node is a directory of its own that the ranks stand in: the run's is `run` in it, by a relative path.
+A node is a directory in which its ranks work. The run directory is `run` in it, by a relative path.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ from samestep.world.group import Group
 
 Undisturbed = Callable[..., Outcome]
 CLONE_NEWNS = 0x20000
-# Of times and processes.
+# Files and fields with times and processes.
 PER_NODE = ("lock", "time", "restarts.jsonl", "status.json", "manifest.json", "ranks.json", "timeline.jsonl")
 
 
@@ -41,7 +41,7 @@ def train_on(disks: Sequence[Path], num_ranks: int, fault: Sequence[str], argume
     node, local_rank = divmod(int(os.environ["RANK"]), num_ranks)
     os.chdir(disks[node])
     os.environ.update(LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(num_ranks))
-    node_replication.PIECE_BYTES = 1000  # or one piece would hold a whole snapshot
+    node_replication.PIECE_BYTES = 1000  # otherwise one piece holds a whole snapshot
     if arguments.pop("full_node", None) == node:
 
         def fail(*_: Any) -> None:
@@ -52,7 +52,7 @@ def train_on(disks: Sequence[Path], num_ranks: int, fault: Sequence[str], argume
 
 
 class Cluster:
-    """Nodes with a disk each. Faults and the files by which they are watched are the same everywhere."""
+    """Nodes with a disk each. They share the files of faults."""
 
     def __init__(self, place: Path) -> None:
         self._place = place
@@ -60,7 +60,7 @@ class Cluster:
         (place / "faults").mkdir()
 
     def disk(self, node: int) -> Path:
-        """Where a node stands; made when it is first asked for."""
+        """A node's directory, which is made by the first call."""
         path = self._place / f"node-{node}"
         if not path.exists():
             path.mkdir()
@@ -71,7 +71,7 @@ class Cluster:
         return self.disk(node) / "run"
 
     def spawn(self, nodes: Sequence[int], num_ranks: int = 1, *fault: str, **arguments: Any) -> None:
-        """Trains on some nodes; the first of them has rank 0."""
+        """Trains on these nodes; the first has rank 0."""
         env = {name: str(arguments.pop(name)) for name in list(arguments) if name.isupper()}
         disks = [self.disk(node) for node in nodes]
         samestep.spawn(train_on, len(nodes) * num_ranks, (disks, num_ranks, fault, arguments), env=env)
@@ -82,7 +82,7 @@ class Cluster:
         return caught.value
 
     def launch(self, nodes: Sequence[int], port: int, *flags: str) -> list[Started]:
-        """The command on each of some nodes."""
+        """Starts the command on each of these nodes."""
         started = []
         for rank, node in enumerate(nodes):
             words = ["-m", "samestep", "launch", "--nproc-per-node", "1", "--nnodes", str(len(nodes))]
@@ -110,7 +110,7 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 
 
 def assert_ended_as(cluster: Cluster, nodes: Sequence[int], wanted: Outcome) -> None:
-    """All copies are whole, and are those of a run that nothing happened to."""
+    """All copies are complete and are those of a run without faults."""
     for node in nodes:
         assert read_outcome(cluster.run_dir(node)) == wanted, f"node {node}"
     first, *others = [read_content(cluster.run_dir(node)) for node in nodes]
@@ -119,7 +119,7 @@ def assert_ended_as(cluster: Cluster, nodes: Sequence[int], wanted: Outcome) -> 
 
 
 def read_content(run_dir: Path) -> dict[str, str]:
-    """What is in a copy, but for what tells times and processes, what the node's own ranks printed, and for abandoned
+    """The files of a copy, without times and processes, the output of the node's own ranks, and abandoned
     or older snapshots.
     """
     newest = Store(run_dir).snapshots()[-1].path.name
@@ -150,16 +150,16 @@ def test_each_node_keeps_all(cluster: Cluster, undisturbed: Undisturbed, num_nod
     for node in nodes:
         assert cluster.snapshots(node) == cluster.snapshots(0)
         assert len(cluster.snapshots(node)) >= 3
-        assert not list(cluster.disk(node).rglob(".*")), "no token, nothing half done"
+        assert not list(cluster.disk(node).rglob(".*")), "no token, no incomplete file"
 
 
 def test_nodes_that_share_a_disk_keep_one(cluster: Cluster, undisturbed: Undisturbed, tmp_path: Path) -> None:
-    """Two nodes with one disk, and one with its own: two copies. By another path than the first's, too."""
+    """Two nodes with one disk, and one with its own: two copies, also by another path than that of the first node."""
     (tmp_path / "node-1").symlink_to(cluster.disk(0))
     cluster.spawn([0, 1, 2], 1)
     assert_ended_as(cluster, [0, 2], undisturbed())
     shutil.rmtree(tmp_path / "node-2")
-    cluster.spawn([2, 0, 1], 1, epochs=4)  # and the one that shares is not the first
+    cluster.spawn([2, 0, 1], 1, epochs=4)  # with the nodes that share a disk last
     assert_ended_as(cluster, [2, 0], undisturbed(epochs=4))
 
 
@@ -179,13 +179,13 @@ def test_one_path_with_another_disk_on_each_node(cluster: Cluster, undisturbed: 
     (tmp_path / "here").mkdir()
     disks = [cluster.disk(0), cluster.disk(1)]
     samestep.spawn(train_in_mounts, 2, (disks, tmp_path / "here"))
-    # What the ranks print is written down by a process beside them, which has no part in their mounts.
+    # The process that records the output of the ranks does not have their mounts.
     assert {path.split("/")[:2] == ["run", "logs"] for path in read_tree(tmp_path / "here")} == {True}
     assert_ended_as(cluster, [0, 1], undisturbed())
 
 
-def test_a_token_that_was_left_does_not_stay(cluster: Cluster) -> None:
-    """A start was killed while it looked whose directory is whose. (Another start, which does so now, is let be.)"""
+def test_tokens_of_a_killed_start_are_removed(cluster: Cluster) -> None:
+    """A start was killed while it compared the directories of the nodes. The token of a running start stays."""
     old, new = (cluster.disk(0) / f".samestep-node-{name}" for name in ("old", "new"))
     for token in (old, new):
         token.touch()
@@ -199,7 +199,7 @@ def test_a_token_that_was_left_does_not_stay(cluster: Cluster) -> None:
 
 
 def read_starts(cluster: Cluster, node: int) -> list[tuple[int, int]]:
-    """The step from which each start but the first went on, and the steps that were lost."""
+    """The step from which each start but the first resumed, and the number of lost steps."""
     rows = [json.loads(line) for line in (cluster.run_dir(node) / "restarts.jsonl").read_text().splitlines()]
     return [(row["from_step"], row["lost_steps"]) for row in rows]
 
@@ -220,8 +220,8 @@ def test_a_disk_is_emptied(cluster: Cluster, undisturbed: Undisturbed, node: int
         assert 0 <= lost <= 2
 
 
-def test_all_of_a_run_comes_back_when_it_is_over(cluster: Cluster, undisturbed: Undisturbed) -> None:
-    """Nothing is left to do, and the copy is made whole all the same."""
+def test_a_complete_run_is_copied(cluster: Cluster, undisturbed: Undisturbed) -> None:
+    """The run is complete, and the empty node gets a complete copy nevertheless."""
     cluster.spawn([0, 1])
     shutil.rmtree(cluster.run_dir(0))
     cluster.spawn([0, 1])
@@ -242,7 +242,7 @@ def test_the_newest_is_damaged_on_one_node(
 
 
 def test_each_node_has_another_one_damaged(cluster: Cluster, undisturbed: Undisturbed) -> None:
-    """The newest on one, all others on the other: there is one sound copy of the newest. And then there is none."""
+    """The newest is damaged on one node, all others on the other: one sound copy is left. Then none is left."""
     cluster.spawn_to_fail([0, 1], 1, KILLED, snapshot_every=3, settled=True)
     damage(cluster.run_dir(0) / "snapshots/step-00000006/state.json")
     for name in set(cluster.snapshots(1)) - {"step-00000006"}:
@@ -266,8 +266,8 @@ def test_rows_are_cut_on_one_node(cluster: Cluster, undisturbed: Undisturbed) ->
 
 
 @pytest.mark.soak
-def test_other_nodes_go_on(cluster: Cluster, undisturbed: Undisturbed) -> None:
-    """One of two, then three of which one is new, then the first again with what it knew long ago."""
+def test_the_run_resumes_on_other_nodes(cluster: Cluster, undisturbed: Undisturbed) -> None:
+    """On one of two nodes, then on three of which one is new, then with the first again and its old copy."""
     cluster.spawn_to_fail([0, 1], 2, "kill all ranks at step 4 in forward", snapshot_every=2, settled=True)
     cluster.spawn_to_fail([1], 3, "kill all ranks at step 8 in forward", snapshot_every=2, settled=True)
     cluster.spawn_to_fail([2, 1], 2, "kill all ranks at step 12 in forward", snapshot_every=2, settled=True)
@@ -293,8 +293,8 @@ def test_a_node_dies_while_it_saves(cluster: Cluster, undisturbed: Undisturbed, 
     assert_ended_as(cluster, [0, 1], undisturbed())
 
 
-def test_a_node_comes_back_from_a_branch_that_was_left(cluster: Cluster, undisturbed: Undisturbed) -> None:
-    """The run went back to step 3 without it: what it has of later steps is older than what comes after those."""
+def test_a_node_with_abandoned_snapshots(cluster: Cluster, undisturbed: Undisturbed) -> None:
+    """The run went back to step 3 without the node: its snapshots of later steps are older than the newer ones."""
     cluster.spawn([0, 1], 1, "stop all ranks at step 9 in update", snapshot_every=3, keep_last=9)
     cluster.spawn_to_fail([0], 2, "kill all ranks at step 4 in forward", resume=3, snapshot_every=2, settled=True)
     assert cluster.snapshots(0)[-1] == "step-00000004"
@@ -331,7 +331,7 @@ def test_an_older_one_that_only_one_node_has(cluster: Cluster, undisturbed: Undi
 
 
 def test_another_run_on_one_node(cluster: Cluster) -> None:
-    """Found before anything is written on any node."""
+    """It is found before any node writes a file."""
     cluster.spawn([1], 1, seed=6, num_steps=4)
     before = read_tree(cluster.run_dir(1))
     error = cluster.spawn_to_fail([0, 1])
@@ -342,7 +342,7 @@ def test_another_run_on_one_node(cluster: Cluster) -> None:
 
 
 def test_fresh_is_beside_all_of_them(cluster: Cluster, undisturbed: Undisturbed) -> None:
-    """Node 0 holds nothing, node 1 a run and another one beside it."""
+    """Node 0 has no run, and node 1 has a run and another one beside it."""
     cluster.spawn([1], 1)
     shutil.copytree(cluster.run_dir(1), cluster.disk(1) / "run-2")
     cluster.spawn([0, 1], 1, SAMESTEP_FRESH=1)
@@ -351,8 +351,8 @@ def test_fresh_is_beside_all_of_them(cluster: Cluster, undisturbed: Undisturbed)
     assert not cluster.run_dir(0).exists()
 
 
-def test_a_disk_that_takes_nothing(cluster: Cluster, undisturbed: Undisturbed) -> None:
-    """That of node 1 is full from the start. No rank waits for it, and node 0 is as it was."""
+def test_a_disk_that_is_full_from_the_start(cluster: Cluster, undisturbed: Undisturbed) -> None:
+    """That of node 1. No rank waits for it, and node 0 is unchanged."""
     cluster.spawn_to_fail([0], 1, KILLED, snapshot_every=3, settled=True)
     before = read_tree(cluster.run_dir(0))
     error = cluster.spawn_to_fail([0, 1], 1, full_node=1)
@@ -361,7 +361,7 @@ def test_a_disk_that_takes_nothing(cluster: Cluster, undisturbed: Undisturbed) -
         r"the run directory run on .* cannot be written \(No space left on device\): make room", str(error)
     )
     assert {**read_tree(cluster.run_dir(0)), "lock": ""} == {**before, "lock": ""}
-    assert not list(cluster.run_dir(1).rglob(".*")), "nothing half done"
+    assert not list(cluster.run_dir(1).rglob(".*")), "no incomplete file"
     cluster.spawn([0, 1])
     assert_ended_as(cluster, [0, 1], undisturbed())
 
@@ -419,7 +419,7 @@ def train_unlike(disks: Sequence[Path]) -> None:
 
 
 def test_all_nodes_save_the_state_of_rank_0(cluster: Cluster) -> None:
-    """Its buffers, its `run.state`, its rows."""
+    """Its buffers, `run.state` and rows."""
     disks = [cluster.disk(0), cluster.disk(1)]
     samestep.spawn(train_unlike, 2, (disks,))
     digests = [[each.manifest["digest"] for each in Store(disk / "run").snapshots()] for disk in disks]
