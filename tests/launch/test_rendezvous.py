@@ -1,4 +1,4 @@
-"""Hostile peers of the place where nodes meet: whatever they send, the run's own nodes start, train and end as ever."""
+"""Hostile peers of the rendezvous server: whatever they send, the run's own nodes start, train and end as usual."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from samestep.launch.launcher import _conclude
 from samestep.launch.local_ranks import Ranks, Target
 from samestep.launch.messages import MAX_LINE_BYTES, Link
 from samestep.launch.rendezvous_client import GREETING_S, End, Hello, Nodes, build_hello, connect
-from samestep.launch.rendezvous_server import MAX_STRANGERS, STRANGER_S, RendezvousServer
+from samestep.launch.rendezvous_server import ADMIT_S, MAX_PENDING, RendezvousServer
 
 SECRET = "a secret of this run's nodes"
 ENDED = {"kind": "ended", "round": 1, "failure": None, "signum": 0, "has_succeeded": True, "is_complete": True}
@@ -26,13 +26,13 @@ FAILED = ENDED | {"has_succeeded": False}
 
 
 class Place:
-    """A hub that runs, for `nnodes` nodes, and what connects to it."""
+    """A running server for `least` to `most` nodes, and the connections to it."""
 
     def __init__(self, least: int = 2, most: int = 2) -> None:
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.nodes = Nodes(least, most, None, "127.0.0.1", listener.getsockname()[1], "an id", 60.0, SECRET)
-        self.hub = RendezvousServer(self.nodes, listener, 0, [])
-        self.hub.start()
+        self.server = RendezvousServer(self.nodes, listener, 0, [])
+        self.server.start()
         self.opened: list[Link] = []
 
     def hello(self, rank: int, **changes: Any) -> Hello:
@@ -46,7 +46,7 @@ class Place:
         return link
 
     def connect(self, *, knows: bool = False) -> tuple[Link, str]:
-        """A stranger, and the nonce that it was sent. `knows`: it has the secret, and has proven that."""
+        """Open a connection. Returns it and the server's nonce. `knows`: prove that it knows the secret."""
         link = Link(socket.create_connection((self.nodes.host, self.nodes.port)))
         self.opened.append(link)
         challenge = link.receive(GREETING_S)
@@ -72,13 +72,13 @@ def open_place() -> Iterator[Callable[..., Place]]:
     for place in places:
         for link in place.opened:
             link.close()
-        place.hub._is_over = True
-        place.hub.join(30)
-        assert not place.hub.is_alive()
+        place.server._is_over = True
+        place.server.join(30)
+        assert not place.server.is_alive()
 
 
 def say(*messages: dict[str, Any] | bytes, knows: bool = False) -> Callable[[Place], None]:
-    """A peer that sends these, and waits for the hub to hang up or to answer."""
+    """A peer that sends these messages, and waits until the server answers or closes the connection."""
 
     def attack(place: Place) -> None:
         link, _ = place.connect(knows=knows)
@@ -86,7 +86,7 @@ def say(*messages: dict[str, Any] | bytes, knows: bool = False) -> Callable[[Pla
             data = message if isinstance(message, bytes) else json.dumps(message).encode() + b"\n"
             try:
                 link._socket.sendall(data)
-            except OSError:  # it has hung up already
+            except OSError:  # the server has closed it already
                 break
         check_answers(link)
 
@@ -94,26 +94,26 @@ def say(*messages: dict[str, Any] | bytes, knows: bool = False) -> Callable[[Pla
 
 
 def check_answers(link: Link) -> None:
-    """To whom has not proven anything, the hub says nothing of the run, and hangs up."""
-    told = b""
+    """Check that the server sends nothing about the run to an unproven peer, and closes the connection."""
+    received = b""
     link._socket.settimeout(GREETING_S)
     try:
         while data := link._socket.recv(1 << 16):
-            told += data
-            if b'"refused"' in told:
+            received += data
+            if b'"refused"' in received:
                 return
     except ConnectionError:
         pass
-    assert told in (b"", b'{"kind": "denied"}\n'), told
+    assert received in (b"", b'{"kind": "denied"}\n'), received
 
 
 def hello(**changes: Any) -> Callable[[Place], None]:
-    """A peer that has the secret, and sends a hello which no launcher sends."""
+    """A peer that knows the secret, and sends a hello that no launcher sends."""
     return lambda place: say({"kind": "hello", **asdict(place.hello(1)), **changes}, FAILED, knows=True)(place)
 
 
 def replay(place: Place) -> None:
-    """What another connection has proven is no proof here."""
+    """The proof for one connection is not valid for another one."""
     link, _ = place.connect()
     _, nonce = place.connect()
     own = make_nonce()
@@ -123,10 +123,10 @@ def replay(place: Place) -> None:
 
 
 def stay(place: Place) -> None:
-    """Hundreds of connections that say nothing: the oldest are closed, so that there is room for the run's nodes."""
-    links = [place.connect()[0] for _ in range(2 * MAX_STRANGERS)]
-    for link in links[:MAX_STRANGERS]:
-        link._socket.settimeout(STRANGER_S / 3)  # before it is closed for its age
+    """Of hundreds of silent connections the oldest are closed, so that the run's nodes can connect."""
+    links = [place.connect()[0] for _ in range(2 * MAX_PENDING)]
+    for link in links[:MAX_PENDING]:
+        link._socket.settimeout(ADMIT_S / 3)  # before it is closed for its age
         assert link._socket.recv(1) == b""
 
 
@@ -154,7 +154,7 @@ WITH = {
     "too many ranks": hello(num_ranks=1 << 30),
     "no number of ranks": hello(num_ranks="1"),
     "an escape": hello(host="\x1b[2J"),
-    "a list in its place": hello(arguments=[[[]], 2]),
+    "a list instead": hello(arguments=[[[]], 2]),
     "one field more": hello(more=1),
     "another id": hello(settings={"--rdzv-id": "x"}),
     "another directory": hello(settings={"--run-dir (or SAMESTEP_RUN_DIR)": "x"}),
@@ -187,7 +187,7 @@ def test_hostile_peers(open_place: Callable[..., Place], attack: Callable[[Place
 
 
 def test_nodes_of_another_run(open_place: Callable[..., Place]) -> None:
-    """Other faults of a node with the secret are reported in a sentence: the directory comes from its command."""
+    """Other faults of a node with the secret are reported in one sentence: its command names the directory."""
     place = open_place()
     place.join(0)
     nodes, target = replace(place.nodes, node_rank=1), Target("script", __file__, [])
@@ -200,7 +200,7 @@ def test_nodes_of_another_run(open_place: Callable[..., Place]) -> None:
 
 
 def test_nodes_that_do_not_fit_together(open_place: Callable[..., Place], capfd: pytest.CaptureFixture[str]) -> None:
-    """A rank that is there twice, another script, and nodes that do not come at all."""
+    """A rank that exists twice, another script, and nodes that do not join."""
     place = open_place(3, 3)
     link = place.join(0)
     for other, said in (
@@ -212,7 +212,7 @@ def test_nodes_that_do_not_fit_together(open_place: Callable[..., Place], capfd:
     ):
         with pytest.raises(Error, match=said):
             connect(place.nodes, other, lambda: False)
-    place.hub._wait_s = 0.0
+    place.server._wait_s = 0.0
     end = link.receive(GREETING_S)
     assert end is not None
     assert end["message"].startswith("of 3 nodes, --node-rank 1, 2 did not join at 127.0.0.1:")
@@ -236,7 +236,7 @@ def test_nodes_that_do_not_fit_together(open_place: Callable[..., Place], capfd:
     ],
 )
 def test_an_impostor_of_the_server(answers: list[bytes], said: str) -> None:
-    """A node rejects requests without the secret."""
+    """A node does not join a server without the secret."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         nodes = Nodes(2, 2, 0, "127.0.0.1", listener.getsockname()[1], "", 60.0, SECRET)
 
@@ -257,7 +257,7 @@ def test_an_impostor_of_the_server(answers: list[bytes], said: str) -> None:
 
 
 def test_ranks_that_were_stopped_for_no_reason(open_place: Callable[..., Place]) -> None:
-    """No node says that it is at the end: that is no end with exit code 0."""
+    """No node reports that the run has ended, so the exit code is not 0."""
     place = open_place(1, 1)
     link = place.join(0)
     link.receive(GREETING_S)
@@ -271,7 +271,7 @@ def test_ranks_that_were_stopped_for_no_reason(open_place: Callable[..., Place])
     ("codes", "is_complete", "code"), [({}, True, 0), ({}, False, 75), ({0: 0}, True, 0), ({0: -15}, True, 1)]
 )
 def test_exit_codes(codes: dict[int, int], is_complete: bool, code: int) -> None:
-    """0 is for a run that has come to its end, also of a node whose ranks were never started."""
+    """The exit code is 0 if the run has ended, also on a node whose ranks were never started."""
     ranks = Ranks(None)  # type: ignore[arg-type]
     try:
         ranks.codes, ranks.num_ranks = codes, len(codes)

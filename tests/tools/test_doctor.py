@@ -374,9 +374,9 @@ def test_a_clock_is_measured_through_a_socket() -> None:
         found = ping("127.0.0.1", echo.port, echo.token, lambda: 900.0)
         assert (found["problem"], found["rtt_s"], found["bound_s"]) == ("", 0.0, 0.0)
         assert found["ahead_s"] == pytest.approx(100.0, abs=0.1)
-        stranger = ping("127.0.0.1", echo.port, b"x" * 16, lambda: 900.0)
-        assert stranger["problem"]
-        assert stranger["rtt_s"] is None, "it gets no answer"
+        refused = ping("127.0.0.1", echo.port, b"x" * 16, lambda: 900.0)
+        assert refused["problem"]
+        assert refused["rtt_s"] is None, "it gets no answer"
     finally:
         echo.close()
     assert ping("127.0.0.1", echo.port, echo.token, lambda: 900.0)["problem"] == "Connection refused"

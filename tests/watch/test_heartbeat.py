@@ -61,8 +61,8 @@ def heartbeat(rank: int, box: Box | None, world_size: int = 2, **more: Any) -> I
     pulse = PhaseClock()
     limits = replace(build_limits(3), stop_s=1e9)
     facts = Facts(rank, world_size, "here", limits, said.append, refuse, refuse, **more)
-    mail: Any = box
-    beating = Heartbeat(pulse, facts, mail)
+    entries: Any = box
+    beating = Heartbeat(pulse, facts, entries)
     try:
         yield pulse, said
     finally:

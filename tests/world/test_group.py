@@ -20,7 +20,7 @@ from samestep.snapshot.object_store import Unreachable
 from samestep.world import group as group_module
 from samestep.world.environment import Environment, read_environment
 from samestep.world.group import Group, choose_device, close_group, open_group
-from samestep.world.rendezvous_store import Mail, is_first, is_left_by_rank_0, leave_note, read_note
+from samestep.world.rendezvous_store import SignedEntries, is_first, is_left_by_rank_0, read_entry, write_entry
 
 CPU = torch.device("cpu")
 
@@ -36,22 +36,22 @@ def test_a_text_that_no_rank_has_signed_is_left_out() -> None:
     store = dist.TCPStore("127.0.0.1", 0, 1, True)  # type: ignore[attr-defined]
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        ranks = [Mail(b"of all ranks"), Mail(b"of all ranks")]
-        stranger = dist.TCPStore("127.0.0.1", store.port, None, False)  # type: ignore[attr-defined]
+        ranks = [SignedEntries(b"of all ranks"), SignedEntries(b"of all ranks")]
+        other_program = dist.TCPStore("127.0.0.1", store.port, None, False)  # type: ignore[attr-defined]
         names = ["beat/0", "beat/1"]
-        for name, mail in zip(names, ranks, strict=True):
-            mail.put(name, f"of {name}")
-            assert mail.read([name]) == [f"of {name}"]  # an answer on the same connection: the store has received it
+        for name, entries in zip(names, ranks, strict=True):
+            entries.put(name, f"of {name}")
+            assert entries.read([name]) == [f"of {name}"]  # an answer on the same connection: the store has received it
         assert ranks[0].read(names) == ["of beat/0", "of beat/1"]
-        (key,) = (key for key in stranger.list_keys() if key.endswith("beat/1"))
-        signed = bytes(stranger.get(key))
-        other = bytes(stranger.get(key.replace("beat/1", "beat/0")))
+        (key,) = (key for key in other_program.list_keys() if key.endswith("beat/1"))
+        signed = bytes(other_program.get(key))
+        other = bytes(other_program.get(key.replace("beat/1", "beat/0")))
         for forged in (b"of beat/1", b"", b"\xff" * 50, signed[:-1] + b"2", other):
-            stranger.set(key, forged)
-            assert stranger.check([key])
+            other_program.set(key, forged)
+            assert other_program.check([key])
             assert ranks[0].read(names) == ["of beat/0"], forged
-        stranger.set(key, signed)
-        assert stranger.check([key])
+        other_program.set(key, signed)
+        assert other_program.check([key])
         assert ranks[0].read(names) == ["of beat/0", "of beat/1"]
     finally:
         close_group()
@@ -209,13 +209,13 @@ def test_first_of_all() -> None:
 def test_notes() -> None:
     def fn(group: Group) -> tuple[str | None, str | None]:
         if group.rank == 1:
-            leave_note("x", "of rank 1")
+            write_entry("x", "of rank 1")
         group.barrier()
-        return read_note("x"), read_note("y")
+        return read_entry("x"), read_entry("y")
 
     assert on_ranks(2, fn) == [("of rank 1", None)] * 2
-    leave_note("x", "to nobody")
-    assert read_note("x") is None
+    write_entry("x", "unread")
+    assert read_entry("x") is None
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2])
@@ -277,8 +277,8 @@ def test_rank_0_has_ended(tmp_path: Path, free_port: int, capfd: pytest.CaptureF
         assert not is_left_by_rank_0(0.1)
         (tmp_path / "go").touch()
         assert is_left_by_rank_0(20)
-        leave_note("a", "b")
-        assert (is_first("a"), read_note("a")) == (None, None)
+        write_entry("a", "b")
+        assert (is_first("a"), read_entry("a")) == (None, None)
         (tmp_path / "well").touch()
         os._exit(0)
 

@@ -117,11 +117,11 @@ open_calls: list[socket.socket] = []
 
 
 def knock(name: bytes, token: bytes) -> None:
-    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    stranger.connect(name)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connection.connect(name)
     if token:
-        stranger.sendall(token + (1).to_bytes(4))
-    open_calls.append(stranger)
+        connection.sendall(token + (1).to_bytes(4))
+    open_calls.append(connection)
 
 
 @pytest.mark.parametrize("attack", [call_by_public_name, call_as_another_user, say_nothing])

@@ -32,8 +32,8 @@ from samestep.world.host import is_loopback
 TICK_S = 0.1
 LAST_CALL_S = 2.0  # for more nodes to join after the minimum is reached, before the first round
 FLUSH_S = 5.0  # for the nodes to receive the end
-STRANGER_S = 15.0  # for a connection to be admitted
-MAX_STRANGERS = 128  # connections that are not admitted; beyond that, the oldest is closed
+ADMIT_S = 15.0  # for a connection to be admitted
+MAX_PENDING = 128  # connections that are not admitted yet; beyond that, the oldest is closed
 MAX_WARNINGS = 8  # about connections without the secret
 
 
@@ -56,8 +56,8 @@ class Outcome:
 
 
 @dataclass
-class Stranger:
-    """A connection that is not a node of the launch yet.
+class PendingNode:
+    """A connection that is not admitted yet.
 
     Attributes:
         nonce: the challenge that it must answer.
@@ -91,7 +91,7 @@ class RendezvousServer(threading.Thread):
         self._nodes, self._listener = nodes, listener
         self._max_restarts, self._received = max_restarts, received
         self._members: list[Member] = []
-        self._strangers: list[Stranger] = []
+        self._pending: list[PendingNode] = []
         self._in_round: list[Member] | None = None  # the members whose ranks run; None between rounds
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)  # a connection can be closed before it is accepted
@@ -113,7 +113,7 @@ class RendezvousServer(threading.Thread):
             self._serve()
         finally:  # closed connections tell the nodes that the server has ended
             self._listener.close()
-            for link in [peer.link for peers in (self._members, self._strangers) for peer in peers]:
+            for link in [peer.link for peers in (self._members, self._pending) for peer in peers]:
                 link.close()
 
     def _serve(self) -> None:
@@ -123,8 +123,8 @@ class RendezvousServer(threading.Thread):
                     self._accept()
                 else:
                     self._receive(key.data)
-            for stranger in [each for each in self._strangers if time.monotonic() > each.since_s + STRANGER_S]:
-                self._drop(stranger)
+            for pending in [each for each in self._pending if time.monotonic() > each.since_s + ADMIT_S]:
+                self._drop(pending)
             if self._in_round is not None:
                 self._conclude_if_ended()
             else:
@@ -142,15 +142,15 @@ class RendezvousServer(threading.Thread):
         with suppress(OSError):
             connection, _ = self._listener.accept()
             connection.setblocking(True)
-            if len(self._strangers) >= MAX_STRANGERS:
-                self._drop(self._strangers[0])
-            stranger = Stranger(Link(connection))
-            self._strangers.append(stranger)
-            self._selector.register(stranger.link, selectors.EVENT_READ, stranger)
-            stranger.link.send("challenge", nonce=stranger.nonce)
+            if len(self._pending) >= MAX_PENDING:
+                self._drop(self._pending[0])
+            pending = PendingNode(Link(connection))
+            self._pending.append(pending)
+            self._selector.register(pending.link, selectors.EVENT_READ, pending)
+            pending.link.send("challenge", nonce=pending.nonce)
 
-    def _receive(self, peer: Stranger | Member) -> None:
-        if peer not in self._members and peer not in self._strangers:
+    def _receive(self, peer: PendingNode | Member) -> None:
+        if peer not in self._members and peer not in self._pending:
             return  # dropped since the select
         try:
             while (message := peer.link.receive()) is not None:
@@ -166,17 +166,17 @@ class RendezvousServer(threading.Thread):
         except (OSError, ValueError, KeyError, TypeError):  # closed, refused, or not a launcher of samestep
             self._drop(peer)
 
-    def _check_proof(self, stranger: Stranger, kind: str, message: Mapping[str, Any]) -> None:
-        link, secret, nonce = stranger.link, self._nodes.secret, message.get("nonce")
-        if kind != "proof" or not is_proven(message, secret, "node", stranger.nonce, nonce):
+    def _check_proof(self, pending: PendingNode, kind: str, message: Mapping[str, Any]) -> None:
+        link, secret, nonce = pending.link, self._nodes.secret, message.get("nonce")
+        if kind != "proof" or not is_proven(message, secret, "node", pending.nonce, nonce):
             link.send("denied")
             address = link.addresses[1]
             if len(self._warnings) < MAX_WARNINGS:
                 self._warn(f"a connection from {address} was refused: it does not have the secret of this run's nodes")
             raise ValueError("no proof")
-        stranger.is_proven = True
+        pending.is_proven = True
         link.trust()
-        link.send("proof", proof=prove(secret, "hub", stranger.nonce, str(nonce)))
+        link.send("proof", proof=prove(secret, "hub", pending.nonce, str(nonce)))
 
     def _process(self, member: Member, kind: str, message: dict[str, Any]) -> None:
         if kind == "room":
@@ -192,11 +192,11 @@ class RendezvousServer(threading.Thread):
             self._warnings.add(sentence)
             say(sentence)
 
-    def _drop(self, peer: Stranger | Member) -> None:
+    def _drop(self, peer: PendingNode | Member) -> None:
         self._selector.unregister(peer.link)
         peer.link.close()
-        if isinstance(peer, Stranger):
-            self._strangers.remove(peer)
+        if isinstance(peer, PendingNode):
+            self._pending.remove(peer)
             return
         self._members.remove(peer)
         self._changed_s = time.monotonic()
@@ -205,7 +205,7 @@ class RendezvousServer(threading.Thread):
             self._lost.append(peer.hello.name)
             self._stop_all("now")
 
-    def _admit(self, stranger: Stranger, hello: Hello) -> Member:
+    def _admit(self, pending: PendingNode, hello: Hello) -> Member:
         """Admit a node. Raises ValueError if it is refused."""
         there = [member.hello for member in self._members]
         num_ranks = sum(other.num_ranks for other in there)
@@ -217,14 +217,14 @@ class RendezvousServer(threading.Thread):
             room = f"{self._room} ranks, one per micro-batch of a step"
             reason = f"{run} can use {room}, and has {num_ranks}: start fewer here"
         if reason is not None:
-            stranger.link.send("refused", reason=reason)
+            pending.link.send("refused", reason=reason)
             say(f"{hello.name} was refused: {reason}")
             raise ValueError("refused")
         warning = find_other_arguments(hello, there[0]) if there else None
         if warning is not None:
             self._warn(warning)
-        member = Member(stranger.link, hello)
-        self._strangers.remove(stranger)
+        member = Member(pending.link, hello)
+        self._pending.remove(pending)
         self._members.append(member)
         self._selector.modify(member.link, selectors.EVENT_READ, member)
         self._changed_s = time.monotonic()

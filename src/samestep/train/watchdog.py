@@ -105,7 +105,7 @@ class Watchdog(PhaseClock, StepObserver):
             micro_batch_size=context.config.micro_batch_size,
             began_step=self._position.steps_done,
         )
-        self._heartbeat = Heartbeat(self, facts, context.group.open_mail())
+        self._heartbeat = Heartbeat(self, facts, context.group.open_entries())
         _open.append(self)
         atexit.register(self.close)  # a thread that needs Python must not outlive it
 

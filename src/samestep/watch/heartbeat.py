@@ -39,7 +39,7 @@ from samestep.watch.thread_state import (
 from samestep.watch.timeline import Timeline
 from samestep.world.forking import at_rest, at_work
 from samestep.world.host import read_host_id
-from samestep.world.rendezvous_store import Mail
+from samestep.world.rendezvous_store import SignedEntries
 
 INTERVAL_S = 1.0
 NUM_LEADERS = 8  # ranks that can lead if those before them are silent
@@ -124,11 +124,11 @@ class Heartbeat:
     Observes the thread that creates it. With one rank only the second thread runs.
 
     Args:
-        mail: None with one rank.
+        entries: None with one rank.
     """
 
-    def __init__(self, clock: PhaseClock, facts: Facts, mail: Mail | None) -> None:
-        self._clock, self._facts, self._mail = clock, facts, mail
+    def __init__(self, clock: PhaseClock, facts: Facts, entries: SignedEntries | None) -> None:
+        self._clock, self._facts, self._entries = clock, facts, entries
         self._system = read_host_id("pid") or facts.host
         self._ident, self._native_id = threading.get_ident(), threading.get_native_id()
         self._interval_s = min(INTERVAL_S, facts.limits.floor_s / 4)
@@ -139,9 +139,9 @@ class Heartbeat:
         self._moved_s = 0.0
         self._beats: dict[int, tuple[Beat, float]] = {}  # rank -> newest beat, and its time of arrival
         self._exchanged_s = self._awake_since_s = time.monotonic()
-        self._orders: dict[str, Any] = {}
-        self._executed = 0  # the number of the last order for stacks
-        self._asked_s = 0.0  # when `samestep watch` last asked for stacks
+        self._commands: dict[str, Any] = {}
+        self._executed = 0  # the number of the last command for stacks
+        self._asked_s = 0.0  # when `samestep watch` last requested stacks
         self._reported: Stall | None = None
         self._window: tuple[float, dict[int, Beat]] | None = None  # its begin, in which paces are compared
         self._reported_slow: set[int] = set()
@@ -149,7 +149,7 @@ class Heartbeat:
         self._timeline: Timeline | None = None
         if facts.rank == 0 and facts.run_dir is not None:
             self._timeline = Timeline(facts.run_dir / TIMELINE)
-        loops = [self._watch] if mail is None else [self._exchange, self._watch]
+        loops = [self._watch] if entries is None else [self._exchange, self._watch]
         self._threads = [threading.Thread(target=loop, name=f"samestep {loop.__name__}", daemon=True) for loop in loops]
         for started in self._threads:
             started.start()
@@ -233,13 +233,13 @@ class Heartbeat:
 
     def _exchange(self) -> None:
         """Send beats, and read those of the ranks before this one; the leader reads all."""
-        assert self._mail is not None
+        assert self._entries is not None
         facts, is_all_there = self._facts, False
         while not self._closed.is_set():
             with suppress(RuntimeError, OSError, ValueError), at_work():
-                self._put(self._mail, self._build_beat(), self._orders)
+                self._put(self._entries, self._build_beat(), self._commands)
                 ranks = range(facts.world_size) if self._leads() else range(min(facts.rank, NUM_LEADERS))
-                texts = self._mail.read([f"beat/{rank}" for rank in ranks])
+                texts = self._entries.read([f"beat/{rank}" for rank in ranks])
                 if texts is not None:
                     self._process(texts)
                     is_all_there = True
@@ -247,10 +247,10 @@ class Heartbeat:
                     self._exchanged_s = time.monotonic()
             self._closed.wait(self._interval_s)
         with suppress(RuntimeError, OSError), at_work():
-            self._put(self._mail, replace(self._build_beat(), phase="ended"), {})
+            self._put(self._entries, replace(self._build_beat(), phase="ended"), {})
 
-    def _put(self, mail: Mail, beat: Beat, orders: Mapping[str, Any]) -> None:
-        mail.put(f"beat/{beat.rank}", json.dumps({"beat": asdict(beat), "orders": orders}))
+    def _put(self, entries: SignedEntries, beat: Beat, commands: Mapping[str, Any]) -> None:
+        entries.put(f"beat/{beat.rank}", json.dumps({"beat": asdict(beat), "commands": commands}))
 
     def _process(self, texts: Sequence[str]) -> None:
         now_s = time.monotonic()
@@ -260,8 +260,8 @@ class Heartbeat:
             known = self._beats.get(beat.rank)
             if known is None or known[0].number != beat.number:
                 self._beats[beat.rank] = (beat, now_s)
-                if message["orders"] and beat.rank != self._facts.rank and not self._is_silent(beat.rank, now_s):
-                    self._execute(message["orders"])
+                if message["commands"] and beat.rank != self._facts.rank and not self._is_silent(beat.rank, now_s):
+                    self._execute(message["commands"])
 
     def _is_silent(self, rank: int, now_s: float) -> bool:
         known = self._beats.get(rank)
@@ -276,7 +276,7 @@ class Heartbeat:
 
     def _collect(self) -> list[Beat] | None:
         """Return the state of all ranks; None before the first beat of each."""
-        if self._mail is None:
+        if self._entries is None:
             return [self._build_beat()]
         now_s = time.monotonic()
         if len(self._beats) < self._facts.world_size:
@@ -304,17 +304,17 @@ class Heartbeat:
     def _check(self, now_s: float) -> None:
         facts = self._facts
         cut_off_s = now_s - max(self._exchanged_s, self._awake_since_s)
-        if self._mail is not None and cut_off_s > facts.limits.floor_s:
+        if self._entries is not None and cut_off_s > facts.limits.floor_s:
             self._report_cut_off(cut_off_s)
             return
-        if self._mail is not None and not self._leads():
+        if self._entries is not None and not self._leads():
             self._clear()  # a rank before this one is back
             return
         ranks = self._collect()
         if ranks is None:
             return
         self._publish(ranks)
-        self._order_stacks(ranks, now_s)
+        self._request_stacks(ranks, now_s)
         self._report_slow(ranks, now_s)
         stall = diagnose(ranks, facts.limits, now_s - self._awake_since_s)
         if stall is None:
@@ -323,30 +323,30 @@ class Heartbeat:
         self._still_s = min(rank.still_s for rank in ranks)
         if self._reported is None or self._reported.blocking != stall.blocking:
             self._report(stall, ranks)
-        if stall.is_final and "end" not in self._orders:
+        if stall.is_final and "end" not in self._commands:
             self._end(stall, ranks)
 
-    def _order_stacks(self, ranks: Sequence[Beat], now_s: float) -> None:
-        """Order the stacks of all ranks if `samestep watch` asks for them, until each has read the order."""
+    def _request_stacks(self, ranks: Sequence[Beat], now_s: float) -> None:
+        """Command all ranks to write their stacks if `samestep watch` requests them, until each has read it."""
         facts = self._facts
         if facts.logs is not None and (facts.logs / STACKS_WANTED).exists():
             with suppress(OSError):
                 (facts.logs / STACKS_WANTED).unlink()
             self._asked_s = now_s
-            self._orders = {**self._orders, **_build_order([beat.rank for beat in ranks])}
+            self._commands = {**self._commands, **_build_command([beat.rank for beat in ranks])}
             self._write_stacks()
         elif self._asked_s and now_s - self._asked_s > MISSED * self._interval_s:
             self._asked_s = 0.0
             if self._reported is None:
-                self._orders = {}
+                self._commands = {}
 
     def _clear(self) -> None:
-        if self._reported is not None and "end" not in self._orders:
+        if self._reported is not None and "end" not in self._commands:
             self._facts.say(f"the run continues after {describe_seconds(self._still_s)}")
-            self._reported, self._orders = None, {}
+            self._reported, self._commands = None, {}
 
     def _report(self, stall: Stall, ranks: Sequence[Beat]) -> None:
-        """Print the diagnosis. Order the stacks of the ranks that block the run; of all if those wait for others."""
+        """Print the diagnosis. Request the stacks of the ranks that block the run; of all if those wait for others."""
         self._reported = stall
         responding = [beat for beat in ranks if not beat.is_silent]
         blocking = [beat for beat in responding if beat.rank in stall.blocking]
@@ -356,7 +356,7 @@ class Heartbeat:
             name = str(shown[0]) if len(shown) == 1 else "*"
             where = f" (stack: {self._facts.logs / f'stacks-{name}.txt'})"
         self._facts.say(stall.sentence + where)
-        self._orders = _build_order(shown)
+        self._commands = _build_command(shown)
         if self._facts.rank in shown:
             self._write_stacks()
 
@@ -365,26 +365,26 @@ class Heartbeat:
         able = [beat.rank for beat in blocking if not beat.is_silent]
         frozen = [(beat.rank, beat.pid) for beat in blocking if beat.is_silent and beat.process in ("stopped", "alive")]
         first = able or ([] if frozen else [self._facts.rank])
-        self._orders = {**self._orders, "end": {"first": first, "sentence": stall.sentence}}
+        self._commands = {**self._commands, "end": {"first": first, "sentence": stall.sentence}}
         self._facts.say("nothing has moved for too long: the run is stopped")
-        with at_rest():  # give the other ranks time to read the order
+        with at_rest():  # give the other ranks time to read the command
             self._closed.wait(2 * self._interval_s if self._facts.world_size > 1 else 0)
         if frozen:
             self._facts.end_others(frozen, stall.sentence)
-        self._execute(self._orders)
+        self._execute(self._commands)
 
-    def _execute(self, orders: Mapping[str, Any]) -> None:
-        """Execute the leader's orders."""
+    def _execute(self, commands: Mapping[str, Any]) -> None:
+        """Execute the leader's commands."""
         rank = self._facts.rank
-        if rank in orders.get("stacks", ()) and orders["number"] != self._executed:
-            self._executed = orders["number"]
+        if rank in commands.get("stacks", ()) and commands["number"] != self._executed:
+            self._executed = commands["number"]
             self._write_stacks()
-        if "end" in orders:
-            is_first = rank in orders["end"]["first"]
+        if "end" in commands:
+            is_first = rank in commands["end"]["first"]
             if not is_first:
                 with at_rest():
                     self._closed.wait(GRACE_S)
-            self._facts.end(orders["end"]["sentence"], is_first)
+            self._facts.end(commands["end"]["sentence"], is_first)
 
     def _report_cut_off(self, cut_off_s: float) -> None:
         """Report that the rendezvous store does not answer, so that no leader can be reached."""
@@ -437,8 +437,8 @@ class Heartbeat:
             self._timeline.add(ranks)
 
 
-def _build_order(ranks: Sequence[int]) -> dict[str, Any]:
-    """Build an order to ranks to write their stacks. Its number is unique, so that each executes it once."""
+def _build_command(ranks: Sequence[int]) -> dict[str, Any]:
+    """Build a command to ranks to write their stacks. Its number is unique, so that each executes it once."""
     return {"stacks": ranks, "number": time.time_ns()}
 
 

@@ -17,7 +17,7 @@ from samestep.errors import KINDS, Error, InvalidValue, PeerFailed, name_kind
 from samestep.world import wire
 from samestep.world.environment import Environment, check_interface, has_agent_store, read_master, read_restarts
 from samestep.world.local_sockets import LocalSockets, connect
-from samestep.world.rendezvous_store import MAC_BYTES, Mail, leave_note, read_note
+from samestep.world.rendezvous_store import MAC_BYTES, SignedEntries, read_entry, write_entry
 from samestep.world.version_check import check_alike, describe_software, explain_hashing
 
 T = TypeVar("T")
@@ -84,9 +84,9 @@ class Group:
         self._key = b""  # from the launcher's secret and random parts of all ranks, which the store never holds
         self.forget_stops()
 
-    def open_mail(self) -> "Mail | None":
-        """Open a connection for signed notes; None with one rank."""
-        return Mail(self._key) if self.world_size > 1 else None
+    def open_entries(self) -> "SignedEntries | None":
+        """Open a connection for signed entries of the store; None with one rank."""
+        return SignedEntries(self._key) if self.world_size > 1 else None
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's `value` (as for `wire.encode`, or from `seal`), in rank order, on every rank."""
@@ -216,12 +216,12 @@ class Group:
         """
         if self.world_size == 1:
             return None
-        leave_note(self._name_stop(self.rank), str(step))
+        write_entry(self._name_stop(self.rank), str(step))
         if self.local_sockets is not None:
             rows = [bytearray(STOPPED if rank == self.rank else len(STOPPED)) for rank in range(self.world_size)]
             self.local_sockets.exchange([memoryview(row) for row in rows])
             return next((rank for rank, row in enumerate(rows) if row != STOPPED), None)
-        # A rank in another step waits for this one, and leaves no note.
+        # A rank in another step waits for this one, and writes no entry.
         deadline_s = time.monotonic() + STOP_S
         while has_agent_store() and None in (steps := self._read_stops()):
             if time.monotonic() > deadline_s:
@@ -238,7 +238,7 @@ class Group:
         return next(((rank, step) for rank, step in enumerate(self._read_stops()) if step is not None), None)
 
     def _read_stops(self) -> list[str | None]:
-        return [read_note(self._name_stop(rank)) for rank in range(self.world_size)]
+        return [read_entry(self._name_stop(rank)) for rank in range(self.world_size)]
 
     def _name_stop(self, rank: int) -> str:
         return f"stopped/{self._number}/{rank}"

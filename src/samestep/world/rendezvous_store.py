@@ -1,4 +1,4 @@
-"""What ranks exchange through the rendezvous store, without a collective: notes, signed notes, and JSON values."""
+"""What ranks exchange through the rendezvous store, without a collective: entries, signed entries, and JSON values."""
 
 import hmac
 import json
@@ -29,7 +29,7 @@ def _find_store() -> Any:
 def is_left_by_rank_0(within_s: float) -> bool:
     """Return whether the store in rank 0's process closes within that time.
 
-    Connects with a plain socket, because torch prints pages to stderr when a store has gone.
+    Connects with a plain socket, because torch prints pages to stderr when a store has closed.
     """
     deadline_s = time.monotonic() + within_s
     while time.monotonic() < deadline_s:
@@ -48,27 +48,27 @@ def is_first(name: str) -> bool | None:
     return None
 
 
-def leave_note(name: str, text: str) -> None:
-    """Write a note. It is in the store when this returns."""
+def write_entry(name: str, text: str) -> None:
+    """Write an entry. It is in the store when this returns."""
     with suppress(RuntimeError):
         if (store := _find_store()) is not None:
             store.set(f"samestep/{name}", text)
             store.check([f"samestep/{name}"])  # waits for an answer, which `set` does not
 
 
-def read_note(name: str) -> str | None:
-    """Return the note `name`; None if there is none."""
+def read_entry(name: str) -> str | None:
+    """Return the entry `name`; None if there is none."""
     with suppress(RuntimeError):
         if (store := _find_store()) is not None and store.check([f"samestep/{name}"]):
             return bytes(store.get(f"samestep/{name}")).decode()
     return None
 
 
-class Mail:
-    """Signed notes over a separate connection to the store, for a background thread.
+class SignedEntries:
+    """Signed entries over a separate connection to the store, for a background thread.
 
-    The calls of one connection wait for each other, and everything that reaches the store's port can write to it, so
-    only the ranks know the key of the signatures.
+    Calls on one connection wait for each other, so a background thread needs its own. Everything that reaches the
+    store's port can write to it, so entries are signed with a key that only the ranks know.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -76,13 +76,13 @@ class Mail:
         self._store, self._key = store.clone(), key
 
     def put(self, name: str, text: str) -> None:
-        """Write the note `name`, replacing an earlier one. Raises RuntimeError if the store has gone."""
+        """Write the entry `name`, replacing an earlier one. Raises RuntimeError if the store has closed."""
         self._store.set(f"samestep/{name}", self._sign(name, text.encode()) + text.encode())
 
     def read(self, names: Sequence[str]) -> list[str] | None:
-        """Read the notes `names`, without those whose signature is wrong; None if one does not exist yet.
+        """Read the entries `names`, without those whose signature is wrong; None if one does not exist yet.
 
-        Raises RuntimeError if the store has gone.
+        Raises RuntimeError if the store has closed.
         """
         keys = [f"samestep/{name}" for name in names]
         if not keys:
