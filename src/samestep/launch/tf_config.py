@@ -9,7 +9,7 @@ import socket
 from typing import Any
 
 from samestep.errors import Error
-from samestep.world.environment import read_environment, read_master, read_restarts
+from samestep.world.environment import read_environment, read_master
 from samestep.world.host import find_source
 from samestep.world.rendezvous_store import StoreExchange
 
@@ -29,12 +29,11 @@ def begin(_: Any) -> None:
     with socket.create_server((address, 0), family=family) as reserved:  # until every rank has a port
         exchange = StoreExchange(environment, TIMEOUT_S)
         port = reserved.getsockname()[1]
-        name = f"tf_config/{read_restarts()[0]}"
         own = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-        workers = exchange.exchange(name, own, TIMEOUT_S)
+        workers = exchange.exchange("tf_config", own, TIMEOUT_S)
         if missing := [rank for rank in range(environment.world_size) if rank not in workers]:
             raise Error(f"rank {missing[0]} did not give its address for TF_CONFIG within {TIMEOUT_S:.0f} s")
-        exchange.exchange(f"{name}/read", True, TIMEOUT_S)
+        exchange.exchange("tf_config/read", True, TIMEOUT_S)
     task = {"type": "worker", "index": environment.rank}
     cluster = {"worker": [workers[rank] for rank in range(environment.world_size)]}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
