@@ -1,7 +1,7 @@
 """Captures the output of the ranks, also that of C code and child processes: shows it, and writes a log per rank.
 
 The stdout and stderr of a rank are pipes, or pseudo-terminals if they are shown on a terminal, so that progress bars
-work. The `Recorder`, a process beside the ranks, reads them. So a rank that is killed loses no output, and neither a
+work. The recorder, a process beside the ranks, reads them. So a rank that is killed loses no output, and neither a
 full disk nor a blocked terminal can stop a rank. A log is a file of the launcher until the rank calls `start_log` with
 its path in the run's directory.
 """
@@ -17,6 +17,7 @@ import termios
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -92,69 +93,6 @@ def _copy_size(source: int, target: int) -> None:
             fcntl.ioctl(target, termios.TIOCSWINSZ, size)
 
 
-class Recording:
-    """Starts the recorder for one set of ranks. Used by the process that forks both.
-
-    Args:
-        shown: rank -> whether it is shown.
-        out, err: the launcher's stdout and stderr; `begin` closes them.
-        directory: receives `rank<N>.log`: the output of a rank, or a link to the log in the run's directory.
-        fork: forks a process that calls a function; returns its pid.
-    """
-
-    def __init__(
-        self, shown: Mapping[int, bool], out: int, err: int, directory: str, fork: Callable[[Callable[[], None]], int]
-    ) -> None:
-        self._streams = [each for rank, is_shown in shown.items() for each in open_streams(rank, is_shown, out, err)]
-        self._files = [out, err]
-        paths, self._path_writer = os.pipe()
-        self._socket, theirs = socket.socketpair()
-
-        def record() -> None:
-            self._socket.close()
-            for file in [self._path_writer, *(stream.inner for stream in self._streams)]:
-                os.close(file)
-            logs = {rank: Log(rank, f"{directory}/rank{rank}.log", is_shown) for rank, is_shown in shown.items()}
-            Recorder(self._streams, logs, paths, theirs, err).run()
-
-        self._pid = fork(record)
-        theirs.close()
-        os.close(paths)
-        for stream in self._streams:
-            os.close(stream.outer)
-
-    def enter(self, rank: int) -> dict[str, str]:
-        """In the process of `rank`: install its streams. Returns environment variables for it."""
-        self._socket.close()
-        for stream in self._streams:
-            for file in stream.files if stream.rank == rank else ():
-                os.dup2(stream.inner, file)
-            os.close(stream.inner)
-        out, err = self._files
-        os.close(out)
-        os.set_inheritable(err, False)
-        return {TERMINAL: f"{os.getpid()}:{err}", LOG: f"{os.getpid()}:{self._path_writer}"}
-
-    def begin(self) -> None:
-        """After the fork of all ranks: close the files that only they and the recorder use."""
-        for file in [*self._files, self._path_writer, *(stream.inner for stream in self._streams)]:
-            os.close(file)
-
-    def finish(self) -> None:
-        """After the end of all ranks: let the recorder write what it holds, and end."""
-        with suppress(OSError):  # it has ended
-            self._socket.shutdown(socket.SHUT_WR)
-
-    def fileno(self) -> int:
-        """The file descriptor that becomes readable when the recorder has ended, for select."""
-        return self._socket.fileno()
-
-    def close(self) -> None:
-        """Wait for the end of the recorder. It has `DRAIN_S` to write what it holds."""
-        self._socket.close()
-        wait_or_kill(self._pid, DRAIN_S)
-
-
 class Log:
     """The log of one rank.
 
@@ -219,33 +157,76 @@ class Log:
         return f"rank {self.rank}'s log {path} cannot be written ({error.strerror}): it ends here; the run continues"
 
 
-class Recorder:
-    """Reads the output of the ranks until the process that has forked them closes its end of `control`.
+class Recording:
+    """Records the output of one set of ranks, in a process beside them: the recorder.
+
+    The process that forks both creates it. The recorder reads until `finish`, or the end of that process.
 
     Args:
-        paths: pipe on which ranks send the paths of their logs.
-        terminal: file descriptor for warnings.
+        shown: rank -> whether it is shown.
+        out, err: the launcher's stdout and stderr; `begin` closes them.
+        directory: receives `rank<N>.log`: the output of a rank, or a link to the log in the run's directory.
+        fork: forks a process that calls a function; returns its pid.
     """
 
     def __init__(
-        self,
-        streams: list[Stream],
-        logs: dict[int, Log],
-        paths: int,
-        control: socket.socket,
-        terminal: int,
+        self, shown: Mapping[int, bool], out: int, err: int, directory: str, fork: Callable[[Callable[[], None]], int]
     ) -> None:
-        self._streams, self._logs = list(streams), logs
-        self._paths, self._moves = paths, MessageReader(paths)
-        self._control, self._terminal = control, terminal
+        self._streams = [each for rank, is_shown in shown.items() for each in open_streams(rank, is_shown, out, err)]
+        self._files = [out, err]
+        self._paths, self._path_writer = os.pipe()  # on which ranks send the paths of their logs
+        self._socket, self._control = socket.socketpair()
+        self._pid = fork(partial(self._record, shown, directory))
+        self._control.close()
+        os.close(self._paths)
+        for stream in self._streams:
+            os.close(stream.outer)
+
+    def enter(self, rank: int) -> dict[str, str]:
+        """In the process of `rank`: install its streams. Returns environment variables for it."""
+        self._socket.close()
+        for stream in self._streams:
+            for file in stream.files if stream.rank == rank else ():
+                os.dup2(stream.inner, file)
+            os.close(stream.inner)
+        out, err = self._files
+        os.close(out)
+        os.set_inheritable(err, False)
+        return {TERMINAL: f"{os.getpid()}:{err}", LOG: f"{os.getpid()}:{self._path_writer}"}
+
+    def begin(self) -> None:
+        """After the fork of all ranks: close the files that only they and the recorder use."""
+        for file in [*self._files, self._path_writer, *(stream.inner for stream in self._streams)]:
+            os.close(file)
+
+    def finish(self) -> None:
+        """After the end of all ranks: let the recorder write what it holds, and end."""
+        with suppress(OSError):  # it has ended
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def fileno(self) -> int:
+        """The file descriptor that becomes readable when the recorder has ended, for select."""
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """Wait for the end of the recorder. It has `DRAIN_S` to write what it holds."""
+        self._socket.close()
+        wait_or_kill(self._pid, DRAIN_S)
+
+    # --- in the recorder --------------------------------------------------------------------------------------------
+
+    def _record(self, shown: Mapping[int, bool], directory: str) -> NoReturn:
+        self._socket.close()
+        for file in [self._path_writer, *(stream.inner for stream in self._streams)]:
+            os.close(file)
+        self._logs = {rank: Log(rank, f"{directory}/rank{rank}.log", is_shown) for rank, is_shown in shown.items()}
+        self._moves = MessageReader(self._paths)
         self._cut: list[int] = []  # the ranks whose logs end early
         self._selector = selectors.DefaultSelector()
-        for stream in streams:
+        for stream in self._streams:
             self._selector.register(stream.outer, selectors.EVENT_READ, stream)
-        self._selector.register(control, selectors.EVENT_READ)
-        self._selector.register(paths, selectors.EVENT_READ)
-
-    def run(self) -> NoReturn:
+        self._selector.register(self._control, selectors.EVENT_READ)
+        self._selector.register(self._paths, selectors.EVENT_READ)
         is_needed = True
         while is_needed:
             ready = [key for key, _ in self._selector.select()]
@@ -328,7 +309,7 @@ class Recorder:
 
     def _print(self, sentence: str) -> None:
         with suppress(OSError):
-            os.write(self._terminal, f"samestep: {escape(sentence)}\n".encode())
+            os.write(self._files[1], f"samestep: {escape(sentence)}\n".encode())
 
 
 def _settle(line: bytes) -> bytes:
