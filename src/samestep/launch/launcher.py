@@ -6,7 +6,6 @@ import signal
 import sys
 import threading
 from contextlib import closing, nullcontext
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING
 from samestep.config import Overrides
 from samestep.console import print_error, say, saying_when_slow
 from samestep.errors import Error
-from samestep.launch.failure import Failure
 from samestep.launch.forkserver import ForkServer, is_preloaded
 from samestep.launch.local_ranks import MOST_LOCAL_RANKS, Ranks, Target, parse_shown
 from samestep.world.environment import (
@@ -154,7 +152,7 @@ def run_launch(
 
         count = known or _count_ranks(num_ranks, overrides.get("device"))
         with closing(Ranks(server, parse_shown(show_ranks, count if nodes is None else MOST_RANKS))) as ranks:
-            launch = Launch(target, count, overrides, signals.received, max_restarts, partial(_report, ranks))
+            launch = Launch(target, count, overrides, signals.received, max_restarts)
             end = run_local(ranks, launch) if nodes is None else run_node(ranks, launch, nodes)
             return _conclude(ranks, signals.received, end)
 
@@ -179,36 +177,10 @@ def _conclude(ranks: Ranks, received: list[int], end: "End") -> int:
             say(f"{end.failure}; the others were stopped")
             return end.code
     if failure is not None:
-        _report(ranks, failure)
+        ranks.report(failure)
         return failure.exit_code
     if any(ranks.codes.values()) or not ranks.done:  # the ranks were stopped, and none has reported a reason
         return 1
     # A rank received a signal directly, or this node has just joined and has no ranks that could report an end.
     is_stopped = (ranks.directory / STOPPED).exists() or not (received or end.is_complete)
     return START_AGAIN if is_stopped else 0
-
-
-def _report(ranks: Ranks, failure: Failure, then: str = "") -> None:
-    """Print a failure; the reason comes last, and once. `then`: what follows, if the launch does not end."""
-    lines: list[str] = []
-    if failure.kind == "error":
-        lines.append(f"samestep: error: {failure.message}")
-    elif failure.kind != "exit" or failure.rank not in ranks.shown:  # a shown rank that exits has printed its reason
-        if failure.log and not failure.traceback:
-            where = ranks.find_log(failure.rank)
-            lines += [f"samestep: the end of rank {failure.rank}'s output{where and f' ({where})'}:", failure.log]
-        own = [other for other in ranks.failures if other.rank != failure.rank and not other.secondary]
-        same = [other.rank for other in own if other.message == failure.message]
-        lines += [f"samestep: {other.reason}" for other in own if other.rank not in same]
-        others = ""
-        if ranks.world_size > 1:
-            others = f"; the same for rank {', '.join(map(str, sorted(same)))}" if same else "; the others were stopped"
-        if failure.traceback:
-            lines += [f"samestep: rank {failure.rank} of {ranks.world_size} failed{others}"] if others else []
-            lines.append(failure.traceback.rstrip("\n"))
-        elif not then:
-            lines.append(f"samestep: {failure}{others}")
-    if then:
-        lines.append(f"samestep: {failure.reason}{then}")
-    for line in lines:
-        print_error(line)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.config import PREFIX, Overrides, to_variables
+from samestep.console import print_error
 from samestep.errors import Error, InvalidValue
 from samestep.files import open_regular
 from samestep.launch.failure import Failure, describe_death, find_first, read_failure
@@ -273,6 +274,32 @@ class Ranks:
         if failure is None or failure.rank in self.shown:
             return failure
         return replace(failure, log=_read_tail(self.directory / f"rank{failure.rank}.log"))
+
+    def report(self, failure: Failure, then: str = "") -> None:
+        """Print a failure; the reason comes last, and once. `then`: what follows, if the launch does not end."""
+        lines: list[str] = []
+        if failure.kind == "error":
+            lines.append(f"samestep: error: {failure.message}")
+        elif failure.kind != "exit" or failure.rank not in self.shown:  # a shown rank that exits has printed its reason
+            if failure.log and not failure.traceback:
+                where = self.find_log(failure.rank)
+                lines += [f"samestep: the end of rank {failure.rank}'s output{where and f' ({where})'}:", failure.log]
+            own = [other for other in self.failures if other.rank != failure.rank and not other.secondary]
+            same = [other.rank for other in own if other.message == failure.message]
+            lines += [f"samestep: {other.reason}" for other in own if other.rank not in same]
+            others = ""
+            if self.world_size > 1:
+                ranks = ", ".join(map(str, sorted(same)))
+                others = f"; the same for rank {ranks}" if same else "; the others were stopped"
+            if failure.traceback:
+                lines += [f"samestep: rank {failure.rank} of {self.world_size} failed{others}"] if others else []
+                lines.append(failure.traceback.rstrip("\n"))
+            elif not then:
+                lines.append(f"samestep: {failure}{others}")
+        if then:
+            lines.append(f"samestep: {failure.reason}{then}")
+        for line in lines:
+            print_error(line)
 
     def close(self) -> None:
         """Remove the directory."""

@@ -6,14 +6,13 @@ server decides for all of them when the ranks start, stop and restart (docs/deci
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from samestep.config import Overrides
 from samestep.console import say
-from samestep.launch.failure import Failure
 from samestep.launch.handshake import derive_key
 from samestep.launch.local_ranks import Placement, Ranks, Target, build_variables, open_store
 from samestep.launch.messages import Link, build
@@ -30,7 +29,6 @@ class Launch:
     Attributes:
         num_ranks: number of ranks on this machine.
         received: the signals that this process has received so far.
-        report: called with each failure on this machine after which the ranks restart, and with what follows.
     """
 
     target: Target
@@ -38,7 +36,6 @@ class Launch:
     overrides: Overrides
     received: Sequence[int]
     max_restarts: int
-    report: Callable[[Failure, str], None]
 
 
 def _start(ranks: Ranks, launch: Launch, place: Placement) -> None:
@@ -77,7 +74,7 @@ def run_local(ranks: Ranks, launch: Launch) -> End:
                 return End(is_complete=True)
             num_restarts += 1
             restart = Restart(failure.reason, failure.rank)
-            launch.report(failure, f"; restart {num_restarts} of {launch.max_restarts}")
+            ranks.report(failure, f"; restart {num_restarts} of {launch.max_restarts}")
     finally:
         ranks.kill()
 
@@ -155,7 +152,7 @@ class NodeSession:
         self._seen_restarts = num_restarts
         then = f"; restart {num_restarts} of {self._launch.max_restarts}" if is_counted else "; all start again"
         if own is not None and own.reason == restart.reason:
-            self._launch.report(own, then)
+            self._ranks.report(own, then)
         else:
             say(f"{restart.reason}{then}")
 
