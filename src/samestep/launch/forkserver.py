@@ -2,10 +2,8 @@
 
 `ForkServer` is the client side. The server process (`serve`) has one thread. It receives requests to start and to
 signal ranks over a Unix socket, and sends an event when ranks have started and when one has ended. When the socket
-closes because the client has ended, the server kills every rank and their children, and ends.
-
-multiprocessing's forkserver does not fit: it imports the caller's main script again in every rank, and its ranks keep
-it alive after the caller was killed.
+closes because the client has ended, the server kills every rank and their children, and ends. Why not that of
+multiprocessing: docs/decisions/forkserver.md.
 """
 
 import atexit

@@ -57,9 +57,9 @@ def read_driver(file: Path = Path("/proc/driver/nvidia/version")) -> str:
 
 def judge_versions(facts: Facts) -> Iterator[Finding]:
     """Report the ranks that differ from the majority (from rank 0 if there is none)."""
-    names = {name: None for versions in facts.by_rank.values() for name in versions}
-    for name in names:
-        values = {rank: versions.get(name, "") for rank, versions in facts.by_rank.items()}
+    versions = next(iter(facts.by_rank.values()))
+    for name in versions:
+        values = {rank: theirs[name] for rank, theirs in facts.by_rank.items()}
         counts = Counter(values.values())
         usual = max(counts, key=lambda value: (counts[value], value == values[min(values)]))
         for value in [value for value in counts if value != usual]:
@@ -67,7 +67,6 @@ def judge_versions(facts: Facts) -> Iterator[Finding]:
             found = f"{name} is {value or 'missing'} on {where}, and {usual or 'missing'} on the others"
             advice = f"install {name} {usual} there" if usual else f"remove {name} there, or install it on all"
             yield (failure if name in MUST_AGREE else warning)(found, advice)
-    versions = next(iter(facts.by_rank.values()))
     shown = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     everywhere = "" if len(facts.by_rank) == 1 else " on all ranks"
     yield well(shown + everywhere, versions)
