@@ -137,7 +137,7 @@ def find_damage(directory: Path, manifest: Mapping[str, Any]) -> str | None:
             starts = [0, *accumulate(lengths)]
             try:
                 with open(directory / file, "rb", buffering=0, opener=open_regular) as opened:
-                    found = [*pool.map(_hash_range, repeat(opened.fileno()), starts, lengths)]
+                    found = [*pool.map(hash_range, repeat(opened.fileno()), starts, lengths)]
             except OSError as error:
                 return f"{file} cannot be read ({error.strerror})"
             for k, (checksum, right) in enumerate(zip(found, checksums, strict=True)):
@@ -146,7 +146,7 @@ def find_damage(directory: Path, manifest: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _hash_range(file: int, start: int, length: int) -> str:
+def hash_range(file: int, start: int, length: int) -> str:
     """Return the sha256 of some bytes of a file, or of fewer if it ends within them. Any thread may call it."""
     sha, end = hashlib.sha256(), start + length
     while data := os.pread(file, min(end - start, _BUFFER_BYTES), start):

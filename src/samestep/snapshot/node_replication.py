@@ -6,7 +6,6 @@ state, and the rows of `metrics.jsonl`. Nothing is exchanged in a step. At the s
 sound snapshot that any of them holds, and files that a node lacks are broadcast. With one writer, nothing is exchanged.
 """
 
-import hashlib
 import os
 import secrets
 import shutil
@@ -21,7 +20,7 @@ from samestep.console import say
 from samestep.errors import KINDS, Error, RunDirectoryError, name_kind
 from samestep.files import open_regular
 from samestep.plan.ledger import RECORD as LEDGER_RECORD
-from samestep.snapshot.manifest import find_damage
+from samestep.snapshot.manifest import find_damage, hash_range
 from samestep.snapshot.object_store import Unreachable
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.store import SNAPSHOTS, Snapshot
@@ -399,12 +398,10 @@ def _put_file(directory: RunDirectory, name: str, part: Mapping[str, Any]) -> st
 
 def _hash_start(path: Path, size: int) -> str | None:
     """Return the sha256 of a file's first bytes; None if it has fewer."""
-    sha, left = hashlib.sha256(), size
     with suppress(OSError), open(path, "rb", opener=open_regular) as file:
-        while left and (data := file.read(min(left, PIECE_BYTES))):
-            sha.update(data)
-            left -= len(data)
-    return None if left else sha.hexdigest()
+        if os.fstat(file.fileno()).st_size >= size:
+            return hash_range(file.fileno(), 0, size)
+    return None
 
 
 def _read_piece(path: Path, start: int, size: int) -> bytes:
