@@ -96,7 +96,7 @@ def test_numbers(tmp_path: Path, flags: list[str], said: list[str]) -> None:
      "launch has no option --nproc-per-nod; did you mean --nproc-per-node?"),
     (["launch", "--num_processes=2", "x.py"], "launch has no --num_processes: use --nproc-per-node"),
     (["verify", "--gpus", "2", "x.py"], "verify has no option --gpus; see --help"),
-    (["launch", "--nproc-per-node", "0", "x.py"], "--nproc-per-node must be at least 1, not 0"),
+    (["launch", "--nproc-per-node", "0", "x.py"], "--nproc-per-node must be a whole number from 1"),
     (["launch", "missing.py"], "there is no script missing.py"),
     (["inspect", "nowhere"], "nowhere"),
     (["inspect", "x" * 300], "xxx cannot be used (File name too long): name another"),

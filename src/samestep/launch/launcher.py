@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from samestep.config import Overrides
+from samestep.config import Overrides, whole
 from samestep.console import print_error, say, saying_when_slow
 from samestep.errors import Error
 from samestep.launch.forkserver import ForkServer, is_preloaded
@@ -86,11 +86,7 @@ def parse_num_ranks(text: str) -> int | None:
         num_ranks = int(text)
     except ValueError:
         raise Error(f"--nproc-per-node takes a number, gpu, cpu or auto, not {text!r}") from None
-    if num_ranks < 1:
-        raise Error(f"--nproc-per-node must be at least 1, not {num_ranks}")
-    if num_ranks > MOST_LOCAL_RANKS:
-        raise Error(f"--nproc-per-node must be at most {MOST_LOCAL_RANKS}, not {num_ranks}")
-    return num_ranks
+    return int(whole(1, MOST_LOCAL_RANKS)("--nproc-per-node", num_ranks))
 
 
 def _open_server(overrides: Overrides, num_ranks: str) -> ForkServer:
