@@ -294,9 +294,7 @@ class Trainer:
         name = args.metric_for_best_model
         name = name if name.startswith("eval_") else f"eval_{name}"
         if name not in metrics:
-            raise InvalidValue(
-                f"metric_for_best_model is {name}, which is not one of the metrics: {', '.join(metrics)}"
-            )
+            raise InvalidValue(f"metric_for_best_model is {name}, which is none of the metrics: {', '.join(metrics)}")
         if isinstance(self.lr_scheduler, ReduceLROnPlateau):
             self.lr_scheduler.step(metrics[name])
         value = metrics[name] if args.greater_is_better else -metrics[name]

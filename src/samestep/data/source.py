@@ -103,9 +103,7 @@ def read_shards(dataset: Any) -> tuple[tuple[Shard, ...], NDArray[np.int64], str
     sizes = np.array(columns, "<i8")
     if (total := int(sizes[0].sum())) != len(dataset):
         name = type(dataset).__name__
-        raise InvalidValue(
-            f"the shards of {name} have {total} samples, and its len() is {len(dataset)}: make them equal"
-        )
+        raise InvalidValue(f"the shards of {name} have {total} samples, and its len() is {len(dataset)}: correct one")
     if len({*names}) < len(names):
         raise InvalidValue(f"two shards of {type(dataset).__name__} have the same name: give each a name of its own")
     sha = hashlib.sha256("\0".join(names).encode())

@@ -266,9 +266,7 @@ class Store:
     ) -> Path:  # fmt: skip
         """`write` for what `encode` returned. Calls `confirm`, which may raise, before the manifest is written."""
         if name is not None and not NAME.fullmatch(name):
-            raise InvalidValue(
-                f"a snapshot cannot be named {name!r}: use letters, digits and underscores, such as best"
-            )
+            raise InvalidValue(f"a snapshot cannot be named {name!r}: use letters, digits and underscores, as in best")
         target = self.path / (name or f"step-{step:08d}")
         directory = self.path / f"{_WRITING}{target.name}"
         try:

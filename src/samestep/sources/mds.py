@@ -48,8 +48,7 @@ class MDS(SampleFiles):
 
         >>> import json, numpy, pathlib
         >>> from samestep.sources import MDS
-        >>> samples = numpy.array([7, 8], "<i8").tobytes()  # the files are those of streaming.MDSWriter
-        >>> shard = numpy.array([2, 16, 24, 32], "<u4").tobytes() + samples
+        >>> shard = numpy.array([2, 16, 24, 32], "<u4").tobytes() + numpy.array([7, 8], "<i8").tobytes()
         >>> about = {"format": "mds", "version": 2, "samples": 2, "column_names": ["label"], "column_sizes": [8]}
         >>> about |= {"column_encodings": ["int"], "raw_data": {"basename": "0.mds", "bytes": len(shard)}}
         >>> _ = pathlib.Path("0.mds").write_bytes(shard)
@@ -89,9 +88,7 @@ class MDS(SampleFiles):
         count, num_bytes = self._counts[shard], self._num_bytes[shard]
         header = np.frombuffer(self._blobs.read(shard, 0, 4 * (count + 2)), "<u4")
         if header[0] != count or header[-1] > num_bytes or (np.diff(header[1:].astype(np.int64)) < 0).any():
-            raise InvalidValue(
-                f"the shard {self._files[shard]} is damaged: its offsets are not those of {count} samples"
-            )
+            raise InvalidValue(f"the shard {self._files[shard]} is damaged: its offsets are not of {count} samples")
         return header[1:]
 
     def _read(self, shard: int, row: int) -> dict[str, Any]:
@@ -109,9 +106,7 @@ class MDS(SampleFiles):
                 sample[name], at = decode(data[at : at + size]), at + size
         except (ValueError, StopIteration, LookupError, OSError) as error:
             what = f"column {name}: {type(error).__name__}: {error}"
-            raise InvalidValue(
-                f"sample {row} of the shard {self._files[shard]} is damaged ({what}): restore it"
-            ) from None
+            raise InvalidValue(f"sample {row} of shard {self._files[shard]} is damaged ({what}): restore it") from None
         return sample
 
 

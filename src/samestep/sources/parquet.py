@@ -132,9 +132,7 @@ def _convert(column: Any, name: str, file: Path) -> Any:
     if not is_number:
         return column
     if column.null_count or values.null_count:
-        raise InvalidValue(
-            f"column {name} of the shard {file} lacks some numbers: fill them in, or leave it out by columns="
-        )
+        raise InvalidValue(f"column {name} of the shard {file} lacks numbers: add them, or leave it out by columns=")
     array: NDArray[Any] = values.to_numpy(zero_copy_only=False)
     return array if size is None else array.reshape(-1, size)
 

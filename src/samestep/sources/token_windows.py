@@ -134,8 +134,6 @@ def open_tokens(
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise InvalidValue(f"the token file {path} cannot be read ({why}): restore it") from None
     if context < 1 or len(tokens) <= context:
-        raise InvalidValue(
-            f"{path} has {len(tokens)} tokens, too few for a sequence of {context} and the token after it"
-        )
+        raise InvalidValue(f"{path} has {len(tokens)} tokens, too few for a sequence of {context} and one more")
     largest = np.iinfo(tokens.dtype).max + 1 if vocabulary_size is None else vocabulary_size
     return TokenWindows(tokens, context, 0, len(tokens), largest)

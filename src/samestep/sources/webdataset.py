@@ -99,9 +99,7 @@ def _count_samples(tar: Path, at: Path) -> int:
             np.savez(file, mark=np.array(mark), **index)  # type: ignore[arg-type]
         os.replace(partial, at)
     except OSError as error:
-        raise InvalidValue(
-            f"the index of {tar} cannot be written to {at} ({error.strerror}): give index_dir="
-        ) from None
+        raise InvalidValue(f"the index of {tar} cannot be written to {at} ({error.strerror}): set index_dir=") from None
     finally:
         with suppress(OSError):
             partial.unlink(missing_ok=True)

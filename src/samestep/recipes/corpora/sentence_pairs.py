@@ -79,9 +79,7 @@ def read_pairs(data: str, source: str, target: str, *, skips_bad: bool) -> Corpu
         InvalidValue: there are no pairs, or a pair cannot be used.
     """
     if source == target:
-        raise samestep.InvalidValue(
-            f"source and target are both {source}: choose two languages by --source and --target"
-        )
+        raise samestep.InvalidValue(f"source and target are both {source}: choose two languages by --source, --target")
     if data.startswith(DATASETS):
         corpus = read_dataset(data.removeprefix(DATASETS), source, target, skips_bad)
     elif data == "gettext":
