@@ -186,7 +186,7 @@ def failed(
         launches = {
             what: command.start("launch", "--nproc-per-node", "3", "fail.py", what, real=what == "segfault")
             for what in ("raise", "text", "_exit", "kill", "segfault", "error")
-            if any(f"has_the_last_word[{what}-" in name for name in wanted)
+            if any(f"is_reported_last[{what}-" in name for name in wanted)
         }
         done = {what: command.finish(launch) for what, launch in launches.items()}
         command.assert_no_files_left()
