@@ -14,7 +14,7 @@ class Error(Exception):
 
     Args:
         message: the sentence.
-        rank: the rank that it concerns. None if every rank raises the same error, so that only rank 0 prints it.
+        rank: the rank that prints the error. None if every rank raises the same error; then rank 0 prints it.
 
     Example::
 
@@ -46,7 +46,7 @@ class InvalidValue(Error, ValueError):
 
 
 class InvalidType(Error, TypeError):
-    """An argument is of a type that is not allowed.
+    """An argument has a type that is not allowed.
 
     Example::
 
@@ -70,8 +70,8 @@ class UsageError(Error, RuntimeError):
 
 
 class RunDirectoryError(Error):
-    """The run directory cannot be used with this script: another run, model or data set is in it, another process uses
-    it, it is damaged or cannot be written, or it lacks the snapshot.
+    """The run directory cannot be used: it contains another run, model or data set, another process uses it, it is
+    damaged or cannot be written, or it has no such snapshot.
 
     Example::
 
@@ -123,12 +123,12 @@ KINDS = {kind.__name__: kind for kind in (Error, InvalidValue, InvalidType, Usag
 
 
 def name_kind(error: Error) -> str:
-    """Return the name in `KINDS` of an error's class, or of its base class: another process raises the same kind."""
+    """Return the name in `KINDS` of an error's class or base class, so that another process can raise the same kind."""
     return next(kind.__name__ for kind in type(error).__mro__ if kind in KINDS.values())
 
 
 def recognize(error: BaseException) -> Error | WorkerDied | None:
-    """A clearer exception for one that Python or torch raised; None if there is none."""
+    """Return a clearer exception for one that Python or torch raised; None if there is none."""
     if type(error) is RuntimeError and str(error).startswith("DataLoader worker (pid"):  # raised by a signal handler
         process, _, cause = str(error).split(". ")[0].partition(" is killed by signal: ")  # "Killed", of SIGKILL
         names = {signal.strsignal(each): each.name for each in signal.Signals}
@@ -140,7 +140,7 @@ def recognize(error: BaseException) -> Error | WorkerDied | None:
 
 
 def explain(error: Error | OSError) -> str | None:
-    """The sentence for an `Error` or a system error that needs no traceback, else None."""
+    """Return the message of an `Error` or a system error that needs no traceback, else None."""
     if isinstance(error, Error):
         return str(error)
     full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

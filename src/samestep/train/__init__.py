@@ -1,1 +1,1 @@
-"""What a user's script touches."""
+"""The API of a training script: runs, epochs, steps, evaluation."""

@@ -12,11 +12,11 @@ _replaced: dict[str, str] = {}  # a launcher's --run-dir -> the directory in the
 
 
 def build_config(environment: Environment, **arguments: Any) -> RunConfig:
-    """The options of a run: the script's arguments, replaced by the options that were set outside the script.
+    """Return the options of a run: the script's arguments, replaced by the options that were set outside the script.
 
     Raises:
-        Error: a value is not one of its option's, the numbers do not make a step that the ranks can share, or one
-            directory was set for several runs of a script.
+        Error: an option has an invalid value, the batch sizes do not fit the number of ranks, or one directory was set
+            for several runs of a script.
     """
     overrides = environment.overrides
     if overrides.get("run_dir") is not None and environment.trace is None:  # Only the first run is traced.
@@ -35,13 +35,13 @@ def check_script_config(config: Any) -> None:
 
 
 def check_count(what: str, count: Any) -> None:
-    """Raise Error if `run.epochs` or `run.steps` did not get a number of them."""
+    """Raise Error if `run.epochs` or `run.steps` got no valid number of epochs or steps."""
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise InvalidValue(f"run.{what} needs a number of {what} of at least 1, not {count!r}")
 
 
 def _check_one_directory(said: str, given: Any) -> None:
-    """Refuse further runs of a script (the folds of a cross-validation): they would resume the first one at its end."""
+    """Refuse a second run in one directory (the folds of a cross-validation): it would resume the first one."""
     before = _replaced.setdefault(said, str(given))
     if before != str(given):
         raise UsageError(

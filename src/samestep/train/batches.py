@@ -47,22 +47,23 @@ class Batches:
 
     Args:
         data, sampler, arguments: what the script passed to `run.epochs` or `run.steps`.
-        endless: as `run.steps`: the data set is repeated, and no step is short.
+        endless: whether the data set is repeated and no step is short, as in `run.steps`.
         start: the step and the epoch where the loop begins.
-        check_every: in every so many steps, ranks compute micro-batches of other ranks, too. None: never.
+        check_every: number of steps between those in which ranks also compute micro-batches of other ranks. None:
+            never.
 
     Raises:
-        Error: that is no data, or its arguments contradict each other.
+        Error: `data` is not a data set, or the arguments contradict each other.
 
     Attributes:
         spec: the data set.
         first_step, first_epoch: where the loop begins.
         lanes: the data set, if it is a stream; else None.
-        shards: of the data set, if it is a source; else ().
-        length: samples of one epoch.
+        shards: shards of the data set, if it is a source; else ().
+        length: number of samples of one epoch.
         steps_per_epoch: None for endless batches (`run.steps`).
-        has_sampler: the order of an epoch is the script's.
-        order: `order(epoch)` -> which sample stands at which position.
+        has_sampler: whether the script's sampler gives the order of an epoch.
+        order: `order(epoch)` -> the index of the sample at each position.
         micro_batches: `micro_batches(step)` -> the micro-batches of a step of the run, as spans of positions.
     """
 
@@ -157,7 +158,7 @@ class Batches:
         return self.first_step + (epoch - self.first_epoch + 1) * self.steps_per_epoch
 
     def epochs_done(self, steps_done: int) -> int | None:
-        """Return the number of finished epochs if `steps_done` steps of the run are the end of one, else None."""
+        """Return the number of completed epochs if an epoch ends after `steps_done` steps of the run, else None."""
         if self.steps_per_epoch is None or (steps_done - self.first_step) % self.steps_per_epoch:
             return None
         return self.epoch_of(steps_done)
@@ -191,7 +192,7 @@ class Batches:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def find_checks(self, step: int, world_size: int) -> tuple[Check, ...]:
-        """Return the micro-batches of step `step` that two ranks compute; () if it is not a step with checks."""
+        """Return the micro-batches of step `step` that two ranks compute; () if the step is not checked."""
         every = None if self._check_every is None else self._check_every.steps
         if every is None or (step + 1) % every:
             return ()
@@ -213,8 +214,8 @@ class Batches:
     def count_workers(self, rank: int, world_size: int) -> int:
         """Return the number of loader workers of a rank.
 
-        Workers take turns with the micro-batches, and a lane must stay in one worker: a stream gets as many as divide
-        the rank's lanes evenly.
+        Workers take turns with the micro-batches, and a lane must stay in one worker. So a stream gets a number of
+        workers that divides the rank's lanes evenly.
         """
         most = self.spec.num_workers
         if self.lanes is None or not most:
@@ -223,13 +224,13 @@ class Batches:
         return max(count for count in range(1, held + 1) if held % count == 0 and count <= most)
 
     def check_shards(self, run_dir: Path, mark: str | None) -> None:
-        """Compare the shards with those that the loop had before.
+        """Compare the shards with those that the loop had in earlier starts.
 
         Args:
-            mark: the "shards" among the loop's numbers then.
+            mark: the entry "shards" in the loop's recorded numbers.
 
         Raises:
-            RunDirectoryError: they differ: names them.
+            RunDirectoryError: they differ; the message names them.
         """
         if mark is None or mark == self._shards_mark:
             return
@@ -245,7 +246,7 @@ class Batches:
         """Return the marks of the shards, for `keep_shards`. Compares them with those of an earlier start.
 
         Raises:
-            RunDirectoryError: the content of shards has changed, and not `overrides`: names them.
+            RunDirectoryError: the content of shards has changed and `overrides` is False; the message names them.
         """
         before: list[Mark] = []
         with suppress(OSError, ValueError):
@@ -259,7 +260,7 @@ class Batches:
         return marks
 
     def keep_shards(self, run_dir: Path, marks: list[Mark]) -> str:
-        """Write the shards, for the audit of the ledger and later starts. Returns a problem; "" if there is none."""
+        """Write the list of shards, for the audit of the ledger and for later starts. Returns a warning, or ""."""
         path = run_dir / shards_file(self._shards_mark)
         try:
             content = format_shards(self.shards, marks)
@@ -280,10 +281,10 @@ class Batches:
         """Write the order that a sampler gave, for the audit of the ledger.
 
         Returns:
-            A problem with the file; "" if there is none.
+            A warning about the file; "" if there is none.
 
         Raises:
-            InvalidValue: the epoch was begun by another order, before a restart.
+            InvalidValue: before a restart, the epoch had a different order.
         """
         path, order = run_dir / order_file(epoch), self.order(epoch)
         indices = order.take(0, len(order))
@@ -304,7 +305,7 @@ class Batches:
 
 
 def _compare_order(path: Path, epoch: int, indices: NDArray[np.int64]) -> str:
-    """Compare an epoch's order with the one in its file. Returns a problem with the file. Raises Error and OSError."""
+    """Compare an epoch's order with the one in its file. Returns a warning about the file. Raises Error and OSError."""
     with open(path, "rb", opener=open_regular) as file:
         content = io.BytesIO(file.read())
     try:

@@ -20,13 +20,13 @@ def meet(group: Group, call: int) -> None:
         call: one of the constants of this module.
 
     Raises:
-        UsageError: another rank has made another call.
+        UsageError: another rank made a different call.
     """
     check_same(group.gather_number(call))
 
 
 def check_same(calls: Sequence[int]) -> None:
-    """Raise UsageError if the calls differ. `calls`: of all ranks."""
+    """Raise UsageError if the calls of the ranks differ. `calls`: one per rank."""
     name = NAMES.get(max(calls))
     if name is None or min(calls) == max(calls):
         return

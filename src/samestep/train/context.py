@@ -1,4 +1,4 @@
-"""The context of a run that most modules need: a small frozen value, without models, loop or snapshots."""
+"""The values of a run that most modules need, without models, loop or snapshots."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ class RunContext:
         environment: the environment of this process.
         config: the run's options, checked.
         group: the ranks.
-        device: where this rank computes.
-        precision: of the forward passes.
-        say: prints a sentence for a person, on rank 0.
+        device: device of this rank.
+        precision: precision of the forward passes.
+        say: prints a message, on rank 0.
     """
 
     environment: Environment

@@ -19,7 +19,7 @@ GIT_TIMEOUT_S = 5.0
 
 
 def read_commit() -> dict[str, Any]:
-    """Return the git commit of the work tree that holds the script, and whether tracked files differ from it.
+    """Return the git commit of the script's work tree, and whether tracked files differ from it.
 
     Returns:
         {"commit": "3f2a...", "is_dirty": False}; {} outside of a work tree, without git, or if git fails.
@@ -60,13 +60,13 @@ def describe_script() -> dict[str, Any]:
 def describe_run(
     context: RunContext, directory: Path | None, config: Mapping[str, Any], machine: Mapping[str, Any], options: Options
 ) -> TrackerInfo:
-    """Return what trackers get, for a run at its beginning.
+    """Return the description of a run that trackers get at its start.
 
     Args:
         directory: run directory.
-        config: the script's own.
+        config: the `config` argument of `Run`.
         machine: see `describe_machine`.
-        options: of this start.
+        options: the options of this start.
     """
     environment = {"samestep": __version__, "python": platform.python_version(), "torch": machine["torch"]}
     environment |= {"device": machine["device"], "world_size": context.world_size}

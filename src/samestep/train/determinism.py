@@ -21,7 +21,7 @@ def fix_kernels(num_threads: int, deterministic: bool) -> None:
 
 
 def describe_machine(config: RunConfig, device: torch.device) -> dict[str, Any]:
-    """What the bits depend on, besides the run's identity."""
+    """Return everything that the bits depend on, besides the run's identity."""
     kernels = torch.cuda.get_device_name(device) if device.type == "cuda" else torch.backends.cpu.get_cpu_capability()
     return {
         "python": ".".join(platform.python_version_tuple()[:2]),  # random's generator; patch releases keep it
@@ -35,7 +35,7 @@ def describe_machine(config: RunConfig, device: torch.device) -> dict[str, Any]:
 
 
 def read_float32_settings(device_type: str) -> dict[str, str]:
-    """How matrix products and convolutions of float32 are computed: "ieee", "tf32" or "bf16".
+    """Return how matrix products and convolutions of float32 are computed: "ieee", "tf32" or "bf16".
 
     torch.get_float32_matmul_precision raises an error after a script has set `torch.backends.*.fp32_precision`.
     """
@@ -58,8 +58,8 @@ def use_tf32() -> None:
 def fix_compiler() -> None:
     """Makes torch.compile build one kernel per shape, so that kernels do not depend on the order of micro-batches.
 
-    With dynamic shapes, a short micro-batch would cause a kernel that is then used for full ones, too. With a limit,
-    a rank would run its last shapes uncompiled.
+    With dynamic shapes, a kernel compiled for a short micro-batch would also be used for full ones. With a limit on the
+    number of shapes, a rank would run its last shapes uncompiled.
     """
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:

@@ -34,7 +34,7 @@ class Evaluator:
     """Scores data sets with the models of one run.
 
     Args:
-        gradients: holds and restores the models' buffers.
+        gradients: saves and restores the models' buffers.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ def _settle(row: Row) -> Row:
 
 
 def _merge(rows: list[Row]) -> dict[str, Any]:
-    """Combine the rows of all micro-batches, in order, into means (with exactly rounded sums) and lists."""
+    """Combine the rows of all micro-batches, in order, into lists and into means with exactly rounded sums."""
     merged: dict[str, Any] = {}
     kinds = [{name: type(value) for name, value in row.items()} for row in rows]
     for name in dict.fromkeys(name for row in rows for name in row):

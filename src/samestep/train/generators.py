@@ -1,4 +1,4 @@
-"""Random generators: the state of the global ones, and those that a script creates, which are not seeded per step."""
+"""Random generators: the state of the global ones, and those that a script creates, which samestep does not seed."""
 
 import hashlib
 import os
@@ -78,10 +78,10 @@ def _set_states(states: tuple[Any, ...]) -> None:
 def find_things(
     roots: Mapping[str, Any], is_wanted: Callable[[Any], bool], max_looks: int = MAX_LOOKS
 ) -> dict[str, Any]:
-    """Find the wanted objects reachable from `roots` and from the script's variables: path -> object.
+    """Return the wanted objects that are reachable from `roots` and from the script's variables: path -> object.
 
-    The variables are those of its modules, and of the functions that are running and their closures. The global
-    generators, which are seeded, are omitted.
+    These are the variables of the script's modules, of the running functions and of their closures. The global
+    generators are omitted, because samestep seeds them.
     """
     things: list[tuple[str, Any, int]] = [(name, root, 0) for name, root in roots.items()]
     frame: Any = sys._getframe(1)
@@ -113,7 +113,7 @@ def find_things(
 
 @lru_cache(maxsize=1)
 def find_own_modules(place: Path, num_modules: int) -> list[ModuleType]:
-    """Return the script's modules except `__main__`: in files below its directory or `place`, not in a library.
+    """Return the script's modules except `__main__`: those in files below its directory or `place`, not in a library.
 
     Args:
         num_modules: total number of imported modules, so that the cached result is renewed after further imports.
@@ -152,7 +152,7 @@ def look_into(thing: Any) -> list[tuple[str, Any]]:
         looks.append(("", thing.__self__))
     if isinstance(thing, FunctionType):
         looks += [("", thing.__defaults__), ("", thing.__kwdefaults__)]
-    if isinstance(getattr(thing, "__closure__", None), tuple):  # some objects have every attribute
+    if isinstance(getattr(thing, "__closure__", None), tuple):  # some objects answer to every attribute
         names = thing.__code__.co_freevars
         for name, cell in zip(names, thing.__closure__, strict=True):
             try:

@@ -103,19 +103,19 @@ class Epoch:
 class Loop:
     """One loop of a run: what `run.epochs` or `run.steps` returns.
 
-    A body runs whole or not at all: snapshots and stops happen when the script asks for the next step or epoch, and
-    those of an epoch's last step wait for the epoch's body.
+    A body runs completely or not at all: snapshots and stops happen when the script asks for the next step or epoch.
+    After an epoch's last step, they wait until the epoch's body has run.
 
     Args:
-        build_state: position -> the state that a snapshot holds.
-        on_end: called with rows for the table at the end, and with the status, when the loop has ended.
+        build_state: position -> the state for a snapshot.
+        on_end: called when the loop has ended, with rows for the final table and with the status.
 
     Attributes:
         step: the current step, or the last one.
-        repeats_head: the script's current lines have run before the restart: the beginning of an epoch, or the lines
-            after a loop that is past.
-        failure: at the end, an Error if the last snapshot could not be written, or if another start would not help;
-            else None.
+        repeats_head: whether the script's current lines already ran before the restart: the beginning of an epoch, or
+            the lines after a complete loop.
+        failure: at the end, an Error if the last snapshot could not be written or if another start would not help; else
+            None.
     """
 
     def __init__(
@@ -295,16 +295,16 @@ class Loop:
         self._stopping.agree(is_everyone_here=True)
 
     def _begin_body(self, purpose: str, number: int) -> None:
-        """Make the body's draws, and its evaluations, depend on its number, not on where the run resumed."""
+        """Seed the body and its evaluations from its number, so that they do not depend on where the run resumed."""
         seed_all(derive(self._context.config.seed, purpose, step=number))
         self._position.num_evaluations = 0
 
     def _end_body(self, *, epochs_done: int | None, numbered: bool) -> None:
-        """Save the snapshots that are due after a body, and end the process if a signal was voted.
+        """Save the snapshots that are due after a body, and end the process if the ranks have voted to stop.
 
         Args:
             epochs_done: at an epoch's end, after its body.
-            numbered: the position can be resumed from, so that a numbered snapshot may be written.
+            numbered: whether the run can resume from the position, so that a numbered snapshot may be written.
         """
         steps_done, stopping, snapshotter = self._position.steps_done, self._stopping, self._snapshotter
         if self.step is not None:
@@ -338,7 +338,7 @@ class Loop:
         self._exit_after_signal()
 
     def _gather_lanes(self) -> list[LanePosition]:
-        """Return the positions of a stream's lanes, from the ranks that read them. On all ranks."""
+        """Gather the positions of a stream's lanes from the ranks that read them, on all ranks."""
         group, newest = self._context.group, dict[int, LanePosition]()
         for sealed in group.gather(group.seal(self._loader.positions)):
             for lane, position in group.unseal(sealed).items():
@@ -380,10 +380,10 @@ class Loop:
                 self._context.say(f"stopped at step {self._position.steps_done}: {reason}")
             self._end("stopped" if reason else "done", reason)
             self._notify_launcher(FINISHED)
-            self._stopping.reason = ""  # it does not stop a further loop
+            self._stopping.reason = ""  # a further loop is not stopped by it
         self._stopping.is_ended = True
         self._position.end_loop(self.place)
-        # What follows the loop draws the same when a later start finds nothing left to do.
+        # So the code after the loop draws the same numbers in a later start that finds nothing left to do.
         self._begin_body("after", self._position.steps_done)
         self._position.num_evaluations = AFTER_LOOP
 
@@ -393,7 +393,7 @@ class Loop:
         context, snapshotter, steps_done = self._context, self._snapshotter, self._position.steps_done
         self._watchdog.enter("saving", steps_done)
         snapshotter.end(steps_done)
-        # On all ranks: if the launcher of one node ended with START_AGAIN, srun would for all of them.
+        # On all ranks: if the launcher of one node ended with START_AGAIN, srun would return it for all nodes.
         ends = [(context.rank, self._explain_failure())]
         ends = context.group.gather(ends[0]) if self._stopping.signal else ends
         rank, failure = next((end for end in ends if end[1]), (0, ""))

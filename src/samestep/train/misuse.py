@@ -1,4 +1,4 @@
-"""Detects mistakes of a script around a step, such as an update from a gradient that is not complete."""
+"""Detects mistakes of a script in a step, such as an update from an incomplete gradient."""
 
 from collections.abc import Mapping
 from itertools import chain
@@ -32,7 +32,7 @@ class MisuseChecks(StepObserver):
         self._hook: Any = None
 
     def watch(self) -> None:
-        """Check the models at the begin of a loop.
+        """Check the models at the beginning of a loop.
 
         Raises:
             UsageError: a model is not the one that was prepared.
@@ -77,8 +77,8 @@ class MisuseChecks(StepObserver):
     def _check_used(self) -> None:
         """Check that an optimizer has used the gradients of the previous step, before this step drops them.
 
-        Some steps correctly have no update: the script has dropped the gradients or set them to 0, a gradient scaler
-        skips non-finite ones, or weights are updated without an optimizer of torch.
+        A step without an update is correct if the script has dropped the gradients or set them to 0, if a gradient
+        scaler skips non-finite ones, or if weights are updated without an optimizer of torch.
 
         Raises:
             UsageError: no optimizer has used them.
@@ -116,7 +116,7 @@ class MisuseChecks(StepObserver):
             )
 
     def _find_ours(self, optimizer: Optimizer) -> str | None:
-        """A prepared parameter that an unprepared optimizer holds, unless that is part of a prepared object."""
+        """Return a prepared parameter of an unprepared optimizer, unless the optimizer is part of a prepared object."""
         things = [thing for thing in self._objects.values() if not isinstance(thing, LRScheduler)]
         if any(value is optimizer for thing in things for value in getattr(thing, "__dict__", {}).values()):
             self._optimizers.add(optimizer)

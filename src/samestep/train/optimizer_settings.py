@@ -1,4 +1,4 @@
-"""Settings of optimizers and schedulers: those of the script, and those of the run's first start."""
+"""Settings of optimizers and schedulers: the script's, and those of the run's first start."""
 
 import math
 import warnings
@@ -19,9 +19,9 @@ _POSITION = {"last_epoch", "_step_count", "_last_lr", "base_lrs", "_get_lr_calle
 
 
 def read_settings(objects: Objects) -> dict[str, Any]:
-    """The settings of all optimizers and schedulers as JSON, by names such as "optimizer.lr".
+    """Return the settings of all optimizers and schedulers as JSON, by names such as "optimizer.lr".
 
-    Call before they are restored. Learning rates are those from which schedulers start.
+    Call it before the objects are restored. Learning rates are the initial ones, from which schedulers start.
     """
     found: dict[str, Any] = {}
     for name, thing in objects.items():
@@ -37,7 +37,7 @@ def read_settings(objects: Objects) -> dict[str, Any]:
 
 
 def find_changed(before: Settings, now: Settings) -> dict[str, tuple[Any, Any]]:
-    """The settings that differ, among those that both have: name -> (before, now)."""
+    """Return the settings that both have and that differ: name -> (before, now)."""
     return {name: (before[name], value) for name, value in now.items() if name in before and before[name] != value}
 
 
@@ -91,7 +91,7 @@ class Override:
         self._scheduled = scheduled
 
     def apply(self) -> None:
-        """Call after the objects are restored."""
+        """Set the script's settings. Call it after the objects are restored."""
         for name, optimizer in self._optimizers.items():
             for number, (group, new) in enumerate(zip(optimizer.param_groups, self._groups[name], strict=False)):
                 for key in self._keys[name] & new.keys():
@@ -116,7 +116,7 @@ class Override:
         }
 
     def _scale(self, name: str, number: int, now: Any, new: Any) -> Any:
-        """Keeps the ratio of a learning rate to the one that the run was begun with."""
+        """Return the new learning rate times the factor by which the run has changed the old one."""
         old = self._changed[f"{name}.lr"][0]
         old = old[number] if isinstance(old, list) else old
         return new if not old or now == old else now * (new / old)
@@ -127,7 +127,7 @@ def _is_plateau(thing: Any) -> bool:
 
 
 def _read_position(saved: Mapping[str, Any]) -> int:
-    """How often a scheduler was stepped. A chained one has the positions of its parts only."""
+    """Return how often a scheduler was stepped. A chained scheduler has only the positions of its parts."""
     return int(saved["last_epoch"] if "last_epoch" in saved else _read_position(saved["_schedulers"][0]))
 
 
@@ -149,7 +149,7 @@ def _add(found: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _make_plain(value: Any) -> Any:
-    """A value as it comes back from JSON. Raises TypeError if JSON has no such type."""
+    """Return a value as it comes back from JSON. Raises TypeError if JSON has no such type."""
     if callable(getattr(value, "item", None)) and getattr(value, "size", None) is not None:
         value = value.item() if not isinstance(value, Tensor) or value.numel() == 1 else value.tolist()
     if isinstance(value, float):

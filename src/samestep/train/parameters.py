@@ -1,4 +1,4 @@
-"""Which parameters are trained: those that the optimizers hold, whose gradients are reduced."""
+"""The trained parameters: those of the optimizers, whose gradients are reduced."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ from samestep.train.steps import Step, StepObserver
 
 
 class TrainedParameters(StepObserver):
-    """Passes them to the gradient pass, again whenever a script has changed them (add_param_group)."""
+    """Passes the trained parameters to the gradient pass, again after each change by the script (add_param_group)."""
 
     def __init__(self, objects: Objects, modules: Mapping[str, nn.Module], gradients: GradientPass) -> None:
         self._objects, self._modules, self._gradients = objects, modules, gradients

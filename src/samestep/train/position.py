@@ -1,4 +1,4 @@
-"""The position of a run: its finished steps, and the loops that they belong to."""
+"""The position of a run: its completed steps, and the loops to which they belong."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,11 +19,12 @@ class Place:
 
     Attributes:
         number: number of the loop, from 0, in the order of the script.
-        last_step: number of finished steps when it ends, unless it ends early.
+        last_step: number of completed steps when the loop ends, unless it ends early.
         planned_step: the same without `max_steps`.
-        is_past: it had ended in the snapshot that the run was resumed from, so it has no step left.
-        is_further: an earlier loop of this process has run.
-        is_replayed: the script's lines before this loop have run again, on the restored state of a step inside it.
+        is_past: whether the loop had ended in the snapshot from which the run resumed, so that it has no step left.
+        is_further: whether an earlier loop of this process has run.
+        is_replayed: whether the script's lines before this loop ran again, although the restored state is from a step
+            inside it.
     """
 
     number: int
@@ -38,11 +39,11 @@ class Position:
     """The position of the run. The ends of its loops are part of every snapshot.
 
     Attributes:
-        steps_done: steps finished so far, over all restarts.
-        resumed_step: `steps_done` of the snapshot that this start resumed from; 0 without one.
+        steps_done: steps completed so far, over all restarts.
+        resumed_step: `steps_done` of the snapshot from which this start resumed; 0 without one.
         began_step: `steps_done` when the current loop began.
         lanes: the positions in a stream (`LanePosition.row`) in that snapshot.
-        num_evaluations: evaluations since the current step or epoch began; each has a different random seed.
+        num_evaluations: evaluations since the current step or epoch began; each gets a different seed.
     """
 
     def __init__(self) -> None:
@@ -52,7 +53,7 @@ class Position:
         self._num_begun = self._num_past = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The ends of the loops; empty before the first loop has ended."""
+        """Return the ends of the loops; empty before the first loop has ended."""
         return {"loops": self._ends} if self._ends else {}
 
     def load_state_dict(self, position: Mapping[str, Any]) -> None:
@@ -68,7 +69,7 @@ class Position:
         """Move to the script's next loop, and record it. On all ranks.
 
         Raises:
-            RunDirectoryError: the run was resumed inside this loop or after it, and the loop was another one.
+            RunDirectoryError: the run was resumed inside or after this loop, and the loop was a different one then.
         """
         number, self._num_begun = self._num_begun, self._num_begun + 1
         planned_step = batches.first_step + num_steps
@@ -93,8 +94,8 @@ class Position:
     def _record(self, directory: RunDirectory | None, place: Place, batches: Batches) -> None:
         """Compare a loop with the run's record of it, or record it.
 
-        The record's numbers are those of the first loop; the others are in a list. Entries of loops that the snapshot
-        does not contain are of steps that were never saved, and are replaced.
+        The record's numbers are those of the first loop; a list has those of the others. Entries of loops that began
+        after the snapshot belong to steps that were never saved, and are replaced.
         """
         if directory is None:
             return

@@ -1,10 +1,10 @@
 """Computes a run's averages in a second way, for `samestep verify --gradients`.
 
-With `"reference": "float64"` the models compute in float64. The trace holds the first step's gradient as autograd
-computes it, summed by weight without the reducer. Before that step, a few of its samples pass through the loop's body
-as one batch, and then as batches of one sample: the mean over the batch must equal the mean of the single samples.
-With "float32", the trace holds the gradient that the ranks have reduced. Dropout is off in both, because its random
-numbers depend on the dtype.
+With `"reference": "float64"`, the models compute in float64, and the trace contains the first step's gradient as
+autograd computes it, summed by weight without the reducer. Before that step, a few of its samples pass through the
+loop's body as one batch, and then as batches of one sample: the mean over the batch must equal the mean over the single
+samples. With "float32", the trace contains the gradient that the ranks have reduced. Dropout is off in both cases,
+because its random numbers depend on the dtype.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -58,7 +58,7 @@ class Reference(Trace):
         self, evaluate: Callable[..., dict[str, Any]], score: Callable[[Any], Mapping[str, Any]], data: Any,
         **arguments: Any,
     ) -> dict[str, Any]:  # fmt: skip
-        """Score in micro-batches of the given size, again in the same way, and in micro-batches of one sample."""
+        """Score in micro-batches of the given size, twice in the same way, and then in micro-batches of one sample."""
         if not self._is_double:
             return evaluate(score, data, **arguments)
 
@@ -207,7 +207,7 @@ def summarize(rows: list[tuple[float, float | None, Tensor]]) -> dict[str, Any]:
 
 
 def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> Any:
-    """A hook that makes a module compute in float64 for any input."""
+    """Convert a module's inputs to float64. A forward pre-hook."""
     return cast(args), cast(kwargs)
 
 

@@ -1,4 +1,4 @@
-"""Replays the steps of a run for `samestep replay`, up to the requested step or micro-batch, and describes that one.
+"""Replays the steps of a run for `samestep replay`, and describes the requested step or micro-batch.
 
 Rank 0 writes a line per step with its bits. The last line, written by rank 0 or by the rank that has the micro-batch,
 describes the requested step or micro-batch. Then all ranks end.
@@ -63,7 +63,7 @@ class Replay(Tracer):
             self._result |= {"loss": step.averaged_loss, **self._measure()}
 
     def end_step(self, step: Step) -> None:
-        """Write the step's bits. After the step that was asked for, end this process."""
+        """Write the step's bits. After the requested step, end this process."""
         if self.context.rank == 0:
             loss = float("nan") if step.averaged_loss is None else step.averaged_loss
             bits = {"loss": to_bits(loss), "gradient": step.gradient_checksum}
@@ -79,13 +79,13 @@ class Replay(Tracer):
             machine = describe_machine(self.context.config, self.context.device)
             about = {"machine": machine, "git": read_commit(), "script": describe_script()}
             self.write({"result": {"epoch": step.epoch, "sizes": step.sizes, **result}, "about": about})
-        self.context.group.gather_number(0)  # a rank that ended earlier would count as lost
+        self.context.group.gather_number(0)  # a rank that ends earlier would count as lost
         leave(0)
 
     # --- one micro-batch --------------------------------------------------------------------------------------
 
     def probe(self, step: Step) -> Iterator[Any]:
-        """Give the script the micro-batch that was asked for. `backward` and `log` then get what it computes."""
+        """Return the requested micro-batch for the script. `backward` and `log` then receive its results."""
         v = self._micro_batch
         if step.number != self._step or v is None:
             return
@@ -114,7 +114,7 @@ class Replay(Tracer):
         self._finish(step, self._result)
 
     def backward(self, step: Step, loss: Losses, weight: float | Tensor | None, model: nn.Module | None) -> None:
-        """Compute the gradient of the micro-batch's own mean: without the other micro-batches, and without scaling."""
+        """Compute the gradient of the mean over this micro-batch only, without loss scaling."""
         if not self._is_alone:
             return
         for term, own in loss.items() if isinstance(loss, Mapping) else [(loss, weight)]:
@@ -131,7 +131,7 @@ class Replay(Tracer):
             self._logged.update(values)
 
     def _measure(self) -> dict[str, Any]:
-        """Return the norm of the gradient, and the norms of its parts by parameter, the largest first."""
+        """Return the norm of the gradient, and its norms by parameter, the largest first."""
         grads = zip(self.gradients.reducer.names, self._grads, strict=True)
         norms = {name: float(grad.detach().double().norm()) for name, grad in grads if grad is not None}
         ordered = sorted(norms, key=lambda name: (norms[name] <= sys.float_info.max, -norms[name]))
@@ -159,11 +159,11 @@ class Replay(Tracer):
 
 
 class _NonFinite:
-    """Finds the modules that are the first to produce values that are not finite, in the forward and in the backward.
+    """Finds the first modules whose values are not finite, in the forward and in the backward pass.
 
     Attributes:
-        found: sentences.
-        has_forward: the output of a module is not finite.
+        found: what was found, in sentences.
+        has_forward: whether the output of a module was not finite.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module]) -> None:
@@ -226,7 +226,7 @@ class _Debugger(pdb.Pdb):
     """pdb that ends the process when the user quits."""
 
     def stop_in(self, frame: FrameType) -> None:
-        """Stop at the next line of a frame, not in what it has called: otherwise the same as `set_trace`."""
+        """Stop at the next line of a frame, not in a function that it calls; otherwise the same as `set_trace`."""
         self.reset()
         each: FrameType | None = frame
         while each is not None:

@@ -23,7 +23,7 @@ from samestep.world.group import Group
 def name_replicated(objects: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that must be equal on all ranks after every step: parameters and the optimizers' state.
 
-    Not the buffers: a script may keep a count in one that is its rank's own.
+    Buffers are left out: a script may use one as a counter of its rank.
     """
     names: dict[int, str] = {}
     for name, thing in objects.items():
@@ -41,10 +41,10 @@ def name_replicated(objects: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 class Replicas(StepObserver):
-    """What `objects` hold on this rank, and whether all other ranks hold the same. An observer of steps.
+    """Compares the state of `objects` between the ranks. An observer of steps.
 
     Args:
-        every: the interval of comparisons; None: never.
+        every: interval of comparisons; None: never.
     """
 
     def __init__(self, objects: Mapping[str, Any], group: Group, every: Interval | None) -> None:
@@ -54,11 +54,11 @@ class Replicas(StepObserver):
         self._alike_s, self._is_wanted = time.monotonic(), False
 
     def watch(self, snapshotter: Snapshotter) -> None:
-        """Call before the first step of a loop, so that a change of the state before its update is noticed."""
+        """Begin to watch, before the first step of a loop, so that a change before its update is noticed."""
         snapshotter.watch(list_stable(self._objects))
 
     def is_time(self) -> bool:
-        """Whether a comparison is due by this rank's clock."""
+        """Return whether a comparison is due by this rank's clock."""
         return self._every is not None and self._every.has_passed(time.monotonic() - self._alike_s)
 
     def exchanged(self, step: Step, report: Report) -> None:
@@ -73,7 +73,7 @@ class Replicas(StepObserver):
         """Compare after `step` steps, on all ranks: one exchange of 8 bytes.
 
         Raises:
-            Error: they differ: names rank, host and tensor. On all ranks.
+            Error: they differ; the message names rank, host and tensor. Raised on all ranks.
         """
         if self._alike_at == step:
             return
@@ -88,7 +88,7 @@ class Replicas(StepObserver):
         self._alike_at, self._alike_s, self._is_wanted = step, time.monotonic(), False
 
     def describe(self, build: Callable[[], dict[str, Any]], step: int) -> TrainingState:
-        """Return the contents of a snapshot after `step` steps. `build`: see `TrainingState`."""
+        """Return the content of a snapshot after `step` steps. `build`: see `TrainingState`."""
         is_due = self._every is not None and self._alike_at != step
         return TrainingState(
             build,

@@ -20,7 +20,7 @@ MAX_SHOWN = 600
 
 
 class Layout:
-    """What a script can change in its loop besides values, and does not change again on resume.
+    """What a script can change in its loop besides values, and does not repeat after a resume.
 
     Which parameters are frozen (`requires_grad`) and added parameter groups are restored. A change of the keys of a
     model's state cannot be restored.
@@ -45,7 +45,7 @@ class Layout:
         return state
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Freeze what was frozen, if the script begins as it did then; otherwise the script was changed on purpose."""
+        """Freeze what was frozen, unless the script's initial freezing differs: then it was changed on purpose."""
         if saved.get("frozen_at_start") == self._frozen:
             for name, param in self._params().items():
                 param.requires_grad_(name not in saved["frozen"])
@@ -61,7 +61,7 @@ class Layout:
                 self._objects[name].add_param_group({"params": [params[each] for each in group]})
 
     def find_changed_keys(self, states: Mapping[str, Any]) -> str:
-        """Describe, once, a change of the keys of a model's state; "" if there is none. `states`: the state_dicts."""
+        """Describe a change of the keys in a model's state, once; "" if there is none. `states`: the state_dicts."""
         for name, keys in {} if self._has_changed_keys else self._keys.items():
             now = {*states[name]}
             if now != keys:
@@ -105,7 +105,7 @@ class Contents:
         self.options = Options(read_settings(objects))
 
     def build(self, position: Mapping[str, Any], state: Any) -> dict[str, Any]:
-        """The state for a snapshot. `state`: `run.state`."""
+        """Return the state for a snapshot. `state`: `run.state`."""
         if not isinstance(state, dict):
             raise InvalidType(f"run.state has become a {type(state).__name__}: keep it a dict, run.state[name] = value")
         saved = states(self._objects)
@@ -122,11 +122,11 @@ class Contents:
         """Restore all objects, and compare the script's settings of optimizers and schedulers with the run's.
 
         Args:
-            begun_with: the settings in force when the snapshot was written.
-            overrides: whether the script's settings replace those.
+            begun_with: the settings that the run used when the snapshot was written.
+            overrides: whether the script's settings replace them.
 
         Raises:
-            RunDirectoryError: the names differ, or an object refuses its state.
+            RunDirectoryError: the names differ, or a state does not fit its object.
         """
         objects, saved, asked = self._objects, contents["objects"], self.options.in_force
         if objects.keys() != saved.keys():
@@ -202,19 +202,20 @@ def recall(
 ) -> bool:  # fmt: skip
     """Load the parameters and buffers of a snapshot into models, in place. On all ranks.
 
-    Rank 0 alone reads it, and sends what it has read: other nodes may not have this snapshot.
+    Only rank 0 reads the snapshot, and sends it to the others, because other nodes may not have it.
 
     Args:
         known: the run's models.
         names: which of them to load; empty: all.
         which: as for `Store.find`.
-        may_lack: do nothing if there is no such snapshot: a run of a few steps (`samestep verify`) may not reach it.
+        may_lack: whether to do nothing if there is no such snapshot: a run of a few steps (`samestep verify`) may not
+            reach it.
 
     Returns:
         Whether the models were loaded.
 
     Raises:
-        Error: as `Run.restore`.
+        Error: as in `Run.restore`.
     """
     if snapshotter.path is None:
         raise UsageError("run.restore needs snapshots, and this run has no directory: name one in samestep.Run(...)")

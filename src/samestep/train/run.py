@@ -73,33 +73,34 @@ class Run:
             convolutions in TF32 on a GPU, and fp32 on the CPU.
         reduction: "exact" (the same bits at any number of ranks) or "fast" (the backend's all-reduce).
         num_threads: CPU threads per rank. The bits depend on it, so the default is 1 on every machine.
-        snapshot_every: interval of snapshots: 10 (steps), "2epochs", "30min" (s, min, h) or None. Another one is taken
-            at the end of the run, and when it is stopped.
-        keep_last: number of numbered snapshots to keep. Named snapshots are always kept.
+        snapshot_every: interval of snapshots: 10 (steps), "2epochs", "30min" (s, min, h) or None. A snapshot is also
+            taken at the end of the run, and when it is stopped.
+        keep_last: how many numbered snapshots to keep. Named snapshots are always kept.
         resume: "latest", a step, the name of a snapshot such as "best", or False.
         max_steps: total number of steps after which the run ends.
         log_every: interval of the rows in `metrics.jsonl`: 10 (steps), "1epochs" or "30s".
-        compare_every: interval of the comparisons of parameters and optimizer state between the ranks: 100 (steps),
-            "1epochs", "30min" or None. Unless it is None, the state is also compared before each snapshot.
-        check_compute_every: in every so many steps, each rank also computes a micro-batch of another rank, and the bits
-            of losses and gradients are compared, which finds faulty processors; see docs/running.md. None: never.
-        check_compute: "stop" (end the run before that step is applied) or "warn" if such results differ.
+        compare_every: interval of replica checks, which compare parameters and optimizer state of all ranks: 100
+            (steps), "1epochs", "30min" or None. Unless it is None, they are also compared before each snapshot.
+        check_compute_every: number of steps between checks for faulty processors, in which a micro-batch of each rank
+            is computed by another rank, too, and the bits of losses and gradients are compared; see docs/running.md.
+            None: no checks.
+        check_compute: what to do if these bits differ: "stop" (end the run before that step is applied) or "warn".
         trackers: destinations of metrics: trackers such as `samestep.TensorBoard()`, and names such as "wandb".
         config: recorded in the run directory. A later start with another config warns.
         device: "cpu", "cuda" (one GPU per local rank) or one GPU such as "cuda:1". None: CUDA if there is a GPU.
-        deterministic: use deterministic kernels only. Without, a GPU may give other bits each time.
-        bucket_cap_mb: MiB of gradients per message. None: 25 on one host, else a 16th of all gradients, from 1 to 25.
+        deterministic: use deterministic kernels only. If False, a GPU may give different bits each time.
+        bucket_cap_mb: MiB of gradients per message. None: 25 on one host, else 1/16 of all gradients, from 1 to 25.
 
     Attributes:
         dir: run directory or working copy; None without a directory.
         device, rank, local_rank, world_size: as in torch.distributed.
-        batch_size, micro_batch_size, seed: as in use.
+        batch_size, micro_batch_size, seed: the values in use.
         state: JSON dict of the script, part of every snapshot and restored by `prepare`.
         summary: rows that the script adds to the table at the end of a loop.
 
     Raises:
         InvalidValue: a value of an option is not allowed, or the numbers do not fit together.
-        RunDirectoryError: the run directory holds another run, is in use, damaged or cannot be written.
+        RunDirectoryError: the run directory contains another run, is in use, is damaged or cannot be written.
 
     Example::
 
@@ -215,10 +216,11 @@ class Run:
         Args:
             objects: models, optimizers, learning rate schedulers, averaged models, and all other objects
                 with `state_dict` and `load_state_dict`, by name.
-            override: for a resumed run, use the script's settings of optimizers and schedulers (`lr`, `T_max`) and its
-                data where they differ from those of the run. Without, the run keeps its settings and warns.
-            device_map: "keep" leaves every parameter on the device where the script has put it, for models whose
-                layers are on several devices. None: move all models to the device of the run.
+            override: in a resumed run, use the script's data and its settings of optimizers and schedulers (`lr`,
+                `T_max`) where they differ from the run's. If False, the run keeps its settings and warns, and different
+                data are an error.
+            device_map: "keep" leaves every parameter on its device, for models with layers on several devices. None:
+                move all models to the device of the run.
 
         Raises:
             InvalidType, InvalidValue: an object has no state_dict, a model contains SyncBatchNorm, or an optimizer
@@ -283,15 +285,16 @@ class Run:
         drop_last: bool | None = None,
         pin_memory: bool | None = None,
     ) -> Iterator[Epoch]:
-        """Iterate over epochs from the point where the run resumes. Each uses every sample of `data` exactly once.
+        """Iterate over epochs, from the point where the run resumes. Each uses every sample of `data` exactly once.
 
         Args:
-            data: a map-style data set, a `Source`, or a DataLoader of one whose batch size is the micro-batch size.
+            data: a map-style data set, a `Source`, or a DataLoader of either, with the micro-batch size as its batch
+                size.
             num_epochs: number of epochs of this loop, including those before a restart. A run may have several loops;
                 see docs/loops.md.
             collate_fn, num_workers, pin_memory: as in `torch.utils.data.DataLoader`.
             sampler: function of the epoch number that returns the indices of its samples, the same on all ranks.
-            shuffle: whether to use another order in each epoch. Default: True.
+            shuffle: whether to use a different order in each epoch. Default: True.
             drop_last: whether to leave out the last step of an epoch if it is short. Default: False.
 
         Raises:
@@ -337,7 +340,7 @@ class Run:
         """Iterate over steps, from the point where the run resumes. The data set is repeated, and no step is short.
 
         Args:
-            data: as in `epochs`, or an `IterableDataset`, of which each micro-batch of a step has a lane; see
+            data: as in `epochs`, or an `IterableDataset`, which is read in one lane per micro-batch of a step; see
                 docs/streaming.md.
             collate_fn, num_workers, sampler, shuffle, pin_memory: as in `epochs`.
             num_steps: number of steps of this loop, including those before a restart.
@@ -384,11 +387,11 @@ class Run:
                 units), or a list with one entry per sample.
             data: as in `epochs`.
             collate_fn, num_workers: as in `epochs`.
-            micro_batch_size: samples per call of `score`. None: that of the DataLoader if `data` is one, else of the
-                run.
+            micro_batch_size: samples per call of `score`. None: the batch size of the DataLoader if `data` is one, else
+                the micro-batch size of the run.
 
         Returns:
-            name -> mean as a float, or the list for the whole data set in its order.
+            name -> mean as a float, or the list for the whole data set, in the order of the data set.
 
         Raises:
             UsageError: called inside a loop over micro-batches, or not on all ranks.
@@ -452,11 +455,11 @@ class Run:
         """Call a function on rank 0 only and return its result on every rank.
 
         All ranks must call it. Do not make the call depend on what ranks can see differently, such as whether a file
-        exists: check that inside `fn`. The result is pickled. The generators of all ranks continue from the state that
-        rank 0 has after the call.
+        exists: check that inside `fn`. The result is pickled. After the call, the random number generators of all ranks
+        have the state of rank 0's.
 
         Raises:
-            UsageError: called inside a loop over micro-batches, or another rank has made another call.
+            UsageError: called inside a loop over micro-batches, or another rank made a different call.
 
         Example::
 
@@ -469,7 +472,7 @@ class Run:
         return call_on_rank_0(self._context.group, fn, *args, **kwargs)
 
     def snapshot(self, name: str) -> None:
-        """Keep the state of the run under a name when the body of the loop is done. Call it on all ranks.
+        """Save a named snapshot at the end of the loop's current body. Call it on all ranks.
 
         Args:
             name: letters, digits and underscores. An older snapshot of this name is replaced.
@@ -509,8 +512,9 @@ class Run:
             names: names of models in `prepare`; default: all models.
 
         Raises:
-            RunDirectoryError: there is no such snapshot, or a model does not take its state.
-            UsageError: the run has no directory, or the loop is not over or begins afterwards.
+            RunDirectoryError: there is no such snapshot, or its state does not fit a model.
+            UsageError: the run has no directory, or the call is inside a loop. A loop that begins after it raises this,
+                too.
             InvalidValue: `prepare` got no model of that name.
 
         Example: see `Run.snapshot`.
@@ -528,7 +532,7 @@ class Run:
         """End the loop after the current step (or the current epoch's body). Call it on all ranks.
 
         Base the decision on values that are the same on all ranks (`Step.metrics`, the result of `evaluate`). The same
-        command started again takes no further step in this loop; one that resumes from a step by number does.
+        command started again makes no further step in this loop, unless it resumes from a step by number.
 
         Args:
             reason: shown at the end of the run.
@@ -617,7 +621,7 @@ class Run:
         )  # fmt: skip
 
     def _begin(self, batches: Batches, total_steps: int, num_epochs: int | None) -> Loop:
-        """Prepare everything between the check of the arguments and the first step of a loop."""
+        """Do everything between the check of the arguments and the first step of a loop."""
         context, config = self._context, self._context.config
         position, snapshotter = self._position, self._snapshotter
         calls.meet(context.group, calls.LOOP)
@@ -687,7 +691,7 @@ class Run:
         return loop
 
     def _end_loop(self, rows: dict[str, Any], status: str, failure: Error | None) -> None:
-        """The loop is over: show the table, end the trackers, give signals and workers back."""
+        """At the end of a loop, show the table, end the trackers, and release signal handlers and workers."""
         if self.dir is not None:
             rows["written to"] = self._snapshotter.shown
         self._progress.end(self.summary | rows)

@@ -22,14 +22,15 @@ from samestep.watch.trackers.delivery import Trackers
 
 
 class Tally:
-    """Counts over all steps of a run, its restarts included, and averages over the steps of its present epoch.
+    """Counts over all steps of a run, including those before restarts, and averages over the steps of the current
+    epoch.
 
-    The same on all ranks. A snapshot carries it in its manifest, not in its state: a script may log times, and the
-    digest of a state must not depend on them.
+    The same on all ranks. A snapshot stores it in the manifest, not in the state: a script may log times, and the
+    digest of the state must not depend on them.
 
     Attributes:
-        num_skipped: steps that made no update, see `Step.is_skipped`.
-        epoch: whose averages these are; -1 before the first step.
+        num_skipped: number of steps that made no update, see `Step.is_skipped`.
+        epoch: the epoch of the averages; -1 before the first step.
     """
 
     def __init__(self) -> None:
@@ -46,16 +47,16 @@ class Tally:
                 self._sums[name] = (total + value * weight, total_weight + weight)
 
     def averages(self) -> dict[str, float]:
-        """The averages over the epoch's steps so far."""
+        """Return the averages over the epoch's steps so far."""
         return {name: float(total) / weight for name, (total, weight) in self._sums.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The tally as JSON, exact to the bit. Floats are hexadecimal, since JSON has no nan."""
+        """Return the tally as JSON, exact to the bit. Floats are hexadecimal, because JSON has no nan."""
         sums = {name: [float(total).hex(), weight.hex()] for name, (total, weight) in self._sums.items()}
         return {"num_skipped": self.num_skipped, "epoch": self.epoch, "sums": sums}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore `state_dict`. An empty state is that of a snapshot without a tally."""
+        """Restore `state_dict`. An empty state is from a snapshot without a tally."""
         self.num_skipped, self.epoch = state.get("num_skipped", 0), state.get("epoch", -1)
         sums = state.get("sums", {})
         self._sums = {name: (float.fromhex(total), float.fromhex(weight)) for name, (total, weight) in sums.items()}
@@ -68,7 +69,7 @@ class RunMetrics(StepObserver):
         objects: what was passed to `run.prepare`, for the learning rates.
 
     Attributes:
-        tally: of the run's steps.
+        tally: counts and averages of the run's steps.
     """
 
     def __init__(
@@ -89,11 +90,11 @@ class RunMetrics(StepObserver):
         self._num_samples, self._batches, self._gradients = 0, batches, gradients
 
     def start_clock(self) -> None:
-        """The first step follows. The time of the loop does not include the start of trackers."""
+        """Start to time the loop, before its first step, so that the start of trackers is not included."""
         self._began_s = time.perf_counter()
 
     def reduced(self, step: Step) -> None:
-        """Read what the script's body may change after it: the gradient and the learning rates of the update."""
+        """Read the gradient and the learning rates of the update, which the script's body may change afterwards."""
         if self._snapshotter.directory is not None:
             reducer = self._gradients.reducer
             if reducer is not self._checksummed:  # other parameters
@@ -131,7 +132,7 @@ class RunMetrics(StepObserver):
             self.write_row(loss | self._rates | row | skipped, steps_done, epoch=step.epoch)
 
     def _enter(self, directory: RunDirectory, step: Step) -> None:
-        """Add a step to the ledger. Checksums of a GPU are read when the next step has ended, which needs no wait."""
+        """Add a step to the ledger. Checksums on a GPU are read after the next step, which needs no wait."""
 
         def build_entry() -> Entry:
             loss = math.nan if step.averaged_loss is None else step.averaged_loss
@@ -157,7 +158,7 @@ class RunMetrics(StepObserver):
 
         Args:
             num_steps: steps of the run when the loop ends.
-            began_step: the same when it began.
+            began_step: steps of the run when the loop began.
             spent_s: phase -> seconds.
         """
         rows: dict[str, Any] = {"steps": num_steps}

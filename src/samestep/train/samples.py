@@ -1,4 +1,4 @@
-"""Hashes of a few samples, by which a start detects that its data set is not that of the run."""
+"""Hashes of a few samples, by which a start detects that its data set is not the run's."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -26,7 +26,7 @@ def add_samples(
     options: Options, group: Group, snapshotter: Snapshotter, batches: Batches, seed: int, machine: Mapping[str, Any],
     overrides: bool,
 ) -> Options:  # fmt: skip
-    """Return the options with the result of `check_samples` on rank 0. A run without a directory reads only streams."""
+    """Return the options with rank 0's result of `check_samples`. A run without a directory reads only streams."""
 
     def check() -> tuple[list[str], str]:
         directory, lanes = snapshotter.directory, batches.lanes
@@ -58,21 +58,21 @@ def check_lanes(spec: DataSpec, lanes: Lanes, seed: int) -> None:
 def check_samples(
     spec: DataSpec, seed: int, record: Mapping[str, Any], machine: Mapping[str, Any], *, overrides: bool
 ) -> list[str]:
-    """Compare the first, the middle and the last sample with those of the run. On one rank.
+    """Compare the first, the middle and the last sample with the run's. On one rank.
 
-    Samples that are not the same when they are read twice in one start are not compared. On another kind of machine, a
-    difference is no error: the same preprocessing may give other bits there.
+    Samples that differ when they are read twice in one start are not compared. On a different kind of machine, a
+    difference is not an error: the same preprocessing may give different bits there.
 
     Args:
-        record: what `run.json` holds; its "samples" are what an earlier start returned.
-        machine: as in the record.
-        overrides: whether other data are accepted.
+        record: content of `run.json`; its "samples" are the result of an earlier start.
+        machine: description of this machine, as in the record.
+        overrides: whether to accept different data.
 
     Returns:
-        A hash of each; "" for one that cannot be read or holds no numbers.
+        A hash of each sample; "" for one that cannot be read or contains no numbers.
 
     Raises:
-        RunDirectoryError: the data are not those of the run.
+        RunDirectoryError: the data are not the run's.
     """
     before, now = record.get("samples", []), read_samples(spec, seed)
     rows = zip(_choose(spec), before, now, strict=False)
@@ -89,10 +89,10 @@ def check_samples(
 
 
 def read_samples(spec: DataSpec, seed: int) -> list[str]:
-    """Return the hashes of a few samples, each read and collated alone, in the same way as in training.
+    """Return the hashes of a few samples, each read and collated alone, as in training.
 
-    With workers, one is started for it: a data set may open its files where it is first read, and a file that was
-    opened before the training's workers are forked would be shared by all of them.
+    If the run has workers, this starts one: a data set may open its files at the first read, and the training's
+    workers, which are forked later, would share a file opened in this process.
     """
     # The lanes of a stream are compared with one another, too.
     steps = [0 if isinstance(spec.dataset, Lanes) else index for index in _choose(spec)]

@@ -1,7 +1,7 @@
-"""Finds ranks that compute wrong results: at intervals, another rank computes a micro-batch of each rank, too.
+"""Finds ranks that compute wrong results: at intervals, another rank recomputes a micro-batch of each rank.
 
-A wrong gradient that every rank adds leaves all replicas equal, and a rank that is always wrong agrees with itself, so
-only another rank can find it. Hochschild et al. 2021 ("Cores that don't count") and Dixit et al. 2021 ("Silent data
+Every rank adds a wrong gradient, so all replicas remain equal. A rank that is always wrong agrees with itself, so only
+another rank can find it. Hochschild et al. 2021 ("Cores that don't count") and Dixit et al. 2021 ("Silent data
 corruptions at scale") describe such processors. docs/decisions/second_opinion.md explains the choices.
 """
 
@@ -32,7 +32,7 @@ class Opinion(NamedTuple):
     Attributes:
         rank: the rank.
         place: its host and device.
-        samples: a hash of the micro-batch that it read; "" if it holds no numbers.
+        samples: a hash of the micro-batch that the rank read; "" if it contains no numbers.
         results: checksums of losses and gradients by name.
     """
 
@@ -55,10 +55,10 @@ class _Results:
 
 
 class SecondOpinion(StepObserver):
-    """Compares the results of two ranks for the same micro-batches. An observer of steps, on more than one rank.
+    """Compares the results of two ranks for the same micro-batches. An observer of steps, for more than one rank.
 
     Raises:
-        Error: this run's ranks cannot compute one another's micro-batches with the same bits.
+        Error: the ranks of this run cannot recompute one another's micro-batches with the same bits.
     """
 
     def __init__(self, context: RunContext, batches: Batches, gradients: GradientPass) -> None:
@@ -126,10 +126,11 @@ class SecondOpinion(StepObserver):
         self._open = self._gradients.reducer.inspect = None
 
     def settle(self, step: Step, report: Report) -> Iterator[Any]:
-        """If two ranks disagree, let a third one compute the micro-batch, too, and name the rank that is wrong.
+        """If two ranks disagree, let a third rank compute the micro-batch, and name the rank that is wrong.
 
         Raises:
-            Error: ranks disagree, and the run should stop then. On all ranks, before anything of the step is applied.
+            Error: ranks disagree, and `check_compute` is "stop". Raised on all ranks, before anything of the step is
+                applied.
         """
         votes, rank = report.votes, self._context.rank
         wrong = (check for check in self._checks if votes[check.owner].computed != votes[check.checker].recomputed)
@@ -159,7 +160,7 @@ class SecondOpinion(StepObserver):
         self._results = {}
 
     def _load(self, step: int, v: int) -> Any:
-        """Load a micro-batch beside those of the loop."""
+        """Load a micro-batch in addition to those of the loop."""
         spec = replace(self._batches.spec, num_workers=min(self._batches.spec.num_workers, 1))
         device = self._context.device
         with keeping_generators(), Loader(spec, [self._batches.task(step, v)], device=device) as loader:
@@ -167,7 +168,7 @@ class SecondOpinion(StepObserver):
 
 
 def explain_dispute(opinions: Sequence[Opinion], v: int, step: int) -> str:
-    """Return the beginning of the message for opinions about micro-batch v that are not all equal."""
+    """Return the beginning of the message for opinions about micro-batch v that differ."""
     drift = find_drift([each.results for each in opinions])
     assert drift is not None
     named = [f"rank {each.rank} ({each.place})" for each in opinions]

@@ -1,4 +1,4 @@
-"""How a run ends: with its loop, with its process, or by an error."""
+"""The end of a run: with its loop, with its process, or by an error."""
 
 import atexit
 import gc
@@ -34,10 +34,10 @@ class Resources:
     """The resources of one run. They are closed when nothing refers to the run any more, or at the end of the process.
 
     Args:
-        pools: of data workers.
+        pools: pools of data workers.
 
     Attributes:
-        error_dir: directory in which the launcher looks for errors; None without one.
+        error_dir: directory in which the launcher looks for errors; None without a launcher.
         find_failure: called at the end of the process; returns the error of a run that has not ended correctly.
     """
 
@@ -57,14 +57,14 @@ class Resources:
         _open.append(self)
 
     def end_loop(self) -> None:
-        """End a loop without error. From now on the run is closed when nothing refers to it."""
+        """End a loop without error. From now on, the run is closed when nothing refers to it."""
         self._pools.close()
         if self._is_open:
             _open.remove(self)
             _ended.add(self)
 
     def begin_loop(self) -> None:
-        """Begin a further loop: acquire again what the end of the last one released."""
+        """Begin a further loop: acquire again what the end of the previous loop released."""
         if self in _ended:
             _ended.remove(self)
             _open.append(self)
@@ -74,10 +74,10 @@ class Resources:
         self._signals.take()
 
     def close(self, failure: str = "") -> Error | None:
-        """Close everything. A second call has no effect, nor has one in a forked process.
+        """Close everything. A second call, or a call in a forked process, has no effect.
 
         Args:
-            failure: why the process ends; "" if it ends without error, or does not end.
+            failure: the error that ends the process; "" if it ends without an error, or continues.
 
         Returns:
             The error of a run that has not ended correctly.
@@ -126,9 +126,9 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 def report_errors(rank: int) -> None:
-    """Let an uncaught Error end the program with its one sentence, printed by one rank, and exit code 2.
+    """Make an uncaught Error end the program with its sentence, printed by one rank, and with exit code 2.
 
-    A rank that only lost another rank prints one line, since the other rank's error is the one that matters.
+    A rank that only lost another rank prints one line, because the other rank's error is the cause.
     """
     ready_standard_files()
     others, pid = sys.excepthook, os.getpid()
@@ -177,7 +177,7 @@ def _say_once(error: Error, rank: int) -> None:
         # Rank 0 prints an error that is the same on all ranks, unless it has ended by now.
         is_sayer = rank == (error.rank or 0) or (error.rank is None and not is_left_by_rank_0(SAY_AFTER_S))
     if is_sayer:
-        # Not sys.stderr: torch.distributed's own hook buffers that around this one, and SystemExit loses the buffer.
+        # Not sys.stderr: torch.distributed's hook buffers sys.stderr around this one, and SystemExit loses the buffer.
         print(f"samestep: error: {escape(str(error))}", file=sys.__stderr__, flush=True)
 
 
@@ -198,7 +198,7 @@ def _shorten(who: str, message: str, is_secondary: bool) -> str:
 
 
 def end_with(error: Error, error_dir: str | None, rank: int) -> NoReturn:
-    """End a process whose script has finished as if the script had raised `error`."""
+    """End the process of a finished script as if the script had raised `error`."""
     if error_dir is None:
         _say_once(error, rank)
     else:

@@ -22,12 +22,12 @@ OldParams = dict[int, ref[nn.Parameter]]
 
 
 def find_params() -> OldParams:
-    """All existing parameters by id, which belong to models built before the run was seeded."""
+    """Return all existing parameters by id; they belong to models built before the run was seeded."""
     return {id(thing): ref(thing) for thing in gc.get_objects() if type(thing) is nn.Parameter}
 
 
 def check(objects: Objects, old_params: OldParams) -> dict[str, nn.Module]:
-    """Checks the objects. Returns the modules among them, without wrappers of torch.compile.
+    """Check the objects. Return the modules among them, without wrappers of torch.compile.
 
     Raises:
         Error: see `Run.prepare`.
@@ -74,17 +74,17 @@ def check(objects: Objects, old_params: OldParams) -> dict[str, nn.Module]:
 
 
 def unwrap(thing: Any) -> Any:
-    """The module inside a torch.compile wrapper; its keys have no prefix."""
+    """Return the module inside a torch.compile wrapper; its keys have no prefix."""
     return getattr(thing, "_orig_mod", thing) if isinstance(thing, nn.Module) else thing
 
 
 def optimizers(objects: Objects) -> list[torch.optim.Optimizer]:
-    """The optimizers among the objects."""
+    """Return the optimizers among the objects."""
     return [thing for thing in objects.values() if isinstance(thing, torch.optim.Optimizer)]
 
 
 def learning_rates(objects: Objects) -> dict[str, float]:
-    """The learning rate of each optimizer's first parameter group, by the name in a row of metrics."""
+    """Return the learning rate of each optimizer's first parameter group, by its name in a row of metrics."""
     named = [(name, thing) for name, thing in objects.items() if isinstance(thing, torch.optim.Optimizer)]
     return {
         "train/learning_rate" if len(named) == 1 else f"train/learning_rate/{name}": float(thing.param_groups[0]["lr"])
@@ -93,7 +93,7 @@ def learning_rates(objects: Objects) -> dict[str, float]:
 
 
 def describe(modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Each model's number of parameters, with a hash of their names, shapes and dtypes."""
+    """Return each model's number of parameters, with a hash of their names, shapes and dtypes."""
     described = {}
     for name, module in modules.items():
         params = [(path, list(param.shape), str(param.dtype)) for path, param in module.named_parameters()]
@@ -104,7 +104,7 @@ def describe(modules: Mapping[str, nn.Module]) -> dict[str, str]:
 
 
 def outline(objects: Objects, modules: Mapping[str, nn.Module]) -> dict[str, Any]:
-    """What has to be the same on all ranks before tensors are exchanged."""
+    """Return what must be the same on all ranks before they exchange tensors."""
     buffers = {
         f"the buffers of {name}": [(path, tuple(buffer.shape)) for path, buffer in module.named_buffers()]
         for name, module in modules.items()
@@ -114,14 +114,15 @@ def outline(objects: Objects, modules: Mapping[str, nn.Module]) -> dict[str, Any
 
 
 def states(objects: Objects) -> dict[str, Any]:
-    """Every object's state_dict."""
+    """Return every object's state_dict."""
     return {name: unwrap(thing).state_dict() for name, thing in objects.items()}
 
 
 def list_checked(objects: Objects) -> list[tuple[str, torch.Tensor]]:
-    """Tensors that must be finite in a snapshot, with names for messages.
+    """Return the tensors that must be finite in a snapshot, with names for messages.
 
-    Parameters, BatchNorm's statistics and the optimizers' state. Other buffers may be infinite, such as masks.
+    These are parameters, BatchNorm's statistics and the optimizers' state. Other buffers, such as masks, may be
+    infinite.
     """
     found: list[tuple[str, torch.Tensor]] = []
     for name, thing in objects.items():
@@ -139,7 +140,7 @@ def list_checked(objects: Objects) -> list[tuple[str, torch.Tensor]]:
 
 
 def list_stable(objects: Objects) -> list[torch.Tensor]:
-    """Tensors that change in or after an update only: parameters and the optimizers' state."""
+    """Return the tensors that change only in or after an update: parameters and the optimizers' state."""
     modules = [unwrap(thing) for thing in objects.values() if isinstance(thing, nn.Module)]
     params = [param for module in modules for param in module.parameters()]
     return [*params, *(value for optimizer in optimizers(objects) for value in _state_tensors(optimizer))]

@@ -12,7 +12,7 @@ from samestep.engine.control import NOT_CALLED
 from samestep.engine.gradient_pass import Means, describe
 from samestep.errors import InvalidType
 
-Value = float | Tensor  # a tensor only on a GPU: float64, not read back yet
+Value = float | Tensor  # a tensor only on a GPU: float64, not copied to the host yet
 
 
 class StepLog:
@@ -22,12 +22,12 @@ class StepLog:
         self._calls: list[dict[str, tuple[Value, int]]] = [{} for _ in range(num_micro_batches)]  # sum, number of calls
 
     def add(self, k: int, name: str, value: Value) -> None:
-        """Add a value to those of this rank's k-th micro-batch."""
+        """Add a value logged in this rank's k-th micro-batch."""
         total, count = self._calls[k].get(name, (0.0, 0))
         self._calls[k][name] = (total + value, count + 1)
 
     def settle(self) -> Means:
-        """The mean of each micro-batch's calls. Reads back from a GPU, once."""
+        """Return the mean of each micro-batch's calls. Copies from a GPU once."""
         on_gpu = [total for values in self._calls for total, _ in values.values() if isinstance(total, Tensor)]
         numbers = iter(torch.stack(on_gpu).tolist() if on_gpu else ())
         return [
@@ -40,16 +40,16 @@ class StepLog:
 
 
 def collect_values(what: str, values: Mapping[str, Any] | None, named: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a call such as `step.log({"a": 1}, b=2)`. Raises InvalidType if the first argument is no dict."""
+    """Return the values of a call such as `step.log({"a": 1}, b=2)`. Raises InvalidType if `values` is not a dict."""
     if values is not None and not isinstance(values, Mapping):
         raise InvalidType(f"{what} takes a dict of name -> value or keyword arguments, not {values!r}")
     return {**(values or {}), **named}
 
 
 def read_number(name: str, given: object, num_samples: int = 1) -> Value:
-    """A value of step.log, without waiting for a GPU. Of a tensor with `num_samples` values, their mean.
+    """Return a value of step.log without waiting for a GPU; for a tensor with `num_samples` values, their mean.
 
-    Raises Error for anything else but a number.
+    Raises Error if the value is not a number.
     """
     if isinstance(given, Tensor) and given.shape == (num_samples,) and num_samples > 1:
         given = given.detach().double().mean()
@@ -62,7 +62,7 @@ def read_number(name: str, given: object, num_samples: int = 1) -> Value:
 
 
 def average(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return the mean of (value, weight) pairs and the total weight, from exactly rounded sums. 0 without weight."""
+    """Return the mean (0 without weight) of (value, weight) pairs and the total weight, from exactly rounded sums."""
     total = math.fsum(weight for _, weight in pairs)
     try:
         return (math.fsum(value * weight for value, weight in pairs if weight) / total if total else 0.0), total
@@ -73,10 +73,10 @@ def average(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def average_batch(means: Means, weights: list[list[float]], sizes: Sequence[int]) -> dict[str, tuple[float, float]]:
-    """Return name -> the average over the batch, and the total of its weights.
+    """Return name -> the average over the batch, and the total weight.
 
     Args:
-        weights: per micro-batch, those of step.backward; the first one counts.
+        weights: per micro-batch, the weights of step.backward; the first one is used.
         sizes: samples per micro-batch, for those without step.backward.
     """
     pairs: dict[str, list[tuple[float, float]]] = {}

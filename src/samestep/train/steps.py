@@ -34,10 +34,10 @@ class StepObserver:
         """The loop yields the step to the script."""
 
     def begin_pass(self, step: "Step") -> None:
-        """The script begins to iterate over the step's micro-batches. The last step's gradients are still there."""
+        """The script begins to iterate over the step's micro-batches. `.grad` still holds the previous gradients."""
 
     def probe(self, step: "Step") -> Iterator[Any]:
-        """Return batches to run the script's body on first. Only observers get their step.backward and step.log."""
+        """Return batches on which to run the script's body first. Only observers see their losses and logged values."""
         raise NotImplementedError
 
     def load(self, step: "Step") -> None:
@@ -65,7 +65,7 @@ class StepObserver:
         """The exchange raised `error`. May raise another error instead."""
 
     def settle(self, step: "Step", report: Report) -> Iterator[Any]:
-        """All ranks' reports have arrived. Returns batches to run the script's body on, from `Step.compute`."""
+        """All ranks' reports have arrived. Returns batches from `Step.compute` on which to run the script's body."""
         raise NotImplementedError
 
     def exchanged(self, step: "Step", report: Report) -> None:
@@ -78,7 +78,7 @@ class StepObserver:
         """The script's body for the step has completed."""
 
     def end_body(self, step: "Step") -> None:
-        """Same as `end_step`, but for the last step of an epoch called after the epoch's body."""
+        """Like `end_step`, but for the last step of an epoch it is called after the epoch's body."""
 
     def leave(self, step: int) -> None:
         """The script has left one of its loops within this step."""
@@ -88,9 +88,9 @@ Event = Callable[..., None]
 
 
 class Observers:
-    """For each event, a function that calls the observers that override it.
+    """One function per event, which calls the observers that override it.
 
-    `probes`, `settlers` and `forward` are lists of their methods.
+    `probes`, `settlers` and `forward` are lists of the observers' methods.
     """
 
     def __init__(self, observers: Sequence[StepObserver]) -> None:
@@ -128,16 +128,17 @@ class Step:
         epoch: epoch in which the step begins.
         micro_batch: current micro-batch, from 0, over the micro-batches of all ranks.
         sizes: samples per micro-batch, over all ranks.
-        held: this rank's micro-batches.
+        held: numbers of this rank's micro-batches.
         borrowed: micro-batches of other ranks that this rank computes before its own, to compare the results.
         open: whether the script iterates over the micro-batches.
         is_over: whether the next step has begun.
         has_gradients: whether the last pass left gradients in `.grad`.
-        is_skipped: whether there was no gradient so far: no micro-batch had a weight above 0, or it overflowed in fp16.
+        is_skipped: whether no pass left a gradient: no micro-batch had a weight above 0, or the gradient overflowed in
+            fp16.
         num_passes: number of complete iterations over the micro-batches.
         averaged_loss: loss over the whole batch in the last pass; None if no micro-batch counted.
         averages: name -> (value, weight), for the loss and the values of `log`.
-        checksums: of each pass's gradient, as `GradientChecksum.compute` returns them. On ranks that write the run.
+        checksums: checksum of each pass's gradient, see `GradientChecksum.compute`; only on ranks that write the run.
 
     Example::
 
@@ -209,7 +210,7 @@ class Step:
 
     @property
     def loss(self) -> Tensor:
-        """Loss, averaged by weight over the whole batch: a scalar tensor, the same on all ranks. nan if nothing counts.
+        """Loss, averaged by weight over the whole batch: a scalar tensor, the same on all ranks; nan without weight.
 
         Raises:
             UsageError: read before or inside the loop over micro-batches.
@@ -323,7 +324,7 @@ class Step:
         return to_device(self._loaded[v].batch, self._context.device, non_blocking=True)
 
     def load_up_to(self, v: int) -> Any:
-        """Load micro-batches of `held` up to v, in order, and return that one. For an observer that ends the run."""
+        """Load the micro-batches of `held` up to v, in order, and return v. For an observer that ends the run."""
         for each in range(self.held.start, v):
             self._load(each)
         return self._load(v)
@@ -375,15 +376,15 @@ class Step:
             )
 
     def backward(self, loss: Losses, *, weight: float | Tensor | None = None, model: nn.Module | None = None) -> None:
-        """Run the backward pass of this micro-batch. Its part of the gradient of the batch is added to all others.
+        """Run the backward pass of this micro-batch, and add its part of the gradient of the batch.
 
         Args:
-            loss: scalar, a mean over `weight` units of the micro-batch. For losses that are means over different
-                units, a dict of loss -> weight, in the same order in all micro-batches: each is averaged over the
-                batch by its own weights, and the averages are added. Each costs a backward pass and an exchange. See
+            loss: scalar, a mean over `weight` units of the micro-batch. For losses that are means over different units,
+                a dict of loss -> weight, in the same order in all micro-batches: each is averaged over the batch by its
+                own weights, and the averages are added. Each loss costs a backward pass and an exchange. See
                 docs/losses.md.
-            weight: number of units that `loss` is a mean over, such as tokens. None: the samples of the micro-batch.
-                0: the micro-batch does not count. A tensor should be on the CPU; one on a GPU is read back.
+            weight: number of units that `loss` is a mean over, such as tokens. None: the samples of the micro-batch. 0:
+                the micro-batch does not count. A tensor should be on the CPU; one on a GPU is copied to the host.
             model: the one prepared model that gets gradients. None: all models.
 
         Raises:
@@ -415,10 +416,10 @@ class Step:
     def log(self, values: Mapping[str, float | Tensor] | None = None, /, **named: float | Tensor) -> None:
         """Add values to the metrics of this step.
 
-        Inside the loop over micro-batches, values are averaged over the batch with the weights of `backward`, without a
-        synchronization. A tensor with one value per sample of the micro-batch counts as their mean; `samestep replay
-        --micro-batch` shows each of them. After the loop, values are taken as they are. The averages are in `metrics`,
-        and in `metrics.jsonl` at the interval `log_every`.
+        Inside the loop over micro-batches, values are averaged over the batch with the weights of `backward`, without
+        waiting for the device. A tensor with one value per sample of the micro-batch counts as their mean; `samestep
+        replay --micro-batch` shows each of them. After the loop, values are taken as they are. The averages are in
+        `metrics`, and in `metrics.jsonl` at the interval `log_every`.
 
         Args:
             values: name -> number or scalar tensor; further ones as keyword arguments.

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop, and how often in a row a run was stopped before it saved anything new."""
+"""Signals that ask a run to stop, and the number of consecutive starts stopped before they saved anything new."""
 
 import math
 import os
@@ -16,15 +16,15 @@ from samestep.watch.records import read_rows
 from samestep.world.environment import LEAVE, START_AGAIN, Environment, stop_code
 
 # Seconds in which a further signal counts as a repetition of the first one: a scheduler that signals every process of a
-# job reaches a rank directly and through its launcher. samestep's launcher kills the ranks after a second signal.
-# Slurm sends SIGKILL some time after the signal at a job's limit.
+# job reaches a rank directly and also through its launcher. After a real second signal, samestep's launcher kills the
+# ranks. Slurm sends SIGKILL some time after the signal at a job's limit.
 SAME_SIGNAL_S = {"python": 0.0, "torchrun": 2.0, "samestep": math.inf, "srun": math.inf}
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
-# Maximum number of starts in a row that a signal may stop before they have saved anything new, and that may request
-# another start. Once or twice happens on a busy cluster; more often means that the time limit is too short.
+# Maximum number of consecutive starts that may be stopped by a signal before they have saved anything new, and still
+# request another start. One or two happen on a busy cluster; more mean that the time limit is too short.
 MOST_IDLE_STOPS = 3
 
 
@@ -43,7 +43,7 @@ def count_idle_stops(history: Path) -> int:
     with suppress(OSError):
         rows = read_rows(history)
     again = {describe_stop(number) for number in STOP_SIGNALS if stop_code(number) == START_AGAIN}
-    count, began = 0, [0, *(row["from_step"] for row in rows)]  # where the start before each line began
+    count, began = 0, [0, *(row["from_step"] for row in rows)]  # first step of the start before each line
     for row, step in reversed([*zip(rows, began, strict=False)]):
         if row["reason"] not in again or row["from_step"] != step:
             break
@@ -54,11 +54,11 @@ def count_idle_stops(history: Path) -> int:
 class StopSignals:
     """Treats SIGINT, SIGTERM and SIGUSR1 as requests to stop, on which all ranks vote at the end of a step.
 
-    A second signal ends the process at once. So does the first one if samestep's launcher has noted that another rank
-    has failed, because no vote is possible then.
+    A second signal ends the process at once. The first one does, too, if samestep's launcher has noted that another
+    rank failed, because no vote is possible then.
 
     Attributes:
-        is_on: whether a signal is a request; False in a run without a directory, which it ends at once.
+        is_on: whether a signal is a request. False in a run without a directory, which a signal ends at once.
         heard: number of the first signal; 0 for none.
     """
 
@@ -71,7 +71,7 @@ class StopSignals:
         self.take()
 
     def take(self) -> None:
-        """Install the handlers, also again after `restore`. Works in the main thread only."""
+        """Install the handlers, possibly again after `restore`. Works in the main thread only."""
         if not self.is_on:
             return
         if not self._before and threading.current_thread() is threading.main_thread():
@@ -94,7 +94,7 @@ class StopSignals:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of a run that was stopped: not 0, so that a shell does not treat the run as complete.
+        """Return the exit code of a stopped run: not 0, so that a shell does not treat the run as complete.
 
         Under a launcher it is 0, so that the launcher does not treat a rank that stopped as requested as failed.
         """

@@ -16,19 +16,19 @@ from samestep.train.watchdog import Watchdog
 
 
 class Stopping(StepObserver):
-    """Decides which step of a loop is the last one, the same on all ranks, and joins the copies of snapshots.
+    """Decides, equally on all ranks, which step of a loop is the last one, and waits for the copies of snapshots.
 
     Each step's exchange carries a vote of every rank. An observer of steps.
 
     Args:
-        signals: those that this rank has received.
+        signals: the signals that this rank has received.
 
     Attributes:
         reason: why the script called run.stop(); "" if it did not.
         signal: the signal that stops the run on all ranks; 0 for none.
-        ending: no further step begins.
-        is_ended: there is no loop, all its steps are done, or it ended early.
-        last_step: the steps done when the loop ends, unless it ends early.
+        ending: whether no further step begins.
+        is_ended: whether there is no loop, all its steps are done, or it ended early.
+        last_step: number of completed steps when the loop ends, unless it ends early.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Stopping(StepObserver):
 
     @property
     def is_interrupted(self) -> bool:
-        """Whether a signal ends this start. A run that is complete, or has ended by run.stop(), does not leave."""
+        """Return whether a signal ends this start. It does not end a run that is complete or ended by run.stop()."""
         return bool(self.signal) and self._position.steps_done < self.last_step and not self.reason
 
     # --- votes ------------------------------------------------------------------------------------------------
@@ -73,7 +73,7 @@ class Stopping(StepObserver):
         A signal on any rank ends the loop after this step or the epoch's body. Snapshots that are due by a clock are
         taken there.
 
-        Copies for snapshots are joined: the script may update the model as soon as this returns.
+        Waits for the copies of snapshots: the script may update the model as soon as this returns.
 
         Raises:
             Error: only some ranks have a snapshot in progress.
@@ -99,7 +99,7 @@ class Stopping(StepObserver):
         self.take_votes(report.votes)
 
     def vote_alone(self) -> None:
-        """With one rank, react to a signal in the last lines of a body at its end."""
+        """With one rank, react at the end of a body to a signal that arrived after the exchange."""
         if self._context.world_size == 1 and self.signals.heard:
             self.take_votes([Vote(self.signals.heard)])
 
@@ -119,7 +119,7 @@ class Stopping(StepObserver):
         self.ending |= self._position.steps_done >= self.last_step
 
     def _warn_of_grace(self, step_s: float) -> None:
-        """Warn, once, if the kill that follows a signal comes before a step and a snapshot can be completed."""
+        """Warn, once, if the grace period after a signal is too short for a step and a snapshot."""
         directory, grace_s = self._snapshotter.directory, self._grace_s
         if grace_s is None or directory is None or not directory.save_s:
             return
@@ -143,8 +143,8 @@ class Stopping(StepObserver):
         """Check that either all ranks or none end the loop by run.stop().
 
         Args:
-            is_everyone_here: all ranks call this, with and without a run.stop(). Otherwise only ranks with one do
-                anything, so it costs the others nothing.
+            is_everyone_here: whether all ranks make this call, with and without a run.stop(). Otherwise only ranks that
+                called run.stop() do anything, so the call costs the others nothing.
 
         Raises:
             UsageError: only some ranks called run.stop().

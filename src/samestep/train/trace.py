@@ -1,8 +1,8 @@
 """Traces a run step by step for `samestep verify`: checksums of the inputs and of the results of each step.
 
-Each rank writes `rank-R.jsonl`: a line about the run, then one per step when its body is done (for an epoch's last
-step: when the epoch's body is done). With `"dump": n`, the tensors of step n are written as well. With `"kill"`, the
-process is killed at some moment of a step, or while files of a snapshot are written.
+Each rank writes `rank-R.jsonl`: a line about the run, then one line per step after its body (for an epoch's last step,
+after the epoch's body). With `"dump": n`, the tensors of step n are written as well. With `"kill"`, the process is
+killed at some moment of a step, or while files of a snapshot are written.
 """
 
 import hashlib
@@ -57,7 +57,7 @@ class Tracer(StepObserver):
         self.modules: Mapping[str, nn.Module] = {}
 
     def prepare(self, objects: Mapping[str, Any], modules: Mapping[str, nn.Module]) -> None:
-        """The models are on the device. They are not equal on all ranks yet, and nothing has been restored."""
+        """Called when the models are on the device, before they are made equal on all ranks and restored."""
         self.objects, self.modules = objects, modules
 
     def begin_loop(
@@ -187,7 +187,7 @@ class Trace(Tracer):
         return find_things(roots, lambda thing: isinstance(thing, KINDS))
 
     def _arm(self, kill: dict[str, Any]) -> None:
-        """Kill this process after some time, or at one of its next operations on a snapshot's files."""
+        """Arrange to kill this process after some time, or at one of its next operations on a snapshot's files."""
         if "after_s" in kill:
             timer = threading.Timer(kill["after_s"], os.kill, (os.getpid(), signal.SIGKILL))
             timer.daemon = True

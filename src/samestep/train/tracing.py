@@ -21,8 +21,8 @@ from samestep.train.watchdog import Watchdog
 class PhaseTiming(Tracer):
     """For `samestep doctor` and `scale`: writes a line per step about where the time goes.
 
-    The line holds the seconds that this rank has spent in each phase so far, and the samples that it loaded. With the
-    option `scale`, a line about the run and its links precedes them.
+    The line has the seconds that this rank has spent in each phase so far, and the number of samples that it loaded.
+    With the option `scale`, a line about the run and its links comes first.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class PhaseTiming(Tracer):
         )
 
     def end_body(self, step: Step) -> None:
-        if step.number == self._written:  # an epoch that is interrupted after a step ends once more
+        if step.number == self._written:  # an interrupted epoch ends once more
             return
         self._written = step.number
         self.write(
@@ -69,7 +69,7 @@ class PhaseTiming(Tracer):
 
 
 def open_tracer(context: RunContext, run_dir: Path | None, options: str, watchdog: Watchdog) -> Tracer:
-    """The tracer for `options`, which is JSON: `dir`, and the choice of the tracer and its options."""
+    """Return the tracer for `options`, which is JSON: `dir`, the choice of the tracer, and its options."""
     parsed = json.loads(options)
     if parsed.get("replay"):
         return Replay(context, run_dir, parsed)

@@ -1,4 +1,4 @@
-"""Detects state of the script that changes from step to step and that no snapshot holds."""
+"""Detects state of the script that changes from step to step and is in no snapshot."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -18,21 +18,21 @@ from samestep.train.batches import Batches
 from samestep.train.generators import KINDS, find_things, look_into, read_generator
 from samestep.train.steps import Step, StepObserver
 
-LOOK_AT = (1, 2, 4, 8, 16)  # steps of this start; the first look finds the objects, the others compare
+LOOK_AT = (1, 2, 4, 8, 16)  # steps of this start at which to look; the first look finds the objects, the others compare
 LOOK_AT_EPOCHS = 3  # also at the ends of this many epochs
-MAX_THINGS = 2_000  # objects of the script that are searched: some milliseconds
+MAX_THINGS = 2_000  # most objects of the script to search: some milliseconds
 MAX_VALUES = 4_000  # of a state, with their keys
 MAX_ELEMENTS = 512  # of a tensor, evenly spaced
 
 
 class Unprepared(StepObserver):
-    """Watches the objects that the script's modules and functions hold, over the first steps of a start.
+    """Watches the objects to which the script's modules and functions refer, over the first steps of a start.
 
     Looks at a sample of each state, so that a look takes milliseconds. On one rank.
 
     Args:
         objects: the objects passed to `run.prepare`.
-        say: takes a sentence.
+        say: prints a message.
     """
 
     def __init__(self, objects: Mapping[str, Any], batches: Batches, say: Callable[[str], None]) -> None:
@@ -71,7 +71,7 @@ class Unprepared(StepObserver):
         changed = {
             path: thing
             for path, (thing, mark, seed) in self._marks.items()
-            # A generator that the steps seed holds no state over steps.
+            # A generator that is seeded in each step carries no state from step to step.
             if mark != _mark(thing, known) and seed == _read_seed(thing)
         }
         for path in changed:
@@ -98,18 +98,18 @@ class Unprepared(StepObserver):
             return True
         if isinstance(thing, type | DataLoader) or id(thing) in self._parts:
             return False
-        # Of its class: an object may answer to any name.
+        # Look at the class: an object may answer to any name.
         if not all(callable(getattr(type(thing), name, None)) for name in ("state_dict", "load_state_dict")):
             return False
-        # Of a model around a prepared one, the known tensors are left out; of a schedule, nothing is its optimizer's. A
-        # class of the script's that holds what is prepared may save it, too.
+        # For a model that contains a prepared one, the known tensors are left out; a schedule's state has nothing of
+        # its optimizer. A class of the script that refers to prepared objects may save them, too.
         return isinstance(thing, nn.Module | LRScheduler) or not any(
             id(part) in self._own for _, part in look_into(thing)
         )
 
 
 def _mark(thing: Any, known: set[int]) -> str:
-    """A hash of a sample of an object's state, without the tensors at `known`; "" if it cannot be read."""
+    """Return a hash of a sample of an object's state, without the tensors at `known`; "" if it cannot be read."""
     if isinstance(thing, KINDS):
         return read_generator(thing)
     digest = hashlib.blake2b(digest_size=16)

@@ -28,7 +28,7 @@ from samestep.world.environment import read_host, read_terminal
 
 EXIT_CODE = 1
 
-_open: list["Watchdog"] = []  # of this process: at most one
+_open: list["Watchdog"] = []  # the watchdog of this process: at most one
 
 
 class Watchdog(PhaseClock, StepObserver):
@@ -72,7 +72,7 @@ class Watchdog(PhaseClock, StepObserver):
         self.enter("script", step.number + 1)
 
     def leave(self, step: int) -> None:
-        """The script has left the loop. Other ranks, if there are any, may wait for this rank."""
+        """The script has left the loop. Other ranks may wait for this one."""
         self.enter("left", step)
         if self._context.world_size == 1:
             self.close()
@@ -82,7 +82,7 @@ class Watchdog(PhaseClock, StepObserver):
     def begin(self) -> None:
         """Begin a loop. From here on, a phase that takes too long is reported."""
         context, stuck_after_s = self._context, self._context.config.stuck_after_s
-        for earlier in list(_open):  # whose loop was left, as when a notebook's cell is run again
+        for earlier in list(_open):  # a run whose loop was left, such as when a notebook's cell is run again
             earlier.close()
         self.enter("script", self._position.steps_done)
         is_alone = context.environment.launcher == "python" and context.world_size == 1
@@ -107,10 +107,10 @@ class Watchdog(PhaseClock, StepObserver):
         )
         self._heartbeat = Heartbeat(self, facts, context.group.open_entries())
         _open.append(self)
-        atexit.register(self.close)  # a thread that needs Python must not outlive it
+        atexit.register(self.close)  # a thread that runs Python code must not outlive the interpreter
 
     def _may_write(self) -> bool:
-        """Return whether the directory still belongs to this run: another one may have taken it over."""
+        """Return whether the directory still belongs to this run: another run may have taken it over."""
         directory = self._snapshotter.directory
         if self._context.rank == 0 and directory is not None:
             with suppress(Error):
@@ -137,7 +137,7 @@ class Watchdog(PhaseClock, StepObserver):
             _open.remove(self)
 
     def _end(self, sentence: str, is_first: bool) -> None:
-        """End this process, because its main thread is stuck. The launcher shows the sentence of the first rank."""
+        """End this process, because its main thread is stuck. The launcher shows the message of the first such rank."""
         error = Stuck(sentence) if is_first else PeerFailed(sentence)
         self._leave_error(self._context.rank, error)
         directory = self._snapshotter.directory
@@ -148,7 +148,7 @@ class Watchdog(PhaseClock, StepObserver):
 
     def _end_others(self, ranks: Sequence[tuple[int, int]], sentence: str) -> None:
         for rank, pid in ranks:
-            self._leave_error(rank, Stuck(sentence))  # first: the launcher looks for it when the process is gone
+            self._leave_error(rank, Stuck(sentence))  # first: the launcher looks for it after the process has ended
             kill_sibling(pid)
 
     def _leave_error(self, rank: int, error: BaseException) -> None:
