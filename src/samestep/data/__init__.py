@@ -1,1 +1,1 @@
-"""From a data set to batches on the device."""
+"""Loading: from a data set to batches on the device."""

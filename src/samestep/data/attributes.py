@@ -7,7 +7,7 @@ from samestep.data.spec import DataSpec
 
 
 def walk_attributes(dataset: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of a data set and of those that it wraps (`dataset.dataset`), with their paths."""
+    """Yield the attributes of a data set and of the data sets that it wraps (`dataset.dataset`), with their paths."""
     inside, thing = "", dataset
     while thing is not None and len(inside) < 80:  # Subset and similar wrappers, a few layers deep
         own = getattr(thing, "__dict__", {})
@@ -16,7 +16,7 @@ def walk_attributes(dataset: Any) -> Iterator[tuple[str, Any]]:
 
 
 class Attributes:
-    """The plain attributes (int, float, str, bool) of a data set and of those that it wraps, at the workers' start."""
+    """The plain attributes (int, float, str, bool) of a data set and of those that it wraps, when its workers start."""
 
     def __init__(self, spec: DataSpec) -> None:
         self._dataset = spec.dataset
@@ -26,7 +26,7 @@ class Attributes:
         return {k: repr(v) for k, v in walk_attributes(self._dataset) if type(v) in (int, float, str, bool)}
 
     def find_change(self) -> str | None:
-        """Return a sentence on the first attribute that has changed. Only the first change is returned."""
+        """Return a message about the first attribute that has changed, once."""
         now = self._read() if self._known else {}
         for name, value in self._known.items():
             if now.get(name, value) != value:

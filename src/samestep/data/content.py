@@ -1,4 +1,4 @@
-"""The values inside of samples and batches, as bytes and as hashes."""
+"""The values inside samples and batches, as bytes and as hashes."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def view_bytes(tensor: "Tensor") -> memoryview:
-    """Return a tensor's elements in row-major order as bytes. Copies only if they are not so in host memory."""
+    """Return a tensor's elements in row-major order as bytes. Copies only if host memory has no such bytes."""
     import torch
 
     host = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
@@ -21,7 +21,8 @@ def view_bytes(tensor: "Tensor") -> memoryview:
 
 
 def hash_content(batch: Any) -> str:
-    """Return a hash of all tensors and numbers; "" without any. Not of strings: paths differ between starts."""
+    """Return a hash of all tensors and numbers; "" without any. Strings are left out: paths may differ between
+    starts."""
     import torch
 
     sha, is_empty = hashlib.sha256(), True

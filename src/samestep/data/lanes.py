@@ -1,7 +1,7 @@
 """Streams: an IterableDataset, read in lanes that depend neither on the ranks nor on the workers.
 
-A step has V micro-batches, and micro-batch v of every step comes from lane v of V. A lane is read in order, by whoever
-computes its micro-batch.
+A step has V micro-batches, and micro-batch v of every step comes from lane v of V. A lane is read in order, by the rank
+that computes its micro-batch.
 """
 
 import copy
@@ -19,7 +19,7 @@ from samestep.plan.schedule import EndlessSchedule
 from samestep.plan.seeds import derive
 from samestep.torch_internals import as_worker
 
-STATE_EVERY = 16  # micro-batches of a lane. So many are read again after a restart, because workers read ahead.
+STATE_EVERY = 16  # micro-batches of a lane that are read again after a restart at most, because workers read ahead
 
 
 END = object()  # of an iterator
@@ -29,8 +29,8 @@ class LaneStart(NamedTuple):
     """A point from which a lane can be read again.
 
     Attributes:
-        num_samples: samples before it.
-        num_passes: how often the lane had begun again.
+        num_samples: number of samples before this point.
+        num_passes: how often the lane has begun again.
         state: the lane's `state_dict`; None without one, and at the beginning.
     """
 
@@ -44,10 +44,10 @@ class LanePosition(NamedTuple):
 
     Attributes:
         lane: number of the lane.
-        num_samples: samples that it has given.
+        num_samples: number of samples that the lane has given.
         mark: hash of the last sample.
         spent_s: time that its samples have taken.
-        start: the newest start before that micro-batch; None: as for the micro-batch before.
+        start: the newest start before that micro-batch; None: the same as for the previous micro-batch.
     """
 
     lane: int
@@ -58,12 +58,12 @@ class LanePosition(NamedTuple):
 
     @property
     def row(self) -> dict[str, Any]:
-        """What a snapshot holds: without the time, which is not the same in every run."""
+        """Return the position for a snapshot, without the time, which differs between runs."""
         return {"samples": self.num_samples, "mark": self.mark, "start": [*(self.start or ())]}
 
 
 class _Lane:
-    """A lane at its beginning, or at a state. It begins again when it ends."""
+    """A lane, read from its beginning or from a state. It begins again when it ends."""
 
     def __init__(self, dataset: Any, lane: int, num_lanes: int, start: LaneStart | None) -> None:
         self._dataset, self._lane, self._num_lanes = dataset, lane, num_lanes
@@ -97,7 +97,7 @@ class _Lane:
         return samples
 
     def _reporting(self) -> AbstractContextManager[None]:
-        """Report the lane as a worker, unless the data set knows it."""
+        """Report the lane as a worker by `get_worker_info`, unless the data set has a method `lane`."""
         return as_worker(None if self._is_given else self._lane, self._num_lanes, self._dataset)
 
     def _draw_first(self) -> Any:
@@ -153,9 +153,9 @@ class Lanes:
     Args:
         dataset: the stream. Lane v is `dataset.lane(v, num_lanes)`, or without this method a copy of it for which
             `get_worker_info` reports worker v of `num_lanes`.
-        schedule: the loop's.
-        seed: the run's.
-        first_step: where the loop begins.
+        schedule: the schedule of the loop.
+        seed: the seed of the run.
+        first_step: first step of the loop.
     """
 
     def __init__(self, dataset: Any, schedule: EndlessSchedule, seed: int, first_step: int) -> None:
@@ -188,7 +188,7 @@ class Lanes:
         return [lane * self._size for lane in lanes]
 
     def describe_catching_up(self, num_steps: int) -> str:
-        """Say how many samples are read again to continue after `num_steps` steps of the loop; "" if few are."""
+        """Describe how many samples are read again to continue after `num_steps` steps of the loop; "" if few."""
         positions = self.positions.values()
         has_state = any(each.start is not None and each.start.state is not None for each in positions)
         if num_steps <= STATE_EVERY or has_state:
@@ -204,7 +204,7 @@ class Lanes:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return the samples of one micro-batch. Going back begins the lane again."""
+        """Return the samples of one micro-batch. A request for an earlier sample begins the lane again."""
         lane, start = self._locate(indices[0])
         reader, position = self._open.get(lane), self.positions.get(lane)
         known = position.start if position is not None and position.num_samples <= start else None

@@ -52,7 +52,7 @@ class Task(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """One micro-batch on the host. `position`: that of its lane, for a stream."""
+    """One micro-batch on the host. `position`: the position of its lane, for a stream."""
 
     batch: Any
     num_samples: int
@@ -75,7 +75,8 @@ def seed_all(seed: int) -> None:
     """
     _seed_python(seed)
     _python_random.gauss_next = None
-    # NumPy gets the high bits. With the low 32 bits it would draw as torch's CPU generator, the same Mersenne Twister.
+    # NumPy gets the high bits. With the low 32 bits, it would draw the same numbers as torch's CPU generator, which is
+    # a Mersenne Twister, too.
     np.random.seed(seed >> 31)
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -128,13 +129,13 @@ class Loader:
 
     Args:
         workers: workers of `data.pools.Pools`, which outlive this Loader if it reaches the end of its tasks. None: the
-            Loader starts its own.
+            Loader starts workers.
 
     Attributes:
         positions: for a stream, the newest `LanePosition` of each lane that `next` has returned.
 
     Raises:
-        Error: (from next) the data set or collate_fn failed; names sample, exception and line.
+        Error: (from next) the data set or collate_fn failed; the message names sample, exception and line.
         WorkerDied: (from next) a worker was killed.
     """
 
@@ -192,7 +193,7 @@ class Loader:
         return result
 
     def close(self) -> None:
-        """Stop the workers now: no process and no thread of this Loader remains. May be called twice.
+        """Stop the workers now, so that no process and no thread of this Loader remains. May be called twice.
 
         Workers of a pool continue to run if all tasks are loaded.
         """
@@ -212,7 +213,7 @@ class Loader:
 
 
 class Workers:
-    """torch's DataLoader workers for one spec. They load one series of tasks after the other until `stop`.
+    """torch's DataLoader workers for one spec. They load series of tasks, one after another, until `stop`.
 
     Attributes:
         iterator: yields the loaded micro-batches.

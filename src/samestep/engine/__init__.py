@@ -1,1 +1,1 @@
-"""One gradient from many."""
+"""The gradient of a step: folding, exchange and averages of the micro-batches' gradients."""

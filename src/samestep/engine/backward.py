@@ -1,4 +1,4 @@
-"""The initial gradient of a backward, and checks of its graph."""
+"""The initial gradient of a backward pass, and checks of its graph."""
 
 from functools import lru_cache
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def build_seed(factor: float | Tensor, loss: Tensor) -> Tensor:
-    """Return the initial gradient for a backward of `factor * loss`."""
+    """Return the initial gradient for a backward pass of `factor * loss`."""
     if isinstance(factor, Tensor):
         return factor.to(loss).view_as(loss)
     return _build_constant(factor, loss.dtype, loss.device, loss.shape)

@@ -1,4 +1,4 @@
-"""The memory for the exchange of gradients: flat buckets of parameters, with the parts and the sum of each."""
+"""The memory for the exchange of gradients: flat buckets of parameters, each with its parts and its sum."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -55,8 +55,8 @@ class BucketBuffers:
     Args:
         control_bytes: size of the control block, which is sent with the last bucket; 0 for the others.
         local_sockets: sockets that the last bucket may use.
-        device: of the memory.
-        is_staged: exchange copies of the parts in host memory.
+        device: device of the memory.
+        is_staged: whether to exchange copies of the parts in host memory.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class BucketBuffers:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the script holds a gradient of the last step, or a view of one, which then must not change."""
+        """Return whether the script holds a gradient of the last step, or a view of one, which must not change then."""
         return self._count_references() != self._num_references
 
     def expect(self, tag: int) -> None:
@@ -170,7 +170,7 @@ def choose_cap_bytes(params: Sequence[nn.Parameter], *, one_host: bool) -> int:
 
 
 def build_buckets(params: Sequence[nn.Parameter], cap_bytes: int) -> list[Bucket]:
-    """Fill buckets in reverse order of the models' parameters, which is roughly the order of a backward.
+    """Fill buckets in reverse order of the models' parameters, which is roughly the order of a backward pass.
 
     The parameters of a bucket have one dtype and device.
     """

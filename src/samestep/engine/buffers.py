@@ -1,11 +1,11 @@
-"""Modules' buffers: after a step they have the values of a single device, at any number of ranks.
+"""The buffers of modules: after a step they have the same values as on a single device, at any number of ranks.
 
 Every micro-batch starts from the buffers' values at the beginning of the step, b0.
 
-BatchNorm's running statistics get the values of single-device accumulation over the n micro-batches. With momentum m
-these are `b0 + sum_v (1 - m)^(n - 1 - v) * delta_v`, where `delta_v` is the change that micro-batch v alone makes to
-b0. The sum is computed along the canonical tree, in float64. A micro-batch that runs a layer c times counts as c
-updates; the formula is exact if c is the same for all micro-batches of the step.
+BatchNorm's running statistics get the values that accumulation over the n micro-batches on one device gives. With
+momentum m these are `b0 + sum_v (1 - m)^(n - 1 - v) * delta_v`, where `delta_v` is the change that micro-batch v alone
+makes to b0. The sum is computed along the canonical tree, in float64. A micro-batch that runs a layer c times counts as
+c updates; the formula is exact if c is the same for all micro-batches of the step.
 
 All other buffers get the values that micro-batch 0 gives them.
 """
@@ -51,7 +51,7 @@ def spread_buffers(module: nn.Module) -> None:
 
 
 def refuse_lone_sample(modules: Mapping[str, nn.Module], step: int, v: int, rank: int) -> list[RemovableHandle]:
-    """Add hooks by which BatchNorm layers refuse micro-batch v, which has one sample, with the name of the layer.
+    """Add hooks by which BatchNorm layers refuse micro-batch v, which has one sample, and name themselves.
 
     Returns:
         The hooks, to be removed after the micro-batch.
@@ -133,7 +133,7 @@ class BatchNormStatistics:
 
 
 class _SameKind:
-    """The statistics of layers with one dtype and device, moved into one flat tensor that they view."""
+    """The statistics of layers with one dtype and device, as views of one flat tensor."""
 
     def __init__(self, layers: Sequence[_BatchNorm]) -> None:
         self.layers = layers
@@ -250,7 +250,7 @@ def _copy(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _have_same_bits(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are alike and have the same bits. False for complex numbers of 128 bits."""
+    """Return whether two tensors have the same type, shape and bits. False for complex numbers of 128 bits."""
     kinds = [(each.layout, each.dtype, each.device, each.shape) for each in (one, other)]
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(one.dtype.itemsize)
     return kinds[0] == kinds[1] and bits is not None and torch.equal(one.view(bits), other.view(bits))
@@ -291,11 +291,12 @@ class OtherBuffers:
         return [[(name, buffer is None) for name, buffer in buffers.items()] for buffers in self._dicts]
 
     def _have_none(self) -> bool:
-        """Return whether no module has, or had, a buffer. A shortcut for small models, whose steps are short."""
+        """Return whether no module has or had a buffer. A shortcut for small models, whose steps are short."""
         return not self._places and not any(self._dicts) and not any(self._known)
 
     def _check_known(self) -> None:
-        """Raise Error if a micro-batch added or removed a buffer: the modules on other ranks then differ."""
+        """Raise Error if a micro-batch added or removed a buffer, because the modules of other ranks would then
+        differ."""
         if (found := self._list()) == self._known:
             return
         named = [

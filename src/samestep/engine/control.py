@@ -1,4 +1,5 @@
-"""The control block, which each rank sends to all others once per pass with its gradients. Gathered, never summed."""
+"""The control block, which each rank sends to all others once per pass with its gradients. Blocks are gathered, never
+summed."""
 
 from dataclasses import dataclass, field
 from struct import Struct
@@ -16,10 +17,10 @@ class Vote(NamedTuple):
     """One rank's requests to all ranks after this step.
 
     Attributes:
-        stop: the number of the signal by which this rank was asked to stop; 0 for none.
-        snapshot: a snapshot is due by this rank's clock.
-        copying: this rank is copying its state for a snapshot.
-        comparison: a comparison of the ranks' models is due by this rank's clock.
+        stop: number of the signal that asked this rank to stop; 0 for none.
+        snapshot: whether a snapshot is due by this rank's clock.
+        copying: whether this rank is copying its state for a snapshot.
+        comparison: whether a replica check is due by this rank's clock.
         computed: checksum of this rank's results for a micro-batch that another rank computes, too; 0 for none.
         recomputed: checksum of this rank's results for a micro-batch of another rank; 0 for none.
     """
@@ -39,14 +40,14 @@ class Control:
     A slot groups losses: slot 0 holds those of all models together, slot i those of model i alone.
 
     Attributes:
-        buffers_changed: micro-batch 0 ran here and changed a buffer.
-        has_new_names: this rank logged values under names that are not in the block's format yet.
+        buffers_changed: whether micro-batch 0 ran on this rank and changed a buffer.
+        has_new_names: whether this rank logged values under names that are not in the block's format yet.
         losses, weights: per micro-batch, per slot.
-        fingerprints: of the samples, per micro-batch.
-        used: a byte per parameter: whether micro-batches used it, and whether others did not.
+        fingerprints: fingerprint of the samples, per micro-batch.
+        used: a byte per parameter: whether some micro-batches used it, and whether some did not.
         parts: the BatchNorm statistics' parts [max_parts, num_values].
         num_losses: the largest number of losses passed to one step.backward on this rank.
-        values, counts: of step.log, per micro-batch, per name: the mean value and the number of calls.
+        values, counts: per micro-batch and name, the mean value and the number of calls of step.log.
     """
 
     vote: Vote

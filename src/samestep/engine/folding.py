@@ -33,7 +33,7 @@ class Further:
 
 
 def fold(held: list[Grads], grads: Grads, num_merges: int) -> None:
-    """Add a micro-batch's gradients to the last `num_merges` of the sums held, and replace these by the result."""
+    """Add a micro-batch's gradients to the last `num_merges` sums in `held`, and replace these sums by the result."""
     for _ in range(num_merges):
         grads = [add(left, right) for left, right in zip(held.pop(), grads, strict=True)]
     held.append(grads)
@@ -55,7 +55,8 @@ def put(grad: Tensor | None, view: Tensor) -> None:
 
 
 def to_dense(grad: Tensor) -> Tensor:
-    """Return the gradient as a dense tensor. Those of `nn.Embedding(sparse=True)` hold other rows on each rank."""
+    """Return the gradient as a dense tensor. Gradients of `nn.Embedding(sparse=True)` have different rows on each
+    rank."""
     return grad if grad.layout is torch.strided else grad.to_dense()
 
 

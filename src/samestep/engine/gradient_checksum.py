@@ -1,9 +1,10 @@
 """A checksum of pieces of a step's gradient for the ledger: the same at every number of ranks.
 
-Each step reads other pieces of a few kilobytes, spread over all parameters; gradients of 16 KiB and less are read
+Each step reads different pieces of a few kilobytes, spread over all parameters; gradients of up to 16 KiB are read
 whole. If two runs differ anywhere, the weights differ after the step, and with them almost every word of the next
 step's gradient: the difference is in the ledger at its own step, or at the next one. A pass over the whole gradient
-costs one to two percent of a step (docs/decisions/ledger.md): a backward leaves most of it outside of the caches.
+costs one to two percent of a step (docs/decisions/ledger.md), because most of it is not in the caches after a backward
+pass.
 """
 
 import zlib
@@ -25,7 +26,8 @@ class GradientChecksum:
         self._ends: dict[tuple[bool, ...], list[int]] = {}
 
     def compute(self, grads: Sequence[Tensor | None], step: int) -> tuple[Callable[[], int], bool]:
-        """Read the pieces of a step. Call before the gradients change, with those of the same parameters each time.
+        """Read the pieces of a step. Call it before the gradients change, each time with gradients of the same
+        parameters.
 
         Returns:
             A function that returns the checksum (CRC-32), and whether it may wait for a GPU.

@@ -22,12 +22,12 @@ MIN_WEIGHT, MAX_WEIGHT = 1e-20, 1e20  # outside, products of weights and gradien
 
 
 class Report(NamedTuple):
-    """The contributions of all ranks to a pass besides gradients. Equal on every rank.
+    """The contributions of all ranks to a pass besides gradients; the same on every rank.
 
     Attributes:
-        votes: per rank.
-        fingerprints: of the samples, per micro-batch of the step.
-        logged: per micro-batch of the step; empty if no rank has logged a value yet.
+        votes: vote of each rank.
+        fingerprints: fingerprint of the samples, per micro-batch of the step.
+        logged: logged values, per micro-batch of the step; empty if no rank has logged a value yet.
         weights: per micro-batch of the step, per slot; `NOT_CALLED` without a step.backward.
     """
 
@@ -53,15 +53,15 @@ class GradientPass:
     """Passes over the micro-batches of steps, one after the other, for the models of one run.
 
     A pass is `start`, then for each of this rank's micro-batches `open`, `backward` (once per model) and `close`, then
-    `exchange` and `apply`. Between the last two, the state that a snapshot holds has not changed yet.
+    `exchange` and `apply`. Until `apply`, the state that snapshots contain does not change.
 
-    Before the rank's own micro-batches and after `exchange`, a rank can compute micro-batches of other ranks, too. They
-    change nothing; only `Reducer.inspect` gets their gradients.
+    Before its own micro-batches and after `exchange`, a rank can also compute micro-batches of other ranks. They change
+    nothing; only `Reducer.inspect` gets their gradients.
 
     Args:
         modules: the prepared models by name. Slot i holds losses of the i-th model, slot 0 losses of all models.
         group: the ranks.
-        exact: sum along the canonical tree; else use the backend's all-reduce.
+        exact: whether to sum along the canonical tree; otherwise use the backend's all-reduce.
         bucket_cap_bytes: the largest size of a bucket of gradients; None: see `choose_cap_bytes`.
         micro_batch_size: samples of a whole micro-batch.
 
@@ -229,7 +229,7 @@ class GradientPass:
         """Sum the gradients over all ranks, and gather the other contributions of each rank.
 
         Args:
-            vote, fingerprints, logged: of this rank; the last two per micro-batch.
+            vote, fingerprints, logged: contributions of this rank; the last two per micro-batch.
 
         Raises:
             InvalidValue: a weight is out of range.
@@ -261,7 +261,7 @@ class GradientPass:
     def _collect(self, logged: Means, controls: list[Control]) -> Means:
         """Return the logged values of all ranks' micro-batches.
 
-        The control block has no entries for names that a rank uses for the first time. Their values need one further
+        The control block has no entries for names that a rank uses for the first time. Their values need an additional
         exchange, which also adds the names to the format of the block.
         """
         names = self._names

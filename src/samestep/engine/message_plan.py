@@ -1,4 +1,4 @@
-"""Which messages a step's exchange consists of, at any number of ranks, without sending them: for `samestep scale`."""
+"""The messages of a step's exchange at any number of ranks, without sending them, for `samestep scale`."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -19,7 +19,7 @@ class Round(NamedTuple):
 
     Attributes:
         distance: rank r exchanges with r ^ distance; 0: with every other rank.
-        num_messages, num_bytes: per rank, what it sends to each of these [W].
+        num_messages, num_bytes: messages and bytes that each rank sends to each of these ranks [W].
     """
 
     distance: int
@@ -31,10 +31,10 @@ class BucketPlan(NamedTuple):
     """The exchange of one bucket.
 
     Attributes:
-        share: of all elements, those in this bucket and in the ones before it.
-        route: as `routes.choose_route`; "control" for the control block if it has messages of its own.
-        rounds: in order.
-        uses_sockets: its messages use the sockets between the ranks of a host.
+        share: share of all elements that are in this bucket and those before it.
+        route: as in `routes.choose_route`; "control" for the control block if it has separate messages.
+        rounds: rounds of the route, in order.
+        uses_sockets: whether the messages use the sockets between the ranks of a host.
     """
 
     share: float
@@ -50,7 +50,7 @@ def plan_exchange(
 
     Args:
         elements: per parameter, in the order of the model.
-        one_host: all ranks run on one host.
+        one_host: whether all ranks run on one host.
         cap_bytes: the largest size of a bucket; None: the default.
     """
     dtype = {2: torch.bfloat16, 8: torch.float64, 16: torch.complex128}.get(element_bytes, torch.float32)

@@ -15,11 +15,11 @@ PRECISIONS = {"fp32": None, "tf32": None, "bf16": torch.bfloat16, "fp16": torch.
 
 
 class Precision:
-    """float32, TF32 or not, or autocast to bfloat16. `ScaledPrecision` handles float16.
+    """float32 with or without TF32, or autocast to bfloat16. `ScaledPrecision` handles float16.
 
     Args:
         name: "fp32", "tf32", "bf16" or "fp16".
-        device: the device type whose autocast to open.
+        device: device type for autocast.
     """
 
     scale = 1.0

@@ -1,8 +1,8 @@
 """Sums gradients: folds a rank's micro-batches, exchanges the parts of all ranks, leaves the sum in `.grad`.
 
 Uses post-accumulate-grad hooks and flat buckets over torch.distributed, as in DDP (Li et al. 2020, "PyTorch
-Distributed: Experiences on Accelerating Data Parallel Training"). Unlike DDP, it is prepared by the backward and not by
-a forward, sums along the canonical tree (`plan/tree.py`), and supports idle ranks and unused parameters.
+Distributed: Experiences on Accelerating Data Parallel Training"). Unlike DDP, it is prepared in the backward pass and
+not in the forward pass, sums along the canonical tree (`plan/tree.py`), and supports idle ranks and unused parameters.
 
 A pass over a step's micro-batches is `begin`, then for each of this rank's micro-batches `open`, `backward` (once
 per model) and `close`, then `finish` and `assign`. Further losses, which have separate total weights, are summed
@@ -34,13 +34,13 @@ class Reducer:
     Args:
         params: (name, parameter, slot) in the models' order. The slot selects the losses of the parameter.
         group: the ranks.
-        exact: sum along the canonical tree; else use the backend's all-reduce.
+        exact: whether to sum along the canonical tree; otherwise use the backend's all-reduce.
         bucket_cap_bytes: maximum size of a bucket; None: the result of `choose_cap_bytes`.
         untrained: parameters that no optimizer holds. Their gradients are not reduced, and are dropped.
 
     Attributes:
         waited_s: seconds that the last backward waited for exchanges, and so for other ranks.
-        in_micro_batch: a micro-batch is open.
+        in_micro_batch: whether a micro-batch is open.
         inspect: called with each gradient of a micro-batch, before it is added to others: the number of the parameter,
             the number of the loss, the gradient. None: not called.
     """
@@ -95,7 +95,8 @@ class Reducer:
         """Begin a pass.
 
         Args:
-            keep_grads: this is a further pass over the same step: gradients that it does not compute are kept.
+            keep_grads: whether this is a further pass over the same step, so that gradients that it does not compute
+                are kept.
             num_names: number of logged values in the control block.
         """
         if num_names != self._num_names:
@@ -146,7 +147,7 @@ class Reducer:
         self.in_micro_batch = True
 
     def backward(self, loss: Tensor, factor: float | Tensor, inputs: tuple[Tensor, ...]) -> None:
-        """Run the backward of `factor * loss` for all parameters (`inputs` empty) or for some."""
+        """Run the backward pass of `factor * loss` for all parameters (`inputs` empty) or for some."""
         gradient = build_seed(factor, loss)
         self._in_backward, self.waited_s = True, 0.0
         try:
@@ -170,11 +171,12 @@ class Reducer:
                 self._further[k].grads[i] = lay_out(to_dense(grad), self._strides[i])
 
     def check_graph(self, loss: Tensor, kind: tuple[int, ...]) -> None:
-        """Refuse reentrant checkpoints before a backward to given parameters, which they hide, often without an error.
+        """Refuse reentrant checkpoints before a backward pass to given parameters: they hide parameters, often without
+        an error.
 
         Args:
-            kind: pass, slot, number of the loss. Only the first of each kind is checked, because models use checkpoints
-                in the same way in all steps.
+            kind: pass, slot, number of the loss. Only the first call of each kind is checked, because models use
+                checkpoints in the same way in all steps.
 
         Raises:
             Error: the graph contains such a checkpoint.
@@ -240,7 +242,8 @@ class Reducer:
         return controls
 
     def finish_further(self, k: int, control: Control) -> list[Control]:
-        """Same as `finish`, for further loss k. Call after `assign` for the one before it, whose memory is reused."""
+        """Same as `finish`, for further loss k. Call it after `assign` for the previous loss, whose memory is
+        reused."""
         pairs = [*zip(self.params, self._kept, strict=True)]
         self._totals = [None if p.grad is None or p.grad is kept else p.grad.clone() for p, kept in pairs]
         further = self._further.pop(k, None) or self._build_further(has_missed=bool(self._range))
@@ -323,7 +326,8 @@ class Reducer:
         return on_grad
 
     def _build_further(self, *, has_missed: bool) -> Further:
-        """Build a further loss that is new on this rank. `has_missed`: earlier micro-batches did not have it."""
+        """Build a further loss that is new on this rank. `has_missed`: whether earlier micro-batches did not have
+        it."""
         nothing: Grads = [None] * len(self.params)
         return Further([nothing for _ in self._held], [*nothing], self._all_fired * MISSED * has_missed)
 

@@ -68,7 +68,7 @@ def run_direct(
     """Send this rank's row of `rows` [W, n] to every other rank. Latency 1, W - 1 rows received.
 
     Args:
-        receives: from `post_receives`, for the same rows and tag; None: post them now.
+        receives: result of `post_receives` for the same rows and tag; None: post them now.
         local_sockets: exchange over these sockets, without yielding.
     """
     if local_sockets is not None:

@@ -1,1 +1,1 @@
-"""The theory of a run, pure: which samples, which micro-batches, which ranks, which order of additions."""
+"""Pure functions that plan a run: which samples, micro-batches and ranks, and the order of additions."""

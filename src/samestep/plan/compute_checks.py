@@ -22,13 +22,13 @@ class Check(NamedTuple):
 
 
 def plan_checks(n: int, world_size: int, number: int) -> tuple[Check, ...]:
-    """Return the checks of a step of n micro-batches: one of each rank that holds any. () with one rank.
+    """Return the checks of a step of n micro-batches: one for each rank that holds any; () with one rank.
 
     Idle ranks check first, and no rank checks more than one. Of m ranks that check one another, every pair (owner,
     checker) meets once in m - 1 checked steps.
 
     Args:
-        number: of the checked steps, counted from 0.
+        number: how many checked steps precede this one.
     """
     if world_size == 1:
         return ()

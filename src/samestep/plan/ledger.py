@@ -30,8 +30,8 @@ class Entry(NamedTuple):
 
     Attributes:
         num_samples: 0 if the record is missing: a resumed run fills a truncated file with zeros.
-        fingerprint: of the samples, see `combine`.
-        loss: the 64 bits of the loss, averaged over the batch; those of nan if no micro-batch counted.
+        fingerprint: fingerprint of the samples, see `combine`.
+        loss: the 64 bits of the loss, averaged over the batch; the bits of nan if no micro-batch counted.
         gradient: the checksum of the reduced gradient before the script changes it.
     """
 
@@ -48,7 +48,7 @@ class Entry(NamedTuple):
 
     @property
     def has_bits(self) -> bool:
-        """Whether loss and gradient were recorded."""
+        """Return whether loss and gradient were recorded."""
         return (self.loss, self.gradient) != (UNKNOWN, UNKNOWN) and self.num_samples > 0
 
 
@@ -82,7 +82,7 @@ def count_records(ledger: Path) -> int:
 
 
 def read_records(ledger: Path, *, first: int = 0) -> Iterator[Entry]:
-    """Yield the complete records of a file of any size, from one on; none if it does not exist. Raises OSError."""
+    """Yield the complete records of a file from one on; none if the file does not exist. Raises OSError."""
     if not ledger.exists():
         return
     record = _find_struct(ledger)
@@ -94,7 +94,7 @@ def read_records(ledger: Path, *, first: int = 0) -> Iterator[Entry]:
 
 
 def upgrade(ledger: Path) -> None:
-    """Convert a file of an earlier version, whole or not at all. Raises OSError."""
+    """Convert a file of an earlier version, atomically. Raises OSError."""
     if ledger.exists() and _find_struct(ledger) is _OLD_RECORD:
         with replacing(ledger, sync=True) as path, open(path, "xb", opener=open_regular) as file:
             for entry in read_records(ledger):
@@ -102,7 +102,7 @@ def upgrade(ledger: Path) -> None:
 
 
 def _find_struct(ledger: Path) -> struct.Struct:
-    """Return the format of a file's records: the one by which a record holds the number of its place."""
+    """Return the format of a file's records: the one in which a record's step is its place in the file."""
     with open(ledger, "rb", opener=open_regular) as file:
         size = os.fstat(file.fileno()).st_size
         if size < 2 * _OLD_RECORD.size:

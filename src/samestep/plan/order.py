@@ -30,7 +30,7 @@ class Order(Protocol):
     """The samples of one epoch in the order in which a run uses them."""
 
     def __len__(self) -> int:
-        """The number of positions."""
+        """Return the number of positions."""
         ...
 
     def take(self, start: int, stop: int) -> Indices:
@@ -145,10 +145,10 @@ class SortedOrder:
 
 
 class ShardedOrder:
-    """A shuffle of shards, and of the samples of each `WINDOW_SHARDS` consecutive ones of them.
+    """A shuffle of the shards, and of the samples within each window of `WINDOW_SHARDS` consecutive shards.
 
-    A window's samples are all used before those of the next window, so a reader needs `WINDOW_SHARDS` shards at a time.
-    Memory and start-up time depend on the number of shards, and not on that of the samples.
+    All samples of a window are used before those of the next window, so a reader needs `WINDOW_SHARDS` shards at a
+    time. Memory and start-up time depend on the number of shards, not on the number of samples.
     """
 
     def __init__(self, sizes: Sequence[int] | Indices, seed: int, epoch: int) -> None:
@@ -173,14 +173,14 @@ class ShardedOrder:
             order, stops, shifts = self._open(window)
             offset = window_stop - len(order)
             end = min(stop, window_stop)
-            places = order.take(start - offset, end - offset)  # in the window's shards, one after the other
+            places = order.take(start - offset, end - offset)  # places in the concatenated shards of the window
             pieces.append(places + shifts[np.searchsorted(stops, places, side="right")])
             start, window = end, window + 1
         return np.concatenate(pieces)
 
     def _open_window(self, window: int) -> tuple[Order, Indices, Indices]:
-        """Return the order of a window, and per shard of it: its end in the window, and its first sample less its start
-        there.
+        """Return the order of a window and, for each of its shards, its end in the window, and its first sample minus
+        its start in the window.
         """
         held = slice(window * WINDOW_SHARDS, (window + 1) * WINDOW_SHARDS)
         sizes, firsts = self._sizes[held], self._firsts[held]

@@ -73,7 +73,7 @@ class EndlessSchedule:
     set is tiny).
 
     Raises:
-        InvalidValue: as `Schedule`.
+        InvalidValue: as in `Schedule`.
     """
 
     length: int
@@ -109,7 +109,7 @@ def check_numbers(
         advise: formats options as the user would write them, for the message: batch_size=8 -> "--batch-size 8".
 
     Raises:
-        InvalidValue: the numbers do not fit; the sentence names the nearest valid ones.
+        InvalidValue: the numbers do not fit; the message names the nearest valid ones.
     """
     for name, value in (
         ("batch_size", batch_size),
@@ -188,7 +188,7 @@ def describe(n: int, world_size: int, micro_batch_size: int = LEAST_SAMPLES) -> 
     """Describe how n micro-batches are divided among the ranks: `16 micro-batches on 3 ranks: 6+5+5, 89 % busy`.
 
     "busy" is the mean share of a step's computing time in which a rank computes, if all micro-batches take equally
-    long. Above 8 ranks the shares are abbreviated. On one rank, advises on a `micro_batch_size` that is below
+    long. Above 8 ranks, the shares are abbreviated. On one rank, the text advises against a `micro_batch_size` below
     `LEAST_SAMPLES`, which slows small models down.
     """
     shares = [len(rank_range(n, world_size, rank)) for rank in range(world_size)]

@@ -20,8 +20,8 @@ def derive(seed: int, purpose: str, *, step: int = 0, pass_: int = 0, micro_batc
     purpose as its personalization: neighbouring steps and purposes share no structure, and the value is the
     same on every machine. The run's seed is taken modulo 2**64.
 
-    torch's CPU generator uses only the low 32 bits of a seed, so among 65,536 micro-batches two share their random
-    stream there with a probability of 0.4.
+    torch's CPU generator uses only the low 32 bits of a seed, so the probability that two of 65,536 micro-batches share
+    their random numbers there is 0.4.
 
     Raises:
         ValueError: `purpose` is not one of `PURPOSES`.
