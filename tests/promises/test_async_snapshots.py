@@ -25,7 +25,7 @@ Undisturbed = Callable[..., Outcome]
 WIDTH = 512
 NUM_STEPS = 8
 
-# --- complete, whatever a script does to its model --------------------------------------------------------------------
+# --- complete, with any change to the model by the script -------------------------------------------------------------
 
 
 class Model(nn.Module):

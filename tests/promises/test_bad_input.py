@@ -68,7 +68,7 @@ def python(name: str, run_dir: Path, **variables: str) -> Done:
     return run_command(sys.executable, SCRIPT, run_dir, name, cwd=run_dir.parent, env=ON_LO | variables)
 
 
-# --- numbers that make no run -----------------------------------------------------------------------------------------
+# --- options, words and variables -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("flags", "said"), one_in(2, [
@@ -124,7 +124,7 @@ def test_variables(tmp_path: Path, variables: dict[str, str], said: str) -> None
     assert look(tmp_path) == {}
 
 
-# --- whose directory it is --------------------------------------------------------------------------------------------
+# --- directories of other runs ----------------------------------------------------------------------------------------
 
 
 def test_another_run(tmp_path: Path) -> None:

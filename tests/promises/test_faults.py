@@ -1,7 +1,7 @@
-"""Whatever strikes a run, whenever: it goes on, or the same command does, to the very same end. And disks and clocks.
+"""After any fault at any moment, a run continues or resumes by the same command, to the same end.
 
-The table at the end of a test run has what struck and when, from here and from the tests of resuming, stops and
-restarts: those have the faults that take a launcher or a signal from outside.
+The table at the end of a test run has the faults and their moments, from here and from the tests of resuming, stops and
+restarts: those have the faults of launchers and the signals from other processes.
 """
 
 import json

@@ -222,7 +222,7 @@ def test_user_directories_are_found(tmp_path: Path) -> None:
     assert samestep.spawn(start, env={"HOME": str(tmp_path)}) == str(tmp_path / "run")
 
 
-# --- what is no mistake -----------------------------------------------------------------------------------------------
+# --- correct code -----------------------------------------------------------------------------------------------------
 
 
 class Lookahead:

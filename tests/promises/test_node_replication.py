@@ -139,7 +139,7 @@ def damage(path: Path) -> None:
     path.write_bytes(data)
 
 
-# --- where the copies are ---------------------------------------------------------------------------------------------
+# --- the copies -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("num_nodes", "num_ranks"), one_in(6, [(2, 2), (2, 1), (3, 1)]))
@@ -195,7 +195,7 @@ def test_tokens_of_a_killed_start_are_removed(cluster: Cluster) -> None:
     assert new.exists()
 
 
-# --- what a resume goes on from ---------------------------------------------------------------------------------------
+# --- the snapshot from which a run resumes ----------------------------------------------------------------------------
 
 
 def read_starts(cluster: Cluster, node: int) -> list[tuple[int, int]]:
@@ -327,7 +327,7 @@ def test_an_older_one_that_only_one_node_has(cluster: Cluster, undisturbed: Undi
     assert read_starts(cluster, 0)[0][0] == (5 if resume == "best" else 3)
 
 
-# --- what is refused, and what it costs -------------------------------------------------------------------------------
+# --- errors, and the cost of replication ------------------------------------------------------------------------------
 
 
 def test_another_run_on_one_node(cluster: Cluster) -> None:

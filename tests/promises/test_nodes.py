@@ -1,6 +1,6 @@
 """A run on several nodes: the same bits when nodes leave and join, and the errors when they do not find each other.
 
-Nodes are launchers on this machine, or, where the network matters, on hosts of their own (network namespaces).
+Nodes are launchers on this machine, or, for tests of the network, in network namespaces.
 """
 
 import json

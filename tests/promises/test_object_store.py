@@ -1,7 +1,7 @@
 """Runs whose directory is a URL: another machine resumes from its snapshots, even after a failed upload.
 
-A machine is a directory for working copies. The store is a directory, too, reached by a protocol of the tests' own,
-whose file system fails or dies at chosen moments.
+A machine is a directory for working copies. The store is a directory too, read through a protocol of these tests that
+fails, or kills the process, at chosen moments.
 """
 
 import json
@@ -18,6 +18,7 @@ import pytest
 import torch
 from fsspec.implementations.local import LocalFileSystem
 from promises.faulty import train
+from promises.test_node_replication import damage
 from promises.trial import Outcome, Trial, ask
 from support.selection import one_in
 from support.waiting import wait_until
@@ -124,13 +125,6 @@ def train_planted(run_dir: Path, plan: Sequence[tuple[str, str, int]], arguments
     fsspec.register_implementation("planted", Planted, clobber=True)
     Planted.plan = [*plan]
     train(run_dir, **arguments)
-
-
-def damage(path: Path) -> None:
-    """Flips one bit in the middle of a file."""
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 KILLED = "kill all ranks at step 8 in forward"
@@ -298,7 +292,7 @@ def test_nodes_that_share_nothing_but_the_url(cluster: Cluster, tmp_path: Path) 
         assert (copy / "metrics.jsonl").read_bytes() == (cluster.store / "metrics.jsonl").read_bytes()
 
 
-# --- the tools, and what is refused -----------------------------------------------------------------------------------
+# --- commands and errors ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

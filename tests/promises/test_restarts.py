@@ -221,7 +221,7 @@ def test_file_systems_without_flock(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     second.release()
 
 
-# --- whose fault it was -----------------------------------------------------------------------------------------------
+# --- the cause of a failure -------------------------------------------------------------------------------------------
 
 
 def raise_in(module: str, error: Exception) -> BaseException:
