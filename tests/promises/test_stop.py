@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,9 @@ from pathlib import Path
 import pytest
 from promises.faulty import NUM_STEPS
 from promises.trial import SCRIPT, Outcome, Started, Trial, read_tree, resume_is_from
+from support.runs import check, run_command
 from support.selection import one_in
-from support.tiny import Tiny
+from support.tiny import Pairs, Tiny
 from support.waiting import wait_until
 
 import samestep
@@ -350,21 +352,52 @@ def test_signal_to_spawned_ranks(trial: Trial, undisturbed: Undisturbed) -> None
     assert trial.outcome() == undisturbed()
 
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+
+def read_handlers() -> list[object]:
+    return [signal.getsignal(signum) for signum in SIGNALS]
+
+
 def test_signal_handlers_are_restored(tmp_path: Path) -> None:
     """After the loop, Ctrl-C raises KeyboardInterrupt again."""
 
     def train(directory: Path | None) -> tuple[bool, bool, bool]:
-        def handlers() -> list[object]:
-            return [signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)]
-
-        before = handlers()
+        before = read_handlers()
         tiny = Tiny(directory)
-        during = handlers()
+        during = read_handlers()
         tiny.train(num_steps=2)
-        return during == before, handlers() == before, tiny.run.steps_done == 2
+        return during == before, read_handlers() == before, tiny.run.steps_done == 2
 
     assert samestep.spawn(train, 1, (tmp_path / "run",)) == (False, True, True)
     assert samestep.spawn(train, 1, (None,)) == (True, True, True)  # without snapshots, Ctrl-C ends the run
+
+
+def check_handlers(directory: Path) -> None:
+    """To be run by plain python."""
+    before = read_handlers()
+    caught: list[int] = []
+    signal.signal(signal.SIGUSR1, lambda number, _: caught.append(number))
+    first, second = Tiny(directory / "first"), Tiny(directory / "second")
+    assert signal.getsignal(signal.SIGINT) is before[0], "Ctrl-C is a request in a loop only"
+    assert signal.getsignal(signal.SIGTERM) is not before[1]
+    first.train(num_steps=1)
+    second.train(num_steps=1)  # its handlers lay on those of the first run, which has ended
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert caught == [signal.SIGUSR1]
+    third = Tiny(directory / "third")
+    for _ in third.run.steps(Pairs(), 2):
+        assert signal.getsignal(signal.SIGINT) is not before[0]
+        break
+    assert signal.getsignal(signal.SIGINT) is before[0]
+
+
+def test_signal_handlers_of_plain_python(tmp_path: Path) -> None:
+    code = "import sys; from pathlib import Path; from promises.test_stop import check_handlers as check; "
+    env = {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
+    done = run_command(sys.executable, "-c", f"{code}check(Path(sys.argv[1]))", tmp_path, cwd=tmp_path, env=env)
+    assert "Traceback" not in done.stderr, done.stderr
+    assert "the loop over the steps was left by break" in check(done, 2).stderr
 
 
 def test_signal_while_the_output_is_stuck(trial: Trial, undisturbed: Undisturbed) -> None:

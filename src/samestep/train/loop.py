@@ -269,6 +269,8 @@ class Loop:
 
     def _leave(self, loop: str, where: str) -> None:
         self._on.leave(self._position.steps_done)
+        if self._context.environment.launcher == "python":  # a rank of a launcher may still get its signals
+            self._stopping.signals.restore()
         if not self._stopping.is_ended and self._left_error is None:
             self._left_error = UsageError(
                 f"the loop over the {loop} was left by break (or return, or an error) in {where}, so that what came "
@@ -280,6 +282,7 @@ class Loop:
         if self.place.is_past:
             return
         snapshotter, settings, environment = self._snapshotter, self._context.config, self._context.environment
+        self._stopping.signals.take()
         self._watchdog.begin()
         if self.place.is_further:
             snapshotter.write_status("running", "", None)

@@ -71,7 +71,6 @@ class Resources:
         if self.error_dir is not None:
             Path(self.error_dir, FINISHED).unlink(missing_ok=True)
         self._context.group.forget_stops()
-        self._signals.take()
 
     def close(self, failure: str = "") -> Error | None:
         """Close everything. A second call, or a call in a forked process, has no effect.
@@ -91,6 +90,7 @@ class Resources:
             self._snapshotter.directory.write_status("failed", failure)
         was_open = self._snapshotter.close()
         self._context.group.close()
+        self._signals.restore()
         return None if failure or not was_open else self.find_failure()
 
     def forget(self) -> None:

@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -68,18 +68,29 @@ class StopSignals:
         self._launcher, self._same_for_s = environment.launcher, SAME_SIGNAL_S[environment.launcher]
         self._heard_at_s = 0.0
         self._before: dict[int, Any] = {}
-        self.take()
+        self._is_released = False
+        # Before the loop of a plain script there is nothing to save: Ctrl-C raises KeyboardInterrupt as usual.
+        self._install([number for number in STOP_SIGNALS if number != signal.SIGINT or self._launcher != "python"])
 
     def take(self) -> None:
-        """Install the handlers, possibly again after `restore`. Works in the main thread only."""
+        """Install all handlers, possibly again after `restore`. Works in the main thread only."""
+        self._install(STOP_SIGNALS)
+
+    def _install(self, numbers: Sequence[signal.Signals]) -> None:
         if not self.is_on:
             return
-        if not self._before and threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._hear) for number in STOP_SIGNALS}
-        for number in kept_signals[:1]:
-            self._hear(number, None)
+        self._is_released = False
+        if threading.current_thread() is threading.main_thread():
+            missing = [number for number in numbers if number not in self._before]
+            self._before |= {number: signal.signal(number, self._hear) for number in missing}
+        if not self.heard:
+            for number in kept_signals[:1]:
+                self._hear(number, None)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self._is_released:  # a later run's handler was on top of this one
+            self._pass_on(number, frame)
+            return
         now_s = time.monotonic()
         is_second = self.heard and now_s - self._heard_at_s >= self._same_for_s
         if is_second or (self._leave is not None and self._leave.exists()):
@@ -112,7 +123,19 @@ class StopSignals:
             self._before = {}
 
     def restore(self) -> None:
-        """Restore the previous handlers."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
+        """Restore the previous handlers. Works in the main thread only; elsewhere, signals are passed on to them."""
+        self._is_released = True
+        if threading.current_thread() is not threading.main_thread():
+            return
+        for number, handler in [*self._before.items()]:
+            if signal.getsignal(number) == self._hear:
+                signal.signal(number, handler)
+                del self._before[number]
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        before = self._before[number]
+        if callable(before):
+            before(number, frame)
+        elif before == signal.SIG_DFL:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
