@@ -386,6 +386,10 @@ def check_handlers(directory: Path) -> None:
     os.kill(os.getpid(), signal.SIGUSR1)
     assert caught == [signal.SIGUSR1]
     third = Tiny(directory / "third")
+    Tiny(directory / "fourth")
+    with pytest.raises(SystemExit, match="75"):  # the signal concerns both, and the third is in its loop
+        third.train(num_steps=3, then=lambda tiny: os.kill(os.getpid(), signal.SIGTERM))
+    third = Tiny(directory / "fifth")
     for _ in third.run.steps(Pairs(), 2):
         assert signal.getsignal(signal.SIGINT) is not before[0]
         break

@@ -98,7 +98,10 @@ class StopSignals:
             os.kill(os.getpid(), number)
         if self.heard:
             return
-        self.heard, self._heard_at_s = number, now_s
+        hearer: Any = self
+        while isinstance(hearer, StopSignals):  # this run's loop may be that of an earlier run, whose handler is below
+            hearer.heard, hearer._heard_at_s = number, now_s
+            hearer = getattr(hearer._before.get(number), "__self__", None)
         with suppress(RuntimeError, OSError):  # it interrupted a print, or the terminal is gone
             then = "" if self._launcher == "srun" else "; a second one ends at once"
             self._say(f"{signal.Signals(number).name}: the run stops and saves within a step{then}")
