@@ -242,7 +242,7 @@ def test_a_node_fails(jobs: Jobs, trial: Trial, undisturbed: Undisturbed) -> Non
     jobs.wait_held(started)
     jobs.cluster.fail("n2")
     started.wait_for_words("is pending (")
-    jobs.cluster.mend("n2")
+    jobs.cluster.repair("n2")
     trial.go_on()
     assert "resumed at step 6" in finish(started)
     assert trial.outcome() == undisturbed()

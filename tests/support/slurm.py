@@ -147,7 +147,7 @@ class Cluster:
         """Mark a node as failed: its job is queued again."""
         self.run("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
 
-    def mend(self, node: str) -> None:
+    def repair(self, node: str) -> None:
         # Slurm may have resumed it already, as its daemon runs.
         if self.run("sinfo", "--noheader", f"--nodes={node}", "--format=%T").startswith("down"):
             self.run("scontrol", "update", f"nodename={node}", "state=resume")

@@ -460,6 +460,7 @@ class Run:
 
         Raises:
             UsageError: called inside a loop over micro-batches, or another rank made a different call.
+            InvalidType: the result cannot be pickled.
 
         Example::
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import _broadcast_coalesced  # type: ignore[attr-defined]  # what DDP itself calls
 
 from samestep.console import say, saying_when_slow
-from samestep.errors import KINDS, Error, InvalidValue, PeerFailed, name_kind
+from samestep.errors import KINDS, Error, InvalidType, InvalidValue, PeerFailed, name_kind
 from samestep.world import wire
 from samestep.world.environment import Environment, check_interface, has_agent_store, read_master, read_restarts
 from samestep.world.local_sockets import LocalSockets, connect
@@ -103,7 +103,7 @@ class Group:
     def seal(self, value: Any) -> Any:
         """Prepare a value of any type for `gather`, `broadcast` and `once`. Receivers call `unseal`.
 
-        Raises Error if it cannot be pickled.
+        Raises InvalidType if it cannot be pickled.
         """
         if self.world_size == 1:
             return value
@@ -111,7 +111,7 @@ class Group:
             return wire.seal(value, self._key)
         except Exception as error:
             what = type(value).__name__
-            raise Error(f"rank {self.rank} cannot send a {what} to the other ranks: {error}") from None
+            raise InvalidType(f"rank {self.rank} cannot send a {what} to the other ranks: {error}") from None
 
     def unseal(self, sealed: Any) -> Any:
         """Return the value that a rank has sealed. Raises Error if it was not a rank of this launch."""
