@@ -21,8 +21,7 @@ def view_bytes(tensor: "Tensor") -> memoryview:
 
 
 def hash_content(batch: Any) -> str:
-    """Return a hash of all tensors and numbers; "" without any. Strings are left out: paths may differ between
-    starts."""
+    """Return a hash of all tensors and numbers; "" without any. Strings are left out, because paths may differ."""
     import torch
 
     sha, is_empty = hashlib.sha256(), True

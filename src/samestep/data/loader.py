@@ -297,7 +297,7 @@ class Workers:
         return None
 
     def stop(self) -> None:
-        """Stop the workers. Waits up to STOP_S for one that is loading a sample. May be called twice."""
+        """Stop the workers. Waits up to STOP_S for a worker that is loading a sample. May be called twice."""
         atexit.unregister(self.stop)
         iterator, self.iterator = self.iterator, iter(())
         if os.getpid() != self._pid or not self.processes:
@@ -333,7 +333,7 @@ class _Series:
     """The sampler of torch's DataLoader: the tasks of the current series, as `Fetcher` takes them.
 
     Attributes:
-        given: number of a task in the series -> its samples, for the tasks that are being loaded.
+        given: the tasks that are being loaded: number in the series -> samples.
     """
 
     def __init__(self) -> None:
@@ -347,21 +347,21 @@ class _Series:
             yield task.indices.tobytes(), task.seed  # pickling an array would take 10 us more
 
     def forget(self, end: int) -> None:
-        """Drop the samples of the task before number `end`, which is loaded."""
+        """Drop the samples of the task before number `end`, which has been loaded."""
         self.given.pop(end - 1, None)
 
 
 @dataclass(frozen=True)
 class WorkerStart:
-    """Initializes a worker. A class, so that it can be pickled for workers that are not forked."""
+    """Initializes a worker. It is a class so that it can be pickled for workers that are not forked."""
 
     worker_init_fn: Callable[[int], None] | None
     deterministic_mode: int
     parent_pid: int | None
 
     def __call__(self, worker: int) -> None:
-        # A scheduler or a terminal signals the whole group, but the rank may need this data to end its step and save.
-        # So only SIGKILL ends a worker. The kernel sends it when the rank dies.
+        # A scheduler or a terminal signals the whole process group, but the rank may need this data to complete its
+        # step and save. So only SIGKILL ends a worker. The kernel sends it when the rank dies.
         for number in IGNORED_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
@@ -389,7 +389,7 @@ class Fetcher:
         )
 
     def __getitem__(self, sent: tuple[bytes, int]) -> Loaded | Failure:
-        """In a worker: return the micro-batch of a task, or why it could not be loaded."""
+        """In a worker: return the micro-batch of a task, or a `Failure`."""
         indices, seed = sent
         try:
             return self.load(Task(np.frombuffer(indices, np.int64), seed))
@@ -452,7 +452,7 @@ class Fetcher:
         return [tensor.index_select(0, rows) for tensor in tensors]
 
     def _stack(self, samples: list[Any]) -> Any:
-        """Same as default_collate, in 2/3 of its time for the most common samples: tuples of dense tensors."""
+        """Like default_collate, in 2/3 of its time for the most common samples: tuples of dense tensors."""
         first = samples[0]
         if type(first) is tuple and get_worker_info() is None:  # in workers it stacks into shared memory
             for item in first:

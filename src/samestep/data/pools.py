@@ -34,8 +34,8 @@ class _Pool:
 class Pools:
     """A run's workers for evaluations, for at most `MOST` data sets.
 
-    Workers persist from a data set's second evaluation on, because many scripts build a new data set for each. They are
-    restarted if the data set (see `describe`) or the arguments have changed.
+    Workers persist from a data set's second evaluation on, because many scripts build a new data set for each
+    evaluation. They are restarted if the data set (see `describe`) or the arguments have changed.
     """
 
     def __init__(self) -> None:
@@ -43,9 +43,9 @@ class Pools:
         self._seen: deque[int] = deque(maxlen=4 * MOST)  # ids of data sets; reused ids do no harm
 
     def lend(self, spec: DataSpec, device: torch.device) -> Workers | None:
-        """Return the workers for one series of tasks; None if the Loader must use its own workers, or none.
+        """Return the workers for one series of tasks; None if the Loader must start workers or use none.
 
-        Persistent workers are used in the main thread only: workers end with the thread that has started them.
+        Persistent workers are used in the main thread only, because workers end with the thread that started them.
         """
         if not spec.num_workers or threading.current_thread() is not threading.main_thread():
             return None
@@ -71,7 +71,7 @@ class Pools:
 
 
 def describe(value: Any, depth: int = MAX_DEPTH, seen: Iterator[int] | None = None) -> Any:
-    """Describe a value. Descriptions compare equal if no change is detected between them.
+    """Describe a value. Two descriptions are equal if no change is detected.
 
     Covers plain values, tensors and arrays (a sample of the bytes of large ones), and the contents of lists, dicts and
     attributes, up to MAX_DEPTH and MAX_VALUES. In long lists, a replaced element is detected, but not a change inside.

@@ -78,7 +78,7 @@ def explain(
 
     Args:
         indices: the samples of the micro-batch.
-        samples: those that were read before the data set failed; all of them if collate_fn failed.
+        samples: the samples that were read before the data set failed; all samples if collate_fn failed.
         read_many: the data set's `__getitems__`, if that was used.
     """
     what, odd = "the data set", None
@@ -95,7 +95,7 @@ def explain(
 
 
 def _find_uncollatable(collate_fn: ManySamples, samples: Sequence[Any]) -> int | None:
-    """Return the sample that fails alone, or together with the first; the first if it fails with every other."""
+    """Return the sample that fails alone or together with the first one; the first one if it fails with every other."""
     alone = [k for k, sample in enumerate(samples) if _fails(collate_fn, [sample])]
     if alone:
         return alone[0]

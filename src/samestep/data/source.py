@@ -17,7 +17,7 @@ from samestep.errors import InvalidType, InvalidValue
 MOST_NAMED = 3  # shards in a message
 BLOCK = 4096  # bytes that are hashed at the start, in the middle and at the end of a shard's file
 
-# Of a shard's file: when it was written, in nanoseconds, and a hash of three of its blocks.
+# The mark of a shard's file: the time at which it was written, in nanoseconds, and a hash of three of its blocks.
 Mark = tuple[int, str]
 
 
@@ -25,9 +25,9 @@ class Shard(NamedTuple):
     """A part of a source that is stored together, such as a file or a row group of one.
 
     Attributes:
-        name: unique in its source, and the same wherever the data lie.
-        num_samples: its number of samples, which may be 0.
-        num_bytes: its size on the disk.
+        name: unique in its source, and independent of where the data are stored.
+        num_samples: number of samples, which may be 0.
+        num_bytes: size on the disk.
 
     Example: see `Source`.
     """
@@ -41,15 +41,15 @@ class Source(Protocol):
     """A data set with random access by micro-batch. Pass it to `Run.epochs`, `Run.steps` or `Run.evaluate`.
 
     Every map-style data set is accepted there. A source reads all samples of a micro-batch in one call, and names its
-    shards, which has two effects: the order of an epoch mixes the samples of a few shards at a time, so that reads
-    stay local, and a resumed run refuses shards that have changed. docs/streaming.md describes both.
+    shards. So the order of an epoch can mix the samples of a few shards at a time, which keeps reads local, and a
+    resumed run can refuse shards that have changed. docs/streaming.md describes both.
 
     A data set whose reading draws no random numbers may also have `read_batch(indices)`. It gets an array of int64 and
     returns the micro-batch that the loop yields. It is called instead of `__getitems__` if no `collate_fn` is given,
     and saves 20 us per micro-batch, because the generators need no seed and the indices no list.
 
-    A source may also have `shard_files`, the path of the file of each shard. A resumed run then refuses files whose
-    content has changed, too.
+    A source may also have `shard_files`, a list with the path of each shard's file. A resumed run then also refuses
+    files whose content has changed.
 
     Example::
 
@@ -76,11 +76,11 @@ class Source(Protocol):
         ...
 
     def __len__(self) -> int:
-        """The number of samples."""
+        """Return the number of samples."""
         ...
 
     def __getitems__(self, indices: list[int], /) -> Any:
-        """Return the samples at `indices`: a list of samples, or what `collate_fn` takes instead.
+        """Return the samples at `indices`: a list of samples, or anything else that `collate_fn` takes.
 
         Without a `collate_fn`, a list is stacked by `default_collate`. Anything else, such as a dict of arrays with one
         row per sample, is a micro-batch already: its arrays become tensors.
@@ -94,7 +94,7 @@ def read_shards(dataset: Any) -> tuple[tuple[Shard, ...], NDArray[np.int64], str
     Takes 0.4 us per shard. For another data set, there are no shards, and the hash is "".
 
     Raises:
-        InvalidValue: they do not fit the length of the source, or a name is used twice.
+        InvalidValue: the shards do not fit the length of the source, or a name is used twice.
     """
     shards = getattr(dataset, "shards", None)
     if not isinstance(shards, Sequence) or {*map(type, shards)} != {Shard}:
@@ -114,7 +114,7 @@ def read_shards(dataset: Any) -> tuple[tuple[Shard, ...], NDArray[np.int64], str
 def mark_shards(dataset: Any, before: Sequence[Mark]) -> list[Mark]:
     """Return the marks of a source's shards; [] if it does not name their files.
 
-    Only files that were written at another time than `before` are read: 40 us per file, otherwise 5 us.
+    Only files that were written at a different time than in `before` are read, in 40 us per file; others take 5 us.
 
     Args:
         before: earlier marks; [] if there are none.
@@ -157,7 +157,7 @@ def _mark_file(file: str, before: Mark | None) -> Mark:
 
 
 def explain_rewrite(shards: Sequence[Shard], before: Sequence[Mark], now: Sequence[Mark]) -> str:
-    """Describe which shards have other content than before at the same size; "" if none is known to."""
+    """Describe which shards have different content than before at the same size; "" if none is known."""
     pairs = zip(shards, before, now, strict=False)
     return _list([f"{shard.name} has other content" for shard, was, found in pairs if was[1] != found[1]])
 
@@ -169,7 +169,7 @@ def format_shards(shards: Iterable[Shard], marks: Iterable[Mark]) -> bytes:
 
 
 def parse_shards(text: bytes) -> tuple[list[Shard], list[Mark]]:
-    """Return the shards and marks that `format_shards` has written. Raises ValueError if the text is damaged."""
+    """Return the shards and marks from the text of `format_shards`. Raises ValueError if the text is damaged."""
     try:
         rows = json.loads(text)
         shards = [Shard(str(name), int(num_samples), int(num_bytes)) for name, num_samples, num_bytes, *_ in rows]
@@ -180,7 +180,7 @@ def parse_shards(text: bytes) -> tuple[list[Shard], list[Mark]]:
 
 
 def explain_change(before: Sequence[Shard], now: Sequence[Shard]) -> str:
-    """Describe how shards differ from those before; "" if they do not."""
+    """Describe how shards differ from the earlier ones; "" if they do not."""
     was, found = ({shard.name: shard for shard in shards} for shards in (before, now))
     missing = [f"{name} is missing" for name in was if name not in found]
     changed = [

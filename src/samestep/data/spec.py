@@ -1,4 +1,4 @@
-"""Checks and normalizes the data that a script passes: a map-style data set, a stream, or a DataLoader of one."""
+"""Checks and normalizes the data that a script passes: a map-style data set, a stream, or a DataLoader of either."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class DataSpec:
 
     Args:
         micro_batch_size: the batch size of the DataLoader that was passed; None for a plain data set.
-        pin_memory: use page-locked host memory if the device is a CUDA GPU and there are workers.
+        pin_memory: whether to use page-locked host memory if the device is a CUDA GPU and there are workers.
     """
 
     dataset: Any
@@ -60,8 +60,9 @@ def understand(
     shuffled, and the last short batch kept.
 
     Args:
-        micro_batch_size: the run's. A DataLoader with another batch size is refused; None accepts any.
-        takes_streams: whether data sets without indexing are accepted, too.
+        micro_batch_size: micro-batch size of the run. A DataLoader with another batch size is refused; None accepts
+            any.
+        takes_streams: whether data sets without indexing are also accepted.
 
     Raises:
         Error: the data set has no indexing, no length or no samples, its sampler is not supported, or the sizes differ.

@@ -295,8 +295,7 @@ class OtherBuffers:
         return not self._places and not any(self._dicts) and not any(self._known)
 
     def _check_known(self) -> None:
-        """Raise Error if a micro-batch added or removed a buffer, because the modules of other ranks would then
-        differ."""
+        """Raise Error if a micro-batch added or removed a buffer: the modules of other ranks would differ."""
         if (found := self._list()) == self._known:
             return
         named = [

@@ -1,5 +1,4 @@
-"""The control block, which each rank sends to all others once per pass with its gradients. Blocks are gathered, never
-summed."""
+"""The control block that each rank sends to all others once per pass, with its gradients. Gathered, not summed."""
 
 from dataclasses import dataclass, field
 from struct import Struct

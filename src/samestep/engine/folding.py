@@ -55,8 +55,7 @@ def put(grad: Tensor | None, view: Tensor) -> None:
 
 
 def to_dense(grad: Tensor) -> Tensor:
-    """Return the gradient as a dense tensor. Gradients of `nn.Embedding(sparse=True)` have different rows on each
-    rank."""
+    """Return the gradient as a dense tensor. A gradient of `nn.Embedding(sparse=True)` has other rows on each rank."""
     return grad if grad.layout is torch.strided else grad.to_dense()
 
 

@@ -242,8 +242,7 @@ class Reducer:
         return controls
 
     def finish_further(self, k: int, control: Control) -> list[Control]:
-        """Same as `finish`, for further loss k. Call it after `assign` for the previous loss, whose memory is
-        reused."""
+        """Same as `finish`, for further loss k. Call it after `assign` for the previous loss, to reuse its memory."""
         pairs = [*zip(self.params, self._kept, strict=True)]
         self._totals = [None if p.grad is None or p.grad is kept else p.grad.clone() for p, kept in pairs]
         further = self._further.pop(k, None) or self._build_further(has_missed=bool(self._range))
@@ -326,8 +325,7 @@ class Reducer:
         return on_grad
 
     def _build_further(self, *, has_missed: bool) -> Further:
-        """Build a further loss that is new on this rank. `has_missed`: whether earlier micro-batches did not have
-        it."""
+        """Build a further loss that is new on this rank. `has_missed`: earlier micro-batches did not have it."""
         nothing: Grads = [None] * len(self.params)
         return Further([nothing for _ in self._held], [*nothing], self._all_fired * MISSED * has_missed)
 
