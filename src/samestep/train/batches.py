@@ -313,5 +313,7 @@ def _compare_order(path: Path, epoch: int, indices: NDArray[np.int64]) -> str:
     except Exception as error:  # of several kinds
         return f"{path} is damaged ({error}), and written again from sampler({epoch})"
     if not np.array_equal(kept, indices):
-        raise InvalidValue(f"sampler({epoch}) gave other indices than before the restart: let it depend on epoch alone")
+        raise InvalidValue(
+            f"sampler({epoch}) gave other indices than before the restart: make them depend on epoch alone"
+        )
     return ""
