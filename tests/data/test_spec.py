@@ -110,7 +110,7 @@ def test_another_batch_size_is_refused() -> None:
         (DataLoader(NUMBERS, batch_size=None), "batch_size=None"),
         (DataLoader(NUMBERS, batch_sampler=[[1, 2], [3]]), "batch_sampler"),
         (DataLoader(Endless()), "Endless is a stream without indexing"),
-        (OwnLoader(NUMBERS), "OwnLoader iterates in its own way"),
+        (OwnLoader(NUMBERS), "OwnLoader defines its own iteration"),
     ],
 )
 def test_data_loaders_that_a_run_cannot_honour(loader: DataLoader[Tensor], said: str) -> None:

@@ -151,7 +151,7 @@ def test_a_loop_that_has_changed(tmp_path: Path, capfd: pytest.CaptureFixture[st
     run_dir = tmp_path / "run"
     with pytest.raises(RuntimeError, match="SIGKILL"):
         samestep.spawn(train, 1, (run_dir, {13: "kill"}))
-    with pytest.raises(samestep.Error, match=r"loop 2 of the run .* was another one \(data_length 22 there, 24"):
+    with pytest.raises(samestep.Error, match=r"loop 2 of the run .* was a different one \(data_length 22 there, 24"):
         samestep.spawn(train, 1, (run_dir,), {"length": 24})
     assert samestep.spawn(train, 1, (run_dir, {14: "stop"}), {"num_epochs": 3})
     said = "loop 1 of this run ended at step 8 and is not continued, although its planned end is now step 12 (was 8)"

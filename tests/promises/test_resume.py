@@ -494,7 +494,7 @@ def test_several_runs_and_one_directory_from_outside(tmp_path: Path, given: tupl
     if given[0] == given[1]:
         samestep.spawn(train, 2, env=env)
         return
-    with pytest.raises(samestep.Error, match=r"several runs, one in fold0 and one in (fold1|None).* leave it out"):
+    with pytest.raises(samestep.Error, match=r"creates a run in fold0 and one in (fold1|None).* leave it out"):
         samestep.spawn(train, 2, env=env)
 
 

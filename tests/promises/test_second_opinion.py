@@ -74,9 +74,9 @@ def train(
 @pytest.mark.parametrize(
     ("num_ranks", "rank", "what", "words"),
     [
-        (3, 1, "forward", rf"^rank 1 \({HOST}, cpu\) computed other results for micro-batch \d of step 8 than rank \d "
-         r".* and rank \d .*, from the same weights and samples: .* more differ; suspect the processor .*; "
-         r"nothing of this step is saved, but the last check in which all agreed is that of step 5, so later"),
+        (3, 1, "forward", rf"^rank 1 \({HOST}, cpu\) computed different results for micro-batch \d of step 8 than rank "
+         r"\d .* and rank \d .*, from the same weights and samples: .* more differ; suspect the processor .*; "
+         r"nothing of this step is saved, but all ranks last agreed in step 5, so later"),
         (2, 1, "backward", rf"^rank \d \({HOST}, cpu\) and rank \d .*step 8 .* no third rank says which is right"),
     ],
 )  # fmt: skip
@@ -104,7 +104,7 @@ def test_the_check_changes_no_bits(tmp_path: Path, capfd: pytest.CaptureFixture[
     for num_ranks, last in ((1, 2), (2, 7), (3, 12)):
         found += samestep.spawn(train, num_ranks, (run_dir,), {"check_compute_every": 1, "max_steps": last})
     said = capfd.readouterr().out
-    assert "computed other" not in said
+    assert "computed different" not in said
     assert "check_compute_every does nothing with one rank" in said
     assert found == expected
     assert digest(run_dir) == digest(without)
@@ -120,7 +120,7 @@ def test_correct_ranks_raise_no_error(name: str) -> None:
 
 @pytest.mark.soak
 def test_code_that_differs_by_call_is_suspected_as_such() -> None:
-    words = "rank . .* rank . .* and rank . .* computed other results .* and each computed other ones: .* or code whose"
+    words = "rank . .* and rank . .* computed different results .* and no two of them agree: .* or code whose"
     with pytest.raises(samestep.Error, match=words):
         samestep.spawn(train, 3, (None,), {"check_compute_every": 5, "is_lazy": True})
 
@@ -153,7 +153,7 @@ class Stream(torch.utils.data.IterableDataset[Tensor]):
 
 
 def test_what_cannot_be_compared_is_an_error() -> None:
-    with pytest.raises(samestep.Error, match=r"read other samples for micro-batch \d of step 1, though of the same"):
+    with pytest.raises(samestep.Error, match=r"read different samples for micro-batch \d of step 1, although the"):
         samestep.spawn(run_steps, 3, (Drawing,))
     with pytest.raises(samestep.InvalidValue, match="only one rank reads a lane of an IterableDataset: leave it out"):
         samestep.spawn(run_steps, 2, (Stream,))
@@ -194,6 +194,6 @@ def test_the_command_ends_with_2_and_is_not_restarted(tmp_path: Path) -> None:
     words = ["--nproc-per-node", "3", "--check-compute-every", "2", "--max-restarts", "3", "wrong.py"]
     done = samestep_command("launch", *words, cwd=tmp_path)
     assert done.returncode == 2, done.stderr
-    assert done.stderr.count("computed other results") == 1, done.stderr
+    assert done.stderr.count("computed different results") == 1, done.stderr
     assert "restart" not in done.stderr
     assert "Traceback" not in done.stderr

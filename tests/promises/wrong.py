@@ -342,15 +342,15 @@ LOSSES: dict[str, Mistake] = {
         body=lambda t, x, y: t.step.backward(
             -(t.model(x).square().mean() + 1e-3) * (INF if (t.step.number, t.step.micro_batch) == (2, 0) else 1.0))),
     "a gradient that is inf": in_loop(
-        r"model\.weight is not finite after step 4: no snapshot is made of it, and the la", snapshot_every=1,
+        r"model\.weight is not finite after step 4: this state is not saved, and the prev", snapshot_every=1,
         body=learn_with_infinite_slope),
     # Batch normalization of huge values: a variance beyond float32, and outputs of 0.
     "statistics that are inf": in_loop(
-        r"model\.0\.running_var is not finite after step 2: no snapshot is made of it", snapshot_every=1,
+        r"model\.0\.running_var is not finite after step 2: this state is not saved", snapshot_every=1,
         model=lambda: nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1)),
         body=lambda t, x, y: learn(t, x * (1e30 if t.step.number == 1 else 1.0), y)),
     "a poisoned state to be kept by name": in_loop(
-        r"is not finite after step 1: no snapshot is made of it", snapshot_every=None,
+        r"is not finite after step 1: this state is not saved", snapshot_every=None,
         then=lambda t: [nn.init.constant_(t.model.weight, NAN), t.run.snapshot("best")]),
     **{f"weight {weight}": in_loop(
         r"step\.backward got weight .* in micro-batch \d of step 0: a weight is 0, or a number",
@@ -470,7 +470,7 @@ PREPARED: dict[str, Mistake] = {
         r"scorer\.key is a function, which a snapshot cannot hold",
         objects=lambda t: {"scorer": Stateful(key=score)}),
     "an optimizer that was not passed": in_loop(
-        r"an optimizer \(Adam\) that run\.prepare did not get updates model\.weig", micro_batch_size=1,
+        r"an optimizer \(Adam\) that was not passed to run\.prepare updates model\.weig", micro_batch_size=1,
         optimizer=None, then=lambda t: Adam(t.model.parameters()).step()),
     "a layer replaced after prepare": in_loop(
         r"model\.1\.weight was replaced or converted after run\.prepare: change the",

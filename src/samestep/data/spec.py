@@ -88,8 +88,8 @@ def understand(
 def _understand_loader(loader: DataLoader[Any], micro_batch_size: int | None, takes_streams: bool) -> DataSpec:
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise InvalidType(
-            f"{type(loader).__name__} iterates in its own way, which would not be the run's order: "
-            "pass its data set, and collate_fn= and num_workers= beside it."
+            f"{type(loader).__name__} defines its own iteration, which would not follow the run's order: "
+            "pass its data set, with collate_fn= and num_workers= as arguments."
         )
     _check_dataset(loader.dataset, takes_streams)
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:

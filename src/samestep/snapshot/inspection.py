@@ -76,8 +76,8 @@ class Inspection:
         if not self.is_sound():
             label = next(label for label in self._labels.values() if label in self._not_finite)
             raise InvalidValue(
-                f"{label} is not finite after step {self._step}: no snapshot is made of it, and the last sound one "
-                "stays; look at the learning rate, clipping and precision"
+                f"{label} is not finite after step {self._step}: this state is not saved, and the previous snapshot "
+                "is kept; check the learning rate, clipping and precision"
             )
         if self._compare is not None and self._names:
             names = [name for name in reversed(self._names.values()) if name in self._checksums]

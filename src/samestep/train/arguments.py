@@ -45,6 +45,6 @@ def _check_one_directory(said: str, given: Any) -> None:
     before = _replaced.setdefault(said, str(given))
     if before != str(given):
         raise UsageError(
-            f"this script makes several runs, one in {before} and one in {given}, and a launcher's --run-dir (or "
-            f"SAMESTEP_RUN_DIR) has them share {said}: leave it out, and the script chooses their directories"
+            f"this script creates a run in {before} and one in {given}, but --run-dir (or SAMESTEP_RUN_DIR) sets "
+            f"{said} for both: leave it out, so that each run uses the directory in the script"
         )

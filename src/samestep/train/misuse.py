@@ -111,8 +111,8 @@ class MisuseChecks(StepObserver):
                 )
         if name is not None:
             raise UsageError(
-                f"an optimizer ({type(optimizer).__name__}) that run.prepare did not get updates {name}: pass it too, "
-                "or its state is in no snapshot"
+                f"an optimizer ({type(optimizer).__name__}) that was not passed to run.prepare updates {name}: pass "
+                "it, so that its state is part of the snapshots"
             )
 
     def _find_ours(self, optimizer: Optimizer) -> str | None:

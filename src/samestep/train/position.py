@@ -106,8 +106,8 @@ class Position:
             batches.check_shards(directory.path, loops[place.number - 1].get("shards"))
             if different := find_different(loops[place.number - 1], numbers):
                 raise RunDirectoryError(
-                    f"loop {place.number + 1} of the run in {directory.named} was another one ({different}): use its "
-                    f"numbers, or resume from step {batches.first_step} or before"
+                    f"loop {place.number + 1} of the run in {directory.named} was a different one ({different}): "
+                    f"restore its values, or resume from step {batches.first_step} or earlier"
                 )
         elif place.number:
             loops = [*loops, numbers]

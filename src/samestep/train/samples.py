@@ -82,7 +82,7 @@ def check_samples(
     if not overrides and record.get("machine") == machine:
         raise RunDirectoryError(
             f"the data set is not the one that the run began with (sample {changed[0]} differs): build it after "
-            "samestep.Run(...), which seeds the generators, or with a fixed seed; to train on with this one, pass "
+            "samestep.Run(...), which seeds the generators, or with a fixed seed; to continue with this one, pass "
             f"override=True to run.prepare, or start with {advise(override=True)}"
         )
     return now

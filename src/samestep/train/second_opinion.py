@@ -150,8 +150,9 @@ class SecondOpinion(StepObserver):
         sentence = explain_dispute(
             [Opinion(each, places[each], *replies[each][1]) for each in involved], check.v, step.number
         )
-        since = "none" if self._agreed_step is None else f"that of step {self._agreed_step}"
-        advice = f"the last check in which all agreed is {since}, so later snapshots may hold wrong results"
+        last = self._agreed_step
+        agreed = "the ranks agreed in no earlier check" if last is None else f"all ranks last agreed in step {last}"
+        advice = f"{agreed}, so later snapshots may contain wrong results"
         if self._context.config.check_compute == "stop":
             raise Error(
                 f"{sentence}; nothing of this step is saved, but {advice}: resume from an earlier one (--resume)"
@@ -175,22 +176,22 @@ def explain_dispute(opinions: Sequence[Opinion], v: int, step: int) -> str:
     what = f"micro-batch {v} of step {step}"
     if len({each.samples for each in opinions}) > 1:
         return (
-            f"{_join(named)} read other samples for {what}, though of the same indices: make the data set depend on "
-            "the index and torch's generators only (samestep verify finds why it does not), or suspect the memory of "
-            "these machines"
+            f"{_join(named)} read different samples for {what}, although the indices are the same: make the "
+            "data set depend on the index and torch's generators only (samestep verify finds why it does not), or "
+            "suspect the memory of these machines"
         )
     more = f" and {drift.num_tensors - 1} more differ" if drift.num_tensors > 1 else " differs"
     cause = "code whose results depend on earlier calls (a module that keeps a count; samestep verify finds it)"
     if not drift.has_majority:
-        why = "no third rank says which is right" if len(opinions) == 2 else "each computed other ones"
+        why = "no third rank says which is right" if len(opinions) == 2 else "no two of them agree"
         return (
-            f"{_join(named)} computed other results for {what} from the same weights and samples, and {why}: "
+            f"{_join(named)} computed different results for {what} from the same weights and samples, and {why}: "
             f"{drift.tensor}{more}; suspect the processors and the memory of these machines, or {cause}"
         )
     differing = [named[place] for place in drift.differing]
     others = [name for name in named if name not in differing]
     return (
-        f"{_join(differing)} computed other results for {what} than {_join(others)}, from the same weights and "
+        f"{_join(differing)} computed different results for {what} than {_join(others)}, from the same weights and "
         f"samples: {drift.tensor}{more}; suspect the processor and the memory of that machine, and leave it out; or "
         f"{cause}"
     )
