@@ -2,6 +2,8 @@
 
 import errno
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class Error(Exception):
@@ -9,8 +11,9 @@ class Error(Exception):
 
     The message is one sentence: what is wrong, what was found and what to do. An uncaught `Error` ends the program with
     this sentence instead of a traceback, and with exit code 2. Wrong arguments, calls and run directories raise
-    a subclass: `InvalidValue`, `InvalidType`, `UsageError`, `RunDirectoryError`. Commands raise `Error` itself, as do
-    failures that no argument causes: a missing package, ranks or hosts that differ, or a data set that fails.
+    a subclass: `InvalidValue`, `InvalidType`, `UsageError`, `RunDirectoryError`; so does a `MissingPackage`. Commands
+    raise `Error` itself, as do other failures that no argument causes: ranks or hosts that differ, or a data set that
+    fails.
 
     Args:
         message: the sentence.
@@ -69,6 +72,17 @@ class UsageError(Error, RuntimeError):
     """
 
 
+class MissingPackage(Error, ImportError):
+    """A package that an optional feature needs is not installed, or cannot be imported.
+
+    Example::
+
+        >>> import samestep
+        >>> issubclass(samestep.MissingPackage, ImportError)
+        True
+    """
+
+
 class RunDirectoryError(Error):
     """The run directory cannot be used: it contains another run, model or data set, another process uses it, it is
     damaged or cannot be written, or it has no such snapshot.
@@ -103,6 +117,15 @@ class Stuck(RuntimeError):
         >>> issubclass(samestep.Stuck, samestep.Error)  # a restart may succeed: it is a RuntimeError
         False
     """
+
+
+@contextmanager
+def needing(sentence: str, packages: str) -> Iterator[None]:
+    """Raise MissingPackage for an ImportError in the block, as "<sentence> (<why>): pip install <packages>"."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingPackage(f"{sentence} ({error}): pip install {packages}") from None
 
 
 WORKER_ADVICE = "check for a lack of memory (use fewer num_workers) and for crashes of C code in the data set"

@@ -12,7 +12,7 @@ WITHOUT = "import sys\nsys.modules['transformers'] = None\nimport samestep.adapt
 @pytest.mark.parametrize(
     ("command", "sentence"),
     [
-        (["train.py"], "install the extra, pip install 'samestep[transformers]'"),
+        (["train.py"], "pip install 'samestep[transformers]'"),
         (["-m", "samestep.recipes.gpt", "--data", "missing"], "missing is no token file"),
     ],
     ids=["adapter", "recipe"],

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from samestep import Error, InvalidType, InvalidValue, Run
+from samestep import InvalidType, InvalidValue, MissingPackage, Run
 from samestep.train.shutdown import report_errors
 from samestep.world.environment import hide_launcher, read_rank
 
@@ -25,7 +25,7 @@ try:
     from transformers.utils.generic import find_labels
 except ImportError as error:
     report_errors(read_rank())
-    raise Error(f"{error}: install the extra, pip install 'samestep[transformers]'") from None
+    raise MissingPackage(f"{error}: pip install 'samestep[transformers]'") from None
 
 __all__ = ["Trainer", "TrainingArguments"]
 

@@ -40,7 +40,7 @@ def load_data() -> tuple[Digits, Digits]:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        raise samestep.Error("the recipe digits needs scikit-learn: pip install 'samestep[recipes]'") from None
+        raise samestep.MissingPackage("the recipe digits needs scikit-learn: pip install 'samestep[recipes]'") from None
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
     digits = torch.tensor(data.target)

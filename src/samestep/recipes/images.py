@@ -28,7 +28,7 @@ from samestep.recipes.models.resnet import ARCHITECTURES, build_resnet
 try:
     from PIL import Image
 except ImportError:
-    raise samestep.Error("the recipe images needs Pillow: pip install 'samestep[recipes]'") from None
+    raise samestep.MissingPackage("the recipe images needs Pillow: pip install 'samestep[recipes]'") from None
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 MAX_SHOWN = 10
@@ -102,7 +102,7 @@ def write_digits(folder: Path) -> Path:
             try:
                 from sklearn.datasets import load_digits
             except ImportError:
-                raise samestep.Error("the digits need scikit-learn: pip install 'samestep[recipes]'") from None
+                raise samestep.MissingPackage("the digits need scikit-learn: pip install 'samestep[recipes]'") from None
             partial = folder.with_name(f".{folder.name}.{socket.gethostname()}")
             shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
             data = load_digits()

@@ -52,7 +52,7 @@ def build_metrics(target: str) -> dict[str, Any]:
     try:
         import sacrebleu
     except ImportError:
-        raise samestep.Error("sacrebleu is not installed: pip install 'samestep[translate]'") from None
+        raise samestep.MissingPackage("sacrebleu is not installed: pip install 'samestep[translate]'") from None
     is_spaced = target.partition("_")[0] not in ("zh", "ja", "th", "lo", "km", "my")
     return {"BLEU": sacrebleu.BLEU(tokenize="13a" if is_spaced else "char", force=True), "chrF": sacrebleu.CHRF()}
 

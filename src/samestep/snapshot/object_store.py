@@ -19,7 +19,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from samestep.config import is_url
 from samestep.console import say
-from samestep.errors import Error, RunDirectoryError, explain
+from samestep.errors import Error, RunDirectoryError, explain, needing
 from samestep.files import MOST_BYTES, open_regular, replace_file
 from samestep.snapshot.lock import build_token, explain_takeover
 from samestep.snapshot.manifest import FILE, MANIFEST, NAME, find_wrong_size, parse_manifest
@@ -90,10 +90,8 @@ class ObjectStore:
         self._token = ""
         if not re.split("::|://", url, maxsplit=1)[1].strip("/"):
             raise RunDirectoryError(f"the run directory {url} names no place: give a path after it")
-        try:
+        with needing(f"the run directory {url} needs fsspec", "'samestep[remote]'"):
             from fsspec.core import url_to_fs
-        except ImportError:
-            raise Error(f"the run directory {url} needs fsspec: pip install 'samestep[remote]'") from None
         try:
             self._fs, root = url_to_fs(self.url)
         except (ImportError, ValueError) as error:  # fsspec says what to install

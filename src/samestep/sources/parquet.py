@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep.data.source import Shard
-from samestep.errors import Error, InvalidValue
+from samestep.errors import InvalidValue, needing
 from samestep.plan.order import WINDOW_SHARDS
 from samestep.sources.shard_files import Kept, Places, list_files, name_files
 
@@ -108,11 +108,9 @@ class Parquet:
 
 
 def _open(file: Path) -> Any:
-    try:
+    with needing("Parquet files need pyarrow", "'samestep[parquet]'"):
         import pyarrow
         from pyarrow import parquet
-    except ImportError:
-        raise Error("Parquet files need pyarrow: pip install 'samestep[parquet]'") from None
     try:
         return parquet.ParquetFile(file)
     except (pyarrow.ArrowException, OSError) as error:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from samestep.console import describe_size, escape, say
-from samestep.errors import Error
+from samestep.errors import Error, needing
 from samestep.recipes.corpora.text_tokenizer import BYTES, MOST_TEXTS, Tokenizer, read_tokenizer, train_bpe
 from samestep.recipes.corpora.token_file import list_standard_library, read_pieces, write_corpus
 from samestep.sources.token_windows import Tokens
@@ -112,10 +112,8 @@ def _check_text(file: Path, pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 def _open_dataset(name: str, split: str, column: str) -> Documents:
     """Load a data set of the library `datasets`: a name on the Hub, or a directory of data files."""
-    try:
+    with needing("--dataset needs the library datasets", "datasets"):
         import datasets
-    except ImportError:
-        raise Error("--dataset needs the library datasets: pip install datasets") from None
     try:
         rows: Any = datasets.load_dataset(name, split=split)
     except Exception as error:  # of many kinds

@@ -52,5 +52,5 @@ def _import_library() -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise samestep.Error("tokenizers is not installed: pip install 'samestep[translate]'") from None
+        raise samestep.MissingPackage("tokenizers is not installed: pip install 'samestep[translate]'") from None
     return tokenizers

@@ -124,7 +124,7 @@ def read_dataset(name: str, source: str, target: str, skips_bad: bool) -> Corpus
     try:
         import datasets
     except ImportError:
-        raise samestep.Error("datasets is not installed: pip install datasets") from None
+        raise samestep.MissingPackage("datasets is not installed: pip install datasets") from None
     config = "-".join(sorted((source, target)))
     try:
         rows = datasets.load_dataset(name, config, split="train")["translation"]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from samestep.errors import Error, InvalidValue
+from samestep.errors import Error, InvalidValue, needing
 
 END = "<|endoftext|>"  # the token at the end of each document
 NUM_BYTES = 256
@@ -119,10 +119,8 @@ BYTES = Tokenizer("bytes", NUM_BYTES + 1, end=NUM_BYTES)
 
 def import_tokenizers() -> Any:
     """Import the library `tokenizers`. Raises Error if it is not installed."""
-    try:
+    with needing("this tokenizer needs the library tokenizers", "'samestep[gpt]'"):
         import tokenizers
-    except ImportError:
-        raise Error("this tokenizer needs the library tokenizers: pip install 'samestep[gpt]'") from None
     return tokenizers
 
 

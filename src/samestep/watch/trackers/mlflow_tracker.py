@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from samestep.errors import Error
+from samestep.errors import needing
 from samestep.watch.trackers.continuation import LoggedPoints, find_id, keep_id, name_run, read_earlier_rows
 from samestep.watch.trackers.protocol import TrackerInfo, is_histogram, to_number
 
@@ -40,10 +40,8 @@ class MLflow:
         self._run_id, self._logged = "", LoggedPoints()
 
     def start(self, info: TrackerInfo) -> None:
-        try:
+        with needing("MLflow is missing", "'samestep[mlflow]'"):
             from mlflow.tracking import MlflowClient
-        except ImportError as error:
-            raise Error(f"MLflow is missing ({error}): pip install 'samestep[mlflow]'") from error
         # A client, not mlflow.start_run: the active run belongs to the script, and to one thread.
         self._client = MlflowClient(tracking_uri=self.tracking_uri)
         run_id, is_rewound = find_id(info.dir, "mlflow")

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from samestep.errors import Error, InvalidValue
+from samestep.errors import InvalidValue, needing
 from samestep.watch.trackers.protocol import TrackerInfo, is_histogram, to_number
 
 
@@ -32,10 +32,8 @@ class TensorBoard:
     def start(self, info: TrackerInfo) -> None:
         if self.dir is None and info.dir is None:
             raise InvalidValue("TensorBoard has nowhere to write: the run has no directory; give TensorBoard(dir=...)")
-        try:
+        with needing("TensorBoard is missing", "'samestep[tensorboard]'"):
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise Error(f"TensorBoard is missing ({error}): pip install 'samestep[tensorboard]'") from error
         # The reader then drops the steps that a killed run has logged after its last snapshot.
         purge_step = info.resumed_step + 1 if info.resumed_step else 0
         directory = self.dir or Path(info.dir or "") / "tensorboard"

@@ -4,7 +4,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from samestep.errors import Error
+from samestep.errors import needing
 from samestep.watch.trackers.continuation import LoggedPoints, find_id, keep_id, name_run, read_earlier_rows
 from samestep.watch.trackers.protocol import TrackerInfo, is_histogram, to_number
 
@@ -35,11 +35,9 @@ class Trackio:
         self._logged = LoggedPoints()
 
     def start(self, info: TrackerInfo) -> None:
-        try:
+        with needing("Trackio is missing", "'samestep[trackio]'"):
             import trackio
             from trackio.sqlite_storage import SQLiteStorage
-        except ImportError as error:
-            raise Error(f"Trackio is missing ({error}): pip install 'samestep[trackio]'") from error
         name, is_rewound = find_id(info.dir, "trackio")
         rows = SQLiteStorage.get_logs(self.init["project"], name) if name else []
         points = [

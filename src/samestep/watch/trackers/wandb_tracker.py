@@ -4,7 +4,7 @@ import uuid
 from collections.abc import Mapping
 from typing import Any
 
-from samestep.errors import Error
+from samestep.errors import Error, needing
 from samestep.watch.trackers.continuation import LastRow, find_id, keep_id, name_run, read_earlier_rows
 from samestep.watch.trackers.protocol import TrackerInfo, is_histogram, to_number
 from samestep.world.environment import read_job_type
@@ -37,11 +37,9 @@ class WandB:
         self._last = LastRow()
 
     def start(self, info: TrackerInfo) -> None:
-        try:
+        with needing("Weights & Biases is missing", "'samestep[wandb]'"):
             import wandb
             from wandb.errors import UsageError
-        except ImportError as error:
-            raise Error(f"Weights & Biases is missing ({error}): pip install 'samestep[wandb]'") from error
         run_id, is_rewound = find_id(info.dir, "wandb")
         if not run_id:
             run_id = uuid.uuid4().hex[:12]
