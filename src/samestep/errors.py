@@ -142,7 +142,7 @@ class WorkerDied(RuntimeError):
     """
 
 
-KINDS = {kind.__name__: kind for kind in (Error, InvalidValue, InvalidType, UsageError, RunDirectoryError)}
+KINDS: dict[str, type[Error]] = {kind.__name__: kind for kind in Error.__subclasses__()} | {"Error": Error}
 
 
 def name_kind(error: Error) -> str:

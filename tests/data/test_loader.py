@@ -27,7 +27,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from samestep.data.loader import Loaded, Loader, Task, seed_all, to_device
-from samestep.data.sample_errors import write_traceback
+from samestep.data.sample_errors import locate_error, write_traceback
 from samestep.data.spec import understand
 from samestep.errors import Error, InvalidValue, WorkerDied, recognize
 from samestep.plan.ledger import fingerprint
@@ -278,6 +278,17 @@ def test_a_failure_keeps_its_traceback_in_the_log_of_the_rank(tmp_path: Path) ->
     assert "failed at sample 17" in kept
     assert "in fail_with_key_error" in kept
     assert not write_traceback(caught.value, None, 3)
+
+
+class OwnError(Error):
+    def __init__(self, file: str, line: int) -> None:
+        super().__init__(f"{file}, line {line} is empty")
+
+
+def test_a_scripts_own_subclass_of_error() -> None:
+    """Its constructor takes other arguments."""
+    located = locate_error(OwnError("a.txt", 3), None, 1, "step 4")
+    assert str(located) == "a.txt, line 3 is empty, on rank 1 in step 4"
 
 
 def test_a_failure_names_the_first_sample_of_a_micro_batch() -> None:

@@ -45,7 +45,8 @@ def locate_error(error: Error, logs: Path | None, rank: int, place: str) -> Erro
     Raise it from `error.__cause__`.
     """
     where = write_traceback(error, logs, rank)
-    return type(error)(f"{str(error).rstrip('.')}, on rank {rank} in {place}{where}", rank=rank)
+    kind = KINDS[name_kind(error)]  # a script's own subclass may take other arguments
+    return kind(f"{str(error).rstrip('.')}, on rank {rank} in {place}{where}", rank=rank)
 
 
 def write_traceback(error: Error, logs: Path | None, rank: int) -> str:
