@@ -1,1 +1,1 @@
-"""Trains models that were written for other trainers."""
+"""Adapters that train models written for other trainers."""

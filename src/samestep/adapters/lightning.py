@@ -47,10 +47,10 @@ class Schedule:
 
 
 class Trainer(SimpleNamespace):
-    """What `self.trainer` is for the module: the attributes of Lightning's Trainer that a module reads in its hooks.
+    """The module's `self.trainer`: the attributes of Lightning's Trainer that a module reads in its hooks.
 
     Attributes:
-        callback_metrics: the last value of everything that was logged, averaged over all ranks.
+        callback_metrics: the last value of each logged name, averaged over all ranks.
         should_stop: set it to end the run after the epoch.
     """
 
@@ -66,7 +66,7 @@ class Trainer(SimpleNamespace):
 
 
 class Logs:
-    """Collects what the module logs with `self.log`, by the hook that is running.
+    """Collects the values that the module logs with `self.log`, by the running hook.
 
     Attributes:
         values: name -> (value, batch size or None), since the last `take`.
@@ -83,7 +83,7 @@ class Logs:
         self, name: str, value: Any, prog_bar: bool = False, logger: bool | None = None, on_step: bool | None = None,
         on_epoch: bool | None = None, *_: Any, batch_size: int | None = None, **__: Any,
     ) -> None:  # fmt: skip
-        """As `LightningModule.log`. Values are averaged over all ranks, as with `sync_dist=True`."""
+        """Like `LightningModule.log`. Values are averaged over all ranks, as with `sync_dist=True`."""
         if not isinstance(value, int | float | Tensor) or (isinstance(value, Tensor) and value.numel() != 1):
             raise InvalidType(
                 f"self.log got {name}, a {type(value).__name__}: log a number or a tensor of one element; samestep "
@@ -95,7 +95,7 @@ class Logs:
         self.values[name] = (value.detach() if isinstance(value, Tensor) else value, batch_size)
 
     def log_dict(self, dictionary: Mapping[str, Any], *more: Any, **options: Any) -> None:
-        """As `LightningModule.log_dict`."""
+        """Like `LightningModule.log_dict`."""
         for name, value in dictionary.items():
             self.log(name, value, *more, **options)
 
@@ -119,16 +119,16 @@ def fit(
 ) -> dict[str, float]:
     """Train a LightningModule with automatic optimization, as `Trainer.fit` does, with the promises of a run.
 
-    Lightning's `accumulate_grad_batches` is the run's `batch_size / micro_batch_size`, its `precision` the run's, and
-    its `sync_dist=True` is always on. `training_step` gets the number of the step as `batch_idx`. The hooks called are
-    `prepare_data` (on rank 0), `setup`, `configure_model`, `configure_optimizers`, `teardown`, `on_fit_*`,
-    `on_train_*`, `on_validation_*`, `on_after_backward` and `on_before_optimizer_step`. Callbacks and loggers of
-    Lightning are not used: see `Run` for trackers and snapshots.
+    The run's `batch_size / micro_batch_size` takes the place of Lightning's `accumulate_grad_batches`, and the run's
+    `precision` that of Lightning's. `sync_dist=True` is always on. `training_step` gets the number of the step as
+    `batch_idx`. The hooks called are `prepare_data` (on rank 0), `setup`, `configure_model`, `configure_optimizers`,
+    `teardown`, `on_fit_*`, `on_train_*`, `on_validation_*`, `on_after_backward` and `on_before_optimizer_step`.
+    Callbacks and loggers of Lightning are not used: see `Run` for trackers and snapshots.
 
     Args:
         run: created before the module.
         module: LightningModule with one optimizer and any schedulers.
-        train_loader: a data set, or a DataLoader whose batch size is the run's micro-batch size.
+        train_loader: a data set, or a DataLoader with the run's micro-batch size as its batch size.
         val_loader: the same for validation after each epoch, with any batch size.
         max_epochs: number of epochs.
         gradient_clip_val: maximum norm of the gradients.
@@ -137,12 +137,12 @@ def fit(
         patience: end the run after that many epochs without a better value of `monitor`.
 
     Returns:
-        The last value of everything that was logged.
+        The last value of each logged name.
 
     Raises:
         InvalidValue: the module optimizes manually, uses several optimizers, replaces a part of Lightning's loop (such
             as `optimizer_step`), or has not logged `monitor`.
-        InvalidType: it logs something other than numbers.
+        InvalidType: the module logs values that are not numbers.
 
     Example::
 
@@ -201,7 +201,7 @@ def _log_epoch(run: Run, module: Any, epoch: Any, logs: Logs, val_loader: Any) -
 
 
 def _prepare(run: Run, module: Any, trainer: Trainer) -> tuple[torch.optim.Optimizer, list[Schedule]]:
-    """Call the hooks before the training, and prepare what they configure."""
+    """Call the hooks before the training, and prepare the objects that they create."""
     run.once(module.prepare_data)
     module.setup("fit")
     module.configure_model()
@@ -234,7 +234,7 @@ def _check(module: Any, monitor: str | None, mode: str, patience: int | None) ->
 
 
 def _configure(module: Any) -> tuple[torch.optim.Optimizer, list[Schedule]]:
-    """Return what `configure_optimizers` returns in one of its many forms."""
+    """Return the optimizer and schedules from the result of `configure_optimizers`, in any of its forms."""
     given = module.configure_optimizers()
     optimizers, schedulers = given, []
     if isinstance(given, Mapping):
@@ -289,7 +289,7 @@ def _validate(run: Run, module: Any, loader: Any, logs: Logs) -> dict[str, float
     module.trainer.validating = True
     module.on_validation_start()
     module.on_validation_epoch_start()
-    batches = iter(range(10**18))  # of this rank: other ranks have other micro-batches
+    batches = iter(range(10**18))  # of this rank: other ranks have different micro-batches
 
     def score(batch: Any) -> dict[str, Any]:
         number = next(batches)
@@ -308,7 +308,7 @@ def _validate(run: Run, module: Any, loader: Any, logs: Logs) -> dict[str, float
 
 
 def _keep_best(run: Run, trainer: Trainer, monitor: str, sign: int, epoch: int, patience: int | None) -> None:
-    """Take the snapshot "best" if this epoch is the best so far, and end the run after `patience` others."""
+    """Take the snapshot "best" if this epoch is the best so far, and end the run after `patience` worse epochs."""
     if monitor not in trainer.callback_metrics:
         raise InvalidValue(
             f"monitor is {monitor}, which the module has not logged: there are "

@@ -29,7 +29,7 @@ except ImportError as error:
 
 __all__ = ["Trainer", "TrainingArguments"]
 
-# Fields of transformers' TrainingArguments that have their effect here.
+# Fields of transformers' TrainingArguments that have the same effect here.
 SUPPORTED = """
     output_dir per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps learning_rate
     lr_scheduler_type lr_scheduler_kwargs warmup_steps warmup_ratio optim optim_args weight_decay adam_beta1 adam_beta2
@@ -41,7 +41,7 @@ SUPPORTED = """
     dataloader_num_workers dataloader_pin_memory remove_unused_columns label_names train_sampling_strategy
     do_train do_eval do_predict local_rank
 """
-# Fields that change neither the training nor its results, or that name what a run does in any case.
+# Fields that change neither the training nor its results, or that request what a run does in any case.
 WITHOUT_EFFECT = """
     torch_empty_cache_steps logging_first_step log_on_each_node logging_nan_inf_filter log_level log_level_replica
     disable_tqdm run_name project eval_use_gather_object eval_accumulation_steps save_on_each_node enable_jit_checkpoint
@@ -51,7 +51,7 @@ WITHOUT_EFFECT = """
 
 
 class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
-    """As `transformers.TrainingArguments`. Creates the run, so create it before the model.
+    """Like `transformers.TrainingArguments`. It creates the run, so create it before the model.
 
     The batch of a step does not grow with the number of ranks: it has `per_device_train_batch_size *
     gradient_accumulation_steps` samples, in micro-batches of `per_device_train_batch_size`, so that up to
@@ -63,8 +63,8 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
         run: the `samestep.Run`.
 
     Raises:
-        InvalidValue: a field is set that has no equivalent here, such as `fsdp`. One sentence names it. A field that
-            merely has no effect, such as `ddp_timeout`, is named in a warning.
+        InvalidValue: a field is set that has no equivalent here, such as `fsdp`. A field that merely has no effect,
+            such as `ddp_timeout`, causes a warning.
 
     Example::
 
@@ -87,7 +87,7 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
                 f"TrainingArguments has {', '.join(f'{name}={given[name]!r}' for name in refused)}, which "
                 "samestep.adapters.transformers does not support: leave it out, or write the loop with samestep.Run"
             )
-        with hide_launcher():  # accelerate would join a process group of its own
+        with hide_launcher():  # accelerate would create another process group
             super().__post_init__()
         for name in ("logging_steps", "eval_steps", "save_steps"):
             if 0 < (value := getattr(self, name) or 0) < 1:
@@ -130,28 +130,28 @@ class Collator:
 
 
 class Trainer:
-    """As `transformers.Trainer`, with the promises of a run: the same bits at any number of ranks, and on resuming.
+    """Like `transformers.Trainer`, with the promises of a run: the same bits at any number of ranks and after a resume.
 
-    The loss of a step is the mean over all labels other than -100 of the whole batch, on all ranks. transformers'
-    Trainer computes the same for models that use `num_items_in_batch`, or without accumulation on one device. It
-    averages the means of micro-batches for others. `eval_loss` is the mean over all such labels, too, where
-    transformers averages means of batches. A batch without `labels` counts by samples.
+    The loss of a step is the mean over all labels of the whole batch other than -100, on all ranks. transformers'
+    Trainer computes the same for models that use `num_items_in_batch`, or on one device without accumulation; otherwise
+    it averages the means of micro-batches. `eval_loss` is also the mean over all such labels, while transformers
+    averages the means of batches. A batch without `labels` is weighted by its number of samples.
 
     A started script resumes automatically. `optimizers`, `compute_loss_func`, `preprocess_logits_for_metrics` and the
-    other arguments mean what they mean there. Subclasses may replace `compute_loss`, `create_optimizer` and
-    `create_scheduler`. Metrics are in `metrics.jsonl` of the run directory and in the trackers.
+    other arguments have the same meaning as in transformers. Subclasses may replace `compute_loss`, `create_optimizer`
+    and `create_scheduler`. Metrics are in `metrics.jsonl` of the run directory and in the trackers.
 
     Args:
         model: built after `args`, or pass `model_init`, a function that builds it.
         args: `samestep.adapters.transformers.TrainingArguments`.
-        data_collator: default: as in transformers, padding with the tokenizer where `processing_class` is one.
+        data_collator: default: as in transformers, with padding if `processing_class` is a tokenizer.
         train_dataset, eval_dataset: map-style data sets, `eval_dataset` also a dict of them.
         processing_class: tokenizer or image processor, saved with the model.
         compute_metrics: called once, on rank 0, with the predictions for the whole data set.
         callbacks: `transformers.EarlyStoppingCallback` or none.
 
     Raises:
-        InvalidType: the arguments are transformers' own, or another callback is passed.
+        InvalidType: `args` is a `transformers.TrainingArguments`, or another callback is passed.
 
     Example::
 
@@ -230,7 +230,7 @@ class Trainer:
         self._prepare()
 
     def _prepare(self) -> None:
-        """Create the optimizer and the schedule for the training data, and restore everything from a snapshot."""
+        """Create the optimizer and the schedule for the training data, and restore the state from a snapshot."""
         self.num_steps = 0
         objects = {"model": self.model}
         if self.train_dataset is not None:
@@ -248,7 +248,7 @@ class Trainer:
         self._forward = torch.compile(self.model, **options) if compiled else self.model
 
     def train(self) -> Any:
-        """Train to the end, from the newest snapshot on. Returns transformers' `TrainOutput`.
+        """Train from the newest snapshot to the end. Returns transformers' `TrainOutput`.
 
         Its `training_loss` is the average over the last epoch.
         """
@@ -287,7 +287,7 @@ class Trainer:
         return TrainOutput(run.steps_done, loss, {"train_loss": loss})
 
     def _validate(self) -> None:
-        """Evaluate, keep the best snapshot, and stop if patience ends."""
+        """Evaluate, keep the best snapshot, and stop if there was no better one for too long."""
         metrics, args, state = self.evaluate(), self.args, self.run.state
         if args.metric_for_best_model is None:
             return
@@ -312,7 +312,7 @@ class Trainer:
         """As in transformers: the loss that the model returns, or that of label smoothing or `compute_loss_func`.
 
         Args:
-            num_items_in_batch: labels in this micro-batch, which the loss is a mean over.
+            num_items_in_batch: number of labels in this micro-batch, over which the loss is a mean.
         """
         inputs, labels = dict(inputs), None
         if self.label_smoother is not None or self.compute_loss_func is not None:
@@ -332,7 +332,7 @@ class Trainer:
         return (loss, outputs) if return_outputs else loss
 
     def evaluate(self, eval_dataset: Any = None, metric_key_prefix: str = "eval") -> dict[str, float]:
-        """Score every sample once, over all ranks. Returns and logs the loss and what `compute_metrics` returns."""
+        """Score every sample once, over all ranks. Returns and logs the loss and the result of `compute_metrics`."""
         data = self.eval_dataset if eval_dataset is None else eval_dataset
         if data is None:
             raise InvalidValue("Trainer.evaluate needs eval_dataset")
@@ -390,7 +390,7 @@ class Trainer:
             output_dir: default: the run directory, as in transformers.
 
         Raises:
-            InvalidType: the model has no `save_pretrained`; `samestep export` writes the weights of any.
+            InvalidType: the model has no `save_pretrained`; `samestep export` writes the weights of any model.
         """
         if not hasattr(self.model, "save_pretrained"):
             raise InvalidType(f"{type(self.model).__name__} has no save_pretrained: write its weights, samestep export")

@@ -35,7 +35,7 @@ def show_recipe_help(recipe: str) -> None:
 def run_main(main: Callable[[], None]) -> None:
     """Run the main function of `python -m samestep.recipes.NAME`.
 
-    An Error that it raises before its run exists is one sentence, too, with exit code 2.
+    An Error raised before the run exists also ends the program with its message and exit code 2.
     """
     from samestep.train.shutdown import report_errors
     from samestep.world.environment import read_rank

@@ -135,7 +135,8 @@ def build_model(args: argparse.Namespace, corpus: Corpus) -> GPT2:
     """Build the model of `--preset` or `--init-from`.
 
     Raises:
-        Error: that of `--init-from` has another vocabulary than the data, or is too short for `--context`.
+        Error: the model of `--init-from` has a different vocabulary than the data, or its context is shorter than
+            `--context`.
     """
     size = corpus.tokenizer.vocabulary_size
     changed = {} if args.dropout is None else {"dropout": args.dropout}
@@ -165,7 +166,7 @@ def build_model(args: argparse.Namespace, corpus: Corpus) -> GPT2:
 
 
 def check_run(run: samestep.Run, here: Mapping[str, Any]) -> None:
-    """Compare the configuration with that of the run that is resumed. Raises Error if it is of another model."""
+    """Compare the configuration with that of the resumed run. Raises Error if the models differ."""
     if run.dir is None or not (file := run.dir / "run.json").exists():
         return
     there = json.loads(file.read_text())["config"]
@@ -191,9 +192,9 @@ def warm_up_then_cosine(step: int, num_steps: int, num_warm_up: int, end: float)
 
 
 def build_optimizer(model: GPT2, lr: float, weight_decay: float, *, fused: bool = True) -> torch.optim.AdamW:
-    """AdamW with weight decay for matrices and embeddings, and not for biases and LayerNorm.
+    """Return AdamW with weight decay for matrices and embeddings, and not for biases and LayerNorm.
 
-    The fused kernel updates each value by itself, so its bits do not depend on the number of ranks either.
+    The fused kernel updates each value independently, so its bits do not depend on the number of ranks either.
     """
     params = list(model.parameters())
     groups = [
@@ -204,7 +205,7 @@ def build_optimizer(model: GPT2, lr: float, weight_decay: float, *, fused: bool 
 
 
 def find_peak_flops(run: samestep.Run) -> float | None:
-    """Return the peak of all ranks' GPUs in operations per second; None on CPU, in fp32, in tf32 and for others."""
+    """Return the peak of all ranks' GPUs in operations per second; None on CPU, in fp32 and tf32, or if unknown."""
     with run.autocast():
         if run.device.type != "cuda" or not torch.is_autocast_enabled("cuda"):
             return None
@@ -212,7 +213,7 @@ def find_peak_flops(run: samestep.Run) -> float | None:
 
 
 def look_up_peak(name: str) -> float | None:
-    """Return the peak of a GPU by the name that torch gives it; None for an unknown one and for parts."""
+    """Return the peak of a GPU by its name in torch; None for an unknown GPU and for a part of one."""
     if re.search(r"\b(Laptop|MIG|Max-Q|D)\b", name):
         return None
     return next((peak for part, peak in PEAK_FLOPS.items() if re.search(rf"\b{part}\b", name)), None)
@@ -230,7 +231,7 @@ class Throughput:
         self._began: tuple[float, int] | None = None
 
     def begin(self, *, again: bool = True) -> None:
-        """Begin to measure at the end of a step, unless that was done before and not `again`."""
+        """Begin to measure at the end of a step. A later call has no effect without `again`."""
         if again or self._began is None:
             self._began = self._read_clock(), self._run.steps_done
 

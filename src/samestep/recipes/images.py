@@ -36,7 +36,7 @@ Entry = tuple[Path, int]  # file and class
 
 
 class CorruptImage(samestep.Error):
-    """A file is no image that can be decoded."""
+    """A file cannot be decoded as an image."""
 
 
 def find_images(folder: Path) -> tuple[list[str], list[Entry]]:
@@ -61,8 +61,8 @@ def find_images(folder: Path) -> tuple[list[str], list[Entry]]:
 def split_data(folder: Path, held_out: float) -> tuple[list[str], list[Entry], list[Entry]]:
     """Return the classes, the images to train on and those to validate on.
 
-    These are in `train/` and `val/`, if the folder has these two. Otherwise a share of the images is held out: those
-    with the smallest hashes of class and file name, so that an image stays on its side when others are added.
+    They are in `train/` and `val/`, if the folder has both. Otherwise a share of the images is held out: those with the
+    smallest hashes of class and file name, so that an image stays in its part when others are added.
     """
     if (folder / "train").is_dir() and (folder / "val").is_dir():
         (classes, train), (other_classes, val) = find_images(folder / "train"), find_images(folder / "val")
@@ -88,7 +88,7 @@ def split_data(folder: Path, held_out: float) -> tuple[list[str], list[Entry], l
 
 
 def hash_names(folder: Path, *parts: list[Entry]) -> str:
-    """Return a hash of the files' names, so that a later start with other images warns."""
+    """Return a hash of the files' names, so that a later start with different images warns."""
     names = "\0".join(path.relative_to(folder).as_posix() for part in parts for path, _ in part)
     return hashlib.sha256(names.encode(errors="surrogateescape")).hexdigest()[:16]
 
@@ -121,7 +121,7 @@ def decode(path: Path) -> Image.Image:
     """Read an image as RGB.
 
     Raises:
-        CorruptImage: the content is no image. (OSError: the file cannot be read, which is no property of the image.)
+        CorruptImage: the content is not an image. (OSError: the file cannot be read.)
     """
     content = path.read_bytes()
     try:
@@ -178,7 +178,7 @@ class Readable(Dataset[float]):
 
 
 def drop_corrupt(run: samestep.Run, folder: Path, *parts: list[Entry], num_workers: int) -> list[list[Entry]]:
-    """Decode all images once, divided over the ranks, and leave out the corrupt ones. A resumed run remembers them."""
+    """Decode all images once, divided over the ranks, and leave out the corrupt ones. `run.state` keeps the list."""
     names = {entry: entry[0].relative_to(folder).as_posix() for part in parts for entry in part}
     if "corrupt" not in run.state:
         flags = run.evaluate(

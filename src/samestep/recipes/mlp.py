@@ -18,7 +18,7 @@ import samestep
 
 
 class CustomDataset(Dataset[tuple[Tensor, Tensor]]):
-    """Random pairs from a separate generator: the same on every rank, independent of other draws."""
+    """Random pairs from a separate generator: the same on every rank, independent of other random numbers."""
 
     def __init__(self, size: int) -> None:
         self.size = size

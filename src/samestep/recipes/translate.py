@@ -24,7 +24,7 @@ from samestep.recipes.models.seq2seq import END, PAD, Seq2Seq
 
 
 class Vocabulary:
-    """The tokenizers and the settings of the model. A part of every snapshot, where `samestep translate` finds them."""
+    """The tokenizers and the settings of the model. They are part of every snapshot, for `samestep translate`."""
 
     def __init__(self, source: Tokenizer, target: Tokenizer, settings: dict[str, Any]) -> None:
         self.source, self.target, self.settings = source, target, settings
@@ -58,7 +58,7 @@ def build_metrics(target: str) -> dict[str, Any]:
 
 
 def scale_learning_rate(schedule: str, step: int, num_steps: int, num_warm_up: int) -> float:
-    """Return the factor of the highest learning rate: linear up to 1, then down as the schedule says.
+    """Return the factor of the highest learning rate: linear up to 1, then falling according to the schedule.
 
     "noam" (Vaswani et al., 2017) falls with the inverse square root of the step, "cosine" to 0 at the last step.
     """
@@ -183,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return {"loss": (loss, batch["num_tokens"]), "translations": vocabulary.target.decode(rows)}
 
     def validate(epoch: int) -> None:
-        """Score the held-out pairs, print some translations, keep the best weights, and stop where none get better."""
+        """Score the held-out pairs, print some translations, keep the best weights, and stop if they do not improve."""
         scores = run.evaluate(score, data.held_out, collate_fn=data.held_out.collate)
         found = scores["translations"]
         wanted = [target for _, target in data.references]

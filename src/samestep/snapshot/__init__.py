@@ -1,1 +1,1 @@
-"""A run's state on disk."""
+"""Snapshots and the run directory."""

@@ -12,9 +12,10 @@ from samestep.files import open_regular, sync_directory
 
 
 class AppendLog:
-    """A file of records that only grows, and that is cut back to a snapshot when a run resumes.
+    """A file of records that only grows. When a run resumes, it is truncated to the end of the snapshot's records.
 
-    Records are buffered: a full disk never fails a step. What could not be written is kept and tried again.
+    Records are buffered, so a full disk never fails a step. Records that could not be written are kept and written
+    later.
 
     Args:
         flush_s: the longest time for which records are buffered, as long as more are appended.
@@ -64,7 +65,7 @@ class AppendLog:
         return os.fstat(self._file).st_size
 
     def sync(self) -> None:
-        """Wait until what was written is on the disk. Another thread may append meanwhile. Raises OSError."""
+        """Wait until the written records are on the disk. Another thread may append meanwhile. Raises OSError."""
         os.fsync(self._file)
 
     def cut(self, size: int) -> bool:
@@ -79,7 +80,7 @@ class AppendLog:
         return is_whole
 
     def close(self) -> None:
-        """Write what is pending and close the file. A second call does nothing."""
+        """Write pending records and close the file. A second call does nothing."""
         if self._file < 0:
             return
         try:

@@ -1,7 +1,7 @@
 """Copies of a state's tensors in host memory, made and written while training continues.
 
-Parameters and the optimizer's state change in an update only. Their copy may run during the next forward and backward,
-and is joined before the next update. All other tensors are copied at once.
+Parameters and the optimizer's state change only in an update. Their copy may run during the next forward and backward
+pass, and must be complete before the next update. All other tensors are copied at once.
 """
 
 import os
@@ -25,9 +25,10 @@ _POLL_S = 0.05
 
 
 class Watch:
-    """Finds which of some tensors have been written to since.
+    """Finds out which of some tensors were written to after its creation.
 
-    Version counters miss writes through `.data`. A sample of the bytes finds those, unless only a few bytes change.
+    Version counters miss writes through `.data`. Comparing a sample of the bytes finds those, unless only a few bytes
+    change.
     """
 
     def __init__(self, tensors: Iterable["Tensor"]) -> None:
@@ -72,12 +73,12 @@ class Copy:
     Args:
         tensors: by name.
         targets: host memory by name. Tensors without one are not copied, only passed to `look`.
-        stable: the addresses (`locate`) of tensors that change in an update only.
+        stable: the addresses (`locate`) of tensors that change only in an update.
         look: called for each tensor with its address and the tensor or its copy, whole or in consecutive pieces.
 
     Attributes:
-        torn: the addresses of tensors that were written to before the copy was joined.
-        has_failed: `run` raised an exception, so the copy is incomplete.
+        torn: the addresses of tensors that were written to before the copy was complete.
+        has_failed: whether `run` raised an exception, so that the copy is incomplete.
     """
 
     def __init__(
@@ -161,15 +162,15 @@ class Refused(Exception):
 class Writer:
     """A thread that runs `copy` and `write`. The thread that makes the updates joins `copy` and calls `decide`.
 
-    It is no daemon thread: a process whose main thread has ended exits when the snapshot is written.
+    It is not a daemon thread: a process whose main thread has ended exits after the snapshot is written.
 
     Args:
         copy: created between two steps.
         write: writes the copy. It calls its argument before the snapshot becomes visible; that raises `Refused`.
-        is_sound: checks the joined copy if the main thread ends without a decision.
+        is_sound: checks the complete copy if the main thread ends without a decision.
 
     Attributes:
-        failure: why there is no snapshot; None before the end, and if there is one.
+        failure: why there is no snapshot; None before the end, and after a success.
     """
 
     def __init__(
@@ -185,12 +186,12 @@ class Writer:
 
     @property
     def is_decided(self) -> bool:
-        """Whether `decide` was called."""
+        """Return whether `decide` was called."""
         return self._decided.is_set()
 
     @property
     def has_ended(self) -> bool:
-        """Whether the thread has ended."""
+        """Return whether the thread has ended."""
         return not self._thread.is_alive()
 
     def decide(self, accept: bool) -> None:
@@ -239,12 +240,12 @@ def locate(tensor: "Tensor") -> int:
 
 
 def is_finite(tensor: "Tensor") -> bool:
-    """Return whether all elements are finite. Elements of other types than floating-point and complex are."""
+    """Return whether all elements are finite; True for types other than floating-point and complex."""
     import torch
 
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return True
-    # A sum takes one pass. It is not finite if an element is not; it seldom overflows otherwise.
+    # A sum takes one pass. It is not finite if an element is not finite; otherwise it rarely overflows.
     return bool(torch.isfinite(tensor.detach().sum()) or torch.isfinite(tensor).all())
 
 

@@ -1,4 +1,4 @@
-"""Checks of a training state while a snapshot is made of it: finite, and the same on all ranks."""
+"""Checks of a training state while a snapshot of it is written: finite, and the same on all ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ _MASK = 2**64 - 1  # checksums of pieces add up modulo 2**64, as those of elemen
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What a snapshot is made of. The tensors are those of the models and optimizers, not copies.
+    """The content of a snapshot. The tensors are those of the models and optimizers, not copies.
 
     Attributes:
         build: returns the whole state, as `Store.write` takes it.
         checked: tensors that must be finite, with names for messages.
-        stable: tensors that change in an update only, so that they can be copied during the next step.
+        stable: tensors that change only in an update, so that they can be copied during the next step.
         replicated: tensors that are the same on all ranks, by name.
-        compare: compares checksums of those by name over the ranks, and raises Error if they differ; None if that is
-            not due.
+        compare: compares the checksums of these tensors over the ranks, and raises Error if they differ; None if no
+            comparison is due.
     """
 
     build: Callable[[], dict[str, Any]]
@@ -34,7 +34,7 @@ class TrainingState:
 
 
 class Inspection:
-    """Whether a state is finite and the same on all ranks. `look` may be called in another thread.
+    """Checks whether a state is finite and the same on all ranks. `look` may be called in another thread.
 
     Attributes:
         tensors: the tensors to look at, by their addresses (`locate`).
@@ -58,17 +58,17 @@ class Inspection:
             self._checksums[name] = self._checksums.get(name, 0) + int(checksum(tensor))
 
     def look_again(self) -> None:
-        """Look at all tensors again, after a copy that failed half-way: other ranks have looked at theirs."""
+        """Look at all tensors again, after a copy that failed half-way: other ranks have looked at all of theirs."""
         self._not_finite, self._checksums = set(), {}
         for place, tensor in self.tensors.items():
             self.look(place, tensor)
 
     def is_sound(self) -> bool:
-        """Return whether all tensors of this rank are finite. Call after all were looked at."""
+        """Return whether all tensors of this rank are finite. Call it after looking at all of them."""
         return not self._not_finite
 
     def conclude(self) -> None:
-        """Compare the ranks. All of them call this, after all tensors were looked at.
+        """Compare the ranks. All ranks call this, after looking at all tensors.
 
         Raises:
             InvalidValue: a tensor is not finite, or not the same on all ranks.

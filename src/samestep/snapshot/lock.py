@@ -1,4 +1,4 @@
-"""One writer per run: a lock that ends with its process, and a token against a writer that lost the lock."""
+"""One writer per run: a lock that ends with its process, and a token that stops a writer that lost the lock."""
 
 import errno
 import fcntl
@@ -35,17 +35,17 @@ class Lock:
     """The lock of a run's directory, held by this process until `release`. The file names the process.
 
     flock excludes a second process on one machine, and on most network file systems. (A POSIX lock would be lost as
-    soon as anything in this process reads and closes the file.) Some file systems have no such locks, or drop those of
-    a machine that lost its connection. There the file's text is a token: each process writes its own, and `check` ends
-    a process that finds another one.
+    soon as anything in this process reads and closes the file.) Some file systems have no such locks, or drop the locks
+    of a machine that lost its connection. There, the file's text is a token: each process writes a new one, and `check`
+    ends a process that finds a different one.
 
     Args:
-        path: of the lock file.
+        path: path of the lock file.
         named: the run's directory as the user gave it, for messages.
 
     Attributes:
         is_new: whether the file did not exist before.
-        was_elsewhere: whether the holder before was on another machine, and may still be running.
+        was_elsewhere: whether the previous holder was on another machine, and may still be running.
 
     Raises:
         RunDirectoryError: another process, or another run of this process, holds the lock.
@@ -81,7 +81,7 @@ class Lock:
             self._text = text
 
     def check(self) -> None:
-        """Call before replacing anything in the directory.
+        """Check that this process is still the writer, before replacing anything in the directory.
 
         Raises:
             RunDirectoryError: another process has taken the run over.
@@ -112,12 +112,12 @@ class Lock:
 
 
 def build_token() -> str:
-    """Return a text that names this process in its first line, and is unique."""
+    """Return a unique text whose first line names this process."""
     return f"process {os.getpid()} on {read_host()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n{uuid.uuid4().hex}\n"
 
 
 def refuse_links(run_dir: Path, names: Sequence[str]) -> None:
-    """Raises Error if one of these directories is a symbolic link: a run writes in its own directory only."""
+    """Raise Error if one of these directories is a symbolic link: a run writes only in its directory."""
     for path in (run_dir / name for name in names):
         if path.is_symlink():
             raise RunDirectoryError(
@@ -138,7 +138,7 @@ def detach(path: Path) -> None:
 
 
 def explain_takeover(place: object, token: bytes) -> RunDirectoryError:
-    """Return the error of a writer of `place` that finds the token of another process there."""
+    """Return the error for a writer of `place` that finds the token of another process there."""
     holder = _name_holder(token)
     return RunDirectoryError(
         f"the run in {place} was taken over by {holder}: this process ends, and leaves the files as they are"

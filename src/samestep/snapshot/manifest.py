@@ -59,7 +59,7 @@ def seal(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_manifest(directory: Path) -> tuple[dict[str, Any], str | None]:
-    """Return the manifest of a directory ({} if it cannot be read), and what is wrong with it or with file sizes."""
+    """Return the manifest of a directory ({} if it cannot be read), and a problem with it or with file sizes."""
     try:
         manifest, problem = parse_manifest(read_bytes(directory / MANIFEST))
     except FileNotFoundError:
@@ -81,9 +81,9 @@ def read_manifest(directory: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def parse_manifest(text: bytes) -> tuple[dict[str, Any], str | None]:
-    """Return the manifest in a file ({} if it cannot be read), and what is wrong with it.
+    """Return the manifest in a file ({} if it cannot be read), and a problem with it.
 
-    All checks of manifests are here. A file from an untrusted source can have the right checksum, too.
+    All checks of manifests are here, because a file from an untrusted source can have the right checksum, too.
     """
     try:
         manifest = parse_json(text)
@@ -130,7 +130,7 @@ _SHAPE = {
 
 
 def find_damage(directory: Path, manifest: Mapping[str, Any]) -> str | None:
-    """Read every byte of all files. Return what differs from the manifest's checksums; None if nothing does."""
+    """Read every byte of all files. Return a description of damage according to the manifest's checksums, or None."""
     with ThreadPoolExecutor(_NUM_READERS) as pool:  # hashing takes the time, and releases the GIL
         for file, expected in manifest["files"].items():
             lengths, checksums = [length for length, _ in expected["pieces"]], [each for _, each in expected["pieces"]]
@@ -147,7 +147,7 @@ def find_damage(directory: Path, manifest: Mapping[str, Any]) -> str | None:
 
 
 def hash_range(file: int, start: int, length: int) -> str:
-    """Return the sha256 of some bytes of a file, or of fewer if it ends within them. Any thread may call it."""
+    """Return the sha256 of a range of bytes of a file, which may end within the range. Any thread may call it."""
     sha, end = hashlib.sha256(), start + length
     while data := os.pread(file, min(end - start, _BUFFER_BYTES), start):
         sha.update(data)
@@ -156,7 +156,7 @@ def hash_range(file: int, start: int, length: int) -> str:
 
 
 def find_wrong_size(files: Mapping[str, Any], sizes: Mapping[str, int]) -> str | None:
-    """Return what is wrong with the sizes (in bytes) of a manifest's files; None if nothing is."""
+    """Return a description of wrong sizes (in bytes) of a manifest's files, or None."""
     for file, expected in files.items():
         if file not in sizes:
             return f"{file} is missing"

@@ -40,13 +40,13 @@ class NodeReplication:
     """The run directories of a run's nodes. All ranks call its methods together.
 
     Args:
-        run_dir: as the user gave it; rank 0's counts.
-        say: prints a sentence, on rank 0.
+        run_dir: the run directory as the user gave it; all nodes use rank 0's.
+        say: prints a message, on rank 0.
 
     Attributes:
         path: the run's directory, the same on all nodes.
         writers: the ranks that write: [0] if all nodes share the directory.
-        directory: on writers, after `open`: the directory itself.
+        directory: on writers, after `open`: the run directory.
     """
 
     def __init__(self, group: Group, run_dir: Path, say: Callable[[str], None], *, fresh: bool) -> None:
@@ -77,7 +77,7 @@ class NodeReplication:
         """Open the directory on each writer. `check`: see `find`.
 
         Raises:
-            Error: one of them cannot be used, after all were closed.
+            Error: a directory cannot be used. All directories have been closed then.
         """
 
         def open_one() -> None:
@@ -116,7 +116,7 @@ class NodeReplication:
         return self._group.each(call, on=self.writers)
 
     def warn(self, sentence: str) -> None:
-        """Print a sentence about this rank's directory. On a node without rank 0: here, and later on rank 0."""
+        """Print a message about this rank's directory. On a node without rank 0: here, and later on rank 0."""
         if self._group.rank == 0:
             self._say(sentence)
         else:
@@ -124,7 +124,7 @@ class NodeReplication:
             self._notes.append(f"{read_host()}: {sentence}")
 
     def _on_directories(self, fn: Callable[[RunDirectory], T]) -> list[T]:
-        """`each`, with the writer's directory."""
+        """Like `each`, with the writer's directory as argument."""
 
         def call() -> T:
             assert self.directory is not None
@@ -135,13 +135,15 @@ class NodeReplication:
     # --- start ------------------------------------------------------------------------------------------------
 
     def find(self, resume: str | int | None, check: Callable[[RunDirectory], None]) -> Snapshot | None:
-        """Find the newest sound snapshot of all nodes, and copy it and its files to every node. Return None to begin.
+        """Find the newest undamaged snapshot of all nodes, and copy it and its files to every node. Return None to
+        begin.
 
         Args:
-            check: compares a directory with the run. Raises Error if it is another one.
+            check: compares a directory with the run. Raises Error if it belongs to another run.
 
         Raises:
-            Error: no node has a sound one, though there should be; raised by `check`; a node's disk is full.
+            Error: no node has an undamaged snapshot although one should exist; `check` raised it; a node's disk is
+                full.
         """
 
         def begin(directory: RunDirectory) -> list[int]:
@@ -170,7 +172,7 @@ class NodeReplication:
         return chosen
 
     def _copy_parts(self, held: Sequence[dict[str, Any]], chosen: Snapshot | None, source: int) -> None:
-        """Copy to every node what a resume or an audit reads and the node lacks."""
+        """Copy to every node the missing files that a resume or an audit reads."""
         last = None if chosen is None else f"{SNAPSHOTS}/{chosen.label}"  # it makes the copy complete
         snapshots: list[dict[str, Snapshot]] = [{} for _ in held]
         for own, node in zip(snapshots, held, strict=True):
@@ -202,7 +204,7 @@ class NodeReplication:
     ) -> None:
         """Broadcast a file, or the files of a snapshot, to some nodes.
 
-        A disk that fails does not stop the broadcast, so that no rank waits: the error is raised at the end.
+        If a disk fails, the broadcast continues, so that no rank waits; the error is raised at the end.
         """
         sizes = {name: part["size"]}
         if snapshot is not None:
@@ -251,10 +253,10 @@ class NodeReplication:
     # --- under way --------------------------------------------------------------------------------------------
 
     def share(self, value: Any = None) -> Any:
-        """Bring the rows that rank 0 has written to the other writers. Return rank 0's `value` on every rank.
+        """Send the rows that rank 0 has written to the other writers. Return rank 0's `value` on every rank.
 
         Raises:
-            OSError: the rows could not be written here; they are kept, and written with the next ones.
+            OSError: this rank could not write the rows; they are kept, and written with the next ones.
         """
         self._print_notes()
         if not self.is_replicated:
@@ -281,7 +283,7 @@ def find_writers(group: Gatherer, run_dir: Path) -> tuple[Path, dict[int, int]]:
     """Find which nodes share the run's directory. The first rank of each node creates an empty file for that.
 
     Returns:
-        Rank 0's `run_dir`, and by the first rank of each node the lowest one that has the same directory.
+        Rank 0's `run_dir`, and a dict: first rank of a node -> the lowest rank with the same directory.
     """
     answers = group.gather((group.local_rank == 0, str(run_dir)))
     path = Path(answers[0][1])
@@ -304,10 +306,10 @@ def find_writers(group: Gatherer, run_dir: Path) -> tuple[Path, dict[int, int]]:
 
 
 def _create_token(path: Path) -> Path | None:
-    """Return an empty file in the directory, or in the nearest existing one above it; None if none can be created.
+    """Create an empty file in the directory, or in the nearest existing one above it; return None if that fails.
 
-    Its name is new, so that no network file system has cached that it does not exist. Creating it refreshes what the
-    node has cached of that directory, in which another node may just have created the run's.
+    Its name is new, so no network file system has cached that it does not exist. Creating it refreshes the node's cache
+    of that directory, in which another node may just have created the run directory.
     """
     with suppress(OSError):
         for place in (path, *path.parents):
@@ -325,10 +327,10 @@ def _create_token(path: Path) -> Path | None:
 
 
 def _look(directory: RunDirectory, resume: str | int | None, rewinds: Sequence[int]) -> dict[str, Any]:
-    """Return what a directory holds.
+    """Return a description of the content of a directory.
 
     Returns:
-        found: the snapshot that it would resume from, after checking every byte; problem: why there is none; newest:
+        found: the snapshot from which it would resume, after checking every byte; problem: why there is none; newest:
         the step of the newest snapshot, judged by sizes; named: the named ones, judged by sizes; num_recorded: the
         number of steps in the ledger.
     """
@@ -351,10 +353,10 @@ def _look(directory: RunDirectory, resume: str | int | None, rewinds: Sequence[i
 
 
 def _list_files(directory: RunDirectory, chosen: Snapshot | None, *, is_source: bool) -> dict[str, Any]:
-    """Return the files that belong to a snapshot, as one node holds them.
+    """Return the files of this node that belong to a snapshot.
 
     Args:
-        is_source: the chosen snapshot is this node's.
+        is_source: whether the chosen snapshot is this node's.
 
     Returns:
         By name: size, how many of the first bytes belong to the snapshot; content, their sha256; worth: the node with
@@ -384,7 +386,7 @@ def _measure(path: Path) -> int:
 
 
 def _put_file(directory: RunDirectory, name: str, part: Mapping[str, Any]) -> str | None:
-    """Move a file from the inbox to its place. Return what is wrong with it; None if nothing is."""
+    """Move a file from the inbox to its place. Return a problem with it, or None."""
     path = directory.path / name
     received = directory.store.inbox / path.name
     if _hash_start(received, part["size"]) != part["content"]:

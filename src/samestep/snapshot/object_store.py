@@ -1,6 +1,6 @@
-"""A run whose directory is a URL: in an object store, or wherever else fsspec reaches.
+"""A run whose directory is a URL: in an object store, or in any other file system of fsspec.
 
-At the URL is the layout of a run's directory, except that the directory of a named snapshot contains its step
+The files at the URL have the layout of a run directory, except that the directory of a named snapshot contains its step
 (`snapshots/best.step-00000007`): stores cannot rename directories, so a new one is written beside the old one. A
 snapshot's manifest is written last and removed first; without a manifest, the snapshot does not exist.
 """
@@ -63,7 +63,7 @@ def find_copy(url: str, run: str, local_dir: str | None) -> Path:
 
 
 def _requests(method: "Callable[Concatenate[ObjectStore, P], T]") -> "Callable[Concatenate[ObjectStore, P], T]":
-    """Convert the exceptions of the store, which are different ones for each, to `Unreachable`."""
+    """Convert the exceptions of the store, which differ between stores, to `Unreachable`."""
 
     @wraps(method)
     def request(self: "ObjectStore", /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -129,12 +129,12 @@ class ObjectStore:
 
     @_requests
     def list_files(self) -> list[str]:
-        """Return the names of files that a copy of the run holds besides its snapshots. Some of them may not exist."""
+        """Return the names of the files of a run besides its snapshots. Some of them may not exist."""
         names = [path.rpartition("/")[2] for path in self._find(ORDERS)]
         return [*SHARED, *(f"{ORDERS}/{name}" for name in names if _ORDER.fullmatch(name))]
 
     def download(self, names: Sequence[str], directory: Path) -> None:
-        """Download those of some files that exist to the same places in a directory. Raises OSError, too."""
+        """Download the files that exist to the same places in a directory. Raises OSError, too."""
         for name in names:
             if (content := self.read(name)) is not None:
                 (directory / name).parent.mkdir(exist_ok=True)
@@ -166,7 +166,7 @@ class ObjectStore:
 
     @_requests
     def snapshots(self) -> list[Snapshot]:
-        """Snapshots with a manifest, the oldest first; judged by manifests and file sizes.
+        """Return the snapshots with a manifest, the oldest first; judged by manifests and file sizes.
 
         Their paths are the names of their directories.
         """
@@ -198,7 +198,7 @@ class ObjectStore:
         return self._at(f"{SNAPSHOTS}/{place}/{file}")
 
     def find_elsewhere(self, rewinds: Sequence[int] = (), before_fetch: Callable[[], None] = lambda: None) -> Elsewhere:
-        """Return the snapshots here as `Store.find` takes them.
+        """Return the snapshots at the URL for `Store.find`.
 
         Args:
             rewinds: as in `run.json`; snapshots that the run has left (`Snapshot.was_left`) are omitted.
@@ -255,7 +255,7 @@ class ObjectStore:
 
     @_requests
     def remove(self, place: str) -> None:
-        """Remove a snapshot, or the rest of one."""
+        """Remove a snapshot, or what is left of one."""
         if self._fs.exists(self._at_place(place, MANIFEST)):
             self._fs.rm_file(self._at_place(place, MANIFEST))
         with suppress(FileNotFoundError):  # in an object store, a directory is gone with its last file
@@ -303,11 +303,11 @@ class RemoteRun:
     Args:
         url: as `samestep.Run` got it. With `fresh`, the first of x, x-2, x-3 ... that is empty.
         local_dir: as in `find_copies`.
-        warn: prints a sentence.
+        warn: prints a message.
 
     Attributes:
-        url: the run's.
-        path: the working copy's directory.
+        url: the URL of the run.
+        path: directory of the working copy.
 
     Raises:
         RunDirectoryError: the URL cannot be used or reached.
@@ -334,7 +334,7 @@ class RemoteRun:
             The snapshots at the URL. Fetching one also downloads the files that belong to it.
 
         Raises:
-            RunDirectoryError: the URL does not hold a run, or cannot be read.
+            RunDirectoryError: there is no run at the URL, or it cannot be read.
             OSError: the working copy cannot be written.
         """
 
@@ -354,11 +354,11 @@ class RemoteRun:
         return elsewhere
 
     def find_elsewhere(self, directory: RunDirectory) -> Elsewhere:
-        """Return the snapshots at the URL. Raises Error as `pull`."""
+        """Return the snapshots at the URL. Raises Error as in `pull`."""
         return self._store.find_elsewhere(directory.rewinds)
 
     def begin(self, directory: RunDirectory, step: int) -> None:
-        """Make this process the writer, and move snapshots of later steps to `abandoned/`. Only the first call.
+        """Make this process the writer, and move snapshots of later steps to `abandoned/`. Later calls do nothing.
 
         Raises:
             RunDirectoryError: the URL cannot be written.
@@ -382,8 +382,8 @@ class RemoteRun:
         Of the numbered snapshots at the URL, keeps the `keep` newest.
 
         Returns:
-            The end of a sentence about the snapshot if the URL cannot be written; "" otherwise. The earlier content of
-            the URL is sound in both cases.
+            The end of a message about the snapshot if the URL cannot be written; "" otherwise. The earlier content of
+            the URL is undamaged in both cases.
 
         Raises:
             RunDirectoryError: another process has taken the run over.
@@ -418,7 +418,7 @@ class RemoteRun:
                 self._store.remove(place)
 
     def push_status(self, directory: RunDirectory) -> None:
-        """Upload how the run ended, if possible."""
+        """Upload the status of the run, if possible."""
         with suppress(Error, OSError):
             self._store.check()
             self._push_files(directory)
@@ -444,12 +444,12 @@ def open_run(run: str, *, which: int | str | None = None, is_whole: bool = False
     """Yield a run's directory for a tool to read; for a URL, a copy that is removed at the end of the block.
 
     Args:
-        which: of a copy, the only snapshot that is downloaded, as for `Store.find`. None: all of them, but with empty
-            files of the same sizes for tensors and states.
-        is_whole: downloads those files, too.
+        which: for a URL, the only snapshot to download, as for `Store.find`. None: all of them, but with empty files of
+            the same sizes for tensors and states.
+        is_whole: whether to download those files, too.
 
     Raises:
-        Error: the directory or the URL cannot be read, or no snapshot that was asked for is sound.
+        Error: the directory or the URL cannot be read, or there is no undamaged snapshot that matches.
     """
     if not is_url(run):
         try:
@@ -487,7 +487,7 @@ def read_run(run: Path, called: str) -> dict[str, Any]:
 
 
 def find_snapshot(store: Store, called: str, which: int | str) -> Snapshot:
-    """Find the snapshot that a tool shows or reads, as `Store.find`. `called`: the run as the user gave it.
+    """Find the snapshot that a tool shows or reads, see `Store.find`. `called`: the run as the user gave it.
 
     Raises Error if there is none.
     """

@@ -40,27 +40,27 @@ _open: WeakValueDictionary[Path, "RunDirectory"] = WeakValueDictionary()  # of t
 class RunDirectory:
     """One run on disk, locked by this process until it is closed or the process ends.
 
-    Only the lock is written before `begin`. A later run of the same process in the same directory closes this one, as
-    when a notebook's cell is run again.
+    Only the lock is written before `begin`. A later run of the same process in the same directory closes this one, for
+    example when a notebook's cell is run again.
 
     Args:
         named: the path as the user gave it.
-        warn: prints a sentence.
+        warn: prints a message.
 
     Attributes:
         path: the absolute path.
         record: the content of `run.json`; {} if there is none.
         before_close: called at the start of `close`.
         save_s: duration of writing the last snapshot, in seconds; 0 before the first one.
-        num_recorded: the steps in the ledger of another copy of this run, if there are more.
+        num_recorded: number of steps in the ledger of another copy of this run, if that has more.
         is_rewound: whether another node's copy of this run has later snapshots.
         rewinds: the steps to which the run went back although there were later snapshots.
         elsewhere: the snapshots at the run's URL; None without one.
-        snapshot: the one that `begin` goes back to; None for the beginning.
+        snapshot: the snapshot to which `begin` goes back; None for the beginning.
         lost: see `find_lost`.
 
     Raises:
-        RunDirectoryError: it cannot be written, another process has locked it, or it holds something else.
+        RunDirectoryError: the directory cannot be written, another process has locked it, or it contains other files.
     """
 
     def __init__(self, named: Path, *, warn: Callable[[str], None]) -> None:
@@ -114,7 +114,7 @@ class RunDirectory:
                 return Lock(self.path / LOCK, self.named)
 
     def _is_used(self, lock: Lock) -> bool:
-        """Return whether there are files of a run. Beside an older lock, rows may be of a run that did not begin."""
+        """Return whether there are files of a run. With an older lock, rows may be from a run that did not begin."""
         rows = self.path / METRICS
         return (lock.is_new and rows.exists() and rows.stat().st_size > 0) or bool(self.store.snapshots())
 
@@ -123,7 +123,7 @@ class RunDirectory:
         self.record = read_record(self.path, self.path, f"repair it, or start with {advise(fresh=True)}")
 
     def check_numbers(self, numbers: Mapping[str, Any]) -> None:
-        """Compare numbers with those of the run that is here, if both are known.
+        """Compare numbers with those of the run in the directory, if both are known.
 
         Raises:
             RunDirectoryError: they differ, so this is another run.
@@ -137,7 +137,7 @@ class RunDirectory:
     def write_record(
         self, numbers: Mapping[str, Any], machine: Mapping[str, Any], config: Mapping[str, Any], options: Options
     ) -> None:
-        """Begin the run, or continue it: write `run.json`, and warn about changes. Arguments as `build_record`."""
+        """Begin or continue the run: write `run.json`, and warn about changes. Arguments as for `build_record`."""
         step = 0 if self.snapshot is None else self.snapshot.step
         self.begin()
         record, warnings = build_record(
@@ -158,7 +158,7 @@ class RunDirectory:
         self.record = record
 
     def check_still_ours(self) -> None:
-        """Raises Error if another process, or a later run of this process, has taken the run over."""
+        """Raise Error if another process, or a later run of this process, has taken the run over."""
         self._get_lock().check()
 
     def _get_lock(self) -> Lock:
@@ -182,7 +182,7 @@ class RunDirectory:
         Removes incomplete snapshots, and abandons those that the run has left in another copy.
 
         Raises:
-            RunDirectoryError: there is no sound snapshot, or there are snapshots and `resume` is None.
+            RunDirectoryError: all snapshots are damaged, or there are snapshots and `resume` is None.
         """
         self.store.clean()
         there = self.elsewhere.snapshots if self.elsewhere is not None else ()
@@ -196,17 +196,17 @@ class RunDirectory:
         return self.snapshot
 
     def _judge(self, snapshot: Snapshot) -> str:
-        """Find a snapshot of another run, which a restored backup may contain."""
+        """Return why a snapshot belongs to another run, such as one from a restored backup; "" if it does not."""
         if not fits(meta := snapshot.manifest["meta"], {"metrics_bytes": is_count, "numbers": is_object}):
             return "its manifest is not that of a run"
         different = find_different(meta["numbers"], self.record.get("numbers", {}))
         return f"it is of another run ({different})" if different else ""
 
     def begin(self) -> None:
-        """Take the directory back to the snapshot found, or to the beginning. A second call does nothing.
+        """Take the directory back to the snapshot that was found, or to the beginning. A second call does nothing.
 
-        Cut later rows and records. Move snapshots of later steps, which exist after a resume from an older one, to
-        `abandoned/`.
+        Truncate rows and records after that step, and move snapshots of later steps, which exist if the run resumes
+        from an older one, to `abandoned/`.
         """
         lock = self._get_lock()
         if self._logs is not None:
@@ -243,7 +243,7 @@ class RunDirectory:
             metrics.append(format_row(row))
 
     def find_restart(self) -> int:
-        """Return the number of this start: 0 for the first, then as in `restarts.jsonl`, but without logs so far."""
+        """Return the number of this start: 0 for the first, then as in `restarts.jsonl`. It has no logs yet."""
         num_starts = count_lines(self.path / RESTARTS) + bool(read_or_empty(self.path / STATUS))
         taken = [int(path.name) for path in (self.path / LOGS).glob("*") if path.name.isdecimal()]
         return max([num_starts, *(number + 1 for number in taken)])
@@ -252,8 +252,8 @@ class RunDirectory:
         """Add a line to `restarts.jsonl`, unless this is the run's first start.
 
         Args:
-            restart: what the launcher knows about the end of the last start; None: read it from `status.json`.
-            from_step: the number of steps done.
+            restart: the launcher's description of the end of the last start; None: read it from `status.json`.
+            from_step: number of completed steps.
         """
         path = self.path / RESTARTS
         before = read_or_empty(self.path / STATUS)
@@ -278,7 +278,7 @@ class RunDirectory:
 
         Args:
             status: "running", "stopped", "done" or "failed".
-            reason: a sentence, or "".
+            reason: a message, or "".
             end: of a loop that has ended: `steps`, the number of records that the ledger should have, and `measured`,
                 which stays as it was if this start made no step.
         """
@@ -300,7 +300,7 @@ class RunDirectory:
     # --- logs -------------------------------------------------------------------------------------------------
 
     def write_row(self, row: Mapping[str, Any]) -> None:
-        """Add a row to the metrics. Before `begin`, hold it back: the run's first start may have written it."""
+        """Add a row to the metrics. Before `begin`, hold it back, because the run's first start may have written it."""
         self._get_lock()
         if self._logs is None:
             self._early_rows.append(row)
@@ -308,7 +308,7 @@ class RunDirectory:
             self._append(METRICS, self._logs[0], format_row(row))
 
     def write_rows(self, rows: bytes = b"") -> None:
-        """Add rows as they are in another copy of the file, and write all that are pending.
+        """Add rows from another copy of the file as they are, and write all pending rows.
 
         Raises:
             OSError: they could not be written; they stay pending.
@@ -345,7 +345,7 @@ class RunDirectory:
             )
 
     def find_lost(self) -> str:
-        """Return a sentence about rows and records that cannot be written; "" if all are in their files."""
+        """Return a message about rows and records that cannot be written; "" if all are in their files."""
         if self._logs is None:
             return ""
         self._enter_last()
@@ -366,7 +366,7 @@ class RunDirectory:
     # --- snapshots --------------------------------------------------------------------------------------------
 
     def mark(self, *, epoch: int, world_size: int, notes: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the `meta` of a snapshot of this moment. Write all pending rows and records.
+        """Write all pending rows and records, and return the `meta` of a snapshot of this moment.
 
         Args:
             notes: further keys: `stopped`, the reason of the run.stop() that ends the run here; `tally`, see `Tally`.
@@ -419,7 +419,7 @@ class RunDirectory:
         self.store.prune(keep)
 
     def explain_failure(self, step: int, error: Exception) -> str:
-        """Return a sentence about a snapshot that could not be written."""
+        """Return a message about a snapshot that could not be written."""
         try:
             sound = [other.step for other in self.store.snapshots() if other.problem is None]
             others = f"the newest is that of step {max(sound)}" if sound else "there is none yet"
@@ -432,7 +432,7 @@ class RunDirectory:
 
     @property
     def is_open(self) -> bool:
-        """Whether it has not been closed, also not by a later run."""
+        """Return whether neither this run nor a later one has closed it."""
         return self._lock is not None
 
     def close(self) -> None:
@@ -458,7 +458,7 @@ class RunDirectory:
 
 
 def _describe_end(status: Mapping[str, Any]) -> str:
-    """Return how the last start ended. A start that was killed, or whose machine failed, could not write it."""
+    """Return how the last start ended. If it was killed, or its machine failed, it could not record its end."""
     return status.get("reason") or ("the run was done" if status.get("status") == "done" else "unknown")
 
 

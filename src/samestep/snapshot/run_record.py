@@ -1,4 +1,4 @@
-"""`run.json`: which run a directory holds, and how its starts have changed it."""
+"""`run.json`: the identity of the run in a directory, and the changes by its starts."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -21,12 +21,12 @@ class Options:
     """Settings of optimizers and schedules, and data, of one start.
 
     Attributes:
-        in_force: the settings that the run was begun with, or that replaced them since.
-        asked: the script's settings, where they differ from those and are not in force.
-        overridden: `OVERRIDE` and the settings that this start replaces; "" for none.
+        in_force: the settings with which the run began, or those that have replaced them since.
+        asked: the script's settings that differ from `in_force`, and are not used.
+        overridden: a description of the settings that this start replaces, beginning with `OVERRIDE`; "" for none.
         samples: hashes of a few samples of the data set.
-        changed_data: a description of how these changed; "" if they did not.
-        git: commit of the script's work tree, and whether files differ from it; {} outside of one.
+        changed_data: a description of their change; "" if there is none.
+        git: commit of the script's work tree, and whether files differ from it; {} outside a work tree.
         script: the script's file, hash and arguments; {} if unknown.
     """
 
@@ -44,7 +44,7 @@ def read_record(run_dir: Path, called: object, remedy: str = "repair it") -> dic
 
     Args:
         called: the run's directory as the user gave it, for messages.
-        remedy: what to do about a damaged one, for a message.
+        remedy: what to do about a damaged file, for the message.
 
     Raises:
         FileNotFoundError: there is none.
@@ -79,10 +79,10 @@ def build_record(
     """Return the record of a start, and warnings about what changed since the run began.
 
     Args:
-        before: the record of the start before; {} for the first.
-        step: the number of steps done.
-        numbers, machine: the run's identity, and what else its bits depend on.
-        config: the script's own.
+        before: the record of the previous start; {} for the first.
+        step: number of completed steps.
+        numbers, machine: the run's identity, and everything else on which its bits depend.
+        config: the `config` argument of `Run`.
         rewinds: the steps to which the run went back although there were later snapshots.
     """
     config = json.loads(json.dumps(dict(config), default=str), parse_constant=str)  # JSON has no nan
@@ -113,7 +113,7 @@ def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def find_different(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    """Return how the numbers of two runs differ, among those that both have; "" if they do not."""
+    """Describe the numbers that both runs have and that differ; "" if none do."""
     names = [name for name in here if name in there and there[name] != here[name]]
     return "; ".join(f"{name} {there[name]} there, {here[name]} here" for name in names)
 

@@ -1,9 +1,9 @@
 """Serialization of a run's state to JSON and tensors, without pickle.
 
 The structure is JSON; types that JSON lacks are objects with the key "$", which names the type. Tensors are in files of
-the safetensors format (https://github.com/huggingface/safetensors). It is implemented here, because that library
-needs all tensors in host memory at once, refuses two views of one memory, reads lazily from files that may have been
-pruned by then, and reports a full disk with an exception that is no `OSError`.
+the safetensors format (https://github.com/huggingface/safetensors). It is implemented here because that library needs
+all tensors in host memory at once, refuses two views of the same memory, reads lazily from files that may have been
+removed by then, and reports a full disk with an exception that is not an `OSError`.
 """
 
 import base64
@@ -55,15 +55,15 @@ def encode(state: Any) -> tuple[Any, dict[str, "Tensor"]]:
     Tensors that share memory, shape and strides, such as tied weights, get one name.
 
     Raises:
-        InvalidType: the state holds something else than tensors, NumPy arrays, numbers, strings, bytes, lists, tuples,
-            dicts and sets.
+        InvalidType: the state contains anything other than tensors, NumPy arrays, numbers, strings, bytes, lists,
+            tuples, dicts and sets.
     """
     encoder = _Encoder()
     return encoder.encode(state, ()), encoder.tensors
 
 
 def decode(structure: Any, tensors: Mapping[str, "Tensor"]) -> Any:
-    """Return the state that `encode` was called with. Tensors with one name become one tensor."""
+    """Return the state from the result of `encode`. Tensors with the same name become one tensor."""
     import torch
 
     made: dict[str, Tensor] = {}
@@ -119,14 +119,14 @@ def digest(state: Any) -> str:
     Copies at most one tensor at a time, and only if it is on a device or not contiguous.
 
     Raises:
-        InvalidType: as `encode`.
+        InvalidType: as in `encode`.
     """
     structure, tensors = encode(state)
     return digest_of(structure, {name: _hash(view_bytes(tensor)) for name, tensor in tensors.items()})
 
 
 def digest_of(structure: Any, hashes: Mapping[str, str]) -> str:
-    """`digest` of an encoded state, from the sha256 of each tensor's bytes."""
+    """Return the `digest` of an encoded state, from the sha256 of each tensor's bytes."""
     text = json.dumps(_canonical(structure, hashes), sort_keys=True, separators=(",", ":"))
     return _hash(text.encode())
 
@@ -161,7 +161,7 @@ def write_tensors(file: BinaryIO, tensors: Mapping[str, "Tensor"]) -> tuple[Piec
                 data = view_bytes(tensor)
             hashes[name] = _hash(data)
 
-    # Not an executor: that of concurrent.futures starts no thread after the main thread has ended.
+    # Not concurrent.futures, which starts no thread after the main thread has ended.
     hashing = Thread(target=hash_all, name="samestep hashing")
     hashing.start()
     try:
@@ -183,8 +183,8 @@ def read_tensors(path: Path) -> dict[str, "Tensor"]:
     """Read the tensors of a safetensors file. Allocates no more memory than the file's size.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError, EOFError: it is not a safetensors file.
+        OSError: the file cannot be read.
+        ValueError, EOFError: the file is not a safetensors file.
     """
     import torch
 

@@ -32,7 +32,7 @@ class _Order:
     """Snapshots of one step to be written.
 
     Attributes:
-        names: None stands for the numbered one. Empty on ranks that do not write.
+        names: names of the snapshots; None for a numbered one. Empty on ranks that do not write.
         structure, tensors: the encoded state.
         meta: see `RunDirectory.mark`.
     """
@@ -58,16 +58,17 @@ class Snapshotter:
 
     Args:
         config: `run_dir`, `local_dir`, `fresh`, `resume`, `snapshot_every`, `keep_last` and the run's identity.
-        say: prints a sentence on rank 0.
+        say: prints a message on rank 0.
 
     Attributes:
         path, named: the run's directory, and the same as the user gave it; None without one.
-        directory: the directory itself, on ranks that write.
+        directory: the run directory, on ranks that write.
         logs: the directory for the output of this start's ranks, `<rank>.log`; None before `record`.
         saved_step: the step of the newest numbered snapshot, complete or being written; None if there is none.
-        is_wanted: a numbered snapshot is due after this step, or as soon as a run can be resumed at the position.
+        is_wanted: whether a numbered snapshot is due after this step, or as soon as the run can resume from the
+            position.
         read_again: reads the state that `read` returned a second time.
-        unsaved: step and reason of the last snapshot that could not be written; None if it was. On ranks that write.
+        unsaved: step and reason, if the last snapshot could not be written; else None. On ranks that write.
     """
 
     def __init__(self, config: RunConfig, group: Group, say: Callable[[str], None]) -> None:
@@ -111,7 +112,7 @@ class Snapshotter:
         return self._url or str(self.named)
 
     def once(self, fn: Callable[[], T]) -> T:
-        """Call `fn` on each rank that writes. Return rank 0's result on every rank. Raises Error as `each`."""
+        """Call `fn` on each rank that writes. Return rank 0's result on every rank. Raises Error as in `each`."""
         return self._group.once(fn) if self._nodes is None else self._nodes.each(fn)[0]
 
     # --- start ------------------------------------------------------------------------------------------------
@@ -139,7 +140,7 @@ class Snapshotter:
         return state, found.manifest["meta"]
 
     def find(self, which: int | str) -> Snapshot | None:
-        """`Store.find` in the run's directory and at its URL. Call on rank 0."""
+        """Call `Store.find` for the run directory and its URL, on rank 0."""
         assert self.path is not None
         elsewhere = None
         if self._remote is not None and self.directory is not None:
@@ -149,7 +150,7 @@ class Snapshotter:
     def record(
         self, numbers: Mapping[str, Any], machine: Mapping[str, Any], config: Mapping[str, Any], options: Options
     ) -> None:
-        """Compare with the run that is here, write `run.json`, and start the logs. Arguments as `build_record`."""
+        """Compare with the directory's run, write `run.json`, and start the logs. Arguments as for `build_record`."""
 
         def write() -> int:
             assert self.directory is not None
@@ -166,7 +167,7 @@ class Snapshotter:
     # --- when -------------------------------------------------------------------------------------------------
 
     def ask_for(self, name: Any, *, is_taken: bool) -> None:
-        """Make a named snapshot due at the end of this body. `is_taken`: an earlier start wrote it.
+        """Make a named snapshot due at the end of this body. `is_taken`: whether an earlier start wrote it.
 
         Raises:
             InvalidValue: the name is not valid.
@@ -184,7 +185,7 @@ class Snapshotter:
         self._names_due = []
 
     def is_time(self) -> bool:
-        """Return whether a snapshot is due by this rank's clock. Rank 0's is announced in the next exchange."""
+        """Return whether a snapshot is due by this rank's clock. Rank 0 announces it in the next exchange."""
         every = self._config.snapshot_every
         return self.directory is not None and every is not None and every.has_passed(time.monotonic() - self._saved_s)
 
@@ -205,7 +206,7 @@ class Snapshotter:
             step: the number of steps done.
             epochs_done: the number of epochs done, at an epoch's end after its body; else None.
             numbered: whether a run can be resumed at this position, so that a numbered snapshot may be written.
-            ending: the run ends here: a numbered snapshot is due, and all are complete when this returns.
+            ending: whether the run ends here: then a numbered snapshot is due, and all are complete when this returns.
             notes: see `RunDirectory.mark`.
 
         Raises:
@@ -250,7 +251,7 @@ class Snapshotter:
         return _Order(step, names, structure, tensors, meta)
 
     def _align(self, order: _Order, state: TrainingState) -> _Order:
-        """Return the order as rank 0 has it, on other nodes that write.
+        """Return rank 0's order, on other nodes that write.
 
         Raises:
             InvalidValue: this rank lacks one of its tensors.
@@ -288,7 +289,7 @@ class Snapshotter:
     # --- write ------------------------------------------------------------------------------------------------
 
     def watch(self, stable: Iterable[Tensor]) -> None:
-        """Call before the loop's first step, with `TrainingState.stable`.
+        """Begin to watch tensors, before the loop's first step. `stable`: see `TrainingState`.
 
         Tensors that the script writes to before the step's update are copied at once in all snapshots.
         """
@@ -298,7 +299,7 @@ class Snapshotter:
 
     @property
     def is_copying(self) -> bool:
-        """Whether a copy is not joined yet."""
+        """Return whether a copy is in progress."""
         return self._pending is not None and not self._pending.writer.is_decided
 
     def join_copy(self) -> None:
@@ -351,7 +352,7 @@ class Snapshotter:
         self._pending = _Pending(order, inspection, Writer(copy, write, inspection.is_sound))
 
     def _write(self, order: _Order, tensors: Mapping[str, Tensor], confirm: Callable[[], None]) -> None:
-        """Write all snapshots of an order. In any thread."""
+        """Write all snapshots of an order. May be called in any thread."""
         if self.directory is None:
             confirm()
             return
@@ -415,14 +416,14 @@ class Snapshotter:
             self._warn(self.directory.lost)
 
     def write_status(self, status: str, reason: str, end: Mapping[str, Any] | None) -> None:
-        """`RunDirectory.write_status`, in all copies of the run."""
+        """Call `RunDirectory.write_status` for all copies of the run."""
         if self.directory is not None:
             self.directory.write_status(status, reason, end)
             if self._remote is not None:
                 self._remote.push_status(self.directory)
 
     def _settle_alone(self) -> None:
-        """Complete the pending snapshots without collectives: the other ranks may be gone."""
+        """Complete the pending snapshots without collectives, because the other ranks may be gone."""
         if self._pending is not None:
             with suppress(Error):
                 self._pending.writer.settle()

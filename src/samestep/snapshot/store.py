@@ -34,13 +34,13 @@ _BUFFER_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A snapshot's directory, sound or not.
+    """A snapshot's directory, which may be damaged.
 
     Attributes:
-        step: the number of steps done; -1 for a named snapshot whose manifest cannot be read.
+        step: number of completed steps; -1 for a named snapshot whose manifest cannot be read.
         name: None for a numbered one.
         manifest: {} if it cannot be read.
-        problem: why it is not sound, as far as the manifest and the files' sizes show; None if it is sound.
+        problem: damage that the manifest and the files' sizes show; None if there is none.
     """
 
     path: Path
@@ -61,7 +61,7 @@ class Snapshot:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> "Snapshot":
-        """Return the snapshot of which these are the attributes, as from `to_plain`."""
+        """Return the snapshot with these attributes, from `to_plain`."""
         return cls(**{**plain, "path": Path(plain["path"])})
 
     def to_plain(self) -> dict[str, Any]:
@@ -70,12 +70,12 @@ class Snapshot:
 
     @property
     def label(self) -> str:
-        """The name of its directory in a `Store`."""
+        """Return the name of the directory in a `Store`."""
         return self.name or f"step-{self.step:08d}"
 
     @property
     def age(self) -> tuple[int, bool, str]:
-        """Sorts snapshots, the oldest first. Of one step, the numbered one is the newest."""
+        """Return a sort key, the oldest snapshot first. Among snapshots of one step, the numbered one is the newest."""
         return self.step, self.name is None, self.label
 
     @property
@@ -94,11 +94,11 @@ class Snapshot:
         return self.identity == other.identity != ""
 
     def matches(self, which: int | str) -> bool:
-        """Return whether this is one that was asked for: "latest", a number of steps done, or a name."""
+        """Return whether the snapshot matches a request: "latest", a number of completed steps, or a name."""
         return which in ("latest", self.name, self.step)
 
     def is_replaced_by(self, other: "Snapshot | None") -> bool:
-        """Return whether a snapshot of the same name in another copy of the run is not older, and differs."""
+        """Return whether a snapshot of the same name in another copy of the run differs and is not older."""
         return other is not None and other.step >= self.step and not self.is_same(other)
 
     def was_left(self, rewinds: Sequence[int]) -> bool:
@@ -138,7 +138,7 @@ class Store:
     # --- read -------------------------------------------------------------------------------------------------
 
     def snapshots(self) -> list[Snapshot]:
-        """Return all snapshots, the oldest first; sound or not, judged by manifests and file sizes."""
+        """Return all snapshots, including damaged ones, the oldest first; judged by manifests and file sizes."""
         try:
             present = {entry.name for entry in os.scandir(self.path) if entry.is_dir()}
         except FileNotFoundError:
@@ -162,16 +162,16 @@ class Store:
         """Find the snapshot to read, and check every byte of it. Copy it here if it is elsewhere.
 
         Args:
-            which: "latest", a number of steps done, or a name.
-            warn: called with a sentence for each unsound snapshot that is skipped.
-            judge: returns a further problem of a snapshot whose manifest is sound; "" for none.
+            which: "latest", a number of completed steps, or a name.
+            warn: called with a message for each damaged snapshot that is skipped.
+            judge: returns a further problem of a snapshot whose manifest is valid; "" for none.
             elsewhere: replaces snapshots here of the same name and step that differ.
 
         Returns:
-            The newest one that matches and is sound; None if `which` is "latest" and there are no snapshots.
+            The newest undamaged snapshot that matches; None if `which` is "latest" and there are no snapshots.
 
         Raises:
-            RunDirectoryError: no snapshot that matches is sound; raised by `elsewhere`.
+            RunDirectoryError: no undamaged snapshot matches; raised by `elsewhere`.
             OSError: the disk is full or gone.
         """
         there = {} if elsewhere is None else {each.label: each for each in elsewhere.snapshots}
@@ -206,7 +206,7 @@ class Store:
         raise RunDirectoryError(f"{fault} in {where}: {others}")
 
     def _copy(self, snapshot: Snapshot, elsewhere: Elsewhere) -> str | None:
-        """Copy a snapshot here. Return what is wrong with it, as `adopt`."""
+        """Copy a snapshot to this store. Return a problem with it, as `adopt` does."""
         self.make_inbox()
         elsewhere.fetch(snapshot, self.inbox)
         return self.adopt(snapshot)
@@ -215,10 +215,10 @@ class Store:
         """Return the state in a snapshot that `find` returned, here or on another node; its tensors are in host memory.
 
         Args:
-            shape: what the state must fit (`files.fits`).
+            shape: shape that the state must have (`files.fits`).
 
         Raises:
-            RunDirectoryError: the snapshot is not sound any more.
+            RunDirectoryError: the snapshot has been damaged since.
         """
         path = self.path / snapshot.path.name
         manifest, problem = read_manifest(path)
@@ -245,12 +245,13 @@ class Store:
     # --- write ------------------------------------------------------------------------------------------------
 
     def write(self, state: Mapping[str, Any], *, step: int, name: str | None = None, meta: Mapping[str, Any]) -> Path:
-        """Write a snapshot, replacing one of the same step or name. After a crash, the old or the new one is there.
+        """Write a snapshot, replacing one of the same step or name. After a crash, either the old or the new one
+        exists.
 
         Args:
             state: as for `encode`.
-            step: the number of steps done.
-            name: of a named snapshot.
+            step: number of completed steps.
+            name: name of a named snapshot.
             meta: JSON for the manifest.
 
         Raises:
@@ -264,7 +265,7 @@ class Store:
         self, structure: Any, tensors: Mapping[str, "Tensor"], *, step: int, name: str | None,
         meta: Mapping[str, Any], confirm: Callable[[], None] = lambda: None,
     ) -> Path:  # fmt: skip
-        """`write` for what `encode` returned. Calls `confirm`, which may raise, before the manifest is written."""
+        """Like `write`, for the result of `encode`. Calls `confirm`, which may raise, before it writes the manifest."""
         if name is not None and not NAME.fullmatch(name):
             raise InvalidValue(f"a snapshot cannot be named {name!r}: use letters, digits and underscores, as in best")
         target = self.path / (name or f"step-{step:08d}")
@@ -286,7 +287,7 @@ class Store:
 
     @property
     def inbox(self) -> Path:
-        """The directory for a snapshot's files from another store, see `make_inbox` and `adopt`."""
+        """Return the directory for a snapshot's files from another store, see `make_inbox` and `adopt`."""
         return self.path / f"{_WRITING}inbox"
 
     def make_inbox(self) -> None:
@@ -297,7 +298,7 @@ class Store:
         """Make the files in the inbox this snapshot of another store, replacing one of the same name.
 
         Returns:
-            What is wrong with the files, after which they are removed; None if nothing is.
+            A problem with the files, which are then removed; None if there is none.
         """
         if problem := find_damage(self.inbox, snapshot.manifest):
             shutil.rmtree(self.inbox)
@@ -307,7 +308,7 @@ class Store:
         return None
 
     def prune(self, keep: int) -> None:
-        """Remove numbered snapshots older than the `keep` (at least 1) newest sound ones; never named ones."""
+        """Remove numbered snapshots older than the `keep` (at least 1) newest undamaged ones. Named ones stay."""
         numbered = [snapshot for snapshot in self.snapshots() if snapshot.name is None]
         sound = [s for s in numbered if s.problem is None and s.path not in self._damaged]
         if sound:
@@ -322,7 +323,7 @@ class Store:
             os.rename(snapshot.path, target)
 
     def clean(self) -> None:
-        """Remove what killed writers left, and restore a snapshot that one of them was about to replace."""
+        """Remove incomplete files of killed writers, and restore a snapshot that one of them was about to replace."""
         for entry in sorted(self.path.glob(".*")):
             target = self.path / entry.name.removeprefix(_ASIDE)
             if entry.name.startswith(_ASIDE) and not target.exists():
@@ -340,7 +341,7 @@ class Store:
         directory.mkdir()
 
     def _put(self, directory: Path, target: Path) -> None:
-        """Rename a complete snapshot to its name. At every moment, either it or the old one can be found."""
+        """Rename a complete snapshot to its name. At every moment, either it or the old one exists."""
         _sync(directory)
         aside = self.path / f"{_ASIDE}{target.name}"
         if target.exists():

@@ -1,7 +1,7 @@
 """MosaicML's MDS shards, version 2, as `streaming.MDSWriter` writes them: `index.json` and uncompressed shards.
 
-A shard is the number of its samples and `number + 1` offsets as uint32, then the samples. A sample is the sizes of its
-columns of variable size as uint32, then the columns.
+A shard consists of the number of its samples and `number + 1` offsets, all uint32, followed by the samples. A sample
+consists of the sizes of its columns of variable size, as uint32, followed by the columns.
 """
 
 import io
@@ -18,7 +18,7 @@ from samestep.data.source import Shard
 from samestep.errors import InvalidValue
 from samestep.sources.shard_files import Kept, SampleFiles, check_is_file
 
-CACHED_SHARDS = 64  # whose offsets are kept
+CACHED_SHARDS = 64  # shards whose offsets are kept
 SCALARS = (
     "uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64", "float16", "float32", "float64",
 )  # fmt: skip
@@ -38,11 +38,11 @@ class MDS(SampleFiles):
     images). Others, such as pickles, are refused by name.
 
     Args:
-        directory: holds `index.json`.
+        directory: directory with `index.json`.
         transform: function of a sample, such as one that makes tensors of its columns.
 
     Raises:
-        InvalidValue: the index cannot be read, or a shard is missing, of another size or in an unsupported encoding.
+        InvalidValue: the index cannot be read, or a shard is missing, has a wrong size or an unsupported encoding.
 
     Example::
 

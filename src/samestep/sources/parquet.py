@@ -18,11 +18,11 @@ MOST_OPEN = 64  # files
 class Parquet:
     """Parquet files, as a source of micro-batches: a dict of columns.
 
-    A column of numbers is an array with one row per sample, also if each value is a list of fixed size. A column of
-    lists of other lengths is a list of arrays, and any other column a list of Python objects. Without a `collate_fn`,
-    the arrays become tensors; a `collate_fn` gets the dict.
+    A column of numbers, or of lists of numbers with a fixed size, is an array with one row per sample. A column of
+    lists of different lengths is a list of arrays, and any other column is a list of Python objects. Without a
+    `collate_fn`, the arrays become tensors; a `collate_fn` gets the dict.
 
-    Each process keeps `WINDOW_SHARDS` decoded row groups, so that groups of 10 to 100 MB are best.
+    Each process keeps `WINDOW_SHARDS` decoded row groups in memory, so row groups of 10 to 100 MB are best.
 
     Args:
         files: the files in their order, or a directory of `*.parquet`.
@@ -119,7 +119,7 @@ def _open(file: Path) -> Any:
 
 
 def _convert(column: Any, name: str, file: Path) -> Any:
-    """Return a column as an array with one row per sample, if it holds numbers; else as Arrow's."""
+    """Return a column of numbers as an array with one row per sample, and any other column as an Arrow array."""
     from pyarrow import types
 
     column = column.combine_chunks()

@@ -1,4 +1,4 @@
-"""What the sources share: names of files, places of samples, and reads that processes may share after a fork."""
+"""Common parts of the sources: names of files, places of samples, and reads that are safe after a fork."""
 
 import os
 from collections import OrderedDict
@@ -16,10 +16,10 @@ MOST_OPEN = 64  # files of one source in one process
 
 
 def list_files(files: str | Path | Iterable[str | Path], suffix: str) -> list[Path]:
-    """Return files in the given order; those of a directory sorted by name.
+    """Return files in the given order; for a directory, its files sorted by name.
 
     Raises:
-        InvalidValue: there are none, or one is missing.
+        InvalidValue: there are no files, or one is missing.
     """
     if isinstance(files, str | Path):
         given = Path(files)
@@ -34,14 +34,14 @@ def list_files(files: str | Path | Iterable[str | Path], suffix: str) -> list[Pa
 
 
 def check_is_file(file: Path, advice: str) -> None:
-    """Raise InvalidValue if a shard is missing, or is something else, such as a directory or a FIFO."""
+    """Raise InvalidValue if a shard is missing, or is not a file, but a directory or a FIFO, for example."""
     if not file.is_file():
         what = "a directory" if file.is_dir() else "no regular file" if os.path.lexists(file) else "missing"
         raise InvalidValue(f"the shard {file} is {what}: {advice}")
 
 
 def name_files(files: Sequence[Path]) -> list[str]:
-    """Return the paths relative to the directory that all files share, so that the data may be moved."""
+    """Return the paths relative to the common directory of all files, so that the data may be moved."""
     root = os.path.commonpath([file.parent for file in files])
     return [os.path.relpath(file, root) for file in files]
 
@@ -56,7 +56,7 @@ class Places:
         return int(self._stops[-1])
 
     def find(self, indices: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the shard of each sample, and its number there. Raises IndexError beyond the last sample."""
+        """Return the shard of each sample, and its number in the shard. Raises IndexError beyond the last sample."""
         asked = np.asarray(indices, dtype=np.int64)
         if asked.size and not (asked.min() >= 0 and asked.max() < len(self)):
             raise IndexError(f"samples {asked.min()} to {asked.max()} of {len(self)}")
@@ -113,7 +113,7 @@ class SampleFiles:
 
 
 class Blobs:
-    """Reads ranges of bytes. Files are opened when they are first read, and again in a process that gets a pickle."""
+    """Reads ranges of bytes. Files are opened at the first read, and again in a process that unpickles this object."""
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files

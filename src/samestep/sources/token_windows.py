@@ -19,16 +19,16 @@ Tokens = NDArray[np.integer[Any]]
 
 
 class TokenWindows:
-    """Sequences of `context` tokens and the one after them, as a data set. They overlap in one token.
+    """Sequences of `context` tokens and the token after them, as a data set. They overlap by one token.
 
     `read_batch` reads a micro-batch as one tensor, without an object per sample.
 
     Args:
         tokens: the tokens (n,), an array or a memory-mapped file.
         context: length of a sequence.
-        start, stop: use `tokens[start:stop]`; it holds at least `context + 1` tokens.
+        start, stop: use `tokens[start:stop]`, which must have at least `context + 1` tokens.
         vocabulary_size: number of tokens; a larger one in the file is an error.
-        every: use only every so many-th sequence.
+        every: use only one of this many consecutive sequences.
 
     Example::
 
@@ -48,14 +48,14 @@ class TokenWindows:
 
     @property
     def shards(self) -> list[Shard]:
-        """The file, for the record of a run; none for tokens in memory."""
+        """The file as a shard, for the record of a run; no shard for tokens in memory."""
         if (mapped := self._mapped) is None:
             return []
         return [Shard(Path(mapped.filename).name, len(self), os.path.getsize(mapped.filename))]
 
     @property
     def shard_files(self) -> list[Path]:
-        """The file of `shards`."""
+        """The path of the file in `shards`."""
         return [] if (mapped := self._mapped) is None else [Path(mapped.filename)]
 
     def __len__(self) -> int:
@@ -73,7 +73,7 @@ class TokenWindows:
         """Return the windows (len(indices), context + 1).
 
         Raises:
-            InvalidValue: a token is outside of the vocabulary.
+            InvalidValue: a token is not in the vocabulary.
         """
         read = self._windows[indices]
         if read.max() >= self._vocabulary_size:
@@ -84,14 +84,14 @@ class TokenWindows:
         return read.astype(np.int64)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the name of a memory-mapped file instead of its content, for workers that are not forked."""
+        """Pickle the path of a memory-mapped file instead of its content, for workers that are not forked."""
         if (mapped := self._mapped) is not None:
             return _map_windows, (mapped.filename, mapped.dtype, mapped.offset, mapped.shape, *self._arguments)
         return TokenWindows, (self._tokens, *self._arguments)
 
     @property
     def _mapped(self) -> Any:
-        """The file, if the tokens are those of a whole one, and not a part of it."""
+        """The memory-mapped file, if the tokens are a whole file; else None."""
         owner: object = self._tokens.base
         return self._tokens if isinstance(self._tokens, np.memmap) and isinstance(owner, mmap) else None
 
@@ -109,7 +109,7 @@ def open_tokens(
         file: a one-dimensional `.npy` file, such as `tokens.npy` of `samestep prepare text`; any other file is an array
             without a header, such as nanoGPT's `train.bin`.
         context: length of a sequence; samples have one token more.
-        dtype: of a file without a header.
+        dtype: dtype of a file without a header.
         vocabulary_size: number of tokens; a larger one in the file is an error. None: any.
 
     Raises:

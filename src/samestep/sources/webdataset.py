@@ -1,4 +1,4 @@
-"""Tar files in the layout of WebDataset: consecutive files of one name, without their extensions, are one sample."""
+"""Tar files in the layout of WebDataset: consecutive files with the same name, up to the extension, are one sample."""
 
 import os
 import tarfile
@@ -16,7 +16,7 @@ from samestep.data.source import Shard
 from samestep.errors import InvalidValue
 from samestep.sources.shard_files import Kept, SampleFiles, list_files, name_files
 
-CACHED_SHARDS = 64  # whose indices are kept
+CACHED_SHARDS = 64  # tars whose indices are kept
 INDEX = ".index.npz"
 FORMAT = 1
 
@@ -26,13 +26,13 @@ Index = dict[str, NDArray[Any]]
 class WebDataset(SampleFiles):
     """Uncompressed tar files, as a source of dicts: "__key__" and, by extension, the files' bytes.
 
-    An index of each tar is built when it is first used, and again when the tar has changed. It lies beside the tar.
-    Several ranks would each build it, so call `run.once(WebDataset, ...)` for large data.
+    The index of each tar, a file beside it, is built when the tar is first used, and again when the tar has changed.
+    With several ranks, each would build the indices, so call `run.once(WebDataset, ...)` for large data.
 
     Args:
         files: the tars in their order, or a directory of `*.tar`.
         transform: function of a sample, such as a decoder.
-        index_dir: directory for the indices, if that of the tars is read-only.
+        index_dir: directory for the indices, if the directory of the tars is read-only.
 
     Raises:
         InvalidValue: a tar is missing, truncated or compressed, or the index cannot be written.
@@ -83,7 +83,7 @@ class WebDataset(SampleFiles):
 
 
 def _count_samples(tar: Path, at: Path) -> int:
-    """Return the number of samples in a tar, from its index. Builds the index if there is none of this tar."""
+    """Return the number of samples in a tar, from its index. Builds the index if it is missing or outdated."""
     status = tar.stat()
     mark = [FORMAT, status.st_size, status.st_mtime_ns]
     try:

@@ -1,6 +1,7 @@
 """The heartbeat of a rank: publishes its state from a background thread, without collectives.
 
-The lowest rank that responds, the leader, reads the beats of all ranks, and reports which rank is stuck or slow.
+The leader, which is the lowest rank that responds, reads the beats of all ranks and reports which rank is stuck or
+slow.
 """
 
 import json
@@ -42,15 +43,15 @@ from samestep.world.host import read_host_id
 from samestep.world.rendezvous_store import SignedEntries
 
 INTERVAL_S = 1.0
-NUM_LEADERS = 8  # ranks that can lead if those before them are silent
+NUM_LEADERS = 8  # ranks that can lead if all lower ranks are silent
 MISSED = 4  # missing beats after which a rank counts as silent
-GRACE_S = 2.0  # the other ranks end this long after the stuck one
+GRACE_S = 2.0  # time from the end of the stuck rank to the end of the others
 WRITTEN_BYTES = 1 << 16  # written since the last beat: the snapshot makes progress
 
 
 @dataclass(slots=True)
 class Tally:
-    """How often a phase has ended, its total duration, and its longest one without the first `WARM_UP`."""
+    """How often a phase has ended, its total duration, and its longest duration without the first `WARM_UP`."""
 
     num: int = 0
     total_s: float = 0.0
@@ -96,10 +97,10 @@ class Facts:
 
     Attributes:
         say: prints a line on the terminal.
-        end: ends this process. Takes a sentence, and whether this rank is the stuck one.
-        end_others: ends ranks of this host that cannot end themselves. Takes (rank, pid) pairs and a sentence.
-        run_dir: receives ranks.json and timeline.jsonl; None: not written.
-        logs: receives the stacks of a stuck rank; None: not written.
+        end: ends this process. Takes a message, and whether this rank is the stuck one.
+        end_others: ends ranks of this host that cannot end themselves. Takes (rank, pid) pairs and a message.
+        run_dir: directory for ranks.json and timeline.jsonl; None: not written.
+        logs: directory for the stacks of a stuck rank; None: not written.
         may_write: whether the directory still belongs to this run.
         began_step: the first step of this start of the run.
     """
@@ -121,7 +122,7 @@ class Facts:
 class Heartbeat:
     """The background threads of one rank: one exchanges beats, which can block, and one checks the clock.
 
-    Observes the thread that creates it. With one rank only the second thread runs.
+    Observes the thread that creates it. With one rank, only the second thread runs.
 
     Args:
         entries: None with one rank.
@@ -155,7 +156,7 @@ class Heartbeat:
             started.start()
 
     def close(self) -> None:
-        """End the threads, except one that is blocked. A second call does nothing."""
+        """End the threads, unless they are blocked. A second call does nothing."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -232,7 +233,7 @@ class Heartbeat:
     # --- all ranks ----------------------------------------------------------------------------------------------------
 
     def _exchange(self) -> None:
-        """Send beats, and read those of the ranks before this one; the leader reads all."""
+        """Send beats, and read those of lower ranks; the leader reads all."""
         assert self._entries is not None
         facts, is_all_there = self._facts, False
         while not self._closed.is_set():
@@ -268,7 +269,7 @@ class Heartbeat:
         return known is not None and now_s - known[1] > MISSED * self._interval_s
 
     def _leads(self) -> bool:
-        """Return whether this rank is the leader: all ranks before it are silent."""
+        """Return whether this rank is the leader, because all lower ranks are silent."""
         now_s, rank = time.monotonic(), self._facts.rank
         return rank < NUM_LEADERS and all(
             other in self._beats and self._is_silent(other, now_s) for other in range(rank)
@@ -308,7 +309,7 @@ class Heartbeat:
             self._report_cut_off(cut_off_s)
             return
         if self._entries is not None and not self._leads():
-            self._clear()  # a rank before this one is back
+            self._clear()  # a lower rank is back
             return
         ranks = self._collect()
         if ranks is None:
@@ -327,7 +328,7 @@ class Heartbeat:
             self._end(stall, ranks)
 
     def _request_stacks(self, ranks: Sequence[Beat], now_s: float) -> None:
-        """Command all ranks to write their stacks if `samestep watch` requests them, until each has read it."""
+        """If `samestep watch` requests stacks, command all ranks to write them, until each has read the command."""
         facts = self._facts
         if facts.logs is not None and (facts.logs / STACKS_WANTED).exists():
             with suppress(OSError):
@@ -346,7 +347,7 @@ class Heartbeat:
             self._reported, self._commands = None, {}
 
     def _report(self, stall: Stall, ranks: Sequence[Beat]) -> None:
-        """Print the diagnosis. Request the stacks of the ranks that block the run; of all if those wait for others."""
+        """Print the diagnosis. Request the stacks of the blocking ranks, or of all ranks if those wait for others."""
         self._reported = stall
         responding = [beat for beat in ranks if not beat.is_silent]
         blocking = [beat for beat in responding if beat.rank in stall.blocking]
@@ -405,7 +406,7 @@ class Heartbeat:
     # --- slow ranks, ranks.json and the timeline ----------------------------------------------------------------------
 
     def _report_slow(self, ranks: Sequence[Beat], now_s: float) -> None:
-        """Print each rank, once, that computes more slowly than the others over `SLOW_AFTER_STEPS` steps."""
+        """Report, once, each rank that computes more slowly than the others over `SLOW_AFTER_STEPS` steps."""
         if len(ranks) < 2:
             return
         beats = {beat.rank: beat for beat in ranks}
@@ -438,7 +439,7 @@ class Heartbeat:
 
 
 def _build_command(ranks: Sequence[int]) -> dict[str, Any]:
-    """Build a command to ranks to write their stacks. Its number is unique, so that each executes it once."""
+    """Build a command for ranks to write their stacks. Its number is unique, so that each rank executes it once."""
     return {"stacks": ranks, "number": time.time_ns()}
 
 

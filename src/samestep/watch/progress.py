@@ -32,7 +32,7 @@ class Progress:
 
         Args:
             total_steps: the last step; None if there is no end.
-            done_steps: steps before this start of the run.
+            done_steps: number of steps completed before this start of the run.
             epochs: number of epochs; None for a loop without epochs.
         """
 
@@ -40,10 +40,10 @@ class Progress:
         """Report `number` completed steps, the last with `num_samples` samples of epoch `epoch`."""
 
     def log(self, values: Mapping[str, Any], number: int | None = None) -> None:
-        """Show numbers: "validation/..." on a line each time, others in the bar or on a line at intervals.
+        """Show numbers: those named "validation/..." on a line each time, others in the bar or on a line at intervals.
 
         Args:
-            number: steps when they were measured, which may include the present one; None: those of `step`.
+            number: number of steps when they were measured, which may include the current one; None: as in `step`.
         """
 
     def print(self, *args: Any, **kw: Any) -> None:
@@ -57,7 +57,7 @@ class Progress:
 
 
 def build_progress(*, rank: int, terminal: bool | None = None) -> Progress:
-    """Return the display of this rank: none except on rank 0; there a bar on a terminal, plain lines elsewhere.
+    """Return the display of this rank: on rank 0 a bar on a terminal, or plain lines elsewhere; on other ranks none.
 
     Args:
         terminal: whether to draw a bar; None: if both standard output and standard error are terminals.
@@ -109,7 +109,7 @@ class Pace:
         return True
 
     def texts(self) -> list[str]:
-        """Return ["812 samples/s", "eta 0:31"], without what is not known yet."""
+        """Return texts such as ["812 samples/s", "eta 0:31"], leaving out what is not known yet."""
         if not self._marks:
             return []
         # Up to the last step, not to now: a validation would look like a slow step.
@@ -123,7 +123,7 @@ class Pace:
         return texts
 
     def place(self, number: int | None = None) -> str:
-        """Return the position, or that after `number` steps, such as "step 120/720  epoch 4"."""
+        """Return the position, or the position after `number` steps, such as "step 120/720 epoch 4"."""
         total = "" if self.total_steps is None else f"/{self.total_steps}"
         epoch = f"  epoch {self.epoch}" if self._has_epochs and self.epoch is not None else ""
         return f"step {self.number if number is None else number}{total}{epoch}"

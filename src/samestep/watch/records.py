@@ -1,4 +1,4 @@
-"""The files of a run's directory besides its snapshots: their names, and readers for those that tell its state."""
+"""The files of a run directory besides its snapshots: their names, and readers for those that describe its state."""
 
 import os
 from contextlib import suppress
@@ -72,7 +72,7 @@ def parse_record(name: str, text: bytes) -> dict[str, Any]:
 
 
 def read_or_empty(path: Path) -> dict[str, Any]:
-    """The content of one of these files; {} if it does not exist or is damaged."""
+    """Return the content of one of these files; {} if it does not exist or is damaged."""
     try:
         return parse_record(path.name, read_bytes(path))
     except (OSError, ValueError):
@@ -80,7 +80,7 @@ def read_or_empty(path: Path) -> dict[str, Any]:
 
 
 def read_rows(path: Path, most_bytes: int = MOST_ROWS_BYTES) -> list[dict[str, Any]]:
-    """The readable lines at the end of `RESTARTS`, `METRICS` or `TIMELINE`; [] without a file. Raises OSError."""
+    """Return the last readable lines of `RESTARTS`, `METRICS` or `TIMELINE`; [] without a file. Raises OSError."""
     try:
         with open(path, "rb", opener=open_regular) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - most_bytes))
@@ -95,7 +95,7 @@ def read_rows(path: Path, most_bytes: int = MOST_ROWS_BYTES) -> list[dict[str, A
 
 
 def count_lines(path: Path) -> int:
-    """The number of lines of a file; 0 if it does not exist. Raises OSError."""
+    """Return the number of lines of a file; 0 if it does not exist. Raises OSError."""
     try:
         return read_bytes(path).count(b"\n")
     except FileNotFoundError:
@@ -103,7 +103,7 @@ def count_lines(path: Path) -> int:
 
 
 def list_orders(run_dir: Path) -> list[str]:
-    """The paths of the files of orders and shards, relative to the run's directory."""
+    """Return the paths of the files of orders and shards, relative to the run directory."""
     return sorted(f"{ORDERS}/{path.name}" for path in (run_dir / ORDERS).glob("[es]*.*"))
 
 

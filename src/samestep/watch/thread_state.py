@@ -44,8 +44,8 @@ class Frame:
 def read_stacks() -> dict[int, list[Frame]]:
     """Return the stack of each thread, innermost frame first, by thread ident.
 
-    faulthandler writes them in C without giving up the GIL. A walk over the frames in Python lets their threads run
-    meanwhile, and has crashed CPython 3.11.
+    faulthandler writes them in C without releasing the GIL. A walk over the frames in Python would let their threads
+    run meanwhile, and has crashed CPython 3.11.
     """
     with os.fdopen(os.memfd_create("stacks"), "wb+") as file:
         faulthandler.dump_traceback(file, all_threads=True)
@@ -62,7 +62,7 @@ def read_stacks() -> dict[int, list[Frame]]:
 
 
 def read_thread_state(ident: int, native_id: int) -> ThreadState:
-    """Return the state of a thread of this process. Arguments as the attributes of `threading.Thread`."""
+    """Return the state of a thread of this process. Arguments: see the attributes of `threading.Thread`."""
     stacks = read_stacks()
     stack = stacks.pop(ident, [])
     waits_in = _find_exchange(stack)
@@ -87,7 +87,7 @@ def trim_stack(stack: list[Frame]) -> list[Frame]:
 
 
 def _find_exchange(stack: list[Frame]) -> str:
-    """Return the exchange with other ranks that a thread is in; "" for none."""
+    """Return the exchange with other ranks in which a thread is; "" for none."""
     name = ""
     for frame in stack:
         if frame.file.startswith(DISTRIBUTED):
@@ -106,7 +106,7 @@ def _find_exchange(stack: list[Frame]) -> str:
 
 
 def _find_place(stack: list[Frame]) -> str:
-    """Return the innermost line of the user's code, else of an installed package."""
+    """Return the innermost line of the user's code, or else of an installed package."""
     fallback = ""
     for frame in stack:
         if frame.file.startswith((OWN, TORCH, "<")):

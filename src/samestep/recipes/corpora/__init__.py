@@ -1,1 +1,1 @@
-"""Where the recipes find their data."""
+"""The data of the recipes."""

@@ -11,14 +11,14 @@ LEAST_SIZE = 256 + len(SPECIAL)  # a token for each byte
 
 
 class Tokenizer:
-    """Splits any text into tokens. The ids 0, 1 and 2 stand for padding, start and end and are in no text.
+    """Splits any text into tokens. The ids 0, 1 and 2 mean padding, start and end, and never come from a text.
 
     Args:
         text: the tokenizer as JSON, in the format of `tokenizers`.
 
     Raises:
         Error: the library is not installed.
-        InvalidValue: the text is no tokenizer.
+        InvalidValue: the text is not a tokenizer.
     """
 
     def __init__(self, text: str) -> None:

@@ -21,7 +21,7 @@ from samestep.recipes.models.seq2seq import END, PAD, START
 
 
 class Sentences:
-    """The token ids of all sentences of a language, one after the other."""
+    """The concatenated token ids of all sentences of a language."""
 
     def __init__(self, rows: Sequence[Sequence[int]]) -> None:
         self.lengths = torch.tensor([len(row) for row in rows])
@@ -29,7 +29,7 @@ class Sentences:
         self.tokens = torch.tensor([token for row in rows for token in row], dtype=torch.int32)
 
     def pad(self, indices: Tensor) -> Tensor:
-        """Return the token ids of some sentences, with PAD at the end of shorter ones."""
+        """Return the token ids of some sentences, padded with PAD."""
         lengths, starts = self.lengths[indices, None], self.starts[indices, None]
         columns = torch.arange(int(lengths.max()))
         tokens = self.tokens[(starts + columns).clamp(max=len(self.tokens) - 1)].long()
@@ -56,14 +56,14 @@ class Pairs(Dataset[int]):
         indices = torch.tensor(samples)
         source, target = self.source.pad(indices), self.target.pad(indices)
         labels = target[:, 1:].contiguous()
-        num_tokens = int((labels != PAD).sum())  # a number, so that the weight is not read back from a GPU
+        num_tokens = int((labels != PAD).sum())  # a number, so that the weight is not copied from a GPU
         return {"source": source, "target": target[:, :-1], "labels": labels, "num_tokens": num_tokens}
 
 
 class Bucketed:
-    """Orders the pairs of an epoch so that those of a batch have similar lengths, and the batches are in random order.
+    """Orders the pairs of an epoch so that the pairs of a batch have similar lengths, with the batches in random order.
 
-    Depends on the epoch and the seed only, and not on the number of ranks.
+    The order depends only on the epoch and the seed, not on the number of ranks.
     """
 
     def __init__(self, pairs: Pairs, batch_size: int, seed: int) -> None:

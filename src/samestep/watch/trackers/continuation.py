@@ -1,4 +1,4 @@
-"""How a tracker continues what an earlier process of the run has logged."""
+"""Continuation of the logs of an earlier process of the run at a tracker's service."""
 
 import json
 import threading
@@ -16,9 +16,10 @@ Point = tuple[str, int, float]  # name, step, value
 
 
 def find_id(directory: Path | None, service: str) -> tuple[str, bool]:
-    """Return the run's id at a service, "" if there is none yet or the run went back since; and whether it went back.
+    """Return the run's id at a service, or "" if there is none yet or the run went back since, and whether it went
+    back.
 
-    Points cannot be removed at a service, so a run that went back to an earlier step continues under another id.
+    Points cannot be removed from a service, so a run that went back to an earlier step continues under a new id.
     """
     if directory is None:
         return "", False
@@ -76,15 +77,15 @@ class LoggedPoints:
 
 
 class LastRow:
-    """The last row that a service got, in a file. A later process does not log that row and earlier ones again.
+    """The last row that a service received, in a file, so that a later process does not log it and earlier rows again.
 
     For services whose points cannot be read; `LoggedPoints` is for the others. The file is written after the service
     has taken a row: a process that is killed between the two logs one row twice.
 
     Args:
-        directory: where the file is; None: rows are not kept.
-        run_id: the run's id at the service. The row of another id does not count.
-        is_new: whether the run continues under another id than before, and has no rows there.
+        directory: directory of the file; None: no file is written.
+        run_id: the run's id at the service. A row of another id is ignored.
+        is_new: whether the run continues under a new id, which has no rows yet.
     """
 
     def __init__(self, directory: Path | None = None, run_id: str = "", *, is_new: bool = False) -> None:

@@ -23,7 +23,7 @@ class Trackers:
 
     Args:
         trackers: the trackers.
-        warn: prints a sentence. Called on the thread that calls the methods.
+        warn: prints a message. Called on the thread that calls the methods.
     """
 
     def __init__(self, trackers: Iterable[Tracker], warn: Callable[[str], None]) -> None:
@@ -34,9 +34,10 @@ class Trackers:
         """Start all trackers.
 
         Raises:
-            Error: a tracker raises it, as if its package is missing. TypeError and ImportError of a new run become one,
-                as for a wrong argument. The others are finished. After another exception, such as one about the
-                network, the run continues without the tracker and starts it later.
+            Error: a tracker raised it, for example because its package is missing. In a new run, TypeError and
+                ImportError become an Error, because they mean a wrong argument. The other trackers are finished then.
+                After any other exception, such as one about the network, the run continues without the tracker and
+                starts it later.
         """
         try:
             for tracker in self._trackers:
@@ -57,7 +58,7 @@ class Trackers:
                 self._warn(f"tracker {delivery.name} failed, and its rows are kept to be tried again: {failure}")
 
     def finish(self, status: str) -> None:
-        """Deliver what is left and close all trackers. They can be started again. A second call does nothing."""
+        """Deliver the remaining rows and close all trackers. They can be started again. A second call does nothing."""
         for delivery in self._running:
             delivery.close(status)
         for delivery in self._running:
@@ -69,8 +70,8 @@ class Trackers:
 class _Delivery:
     """The rows of one tracker, and the thread that passes them on.
 
-    A row at which the tracker raises stays, and is tried again when the next row arrives and at the end. If only the
-    row after it can be delivered then, the row itself is the cause, and it is dropped.
+    If the tracker raises an exception, the row stays in the queue, and is tried again when the next row arrives and at
+    the end. If it fails again but the next row succeeds, the row itself is the cause, and it is dropped.
     """
 
     def __init__(self, tracker: Tracker, info: TrackerInfo) -> None:
@@ -99,7 +100,7 @@ class _Delivery:
         self._thread.start()
 
     def put(self, values: Mapping[str, Any], step: int) -> None:
-        """Hand a row over. It is dropped and counted if too many wait."""
+        """Add a row to the queue. If too many rows wait, it is dropped and counted."""
         num_bytes = _ROW_BYTES + sum(getattr(value, "nbytes", 0) for value in values.values())
         with self._changed:
             self._num_rows += 1
@@ -125,7 +126,7 @@ class _Delivery:
             self._changed.notify()
 
     def join(self) -> str:
-        """Wait for the thread. Return what failed; "" if all was delivered."""
+        """Wait for the thread. Return a description of failures; "" if all rows were delivered."""
         num_calls = -1
         while self._thread.is_alive() and self._num_calls != num_calls:
             num_calls = self._num_calls
@@ -184,7 +185,7 @@ class _Delivery:
             del self._rows[place]
 
     def _try(self, call: Callable[[], None]) -> bool:
-        """Call, and return whether it succeeded. No failure of a tracker ends the run."""
+        """Call a method of the tracker, and return whether it succeeded. No failure of a tracker ends the run."""
         try:
             call()
         except Exception as error:
@@ -200,7 +201,7 @@ def _describe(error: Exception) -> str:
 
 
 def _copy(value: Any) -> Any:
-    """Return a value that the training does not change: tensors on the CPU, copied."""
+    """Return a value that the training does not change: tensors are copied to the CPU."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
     return value.copy() if isinstance(value, np.ndarray) else value

@@ -1,4 +1,4 @@
-"""MLflow."""
+"""The tracker for MLflow."""
 
 import re
 import time

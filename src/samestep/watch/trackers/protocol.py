@@ -1,4 +1,4 @@
-"""The protocol of trackers, what a tracker gets, and conversions that trackers share."""
+"""The protocol of trackers, the description of a run that they get, and shared conversions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,16 +8,16 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class TrackerInfo:
-    """The run, as a tracker gets it at its start.
+    """The description of a run that a tracker gets at its start.
 
     Attributes:
         name: name of the run.
         dir: run directory; None if the run has none.
         config: the `config` argument of `Run`.
-        resumed_step: number of steps done before this start; 0 for a new run.
+        resumed_step: number of steps completed before this start; 0 for a new run.
         options: the options that identify the run, such as `batch_size` and `seed`.
         environment: versions of samestep, torch and python, the device and the world size of this start.
-        git_commit: commit of the script's work tree; "" outside of one.
+        git_commit: commit of the script's work tree; "" outside a work tree.
         git_is_dirty: whether tracked files of the work tree differ from that commit.
         data: hashes of a few samples of the data set; empty if the run has no directory.
         group: name that related runs share: `WANDB_RUN_GROUP`, else the Slurm job array; "" without one.
@@ -42,7 +42,7 @@ class TrackerInfo:
     group: str = ""
 
     def describe(self) -> dict[str, Any]:
-        """Return what to record besides `config`: options, environment, git commit and data, without what is empty.
+        """Return what to record besides `config`: options, environment, git commit and data, without empty entries.
 
         Example: see `TrackerInfo`.
         """
@@ -55,7 +55,7 @@ class Tracker(Protocol):
     """A destination of metrics. Pass any object with these methods in `trackers=[...]`. It is used on rank 0 only.
 
     `start` is called on the main thread, `log` and `finish` on a thread of the tracker, so that a slow service does not
-    delay the training. A row at which `log` raises is passed again later.
+    delay the training. If `log` raises an exception, the row is passed again later.
 
     Example::
 
@@ -111,5 +111,5 @@ def to_number(value: Any) -> float | int | None:
 
 
 def is_histogram(value: Any) -> bool:
-    """Whether a value is a tensor of several numbers."""
+    """Return whether a value is a tensor of several numbers."""
     return hasattr(value, "numel") and value.numel() > 1

@@ -8,13 +8,13 @@ from samestep.watch.trackers.protocol import Tracker
 
 
 def build_trackers(given: Sequence[Tracker | str]) -> list[Tracker]:
-    """Return trackers; for a name, what its entry point builds without arguments.
+    """Return the trackers. For a name, its entry point builds the tracker, without arguments.
 
     Args:
-        given: trackers and names, checked as the option `trackers`.
+        given: trackers and names, as checked by the option `trackers`.
 
     Raises:
-        InvalidType: an entry point builds something else.
+        InvalidType: an entry point does not build a tracker.
     """
     return [_build(each) if isinstance(each, str) else each for each in given]
 

@@ -1,4 +1,4 @@
-"""TensorBoard."""
+"""The tracker for TensorBoard."""
 
 import json
 from collections.abc import Mapping
@@ -16,8 +16,8 @@ class TensorBoard:
         dir: directory of the event files; None: `tensorboard/` in the run directory.
 
     Raises:
-        Error: the package is missing, at the start of the run.
-        InvalidValue: there is no directory, at the start of the run.
+        Error: raised at the start of the run if the package is missing.
+        InvalidValue: raised at the start of the run if there is no directory.
 
     Example::
 

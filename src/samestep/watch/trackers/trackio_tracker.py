@@ -1,4 +1,4 @@
-"""Trackio."""
+"""The tracker for Trackio."""
 
 import uuid
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Weights & Biases."""
+"""The tracker for Weights & Biases."""
 
 import uuid
 from collections.abc import Mapping
@@ -13,8 +13,8 @@ from samestep.world.environment import read_job_type
 class WandB:
     """Tracker that logs to Weights & Biases, with `step` as the axis of every chart.
 
-    A resumed run continues under its id, which is kept in the run directory, and logs only the values that follow the
-    last row that W&B got. W&B cannot remove points, so a run that goes back (`--resume STEP`) continues under a new id,
+    A resumed run continues under its id, which is kept in the run directory, and logs only the values after the last
+    row that W&B received. W&B cannot remove points, so a run that goes back (`--resume STEP`) continues under a new id,
     to which the rows up to that step are copied first.
 
     Args:
@@ -66,7 +66,8 @@ class WandB:
             self._run.log({"step": step, **values})
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
-        # Not log(step=...): W&B drops values with a lower step than before, as if the script itself logs to W&B.
+        # Not log(step=...): W&B drops values with a lower step than the last one, such as if the script also logs to
+        # W&B.
         logged: dict[str, Any] = {"step": step}
         new = self._last.drop_from(values, step)
         if not new:
