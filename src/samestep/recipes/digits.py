@@ -36,8 +36,7 @@ class Digits(Dataset[tuple[Tensor, Tensor]]):
 
 
 def load_data() -> tuple[Digits, Digits]:
-    """Load scikit-learn's 1,797 handwritten digits: four fifths for training, randomly shifted, and a held-out
-    fifth."""
+    """Load scikit-learn's 1,797 handwritten digits: four fifths for training, with shifts, and a held-out fifth."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:

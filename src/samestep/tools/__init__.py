@@ -1,1 +1,1 @@
-"""What looks at runs and clusters."""
+"""Tools that examine runs, scripts and clusters."""

@@ -31,7 +31,7 @@ Indices = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Planned:
-    """The planned samples of a step: epoch and samples, for each epoch that the step touches."""
+    """The planned samples of a step: epoch and samples, for each epoch that has samples in the step."""
 
     pieces: tuple[tuple[int, Indices], ...]
     fingerprint: int
@@ -42,7 +42,7 @@ class Planned:
 
 
 class _Plan:
-    """The samples of one of the run's loops, computed from its numbers. Steps and epochs are counted in the run."""
+    """The samples of one of the run's loops, computed from its numbers. Steps and epochs are counted over the run."""
 
     def __init__(self, run: Path, numbers: Mapping[str, Any]) -> None:
         self.first_step: int = numbers.get("first_step", 0)
@@ -75,14 +75,14 @@ class _Plan:
         return Planned(tuple(piece for pieces in taken for piece in pieces), combine(prints))
 
     def num_steps_until(self, epoch: int) -> int:
-        """The number of steps until all samples of an epoch and of earlier ones are used."""
+        """Return the number of steps until all samples of an epoch and of earlier ones are used."""
         num_epochs = epoch - self._first_epoch + 1
         if isinstance(self._schedule, Schedule):
             return self.first_step + num_epochs * self._schedule.num_steps
         return self.first_step - (-num_epochs * self.length // self.batch_size)
 
     def expect_uses(self, epoch: int) -> NDArray[np.int64]:
-        """How often each sample should be used in an epoch."""
+        """Return how often each sample should be used in an epoch."""
         if self.is_given:
             return np.bincount(self.order(epoch).take(0, self.length))
         return np.ones(self.length, dtype=np.int64)
@@ -129,7 +129,7 @@ class _Audit:
     """Checks that each step of a loop used its planned samples, and each epoch each sample once. Add steps in order.
 
     Args:
-        num_steps: of the run, up to the last one of this loop.
+        num_steps: number of steps of the run, up to the last one of this loop.
     """
 
     def __init__(self, plan: _Plan, num_steps: int) -> None:
@@ -222,10 +222,10 @@ def audit_samples(
         see: called with each step and the samples that it used.
 
     Returns:
-        What is wrong, and what the audit has confirmed, in words.
+        Descriptions of what is wrong, and of what the audit has confirmed.
 
     Raises:
-        Error: run.json or an order file lacks what the audit needs.
+        Error: run.json or an order file lacks data that the audit needs.
     """
     numbers = record.get("numbers", {})
     of_all = {name: value for name, value in numbers.items() if name not in ("num_lanes", "shards")}
@@ -252,7 +252,7 @@ def audit_samples(
 
 
 def show_samples(run: Path, record: Mapping[str, Any], *, which: int | str, is_json: bool) -> int:
-    """Print the samples of a step, or with `which` "latest" of all, and the audit. Returns 1 if the audit failed."""
+    """Print the samples of a step (all steps if `which` is "latest") and the audit. Returns 1 if the audit failed."""
     steps = []
 
     def show(step: int, used: Planned) -> None:

@@ -179,7 +179,7 @@ class _Repository:
 
     @contextmanager
     def open_tree(self, directory: Path, commit: str) -> Iterator[Path]:
-        """Create a work tree in a directory, for the block. Removes the records of those of killed searches."""
+        """Create a work tree in a directory, for the block. Removes the records of work trees of killed searches."""
         for line in self.git("worktree", "list", "--porcelain").splitlines():
             left = Path(line.removeprefix("worktree "))
             if left.name == TREE and SCRATCH in left.parent.name and not left.exists():
@@ -192,18 +192,18 @@ class _Repository:
             self.try_git("worktree", "remove", "--force", str(tree))
 
     def check_out(self, tree: Path, commit: str) -> None:
-        """Make the work tree that of a commit, without files of another one."""
+        """Check out a commit in the work tree, without leftover files."""
         self.git("checkout", "--quiet", "--detach", "--force", commit, directory=tree)
         self.git("clean", "-ffdxq", directory=tree)
 
     def move(self, paths: Iterable[Path], tree: Path) -> list[Path]:
-        """Return the paths in the work tree that correspond to those in the repository, and no others."""
+        """Return the paths in the work tree that correspond to paths in the repository. Drops all others."""
         own = [path.resolve() for path in paths]
         return [tree / path.relative_to(self._root) for path in own if path.is_relative_to(self._root)]
 
 
 class _Search:
-    """A binary search over commits, of which the first is good and the last is not.
+    """A binary search over commits. The first commit is good, the last one is not.
 
     Attributes:
         tried: hash -> outcome.
@@ -219,7 +219,7 @@ class _Search:
         self.tried: dict[str, str] = {}
 
     def run(self) -> tuple[list[str], Outcome]:
-        """Return the commits of which one is the first that differs, and how. Raises Error if no end differs."""
+        """Return the possible first commits that differ, and what differs. Raises Error if the ends do not differ."""
         low, high, skipped = 0, len(self._commits) - 1, set[int]()
         steps = self._values.get("steps", NUM_STEPS)
         for end in (low, high):
@@ -256,7 +256,7 @@ class _Search:
         return outcome
 
     def _train(self, commit: str) -> Outcome:
-        """Train at a commit, and compare the run with that at the first one."""
+        """Train at a commit, and compare the run with the run at the first commit."""
         values, run = self._values, self._scratch.path / commit
         options = {
             "run_dir": run, "max_steps": values.get("steps", NUM_STEPS), "resume": "never", "snapshot_every": "never",

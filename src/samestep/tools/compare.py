@@ -31,7 +31,7 @@ def read_last_values(run: Path) -> dict[str, dict[str, Any]]:
 
 
 def find_last_values(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return what `read_last_values` does, from rows of `metrics.jsonl`."""
+    """Return the result of `read_last_values` for rows of `metrics.jsonl`."""
     return {
         name: {"value": value, "step": row.get("step")}
         for row in rows
@@ -51,7 +51,7 @@ def find_curves(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[tuple[int, 
 
 
 def overlay(curves: Sequence[Curve]) -> list[str]:
-    """Draw curves as bars on one scale, over the steps of all: the last value in each part of them.
+    """Draw curves as bars on one scale and one range of steps. A bar is the last value in its part of the steps.
 
     Example::
 
@@ -65,7 +65,7 @@ def overlay(curves: Sequence[Curve]) -> list[str]:
 
 
 def read_state(run: Path) -> dict[str, Any]:
-    """Return `run.state` of the newest sound snapshot; {} if there is none, or its files were not downloaded."""
+    """Return `run.state` of the newest undamaged snapshot; {} if there is none, or its files were not downloaded."""
     for snapshot in reversed(find_sound(run)):
         with suppress(OSError, ValueError, AttributeError):
             state = parse_json(read_bytes(snapshot.path / STATE)).get("state")
@@ -74,7 +74,7 @@ def read_state(run: Path) -> dict[str, Any]:
 
 
 def find_sound(run: Path) -> list[Snapshot]:
-    """Return the snapshots of a run that are whole, by their sizes, in the order of their steps."""
+    """Return the snapshots of a run whose files have the right sizes, in the order of their steps."""
     return sorted((each for each in Store(run).snapshots() if each.problem is None), key=lambda each: each.step)
 
 
@@ -86,7 +86,7 @@ def find_runs(directory: Path) -> list[Path]:
 
 
 def describe_run(run: Path, rows: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
-    """Return facts about a run for a list or a comparison. `rows`: of its `metrics.jsonl`, if they were read before."""
+    """Return facts about a run for a list or a comparison. `rows`: rows of its `metrics.jsonl`, if already read."""
     status, sound = read_or_empty(run / STATUS), find_sound(run)
     return {
         "name": run.name,
@@ -127,7 +127,7 @@ def compare_runs(one: str, other: str, *, is_json: bool) -> int:
         The exit code: 0 if all steps and snapshots that both have are the same.
 
     Raises:
-        Error: one of them is not a run, or they have no step in common.
+        Error: one of the two is not a run, or they have no step in common.
     """
     with open_run(one) as first, open_run(other) as second:
         records = [read_run(first, one), read_run(second, other)]
@@ -179,14 +179,14 @@ def compare_runs(one: str, other: str, *, is_json: bool) -> int:
 
 
 def explain_numbers(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Say that the steps of two runs have other samples, as their records have other numbers; "" if they do not."""
+    """Explain different samples of two runs by the different numbers in their records; "" if these are equal."""
     numbers = [record.get("numbers") or {} for record in (one, other)]
     different = [name for name in COUNTED if numbers[0].get(name) != numbers[1].get(name)]
     return f"the steps are not comparable one by one: {', '.join(different)} differs" if different else ""
 
 
 def describe_difference(one: Entry, other: Entry, where: tuple[str, str]) -> list[str]:
-    """Describe how the records of one step differ in two runs; [] if they do not, in what both have.
+    """Describe how the records of one step differ between two runs; [] if all that both recorded is equal.
 
     Args:
         where: the two runs, such as ("in runs/a", "in runs/b").
@@ -224,7 +224,7 @@ def _find_differences(
 
 
 def find_first_difference(one: Path, other: Path, where: tuple[str, str]) -> tuple[int | None, list[str]]:
-    """Return the first step of both runs that differs, and in what. `where`: as for `describe_difference`."""
+    """Return the first step that differs between two runs, and what differs. `where`: as for `describe_difference`."""
     for step, (a, b) in enumerate(zip(read_records(one / LEDGER), read_records(other / LEDGER), strict=False)):
         if a != b and (found := describe_difference(a, b, where)):
             return step, found

@@ -85,7 +85,7 @@ def _build_parser() -> CommandParser:
 
 
 def _choose(objects: Mapping[str, Any]) -> str:
-    """Return the default object: `model`, or the only module that is no average."""
+    """Return the default object: `model`, or the only module that is not an average."""
     if "model" in objects:
         return "model"
     models = [name for name, state in objects.items() if isinstance(state, dict) and hasattr(state, "_metadata")]
@@ -96,7 +96,7 @@ def _choose(objects: Mapping[str, Any]) -> str:
 
 
 def _is_average(state: Any) -> bool:
-    """Return whether it is the state of an AveragedModel."""
+    """Return whether a state is that of an AveragedModel."""
     if not isinstance(state, dict) or "n_averaged" not in state or len(state) == 1:
         return False
     return all(key == "n_averaged" or key.startswith("module.") for key in state)
@@ -122,7 +122,7 @@ def _take_tensors(state: Any) -> tuple[dict[str, "Tensor"], dict[str, Any]]:
 
 
 def _is_loadable(value: Any) -> bool:
-    """Return whether torch.load(weights_only=True) can read an entry that is no tensor."""
+    """Return whether torch.load(weights_only=True) can read an entry that is not a tensor."""
     import torch
 
     buffer = io.BytesIO()

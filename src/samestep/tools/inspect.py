@@ -140,7 +140,7 @@ def _show_run(directory: Path, options: argparse.Namespace, record: Mapping[str,
 
 
 def _build_tables(shown: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:
-    """Yield title, header and rows of the tables. Some have no rows."""
+    """Yield title, header and rows of each table. Some tables have no rows."""
     record = shown["run"]
     named = ("name", "value")
     ended = {name: shown["status"].get(name) for name in ("status", "reason", "time", "host")}
@@ -173,7 +173,7 @@ def _build_tables(shown: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[str]
 
 
 def _describe(snapshot: Snapshot, run: str, *, check: bool) -> dict[str, Any]:
-    """Return a snapshot as JSON. `check`: read every byte of it."""
+    """Return a snapshot as JSON. `check`: whether to read every byte of it."""
     problem = snapshot.problem
     if problem is None and check:
         problem = find_damage(snapshot.path, snapshot.manifest)

@@ -149,7 +149,7 @@ class _Keys:
 
 
 def ask_for_stacks(run_dir: Path, ranks: Sequence[int]) -> str:
-    """Let all ranks write the stacks of their threads, and return those of the main threads."""
+    """Make all ranks write the stacks of their threads, and return the stacks of the main threads."""
     starts = [path for path in (run_dir / LOGS).glob("*") if path.name.isdecimal()]
     if not starts:
         return "the run writes no logs, and no stacks"
@@ -174,7 +174,7 @@ def ask_for_stacks(run_dir: Path, ranks: Sequence[int]) -> str:
 
 
 def measure_steps(rows: Sequence[Mapping[str, Any]]) -> list[list[float | None]]:
-    """Return for each rank the seconds per step, without waits for others, of each row of a timeline but the first.
+    """Return, per rank, the seconds per step without waits for others, for each row of a timeline but the first.
 
     None stands for rows in which the rank has completed no step.
     """

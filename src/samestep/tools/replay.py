@@ -93,7 +93,7 @@ def run_replay(run: str, target: Target, values: Mapping[str, Any]) -> int:
 
 
 class _Replay:
-    """One replay, from the run in `directory` to a run in the scratch directory."""
+    """A replay of the run in `directory`, as a run in the scratch directory."""
 
     def __init__(self, run: str, directory: Path, target: Target, values: Mapping[str, Any], scratch: WorkDir) -> None:
         self._called, self._directory, self._values, self._scratch = run, directory, values, scratch
@@ -168,7 +168,7 @@ class _Replay:
         say(sentence)
 
     def _build_run(self, snapshot: Snapshot | None) -> Path:
-        """Copy what the run needs to resume, with links to the snapshot's files where the file system allows that."""
+        """Copy the files that a resume needs. Snapshot files are linked if the file system allows that."""
         run_dir = self._scratch.path / "run"
         run_dir.mkdir()
         shutil.copyfile(self._directory / RECORD, run_dir / RECORD)
@@ -220,11 +220,11 @@ class _Replay:
         return self._read_lines()
 
     def _read_lines(self) -> list[dict[str, Any]]:
-        """Return the steps that rank 0 has written, and the result, which any rank may have written."""
+        """Return the steps written by rank 0, and the result, which any rank may have written."""
         return [line for path in sorted(self._scratch.path.glob("rank-*.jsonl")) for line in read_lines(path)]
 
     def _explain(self, output: Path) -> Error:
-        """Return the error of a replay that has not reached the step."""
+        """Return the error of a replay that did not reach the step."""
         name = self._target.name.removeprefix("samestep.recipes.")
         if not output.exists():
             return Error(f"{name} ended before step {self._step} was replayed")
@@ -242,7 +242,7 @@ class _Replay:
 
 
 def _choose(store: Store, step: int, rewinds: Sequence[int]) -> Snapshot | None:
-    """Return the last snapshot up to a step of which every byte is sound. None: begin at step 0."""
+    """Return the newest snapshot up to a step whose bytes are all undamaged. None: begin at step 0."""
     found = [each for each in store.snapshots() if 0 < each.step <= step and not each.was_left(rewinds)]
     for snapshot in sorted(found, key=lambda each: each.age, reverse=True):
         problem = snapshot.problem or find_damage(snapshot.path, snapshot.manifest)
@@ -263,10 +263,10 @@ def _ignoring_interrupts() -> Iterator[None]:
 
 
 def compare_bits(found: Sequence[Entry], wanted: Sequence[Entry]) -> tuple[str, bool]:
-    """Compare replayed steps with the run's records of them. Returns a sentence, and whether nothing differs.
+    """Compare replayed steps with the run's records. Returns a message, and whether all are equal.
 
     Args:
-        found: consecutive steps. The last one may have no bits, but samples.
+        found: consecutive steps. The last one may have only samples, without bits.
         wanted: the run's records from the same step on.
     """
     pairs = [(one, other) for one, other in zip(found, wanted, strict=False) if other.num_samples]

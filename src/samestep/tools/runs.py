@@ -14,7 +14,7 @@ def run_runs(args: list[str]) -> int:
     """Run the command with the arguments after its name. Returns the exit code.
 
     Raises:
-        Error: there are no runs, or they cannot be sorted by that.
+        Error: there are no runs, or no run has the value to sort by.
     """
     parser = CommandParser(
         prog="samestep runs",
@@ -49,7 +49,7 @@ def run_runs(args: list[str]) -> int:
 
 
 def _find_key(run: dict[str, Any], name: str) -> Any:
-    """Return the value of a run to sort by; None if it has none."""
+    """Return the value of a run to sort by; None if the run has no such value."""
     if name in FIELDS:
         return run[name]
     value = run["metrics"].get(name, {}).get("value")

@@ -26,7 +26,7 @@ def start(
         variables: its environment.
         output: file for its standard output and error.
         inherited: file descriptors to pass on.
-        directory: where it runs; None: in the current directory.
+        directory: working directory; None: the current one.
     """
     with open(output, "w") as file:
         process = subprocess.Popen(
@@ -49,7 +49,7 @@ def start(
 
 @contextmanager
 def exiting_on_sigterm() -> Iterator[None]:
-    """Raise SystemExit for SIGTERM in the block, so that the script is ended and its files are removed."""
+    """Raise SystemExit for SIGTERM in the block, so that the script ends and its files are removed."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -67,9 +67,9 @@ def build_trace(
     """Return the environment of a script whose ranks write traces into a directory.
 
     Args:
-        variables: further ones.
+        variables: further environment variables.
         hash_seed: PYTHONHASHSEED, unless it is set for this process.
-        options: of the tracer.
+        options: options of the tracer.
     """
     variables = {"PYTHONHASHSEED": hash_seed} | child_variables() | dict(variables)
     return variables | {"WANDB_MODE": "disabled", TRACE: json.dumps({"dir": str(directory), **options})}
@@ -84,7 +84,7 @@ def link_or_copy(source: str, target: str) -> None:
 
 
 def find_errors(output: str) -> list[str]:
-    """Return the sentences of samestep's own errors in the output of a script."""
+    """Return the messages of samestep's errors in the output of a script."""
     begin = "samestep: error: "
     return [line.removeprefix(begin) for line in map(str.strip, output.splitlines()) if line.startswith(begin)]
 

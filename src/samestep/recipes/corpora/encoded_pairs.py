@@ -82,12 +82,12 @@ class Bucketed:
 
 @dataclass(frozen=True)
 class Data:
-    """What a run trains on.
+    """The data of a run.
 
     Attributes:
-        tokenizers: of the source and the target, as JSON.
+        tokenizers: tokenizers of the source and the target, as JSON.
         references: source and target of each pair in `held_out`.
-        left_out: why pairs were left out -> how many.
+        left_out: reason for leaving pairs out -> number of pairs.
     """
 
     train: Pairs
@@ -107,7 +107,7 @@ def load_data(
 
     Args:
         data, source_language, target_language, skips_bad: as for `read_pairs`. `skips_bad` also leaves out pairs that
-            are too long, as is always done with messages of catalogues.
+            are too long; messages of catalogues that are too long are always left out.
         held_out: as for `divide`.
         vocab_size: largest number of tokens of each language.
         max_length: largest number of tokens of a sentence, as for `Seq2Seq`.
@@ -119,7 +119,7 @@ def load_data(
     train, scored = divide(corpus.pairs, held_out)
     texts = [pair.source for pair in train], [pair.target for pair in train]
     source, target = load_or_train(texts, vocab_size, directory)
-    corpus.skips_bad |= corpus.unit == "message"  # nobody can shorten the messages of the system
+    corpus.skips_bad |= corpus.unit == "message"  # users cannot shorten the messages of the system
 
     def encode(pairs: Sequence[Pair]) -> tuple[list[Pair], Pairs]:
         sources, targets = source.encode([p.source for p in pairs]), target.encode([p.target for p in pairs])
@@ -143,10 +143,10 @@ def load_data(
 
 
 def divide(pairs: list[Pair], num_held_out: int | None) -> tuple[list[Pair], list[Pair]]:
-    """Divide pairs into those to train on and those of held-out sources, the same in every run.
+    """Divide pairs into those for training and those with held-out sources, in the same way in every run.
 
     Args:
-        num_held_out: number of sources to hold out; 0: score the pairs that are trained on; None: a tenth, at most 500.
+        num_held_out: number of sources to hold out; 0: validate on the training pairs; None: a tenth, at most 500.
     """
     sources = sorted({pair.source.casefold() for pair in pairs})
     num = min(500, max(1, len(sources) // 10)) if num_held_out is None else num_held_out
@@ -163,7 +163,7 @@ def divide(pairs: list[Pair], num_held_out: int | None) -> tuple[list[Pair], lis
 
 
 def load_or_train(texts: Sequence[list[str]], size: int, directory: Path) -> list[Tokenizer]:
-    """Return the tokenizers of both languages: from their files if those are of the same texts, else trained."""
+    """Return the tokenizers of both languages: from their files if the texts are the same, else trained."""
     files, mark = [directory / "source.json", directory / "target.json"], directory / "trained_on"
     trained_on = hashlib.sha256(json.dumps([texts, size]).encode()).hexdigest()
     if mark.exists() and mark.read_text() == trained_on:

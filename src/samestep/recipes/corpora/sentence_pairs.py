@@ -19,7 +19,7 @@ SYSTEM = ("/usr", "/usr/local")
 
 
 class Pair(NamedTuple):
-    """A sentence and its translation, and where they are from: "pairs.tsv", 12."""
+    """A sentence, its translation and their origin, such as "pairs.tsv", 12."""
 
     source: str
     target: str
@@ -32,9 +32,9 @@ class Corpus:
     """Sentence pairs.
 
     Attributes:
-        unit: what the numbers of the pairs count: "line", "row" or "message".
-        skips_bad: whether a pair that cannot be used is left out instead of an error.
-        left_out: why pairs were left out -> how many.
+        unit: unit of the numbers of the pairs: "line", "row" or "message".
+        skips_bad: whether a pair that cannot be used is left out; otherwise it is an error.
+        left_out: reason for leaving pairs out -> number of pairs.
     """
 
     pairs: list[Pair]
@@ -43,7 +43,7 @@ class Corpus:
     left_out: Counter[str] = field(default_factory=Counter)
 
     def leave_out(self, file: str, number: int, why: str, reason: str) -> None:
-        """Count a pair that cannot be used, or raise Error if it was not to be skipped.
+        """Count a pair that cannot be used, or raise Error if it must not be skipped.
 
         Args:
             why: the problem of this pair, such as "has no target".
@@ -73,7 +73,7 @@ def read_pairs(data: str, source: str, target: str, *, skips_bad: bool) -> Corpu
         data: "gettext" (the catalogues of this machine), a directory with catalogues, a file with a pair per line, or
             "datasets:NAME" (Hugging Face).
         source, target: codes of languages, such as "en" and "pt_BR".
-        skips_bad: leave out what cannot be read, and pairs that are empty or one-sided, instead of an error.
+        skips_bad: whether to leave out unreadable, empty and one-sided pairs; otherwise they are errors.
 
     Raises:
         InvalidValue: there are no pairs, or a pair cannot be used.
@@ -139,7 +139,7 @@ def read_dataset(name: str, source: str, target: str, skips_bad: bool) -> Corpus
 
 
 def find_directories() -> list[Path]:
-    """Return the directories of this machine that can hold catalogues: those of the system and of Python packages."""
+    """Return the directories of this machine that may contain catalogues: of the system and of Python packages."""
     prefixes = dict.fromkeys([*SYSTEM, sys.base_prefix, sys.prefix])
     found = [Path(prefix) / "share" / name for prefix in prefixes for name in ("locale", "locale-langpack")]
     for packages in dict.fromkeys(path for path in sys.path if path.endswith("-packages")):
@@ -149,7 +149,7 @@ def find_directories() -> list[Path]:
 
 
 def read_catalogues(directories: list[Path], source: str, target: str, skips_bad: bool) -> Corpus:
-    """Read the messages that catalogues have in both languages. A pair that several have counts once.
+    """Read the messages that catalogues have in both languages. A pair in several catalogues counts once.
 
     The messages' keys are English: "en" needs no catalogue.
 
@@ -162,7 +162,7 @@ def read_catalogues(directories: list[Path], source: str, target: str, skips_bad
     for file, key in languages[target] or languages[source]:
         texts = [key if name == "en" else known.get((file, key), "") for name, known in languages.items()]
         pair = (_clean(texts[0]), _clean(texts[-1]))
-        if pair in seen or not all(pair) or pair[0] == pair[1]:  # an untranslated message is no pair
+        if pair in seen or not all(pair) or pair[0] == pair[1]:  # an untranslated message is not a pair
             continue
         seen.add(pair)
         if MIN_WORDS <= len(pair[0].split()) <= MAX_WORDS:
@@ -201,7 +201,8 @@ def read_catalogue(file: Path) -> dict[str, str]:
     """Return the messages of a gettext catalogue (.mo), by their keys.
 
     Raises:
-        ValueError, LookupError, struct.error: the file is no catalogue, is cut off, or is not in its own encoding.
+        ValueError, LookupError, struct.error: the file is not a catalogue, is truncated, or is not in the encoding that
+            it declares.
     """
     data = file.read_bytes()
     if (order := CODES.get(data[:4])) is None:

@@ -21,7 +21,7 @@ MOST_TEXTS = 64  # encoded in one call, on all cores
 class Tokenizer:
     """Converts text to tokens and back.
 
-    A run gives it to `run.prepare`, so that every snapshot holds it, and a resumed run compares it.
+    It is passed to `run.prepare`, so that every snapshot contains it, and a resumed run compares it.
 
     Attributes:
         kind: "bytes" (one token per byte of UTF-8) or "bpe".
@@ -49,7 +49,7 @@ class Tokenizer:
         """Yield the tokens of each text in UTF-8, without the end of the document.
 
         Raises:
-            UnicodeDecodeError: a text is not UTF-8, and the tokenizer is not of bytes.
+            UnicodeDecodeError: a text is not UTF-8, and the tokenizer is not "bytes".
             Error: the library is not installed.
         """
         if self.kind == "bytes":
@@ -103,13 +103,13 @@ class Tokenizer:
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Compare with the tokenizer of a snapshot. Raises Error if it is another."""
+        """Compare with the tokenizer of a snapshot. Raises Error if they differ."""
         if (other := Tokenizer.from_state_dict(state)) != self:
             raise InvalidValue(f"the run's tokenizer is {other}, and the data's is {self}: name the run's data")
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> "Tokenizer":
-        """Build the tokenizer that a snapshot holds."""
+        """Build the tokenizer from its state in a snapshot."""
         definition = state["definition"].numpy().tobytes()
         return cls(state["kind"], state["vocabulary_size"], state["end"], definition)
 
@@ -163,9 +163,9 @@ def train_byte_level(
     Args:
         library: the package `tokenizers`.
         size: number of tokens at most.
-        special: tokens that are in no text. They get the first numbers.
-        adds_space: a text begins with a space, so that its first word is as any other.
-        min_frequency: how often a pair occurs that becomes a token.
+        special: tokens that never come from a text. They get the first numbers.
+        adds_space: whether to begin each text with a space, so that its first word is encoded like any other.
+        min_frequency: how often a pair must occur to become a token.
     """
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=adds_space)

@@ -33,10 +33,10 @@ LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__p
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens (num_tokens,) of documents, one after the other, and the tokenizer that made them.
+    """The concatenated tokens (num_tokens,) of documents, and the tokenizer that made them.
 
     Attributes:
-        name: where it comes from.
+        name: origin of the text.
         num_documents: number of documents.
     """
 
@@ -47,7 +47,7 @@ class Corpus:
 
 
 def split(corpus: Corpus, context: int, fraction: float, most: int) -> tuple[TokenWindows, TokenWindows]:
-    """Return the windows to train on, and up to `most` of those of the tail, which is held out for validation.
+    """Return the windows for training, and up to `most` windows of the tail, which is held out for validation.
 
     Args:
         fraction: the tail's share of the tokens; it has at least one window.
@@ -93,7 +93,7 @@ def open_corpus(directory: Path) -> Corpus:
     """Open a token file.
 
     Raises:
-        InvalidValue: it is missing, truncated, damaged or of another version.
+        InvalidValue: the file is missing, truncated, damaged or of another version.
     """
     again = "prepare it again with samestep prepare text"
     try:
@@ -118,7 +118,8 @@ def open_corpus(directory: Path) -> Corpus:
 
 
 def name_tokenizer(directory: Path) -> str:
-    """Return the name of a token file's tokenizer; "" if the file cannot be read: `open_corpus` says why."""
+    """Return the name of a token file's tokenizer; "" if the file cannot be read, for which `open_corpus` has an
+    error."""
     try:
         return str(_read_description(directory)[1])
     except (OSError, ValueError):

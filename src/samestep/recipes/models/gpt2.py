@@ -1,6 +1,6 @@
 """GPT-2 (Radford et al. 2019, "Language Models are Unsupervised Multitask Learners"). Imports torch only.
 
-The modules have the names of Hugging Face's GPT-2, so its weights differ in a prefix and in transposed matrices only.
+The modules have the names of Hugging Face's GPT-2; its weights differ only in a prefix and in transposed matrices.
 """
 
 import math
@@ -41,7 +41,7 @@ class GPT2Config:
 PRESETS = {
     "tiny": GPT2Config(context=128, num_layers=4, num_heads=4, width=128),  # 0.8 M parameters and the embeddings
     "small": GPT2Config(context=256, num_layers=6, num_heads=6, width=384),  # 10.6 M
-    "gpt2": GPT2Config(),  # 124 M with its own vocabulary
+    "gpt2": GPT2Config(),  # 124 M with GPT-2's vocabulary
 }
 
 
@@ -96,8 +96,8 @@ class GPT2(nn.Module):
 
     Args:
         config: the sizes.
-        checkpoint_activations: keep only the input of each block for the backward pass, and compute the rest again:
-            less memory, for about a third more time. The gradients have the same values.
+        checkpoint_activations: whether to keep only the input of each block for the backward pass and recompute the
+            rest, with less memory and about a third more time. The gradients have the same values.
     """
 
     def __init__(self, config: GPT2Config, *, checkpoint_activations: bool = False) -> None:
@@ -112,7 +112,7 @@ class GPT2(nn.Module):
         self._initialize()
 
     def _initialize(self) -> None:
-        """Weights from N(0, 0.02), biases 0; those that add to the residual stream are smaller (section 2.3)."""
+        """Initialize weights from N(0, 0.02), with less for those that add to the residual stream (section 2.3)."""
         for name, param in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(param)
@@ -162,9 +162,9 @@ class GPT2(nn.Module):
         """Yield sampled tokens after `tokens`, without an end. Call `model.eval()` before.
 
         Args:
-            tokens: integers (T,), T at least 1. Of longer sequences, the last `config.context` tokens count.
+            tokens: integers (T,), T at least 1. Only the last `config.context` tokens are used.
             temperature: divides the logits; 0 takes the most likely token.
-            top_k: sample among so many most likely tokens only; None: among all.
+            top_k: number of most likely tokens among which to sample; None: all.
             generator: a CPU generator. None: torch's own.
         """
         tokens = tokens[-self.config.context :]
@@ -198,7 +198,7 @@ class GPT2(nn.Module):
         """Build a model from the content of `config.json` and the weights of `transformers.GPT2LMHeadModel`.
 
         Raises:
-            ValueError: it is another kind of model, or weights are missing or have other shapes.
+            ValueError: the model is of another kind, or weights are missing or have wrong shapes.
         """
         width = settings.get("n_embd", 768)
         expected = {

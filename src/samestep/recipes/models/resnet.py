@@ -38,7 +38,7 @@ ARCHITECTURES = {
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions beside a shortcut."""
+    """Two 3x3 convolutions with a shortcut."""
 
     expansion = 1
 
@@ -56,7 +56,7 @@ class Block(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions beside a shortcut. The 3x3 one has the stride, as in torchvision."""
+    """1x1, 3x3 and 1x1 convolutions with a shortcut. The 3x3 convolution has the stride, as in torchvision."""
 
     expansion = 4
 

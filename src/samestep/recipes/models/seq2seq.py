@@ -78,10 +78,11 @@ class DecoderLayer(nn.Module):
         Args:
             memory: `cross_attention.project` of the encoder's output.
             mask: (N, 1, 1, S), False at padding of the source.
-            past: keys and values of the tokens before x, which is one token then. None: x begins with the first token.
+            past: keys and values of the tokens before x, which must then be one token. None: x begins with the first
+                token.
 
         Returns:
-            The output, and the keys and values up to here.
+            The output, and the keys and values of all tokens so far.
         """
         normed = self.attention_norm(x)
         projected = self.attention.project(normed)
@@ -159,7 +160,7 @@ class Seq2Seq(nn.Module):
 
         Args:
             memory, mask: from `project` and `encode`.
-            past: from the call for the tokens before `target`, which is one token then.
+            past: result of the call for the tokens before `target`, which must then be one token.
         """
         start = 0 if past is None else past[0][0].shape[2]
         x, projected = self.embed(self.target_embedding, target, start), list[Projected]()
@@ -188,8 +189,8 @@ class Seq2Seq(nn.Module):
 
         Args:
             source: as in `forward`.
-            length_penalty: of the complete translations of a sentence, the one with the highest
-                log probability / length**length_penalty wins.
+            length_penalty: the result is the complete translation with the highest log probability /
+                length**length_penalty.
 
         Returns:
             The tokens of each translation, without START and END.
@@ -201,7 +202,7 @@ class Seq2Seq(nn.Module):
         tokens = torch.full((num_rows * num_beams, 1), START, device=device)
         first = torch.arange(0, num_rows * num_beams, num_beams, device=device)[:, None]  # beam of each sentence
         scores = torch.full((num_rows, num_beams), -math.inf, device=device)
-        scores[:, 0] = 0  # all beams begin alike, so one is extended
+        scores[:, 0] = 0  # all beams are equal at first, so only one is extended
         is_done = torch.zeros(num_rows * num_beams, dtype=torch.bool, device=device)
         while not is_done.all():
             logits, past = self.decode(tokens[:, -1:], projected, mask, past)

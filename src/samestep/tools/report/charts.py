@@ -29,7 +29,7 @@ MOST_COLUMNS, MOST_CELLS = 400, 100_000  # of a heat map
 
 
 def to_html(text: str) -> str:
-    """Escape a text for HTML, and control characters and those that change the direction of text."""
+    """Escape a text for HTML, including control characters and characters that change the writing direction."""
     return escape_html(escape(text))
 
 
@@ -44,7 +44,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Band:
-    """Steps that the run trained on the same number of ranks: from `first` up to `last`."""
+    """Consecutive steps that the run trained on the same number of ranks, from `first` to `last`."""
 
     first: float
     last: float
@@ -99,7 +99,7 @@ def measure_throughput(run: RunData) -> Points | None:
 
 
 def measure_memory(run: RunData) -> dict[str, Points]:
-    """Return the memory of each rank over the steps; of more than 8 ranks, the largest and the smallest."""
+    """Return the memory of each rank over the steps; with more than 8 ranks, only the largest and the smallest."""
     found: dict[str, Points] = {}
     for label, values in (run.timeline.memory if run.timeline is not None else {}).items():
         assert run.timeline is not None
@@ -217,12 +217,12 @@ def describe(chart: Chart) -> str:
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Milliseconds per step in which each rank waits for no other.
+    """Milliseconds per step in which each rank does not wait for others.
 
     Attributes:
         edges: steps between the columns.
         cells: columns x ranks; nan where a rank has completed no step.
-        means: over all columns, for each rank.
+        means: mean over all columns, for each rank.
     """
 
     edges: NDArray[np.float64]

@@ -19,7 +19,7 @@ def decimate(x: Floats, y: Floats, num_buckets: int) -> tuple[Floats, Floats]:
 
     Args:
         x: not decreasing.
-        y: as long as x. nan is kept only where a part has nothing else.
+        y: as long as x. nan is kept only in parts without any other value.
 
     Returns:
         x and y of at most 2 * num_buckets points, in the order of the curve.
@@ -55,7 +55,7 @@ def merge_rows(num: int, most: int) -> NDArray[np.int64]:
 
 
 def colour(values: Floats) -> NDArray[np.uint8]:
-    """Return the colours of values as RGBA, of shape `[*values.shape, 4]`. The smallest is dark; nan is transparent."""
+    """Return the colours of values as RGBA `[*values.shape, 4]`. Small values are dark; nan is transparent."""
     finite = values[np.isfinite(values)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
     place = np.clip((np.nan_to_num(values, nan=low) - low) / max(high - low, 1e-300), 0, 1) * (len(VIRIDIS) - 1)

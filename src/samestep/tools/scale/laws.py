@@ -1,4 +1,4 @@
-"""The laws of Amdahl and Gustafson, fitted to measured times, and where further ranks stop to pay."""
+"""The laws of Amdahl and Gustafson, fitted to measured times, and the largest worthwhile number of ranks."""
 
 from collections.abc import Mapping
 
@@ -33,7 +33,7 @@ def find_break_even(serial: float, least_gain: float, most: int) -> int:
 
     Args:
         serial: the fraction of Amdahl's law; below 0 counts as 0.
-        most: no more ranks can share a step.
+        most: largest number of ranks that can share a step.
     """
     serial = min(max(serial, 0.0), 1.0)
 

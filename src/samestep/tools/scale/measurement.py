@@ -30,14 +30,14 @@ class Size:
     """The measurements at one number of ranks.
 
     Attributes:
-        facts: the line of rank 0 about the run and its links.
-        blocks_s: seconds per step of each block of steps of each start, the slowest rank's.
-        phases_s: phase -> seconds per step, the mean over ranks and starts. "exchange" is what the rank that waits
-            least spends in the exchange, and "waiting" what the others spend there in addition.
-        compute_steps_s: seconds of computing of rank 0 in each step, for its variation.
-        num_micro_batches: the most micro-batches of a rank.
-        num_samples: samples of a step, over all ranks.
-        num_steps: steps of the shortest start.
+        facts: rank 0's line about the run and its links.
+        blocks_s: seconds per step of the slowest rank, for each block of steps of each start.
+        phases_s: phase -> seconds per step, the mean over ranks and starts. "exchange" is the time that the rank with
+            the shortest wait spends in the exchange, and "waiting" the additional time of the others.
+        compute_steps_s: seconds that rank 0 computes in each step, to measure their variation.
+        num_micro_batches: largest number of micro-batches of a rank.
+        num_samples: number of samples of a step, over all ranks.
+        num_steps: number of steps of the shortest start.
     """
 
     world_size: int
@@ -51,12 +51,12 @@ class Size:
 
     @property
     def step_s(self) -> float:
-        """Seconds per step: the median over the blocks."""
+        """Return the seconds per step: the median over the blocks."""
         return median(self.blocks_s)
 
     @property
     def error(self) -> float:
-        """The standard error of `step_s`, relative to it, from the blocks' median absolute deviation."""
+        """Return the relative standard error of `step_s`, from the blocks' median absolute deviation."""
         middle = self.step_s
         spread_s = 1.4826 * median(abs(block_s - middle) for block_s in self.blocks_s)
         return 1.2533 * spread_s / math.sqrt(len(self.blocks_s)) / middle
@@ -70,7 +70,7 @@ class Size:
         return {name: median(start[name] for start in self.starts) for name in self.starts[0]}
 
     def to_json(self) -> dict[str, Any]:
-        """The measurements for a file."""
+        """Return the measurements for a file."""
         return {
             "world_size": self.world_size,
             "batch_size": self.batch_size,
@@ -103,10 +103,10 @@ class Starts:
     lock: int
 
     def run(self, size: Size, overrides: Overrides) -> None:
-        """Start the script, and add what was measured.
+        """Start the script, and add its measurements.
 
         Raises:
-            Error: the script fails, or does not train for long enough.
+            Error: the script fails, or trains for too few steps.
         """
         place = self.home / "start"
         shutil.rmtree(place, ignore_errors=True)
@@ -134,7 +134,7 @@ class Starts:
 
 
 def add_steps(size: Size, ranks: Sequence[Sequence[Line]], where: str) -> None:
-    """Add the steps of one start, of each rank the lines at the begin of the first one and at the end of each.
+    """Add the steps of one start: for each rank, a line at the beginning of the first step and one at the end of each.
 
     Raises Error if there are too few.
     """
@@ -170,7 +170,7 @@ PHASES = ("loading", "forward", "backward", "reducing", "updating")
 
 
 def subtract(before: Line, after: Line) -> dict[str, float]:
-    """Return what a step took in each phase, and in total, without snapshots and validation."""
+    """Return the time of a step in each phase and in total, without snapshots and validation."""
     spent = {name: after["spent_s"].get(name, 0.0) - before["spent_s"].get(name, 0.0) for name in PHASES + OUTSIDE}
     step_s = after["at_s"] - before["at_s"] - sum(spent[name] for name in OUTSIDE)
     return {**spent, "step": step_s, "samples": after["num_samples"]}

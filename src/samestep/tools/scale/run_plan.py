@@ -1,4 +1,4 @@
-"""`samestep plan`: which batch size and number of ranks fit a budget, from the results of `samestep scale`."""
+"""`samestep plan`: finds a batch size and number of ranks for a budget, from the results of `samestep scale`."""
 
 import json
 import math
@@ -103,7 +103,7 @@ def describe(choice: Choice) -> str:
 
 
 def read_scale(path: Path) -> Mapping[str, Any]:
-    """Read a file of `samestep scale --json`. Raises Error if it is none."""
+    """Read a file of `samestep scale --json`. Raises Error if the file is not one."""
     try:
         result = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -122,7 +122,7 @@ def read_scale(path: Path) -> Mapping[str, Any]:
 
 
 def list_choices(result: Mapping[str, Any], num_samples: int, most_ranks: int) -> Iterator[Choice]:
-    """Yield the batch sizes from the measured one on, doubled several times, with 1, 2, 4 ... ranks each."""
+    """Yield choices for the measured batch size and several doublings of it, with 1, 2, 4 ... ranks each."""
     from samestep.tools.scale.step_model import StepModel
 
     if "model" not in result:

@@ -211,7 +211,7 @@ def add_finish(rows: Sequence[Row], num_steps: int, queues_s: Mapping[int, float
 
 
 def estimate_queue_s(target: Target, values: Mapping[str, Any], size: int) -> float:
-    """Return the seconds until Slurm would start such a job. Raises Error if Slurm would not, or cannot tell."""
+    """Return the seconds until Slurm would start such a job. Raises Error if Slurm refuses it or gives no estimate."""
     per_node = min(values.get("ranks_per_node", size), size)
     shape = {"nodes": -(-size // per_node), "nproc_per_node": per_node}
     options = {name: values[name] for name in _OF_SLURM if name in values} | shape
@@ -229,12 +229,12 @@ def estimate_queue_s(target: Target, values: Mapping[str, Any], size: int) -> fl
 
 
 def find_remote(values: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Return the seconds of a small message between two nodes, and those per byte. None: all ranks share a node.
+    """Return the seconds of a small message between two nodes, and the seconds per byte. None: all ranks share a node.
 
-    Of a file of `samestep doctor`, these are the values of the slowest link, because a step waits for it.
+    From a file of `samestep doctor`, takes the values of the slowest link, because a step waits for it.
 
     Raises:
-        Error: the file cannot be read, or names no links.
+        Error: the file cannot be read, or contains no links.
     """
     if (file := values.get("doctor")) is None:
         return (values.get("link_us", 50.0) * 1e-6, 8e-6 / values["link_mbit"]) if "link_mbit" in values else None
@@ -251,14 +251,14 @@ def find_remote(values: Mapping[str, Any]) -> tuple[float, float] | None:
 def add_predictions(
     result: Row, others: Sequence[int], remote: tuple[float, float] | None, ranks_per_host: int | None
 ) -> None:
-    """Add a model of the step, fitted to 1 and 2 ranks, and what it predicts for the measured and other sizes.
+    """Add a model of the step, fitted to 1 and 2 ranks, and its predictions for the measured and other sizes.
 
     Args:
         others: numbers of ranks that were not measured.
-        remote: what `find_remote` returns.
+        remote: result of `find_remote`.
 
     Raises:
-        Error: sizes cannot be predicted from what was measured.
+        Error: the measurements are not sufficient for predictions.
     """
     kind = "strong" if "strong" in result else "weak"
     rows = {row["world_size"]: row for row in result[kind]["sizes"]}
@@ -289,7 +289,7 @@ def add_predictions(
 
 
 def recommend(result: Row, least_gain: float) -> str:
-    """Return how many ranks to use, and why, in a sentence."""
+    """Return a sentence that recommends a number of ranks, with the reason."""
     if "strong" not in result:
         last = result["weak"]["sizes"][-1]
         return (

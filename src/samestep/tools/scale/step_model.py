@@ -1,9 +1,10 @@
 """A model of one step, simulated in virtual time, which predicts the time of a step at any number of ranks.
 
-The simulation follows `Reducer`: each rank computes its micro-batches; in the last backward the buckets become ready in
-order; starting one waits for the first round of the one before it; after the backward all routes advance in turns. The
-messages are those of `engine.message_plan`, planned by the code that sends them. A message takes alpha + beta * bytes
-(Hockney, 1994). Ranks are the elements of vectors, so a step of B buckets on W ranks takes O(B W log W) operations.
+The simulation follows `Reducer`. Each rank computes its micro-batches. During the last backward pass, the buckets
+become ready in order, and starting one waits for the first round of the previous one. After the backward pass, all
+routes advance in turns. The code that sends the messages also plans them here (`engine.message_plan`). A message takes
+alpha + beta * bytes (Hockney, 1994). Ranks are the elements of vectors, so a step of B buckets on W ranks takes O(B W
+log W) operations.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,15 +36,16 @@ class StepModel:
 
     Attributes:
         micro_batch_s: load, forward and backward of a micro-batch.
-        last_backward: the part of that time in which the last backward runs, and buckets become ready.
-        extra_s: what a rank computes in addition if there are others: it copies its gradients into buckets.
-        rest_s: all that does not depend on the number of ranks, for 1 rank and for more: the optimizer, the
-            script's own code, additions after the exchange.
+        last_backward: the fraction of that time in which the backward pass runs and buckets become ready.
+        extra_s: additional computation of a rank if there are others: it copies its gradients into buckets.
+        rest_s: time that does not depend on the number of ranks, for 1 rank and for more: the optimizer, the script's
+            code, additions after the exchange.
         jitter: relative standard deviation of a rank's time to compute.
-        elements, element_bytes, cap_bytes: of the parameters, and the largest bucket.
+        elements, element_bytes, cap_bytes: sizes of the parameters, bytes per element, and the largest size of a
+            bucket.
         local, socket, remote: links between ranks of a host, its sockets for small messages, links between hosts.
         ranks_per_host: None: all ranks on one host.
-        busy_byte_s: seconds that a rank computes less per byte that it sends, if it has no spare core for messages.
+        busy_byte_s: seconds per sent byte by which messages delay the computation of a rank without a spare core.
     """
 
     micro_batch_s: float
@@ -80,7 +82,7 @@ class StepModel:
         return float(np.mean([self._simulate(plans, shares, speed) for speed in speeds])) + rest_s
 
     def _simulate(self, plans: Sequence[BucketPlan], shares: Times, speeds: Times) -> float:
-        """Return when the slowest rank has all sums."""
+        """Return the time at which the slowest rank has all sums."""
         wire = _Wire(self, len(shares))
         backward_s = self.micro_batch_s * self.last_backward * speeds
         now = (shares * self.micro_batch_s + self.extra_s) * speeds - backward_s
@@ -102,12 +104,12 @@ class StepModel:
         return float(now.max())
 
     def to_json(self) -> dict[str, Any]:
-        """The constants for a file."""
+        """Return the constants for a file."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> "StepModel":
-        """The model of `to_json`."""
+        """Return the model from the result of `to_json`."""
         links = {name: Link(**found[name]) for name in ("local", "socket", "remote")}
         rest_s = found["rest_s"][0], found["rest_s"][1]
         return cls(**{**found, **links, "rest_s": rest_s, "elements": tuple(found["elements"])})
@@ -181,8 +183,8 @@ class _Wire:
 def fit_model(alone: Mapping[str, Any], pair: Mapping[str, Any], cores_per_rank: float) -> StepModel:
     """Fit the constants to the measurements on 1 and on 2 ranks, as `Size.to_json` gives them.
 
-    The prediction for these two sizes is what was measured. With up to one core per rank, the work of messages delays
-    the computation; with more, other cores do it.
+    The predictions for these two sizes equal the measurements. With up to one core per rank, the work for messages
+    delays the computation; with more, other cores do this work.
     """
     facts, links = pair["facts"], pair["facts"]["links"]
     num_alone, num_pair = (count_micro_batches(row) / row["world_size"] for row in (alone, pair))

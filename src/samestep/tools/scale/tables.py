@@ -1,4 +1,4 @@
-"""Tables of the results of `samestep scale`, for it, `samestep plan` and `samestep report`."""
+"""Tables of the results of `samestep scale`, for the commands `scale`, `plan` and `report`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -9,7 +9,7 @@ PARTS = ("data", "compute", "exchange", "waiting", "update", "other")  # of a st
 
 
 def format_time(seconds: float) -> str:
-    """Return such as "3.2 h"."""
+    """Return a duration as text, such as "3.2 h"."""
     for unit, length_s in (("h", 3600.0), ("min", 60.0)):
         if seconds >= 2 * length_s:
             return f"{seconds / length_s:.1f} {unit}"
@@ -17,7 +17,7 @@ def format_time(seconds: float) -> str:
 
 
 def build_predictions(predicted: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows of a table of predictions, with their errors where there is a measurement."""
+    """Return the header and the rows of a table of predictions, with their errors if the size was measured."""
     rows = []
     for each in predicted:
         error, size = each["error"], each["world_size"]

@@ -23,7 +23,7 @@ def explain(one: Traced, other: Traced, difference: Difference, *, is_resumed: b
 
     Args:
         one: the reference run.
-        other: the run that differs: at the same number of ranks, at another one, or resumed.
+        other: the run that differs: on the same number of ranks, on another number, or resumed.
         run_again: runs the script again, on as many ranks as the reference, up to the difference.
     """
     is_other_size = one.settings["world_size"] != other.settings["world_size"]
@@ -50,7 +50,7 @@ def explain(one: Traced, other: Traced, difference: Difference, *, is_resumed: b
 
 
 def _explain_generators(moved: str) -> str:
-    """Describe generators of the script that drew in the steps."""
+    """Describe generators of the script that were used in the steps."""
     return (
         f"{moved} draws in the steps, and is not seeded per micro-batch: use the global generators of torch, "
         "numpy.random or random, which samestep seeds before each one"
@@ -94,7 +94,7 @@ def _explain_input(difference: Difference, run_again: RunAgain) -> str:
 
 
 def _explain_unrepeatable(difference: Difference, moved: str, run_again: RunAgain) -> list[str]:
-    """Find why two runs at one number of ranks differ. Names only sources that make a difference."""
+    """Find out why two runs on the same number of ranks differ. Names only sources that make a difference."""
     sources = find_sources(run_again)
     causes = []
     if CLOCK in sources:
@@ -153,7 +153,7 @@ def _explain_ranks(one: Traced, difference: Difference, *, known: bool) -> list[
 
 
 def find_rank_readers(files: Iterable[str]) -> str:
-    """Where a rank or the number of ranks is read, such as "train.py:31 (run.rank)"; "" if nowhere."""
+    """Return where a rank or the number of ranks is read, such as "train.py:31 (run.rank)"; "" if nowhere."""
     found = []
     for file in map(Path, files):
         with suppress(OSError, ValueError, SyntaxError):
@@ -171,7 +171,7 @@ def _reads_rank(node: ast.AST) -> TypeGuard[ast.expr]:
 
 
 def explain_drift(one: Traced, output: str) -> list[str]:
-    """Find why the models of the ranks differ, if the run ended because of that."""
+    """Find out why the models of the ranks differ, if the run ended because of that."""
     if "hold the same model" not in output and "another model than" not in output:
         return []
     readers = find_rank_readers(one.settings["files"])

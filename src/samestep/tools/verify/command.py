@@ -91,7 +91,7 @@ def run_verify(target: Target, values: Mapping[str, Any]) -> int:
         The exit code: 0 if all runs are equal or, with --plain, no mistake was found; else 1.
 
     Raises:
-        Error: an option is invalid, or the script does not train, or it fails without verify.
+        Error: an option is invalid, or the script does not train, or fails before anything can be compared.
     """
     check_target(target)
     own = dict(values)
@@ -128,7 +128,7 @@ def build_badge(is_plain: bool, is_passed: bool) -> str:
 
 
 def _run_exact(target: Target, values: Mapping[str, Any]) -> int:
-    """Verify a script of samestep. Returns 1 also if no kill occurred before the end of its run."""
+    """Verify a script that uses samestep. Also returns 1 if no kill occurred before the end of its run."""
     options = Options(**{name: value for name, value in values.items() if name not in OPTIONS})
     overrides = {name: value for name, value in values.items() if name in OPTIONS}
     world_sizes = parse_sizes("--world-sizes", options.world_sizes)
@@ -220,7 +220,7 @@ class _Verification:
         return outcome
 
     def _run_and_compare(self, name: str, size: int, **how: Any) -> str:
-        """Run, compare with the reference, and print the row. Returns the result: "same", or what is not."""
+        """Run, compare with the reference, and print the row. Returns the result: "same", or what differs."""
         show_activity(f"{name} on {format_ranks(size)} ...")
         outcome = self._trials.run(size, **how)
         is_killed = "kill" in how and outcome.code == KILLED
@@ -241,7 +241,7 @@ class _Verification:
         self._is_same &= result == "same"
 
     def _interrupt(self, sizes: Sequence[int]) -> None:
-        """Kill one run several times, and resume it at another number of ranks each time."""
+        """Kill one run several times, and resume it on a different number of ranks each time."""
         chance = random.Random(self._options.kill_seed)
         num_steps, num_kills = len(self._reference.trace.steps), self._options.kills
         run_dir = self._trials.home / "interrupted"
@@ -309,7 +309,7 @@ class _Verification:
         self._lines += [f"  likely: {cause}" for cause in causes]
 
     def _measure(self, outcome: Outcome, step: int, name: str) -> str:
-        """Run both again up to that step, from where each began, and compare the tensors themselves."""
+        """Repeat both runs up to that step, from where each began, and compare the tensors."""
         places = []
         for run in (self._reference, outcome):
             again = self._trials.run(

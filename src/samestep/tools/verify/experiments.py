@@ -21,10 +21,10 @@ RunAgain = Callable[..., Outcome]
 def find_sources(run_again: RunAgain) -> dict[str, str]:
     """Find the sources that make two runs differ.
 
-    Two runs with all sources fixed must be equal. Then one source after the other is not fixed.
+    Two runs with all sources fixed must be equal. Then the sources are released, one at a time.
 
     Returns:
-        CLOCK, ENTROPY or HASH -> the places in the script that use it. {} if none is a cause.
+        CLOCK, ENTROPY or HASH -> the places in the script that use it; {} if none is a cause.
     """
 
     def run_without(free: str = "") -> Outcome:

@@ -50,7 +50,7 @@ class Source:
         return self._num_calls
 
     def draw(self, name: str, num_bytes: int) -> bytes | None:
-        """Return bytes that are equal for the n-th call in each run; None if the call does not come from the script."""
+        """Return the same bytes for the n-th call in each run; None if the call does not come from the script."""
         number = self.ask(name)
         return None if number is None else hashlib.shake_128(str(number).encode()).digest(num_bytes)
 

@@ -17,8 +17,8 @@ class Averages:
 
     Attributes:
         faults: wrong averages.
-        notes: correct averages, and those that could not be checked.
-        failure: why the script could not be checked; "" if it was.
+        notes: averages that are correct or could not be checked.
+        failure: why the script could not be checked; "" if it could.
     """
 
     seconds: float
@@ -28,7 +28,7 @@ class Averages:
 
 
 def check_gradients(trials: Trials, size: int) -> Averages:
-    """Run the first steps on one rank in float64, and the first one on `size` ranks, and compare."""
+    """Run the first steps on one rank in float64, and the first step on `size` ranks, and compare."""
     overrides = {"precision": "fp32"}
     double = trials.run(1, num_steps=2, overrides=overrides, reference="float64")
     single = trials.run(size, num_steps=1, overrides=overrides, reference="float32")
@@ -90,7 +90,7 @@ def _compare_gradients(double: Outcome, single: Outcome, lines: list[dict[str, A
 
 
 def _judge_probe(probe: dict[str, Any], found: Averages) -> None:
-    """Judge the loss of several samples together by their single losses."""
+    """Compare the loss of several samples together with their single losses."""
     weights, shares, draws = probe["weights"], probe["shares"], probe["draws"]
     count, total = len(weights), sum(shares)
     if abs(probe["weight"] - sum(weights)) > TOLERANCE * max(probe["weight"], 1.0) and not draws:
