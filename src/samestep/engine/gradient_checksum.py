@@ -26,8 +26,7 @@ class GradientChecksum:
         self._ends: dict[tuple[bool, ...], list[int]] = {}
 
     def compute(self, grads: Sequence[Tensor | None], step: int) -> tuple[Callable[[], int], bool]:
-        """Read the pieces of a step. Call it before the gradients change, each time with gradients of the same
-        parameters.
+        """Read the pieces of a step. Call it before the gradients change, always for the same parameters.
 
         Returns:
             A function that returns the checksum (CRC-32), and whether it may wait for a GPU.

@@ -171,8 +171,7 @@ class Reducer:
                 self._further[k].grads[i] = lay_out(to_dense(grad), self._strides[i])
 
     def check_graph(self, loss: Tensor, kind: tuple[int, ...]) -> None:
-        """Refuse reentrant checkpoints before a backward pass to given parameters: they hide parameters, often without
-        an error.
+        """Refuse reentrant checkpoints before a backward pass to given parameters, which they hide without an error.
 
         Args:
             kind: pass, slot, number of the loss. Only the first call of each kind is checked, because models use

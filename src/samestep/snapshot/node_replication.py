@@ -135,8 +135,7 @@ class NodeReplication:
     # --- start ------------------------------------------------------------------------------------------------
 
     def find(self, resume: str | int | None, check: Callable[[RunDirectory], None]) -> Snapshot | None:
-        """Find the newest undamaged snapshot of all nodes, and copy it and its files to every node. Return None to
-        begin.
+        """Find the newest undamaged snapshot of all nodes, and copy it to every node. Return None to begin.
 
         Args:
             check: compares a directory with the run. Raises Error if it belongs to another run.

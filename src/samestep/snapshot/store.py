@@ -245,8 +245,7 @@ class Store:
     # --- write ------------------------------------------------------------------------------------------------
 
     def write(self, state: Mapping[str, Any], *, step: int, name: str | None = None, meta: Mapping[str, Any]) -> Path:
-        """Write a snapshot, replacing one of the same step or name. After a crash, either the old or the new one
-        exists.
+        """Write a snapshot, replacing one of the same step or name. A crash leaves either the old or the new one.
 
         Args:
             state: as for `encode`.

@@ -22,8 +22,7 @@ from samestep.watch.trackers.delivery import Trackers
 
 
 class Tally:
-    """Counts over all steps of a run, including those before restarts, and averages over the steps of the current
-    epoch.
+    """Counts over all steps of a run, also before restarts, and averages over the steps of the current epoch.
 
     The same on all ranks. A snapshot stores it in the manifest, not in the state: a script may log times, and the
     digest of the state must not depend on them.

@@ -118,8 +118,7 @@ def open_corpus(directory: Path) -> Corpus:
 
 
 def name_tokenizer(directory: Path) -> str:
-    """Return the name of a token file's tokenizer; "" if the file cannot be read, for which `open_corpus` has an
-    error."""
+    """Return the name of a token file's tokenizer; "" if the file cannot be read (`open_corpus` says why)."""
     try:
         return str(_read_description(directory)[1])
     except (OSError, ValueError):

@@ -16,8 +16,7 @@ Point = tuple[str, int, float]  # name, step, value
 
 
 def find_id(directory: Path | None, service: str) -> tuple[str, bool]:
-    """Return the run's id at a service, or "" if there is none yet or the run went back since, and whether it went
-    back.
+    """Return the run's id at a service ("" if there is none, or the run went back since), and whether it went back.
 
     Points cannot be removed from a service, so a run that went back to an earlier step continues under a new id.
     """
