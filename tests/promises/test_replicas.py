@@ -53,7 +53,7 @@ def train(
 
 
 @pytest.mark.parametrize(("num_ranks", "rank", "what", "words"), [
-    (3, 2, "weight", rf"rank 2 \({HOST}\) has another model than the other 2, .* after step 9: model.2.weight "),
+    (3, 2, "weight", rf"rank 2 \({HOST}\) has a different model than the other 2, .* after step 9: model.2.weight "),
     (3, 0, "exp_avg", rf"rank 0 \({HOST}\) has another .* after step 9: .*model.2.weight"),
     (2, 1, "weight", rf"rank 0 \({HOST}\) and rank 1 \({HOST}\) do not .* step 9, .*: model.2.weight differs"),
     (3, 1, "average", rf"rank 1 \({HOST}\) has another .* after step 9: average.module.0.weight differs"),
@@ -93,7 +93,7 @@ def decide(per_rank: bool) -> list[float]:
 
 
 def test_a_rank_s_own_loss_is_suspected_first() -> None:
-    words = r"Suspect first a decision .* on a rank's own loss, .*: decide on step\.loss, step\.metrics or epoch\.me"
+    words = r"Suspect first a decision .* on the loss of one rank, .*: base it on step\.loss, step\.metrics or epoch\.me"
     with pytest.raises(samestep.Error, match=words):
         samestep.spawn(decide, 2, (True,))
     rates = samestep.spawn(decide, 2, (False,))
@@ -123,7 +123,7 @@ def test_the_command_ends_with_2_and_prints_it_once(tmp_path: Path) -> None:
                       "from promises.test_replicas import train\ntrain('run', 1, 7, 'weight')\n")  # fmt: skip
     done = samestep_command("launch", "--nproc-per-node", "3", "--compare-every", "1", "differs.py", cwd=tmp_path)
     assert done.returncode == 2, done.stderr
-    assert done.stderr.count("has another model than the other 2, which agree, after step 8") == 1, done.stderr
+    assert done.stderr.count("has a different model than the other 2, which agree, after step 8") == 1, done.stderr
     assert "Traceback" not in done.stderr
 
 

@@ -241,9 +241,9 @@ def test_ranks_of_another_launcher_are_recorded_too(tmp_path: Path) -> None:
         (["--plain", "--launcher", "nosuchprogram {n}"], "nosuchprogram, which is not a program on the PATH"),
         (["--plain", "--launcher", "torchrun --nproc-per-node 2"], "--launcher has no {n} for the number of ranks"),
         (["--plain", "--resume-args", "'open"], "--launcher or --resume-args has an open quote"),
-        (["--plain", "--link", "nothere"], "--link names nothere, which is no entry of the working directory: name"),
-        (["--plain", "--link", "/etc/planted.py"], "--link names /etc/planted.py, which is no entry"),
-        (["--plain", "--leave-out", "b/planted.py"], "--leave-out names b/planted.py, which is no entry"),
+        (["--plain", "--link", "nothere"], "--link names nothere, which is not in the working directory: name"),
+        (["--plain", "--link", "/etc/planted.py"], "--link names /etc/planted.py, which is not in"),
+        (["--plain", "--leave-out", "b/planted.py"], "--leave-out names b/planted.py, which is not in"),
         (
             ["--plain", "--keep-runs", "k", "--leave-out", "./planted.py"],
             "because planted.py is left out",

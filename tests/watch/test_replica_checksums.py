@@ -69,12 +69,12 @@ def test_the_differing_rank(replicas: list[dict[str, int]], drift: Drift | None)
 def test_the_message() -> None:
     one = explain_drift(Drift("model.w", 3, (2,), True), ["a", "a", "b"], 40, 30)
     assert one.startswith(
-        "rank 2 (b) has another model than the other 2, which agree, after step 40: model.w and 2 more tensors differ, "
-        "and all were equal after step 30; "
+        "rank 2 (b) has a different model than the other 2, which agree, after step 40: model.w and 2 more tensors "
+        "differ, and all were equal after step 30; "
     )
     assert "Suspect first a decision" in one
     assert one.endswith("then the memory of that machine")
     two = explain_drift(Drift("model.w", 1, (0, 1), False), ["a", "b"], 7, None)
     assert two.startswith("rank 0 (a) and rank 1 (b) do not hold the same model after step 7, and no majority says")
-    assert ": model.w differs; nothing of this is saved" in two
+    assert ": model.w differs; this state is not saved" in two
     assert "the memory of those machines" in two

@@ -109,14 +109,14 @@ def explain_drift(drift: Drift, hosts: Sequence[str], step: int, equal_at: int |
         whom = "those machines" if len(set(hosts)) > 1 else "that machine"
     else:
         same = "the other" if others == 1 else f"the other {others}, which agree"
-        what = f"{who} {'has' if len(named) == 1 else 'have'} another model than {same}, after step {step}"
+        what = f"{who} {'has' if len(named) == 1 else 'have'} a different model than {same}, after step {step}"
         whom = "that machine" if len({hosts[rank] for rank in drift.differing}) == 1 else "those machines"
     more = f" and {drift.num_tensors - 1} more tensors differ" if drift.num_tensors > 1 else " differs"
     since = "" if equal_at is None else f", and all were equal after step {equal_at}"
     return (
-        f"{what}: {drift.tensor}{more}{since}; nothing of this is saved, and the last snapshot is from before. Suspect "
-        "first a decision (a schedule, an early stop) made on a rank's own loss, such as loss.item() in the inner "
-        "loop: decide on step.loss, step.metrics or epoch.metrics, which are the same on all ranks; then code that "
-        "changes the model or the optimizer on some ranks only (run.rank, other arguments); then the memory of "
+        f"{what}: {drift.tensor}{more}{since}; this state is not saved, and the last snapshot is older. Suspect first "
+        "a decision (a schedule, an early stop) based on the loss of one rank, such as loss.item() in the inner loop: "
+        "base it on step.loss, step.metrics or epoch.metrics, which are the same on all ranks; then code that changes "
+        "the model or the optimizer on some ranks only (run.rank, different arguments); then the memory of "
         f"{whom}"
     )

@@ -257,7 +257,7 @@ def _parse_entries(option: str, text: str) -> set[str]:
     wrong = [each for each, path in given.items() if path.parent != Path.cwd() or not os.path.lexists(path)]
     if wrong:
         raise Error(
-            f"{option} names {', '.join(wrong)}, which is no entry of the working directory: name files and "
+            f"{option} names {', '.join(wrong)}, which is not in the working directory: name files and "
             "directories that are directly in it"
         )
     return {path.name for path in given.values()}

@@ -275,7 +275,7 @@ def check_samples(runs: Runs) -> Result:
     """Check that the ranks together train on each sample once per epoch."""
     faults, notes, epochs = [], [], _list_epochs(runs, True)
     if any(epoch.num_repeats for epoch in epochs.get(1, [])):
-        return Result("samples", UNSEEN, "one process, too, draws samples several times per epoch")
+        return Result("samples", UNSEEN, "a single process also draws samples several times per epoch")
     for size, found in epochs.items():
         where = f"on {format_ranks(size)}"
         for number, epoch in enumerate(found):
@@ -315,7 +315,7 @@ def check_order(runs: Runs) -> Result:
                 where = f"on {format_ranks(size)}"
                 faults.append(f"{where}, epochs have the same shuffled order: call sampler.set_epoch(epoch)")
             else:
-                notes.append("another one in each epoch")
+                notes.append("a different one in each epoch")
     return _conclude("order", faults, notes, "fewer than two epochs over a data set with indices began")
 
 
@@ -399,12 +399,14 @@ def check_replicas(runs: Runs) -> Result:
         for name, key in [("before", (0, 0)), *(("after", key) for key in sorted(keys, key=lambda key: key[1]))]:
             vectors = [rank.updates[key][name]["params"] for rank in ranks]
             if (error := max(compare(vectors[0], each) for each in vectors)) > TOLERANCE:
-                how = "begin with other weights" if name == "before" else f"have other weights after step {key[1]}"
+                how = (
+                    "begin with different weights"
+                    if name == "before"
+                    else f"have different weights after step {key[1]}"
+                )
                 faults.append(f"on {size} ranks, ranks {how} (by {error:.1e} of their norm)")
                 break
-    return _conclude(
-        "replicas", faults, notes, "no weights of which each rank has a copy were updated on several ranks"
-    )
+    return _conclude("replicas", faults, notes, "no weights that each rank has a copy of were updated on several ranks")
 
 
 def check_evaluation(runs: Runs) -> Result:
@@ -455,7 +457,7 @@ def check_restart(restart: Restart) -> list[Result]:
     num_done, num_backwards = found
     saved = restart.interrupted[0].updates[0, num_done - 1]["after"]
     faults = _check_state(saved, _list_updates(restart.resumed[0]), _list_updates(restart.whole[0]), num_done)
-    state = _conclude("state", faults, [f"that after step {num_done}"], "")
+    state = _conclude("state", faults, [f"the same as after step {num_done}"], "")
     return [_check_continuation(restart, num_backwards), state]
 
 
@@ -503,7 +505,7 @@ def _check_state(
     if saved["num_states"] and not state["num_states"]:
         faults.append("the optimizer's state is lost: save and load optimizer.state_dict()")
     elif saved["num_steps"] != state["num_steps"] or compare(saved["state"], state["state"]) > TOLERANCE:
-        faults.append(f"the optimizer's state is another one (step {saved['num_steps']}, then {state['num_steps']})")
+        faults.append(f"the optimizer's state differs (step {saved['num_steps']}, then {state['num_steps']})")
     new, old = ([line["lr"] for line in lines] for lines in (resumed, whole))
     num = min(len(new), len(old) - num_done)
     place = next((n for n in range(num) if not _are_same_rates(new[n], old[num_done + n])), None)
@@ -546,7 +548,7 @@ def _check_continuation(restart: Restart, num_done: int) -> Result:
             if resumed[:few] == whole[place : place + few]:
                 what = "skips" if place > num_done else "repeats"
                 return Result("resume", MISTAKE, f"it {what} {abs(place - num_done)} batches after batch {num_done}")
-    return Result("resume", UNSEEN, "after the restart, the order is another one than in the uninterrupted run")
+    return Result("resume", UNSEEN, "after the restart, the order differs from that of the uninterrupted run")
 
 
 def _join(ranks: Sequence[Rank]) -> list[tuple[Any, ...]] | None:
