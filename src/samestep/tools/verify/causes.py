@@ -172,7 +172,7 @@ def _reads_rank(node: ast.AST) -> TypeGuard[ast.expr]:
 
 def explain_drift(one: Traced, output: str) -> list[str]:
     """Find out why the models of the ranks differ, if the run ended because of that."""
-    if "hold the same model" not in output and "another model than" not in output:
+    if "hold the same model" not in output and "a different model than" not in output:
         return []
     readers = find_rank_readers(one.settings["files"])
     if readers:
