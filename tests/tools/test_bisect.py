@@ -112,7 +112,7 @@ def test_the_commit_that_changed_a_metric(home: Path) -> None:
         (["v0", "v0^{}", "train.py"], "v0 and v0^{} are the same commit"),
         (["v0", "v9", "train.py"], "v9 is neither a commit of the repository"),
         (["v0", "v4", "missing.py"], "there is no script missing.py"),
-        (["v0", "v4", "digits"], "bisect runs a script of a git repository, and samestep.recipes.digits is none"),
+        (["v0", "v4", "digits"], "bisect runs a script in a git repository, and samestep.recipes.digits is not one"),
         (["v0", "v4", "../untracked"], "v0 does not have the script untracked: name a commit that has it"),
         (["--tolerance", "1", "v0", "v4", "train.py"], "--tolerance is a number from 0 on, and goes with --metric"),
         (["--steps", "0", "v0", "v4", "train.py"], "--steps and --nproc-per-node are counted from 1"),

@@ -101,7 +101,7 @@ def test_a_step_after_a_snapshot(home: Path) -> None:
 
 def test_a_step_before_all_snapshots_and_at_another_number_of_ranks(home: Path) -> None:
     out = replay(home, "--step", 2, "--nproc-per-node", 3, "train.py")
-    begin = r"replaying steps 0 to 2 from the beginning, as the oldest sound snapshot is that of step 8"
+    begin = r"replaying steps 0 to 2 from the beginning, because the oldest undamaged snapshot is that of step 8"
     assert re.search(rf"{begin}; the run took about [\d.]+ s for them\n", out), out
     assert "the bits of steps 0 to 2 agree" in out
 
@@ -146,7 +146,7 @@ def test_other_bits_are_reported(home: Path) -> None:
         out = replay(home, "--step", 10, "train.py", code=1)
     finally:
         path.write_bytes(content)
-    assert "the bits DIFFER from step 9 on: another gradient from the same samples and loss\n" in out
+    assert "the bits DIFFER from step 9 on: a different gradient from the same samples and loss\n" in out
 
 
 def test_a_damaged_snapshot_and_another_script(home: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_damaged_snapshot_and_another_script(home: Path) -> None:
         out = replay(home, "--step", 8, "other.py")
     finally:
         tensors.write_bytes(content)
-    assert "skipping the snapshot step-00000008, which is not sound: " in out
+    assert "skipping the snapshot step-00000008, which is damaged: " in out
     assert "replaying steps 0 to 8 from the beginning" in out
     assert "not as in the run: script (file train.py -> other.py, sha256 " in out
     assert "the bits of steps 0 to 8 agree" in out
@@ -237,7 +237,10 @@ def test_what_is_refused_at_once(home: Path, words: list[str], message: str) -> 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train.py", "0.01", "64", "5"], r"train.py is not the script of run, or has other arguments \(models .*\)"),
+        (
+            ["train.py", "0.01", "64", "5"],
+            r"train.py is not the script of run, or has different arguments \(models .*\)",
+        ),
     ],
 )
 def test_what_the_script_refuses(home: Path, words: list[str], message: str) -> None:

@@ -96,7 +96,7 @@ UNPOOL = (
          ["the data set.rng (Generator) draws in the steps"]),
         # A data set whose samples depend on the rank.
         ({"in_item": "x = x * torch.distributed.get_rank() if torch.distributed.is_initialized() else x"},
-         ["returned other values for the same samples (micro-batch 0 of step 0)"]),
+         ["returned different values for the same samples (micro-batch 0 of step 0)"]),
         # An operator that is not deterministic.
         ({"arguments": ", deterministic=False", "in_forward": UNPOOL},
          ["in two runs on 1 rank", "max_unpooling2d_forward_out is an operator that is not deterministic"]),
@@ -112,8 +112,8 @@ UNPOOL = (
         ({"in_micro_batch": "x = x * (1 + run.world_size)"},
          ["the script reads its rank or the world size in planted.py:", "(run.world_size)"]),
         ({"in_model": "self.calls = 0", "in_forward": "self.calls += 1; x = x * self.calls"},
-         ["the same inputs of micro-batch 2 give another loss: state is kept from one micro-batch to the next"]),
-        ({"arguments": ", reduction='fast', bucket_cap_mb=1e-6"}, ["reduction='fast' adds in another order"]),
+         ["the same inputs of micro-batch 2 give a different loss: state is kept from one micro-batch to the next"]),
+        ({"arguments": ", reduction='fast', bucket_cap_mb=1e-6"}, ["reduction='fast' adds in a different order"]),
     ]),
 )  # fmt: skip
 def test_a_planted_fault_is_found_and_named(verify: Any, faults: dict[str, str], words: list[str]) -> None:

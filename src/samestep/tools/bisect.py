@@ -80,7 +80,7 @@ def run_bisect(good: str, bad: str, target: Target, values: Mapping[str, Any]) -
         Error: there is nothing to search.
     """
     if target.kind != "script":
-        raise Error(f"bisect runs a script of a git repository, and {target.name} is none: name its file")
+        raise Error(f"bisect runs a script in a git repository, and {target.name} is not one: name its file")
     check_target(target)
     if values.get("steps", NUM_STEPS) < 1 or values.get("nproc_per_node", 1) < 1:
         raise Error("--steps and --nproc-per-node are counted from 1")

@@ -198,7 +198,7 @@ def describe_difference(one: Entry, other: Entry, where: tuple[str, str]) -> lis
         if one.loss != other.loss:
             found.append(f"the loss is {to_float(one.loss)!r} {where[0]} and {to_float(other.loss)!r} {where[1]}")
         if one.gradient != other.gradient:
-            found.append("another gradient" if found else "another gradient from the same samples and loss")
+            found.append("another gradient" if found else "a different gradient from the same samples and loss")
     return found
 
 

@@ -47,7 +47,7 @@ def run_export(args: list[str]) -> int:
     for name, file in files.items():
         tensors, others = _take_tensors(objects[name])
         if not tensors:
-            raise Error(f"{name} has no tensors by name: it is no model; the snapshot holds {', '.join(objects)}")
+            raise Error(f"{name} has no tensors by name: it is not a model; the snapshot holds {', '.join(objects)}")
         kept = {} if file.suffix == ".safetensors" else {key: v for key, v in others.items() if _is_loadable(v)}
         num_bytes = _write(file, tensors | kept, {"run": run_name, "step": str(snapshot.step), "object": name})
         left_out = ", ".join(others.keys() - kept.keys())

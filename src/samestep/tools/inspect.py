@@ -39,7 +39,7 @@ def run_inspect(args: list[str]) -> int:
                 return show_samples(directory, record, which=options.step, is_json=options.json)
             except (MemoryError, OverflowError, ValueError) as error:
                 why = f"{type(error).__name__}: {error}"
-                raise Error(f"{options.run}/run.json has numbers that no run has ({why}): repair it") from None
+                raise Error(f"{options.run}/run.json has impossible numbers ({why}): repair it") from None
         return _show_run(directory, options, record)
 
 

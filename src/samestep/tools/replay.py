@@ -78,7 +78,9 @@ def run_replay(run: str, target: Target, values: Mapping[str, Any]) -> int:
     if (save := values.get("save")) is not None:
         file = Path(save).resolve()
         if (file.exists() and not file.is_file()) or not file.parent.is_dir():
-            raise Error(f"--save {save} is not a file, or is in no directory that exists: name a file in one that does")
+            raise Error(
+                f"--save {save} is not a file, or its directory does not exist: name a file in an existing directory"
+            )
         if file.is_relative_to(Path(run).resolve()):
             raise Error(f"--save {save} is in the run's directory, which is only read: name a file elsewhere")
     if values.get("pdb") and not (sys.stdin.isatty() and sys.stdout.isatty()):
@@ -160,7 +162,7 @@ class _Replay:
         sentence = f"replaying steps {first} to {self._step} from {where}"
         older = [each.step for each in Store(self._directory).snapshots() if each.problem is None]
         if snapshot is None and older:
-            sentence += f", as the oldest sound snapshot is that of step {min(older)}"
+            sentence += f", because the oldest undamaged snapshot is that of step {min(older)}"
         measured = read_or_empty(self._directory / STATUS).get("measured") or {}
         if pace := measured.get("samples_per_s"):
             batch_size = self._record.get("numbers", {}).get("batch_size", 0)
@@ -232,7 +234,7 @@ class _Replay:
         lines = text.rstrip().splitlines()
         errors = find_errors(text)
         if errors and (other := _OTHER_RUN.fullmatch(errors[-1])):
-            return Error(f"{name} is not the script of {self._called}, or has other arguments ({other[1]})")
+            return Error(f"{name} is not the script of {self._called}, or has different arguments ({other[1]})")
         if errors:
             place = re.search(r"in micro-batch (\d+)", errors[-1])
             hint = f"; --micro-batch {place[1]} describes it" if place and self._micro_batch is None else ""
@@ -248,7 +250,7 @@ def _choose(store: Store, step: int, rewinds: Sequence[int]) -> Snapshot | None:
         problem = snapshot.problem or find_damage(snapshot.path, snapshot.manifest)
         if not problem:
             return snapshot
-        say(f"skipping the snapshot {snapshot.label}, which is not sound: {problem}")
+        say(f"skipping the snapshot {snapshot.label}, which is damaged: {problem}")
     return None
 
 

@@ -29,7 +29,7 @@ def explain(one: Traced, other: Traced, difference: Difference, *, is_resumed: b
     is_other_size = one.settings["world_size"] != other.settings["world_size"]
     causes = _find_settings(one, other)
     if difference.what == "samples":
-        causes.append("the steps use other samples: the sampler must depend on the epoch alone, not on the rank")
+        causes.append("the steps use different samples: the sampler must depend on the epoch alone, not on the rank")
     moved = ", ".join(dict.fromkeys([*one.moved, *other.moved]))
     if not is_resumed and not is_other_size:
         return causes + _explain_unrepeatable(difference, moved, run_again)
@@ -59,7 +59,7 @@ def _explain_generators(moved: str) -> str:
 
 def _explain_draws(difference: Difference) -> str:
     return (
-        f"the body of {difference.name} draws another number of random values: this number must not depend on the "
+        f"the body of {difference.name} draws a different number of random values: this number must not depend on the "
         "rank, or on earlier micro-batches"
     )
 
@@ -74,7 +74,7 @@ def _find_settings(one: Traced, other: Traced) -> list[str]:
             "and pass samestep.Run(num_threads=...)"
         )
     if one.settings["reduction"] == "fast" and one.settings["world_size"] != other.settings["world_size"]:
-        causes.append("reduction='fast' adds in another order at each number of ranks: remove it")
+        causes.append("reduction='fast' adds in a different order at each number of ranks: remove it")
     return causes
 
 
@@ -88,7 +88,7 @@ def _explain_input(difference: Difference, run_again: RunAgain) -> str:
             f"differ; {must}"
         )
     return (
-        f"the data set, or collate_fn, returned other values for the same samples ({difference.name} of step "
+        f"the data set, or collate_fn, returned different values for the same samples ({difference.name} of step "
         f"{difference.step}): {must}"
     )
 
@@ -103,7 +103,7 @@ def _explain_unrepeatable(difference: Difference, moved: str, run_again: RunAgai
             "runs are the same; derive the value from step.number, or from torch, numpy.random and random"
         )
     if ENTROPY in sources:
-        begun = f"a generator has another seed in each process ({sources[ENTROPY]})"
+        begun = f"a generator has a different seed in each process ({sources[ENTROPY]})"
         causes.append(f"{begun}: {_explain_generators(moved)}" if moved else f"{begun}: give it a seed")
     if HASH in sources:
         causes.append(
@@ -141,14 +141,14 @@ def _explain_ranks(one: Traced, difference: Difference, *, known: bool) -> list[
     if causes or known:
         return causes
     where = {
-        "losses": f"the same inputs of {difference.name} give another loss",
-        "gradient": f"the same losses give another gradient of {difference.name}",
-        "state": f"the same gradients give another {name_tensor(difference.name)}",
-        "value": f"the same gradients give another {name_tensor(difference.name)}",
+        "losses": f"the same inputs of {difference.name} give a different loss",
+        "gradient": f"the same losses give a different gradient of {difference.name}",
+        "state": f"the same gradients give a different {name_tensor(difference.name)}",
+        "value": f"the same gradients give a different {name_tensor(difference.name)}",
     }.get(difference.what, "the state differs")
     return [
         f"{where}: state is kept from one micro-batch to the next (an attribute, a global variable, a generator), "
-        "and each rank computes other micro-batches"
+        "and each rank computes different micro-batches"
     ]
 
 
@@ -188,7 +188,7 @@ def measure_difference(one: Path, other: Path, name: str) -> str:
 
     a, b = (read_tensors(place / "dump.safetensors").get(name) for place in (one, other))
     if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
-        return "it has another shape, or exists in only one of them"
+        return "it has a different shape, or exists in only one of them"
     flat_a, flat_b = a.flatten(), b.flatten()
     if not a.is_floating_point():
         differing = (flat_a != flat_b).nonzero()

@@ -279,11 +279,11 @@ class _Verification:
         # A run that is resumed after its last step has no further one.
         is_complete = max(trace.steps) == max(reference.trace.steps) if trace.steps else outcome.is_resumed
         if not is_complete:
-            result = "other steps"
+            result = "different steps"
         elif outcome.final != reference.final:
-            result = "another last snapshot"
+            result = "a different last snapshot"
         elif outcome.ledger != reference.ledger:
-            result = "other samples in the ledger"
+            result = "different samples in the ledger"
         else:
             return "same"
         self._is_same = False
