@@ -61,9 +61,7 @@ def train_transformer(**arguments: Any) -> Result:
 
 def train_many_parts() -> Result:
     """23 micro-batches: a rank's share is up to four subtrees."""
-    return train_classes(
-        Branches, optimizer=sgd_momentum, data=build_pairs(23 + 13), batch_size=23, micro_batch_size=1
-    )
+    return train_classes(Branches, optimizer=sgd_momentum, data=build_pairs(23 + 13), batch_size=23, micro_batch_size=1)
 
 
 CASES |= {

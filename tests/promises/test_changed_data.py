@@ -24,9 +24,7 @@ def train(run_dir: Path, num_epochs: int, seed: int | None, prepare: dict[str, A
     else:
         torch.manual_seed(seed)
     data = TensorDataset(torch.rand(16, 2))
-    tiny = Tiny(
-        run_dir, micro_batch_size=4, model=lambda: nn.Linear(2, 1), optimizer=None, objects=lambda t: prepare
-    )
+    tiny = Tiny(run_dir, micro_batch_size=4, model=lambda: nn.Linear(2, 1), optimizer=None, objects=lambda t: prepare)
     loop = tiny.run.epochs(data, num_epochs, num_workers=num_workers)
     drawn = torch.rand(4).tolist()
     gathered = tiny.run._context.group.gather(drawn)

@@ -292,9 +292,7 @@ def test_no_answer(trial: Trial, port: int) -> None:
 
 
 @pytest.mark.parametrize(("place", "signum", "code"), [("198.51.100.1", signal.SIGTERM, 75), ("", signal.SIGINT, 130)])
-def test_a_signal_to_a_waiting_launcher(
-    trial: Trial, port: int, place: str, signum: signal.Signals, code: int
-) -> None:
+def test_a_signal_to_a_waiting_launcher(trial: Trial, port: int, place: str, signum: signal.Signals, code: int) -> None:
     """On either node: nothing has been trained, and the user runs the same command again."""
     node = trial.start("launch", 1, "", *flags_at(f"{place or '127.0.0.1'}:{port}"))
     wait_until(lambda: catches(node.process.pid, signum) if place else _listens(port), "it has begun")

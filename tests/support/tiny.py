@@ -134,9 +134,7 @@ FEED = {*inspect.signature(samestep.Run.epochs).parameters} - {"self"}
 TRAIN = {*inspect.signature(Tiny.train).parameters} - {"self", "feed"}
 
 
-def tiny_run(
-    run_dir: str | Path | None = None, *, do: Callable[..., object] = Tiny.train, **arguments: Any
-) -> int:
+def tiny_run(run_dir: str | Path | None = None, *, do: Callable[..., object] = Tiny.train, **arguments: Any) -> int:
     """Build a `Tiny` and train it. Returns the number of steps done.
 
     Args:
