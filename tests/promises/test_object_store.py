@@ -180,14 +180,14 @@ def test_a_flipped_bit(
     capfd.readouterr()
     cluster.spawn(1)
     said = capfd.readouterr().out
-    assert f"not sound: {cluster.url}/snapshots/step-00000006: {file} is damaged" in said
+    assert f"cannot be used: {cluster.url}/snapshots/step-00000006: {file} is damaged" in said
     assert cluster.outcome() == undisturbed()
     assert cluster.starts()[0][0] == 5, "the step of the best snapshot"
     for name in cluster.snapshots():
         damage(cluster.store / "snapshots" / name / file)
     error = cluster.spawn_to_fail(2)
     assert isinstance(error, Error)
-    assert f"no snapshot in {cluster.url} is sound" in str(error)
+    assert f"no snapshot in {cluster.url} can be used" in str(error)
 
 
 def test_a_store_that_is_full_for_a_while(

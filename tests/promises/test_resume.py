@@ -265,7 +265,7 @@ def test_a_backup_of_another_run(tmp_path: Path, capfd: pytest.CaptureFixture[st
     capfd.readouterr()
     assert samestep.spawn(learn_well, 1, (tmp_path / "run",)) == 8
     printed = capfd.readouterr().out
-    assert "not sound: snapshots/step-00000008: it is of another run (seed 1 there, 0 here)" in printed
+    assert "cannot be used: snapshots/step-00000008: it is of another run (seed 1 there, 0 here)" in printed
     assert resume_is_from(printed) == 6
 
 
@@ -622,7 +622,7 @@ def test_no_snapshot_is_sound(trial: Trial) -> None:
     for snapshot in (trial.dir / "snapshots").iterdir():
         flip_a_byte(snapshot)
     before = read_tree(trial.dir / "snapshots")
-    with pytest.raises(samestep.Error, match=r"no snapshot in .* is sound .*tensors\.safetensors is damaged"):
+    with pytest.raises(samestep.Error, match=r"no snapshot in .* can be used .*tensors\.safetensors is damaged"):
         trial.spawn(1)
     assert read_tree(trial.dir / "snapshots") == before
 

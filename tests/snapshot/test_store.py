@@ -117,7 +117,7 @@ def test_a_requested_snapshot_that_is_not_sound(store: Store) -> None:
     flip(store.path / "step-00000002" / "tensors.safetensors", -1)
     warnings: list[str] = []
     with pytest.raises(
-        RunDirectoryError, match=r"the snapshot of step 2 is not sound \(.*damaged.*\) in .*: there is step 1$"
+        RunDirectoryError, match=r"the snapshot of step 2 cannot be used \(.*damaged.*\) in .*: there is step 1$"
     ):
         store.find(2, warn=warnings.append)
     assert len(warnings) == 1
@@ -127,9 +127,8 @@ def test_none_sound_is_an_error_and_no_fresh_start(store: Store) -> None:
     store.write(make_state(1), step=1, meta={})
     flip(store.path / "step-00000001" / "state.json", 3)
     warnings: list[str] = []
-    with pytest.raises(
-        RunDirectoryError, match=r"no snapshot in .* is sound \(.*state\.json is damaged.*start with SAMESTEP_FRESH=1 "
-    ):
+    words = r"no snapshot in .* can be used \(.*state\.json is damaged.*start with SAMESTEP_FRESH=1 "
+    with pytest.raises(RunDirectoryError, match=words):
         store.find("latest", warn=warnings.append)
     assert len(warnings) == 1
 
@@ -251,7 +250,7 @@ def test_a_snapshot_that_goes_bad_after_it_was_found(store: Store) -> None:
     found = store.find("latest")
     assert found is not None
     (found.path / "tensors.safetensors").unlink()
-    with pytest.raises(RunDirectoryError, match=r"not sound any more: tensors.safetensors is missing"):
+    with pytest.raises(RunDirectoryError, match=r"can no longer be used: tensors.safetensors is missing"):
         store.read(found)
 
 

@@ -192,17 +192,17 @@ class Store:
                 return copy
             self._damaged.add(snapshot.path)
             problem = f"{place}: {problem}"
-            warn(f"skipping a snapshot that is not sound: {problem}")
+            warn(f"skipping a snapshot that cannot be used: {problem}")
         where = self._named if elsewhere is None else elsewhere.where
         if which == "latest":
             if not found:
                 return None
             advice = f"restore one from a backup, or start with {advise(fresh=True)}"
-            raise RunDirectoryError(f"no snapshot in {where} is sound ({problem}): {advice}")
+            raise RunDirectoryError(f"no snapshot in {where} can be used ({problem}): {advice}")
         sound = [s.name or f"step {s.step}" for s in found if s.problem is None and s.path not in self._damaged]
         others = f"there is {', '.join(sound)}" if sound else "there is no other" if found else "there are none yet"
         what = f"of step {which}" if isinstance(which, int) else f"named {which}"
-        fault = f"the snapshot {what} is not sound ({problem})" if wanted else f"there is no snapshot {what}"
+        fault = f"the snapshot {what} cannot be used ({problem})" if wanted else f"there is no snapshot {what}"
         raise RunDirectoryError(f"{fault} in {where}: {others}")
 
     def _copy(self, snapshot: Snapshot, elsewhere: Elsewhere) -> str | None:
@@ -223,7 +223,7 @@ class Store:
         path = self.path / snapshot.path.name
         manifest, problem = read_manifest(path)
         if problem is not None:
-            raise RunDirectoryError(f"the snapshot {self._named / path.name} is not sound any more: {problem}")
+            raise RunDirectoryError(f"the snapshot {self._named / path.name} can no longer be used: {problem}")
         tensors = {}
         try:
             for file in manifest["files"]:
