@@ -97,6 +97,9 @@ UNPOOL = (
         # A data set whose samples depend on the rank.
         ({"in_item": "x = x * torch.distributed.get_rank() if torch.distributed.is_initialized() else x"},
          ["returned different values for the same samples (micro-batch 0 of step 0)"]),
+        # Data that each process creates anew, as if from a generator that the run has not seeded yet.
+        ({"top": "salt = int.from_bytes(open('/dev/urandom', 'rb').read(6)) / 2**48", "in_item": "x = x + salt"},
+         ["in two runs on 1 rank", "(micro-batch 0 of step 0): build random data after samestep.Run(...)"]),
         # An operator that is not deterministic.
         ({"arguments": ", deterministic=False", "in_forward": UNPOOL},
          ["in two runs on 1 rank", "max_unpooling2d_forward_out is an operator that is not deterministic"]),

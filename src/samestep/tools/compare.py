@@ -182,7 +182,8 @@ def explain_numbers(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     """Explain different samples of two runs by the different numbers in their records; "" if these are equal."""
     numbers = [record.get("numbers") or {} for record in (one, other)]
     different = [name for name in COUNTED if numbers[0].get(name) != numbers[1].get(name)]
-    return f"the steps are not comparable one by one: {', '.join(different)} differs" if different else ""
+    verb = "differs" if len(different) == 1 else "differ"
+    return f"the steps are not comparable one by one: {', '.join(different)} {verb}" if different else ""
 
 
 def describe_difference(one: Entry, other: Entry, where: tuple[str, str]) -> list[str]:

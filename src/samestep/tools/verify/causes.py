@@ -121,6 +121,12 @@ def _explain_unrepeatable(difference: Difference, moved: str, run_again: RunAgai
         return [_explain_generators(moved)]
     if difference.what == "draws":
         return [_explain_draws(difference)]
+    if difference.what == "input":
+        return [
+            f"the data set, or collate_fn, returned different values for the same samples ({difference.name} of step "
+            f"{difference.step}): build random data after samestep.Run(...), which seeds the generators, or with a "
+            "fixed seed, and read no file that changes"
+        ]
     return [
         "not found: neither the clock, nor a generator without a seed, nor the order of sets, nor an operator that "
         "torch knows not to be deterministic; look for memory addresses (id(), a set of objects), files that change, "
