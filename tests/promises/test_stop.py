@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -13,7 +14,8 @@ from pathlib import Path
 import pytest
 from promises.faulty import NUM_STEPS
 from promises.trial import SCRIPT, Outcome, Started, Trial, read_tree, resume_is_from
-from support.runs import check, run_command
+from support.commands import Popen
+from support.runs import check, clean_variables, kill_tree, run_command
 from support.selection import one_in
 from support.tiny import Pairs, Tiny
 from support.waiting import wait_until
@@ -430,6 +432,28 @@ def test_signal_while_the_output_is_stuck(trial: Trial, undisturbed: Undisturbed
     assert python.err.read_text() == ""
     trial.spawn(2)
     assert trial.outcome() == undisturbed()
+
+
+def test_ctrl_c_while_ranks_join(tmp_path: Path) -> None:
+    """Rank 0 waits in torch for rank 1, which Ctrl-C ends before its run begins."""
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, pathlib, time, samestep\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    time.sleep(1)\n"
+        "    pathlib.Path('waits').touch()\n"
+        "    time.sleep(300)\n"
+        "samestep.Run('run', batch_size=4, micro_batch_size=2)\n"
+    )
+    command = ["samestep", "launch", "--nproc-per-node", "2", script]
+    process = Popen(command, cwd=tmp_path, env=clean_variables(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+    try:
+        wait_until((tmp_path / "waits").exists, "rank 1 starts")
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=20) == 130
+    finally:
+        kill_tree(process.pid)
+        process.communicate()
 
 
 @pytest.mark.parametrize("how", one_in(4, ["launch", "python"]))

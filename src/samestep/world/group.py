@@ -2,8 +2,11 @@
 
 import hashlib
 import secrets
+import signal
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from itertools import count
 from typing import Any, TypeVar
@@ -280,7 +283,7 @@ def open_group(
             f"rank {environment.rank} has waited {PATIENCE_S:.0f} s for all {environment.world_size} ranks to join at "
             f"{host}:{port}: check that each is started, and that rank 0 listens there"
         )
-        with saying_when_slow(sentence, PATIENCE_S):
+        with saying_when_slow(sentence, PATIENCE_S), _ended_by_ctrl_c():
             _join(backend, timedelta(seconds=timeout_s), environment)
     group = Group(environment.rank, environment.world_size, device)
     group.local_rank = environment.local_rank
@@ -297,6 +300,20 @@ def open_group(
     if group.world_size > 1:
         group.local_sockets = connect(group, timeout_s, (describe_software(), secrets.token_bytes(MAC_BYTES)), check)
     return group
+
+
+@contextmanager
+def _ended_by_ctrl_c() -> Iterator[None]:
+    """Let SIGINT end this process at once: torch waits for other ranks without returning to Python's handler."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _join(backend: str, timeout: timedelta, environment: Environment) -> None:
