@@ -40,6 +40,8 @@ def test_random_data_from_before_the_run(tmp_path: Path, capfd: pytest.CaptureFi
     samestep.spawn(train, 1, (tmp_path, 1, None, *arguments))
     before = (tmp_path / "run.json").read_bytes()
     with pytest.raises(samestep.Error, match=r"data set is not the one .* \(sample 0 differs\): build it after "):
+        samestep.spawn(train, 1, (tmp_path, 2, None, *arguments))
+    with pytest.raises(samestep.Error, match=r"sample 0 .* differs between rank 0 and rank 1: build the same data set"):
         samestep.spawn(train, 2, (tmp_path, 2, None, *arguments))
     assert (tmp_path / "run.json").read_bytes() == before
     assert samestep.spawn(train, 2, (tmp_path, 2, 7, {"override": True}, num_workers)) == 4

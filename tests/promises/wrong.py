@@ -22,7 +22,7 @@ from torch.nn.parallel import DataParallel
 from torch.optim import SGD, Adam
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
 
 import samestep
 
@@ -389,6 +389,9 @@ LOSSES: dict[str, Mistake] = {
 }  # fmt: skip
 
 LOOPS: dict[str, Mistake] = {
+    "a loop that is not the run's": at_start(
+        r"optimizer\.step\(\) was called before the loop of the run: .*; iterate over run\.epochs\(\.\.\.\) or run",
+        do=lambda t: [(mse(t, x, y).backward(), t.optimizer.step()) for x, y in DataLoader(Pairs())]),
     "break in the micro-batches": in_loop(
         r"the loop over the micro-batches of step 0 was left by break .* run\.stop\(\)",
         do=lambda t: [break_micro_batches(t, epoch) for epoch in t.run.epochs(Pairs(), 2)]),
@@ -564,6 +567,9 @@ RANKS: dict[str, Mistake] = {
         lambda rank: {"objects": lambda t: {"loader": Stateful()} if rank else {}}),
     "lengths of the data": by_rank(
         r"data_length is 32 on rank 0 and 33 on rank 1: make it the same", lambda rank: {"data": Pairs(32 + rank)}),
+    "samples of the data": by_rank(
+        r"sample 0 of the data set differs between rank 0 and rank 1: build the same data set on all ranks",
+        lambda rank: {"data": Subset(Pairs(), range(rank, NUM_SAMPLES, 2))}),
     "numbers of epochs": by_rank(
         r"the number of steps is 4 on rank 0 and 8 on rank 1: make it the same", lambda rank: {"num_epochs": 1 + rank}),
     "samplers": by_rank(
@@ -585,9 +591,13 @@ RANKS: dict[str, Mistake] = {
         sampler=lambda epoch: list(range(NUM_SAMPLES)),
         after_epoch=lambda t: t.run.rank == 0 and t.run.stop("bored")),
     **{f"run.snapshot on one{ending}": in_loop(
-        r"rank 0 takes a snapshot of step 4, and rank 1 does not: call run\.snapshot on every rank", snapshot_every=8,
+        r"rank 0 asked for a snapshot at the end of this epoch, and rank 1 did not ask for the same: call run\.snap",
+        snapshot_every=8,
         do=lambda t, is_evaluated=bool(ending): snapshot_on_rank_0(t, is_evaluated))
        for ending in ("", ", then evaluate")},
+    "run.snapshot on one after an epoch": in_loop(
+        r"rank 1 asked for a snapshot at the end of this epoch, and rank 0 did not ask for the same: call run\.snap",
+        after_epoch=lambda t: t.run.rank == 1 and t.run.snapshot("best")),
     "run.evaluate on one": in_loop(
         r"rank 0 has called run\.evaluate, and rank 1 has not: call it on every rank",
         after_epoch=lambda t: t.run.rank == 0 and t.run.evaluate(score, Pairs(5))),

@@ -80,6 +80,7 @@ class Snapshotter:
         self.is_wanted = self._is_ending = False
         self.read_again: Callable[[], dict[str, Any]] = dict
         self._names_due: list[str] = []
+        self._asked: list[str] = []
         self._watch: Watch | None = None
         self._unstable: set[int] = set()  # addresses of tensors that the script writes to between updates
         self._staging, self._saved_s = Staging(), time.monotonic()
@@ -175,8 +176,15 @@ class Snapshotter:
         is_valid = isinstance(name, str) and name.isascii() and name.isidentifier() and len(name) <= 64
         if not is_valid or name in ("latest", "never"):
             raise InvalidValue(f"a snapshot's name is letters, digits and underscores, such as best, not {name!r}")
+        if name not in self._asked:
+            self._asked.append(name)
         if name not in self._names_due and not is_taken:
             self._names_due.append(name)
+
+    def take_asked(self) -> list[str]:
+        """Return the names given to `ask_for` since the last call."""
+        asked, self._asked = self._asked, []
+        return asked
 
     def drop_names(self) -> None:
         """Forget the named snapshots that are due, and print which."""

@@ -1,5 +1,6 @@
 """The calls that a script must make on all ranks in the same order, and the check that it does."""
 
+import zlib
 from collections.abc import Sequence
 
 from samestep.errors import UsageError
@@ -26,7 +27,8 @@ def meet(group: Group, call: int) -> None:
 
 
 def check_same(calls: Sequence[int]) -> None:
-    """Raise UsageError if the calls of the ranks differ. `calls`: one per rank."""
+    """Raise UsageError if the calls of the ranks differ. `calls`: one per rank, with any bits above the lowest byte."""
+    calls = [call & 0xFF for call in calls]
     name = NAMES.get(max(calls))
     if name is None or min(calls) == max(calls):
         return
@@ -40,3 +42,25 @@ def check_same(calls: Sequence[int]) -> None:
         "whether a file exists, in the function that run.once calls"
     )
     raise UsageError(f"rank {rank} has called {name}, and rank {other} {does}: {advice}")
+
+
+def check_snapshots(group: Group, names: Sequence[str]) -> None:
+    """At the end of an epoch, compare the named snapshots that the ranks have asked for.
+
+    Raises:
+        UsageError: they differ, or another rank has made a call.
+    """
+    nothing = EPOCH_END + (_hash([]) << 8)
+    marks = group.gather_number(EPOCH_END + (_hash(names) << 8))
+    check_same(marks)
+    if len({*marks}) > 1:
+        rank = next(rank for rank, mark in enumerate(marks) if mark != nothing)
+        other = next(other for other, mark in enumerate(marks) if mark != marks[rank])
+        raise UsageError(
+            f"rank {rank} asked for a snapshot at the end of this epoch, and rank {other} did not ask for the same: "
+            "call run.snapshot on every rank; one of them writes it"
+        )
+
+
+def _hash(names: Sequence[str]) -> int:
+    return zlib.crc32(repr([*names]).encode())

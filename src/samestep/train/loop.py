@@ -18,6 +18,7 @@ from samestep.plan.seeds import derive
 from samestep.snapshot.inspection import TrainingState
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.batches import Batches
+from samestep.train.calls import check_snapshots
 from samestep.train.context import RunContext
 from samestep.train.position import Place, Position
 from samestep.train.replicas import Replicas
@@ -313,6 +314,8 @@ class Loop:
         if self.step is not None:
             self._on.end_body(self.step)
         self._replicas.compare_if_due(steps_done, epochs_done)
+        if epochs_done is not None:
+            check_snapshots(self._context.group, snapshotter.take_asked())
         # At an epoch's end, the next exchange may not be that of a step.
         stopping.agree(is_everyone_here=epochs_done is not None)
         if snapshotter.path is not None:

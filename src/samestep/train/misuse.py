@@ -30,6 +30,7 @@ class MisuseChecks(StepObserver):
         self._step: Step | None = None
         self._read: list[int] = []  # position of each schedule when the pass began
         self._hook: Any = None
+        self._early_hooks = [optimizer.register_step_pre_hook(_refuse_early) for optimizer in self._optimizers]
 
     def watch(self) -> None:
         """Check the models at the beginning of a loop.
@@ -42,6 +43,8 @@ class MisuseChecks(StepObserver):
                 raise UsageError(f"{now_path} was replaced or converted after run.prepare: change the model before it")
         if len(self._signature) != len(self._sign()):
             raise UsageError("a model got or lost parameters after run.prepare: change the model before it")
+        for hook in self._early_hooks:
+            hook.remove()
         self._hook = register_optimizer_step_pre_hook(self._check_update)
 
     def close(self) -> None:
@@ -130,3 +133,10 @@ class MisuseChecks(StepObserver):
             for name, module in self._modules.items()
             for path, param in module.named_parameters()
         ]
+
+
+def _refuse_early(*_: Any) -> None:
+    raise UsageError(
+        "optimizer.step() was called before the loop of the run: each rank trains alone there, on the whole data set, "
+        "and nothing is saved; iterate over run.epochs(...) or run.steps(...)"
+    )

@@ -26,7 +26,11 @@ def add_samples(
     options: Options, group: Group, snapshotter: Snapshotter, batches: Batches, seed: int, machine: Mapping[str, Any],
     overrides: bool,
 ) -> Options:  # fmt: skip
-    """Return the options with rank 0's result of `check_samples`. A run without a directory reads only streams."""
+    """Return the options with rank 0's result of `check_samples`, after `compare_ranks`."""
+    own = None
+    if group.world_size > 1 and batches.lanes is None:
+        own = read_samples(batches.spec, seed)
+        compare_ranks(own, batches.spec, seed, group, machine)
 
     def check() -> tuple[list[str], str]:
         directory, lanes = snapshotter.directory, batches.lanes
@@ -38,11 +42,38 @@ def add_samples(
         batches.check_shards(directory.path, directory.record.get("numbers", {}).get("shards"))
         directory.check_numbers(batches.numbers)
         before = directory.record.get("samples", [])
-        now = check_samples(batches.spec, seed, directory.record, machine, overrides=overrides)
+        now = check_samples(batches.spec, seed, directory.record, machine, overrides=overrides, now=own)
         return now, describe_changes({"samples": before or now}, {"samples": now})
 
     samples, changed = group.once(check)
     return replace(options, samples=samples, changed_data=changed)
+
+
+def compare_ranks(own: list[str], spec: DataSpec, seed: int, group: Group, machine: Mapping[str, Any]) -> None:
+    """Compare the samples that the ranks have read, on all ranks that run on one kind of machine.
+
+    Samples that differ when a rank reads them twice are not compared.
+
+    Args:
+        own: this rank's `read_samples`.
+        machine: description of this machine.
+
+    Raises:
+        InvalidValue: the ranks have different data sets.
+    """
+    (first, kind), *others = group.gather((own, dict(machine)))
+    differing = [
+        (rank, index)
+        for rank, (theirs, its_kind) in enumerate(others, start=1)
+        for index, expected, found in zip(_choose(spec), first, theirs, strict=True)
+        if its_kind == kind and expected and found and expected != found
+    ]
+    if differing and all(group.gather(read_samples(spec, seed) == own)):
+        rank, index = differing[0]
+        raise InvalidValue(
+            f"sample {index} of the data set differs between rank 0 and rank {rank}: build the same data set on all "
+            "ranks, after samestep.Run(...), which seeds the generators; the run divides it among the ranks"
+        )
 
 
 def check_lanes(spec: DataSpec, lanes: Lanes, seed: int) -> None:
@@ -56,8 +87,9 @@ def check_lanes(spec: DataSpec, lanes: Lanes, seed: int) -> None:
 
 
 def check_samples(
-    spec: DataSpec, seed: int, record: Mapping[str, Any], machine: Mapping[str, Any], *, overrides: bool
-) -> list[str]:
+    spec: DataSpec, seed: int, record: Mapping[str, Any], machine: Mapping[str, Any], *, overrides: bool,
+    now: list[str] | None = None,
+) -> list[str]:  # fmt: skip
     """Compare the first, the middle and the last sample with the run's. On one rank.
 
     Samples that differ when they are read twice in one start are not compared. On a different kind of machine, a
@@ -67,6 +99,7 @@ def check_samples(
         record: content of `run.json`; its "samples" are the result of an earlier start.
         machine: description of this machine, as in the record.
         overrides: whether to accept different data.
+        now: the result of `read_samples`, if it was called before.
 
     Returns:
         A hash of each sample; "" for one that cannot be read or contains no numbers.
@@ -74,7 +107,7 @@ def check_samples(
     Raises:
         RunDirectoryError: the data are not the run's.
     """
-    before, now = record.get("samples", []), read_samples(spec, seed)
+    before, now = record.get("samples", []), read_samples(spec, seed) if now is None else now
     rows = zip(_choose(spec), before, now, strict=False)
     changed = [index for index, was, found in rows if was and found and was != found]
     if not changed or read_samples(spec, seed) != now:
