@@ -135,6 +135,12 @@ def test_a_rank_that_leaves_early(tmp_path: Path) -> None:
 # --- runs without a reference -----------------------------------------------------------------------------------------
 
 
+def test_a_snapshot_asked_for_after_the_loop(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    samestep.spawn(lambda: Tiny(tmp_path / "x").train().run.snapshot("best"))
+    shown = "".join(capfd.readouterr())
+    assert "the snapshot best is not taken: run.snapshot was called after the loop" in shown
+
+
 @pytest.mark.parametrize("num_ranks", [1, 3])
 def test_one_run_after_the_other(tmp_path: Path, num_ranks: int) -> None:
     """Each closes its files once the script has no reference to it."""

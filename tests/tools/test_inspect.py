@@ -4,6 +4,7 @@ import json
 import os
 import pty
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from samestep.snapshot.serialization import digest
 from samestep.snapshot.store import Store
 from samestep.tools.inspect import run_diff, run_inspect
 from samestep.tools.runs import run_runs
+from samestep.world.environment import read_host
 
 NUMBERS = {
     "seed": 3, "batch_size": 8, "micro_batch_size": 2, "num_threads": 1, "models": {"net": "1 parameter"},
@@ -227,6 +229,20 @@ def test_runs_are_sorted(tmp_path: Path, capsys: Any) -> None:
         run_runs([str(tmp_path / "runs"), "--sort", "speed"])
     with pytest.raises(Error, match="there are no runs in nothing"):
         run_runs(["nothing"])
+
+
+def test_runs_that_were_killed_or_damaged(tmp_path: Path, capsys: Any) -> None:
+    a, b = map(Path, write_runs(tmp_path / "runs"))
+    (a / "status.json").write_text(json.dumps({"status": "running", "host": read_host(), "process": 1 << 30}))
+    shutil.rmtree(b / "snapshots")
+    (b / "snapshots").touch()
+    assert run_runs([str(tmp_path / "runs"), "--json"]) == 0
+    shown = capsys.readouterr()
+    assert [(each["name"], each["status"]) for each in json.loads(shown.out)] == [("a", "killed"), ("b", "damaged")]
+    assert f"{b / 'snapshots'} cannot be used (Not a directory)" in shown.err
+    (a / "status.json").write_text(json.dumps({"status": "running", "host": read_host(), "process": os.getpid()}))
+    assert run_inspect([str(a), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["status"]["status"] == "running"
 
 
 def test_two_runs_are_compared(tmp_path: Path, capsys: Any) -> None:

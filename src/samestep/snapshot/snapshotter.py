@@ -186,10 +186,10 @@ class Snapshotter:
         asked, self._asked = self._asked, []
         return asked
 
-    def drop_names(self) -> None:
-        """Forget the named snapshots that are due, and print which."""
+    def drop_names(self, why: str) -> None:
+        """Forget the named snapshots that are due, and print which and why."""
         for name in self._names_due:
-            self._say(f"the snapshot {name} is not taken: the run stopped within the epoch that asks for it")
+            self._say(f"the snapshot {name} is not taken: {why}")
         self._names_due = []
 
     def is_time(self) -> bool:

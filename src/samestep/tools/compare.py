@@ -1,19 +1,19 @@
 """A list of the runs in a directory, and the differences between two runs. Does not import torch."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from samestep.console import describe_age, draw_bars, list_values, print_table, to_text
-from samestep.errors import Error
+from samestep.console import describe_age, draw_bars, list_values, print_table, say, to_text
+from samestep.errors import Error, explain
 from samestep.files import parse_json, read_bytes
 from samestep.plan.ledger import Entry, count_records, read_records, to_float
 from samestep.snapshot.manifest import STATE
 from samestep.snapshot.object_store import open_run, read_run
 from samestep.snapshot.store import Snapshot, Store
-from samestep.watch.records import LEDGER, METRICS, RECORD, STATUS, read_or_empty, read_rows
+from samestep.watch.records import LEDGER, METRICS, RECORD, read_rows, read_status
 
 BEST = "best"  # the usual name of the snapshot of the best weights
 SHORT = 12  # of a digest's 64 digits
@@ -87,7 +87,7 @@ def find_runs(directory: Path) -> list[Path]:
 
 def describe_run(run: Path, rows: Sequence[Mapping[str, Any]] | None = None) -> dict[str, Any]:
     """Return facts about a run for a list or a comparison. `rows`: rows of its `metrics.jsonl`, if already read."""
-    status, sound = read_or_empty(run / STATUS), find_sound(run)
+    status, sound = read_status(run), find_sound(run)
     return {
         "name": run.name,
         "status": status.get("status", "not begun"),
@@ -99,6 +99,19 @@ def describe_run(run: Path, rows: Sequence[Mapping[str, Any]] | None = None) -> 
         "metrics": read_last_values(run) if rows is None else find_last_values(rows),
         "measured": status.get("measured"),
     }
+
+
+def describe_runs(runs: Iterable[Path]) -> list[dict[str, Any]]:
+    """Return `describe_run` of each run. One that cannot be read is named, and does not hide the others."""
+    described = []
+    for run in runs:
+        try:
+            described.append(describe_run(run))
+        except (Error, OSError) as error:
+            say(f"{run}: {explain(error) or error}")
+            nothing = dict.fromkeys(("snapshot", "digest", "best", "time", "measured"))
+            described.append(nothing | {"name": run.name, "status": "damaged", "steps": 0, "metrics": {}})
+    return described
 
 
 def list_runs(found: Sequence[Mapping[str, Any]], *, is_json: bool) -> int:

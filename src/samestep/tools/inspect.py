@@ -12,8 +12,8 @@ from samestep.snapshot.manifest import find_damage
 from samestep.snapshot.object_store import find_snapshot, open_run, read_run
 from samestep.snapshot.store import Snapshot, Store
 from samestep.tools.audit import show_samples
-from samestep.tools.compare import compare_runs, describe_run, find_runs, list_runs, read_last_values, read_state
-from samestep.watch.records import RESTARTS, STATUS, read_or_empty, read_rows
+from samestep.tools.compare import compare_runs, describe_runs, find_runs, list_runs, read_last_values, read_state
+from samestep.watch.records import RESTARTS, read_rows, read_status
 
 _RESTART = ("time", "reason", "rank", "from_step", "lost_steps", "world_size")
 
@@ -28,7 +28,7 @@ def run_inspect(args: list[str]) -> int:
     if options.other is not None:
         return compare_runs(options.run, options.other, is_json=options.json)
     if found := find_runs(Path(options.run)):
-        return list_runs([describe_run(run) for run in found], is_json=options.json)
+        return list_runs(describe_runs(found), is_json=options.json)
     which = options.step if options.digest else None
     with open_run(options.run, which=which, is_whole=options.check) as directory:
         record = read_run(directory, options.run)
@@ -116,7 +116,7 @@ def _show_run(directory: Path, options: argparse.Namespace, record: Mapping[str,
     if options.step != "latest" and not wanted:
         raise Error(f"{options.run} has no snapshot {options.step}: leave out --snapshot to see what it has")
     snapshots = [_describe(snapshot, options.run, check=options.check) for snapshot in wanted]
-    status = read_or_empty(directory / STATUS)
+    status = read_status(directory)
     shown = {
         "run": record,
         "snapshots": snapshots,

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import Error
-from samestep.tools.compare import describe_run, find_runs, list_runs
+from samestep.tools.compare import describe_runs, find_runs, list_runs
 from samestep.tools.inspect import CommandParser
 
 FIELDS = ("name", "status", "steps", "best", "time")
@@ -37,7 +37,7 @@ def run_runs(args: list[str]) -> int:
     found = find_runs(Path(options.directory))
     if not found:
         raise Error(f"there are no runs in {options.directory}: name a directory that holds run directories")
-    runs = [describe_run(run) for run in found]
+    runs = describe_runs(found)
     keys = [_find_key(run, options.sort) for run in runs]
     if all(key is None for key in keys):
         metrics = sorted({name for run in runs for name in run["metrics"]})

@@ -183,7 +183,7 @@ class Loop:
             whole = position.steps_done == end
             self._watchdog.enter("script", position.steps_done)
             if not whole:  # the body of an interrupted epoch will run again, and will request its snapshots again
-                self._snapshotter.drop_names()
+                self._snapshotter.drop_names("the run stopped within the epoch that asks for it")
             self._end_body(epochs_done=number + 1 if whole else None, numbered=whole)
         self._finish()
 

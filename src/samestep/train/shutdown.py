@@ -84,6 +84,8 @@ class Resources:
         if not self._is_open:
             return None
         self._is_open = False
+        if self in _ended:
+            self._snapshotter.drop_names("run.snapshot was called after the loop; call it in the body of the loop")
         self._progress.close()
         self._pools.close()
         if failure and self._snapshotter.directory is not None:

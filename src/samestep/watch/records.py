@@ -16,6 +16,7 @@ from samestep.files import (
     parse_json,
     read_bytes,
 )
+from samestep.world.environment import read_host
 
 LOCK = "lock"  # the process that writes the run
 RECORD = "run.json"  # the run's identity, and how it changed
@@ -77,6 +78,15 @@ def read_or_empty(path: Path) -> dict[str, Any]:
         return parse_record(path.name, read_bytes(path))
     except (OSError, ValueError):
         return {}
+
+
+def read_status(directory: Path) -> dict[str, Any]:
+    """Return `status.json` of a run, with "killed" for "running" if its process is gone from this host."""
+    status = read_or_empty(directory / STATUS)
+    is_here = status.get("status") == "running" and status.get("host") == read_host()
+    if is_here and not Path(f"/proc/{status.get('process')}").exists():
+        return {**status, "status": "killed"}
+    return status
 
 
 def read_rows(path: Path, most_bytes: int = MOST_ROWS_BYTES) -> list[dict[str, Any]]:

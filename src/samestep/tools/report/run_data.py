@@ -20,7 +20,7 @@ from samestep.plan.ledger import count_records
 from samestep.tools.audit import audit_samples, summarize
 from samestep.tools.compare import PLACE, find_sound
 from samestep.tools.live_view import has_ended
-from samestep.watch.records import LEDGER, LOGS, METRICS, RESTARTS, STATUS, TIMELINE, read_or_empty, read_rows
+from samestep.watch.records import LEDGER, LOGS, METRICS, RESTARTS, TIMELINE, read_rows, read_status
 from samestep.watch.stall_diagnosis import BUSY
 
 NOT_TRAINING = ("starting", "validating", "left", "ended")
@@ -102,7 +102,7 @@ def read_run_data(run_dir: Path, name: str, record: Mapping[str, Any]) -> RunDat
     Args:
         record: the content of run.json.
     """
-    status, restarts = read_or_empty(run_dir / STATUS), read_rows(run_dir / RESTARTS)
+    status, restarts = read_status(run_dir), read_rows(run_dir / RESTARTS)
     rows = read_rows(run_dir / TIMELINE)
     try:
         problems, parts = audit_samples(run_dir, record)
