@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 from support.runs import check, run_command
 from support.tiny import Pairs, Tiny, tiny_run, update
+from support.waiting import wait_until
 
 import samestep
+from samestep import console
 from samestep.errors import PeerFailed
+from samestep.world import group
 
 # --- processes forked by the script -----------------------------------------------------------------------------------
 
@@ -114,6 +117,23 @@ def test_a_call_of_one_rank_before_the_loop(tmp_path: Path, alone: str, names: s
 
     with pytest.raises(samestep.Error, match=f"^rank 0 has called {re.escape(names)}: "):
         samestep.spawn(train, 2)
+
+
+def test_a_run_that_one_rank_creates_later(tmp_path: Path) -> None:
+    """The first rank prints what it waits for: the other one may never create the run."""
+    said = tmp_path / "said"
+
+    def train() -> str:
+        Tiny(tmp_path / "x").train(num_steps=1)
+        if os.environ["RANK"] == "0":
+            group.PATIENCE_S, console.say = 0.1, said.write_text  # type: ignore[assignment]
+        else:
+            wait_until(said.exists, "rank 0 has waited")
+        Tiny(tmp_path / "y")
+        return said.read_text()
+
+    sentence = samestep.spawn(train, 2)
+    assert sentence.startswith("rank 0 has waited 0.1 s in samestep.Run for the other ranks: create each Run on every")
 
 
 def test_a_rank_that_leaves_early(tmp_path: Path) -> None:

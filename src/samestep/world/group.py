@@ -298,7 +298,13 @@ def open_group(
             say(sentence)
 
     if group.world_size > 1:
-        group.local_sockets = connect(group, timeout_s, (describe_software(), secrets.token_bytes(MAC_BYTES)), check)
+        sentence = (
+            f"rank {group.rank} has waited {PATIENCE_S:g} s in samestep.Run for the other ranks: create each Run on "
+            "every rank, in the same order"
+        )
+        with saying_when_slow(sentence, PATIENCE_S), _ended_by_ctrl_c():
+            own = (describe_software(), secrets.token_bytes(MAC_BYTES))
+            group.local_sockets = connect(group, timeout_s, own, check)
     return group
 
 
