@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 from promises.faulty import NUM_STEPS
 from promises.trial import SCRIPT, Outcome, Started, Trial, read_tree, resume_is_from
@@ -439,16 +440,23 @@ def test_ctrl_c_while_ranks_join(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import os, pathlib, time, samestep\n"
+        "pathlib.Path('pid' + os.environ['RANK']).write_text(str(os.getpid()))\n"
         "if os.environ['RANK'] == '1':\n"
-        "    time.sleep(1)\n"
-        "    pathlib.Path('waits').touch()\n"
         "    time.sleep(300)\n"
         "samestep.Run('run', batch_size=4, micro_batch_size=2)\n"
     )
-    command = ["samestep", "launch", "--nproc-per-node", "2", script]
+    command = [sys.executable, "-m", "samestep", "launch", "--nproc-per-node", "2", script]
     process = Popen(command, cwd=tmp_path, env=clean_variables(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE)
+
+    def waits(rank: int) -> bool:
+        """Whether the rank sleeps each time in a fifth of a second."""
+        pid = int((tmp_path / f"pid{rank}").read_text() or 1)
+        return all(psutil.Process(pid).status() == "sleeping" and not time.sleep(0.01) for _ in range(20))
+
     try:
-        wait_until((tmp_path / "waits").exists, "rank 1 starts")
+        for rank in range(2):
+            wait_until((tmp_path / f"pid{rank}").exists, f"rank {rank} starts")
+            wait_until(lambda: waits(rank), f"rank {rank} waits")  # noqa: B023
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=20) == 130
     finally:
