@@ -55,6 +55,7 @@ def start_with_hash_seed(trials: Trials, command: list[str], variables: Mapping[
 def verify(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     """`verify(fault...)` returns the exit code and the output."""
     monkeypatch.setattr(Trials, "_start", start_quickly)
+    monkeypatch.chdir(tmp_path)  # a trace looks into all modules below: these tests are not the script's
 
     def run(
         num_steps: int = 3, num_kills: int = 0, gradients: bool = False, kill_seed: int = 3, hashes: bool = False,
@@ -94,8 +95,11 @@ UNPOOL = (
          ["on 3 ranks and on 1 rank", "model.noise (Generator) draws in the steps"]),
         ({"in_data": "self.rng = np.random.default_rng(1)", "in_item": "x = x * float(self.rng.random())"},
          ["the data set.rng (Generator) draws in the steps"]),
-        # A data set whose samples depend on the rank.
+        # A data set whose samples depend on the rank: all of them, which the run refuses, or a few.
         ({"in_item": "x = x * torch.distributed.get_rank() if torch.distributed.is_initialized() else x"},
+         ["exit code 2", "sample 0 of the data set differs between rank 0 and rank 1: build the same data set"]),
+        ({"top": "import torch.distributed as dist",
+          "in_item": "x = x * dist.get_rank() if 0 < index < 13 and dist.is_initialized() else x"},
          ["returned different values for the same samples (micro-batch 0 of step 0)"]),
         # Data that each process creates anew, as if from a generator that the run has not seeded yet.
         ({"top": "salt = int.from_bytes(open('/dev/urandom', 'rb').read(6)) / 2**48", "in_item": "x = x + salt"},
