@@ -14,21 +14,35 @@ NAMES = {
 }  # fmt: skip
 
 
-def meet(group: Group, call: int) -> None:
+def meet(group: Group, call: int, names: Sequence[str] = ()) -> list[int]:
     """Wait until all ranks have made a call. Without this, ranks at different calls would wait for each other forever.
 
     Args:
         call: one of the constants of this module.
+        names: at the end of an epoch, the named snapshots that this rank has asked for.
+
+    Returns:
+        The calls of all ranks, which can differ at the end of an epoch only.
 
     Raises:
-        UsageError: another rank made a different call.
+        UsageError: another rank made a different call, or asked for different snapshots.
     """
-    check_same(group.gather_number(call))
+    nothing = _hash([])
+    marks = group.gather_number(call + (_hash(names) << 8))
+    calls, asked = [mark & 0xFF for mark in marks], [mark >> 8 for mark in marks]
+    _check_same(calls)
+    if len({*asked}) > 1:
+        rank = next(rank for rank, each in enumerate(asked) if each != nothing)
+        other = next(other for other, each in enumerate(asked) if each != asked[rank])
+        raise UsageError(
+            f"rank {rank} asked for a snapshot at the end of this epoch, and rank {other} did not ask for the same: "
+            "call run.snapshot on every rank; one of them writes it"
+        )
+    return calls
 
 
-def check_same(calls: Sequence[int]) -> None:
-    """Raise UsageError if the calls of the ranks differ. `calls`: one per rank, with any bits above the lowest byte."""
-    calls = [call & 0xFF for call in calls]
+def _check_same(calls: Sequence[int]) -> None:
+    """Raise UsageError if the calls of the ranks differ. `calls`: one per rank."""
     name = NAMES.get(max(calls))
     if name is None or min(calls) == max(calls):
         return
@@ -42,24 +56,6 @@ def check_same(calls: Sequence[int]) -> None:
         "whether a file exists, in the function that run.once calls"
     )
     raise UsageError(f"rank {rank} has called {name}, and rank {other} {does}: {advice}")
-
-
-def check_snapshots(group: Group, names: Sequence[str]) -> None:
-    """At the end of an epoch, compare the named snapshots that the ranks have asked for.
-
-    Raises:
-        UsageError: they differ, or another rank has made a call.
-    """
-    nothing = EPOCH_END + (_hash([]) << 8)
-    marks = group.gather_number(EPOCH_END + (_hash(names) << 8))
-    check_same(marks)
-    if len({*marks}) > 1:
-        rank = next(rank for rank, mark in enumerate(marks) if mark != nothing)
-        other = next(other for other, mark in enumerate(marks) if mark != marks[rank])
-        raise UsageError(
-            f"rank {rank} asked for a snapshot at the end of this epoch, and rank {other} did not ask for the same: "
-            "call run.snapshot on every rank; one of them writes it"
-        )
 
 
 def _hash(names: Sequence[str]) -> int:

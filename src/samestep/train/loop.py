@@ -18,7 +18,6 @@ from samestep.plan.seeds import derive
 from samestep.snapshot.inspection import TrainingState
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.batches import Batches
-from samestep.train.calls import check_snapshots
 from samestep.train.context import RunContext
 from samestep.train.position import Place, Position
 from samestep.train.replicas import Replicas
@@ -296,7 +295,7 @@ class Loop:
                 self._notify_launcher(BEGUN, snapshotter.shown)
         self._stopping.vote_together()
         self._exit_after_signal()
-        self._stopping.agree(is_everyone_here=True)
+        self._stopping.agree_together()
 
     def _begin_body(self, purpose: str, number: int) -> None:
         """Seed the body and its evaluations from its number, so that they do not depend on where the run resumed."""
@@ -314,10 +313,11 @@ class Loop:
         if self.step is not None:
             self._on.end_body(self.step)
         self._replicas.compare_if_due(steps_done, epochs_done)
-        if epochs_done is not None:
-            check_snapshots(self._context.group, snapshotter.take_asked())
         # At an epoch's end, the next exchange may not be that of a step.
-        stopping.agree(is_everyone_here=epochs_done is not None)
+        if epochs_done is None:
+            stopping.agree()
+        else:
+            stopping.agree_together(snapshotter.take_asked())
         if snapshotter.path is not None:
             epoch = self.batches.epoch_of(steps_done) if epochs_done is None else epochs_done
             position: dict[str, Any] = {"step": steps_done, "epoch": epoch}

@@ -7,7 +7,7 @@ from samestep.engine.control import Vote
 from samestep.engine.gradient_pass import Report
 from samestep.errors import UsageError
 from samestep.snapshot.snapshotter import Snapshotter
-from samestep.train.calls import EPOCH_END, EPOCH_END_AFTER_STOP, check_same
+from samestep.train.calls import EPOCH_END, EPOCH_END_AFTER_STOP, meet
 from samestep.train.context import RunContext
 from samestep.train.position import Place, Position
 from samestep.train.steps import Step, StepObserver
@@ -139,31 +139,40 @@ class Stopping(StepObserver):
         if stopped is not None:
             raise self._build_stop_error(*stopped, other=self._context.rank) from error
 
-    def agree(self, *, is_everyone_here: bool) -> None:
-        """Check that either all ranks or none end the loop by run.stop().
-
-        Args:
-            is_everyone_here: whether all ranks make this call, with and without a run.stop(). Otherwise only ranks that
-                called run.stop() do anything, so the call costs the others nothing.
+    def agree(self) -> None:
+        """Check that all ranks end the loop if this one does, by run.stop(). Costs ranks without a run.stop() nothing.
 
         Raises:
-            UsageError: only some ranks called run.stop().
+            UsageError: another rank did not call run.stop().
         """
-        group, steps_done, has_stopped = self._context.group, self._position.steps_done, bool(self.reason)
-        if self._has_agreed or self.signal or steps_done >= self.last_step:
-            return
-        if is_everyone_here:
-            ends = group.gather_number(EPOCH_END_AFTER_STOP if has_stopped else EPOCH_END)
-            check_same(ends)
-            if len(set(ends)) > 1:
-                stopped = ends.index(EPOCH_END_AFTER_STOP)
-                raise self._build_stop_error(stopped, steps_done, other=ends.index(EPOCH_END))
-        elif has_stopped:
+        group, steps_done = self._context.group, self._position.steps_done
+        if self.reason and not self._is_settled:
             other = group.find_continuing(steps_done)
             if other is not None:
                 first, step = group.find_stopped() or (group.rank, steps_done)
                 raise self._build_stop_error(first, step, other)
-        self._has_agreed = has_stopped
+            self._has_agreed = True
+
+    def agree_together(self, names: Sequence[str] = ()) -> None:
+        """Same as `agree`, but called on all ranks, with and without a run.stop().
+
+        Args:
+            names: the named snapshots that the script has asked for in this epoch.
+
+        Raises:
+            UsageError: only some ranks called run.stop(), or asked for these snapshots.
+        """
+        ends = meet(self._context.group, EPOCH_END_AFTER_STOP if self.reason else EPOCH_END, names)
+        if not self._is_settled:
+            if len(set(ends)) > 1:
+                stopped = ends.index(EPOCH_END_AFTER_STOP)
+                raise self._build_stop_error(stopped, self._position.steps_done, other=ends.index(EPOCH_END))
+            self._has_agreed = bool(self.reason)
+
+    @property
+    def _is_settled(self) -> bool:
+        """Whether the loop ends here on all ranks, with or without a run.stop()."""
+        return self._has_agreed or bool(self.signal) or self._position.steps_done >= self.last_step
 
     def _build_stop_error(self, rank: int, step: int | str, other: int) -> UsageError:
         return UsageError(
