@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -13,11 +14,11 @@ from typing import Any
 import pytest
 
 from samestep.errors import Error
-from samestep.launch.handshake import make_nonce, prove, read_secret
+from samestep.launch.handshake import make_nonce, prove, read_secret, share_secret
 from samestep.launch.launcher import _conclude
 from samestep.launch.local_ranks import Ranks, Target
 from samestep.launch.messages import MAX_LINE_BYTES, Link
-from samestep.launch.rendezvous_client import GREETING_S, End, Hello, Nodes, build_hello, connect
+from samestep.launch.rendezvous_client import GREETING_S, End, Hello, Nodes, build_hello, connect, parse_nodes
 from samestep.launch.rendezvous_server import ADMIT_S, MAX_PENDING, RendezvousServer
 
 SECRET = "a secret of this run's nodes"
@@ -303,6 +304,86 @@ def test_files_with_a_secret(
     else:
         with pytest.raises(Error, match=f"--rdzv-secret .*{said}"):
             read_secret(str(file))
+
+
+@pytest.fixture
+def shared_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A directory for temporary files that all users share, as /tmp."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as directory:
+        os.chmod(directory, 0o1777)
+        monkeypatch.setattr(tempfile, "tempdir", directory)
+        yield Path(directory)
+
+
+def as_another_user(run: Callable[[], str]) -> str:
+    """Call a function as user 65534, and return its result, or the message of its Error."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root, to be two users")
+    reads, writes = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        text = "failed"
+        with suppress(BaseException):
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+            try:
+                text = run()
+            except (Error, OSError) as error:
+                text = f"{type(error).__name__}: {error}"
+        os.write(writes, text.encode())
+        os._exit(0)
+    os.close(writes)
+    with open(reads) as answers:
+        text = answers.read()
+    os.waitpid(pid, 0)
+    return text
+
+
+def test_another_user_of_this_machine_does_not_join_a_loopback_endpoint(
+    open_place: Callable[..., Place], shared_tmp: Path
+) -> None:
+    """Without a secret of the environment, this user's launchers share one that no other user can read."""
+    place = open_place()
+    place.server._nodes = place.nodes = parse_nodes("2", None, f"127.0.0.1:{place.nodes.port}", "an id", 60.0)  # type: ignore[assignment]
+    place.join(0)
+
+    def join() -> str:
+        nodes = parse_nodes("2", 1, place.nodes.endpoint, "another id", 60.0)
+        assert nodes is not None
+        return str(connect(nodes, place.hello(1), lambda: False))
+
+    said = as_another_user(join)
+    assert "does not have this node's secret" in said
+    assert "an id" not in said
+    (file,) = shared_tmp.glob(f".samestep-{os.geteuid()}/*")
+    assert "Permission denied" in as_another_user(file.read_text)
+    place.join(1)
+
+
+def test_a_planted_secret_is_not_used(shared_tmp: Path) -> None:
+    planted = shared_tmp / f".samestep-{os.geteuid()}"
+
+    def plant() -> str:
+        planted.mkdir(0o777)
+        (planted / "secret").write_text(SECRET)
+        return "planted"
+
+    assert as_another_user(plant) == "planted"
+    with pytest.raises(Error, match=r"cannot be made .*not a directory that only this user can enter.*SAMESTEP_RDZV"):
+        share_secret()
+
+
+def test_launchers_of_one_user_share_a_secret(shared_tmp: Path) -> None:
+    found: list[str] = []
+    threads = [threading.Thread(target=lambda: found.append(share_secret())) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert len(set(found)) == 1
+    assert [path.name for path in shared_tmp.glob("*/*")] == ["secret"]
 
 
 def test_a_secret_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

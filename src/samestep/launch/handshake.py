@@ -6,15 +6,20 @@ anything else before the handshake is complete. docs/security.md describes the t
 """
 
 import hmac
+import os
 import re
 import secrets
 import stat
+import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from samestep.errors import Error
+from samestep.files import open_regular
 from samestep.world.environment import SECRET, take_secret
+from samestep.world.workdir import PREFIX, make_private, read_private
 
 SECRET_BYTES = 32
 MIN_SECRET = 16  # characters
@@ -48,6 +53,33 @@ def read_secret(file: str | None) -> str:
             f"{source} has {len(secret)} characters: use at least {MIN_SECRET} random ones, such as `openssl rand "
             "-hex 32` prints"
         )
+    return secret
+
+
+def share_secret() -> str:
+    """Return the secret that all launchers of this user on this machine share. The first call creates it.
+
+    It is in a directory that only this user can enter, so that no other user can join at a loopback address. Raises
+    Error if that directory belongs to another user, or cannot be written.
+    """
+    file = Path(tempfile.gettempdir()) / f".{PREFIX}{os.geteuid()}" / "secret"
+    try:
+        make_private(file.parent)
+        if not file.exists():
+            partial = file.with_name(secrets.token_hex(8))
+            try:
+                with open(partial, "x", opener=open_regular) as opened:
+                    opened.write(make_secret())
+                with suppress(FileExistsError):  # another launcher was faster
+                    os.link(partial, file)
+            finally:
+                partial.unlink(missing_ok=True)
+        secret = read_private(file).decode()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise Error(f"the secret of this user's launchers, {file}, cannot be made ({reason}): set {SECRET}") from None
+    if len(secret) < MIN_SECRET:
+        raise Error(f"{file} is damaged: remove it")
     return secret
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from samestep.config import PREFIX, Overrides, name_flag, to_variables
 from samestep.errors import Error
-from samestep.launch.handshake import is_proven, make_nonce, prove
+from samestep.launch.handshake import is_proven, make_nonce, prove, share_secret
 from samestep.launch.local_ranks import MOST_LOCAL_RANKS, Target
 from samestep.launch.messages import Link, build
 from samestep.version import __version__
@@ -42,7 +42,7 @@ class Nodes:
         node_rank: index of this node; None: in the order of joining.
         run_id: distinguishes runs with the same endpoint.
         timeout_s: limit for the other nodes to join.
-        secret: shared by all launchers; "" only at a loopback address.
+        secret: shared by all launchers.
     """
 
     least: int
@@ -52,7 +52,7 @@ class Nodes:
     port: int
     run_id: str
     timeout_s: float
-    secret: str = field(default="", repr=False)
+    secret: str = field(repr=False)
 
     @property
     def endpoint(self) -> str:
@@ -99,7 +99,9 @@ def parse_nodes(
         socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise Error(f"--rdzv-endpoint {endpoint}: no address of {host} is known here ({error.strerror})") from None
-    if not secret and not _names_loopback(host):
+    if not secret and _names_loopback(host):
+        secret = share_secret()
+    if not secret:
         raise Error(
             f"other machines can reach --rdzv-endpoint {endpoint}, and there is no secret to tell them from this run's "
             f"nodes: set {SECRET} to the same text on all nodes (`openssl rand -hex 32` prints one), or name a file "
