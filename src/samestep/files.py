@@ -40,9 +40,13 @@ def open_regular(path: "os.PathLike[str] | str", flags: int) -> int:
     return file
 
 
-def read_bytes(path: Path, most: int = MOST_BYTES) -> bytes:
-    """Return the content of a regular file of at most `most` bytes. Raises OSError."""
-    with open(path, "rb", opener=open_regular) as file:
+def read_bytes(path: Path, most: int = MOST_BYTES, *, is_given: bool = False) -> bytes:
+    """Return the content of a regular file of at most `most` bytes. Raises OSError.
+
+    Args:
+        is_given: the user has given this path, so it may also be a link, a pipe or a device.
+    """
+    with open(path, "rb", opener=None if is_given else open_regular) as file:
         data = file.read(most + 1)
     if len(data) > most:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), os.fspath(path))

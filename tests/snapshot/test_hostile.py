@@ -25,8 +25,9 @@ from samestep.snapshot.run_record import Options
 from samestep.snapshot.store import OF_RUN, Store
 from samestep.tools.inspect import run_inspect
 from samestep.tools.live_view import run_watch
+from samestep.tools.report.run_data import build_intervals
 from samestep.tools.report.run_report import run_report
-from samestep.watch.records import SHARED
+from samestep.watch.records import SHARED, read_rows
 
 STATE = {"objects": {"net": {"w": torch.arange(10.0)}}, "position": {"step": 3, "epoch": 1}, "state": {}}
 META = {"epoch": 1, "metrics_bytes": 0, "world_size": 1, "numbers": {}, "rewinds": 0}
@@ -248,6 +249,7 @@ TEXTS: dict[str, bytes] = {
     "escapes": b'{"format": 1, "config": {"a\\u001b[2J": "\\u001b[2J\\u202e"}, "status": "\\u009b2J",'
     b' "lost": "\\u001b]0;x",'
     b' "reason": "\\u001b[2J", "from_step": 0, "\\u001b[2J": "\\u001b[2J"}',
+    "other measurements": b'{"format": 1, "status": "done", "measured": {"samples_per_s": "x", "time_share": 3}}',
     "ranks of another kind": b'{"time_s": 1, "micro_batch_size": 1, "ranks": [{}, 3]}',
 }
 PLANTED: dict[str, Callable[[Path], object]] = {
@@ -260,7 +262,7 @@ PLANTED: dict[str, Callable[[Path], object]] = {
 }
 SNAPSHOT = "snapshots/step-00000003/"
 NAMES = ["run.json", "status.json", "metrics.jsonl", "restarts.jsonl", "ranks.json", "ledger.bin"]
-NAMES += ["timeline.jsonl", "logs/0/0.log"]
+NAMES += ["timeline.jsonl", "logs/0/0.log", "scale.json", "verify.txt", "doctor.json"]
 NAMES += [SNAPSHOT + name for name in ("manifest.json", "state.json")]
 
 
@@ -348,3 +350,30 @@ def test_the_same_without_links_writes_it_all(tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "run").iterdir()} >= {"run.json", "ledger.bin", "status.json", "lock"}
     with pytest.raises(Unreachable):
         ObjectStore(f"file://{tmp_path / 'run'}").read("snapshots")
+
+
+def test_a_report_is_not_written_through_a_link(place: Path) -> None:
+    """Anyone who can write a run's directory can plant a link where the user writes a report."""
+    for name, target in (("report.html", place / "outside"), ("more.html", place / "nothing")):
+        link = place / "run" / name
+        link.symlink_to(target)
+        with pytest.raises(Error, match=f"{name} is a link: name a file with -o"):
+            run_report([str(place / "run"), "-o", str(link)])
+        assert link.is_symlink()
+    (place / "run" / ".other.html.partial").symlink_to(place / "outside")
+    run_report([str(place / "run"), "-o", str(place / "run" / "other.html")])
+    assert (place / "outside").read_text() == "as it was"
+    assert not (place / "nothing").exists()
+
+
+def test_a_report_takes_no_more_memory_than_its_files(place: Path) -> None:
+    """One row with many ranks makes no matrix of all rows and so many ranks; a huge scale.json is not parsed."""
+    row = {"time_s": 1.0, "steps": [1], "spent_s": {"forward": [1.0]}}
+    many = {**row, "steps": [1] * 50_000}
+    assert build_intervals([{**row, "steps": [step]} for step in range(4000)] + [many]) is None
+    (place / "run" / "timeline.jsonl").write_text(f"{json.dumps({**row, 'steps': [0] * 2_000_000})}\n")
+    assert read_rows(place / "run" / "timeline.jsonl") == []
+    (place / "run" / "scale.json").touch()
+    os.truncate(place / "run" / "scale.json", 240 << 30)
+    with pytest.raises(Error, match=r"scale\.json cannot be read \(File too large\)"):
+        run_report([str(place / "run"), "-o", str(place / "report.html")])

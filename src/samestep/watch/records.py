@@ -35,6 +35,7 @@ SHARED = (RECORD, RESTARTS, STATUS, TRACKERS, LEDGER, METRICS)  # what a copy ho
 STACKS_WANTED = "stacks-wanted"  # in the newest directory of LOGS: `samestep watch` asks for the stacks of all ranks
 
 MOST_ROWS_BYTES = 64 << 20
+MOST_RANKS = 1 << 16  # in a row of the timeline
 
 _RANK = {
     "rank": is_count, "host": is_text, "step": is_count, "phase": is_text, "for_s": is_number, "age_s": is_number,
@@ -51,12 +52,18 @@ _SHAPES = {
     },
     STATUS: {
         "status?": is_text, "reason?": is_text, "host?": is_text, "process?": is_count, "steps?": is_count,
-        "lost?": is_text, "measured?": is_object,
+        "lost?": is_text,
+        "measured?": {
+            "samples_per_s?": is_number, "wall_s?": is_number,
+            "time_share?": lambda value: is_object(value) and all(map(is_number, value.values())),
+        },
     },
     TRACKERS: is_object,
     LAST_ROW: {"id": is_text, "step": is_count, "names": [is_text]},
     TIMELINE: {
-        "time_s": is_number, "steps": [is_count], "memory_mb?": [is_number], "device_mb?": [is_number],
+        "time_s": is_number,
+        "steps": lambda value: fits(value, [is_count]) and len(value) <= MOST_RANKS,
+        "memory_mb?": [is_number], "device_mb?": [is_number],
         "spent_s": lambda value: is_object(value) and all(fits(row, [is_number]) for row in value.values()),
     },
     RESTARTS: {"reason": is_text, "from_step": is_count},  # each line

@@ -29,6 +29,7 @@ MOST_STEPS = 1 << 53  # whole numbers that a float holds
 NUM_LINES = 30  # of a failed rank's log
 NUM_LOGS = 8  # logs of one start
 TAIL_BYTES = 1 << 16
+MOST_CELLS = 1 << 24  # rows of a timeline times ranks; a year on 1,000 ranks has 1 << 23
 
 Floats = NDArray[np.float64]
 
@@ -167,6 +168,8 @@ def build_intervals(rows: Sequence[Mapping[str, Any]]) -> Intervals | None:
         (array([10., 20., 30.]), array([0.5 , 0.25]), array([10.,  9.]))
     """
     num_ranks = max((len(row["steps"]) for row in rows), default=0)
+    if num_ranks * len(rows) > MOST_CELLS:  # nothing writes so many, and each takes 16 bytes
+        return None
     edges: list[float] = []
     kept: list[tuple[float, Floats]] = []  # seconds, and busy seconds and steps per rank
     ends: list[Mapping[str, Any]] = []  # the last row of each

@@ -1,12 +1,12 @@
 """`samestep report`: writes an HTML file about one or several runs. Does not import torch."""
 
-import os
+import errno
 from contextlib import ExitStack
 from pathlib import Path
 
 from samestep.console import escape, show_activity
 from samestep.errors import Error
-from samestep.files import replace_file
+from samestep.files import read_bytes, replace_file
 from samestep.snapshot.object_store import open_run, read_run
 from samestep.tools.compare import explain_numbers, find_first_difference, find_runs
 from samestep.tools.inspect import CommandParser
@@ -45,12 +45,11 @@ def run_report(args: list[str]) -> int:
     )
     options = parser.parse_args(args)
     output = Path(options.output)
-    target = Path(os.path.realpath(output))  # of a link, the file that it names is replaced
-    if target.exists() and not target.is_file():
-        raise Error(f"{output} is not a file: name one with -o")
-    if target.suffix != ".html" and any((parent / RECORD).exists() for parent in target.parents):
+    if output.is_symlink() or (output.exists() and not output.is_file()):
+        raise Error(f"{output} is {'a link' if output.is_symlink() else 'not a file'}: name a file with -o")
+    if output.suffix != ".html" and any((parent / RECORD).exists() for parent in output.absolute().parents):
         raise Error(f"{output} is in a run's directory, where only .html is written: name another file with -o")
-    attachments = {Path(name).name: read_attachment(Path(name)) for name in options.attach}
+    attachments = {Path(name).name: read_attachment(Path(name), is_given=True) for name in options.attach}
     runs = [*dict.fromkeys(run for name in options.runs for run in map(str, find_runs(Path(name)) or [name]))]
     found: list[RunData] = []
     directories: list[Path] = []
@@ -64,10 +63,14 @@ def run_report(args: list[str]) -> int:
             attachments |= {f"{name}: {path.name}": read_attachment(path) for path in own}
         pairs = zip(found[1:], directories[1:], strict=True)
         comparison = [compare(found[0], other, directories[0], directory) for other, directory in pairs]
-    names = [Path(options.scale)] if options.scale else [path for d in directories if (path := d / SCALE).is_file()]
-    page = build_page(found, comparison, attachments, [read_scale(name) for name in names]).encode()
+    if options.scale:
+        scalings = [read_scale(Path(options.scale), is_given=True)]
+    else:
+        found_scales = [path for each in directories if (path := each / SCALE).is_file() and not path.is_symlink()]
+        scalings = [read_scale(path) for path in found_scales]
+    page = build_page(found, comparison, attachments, scalings).encode()
     try:
-        replace_file(target, page)
+        replace_file(output, page)
     except OSError as error:
         raise Error(f"{output} could not be written ({error.strerror}): name another file with -o") from None
     show_activity("")
@@ -94,17 +97,16 @@ def name_runs(runs: list[str]) -> list[str]:
     return [name if short.count(name) == 1 else run for name, run in zip(short, runs, strict=True)]
 
 
-def read_attachment(path: Path) -> str:
-    """Return the text of a file.
+def read_attachment(path: Path, *, is_given: bool = False) -> str:
+    """Return the text of a file. `is_given` as in `read_bytes`.
 
     Raises:
         Error: it cannot be read, or is too large.
     """
     try:
-        with open(path, "rb") as file:
-            text = file.read(MOST_ATTACHED_BYTES + 1)
+        text = read_bytes(path, MOST_ATTACHED_BYTES, is_given=is_given)
     except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise Error(f"{path} has more than {MOST_ATTACHED_BYTES:,} bytes: attach a smaller text") from None
         raise Error(f"{path} cannot be read ({error.strerror}): name a text file with --attach") from None
-    if len(text) > MOST_ATTACHED_BYTES:
-        raise Error(f"{path} has more than {MOST_ATTACHED_BYTES:,} bytes: attach a smaller text")
     return text.decode(errors="replace")

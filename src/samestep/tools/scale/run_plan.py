@@ -9,11 +9,13 @@ from typing import Any
 
 from samestep.console import format_count, format_ranks, print_table
 from samestep.errors import Error
+from samestep.files import parse_json, read_bytes
 from samestep.tools.inspect import CommandParser
 from samestep.tools.scale.tables import build_predictions, build_rows, format_time
 
 MOST_RANKS, NUM_BATCH_SIZES = 64, 6
 HOUR_S = 3600.0
+MOST_SCALE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ def run_plan(args: list[str]) -> int:
     limit = options.rank_hours if options.time is None else options.time
     if not (1 <= options.samples < math.inf and 0 < limit < math.inf and options.most_ranks >= 1):
         raise Error("--samples, --most-ranks and the hours must be numbers above 0")
-    results = [read_scale(Path(name)) for name in options.files]
+    results = [read_scale(Path(name), is_given=True) for name in options.files]
     found = [each for result in results for each in list_choices(result, int(options.samples), options.most_ranks)]
 
     def cost(each: Choice) -> float:
@@ -102,10 +104,10 @@ def describe(choice: Choice) -> str:
     )
 
 
-def read_scale(path: Path) -> Mapping[str, Any]:
-    """Read a file of `samestep scale --json`. Raises Error if the file is not one."""
+def read_scale(path: Path, *, is_given: bool = False) -> Mapping[str, Any]:
+    """Read a file of `samestep scale --json`. `is_given` as in `read_bytes`. Raises Error if the file is not one."""
     try:
-        result = json.loads(path.read_text())
+        result = parse_json(read_bytes(path, MOST_SCALE_BYTES, is_given=is_given))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not JSON"
         raise Error(f"{path} cannot be read ({reason}): name the output of samestep scale --json") from None
@@ -116,7 +118,7 @@ def read_scale(path: Path) -> Mapping[str, Any]:
             build_rows(result[kind]["sizes"])
             build_predictions(result[kind].get("predictions", []))
         result["script"], result["recommendation"]
-    except (KeyError, TypeError, IndexError, ValueError, AttributeError):
+    except (KeyError, TypeError, IndexError, ValueError, AttributeError, ArithmeticError):
         raise Error(f"{path} is damaged: write it again with samestep scale --json") from None
     return result
 
