@@ -2,7 +2,10 @@
 changed. Each test names an alternative.
 """
 
+from pathlib import Path
+
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import get_worker_info
 
@@ -59,6 +62,21 @@ def test_backward_accumulates_what_torch_autograd_backward_does() -> None:
     )
     assert param.grad is not None
     assert param.grad.tolist() == [3.0, 3.0]
+
+
+def test_collectives_are_counted(tmp_path: Path) -> None:
+    """Without `_world.pg_map` and sequence numbers: count calls in `torch.profiler`, which records collectives."""
+    assert torch_internals.count_collectives() == 0
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.FileStore(str(tmp_path / "store"), 1))
+    try:
+        own = dist.new_group([0])
+        before = torch_internals.count_collectives()
+        assert before is not None
+        dist.all_reduce(torch.ones(1))
+        dist.all_reduce(torch.ones(1), group=own)
+        assert torch_internals.count_collectives() == before + 2
+    finally:
+        dist.destroy_process_group()
 
 
 def test_the_iterator_of_a_loader() -> None:

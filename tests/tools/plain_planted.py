@@ -16,8 +16,7 @@ import os, torch, torch.distributed as dist, torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
-dist.init_process_group("gloo")
-rank, size = dist.get_rank(), dist.get_world_size()
+{begin}
 torch.manual_seed(0)
 x = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
 data = TensorDataset(x, x[:, :2].sum(1, keepdim=True).sin())
@@ -54,7 +53,7 @@ for epoch in range(first, 3):
     done = 0
     with torch.no_grad():
         {evaluate}
-dist.destroy_process_group()
+{end}
 """
 
 RESTORE = {
@@ -68,7 +67,11 @@ PADDED = "for inputs, targets in DataLoader(held_out, 8, sampler=DistributedSamp
 CLIP = "torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.1)"
 SHIFTED = "range(64) if size == 1 else range(rank * 28, rank * 28 + 36)"
 AVERAGE = "for p in model.parameters(): dist.all_reduce(p.grad); p.grad /= size"
+BEGIN = 'dist.init_process_group("gloo"); rank, size = dist.get_rank(), dist.get_world_size()'
+REPLACING = "torch.utils.data.RandomSampler(data, replacement=True)"
+BY_HAND = "loader = [data[torch.randint(64, (8,))] for _ in range(8)]"
 SOUND = {
+    "begin": BEGIN, "end": "dist.destroy_process_group()",
     "after_model": "", "wrap": "DistributedDataParallel(model)", "sampler": "DistributedSampler(data)",
     "drop_last": "False", "set_epoch": "sampler.set_epoch(epoch)", "is_done": "number < done", "after_backward": "",
     "after_step": "", "saved_epoch": "epoch", "evaluate": EVALUATE, "restore": "; ".join(RESTORE.values()),
@@ -95,6 +98,23 @@ MISTAKES: dict[str, tuple[dict[str, str], set[str]]] = {
         {"wrap": "model", "after_backward": f"{AVERAGE}\n        {CLIP}"},
         set(),
     ),
+    "samples drawn with replacement, a seed per rank": (
+        {"sampler": REPLACING, "set_epoch": "torch.manual_seed(3 * rank + epoch)"},
+        set(),
+    ),
+    "batches drawn by hand, a seed per rank": ({"set_epoch": f"torch.manual_seed(3 * rank + epoch); {BY_HAND}"}, set()),
+    "no distributed code": (
+        {"begin": "rank, size = 0, 1; torch.save = lambda *_: None", "end": "", "wrap": "model", "sampler": REPLACING,
+         "set_epoch": ""},
+        {"samples", "replicas"},
+    ),
+    "no distributed code, batches drawn by hand": (
+        {"begin": "rank, size = 0, 1; torch.save = lambda *_: None", "end": "", "wrap": "model", "sampler": "None",
+         "set_epoch": BY_HAND},
+        {"replicas"},
+    ),
+    "samples drawn with replacement, one seed": ({"sampler": REPLACING, "set_epoch": ""}, {"samples"}),
+    "batches drawn by hand, one seed": ({"set_epoch": BY_HAND}, {"gradient"}),
     "no sampler": ({"sampler": "None", "set_epoch": ""}, {"samples"}),
     "each rank shuffles for itself": (
         {"sampler": "torch.utils.data.RandomSampler(data)", "set_epoch": "torch.manual_seed(rank)"},

@@ -125,6 +125,7 @@ def test_a_sound_script(tmp_path: Path) -> None:
         (("set_epoch forgotten", "sum in place of the mean", "evaluation padded", "optimizer state lost"),
          {"order", "gradient", "evaluation", "state"}),
         (("no sampler", "weights that change on one rank", "schedule lost"), {"samples", "replicas", "state"}),
+        (("no distributed code",), {"samples", "replicas"}),
     ],
 )  # fmt: skip
 def test_several_mistakes_in_one_script(tmp_path: Path, mistakes: tuple[str, ...], wanted: set[str]) -> None:
@@ -180,6 +181,34 @@ def test_what_is_lost(rates: list[float], is_restored: bool, lost: list[str]) ->
     _, state = check_restart(Restart(update(RATES, 1.0), update(RATES[:5], 1.0), resumed, 0, False))
     assert [words for words in (OPTIMIZER, SCHEDULE) if words in state.text] == lost
     assert (state.verdict == "ok") == (not lost)
+
+
+@pytest.mark.parametrize(
+    ("orders", "first", "text"),
+    [  # epochs of 4 batches, saved after 5 of them; the batches after the restart are those from `first` on
+        ("3120 2031", 5, "continues with the batches that follow the save, 3 of 3"),
+        ("3120 2031", 4, "it repeats 1 batches after batch 5"),
+        ("3120 2031", 0, "after batch 5, the order of epoch 0 comes again: the seed begins anew after a restart"),
+        ("0123 0123", 4, "it repeats 1 batches after batch 5"),
+    ],
+)
+def test_where_a_restart_continues(orders: str, first: int, text: str) -> None:
+    """Of places with the same batches, the one nearest to the save counts."""
+
+    def train(*epochs: str) -> list[Rank]:
+        passes = []
+        for places in filter(None, epochs):
+            each = Pass(0, 4, 4, False, [[int(place)] for place in places], [*map(int, places)])
+            each.num_backwards = len(places)
+            passes.append(each)
+        described = {"params": [1.0], "state": [1.0], "num_states": 1, "num_steps": 1.0}
+        updates = {(0, step): {"lr": [1.0], "before": described, "after": described} for step in range(8)}
+        return [Rank(0, passes, updates, [(5, 5)])]
+
+    one, other = orders.split()
+    resumed = train((one + other)[first:])
+    done, _ = check_restart(Restart(train(one, other), train(one, other[:2]), resumed, 0, False))
+    assert done.text.startswith(text)
 
 
 @pytest.mark.soak

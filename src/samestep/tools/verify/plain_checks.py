@@ -17,6 +17,7 @@ OK, MISTAKE, UNSEEN = "ok", "MISTAKE", "not observed"
 GRADIENT_TOLERANCE = 5e-3  # of the norm; gradients that are compressed to bfloat16 for the network are accurate to 2e-3
 TOLERANCE = 1e-6  # of the norm, between copies of float32
 FEWEST = 8  # samples whose order is compared
+SAME_SAMPLES = "every rank draws the same samples in the same order: use a DistributedSampler, or other seeds"
 
 Runs = Mapping[int, Sequence["Rank"]]  # number of ranks -> records of each
 
@@ -96,6 +97,11 @@ class Rank:
     saves: list[tuple[int, int]] = field(default_factory=list)
     is_cut: bool = False
     num_ahead: int = 0
+
+    @property
+    def is_ddp(self) -> bool:
+        """Whether a model was wrapped in DistributedDataParallel."""
+        return any(update["is_ddp"] for update in self.updates.values())
 
     def list_passes(self, is_training: bool) -> list[Pass]:
         """Return its passes in order: those with backward passes, or the others."""
@@ -197,11 +203,20 @@ class Epoch:
     Attributes:
         counts: sample -> how often the ranks together have drawn it.
         length: the number of different samples, as one process sees them; None if it is not known.
+        is_split: each rank has a data set of its own part, so that equal indices are other samples.
     """
 
     passes: Sequence[Pass]
     counts: Mapping[Any, int]
     length: int | None
+    is_split: bool
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether all of several ranks have drawn the same samples in the same order."""
+        drawn = [each.flatten() for each in self.passes]
+        num = min(map(len, drawn))
+        return not self.is_split and len(drawn) > 1 and num >= FEWEST and all(d[:num] == drawn[0][:num] for d in drawn)
 
     @property
     def is_complete(self) -> bool:
@@ -265,17 +280,18 @@ def _count(passes: Sequence[Pass], length: int | None) -> Epoch:
         length: of the data set on 1 rank, or the number of samples of an iterable one.
     """
     lengths = [each.length for each in passes]
-    # Each rank has a data set of its own part: equal indices are other samples.
     is_split = len(passes) > 1 and length == sum(each or 0 for each in lengths) and not passes[0].is_subset
     ids = ((rank, each) if is_split else each for rank, one in enumerate(passes) for each in one.flatten())
-    return Epoch(passes, Counter(ids), length if length is not None else lengths[0])
+    return Epoch(passes, Counter(ids), length if length is not None else lengths[0], is_split)
 
 
 def check_samples(runs: Runs) -> Result:
     """Check that the ranks together train on each sample once per epoch."""
     faults, notes, epochs = [], [], _list_epochs(runs, True)
     if any(epoch.num_repeats for epoch in epochs.get(1, [])):
-        return Result("samples", UNSEEN, "a single process also draws samples several times per epoch")
+        for size, found in epochs.items():
+            faults += [f"on {format_ranks(size)}, {SAME_SAMPLES}" for epoch in found if epoch.is_repeated]
+        return _conclude("samples", faults, [], "a single process also draws samples several times per epoch")
     for size, found in epochs.items():
         where = f"on {format_ranks(size)}"
         for number, epoch in enumerate(found):
@@ -322,11 +338,17 @@ def check_order(runs: Runs) -> Result:
 def check_gradient(runs: Runs) -> Result:
     """Check that updates use the mean of the gradients over all samples of all ranks."""
     steps_of: dict[str, list[int]] = {}  # fault -> steps that have it
+    faults, notes = [], []
     num_right = num_steps = 0
     for size, ranks in runs.items():
         if size == 1 or len(ranks) != size:
             continue
         batches = [rank.list_batches() for rank in ranks]
+        is_same = _have_same_gradients(ranks)
+        if is_same:
+            notes.append(f"the same on each of {size} ranks")
+        if is_same and ranks[0].is_ddp and not any(batches):  # `check_samples` compares batches
+            faults.append(f"on {size} ranks, all ranks compute the same gradient: each must train on other samples")
         begins = [0] * size
         for key in sorted(ranks[0].updates):
             steps = [line for rank in ranks if "after" in (line := rank.updates.get(key, {}))]
@@ -339,12 +361,22 @@ def check_gradient(runs: Runs) -> Result:
             num_steps += 1
             fault = _judge_gradient(steps, weights)
             if fault is None:
-                num_right += 1
+                num_right += not is_same
             elif fault:
                 steps_of.setdefault(f"on {size} ranks, {fault}", []).append(key[1])
-    texts = [f"{text} (in {len(found)} of {num_steps} steps, first {found[0]})" for text, found in steps_of.items()]
+    faults += [f"{text} (in {len(found)} of {num_steps} steps, first {found[0]})" for text, found in steps_of.items()]
+    notes += [f"the mean over the ranks in {num_right} steps"] if num_right else []
     unseen = "no gradient of several ranks was seen" if not num_steps else "the gradients did not pass the hooks"
-    return _conclude("gradient", texts, [f"the mean over the ranks in {num_right} steps"] if num_right else [], unseen)
+    return _conclude("gradient", faults, notes, unseen)
+
+
+def _have_same_gradients(ranks: Sequence[Rank]) -> bool:
+    """Return whether all ranks compute the same gradient in each update."""
+    keys = [key for key in ranks[0].updates if all("after" in rank.updates.get(key, {}) for rank in ranks)]
+    steps = [[rank.updates[key]["computed"] for rank in ranks] for key in keys]
+    return any(_norm(step[0] or ()) for step in steps) and all(
+        all(step) and max(compare(step[0], each) for each in step) <= TOLERANCE for step in steps
+    )
 
 
 def _count_samples(
@@ -406,7 +438,19 @@ def check_replicas(runs: Runs) -> Result:
                 )
                 faults.append(f"on {size} ranks, ranks {how} (by {error:.1e} of their norm)")
                 break
+        else:
+            if not any(map(_has_exchanged, ranks)) and _have_same_gradients(ranks):
+                faults.append(
+                    f"{size} ranks exchange nothing, and make the same updates: each repeats the training of one rank; "
+                    "give each its share of the samples, and wrap the model in DistributedDataParallel"
+                )
     return _conclude("replicas", faults, notes, "no weights that each rank has a copy of were updated on several ranks")
+
+
+def _has_exchanged(rank: Rank) -> bool:
+    """Return whether the rank has begun collectives between its updates, as far as this is known."""
+    counts = {update["num_collectives"] for update in rank.updates.values()}
+    return len(rank.updates) < 2 or len(counts) > 1 or None in counts
 
 
 def check_evaluation(runs: Runs) -> Result:
@@ -544,10 +588,14 @@ def _check_continuation(restart: Restart, num_done: int) -> Result:
         if resumed[:num] == whole[num_done : num_done + num]:
             return Result("resume", OK, f"continues with the batches that follow the save, {num} of {num}")
         few = min(num, 3)
-        for place in range(len(whole) - few + 1):
-            if resumed[:few] == whole[place : place + few]:
-                what = "skips" if place > num_done else "repeats"
-                return Result("resume", MISTAKE, f"it {what} {abs(place - num_done)} batches after batch {num_done}")
+        places = [place for place in range(len(whole) - few + 1) if resumed[:few] == whole[place : place + few]]
+        if places:
+            place = min(places, key=lambda place: abs(place - num_done))
+            what = "skips" if place > num_done else "repeats"
+            if place == 0 and num_done >= len(restart.whole[0].list_passes(True)[0].ids):
+                text = f"after batch {num_done}, the order of epoch 0 comes again: the seed begins anew after a restart"
+                return Result("resume", MISTAKE, f"{text}; seed each epoch with its number, as set_epoch does")
+            return Result("resume", MISTAKE, f"it {what} {abs(place - num_done)} batches after batch {num_done}")
     return Result("resume", UNSEEN, "after the restart, the order differs from that of the uninterrupted run")
 
 
