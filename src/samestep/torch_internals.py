@@ -37,7 +37,7 @@ def count_collectives() -> int | None:
     """How many collectives this process has begun, in all process groups; None if a backend does not count them."""
     try:
         groups = _get_groups(dist.distributed_c10d) if dist.is_initialized() else {}
-        return sum(group._get_sequence_number_for_group() for group in groups)
+        return sum(int(group._get_sequence_number_for_group()) for group in groups)
     except RuntimeError:
         return None
 
