@@ -285,7 +285,8 @@ def test_manifest(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert container["volumeMounts"][1] == {"name": "runs", "mountPath": "/runs"}
     assert "my-job-node-0-0.my-job" in container["command"][2], "it waits for the first pod's name"
     assert container["args"] == [
-        "python", "-m", "samestep", "launch", "--nnodes", "2", "--rdzv-endpoint", "my-job-node-0-0.my-job:29400",
+        "python", "-P", "-m", "samestep", "launch", "--nnodes", "2", "--rdzv-endpoint",
+            "my-job-node-0-0.my-job:29400",
         "--nproc-per-node", "8", "--run-dir", "/runs/x", "--grace-s", "300", "--max-restarts", "5",
         "train.py", "--lr", "0.1", "yes",
     ]  # fmt: skip

@@ -269,6 +269,7 @@ def test_the_step_in_which_a_run_failed(tmp_path: Path) -> None:
 
 def test_the_debugger_stops_in_the_scripts_own_loop(home: Path) -> None:
     """The debugger has line editing, and ends after the next step of the script."""
+    (home / ".pdbrc").write_text("p 'commands' + ' of the directory'\n")
     outer, inner = pty.openpty()
     command = [sys.executable, "-m", "samestep", "replay", "run", "--step", "8", "--micro-batch", "1", "--pdb"]
     variables = clean_variables({"TMPDIR": str(home), "TERM": "xterm"})
@@ -287,6 +288,7 @@ def test_the_debugger_stops_in_the_scripts_own_loop(home: Path) -> None:
     try:
         read_until(b"(Pdb) ")
         assert b"losses = (model(inputs) - targets)" in shown
+        assert b"commands of the directory" not in shown
         os.write(outer, b"p step.number, step.micro_batch, numbers.tolist()\n")
         read_until(b"(Pdb) ")
         assert f"(8, 1, {read_samples(home, 8)[4:8]})".encode() in shown
@@ -301,6 +303,7 @@ def test_the_debugger_stops_in_the_scripts_own_loop(home: Path) -> None:
         process.kill()
         process.wait()
         os.close(outer)
+        (home / ".pdbrc").unlink()
 
 
 @pytest.mark.soak

@@ -65,7 +65,7 @@ class ForkServer:
                 os.setsid()
                 with open(os.devnull) as null:
                     os.dup2(null.fileno(), 0)
-                if sys.path[:1] == [_program_directory()]:
+                if not sys.flags.safe_path and sys.path[:1] == [_program_directory()]:
                     del sys.path[0]  # ranks insert the directory of their own script
                 serve(theirs)
             finally:

@@ -43,7 +43,7 @@ class Job:
         command, words = self.target.to_command()
         nodes = ["--nnodes", str(self.num_nodes), "--rdzv-endpoint", endpoint] if self.num_nodes > 1 else []
         return [
-            python, "-m", "samestep", command, *nodes, "--nproc-per-node", str(self.num_ranks),
+            python, "-P", "-m", "samestep", command, *nodes, "--nproc-per-node", str(self.num_ranks),
             *(["--run-dir", run_dir] if run_dir else []), "--grace-s", str(self.grace_s), *self.launch,
             *words,
         ]  # fmt: skip

@@ -29,6 +29,8 @@ from samestep.world.environment import (
 )
 from samestep.world.workdir import WorkDir, make_private
 
+# Of samestep itself. -P: a file in the working directory, such as a run's, must not shadow a module of Python.
+COMMAND = (sys.executable, "-P", "-m", "samestep")
 HOST = "127.0.0.1"
 MOST_LOCAL_RANKS = 1 << 12  # more than any machine runs, so a larger number is a typing error
 POLL_S = 0.1
@@ -61,11 +63,12 @@ class Target:
         """Return the command that starts it on several ranks of this machine, from the interpreter on."""
         command, words = self.to_command()
         recipe, own = (words[:1], words[1:]) if command == "train" else ([], words)
-        return [sys.executable, "-m", "samestep", command, *recipe, "--nproc-per-node", str(num_ranks), *own]
+        return [*COMMAND, command, *recipe, "--nproc-per-node", str(num_ranks), *own]
 
     def to_plain_command(self) -> list[str]:
         """Return the command that runs it without a launcher, from the interpreter on. Not for a call."""
-        return [sys.executable, *([] if self.kind == "script" else ["-m"]), self.name, *self.arguments]
+        flags = {"script": [], "module": ["-m"], "recipe": ["-P", "-m"]}[self.kind]
+        return [sys.executable, *flags, self.name, *self.arguments]
 
 
 @dataclass(frozen=True)

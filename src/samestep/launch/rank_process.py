@@ -122,7 +122,7 @@ def load_main(kind: str, name: str, arguments: list[str]) -> tuple[types.CodeTyp
         loader: Any = importlib.machinery.SourceFileLoader("__main__", path)
         main.__dict__.update(__file__=path, __loader__=loader, __cached__=None, __builtins__=builtins)
     else:
-        if kind == "module":
+        if kind == "module" and name != "samestep":  # as python -m; the ranks of a command are its own
             sys.path.insert(0, os.getcwd())
         spec = importlib.util.find_spec(name)
         if spec is not None and spec.submodule_search_locations is not None:

@@ -264,7 +264,8 @@ class _Search:
         }  # fmt: skip
         variables = {"PYTHONHASHSEED": "0"} | child_variables() | {"PYTHONDONTWRITEBYTECODE": "1"}
         variables |= to_variables(options | {name: values[name] for name in ("device",) if name in values})
-        path = self._repository.move([Path(path) for path in sys.path if path], self._tree)
+        own = sys.path if sys.flags.safe_path else sys.path[1:]  # the first one is that of this program
+        path = self._repository.move([Path(path) for path in own if path], self._tree)
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, [*map(str, path), variables.get("PYTHONPATH", "")]))
         command = self._target.to_full_command(values.get("nproc_per_node", 1))
         output = self._scratch.path / f"{commit}.out"

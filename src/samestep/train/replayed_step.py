@@ -223,7 +223,10 @@ def _to_json(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Debugger(pdb.Pdb):
-    """pdb that ends the process when the user quits."""
+    """pdb that ends the process when the user quits. Reads no .pdbrc, which could be in the directory of a run."""
+
+    def __init__(self) -> None:
+        super().__init__(readrc=False)
 
     def stop_in(self, frame: FrameType) -> None:
         """Stop at the next line of a frame, not in a function that it calls; otherwise the same as `set_trace`."""

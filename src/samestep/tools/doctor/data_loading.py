@@ -3,7 +3,6 @@
 import math
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -12,6 +11,7 @@ from typing import Any
 
 from samestep.config import to_variables
 from samestep.console import format_ranks
+from samestep.launch.local_ranks import COMMAND
 from samestep.tools.doctor.checks import FAIL, WARN, Context, Facts, Finding, well
 from samestep.tools.traced_script import build_trace, exiting_on_sigterm, read_lines, start
 from samestep.world.workdir import WorkDir
@@ -45,7 +45,7 @@ def look_at_data_loading(context: Context) -> dict[str, Any] | None:
             "batch_size": options.batch_size,
             "micro_batch_size": options.micro_batch_size,
         }
-        command = [sys.executable, "-m", "samestep", "launch", "--nproc-per-node", str(num_ranks), *options.script]
+        command = [*COMMAND, "launch", "--nproc-per-node", str(num_ranks), *options.script]
         code = _train(command, build_trace(home.path, to_variables(overrides), paces=True), home.path)
         ranks = [measure_rank(read_lines(home.path / f"rank-{rank}.jsonl")) for rank in range(num_ranks)]
         output = (home.path / "output").read_text(errors="replace").rstrip().splitlines()
