@@ -23,21 +23,34 @@ from samestep.world.group import Group
 def name_replicated(objects: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that must be equal on all ranks after every step: parameters and the optimizers' state.
 
+    The same objects always come in the same order, since a message names the first tensor that differs: models that an
+    optimizer updates, then other models, such as averages, then the optimizers' state.
+
     Buffers are left out: a script may use one as a counter of its rank.
     """
+    optimizers = [(name, thing) for name, thing in objects.items() if isinstance(thing, torch.optim.Optimizer)]
+    places = {
+        name: {
+            id(param): place for place, param in enumerate(p for group in thing.param_groups for p in group["params"])
+        }
+        for name, thing in optimizers
+    }
+    updated = {param for of_one in places.values() for param in of_one}
+    models = [(name, unwrap(thing)) for name, thing in objects.items() if isinstance(thing, nn.Module)]
+    models.sort(key=lambda item: updated.isdisjoint(map(id, item[1].parameters())))
     names: dict[int, str] = {}
-    for name, thing in objects.items():
-        if isinstance(thing, nn.Module):
-            for path, param in unwrap(thing).named_parameters():
-                if id(param) not in names:  # shared with another model
-                    names[id(param)] = f"{name}.{path}"
-                    yield f"{name}.{path}", param
-    for name, thing in objects.items():
-        if isinstance(thing, torch.optim.Optimizer):
-            for number, (param, state) in enumerate(thing.state.items()):
-                for key, value in state.items() if isinstance(state, Mapping) else ():
-                    if isinstance(value, Tensor):
-                        yield f"{key} of {names.get(id(param), f'parameter {number}')} in {name}", value
+    for name, model in models:
+        for path, param in model.named_parameters():
+            if id(param) not in names:  # shared with another model
+                names[id(param)] = f"{name}.{path}"
+                yield f"{name}.{path}", param
+    for name, optimizer in optimizers:
+        place = places[name]
+        states = sorted(optimizer.state.items(), key=lambda item: place.get(id(item[0]), len(place)))
+        for number, (param, state) in enumerate(states):
+            for key, value in state.items() if isinstance(state, Mapping) else ():
+                if isinstance(value, Tensor):
+                    yield f"{key} of {names.get(id(param), f'parameter {number}')} in {name}", value
 
 
 class Replicas(StepObserver):
