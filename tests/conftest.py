@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,11 +73,12 @@ def find_children() -> dict[int, psutil.Process]:
 
 def _list_children(pid: int) -> list[int]:
     """The children of a process. psutil would read the state of every process of this machine."""
-    try:
-        tasks = [Path(f"/proc/{pid}/task/{task}/children") for task in os.listdir(f"/proc/{pid}/task")]
-        return [int(child) for task in tasks for child in task.read_text().split()]
-    except OSError:  # It has ended.
-        return []
+    found: list[int] = []
+    with suppress(OSError):  # It has ended.
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError):  # This thread has ended, and others have not.
+                found += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
+    return found
 
 
 def _is_server(process: psutil.Process, parent: int) -> bool:
