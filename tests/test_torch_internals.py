@@ -4,6 +4,7 @@ changed. Each test names an alternative.
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -97,6 +98,18 @@ def test_the_workers_of_a_loader() -> None:
     assert tasks == [1]
     assert torch_internals.shut_down_workers(iterator, 5.0)
     assert not process.is_alive()
+
+
+def test_an_iterator_that_looks_for_dead_workers() -> None:
+    """As above. The wait for data is a method, `_try_get_data`, which raises if a worker is dead."""
+    iterator = iter(torch.utils.data.DataLoader(range(9), None, num_workers=1, prefetch_factor=1))
+    torch_internals.watch_workers(iterator)
+    ((process, _),) = torch_internals.list_worker_tasks(iterator)
+    assert next(iterator) == 0
+    process.kill()
+    with pytest.raises(RuntimeError, match="exited unexpectedly"):
+        list(iterator)
+    torch_internals.abandon_workers(iterator)
 
 
 def test_abandoned_workers_of_a_loader() -> None:

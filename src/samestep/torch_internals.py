@@ -4,6 +4,8 @@ None has a public equivalent that is as fast or does the same. If a torch releas
 `tests/test_torch_internals.py` fails. It says what to use instead.
 """
 
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
@@ -69,6 +71,8 @@ def as_worker(worker: int | None, num_workers: int, dataset: Any) -> Iterator[No
 
 # --- an iterator over a DataLoader with workers ---------------------------------------------------------------------
 
+LOOK_S = 0.2  # how long an iterator waits for data before it checks whether the workers are alive
+
 
 def count_received(iterator: Any) -> int:
     """How many batches the iterator has returned in this pass."""
@@ -82,6 +86,25 @@ def list_worker_tasks(iterator: Any) -> list[tuple[BaseProcess, list[int]]]:
         (process, [k for k, info in tasks.items() if info == (number,)])
         for number, process in enumerate(iterator._workers)
     ]
+
+
+def watch_workers(iterator: Any) -> None:
+    """Let the iterator look for dead workers every `LOOK_S` while it waits, in place of torch's SIGCHLD handler.
+
+    That handler raises wherever the main thread is. Python prints an exception in a weak reference's callback or in
+    `__del__`, and goes on; one in the script's own code ends a step half-way.
+    """
+    _drop_pids(iterator)
+    owner, try_once = weakref.proxy(iterator), type(iterator)._try_get_data  # no cycle: torch's __del__ must run
+
+    def try_get_data(timeout: float = LOOK_S) -> tuple[bool, Any]:
+        end_s = time.monotonic() + timeout
+        while True:
+            found = try_once(owner, min(timeout, LOOK_S))
+            if found[0] or time.monotonic() >= end_s:
+                return found  # type: ignore[no-any-return]
+
+    iterator._try_get_data = try_get_data
 
 
 def shut_down_workers(iterator: Any, limit_s: float) -> bool:
@@ -101,14 +124,19 @@ def shut_down_workers(iterator: Any, limit_s: float) -> bool:
 def abandon_workers(iterator: Any) -> None:
     """Release torch's resources for workers that will be killed, without communicating with them."""
     forget_workers(iterator)
-    if iterator._worker_pids_set:  # otherwise torch's SIGCHLD handler would raise in the main thread
-        torch._C._remove_worker_pids(id(iterator))
-        iterator._worker_pids_set = False
+    _drop_pids(iterator)
     for queue in iterator._index_queues:
         queue.cancel_join_thread()
         queue.close()
     if hasattr(iterator, "_pin_memory_thread"):
         iterator._pin_memory_thread_done_event.set()
+
+
+def _drop_pids(iterator: Any) -> None:
+    """Prevent torch's SIGCHLD handler from raising for these workers."""
+    if iterator._worker_pids_set:
+        torch._C._remove_worker_pids(id(iterator))
+        iterator._worker_pids_set = False
 
 
 def forget_workers(iterator: Any) -> None:

@@ -33,6 +33,7 @@ from samestep.torch_internals import (
     forget_workers,
     list_worker_tasks,
     shut_down_workers,
+    watch_workers,
 )
 
 STOP_S = 5.0  # for a worker to release a lock
@@ -261,6 +262,7 @@ class Workers:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)  # until WorkerStart ignores them
         try:
             self.iterator = iter(self._loader)
+            watch_workers(self.iterator)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self.processes = set(multiprocessing.active_children()) - before
