@@ -257,7 +257,8 @@ def spoil(how: str, run_dir: Path) -> None:
         if os.geteuid() == 0:  # root may open everything
             os.seteuid(UNPRIVILEGED)
     elif how == "remove":
-        while run_dir.exists():  # another process may still write there
+        # Another process may still write there. A mount point can be emptied, and not removed.
+        while any(run_dir.iterdir()) if run_dir.is_mount() else run_dir.exists():
             shutil.rmtree(run_dir, ignore_errors=True)
     else:
         set_clock_back()

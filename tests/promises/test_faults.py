@@ -192,20 +192,21 @@ def test_a_disk_fails_during_a_run(
         assert not [*trial.dir.glob("snapshots/.*"), *trial.dir.glob(".*")]
 
 
-@pytest.mark.parametrize("moment", one_in(2, ["writing tensors", "forward"]))
+@pytest.mark.parametrize(("moment", "is_disk"), [("writing tensors", False), ("forward", True)])
 def test_the_directory_is_removed_during_a_run(
-    trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], moment: str
+    trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], moment: str, is_disk: bool
 ) -> None:
-    """There is a message at each snapshot, and the same command begins a new run."""
+    """There is a message at each snapshot, and the same command begins a new run. A mounted directory is emptied."""
     fault = f"remove rank 0 at step 6 in {moment}"
-    error = trial.spawn_to_fail(2, fault, snapshot_every=3)
-    assert "the snapshot of step 15 could not be written" in str(error)
-    trial.note_strike(fault, "remove")
-    assert "No such file or directory" in capfd.readouterr().out
-    assert trial.num_ends == 1
-    assert trial.snapshots == []
-    trial.spawn(3)
-    assert trial.outcome() == undisturbed()
+    with open_disk(trial.dir) if is_disk else nullcontext():
+        error = trial.spawn_to_fail(2, fault, snapshot_every=3)
+        assert "the snapshot of step 15 could not be written" in str(error)
+        trial.note_strike(fault, "remove")
+        assert "No such file or directory" in capfd.readouterr().out
+        assert trial.num_ends == 1
+        assert trial.snapshots == []
+        trial.spawn(3)
+        assert trial.outcome() == undisturbed()
 
 
 # --- clocks -----------------------------------------------------------------------------------------------------------

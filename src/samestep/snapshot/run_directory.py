@@ -161,6 +161,16 @@ class RunDirectory:
         """Raise Error if another process, or a later run of this process, has taken the run over."""
         self._get_lock().check()
 
+    def _check_begun(self) -> None:
+        """Check before a write that only a run's record gives a meaning: a start refuses a snapshot without one.
+
+        Raises:
+            RunDirectoryError: another process has taken the run over.
+            OSError: the record was removed, and perhaps all files of the directory.
+        """
+        self.check_still_ours()
+        (self.path / RECORD).stat()
+
     def _get_lock(self) -> Lock:
         if self._lock is None:
             raise UsageError(
@@ -291,7 +301,7 @@ class RunDirectory:
         record = {"status": status, "reason": reason, "time": _now(), "host": read_host(), "process": os.getpid()}
         record |= {} if end is None else {**end, **({"lost": self.lost} if self.lost else {})}
         with suppress(OSError, Error):  # the disk may be read-only, or another process may have taken the run over
-            self._lock.check()
+            self._check_begun()
             self._overwrite_status(record)
 
     def _overwrite_status(self, record: Mapping[str, Any]) -> None:
@@ -376,7 +386,7 @@ class RunDirectory:
             OSError: the disk is full or gone.
         """
         metrics, ledger = self._get_logs()
-        self.check_still_ours()
+        self._check_begun()
         self._enter_last()
         ledger.flush()
         return {
@@ -408,7 +418,7 @@ class RunDirectory:
             waits_s = time.monotonic()
             confirm()
             began_s += time.monotonic() - waits_s
-            self.check_still_ours()
+            self._check_begun()
 
         self.store.write_encoded(structure, tensors, step=step, name=name, meta=meta, confirm=confirm_all)
         self.save_s = time.monotonic() - began_s
