@@ -12,8 +12,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from samestep.engine.gradient_pass import GradientPass
 from samestep.errors import UsageError
+from samestep.train.stateful import find_held_optimizers, is_saved
 from samestep.train.steps import Step, StepObserver
+from samestep.watch.replica_checksums import checksum, read_back
 
+MOST_EMPTY = 4  # updates without a gradient, from the start on, that may be on purpose
 Signature = list[tuple[str, int, Any]]
 
 
@@ -22,11 +25,16 @@ class MisuseChecks(StepObserver):
 
     def __init__(self, objects: Mapping[str, Any], modules: Mapping[str, nn.Module], gradients: GradientPass) -> None:
         self._objects, self._modules, self._gradients = objects, modules, gradients
-        self._optimizers: WeakSet[Optimizer] = WeakSet(o for o in objects.values() if isinstance(o, Optimizer))
+        own = [thing for thing in objects.values() if isinstance(thing, Optimizer)]
+        self._optimizers: WeakSet[Optimizer] = WeakSet([*own, *find_held_optimizers(objects)])
         self._schedules = [(name, thing) for name, thing in objects.items() if isinstance(thing, LRScheduler)]
         self._signature = self._sign()
         self._names = {number: path for path, number, _ in self._signature}
         self._unused_step: int | None = None  # computed gradients, and no optimizer of the run was called since
+        self._first_unused: int | None = None  # the first step whose gradients no optimizer used
+        self._weights: list[int] | None = None  # checksums in the present step, once there is a first unused one
+        self._is_updated_otherwise = False  # the script updates weights without an optimizer of torch
+        self._empty_steps: set[int] | None = set()  # updates found no gradient; None: one has found some
         self._step: Step | None = None
         self._read: list[int] = []  # position of each schedule when the pass began
         self._hook: Any = None
@@ -72,32 +80,46 @@ class MisuseChecks(StepObserver):
     def reduced(self, step: Step) -> None:
         if step.has_gradients and step.num_passes == 1:
             self._unused_step = step.number
+            if self._first_unused is not None and not self._is_updated_otherwise:
+                self._weights = self._sum_weights()
 
     def read_schedules(self) -> list[int]:
         """Return the position of each learning rate schedule."""
         return [getattr(schedule, "last_epoch", 0) for _, schedule in self._schedules]
 
     def _check_used(self) -> None:
-        """Check that an optimizer has used the gradients of the previous step, before this step drops them.
+        """Check that the gradients of the previous step were used, before this step drops them.
 
         A step without an update is correct if the script has dropped the gradients or set them to 0, if a gradient
-        scaler skips non-finite ones, or if weights are updated without an optimizer of torch.
+        scaler skips non-finite ones, or if weights are updated without an optimizer of torch. torch does not count
+        writes through `.data`, so the first unused step only begins a comparison of the weights.
 
         Raises:
-            UsageError: no optimizer has used them.
+            UsageError: no optimizer has used them, and no weight has changed.
         """
         number, self._unused_step = self._unused_step, None
+        weights, self._weights = self._weights, None
         reducer = self._gradients.reducer
-        if number is None or not self._optimizers or reducer.has_new_weights():
+        if number is None or not self._optimizers or self._is_updated_otherwise or reducer.has_new_weights():
             return
         left = [param.grad for param in reducer.params if param.grad is not None]
-        if any(bool(grad.any()) for grad in left) and all(bool(grad.isfinite().all()) for grad in left):
+        if not any(bool(grad.any()) for grad in left) or not all(bool(grad.isfinite().all()) for grad in left):
+            return
+        if self._first_unused is None:
+            self._first_unused = number
+        elif weights != self._sum_weights():
+            self._is_updated_otherwise = True
+        else:
             raise UsageError(
-                f"the gradients of step {number} were not used by an optimizer.step() before the next step: call it "
-                "after the inner loop of every step; to accumulate more samples per update, raise batch_size, since "
-                "each step sums all of its micro-batches; to skip an update, call optimizer.zero_grad() after the "
-                "inner loop"
+                f"the gradients of step {self._first_unused} were not used by an optimizer.step() before the next "
+                f"step, nor those of step {number}: call it after the inner loop of every step; to accumulate more "
+                "samples per update, raise batch_size, since each step sums all of its micro-batches; to skip an "
+                "update, call optimizer.zero_grad() after the inner loop"
             )
+
+    def _sum_weights(self) -> list[int]:
+        params = self._gradients.reducer.params
+        return [*read_back({str(i): checksum(param) for i, param in enumerate(params)}).values()]
 
     def _check_update(self, optimizer: Optimizer, *_: Any) -> None:
         is_known = optimizer in self._optimizers
@@ -105,27 +127,42 @@ class MisuseChecks(StepObserver):
         if (step := self._step) is not None and (is_known or name is not None):
             step.refuse_inside("optimizer.step()", "its gradient is not complete there; dedent it by one level")
             self._unused_step = None
-            own = (param for group in optimizer.param_groups for param in group["params"])
-            others = (param for module in self._modules.values() for param in module.parameters())
-            if step.has_gradients and all(param.grad is None for param in chain(own, others)):
-                raise UsageError(
-                    f"optimizer.step() finds no gradient in step {step.number}: zero_grad() after the micro-batch loop "
-                    "drops the gradients of the loop; remove it"
-                )
+            if step.has_gradients:
+                self._check_gradients(step, optimizer)
         if name is not None:
             raise UsageError(
                 f"an optimizer ({type(optimizer).__name__}) that was not passed to run.prepare updates {name}: pass "
                 "it, so that its state is part of the snapshots"
             )
 
+    def _check_gradients(self, step: Step, optimizer: Optimizer) -> None:
+        """Check that an update finds gradients. A script may drop those of a few steps, which skips their updates.
+
+        Raises:
+            UsageError: there were none in the first `MOST_EMPTY` steps of this start.
+        """
+        if self._empty_steps is None:
+            return
+        own = (param for group in optimizer.param_groups for param in group["params"])
+        others = (param for module in self._modules.values() for param in module.parameters())
+        if any(param.grad is not None for param in chain(own, others)):
+            self._empty_steps = None
+            return
+        self._empty_steps.add(step.number)
+        if len(self._empty_steps) == MOST_EMPTY:
+            raise UsageError(
+                f"optimizer.step() finds no gradient in step {min(self._empty_steps)}: zero_grad() after the "
+                f"micro-batch loop drops the gradients of the loop, as in all {MOST_EMPTY} steps so far; remove it"
+            )
+
     def _find_ours(self, optimizer: Optimizer) -> str | None:
-        """Return a prepared parameter of an unprepared optimizer, unless the optimizer is part of a prepared object."""
-        things = [thing for thing in self._objects.values() if not isinstance(thing, LRScheduler)]
-        if any(value is optimizer for thing in things for value in getattr(thing, "__dict__", {}).values()):
+        """Return a prepared parameter of an unprepared optimizer, unless a prepared object saves the optimizer."""
+        params = (param for group in optimizer.param_groups for param in group["params"])
+        name = next((self._names[id(param)] for param in params if id(param) in self._names), None)
+        if name is not None and is_saved(self._objects, optimizer):
             self._optimizers.add(optimizer)
             return None
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        return next((self._names[id(param)] for param in params if id(param) in self._names), None)
+        return name
 
     def _sign(self) -> Signature:
         return [
@@ -135,8 +172,11 @@ class MisuseChecks(StepObserver):
         ]
 
 
-def _refuse_early(*_: Any) -> None:
-    raise UsageError(
-        "optimizer.step() was called before the loop of the run: each rank trains alone there, on the whole data set, "
-        "and nothing is saved; iterate over run.epochs(...) or run.steps(...)"
-    )
+def _refuse_early(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse an update before the loop. Without a gradient, and a closure to compute one, it does nothing."""
+    has_closure = len(args) > 1 or bool(kwargs)
+    if has_closure or any(param.grad is not None for group in optimizer.param_groups for param in group["params"]):
+        raise UsageError(
+            "optimizer.step() was called before the loop of the run: each rank trains alone there, on the whole data "
+            "set, and nothing is saved; iterate over run.epochs(...) or run.steps(...)"
+        )

@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from samestep.engine.gradient_pass import GradientPass
-from samestep.train.stateful import Objects, optimizers
+from samestep.train.stateful import Objects, find_held_optimizers, optimizers
 from samestep.train.steps import Step, StepObserver
 
 
@@ -14,7 +14,10 @@ class TrainedParameters(StepObserver):
     """Passes the trained parameters to the gradient pass, again after each change by the script (add_param_group)."""
 
     def __init__(self, objects: Objects, modules: Mapping[str, nn.Module], gradients: GradientPass) -> None:
-        self._objects, self._modules, self._gradients = objects, modules, gradients
+        self._modules, self._gradients = modules, gradients
+        self._optimizers = optimizers(objects)
+        if self._optimizers:  # with wrappers alone, all parameters are trained
+            self._optimizers += find_held_optimizers(objects)
         self._held: list[int] | None = None
         self._follow()
 
@@ -22,7 +25,7 @@ class TrainedParameters(StepObserver):
         self._follow()
 
     def _follow(self) -> None:
-        held = [id(param) for o in optimizers(self._objects) for group in o.param_groups for param in group["params"]]
+        held = [id(param) for o in self._optimizers for group in o.param_groups for param in group["params"]]
         if held == self._held:
             return
         self._held, wanted = held, {*held}

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from samestep.config import Interval
 from samestep.engine.gradient_pass import Report
 from samestep.errors import Error
+from samestep.snapshot.async_copy import is_finite
 from samestep.snapshot.inspection import TrainingState
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.stateful import list_checked, list_stable, unwrap
@@ -64,11 +66,16 @@ class Replicas(StepObserver):
         self._objects, self._group = objects, group
         self._every = every if group.world_size > 1 else None
         self._alike_at: int | None = None
+        self._settled: dict[str, ref[Tensor]] = {}  # tensors that were equal in the last comparison
+        self._ignored: set[str] = set()  # names of optimizer state that differed from the first comparison on
+        self._begun_infinite: set[str] = set()  # labels of `list_checked`
         self._alike_s, self._is_wanted = time.monotonic(), False
 
     def watch(self, snapshotter: Snapshotter) -> None:
         """Begin to watch, before the first step of a loop, so that a change before its update is noticed."""
         snapshotter.watch(list_stable(self._objects))
+        if snapshotter.path is not None:
+            self._begun_infinite = {label for label, tensor in list_checked(self._objects) if not is_finite(tensor)}
 
     def is_time(self) -> bool:
         """Return whether a comparison is due by this rank's clock."""
@@ -93,19 +100,35 @@ class Replicas(StepObserver):
         self._compare(step, read_back({name: checksum(tensor) for name, tensor in name_replicated(self._objects)}))
 
     def _compare(self, step: int, checksums: Mapping[str, int]) -> None:
+        checksums = {name: value for name, value in checksums.items() if name not in self._ignored}
         if len(set(self._group.gather_number(combine(checksums)))) > 1:
-            replies = self._group.gather((read_host(), checksums))
-            drift = find_drift([replica for _, replica in replies])
-            assert drift is not None
-            raise Error(explain_drift(drift, [host for host, _ in replies], step, self._alike_at))
+            replies = self._group.gather((read_host(), checksums, [*self._find_proofs()]))
+            replicas = [replica for _, replica, _ in replies]
+            proofs = set[str].intersection(*({*names} for *_, names in replies))
+            drift = find_drift([{name: replica[name] for name in replica if name in proofs} for replica in replicas])
+            if drift is not None:
+                raise Error(explain_drift(drift, [host for host, *_ in replies], step, self._alike_at))
+            self._ignored |= {name for name, value in checksums.items() if any(r.get(name) != value for r in replicas)}
+        self._settled = {name: ref(tensor) for name, tensor in name_replicated(self._objects)}
         self._alike_at, self._alike_s, self._is_wanted = step, time.monotonic(), False
+
+    def _find_proofs(self) -> Iterator[str]:
+        """Yield the names of tensors that prove a drift if they differ.
+
+        These are the parameters, and the optimizer state that was equal before. Other state may be memory that the
+        optimizer has allocated and never reads.
+        """
+        for name, tensor in name_replicated(self._objects):
+            before = self._settled.get(name)
+            if isinstance(tensor, nn.Parameter) or (before is not None and before() is tensor):
+                yield name
 
     def describe(self, build: Callable[[], dict[str, Any]], step: int) -> TrainingState:
         """Return the content of a snapshot after `step` steps. `build`: see `TrainingState`."""
         is_due = self._every is not None and self._alike_at != step
         return TrainingState(
             build,
-            checked=list_checked(self._objects),
+            checked=[each for each in list_checked(self._objects) if each[0] not in self._begun_infinite],
             stable=list_stable(self._objects),
             replicated=[*name_replicated(self._objects)],
             compare=partial(self._compare, step) if is_due else None,

@@ -13,10 +13,12 @@ from torch.amp.grad_scaler import GradScaler
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.optim.lr_scheduler import LRScheduler
 
 from samestep.engine.buffers import check_module, spread_buffers
 from samestep.errors import InvalidType, InvalidValue, UsageError
 
+MAX_HELD = 2_000  # most parts of prepared objects to search for optimizers
 Objects = Mapping[str, Any]
 OldParams = dict[int, ref[nn.Parameter]]
 
@@ -83,6 +85,39 @@ def optimizers(objects: Objects) -> list[torch.optim.Optimizer]:
     return [thing for thing in objects.values() if isinstance(thing, torch.optim.Optimizer)]
 
 
+def find_held_optimizers(objects: Objects) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that prepared objects hold in attributes, lists and dicts, such as a wrapper's.
+
+    Learning rate schedulers are left out: they hold an optimizer that they do not save.
+    """
+    found: list[torch.optim.Optimizer] = []
+    things, seen = [*objects.values()], {id(thing) for thing in objects.values()}
+    for thing in things:  # grows during the loop
+        if isinstance(thing, nn.Module | LRScheduler) or len(seen) > MAX_HELD:
+            continue
+        held = thing.values() if isinstance(thing, dict) else thing if isinstance(thing, list | tuple) else ()
+        for part in (*held, *getattr(thing, "__dict__", {}).values()):
+            is_looked_into = hasattr(part, "__dict__") or isinstance(part, dict | list | tuple)
+            if id(part) in seen or isinstance(part, torch.Tensor | type) or not is_looked_into:
+                continue
+            seen.add(id(part))
+            things.append(part)
+            if isinstance(part, torch.optim.Optimizer):
+                found.append(part)
+    return found
+
+
+def is_saved(objects: Objects, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the objects' states are built from the state of an optimizer."""
+    asked: list[bool] = []
+    hook = optimizer.register_state_dict_pre_hook(lambda _: asked.append(True))
+    try:
+        states(objects)
+    finally:
+        hook.remove()
+    return bool(asked)
+
+
 def learning_rates(objects: Objects) -> dict[str, float]:
     """Return the learning rate of each optimizer's first parameter group, by its name in a row of metrics."""
     named = [(name, thing) for name, thing in objects.items() if isinstance(thing, torch.optim.Optimizer)]
@@ -119,10 +154,10 @@ def states(objects: Objects) -> dict[str, Any]:
 
 
 def list_checked(objects: Objects) -> list[tuple[str, torch.Tensor]]:
-    """Return the tensors that must be finite in a snapshot, with names for messages.
+    """Return the tensors that training must not make infinite or nan, with names for messages.
 
-    These are parameters, BatchNorm's statistics and the optimizers' state. Other buffers, such as masks, may be
-    infinite.
+    These are parameters and BatchNorm's statistics. Other buffers, such as masks, may be infinite. An optimizer's state
+    may be, too, or hold memory that is never read; what it spoils shows in the parameters after the next update.
     """
     found: list[tuple[str, torch.Tensor]] = []
     for name, thing in objects.items():
@@ -134,8 +169,6 @@ def list_checked(objects: Objects) -> list[tuple[str, torch.Tensor]]:
                 if isinstance(part, _BatchNorm)
                 for key, buffer in part.named_buffers(recurse=False)
             ]
-        elif isinstance(thing, torch.optim.Optimizer):
-            found += [(f"{name}.state", value) for value in _state_tensors(thing)]
     return found
 
 
