@@ -19,15 +19,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.tiny import Pairs, tiny_run
+from support.tiny import Pairs, Tiny, tiny_run
 
 from samestep.errors import Error
 from samestep.plan.ledger import Entry
 from samestep.tools.report.charts import COLOURS, Chart, build_heat_map
 from samestep.tools.report.decimation import decimate
-from samestep.tools.report.run_data import build_intervals, read_run_data
+from samestep.tools.report.run_data import Points, build_intervals, read_run_data, sum_phases
 from samestep.tools.report.run_report import run_report
 from samestep.watch import timeline
+from samestep.watch.records import read_rows
 from samestep.watch.stall_diagnosis import Beat
 from samestep.world.environment import read_host
 
@@ -174,23 +175,44 @@ def test_the_memory_of_every_rank_is_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("time", "spent_s", "edges"),
+    ("more", "edges"),
     [
-        ("2026-01-02T00:00:00+00:00", {"starting": [1.0]}, [0, 5]),  # a short run: one row, from its beginning
-        ("2026-01-02T00:00:00+00:00", {}, None),
-        ("1970-01-01T00:00:00+00:00", {"starting": [1.0]}, None),  # of a restart: it may have begun at a later step
+        ({"first_step": 0}, [0, 5]),  # a short run: one row, from its beginning
+        ({"first_step": 5}, None),  # of a restart
+        ({}, None),
     ],
 )
-def test_a_timeline_begins_with_its_run(
-    tmp_path: Path, time: str, spent_s: dict[str, list[float]], edges: list[float] | None
-) -> None:
-    row = make_row([5], forward=[2.0], **spent_s) | {"time_s": 1e9, "memory_mb": [9.0]}
-    restarts = [{"reason": "", "from_step": 5, "world_size": 1, "time": time}]
-    data = read_run_data(write_run(tmp_path / "run", timeline=[row], restarts=restarts), "run", {})
+def test_a_timeline_begins_with_its_run(tmp_path: Path, more: dict[str, int], edges: list[float] | None) -> None:
+    row = make_row([5], forward=[2.0], starting=[1.0]) | {"memory_mb": [9.0], **more}
+    data = read_run_data(write_run(tmp_path / "run", timeline=[row]), "run", {})
     assert (None if data.timeline is None else data.timeline.edges.tolist()) == edges
     if data.timeline is not None:
         assert (data.timeline.seconds.tolist(), data.timeline.memory["memory"].tolist()) == ([2.0], [[9.0]])
         assert build_heat_map(data.timeline).cells.tolist() == [[400.0]]  # type: ignore[union-attr]
+
+
+def test_a_start_begins_where_the_last_one_was_saved() -> None:
+    """The time of the last steps before it is lost: they have no speed, and belong to the earlier number of ranks."""
+    rows = [
+        make_row([40, 40], forward=[1.0, 1.0]) | {"first_step": 0},
+        make_row([62, 62, 62], starting=[1.0, 1.0, 1.0]) | {"first_step": 62},
+        make_row([80, 79, 80], forward=[0.9, 0.8, 0.9]),
+    ]
+    intervals = build_intervals(rows)
+    assert intervals is not None
+    assert (intervals.edges.tolist(), intervals.world_sizes) == ([0, 40, 62, 80], [2, 2, 3])
+    np.testing.assert_array_equal(intervals.seconds, [1, np.nan, 0.9])
+    np.testing.assert_array_equal(intervals.num_steps[1:], [[0, 0, 0], [18, 17, 18]])
+
+
+def test_the_timeline_of_a_further_loop_begins_anew(tmp_path: Path) -> None:
+    tiny = Tiny(tmp_path / "run")
+    tiny.train(2, data=Pairs(16))
+    spent_s = sum_phases(read_rows(tmp_path / "run" / "timeline.jsonl"))
+    tiny.train(1, data=Pairs(16))
+    rows = read_rows(tmp_path / "run" / "timeline.jsonl")
+    assert [row["first_step"] for row in rows if "first_step" in row] == [0, 4]
+    assert sum_phases(rows)["starting"] == spent_s["starting"], "the start counts once"
 
 
 def test_numbers_of_ranks_are_bands(tmp_path: Path) -> None:
@@ -220,6 +242,33 @@ def test_the_image_of_a_heat_map() -> None:
     raw = zlib.decompress(data[at + 4 : at + 4 + int.from_bytes(data[at - 4 : at], "big")])
     assert raw[1:5] == bytes([68, 1, 84, 255])
     assert raw[13 + 9 : 13 + 13] == bytes([253, 231, 37, 255])
+
+
+@pytest.mark.parametrize(
+    ("times_s", "slowest"),
+    [
+        ([[0.431, 0.4311], [0.431, 0.4311]], None),  # equal
+        ([[0.40, 0.41], [0.52, 0.50], [0.40, 0.44]], None),  # within 5 %
+        ([[0.4, 0.9], [0.9, 0.4], [0.4, 0.7]], None),  # within the noise
+        ([[0.4, 0.5], [0.42, 0.5], [0.41, 0.52]], 1),
+        ([[0.4], [0.4]], None),
+    ],
+)
+def test_a_slow_rank_is_named_if_it_is_slower_than_the_noise(times_s: list[list[float]], slowest: int | None) -> None:
+    num_ranks = len(times_s[0])
+    rows = [make_row([10 * n] * num_ranks, forward=each) for n, each in enumerate([[0.0] * num_ranks, *times_s])]
+    heat = build_heat_map(build_intervals(rows))
+    assert heat is not None
+    assert heat.slowest == slowest
+    low, high = heat.scale
+    assert high >= 1.25 * low, "smaller differences have one colour"
+
+
+def test_curves_that_coincide_are_seen_around_each_other() -> None:
+    steps = np.arange(10.0)
+    low, high = Points(steps, steps), Points(steps, steps + 5)
+    chart = Chart("", {"a": low, "b": high, "c": low, "d": Points(steps[5:], steps[5:])})
+    assert chart.widths == [7.5, 1.5, 4.5, 1.5]
 
 
 def test_the_rows_of_a_timeline_get_rarer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,6 +306,7 @@ def test_nothing_in_a_run_can_act_in_the_page(tmp_path: Path) -> None:
     )
     (run / "logs" / "0").mkdir(parents=True)
     (run / "logs" / "0" / "0.log").write_text(f"line\n{HOSTILE}\n")
+    (run / "logs" / "0" / "failure.json").write_text(json.dumps({"rank": 0, "reason": HOSTILE}))
     (tmp_path / "verify.txt").write_text(HOSTILE)
     page = report(run, output=tmp_path / "out.html", more=("--attach", str(tmp_path / "verify.txt")))
     assert HOSTILE not in page

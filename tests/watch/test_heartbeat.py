@@ -211,6 +211,8 @@ def test_the_table() -> None:
     assert second == ("1", "here", "130", "reducing", "12 s", "100.0 ms", "80", "waits in the reduction")
     short = format_rows({"time_s": 0.0, "micro_batch_size": 4, "ranks": ranks[:1]}, None)
     assert short == (header[:-1], [first[:-1]]), "a column without entries is left out"
+    _, [old] = format_rows({"time_s": 0.0, "micro_batch_size": 4, "ranks": [build_rank(2, age_s=1.42)]}, None)
+    assert (old[4], old[-1]) == ("0 s", "1.4 s ago"), "the rank is further by now"
     spent_s = {**ranks[0]["spent_s"], "forward": 2.0, "loading": 2.0}
     later = build_rank(0, num_steps=40, num_micro_batches=150, spent_s=spent_s)
     assert compute_rates(later, ranks[0], 4) == (0.1, 100.0)

@@ -1,5 +1,6 @@
 """The ranks of one launch on this machine: starts, watches and stops them, and reads why one failed."""
 
+import json
 import math
 import os
 import secrets
@@ -16,10 +17,11 @@ from typing import Any
 from samestep.config import PREFIX, Overrides, to_variables
 from samestep.console import print_error
 from samestep.errors import Error, InvalidValue
-from samestep.files import open_regular
+from samestep.files import open_regular, replace_file
 from samestep.launch.failure import Failure, describe_death, find_first, read_failure
 from samestep.launch.forkserver import ForkServer
 from samestep.world.environment import (
+    FAILURE,
     FINISHED,
     LEAVE,
     SECRET,
@@ -277,6 +279,14 @@ class Ranks:
         if failure is None or failure.rank in self.shown:
             return failure
         return replace(failure, log=_read_tail(self.directory / f"rank{failure.rank}.log"))
+
+    def record(self, failure: Failure) -> None:
+        """Write the failure that ended this start beside its logs, unless the rank has only lost another one."""
+        log = self.find_log(failure.rank)
+        if log and not failure.secondary:
+            content = json.dumps({"rank": failure.rank, "reason": failure.reason})
+            with suppress(OSError):
+                replace_file(Path(log).with_name(FAILURE), content.encode())
 
     def report(self, failure: Failure, then: str = "") -> None:
         """Print a failure; the reason comes last, and once. `then`: what follows, if the launch does not end."""

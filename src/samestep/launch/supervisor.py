@@ -69,6 +69,8 @@ def run_local(ranks: Ranks, launch: Launch) -> End:
             if has_failed:
                 ranks.stop()
             failure, may_restart = ranks.first_failure(), num_restarts < launch.max_restarts
+            if failure is not None:
+                ranks.record(failure)
             # An Error is a mistake of the user, and would occur again.
             if failure is None or failure.kind == "error" or launch.received or ranks.lost or not may_restart:
                 return End(is_complete=True)
@@ -177,6 +179,8 @@ class NodeSession:
         if not self._has_reported and (ranks.done or ranks.failures or (received and not ranks.started)):
             self._has_reported = True
             failure = ranks.first_failure()
+            if failure is not None:
+                ranks.record(failure)
             self._link.send(
                 "ended",
                 round=self._round,

@@ -28,7 +28,9 @@ from samestep.watch.records import (
     STATUS,
     add_line,
     count_lines,
+    list_logs,
     read_or_empty,
+    read_status,
 )
 from samestep.world.environment import Restart, advise, read_host
 
@@ -74,6 +76,7 @@ class RunDirectory:
         self.elsewhere: Elsewhere | None = None
         self.snapshot: Snapshot | None = None
         self._is_begun, self._lost_steps = False, 0
+        self._start: int | None = None  # number of this start, once its logs have begun
         self._measured: Mapping[str, Any] = {}  # by the last start that made a step
         self._warned: set[str] = set()  # logs that could not be written
         self._made_directories: list[Path] = []
@@ -255,8 +258,8 @@ class RunDirectory:
     def find_restart(self) -> int:
         """Return the number of this start: 0 for the first, then as in `restarts.jsonl`. It has no logs yet."""
         num_starts = count_lines(self.path / RESTARTS) + bool(read_or_empty(self.path / STATUS))
-        taken = [int(path.name) for path in (self.path / LOGS).glob("*") if path.name.isdecimal()]
-        return max([num_starts, *(number + 1 for number in taken)])
+        self._start = max([num_starts, *(int(path.name) + 1 for path in list_logs(self.path)[-1:])])
+        return self._start
 
     def write_start(self, restart: Restart | None, *, from_step: int, world_size: int) -> None:
         """Add a line to `restarts.jsonl`, unless this is the run's first start.
@@ -266,13 +269,13 @@ class RunDirectory:
             from_step: number of completed steps.
         """
         path = self.path / RESTARTS
-        before = read_or_empty(self.path / STATUS)
+        before = read_status(self.path)
         if before or restart is not None:
             row = {
                 "time": _now(),
                 "restart": count_lines(path) + 1,
                 "reason": restart.reason if restart is not None else _describe_end(before),
-                "rank": restart.rank if restart is not None else None,
+                "rank": restart.rank if restart is not None else before.get("rank"),
                 "from_step": from_step,
                 "lost_steps": self._lost_steps,
                 "world_size": world_size,
@@ -299,6 +302,7 @@ class RunDirectory:
         elif not end.get("measured"):
             end = {**end, "measured": self._measured}
         record = {"status": status, "reason": reason, "time": _now(), "host": read_host(), "process": os.getpid()}
+        record |= {} if self._start is None else {"start": self._start}
         record |= {} if end is None else {**end, **({"lost": self.lost} if self.lost else {})}
         with suppress(OSError, Error):  # the disk may be read-only, or another process may have taken the run over
             self._check_begun()

@@ -17,12 +17,22 @@ from samestep.console import build_table, draw_bars, escape, print_table
 from samestep.errors import Error
 from samestep.snapshot.object_store import ObjectStore, find_copy, read_run
 from samestep.tools.inspect import CommandParser
-from samestep.watch.records import LOGS, RANKS, STACKS_WANTED, STATUS, TIMELINE, read_or_empty, read_rows
+from samestep.watch.records import (
+    RANKS,
+    STACKS_WANTED,
+    STATUS,
+    TIMELINE,
+    list_logs,
+    read_or_empty,
+    read_rows,
+    read_status,
+)
 from samestep.watch.stall_diagnosis import BUSY, describe_seconds
 from samestep.world.environment import read_host, read_overrides
 
 POLL_S = 1.0
 WINDOW_S = 10.0
+OLD_S = 0.5  # age of a heartbeat that is shown
 STALE_S = 30.0  # a run without news for this long counts as dead
 ANSWER_S = 6.0  # for all ranks to write their stacks
 TAIL_BYTES = 1 << 16  # of the timeline
@@ -42,6 +52,7 @@ once. On a terminal, the key s shows the stacks of all ranks, and q quits. The t
   compute/step  milliseconds of forward and backward per step, without waits for data or other ranks
   samples/s     samples per second of this rank, over all phases
   where         after {POLL_S:g} s in one phase: the collective in which the rank waits, or the line of the script;
+                1.4 s ago: the row is from a heartbeat of that age, so that the rank is further by now;
                 silent: no heartbeat arrives
 
 On a terminal, the column step times draws one bar for each of the last intervals of timeline.jsonl, each a second or
@@ -106,13 +117,14 @@ def _follow(run_dir: Path) -> int:
     records: list[dict[str, Any]] = []
     with _Keys() as keys, Live(Text("the run is starting"), auto_refresh=False, transient=False) as live:
         while (record := read_or_empty(run_dir / RANKS)) or not has_ended(run_dir):
-            if record and (not records or record["time_s"] != records[-1]["time_s"]):
-                records = [old for old in records if record["time_s"] - old["time_s"] < WINDOW_S] + [record]
+            if record:
+                if not records or record["time_s"] != records[-1]["time_s"]:
+                    records = [old for old in records if record["time_s"] - old["time_s"] < WINDOW_S] + [record]
                 styles = [_choose_style(rank) for rank in record["ranks"]]
                 table = build_table(_name_table(record), *_add_bars(run_dir, *format_rows(record, records[0])), styles)
                 table.caption = "s: stacks of all ranks, q: quit" if keys.are_read else None
                 live.update(table, refresh=True)
-            elif record and time.time() - record["time_s"] > RESTART_S and has_ended(run_dir):
+            if record and time.time() - record["time_s"] > RESTART_S and has_ended(run_dir):
                 break
             key = keys.wait(POLL_S)
             if key == "q":
@@ -150,10 +162,10 @@ class _Keys:
 
 def ask_for_stacks(run_dir: Path, ranks: Sequence[int]) -> str:
     """Make all ranks write the stacks of their threads, and return the stacks of the main threads."""
-    starts = [path for path in (run_dir / LOGS).glob("*") if path.name.isdecimal()]
+    starts = list_logs(run_dir)
     if not starts:
         return "the run writes no logs, and no stacks"
-    directory = max(starts, key=lambda path: int(path.name))
+    directory = starts[-1]
     wanted = directory / STACKS_WANTED
     try:
         wanted.touch()
@@ -182,7 +194,7 @@ def measure_steps(rows: Sequence[Mapping[str, Any]]) -> list[list[float | None]]
     for before, row in pairwise(rows):
         for rank, of_rank in enumerate(times):
             here = min(len(before["steps"]), len(row["steps"])) > rank
-            num_steps = row["steps"][rank] - before["steps"][rank] if here else 0
+            num_steps = row["steps"][rank] - row.get("first_step", before["steps"][rank]) if here else 0
             busy_s = sum(row["spent_s"][phase][rank] for phase in BUSY if rank < len(row["spent_s"].get(phase, ())))
             of_rank.append(busy_s / num_steps if num_steps > 0 else None)
     return times
@@ -216,9 +228,9 @@ def has_ended(run_dir: Path) -> bool:
 
 def describe_end(run_dir: Path) -> str:
     """Describe the state of a run without live ranks."""
-    status = read_or_empty(run_dir / STATUS)
+    status = read_status(run_dir)
     how = status.get("status", "starting")
-    if how == "running":
+    if how == "running" or (how == "killed" and not status.get("reason")):
         return f"{run_dir}: no heartbeat of the run: it was killed, its host is down, or it is restarting"
     return f"{run_dir}: {how}" + (f": {status['reason']}" if status.get("reason") else "")
 
@@ -253,17 +265,20 @@ def format_rows(
     rows = []
     for rank in record["ranks"]:
         compute_s, samples_per_s = compute_rates(rank, then.get(rank["rank"]), record["micro_batch_size"])
-        note = "silent" if rank["is_silent"] else f"waits in {rank['waits_in']}" if rank["waits_in"] else rank["place"]
+        is_silent, age_s = rank["is_silent"], rank["age_s"]
+        where = f"waits in {rank['waits_in']}" if rank["waits_in"] else rank["place"]
+        notes = ["silent"] if is_silent else [where] if rank["for_s"] > POLL_S else []
+        notes += [f"{age_s:.1f} s ago"] if age_s > OLD_S and not is_silent else []
         rows.append(
             (
                 str(rank["rank"]),
                 rank["host"],
                 str(rank["step"]),
                 rank["phase"],
-                describe_seconds(rank["for_s"] + rank["age_s"]),
+                describe_seconds(rank["for_s"] + (age_s if is_silent else 0.0)),
                 "" if compute_s is None else f"{1000 * compute_s:.1f} ms",
                 "" if samples_per_s is None else f"{samples_per_s:,.0f}",
-                note if rank["is_silent"] or rank["for_s"] > POLL_S else "",
+                ", ".join(filter(None, notes)),
             )
         )
     is_wide = any(row[-1] for row in rows)
@@ -275,4 +290,5 @@ def _choose_style(rank: Mapping[str, Any]) -> str | None:
 
 
 def _name_table(record: Mapping[str, Any]) -> str:
-    return f"{len(record['ranks'])} ranks"
+    age_s = time.time() - record["time_s"]
+    return f"{len(record['ranks'])} ranks" + (f", {describe_seconds(age_s)} ago" if age_s > 2 * POLL_S else "")

@@ -133,6 +133,9 @@ class Heartbeat:
         self._system = read_host_id("pid") or facts.host
         self._ident, self._native_id = threading.get_ident(), threading.get_native_id()
         self._interval_s = min(INTERVAL_S, facts.limits.floor_s / 4)
+        spent_s = clock.spent_s()  # in earlier loops; before the first loop, only the start, which counts
+        self._spent_before_s = spent_s if len(spent_s) > 1 else {}
+        self._num_before = clock.tallies["loading"].num
         self._closed = threading.Event()
         self._number = 0
         self._before: tuple[float, ThreadState] | None = None  # the previous state, and its time
@@ -149,7 +152,7 @@ class Heartbeat:
         self._still_s = 0.0
         self._timeline: Timeline | None = None
         if facts.rank == 0 and facts.run_dir is not None:
-            self._timeline = Timeline(facts.run_dir / TIMELINE)
+            self._timeline = Timeline(facts.run_dir / TIMELINE, facts.began_step)
         loops = [self._watch] if entries is None else [self._exchange, self._watch]
         self._threads = [threading.Thread(target=loop, name=f"samestep {loop.__name__}", daemon=True) for loop in loops]
         for started in self._threads:
@@ -164,7 +167,7 @@ class Heartbeat:
             thread.join(GRACE_S)
         if (self._facts.rank == 0 or self._published) and self._facts.run_dir is not None and self._facts.may_write():
             if self._timeline is not None and (ranks := self._collect()) is not None:
-                self._timeline.add(ranks, is_last=True)
+                self._timeline.add([self._build_beat(), *ranks[1:]], is_last=True)  # of rank 0 up to now
             with suppress(OSError):
                 (self._facts.run_dir / RANKS).unlink()
 
@@ -203,9 +206,12 @@ class Heartbeat:
             longest_s=self._clock.tallies[phase].longest_s,
             is_busy=is_busy,
             faults_per_s=faults_per_s,
-            spent_s={name: round(spent_s, 6) for name, spent_s in self._clock.spent_s().items()},
+            spent_s={
+                name: round(spent_s - self._spent_before_s.get(name, 0.0), 6)
+                for name, spent_s in self._clock.spent_s().items()
+            },
             num_steps=step - self._facts.began_step,
-            num_micro_batches=self._clock.tallies["loading"].num,
+            num_micro_batches=self._clock.tallies["loading"].num - self._num_before,
             memory_mb=memory_mb,
             device_mb=device_mb,
             **asdict(state),

@@ -16,7 +16,7 @@ from samestep.files import (
     parse_json,
     read_bytes,
 )
-from samestep.world.environment import read_host
+from samestep.world.environment import FAILURE, read_host
 
 LOCK = "lock"  # the process that writes the run
 RECORD = "run.json"  # the run's identity, and how it changed
@@ -52,6 +52,7 @@ _SHAPES = {
     },
     STATUS: {
         "status?": is_text, "reason?": is_text, "host?": is_text, "process?": is_count, "steps?": is_count,
+        "start?": is_count,
         "lost?": is_text,
         "measured?": {
             "samples_per_s?": is_number, "wall_s?": is_number,
@@ -63,9 +64,10 @@ _SHAPES = {
     TIMELINE: {
         "time_s": is_number,
         "steps": lambda value: fits(value, [is_count]) and len(value) <= MOST_RANKS,
-        "memory_mb?": [is_number], "device_mb?": [is_number],
+        "first_step?": is_count, "memory_mb?": [is_number], "device_mb?": [is_number],
         "spent_s": lambda value: is_object(value) and all(fits(row, [is_number]) for row in value.values()),
     },
+    FAILURE: {"rank": is_count, "reason": is_text},
     RESTARTS: {"reason": is_text, "from_step": is_count},  # each line
     RANKS: {"time_s": is_number, "micro_batch_size": is_count, "ranks": [_RANK]},
 }  # fmt: skip
@@ -88,12 +90,24 @@ def read_or_empty(path: Path) -> dict[str, Any]:
 
 
 def read_status(directory: Path) -> dict[str, Any]:
-    """Return `status.json` of a run, with "killed" for "running" if its process is gone from this host."""
+    """Return `status.json` of a run, with "killed" for "running" if its process is gone from this host.
+
+    If the launcher has recorded the failure that ended the start, that is the reason, and its rank is added: rank 0
+    often knows only that it has lost another rank.
+    """
     status = read_or_empty(directory / STATUS)
     is_here = status.get("status") == "running" and status.get("host") == read_host()
     if is_here and not Path(f"/proc/{status.get('process')}").exists():
-        return {**status, "status": "killed"}
+        status["status"] = "killed"
+    if status.get("status") in ("failed", "killed"):
+        status |= read_or_empty(directory / LOGS / str(status.get("start")) / FAILURE)
     return status
+
+
+def list_logs(run_dir: Path) -> list[Path]:
+    """Return the directories with the logs of the starts, in order. The last part of each is the number of a start."""
+    found = [path for path in (run_dir / LOGS).glob("*") if path.name.isdecimal()]
+    return sorted(found, key=lambda path: int(path.name))
 
 
 def read_rows(path: Path, most_bytes: int = MOST_ROWS_BYTES) -> list[dict[str, Any]]:

@@ -79,8 +79,8 @@ class Beat(ThreadState):
         num_seen, longest_s: how often this phase has ended, and its longest duration after WARM_UP.
         is_busy: it uses the CPU.
         faults_per_s: major page faults per second.
-        spent_s: phase -> total seconds.
-        num_steps: steps since the last start of the run.
+        spent_s: phase -> total seconds in this loop; for the first loop of a start, since the start.
+        num_steps: steps in this loop.
         num_micro_batches: micro-batches loaded so far.
         memory_mb, device_mb: resident memory of the process, and memory of the GPU in its tensors.
         age_s: seconds since this arrived.

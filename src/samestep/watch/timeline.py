@@ -21,11 +21,11 @@ class Timeline:
 
     A row is `{"time_s": ..., "steps": [...], "spent_s": {phase: [...]}, "memory_mb": [...]}`, with a value per rank in
     each list, and `"device_mb"` where a GPU is used. Beats of ranks are up to a second apart, so each rank's seconds
-    belong to its own steps. Rows of an earlier start remain.
+    belong to its own steps. Rows of earlier loops and starts remain. The first row of a loop has its `"first_step"`.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, first_step: int = 0) -> None:
+        self._path, self._first_step = path, first_step
         self._began_s = self._written_s = time.monotonic()
         self._before: list[dict[str, float]] = []
 
@@ -43,10 +43,11 @@ class Timeline:
             seconds = [round(beat.spent_s.get(phase, 0.0) - was.get(phase, 0.0), 4) for beat, was in pairs]
             if any(seconds):
                 spent_s[phase] = seconds
-        self._before = [dict(beat.spent_s) for beat in ranks]
-        if not spent_s:
+        is_first, self._before = not self._before, [dict(beat.spent_s) for beat in ranks]
+        if not spent_s and not is_first:
             return
         row: dict[str, Any] = {"time_s": round(time.time(), 3), "steps": [beat.step for beat in ranks]}
+        row |= {"first_step": self._first_step} if is_first else {}
         row |= {"spent_s": spent_s, "memory_mb": [beat.memory_mb for beat in ranks]}
         if any(beat.device_mb for beat in ranks):
             row["device_mb"] = [beat.device_mb for beat in ranks]

@@ -37,6 +37,9 @@ LEAVE = "leave"  # a rank that receives SIGTERM must end at once: another one ha
 START_AGAIN = 75  # exit code EX_TEMPFAIL: stopped by a signal, and saved; the same command continues the run
 
 
+FAILURE = "failure.json"  # in the directory of a start's logs: the rank whose failure ended it, and the reason
+
+
 def stop_code(signum: int) -> int:
     """Return the exit code of a run that a signal stopped after saving. Ctrl-C gives 130, as in other programs."""
     return 128 + signal.SIGINT if signum == signal.SIGINT else START_AGAIN

@@ -1,6 +1,7 @@
 """The charts of a report: their data for the script of the page, and static SVG and PNG for pages without scripts."""
 
 import base64
+import math
 import struct
 import zlib
 from collections import Counter
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from samestep.console import escape, format_ranks
 from samestep.files import is_count
-from samestep.tools.report.decimation import colour, decimate, merge_rows, shorten
+from samestep.tools.report.decimation import Floats, colour, decimate, merge_rows, shorten
 from samestep.tools.report.run_data import MOST_STEPS, Intervals, Points, RunData
 
 # After Okabe and Ito, who chose colours that colour-blind people can tell apart.
@@ -24,8 +25,11 @@ DASHES = ((), (7, 5), (2, 5), (10, 5, 2, 5))  # of the curves of one run in a ch
 NUM_BUCKETS = 1000  # of a chart: two points each
 NUM_STATIC_BUCKETS = 200
 WIDTH, HEIGHT, LEFT, BOTTOM = 720, 220, 60, 24  # of an SVG, in its own units
+WIDER = 3.0  # per curve that covers another
 MOST_BANDS = 100
 MOST_COLUMNS, MOST_CELLS = 400, 100_000  # of a heat map
+LEAST_SPAN = 0.25  # of the colours of a heat map, relative to the smallest value
+LEAST_DIFFERENCE, NUM_ERRORS = 0.05, 3.0  # of the means of two ranks: relative, and in standard errors
 
 
 def to_html(text: str) -> str:
@@ -58,6 +62,16 @@ class Chart:
     title: str
     series: Mapping[str, Points]
     runs: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def widths(self) -> list[float]:
+        """The width of each curve. A curve that later ones coincide with is wider, so that it is seen around them."""
+        curves = [decimate(points.steps, points.values, NUM_STATIC_BUCKETS) for points in self.series.values()]
+        low, high = _span(np.concatenate([y[np.isfinite(y)] for _, y in curves]))
+        return [
+            1.5 + WIDER * min(sum(_coincide(curve, later, (high - low) / HEIGHT) for later in curves[place + 1 :]), 3)
+            for place, curve in enumerate(curves)
+        ]
 
     @property
     def styles(self) -> list[tuple[int, int]]:
@@ -140,9 +154,9 @@ def find_bands(runs: Sequence[RunData]) -> list[Band]:
 def to_json(chart: Chart) -> dict[str, Any]:
     """Return a chart for the script of the page: at most 2 * NUM_BUCKETS points per curve."""
     series = []
-    for (label, points), (number, dash) in zip(chart.series.items(), chart.styles, strict=True):
+    for (label, points), (number, dash), width in zip(chart.series.items(), chart.styles, chart.widths, strict=True):
         x, y = decimate(points.steps, points.values, NUM_BUCKETS)
-        style = {"colour": COLOURS[number], "dash": DASHES[dash]}
+        style = {"colour": COLOURS[number], "dash": DASHES[dash], "width": width}
         series.append({"label": label, **style, "x": shorten(x, 15), "y": shorten(y)})
     return {"title": chart.title, "series": series}
 
@@ -172,12 +186,13 @@ def draw_svg(chart: Chart, marks: Sequence[Mark], bands: Sequence[Band] = ()) ->
             across, _ = place(mark.step, low_y)
             top = 8 if mark.kind == "restart" else floor - 6
             parts.append(f'<line class="{mark.kind}" x1="{across:.1f}" x2="{across:.1f}" y1="{top}" y2="{floor}"/>')
-    for (x, y), (number, dash) in zip(curves, chart.styles, strict=True):
+    for (x, y), (number, dash), width in zip(curves, chart.styles, chart.widths, strict=True):
         is_number = np.isfinite(y)
         across, down = place(x[is_number], y[is_number])
         points = " ".join(f"{a:.1f},{d:.1f}" for a, d in zip(across, down, strict=True))
         points += f" {points}" if len(x) == 1 else ""  # drawn as a dot
         stroke = f'stroke="{COLOURS[number]}" stroke-dasharray="{" ".join(map(str, DASHES[dash])) or "none"}"'
+        stroke += f' stroke-width="{width + 0.5:g}"'
         parts.append(f'<polyline fill="none" stroke-linecap="round" {stroke} points="{points}"/>')
     parts.append(f'<path class="axis" fill="none" d="M{LEFT},8V{floor}H{WIDTH - 8}"/>')
     for text, across, down, anchor in (
@@ -197,7 +212,15 @@ def build_key(chart: Chart) -> Iterator[str]:
         yield f'<li class="part{number} dash{dash}">{to_html(label)}</li>'
 
 
-def _span(values: NDArray[np.float64]) -> tuple[float, float]:
+def _coincide(one: tuple[Floats, Floats], other: tuple[Floats, Floats], near: float) -> bool:
+    """Return whether at least half of one curve is as near to the other as a line is wide."""
+    (x, y), (other_x, other_y) = one, (each[np.isfinite(other[1])] for each in other)
+    inside = np.isfinite(y) & (x >= other_x.min(initial=np.inf)) & (x <= other_x.max(initial=-np.inf))
+    distances = np.abs(y[inside] - np.interp(x[inside], other_x, other_y)) if inside.any() else np.array([np.inf])
+    return float((distances <= near).mean()) >= 0.5
+
+
+def _span(values: Floats) -> tuple[float, float]:
     """Return the smallest and largest value, or an interval around a single one."""
     low, high = (float(values.min()), float(values.max())) if values.size else (0.0, 1.0)
     pad = abs(low) / 2 or 0.5
@@ -225,14 +248,33 @@ class HeatMap:
         means: mean over all columns, for each rank.
     """
 
-    edges: NDArray[np.float64]
-    cells: NDArray[np.float64]
-    means: NDArray[np.float64]
+    edges: Floats
+    cells: Floats
+    means: Floats
+
+    @property
+    def scale(self) -> tuple[float, float]:
+        """The darkest and the brightest value. They differ by LEAST_SPAN at least, so that noise has one colour."""
+        low, high = float(np.nanmin(self.cells)), float(np.nanmax(self.cells))
+        return low, max(high, low * (1 + LEAST_SPAN))
+
+    @property
+    def slowest(self) -> int | None:
+        """The rank that takes longest; None if it does not differ from the fastest by more than the noise.
+
+        They are compared in the columns that both have. The noise is the standard error of the mean difference.
+        """
+        slow, fast = int(np.nanargmax(self.means)), int(np.nanargmin(self.means))
+        differences = self.cells[:, slow] - self.cells[:, fast]
+        differences = differences[np.isfinite(differences)]
+        noise = NUM_ERRORS * differences.std(ddof=1) / math.sqrt(len(differences)) if len(differences) > 1 else 0.0
+        is_slow = len(differences) > 0 and differences.mean() > max(noise, LEAST_DIFFERENCE * self.means[fast])
+        return slow if is_slow else None
 
     @property
     def image(self) -> str:
         """The map as the URL of a PNG, one pixel per cell, rank 0 at the top."""
-        return f"data:image/png;base64,{base64.b64encode(_write_png(colour(self.cells.T))).decode()}"
+        return f"data:image/png;base64,{base64.b64encode(_write_png(colour(self.cells.T, *self.scale))).decode()}"
 
     def to_json(self) -> dict[str, Any]:
         """Return the values for the script of the page."""

@@ -54,10 +54,8 @@ def merge_rows(num: int, most: int) -> NDArray[np.int64]:
     return np.unique(np.linspace(0, num, min(num, most), endpoint=False).astype(np.int64))
 
 
-def colour(values: Floats) -> NDArray[np.uint8]:
-    """Return the colours of values as RGBA `[*values.shape, 4]`. Small values are dark; nan is transparent."""
-    finite = values[np.isfinite(values)]
-    low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
+def colour(values: Floats, low: float, high: float) -> NDArray[np.uint8]:
+    """Return the colours of values as RGBA `[*values.shape, 4]`: `low` is dark, `high` bright, nan transparent."""
     place = np.clip((np.nan_to_num(values, nan=low) - low) / max(high - low, 1e-300), 0, 1) * (len(VIRIDIS) - 1)
     channels = [np.interp(place, np.arange(len(VIRIDIS)), VIRIDIS[:, channel]) for channel in range(3)]
     alpha = np.where(np.isfinite(values), 255, 0)

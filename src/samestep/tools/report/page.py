@@ -125,7 +125,7 @@ def _build_summary(runs: Sequence[RunData]) -> str:
         facts = {
             "state": f"{state}: {reason}" if reason else state,
             "steps": f"{run.num_steps:,}",
-            "snapshots": ", ".join(str(each["step"]) for each in run.snapshots[-5:]) or "none",
+            "newest snapshots": _name_steps([each["step"] for each in run.snapshots[-5:]]),
             "digest": run.digest,
             "restarts": str(len(run.restarts)),
             "samples/s": f"{measured['samples_per_s']:,.0f}" if "samples_per_s" in measured else "",
@@ -138,6 +138,12 @@ def _build_summary(runs: Sequence[RunData]) -> str:
         for name, value in facts.items():
             rows.setdefault(name, [""] * len(runs))[number] = value
     return _table(["", *(run.name for run in runs)], [[name, *cells] for name, cells in rows.items() if any(cells)])
+
+
+def _name_steps(steps: Sequence[int]) -> str:
+    """Name steps, such as "of steps 20 and 40"."""
+    *first, last = [str(step) for step in steps] or [""]
+    return f"of {'steps' if first else 'step'} {', '.join(first)}{' and ' if first else ''}{last}" if last else "none"
 
 
 def _build_scaling(scalings: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -172,11 +178,15 @@ def _build_times(runs: Sequence[RunData], maps: Mapping[str, HeatMap]) -> Iterat
 def _build_map(name: str, heat: HeatMap, number: int) -> str:
     """Return a heat map with a table of the ranks' means."""
     means = np.nan_to_num(heat.means)
-    slowest, low, high = int(means.argmax()), float(np.nanmin(heat.cells)), float(np.nanmax(heat.cells))
+    low, high = heat.scale
     words = (
         f"steps {heat.edges[0]:g} to {heat.edges[-1]:g} across, ranks 0 to {len(means) - 1} down, from {low:.3g} ms "
-        f"(dark) to {high:.3g} ms (bright); rank {slowest} takes longest, {means[slowest]:.3g} ms on average"
+        f"(dark) to {high:.3g} ms (bright)"
     )
+    if (slowest := heat.slowest) is not None:
+        words += f"; rank {slowest} takes longest, {means[slowest]:.3g} ms on average"
+    elif len(means) > 1:
+        words += "; no rank takes longer than the others by more than the noise"
     table = _table(("rank", "ms per step"), [(str(rank), f"{mean:.3g}") for rank, mean in enumerate(means)])
     height = min(max(len(means) * 14, 28), 480)
     return (

@@ -6,7 +6,6 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from datetime import datetime
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep.errors import Error
-from samestep.files import is_count, open_regular
+from samestep.files import open_regular
 from samestep.plan.ledger import count_records
 from samestep.tools.audit import audit_samples, summarize
 from samestep.tools.compare import PLACE, find_sound
 from samestep.tools.live_view import has_ended
-from samestep.watch.records import LEDGER, LOGS, METRICS, RESTARTS, TIMELINE, read_rows, read_status
+from samestep.watch.records import (
+    LEDGER,
+    METRICS,
+    RESTARTS,
+    TIMELINE,
+    list_logs,
+    read_or_empty,
+    read_rows,
+    read_status,
+)
 from samestep.watch.stall_diagnosis import BUSY
+from samestep.world.environment import FAILURE
 
 NOT_TRAINING = ("starting", "validating", "left", "ended")
 MOST_LINE_BYTES = 1 << 20  # a longer line ends the metrics: nothing writes such a line
@@ -48,7 +57,7 @@ class Intervals:
 
     Attributes:
         edges: float64 of length n + 1, increasing.
-        seconds: time of rank 0 in each row, without start and validation, float64 of length n.
+        seconds: time of rank 0 in each row, without start and validation, float64 of length n; nan if not known.
         busy_s: seconds per row and rank, n x ranks, in which the rank waits for no other; 0 if a row lacks the rank.
         num_steps: steps per row and rank, n x ranks, that these seconds belong to.
         world_sizes: number of ranks at the end of each row, of length n.
@@ -119,11 +128,11 @@ def read_run_data(run_dir: Path, name: str, record: Mapping[str, Any]) -> RunDat
         snapshots=[{"step": each.step, "digest": each.manifest.get("digest", "")} for each in find_sound(run_dir)],
         restarts=restarts,
         metrics=read_metrics(run_dir / METRICS),
-        timeline=build_intervals([_begin(rows[0]), *rows] if rows and _covers_begin(rows[0], restarts) else rows),
+        timeline=build_intervals(rows),
         spent_s=sum_phases(rows),
         audit=audit,
         audit_passed=passed,
-        logs=list(_read_logs(run_dir, status, restarts)),
+        logs=list(_read_logs(run_dir, status)),
     )
 
 
@@ -167,6 +176,13 @@ def build_intervals(rows: Sequence[Mapping[str, Any]]) -> Intervals | None:
         >>> intervals.edges, intervals.busy_s[0], intervals.num_steps[0]
         (array([10., 20., 30.]), array([0.5 , 0.25]), array([10.,  9.]))
     """
+    begun = (
+        [{**row, "steps": [row["first_step"]] * len(row["steps"]), "spent_s": {}}, row]
+        if "first_step" in row
+        else [row]
+        for row in rows
+    )
+    rows = [each for pair in begun for each in pair]
     num_ranks = max((len(row["steps"]) for row in rows), default=0)
     if num_ranks * len(rows) > MOST_CELLS:  # nothing writes so many, and each takes 16 bytes
         return None
@@ -177,10 +193,15 @@ def build_intervals(rows: Sequence[Mapping[str, Any]]) -> Intervals | None:
     before: list[int] = []
     for row in rows:
         steps = row["steps"]
-        if before and steps and before[0] > steps[0]:  # the run went back to a snapshot
+        is_begin = "first_step" in row and not row["spent_s"]
+        if is_begin or (before and steps and before[0] > steps[0]):  # the run went back to a snapshot
             while edges and edges[-1] > steps[0]:
                 edges.pop(), kept.pop(), ends.pop()
             held_s, held, before = 0.0, np.zeros((2, num_ranks)), []
+        if is_begin and edges and edges[-1] < steps[0]:  # the time of these steps was lost with the last start
+            edges.append(steps[0])
+            kept.append((math.nan, np.zeros_like(held)))
+            ends.append(ends[-1])
         for phase, spent_s in row["spent_s"].items():
             held_s += spent_s[0] if spent_s and phase not in NOT_TRAINING else 0.0
             if phase in BUSY:
@@ -209,35 +230,19 @@ def build_intervals(rows: Sequence[Mapping[str, Any]]) -> Intervals | None:
     return Intervals(np.array(edges, dtype=np.float64), seconds, ranks[:, 0], ranks[:, 1], sizes, memory)
 
 
-def _covers_begin(row: Mapping[str, Any], restarts: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the first row of a timeline covers the first steps of the run, of which it has the beginning."""
-    with suppress(KeyError, TypeError, ValueError):
-        began_again_s = datetime.fromisoformat(restarts[0]["time"]).timestamp() if restarts else math.inf
-        return any(row["spent_s"].get("starting", ())) and row["time_s"] < began_again_s
-    return False
-
-
-def _begin(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a row of the same ranks before their first step."""
-    return {"steps": [0] * len(row["steps"]), "spent_s": {}}
-
-
-def _read_logs(
-    run_dir: Path, status: Mapping[str, Any], restarts: Sequence[Mapping[str, Any]]
-) -> Iterator[tuple[str, str]]:
+def _read_logs(run_dir: Path, status: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield title and last lines of logs: of the rank that ended each start, and of all ranks at a failed run's end."""
-    for number, restart in enumerate(restarts):
-        if is_count(restart.get("rank")):
-            path = run_dir / LOGS / str(number) / f"{restart['rank']}.log"
-            if text := _read_tail(path):
-                yield f"start {number}, rank {restart['rank']}: {restart['reason']}", text
-    if status.get("status") == "failed":
-        starts = [path for path in (run_dir / LOGS).glob("*") if path.name.isdecimal()]
-        newest = max(starts, key=lambda path: int(path.name), default=run_dir / LOGS)
-        ranks = [path for path in newest.glob("*.log") if path.stem.isdecimal()]
-        for path in sorted(ranks, key=lambda path: int(path.stem))[:NUM_LOGS]:
-            if text := _read_tail(path):
-                yield f"start {newest.name}, rank {path.stem}", text
+    starts = list_logs(run_dir)
+    for start in starts:
+        failure = read_or_empty(start / FAILURE)
+        if failure:
+            text = _read_tail(start / f"{failure['rank']}.log")
+            yield f"start {start.name}: {failure['reason']}", text or f"rank {failure['rank']} has printed nothing"
+        if start == starts[-1] and status.get("status") in ("failed", "killed"):
+            ranks = [path for path in start.glob("*.log") if path.stem.isdecimal()]
+            for path in sorted(ranks, key=lambda path: int(path.stem))[:NUM_LOGS]:
+                if int(path.stem) != failure.get("rank") and (text := _read_tail(path)):
+                    yield f"start {start.name}, rank {path.stem}", text
 
 
 def _read_tail(path: Path) -> str:

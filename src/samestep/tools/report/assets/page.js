@@ -58,7 +58,7 @@ function draw(figure, chart) {
   figure.classList.add("drawn");
   const steps = (plot, value, _, index) => (value == null ? "--" : String(value) + findMark(plot, index));
   const series = chart.series.map((each) => ({
-    label: each.label, stroke: each.colour, dash: each.dash, width: 1.5, points: { show: each.x.length < 50 },
+    label: each.label, stroke: each.colour, dash: each.dash, width: each.width, points: { show: each.x.length < 50 },
     value: (_, value) => (value == null ? "--" : Number(value.toPrecision(6))),
   }));
   const options = {
