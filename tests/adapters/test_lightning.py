@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import samestep
+from samestep.adapters import lightning as adapter
 from samestep.adapters.lightning import fit
 
 pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")  # imported by few workers
@@ -29,19 +30,27 @@ def build_data(num: int, seed: int) -> TensorDataset:
 def build_module(**options: Any) -> Any:
     """A module with the usual hooks. It keeps a list of the hooks that were called, and the losses of each step."""
     import lightning
+    import torchmetrics
 
     class Regression(lightning.LightningModule):
         def __init__(self, dropout: float = 0.0, interval: str = "epoch") -> None:
             super().__init__()
             self.save_hyperparameters()
             self.net = nn.Sequential(nn.Linear(6, 16), nn.Dropout(dropout), nn.ReLU(), nn.Linear(16, 1))
+            self.train_error, self.val_error = torchmetrics.MeanSquaredError(), torchmetrics.MeanAbsoluteError()
+            self.best_error = torchmetrics.MinMetric()
+            ranks = {"spearman": torchmetrics.SpearmanCorrCoef(), "r2": torchmetrics.R2Score()}
+            self.val_scores = torchmetrics.MetricCollection({**ranks, "more": torchmetrics.R2Score()}, prefix="val_")
             self.called: list[str] = []
             self.norms: list[float] = []  # of each step's gradient
             self.losses: dict[int, list[tuple[float, int]]] = {}  # step -> losses and sizes of its micro-batches
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             x, y = batch
-            loss = F.mse_loss(self.net(x), y)
+            predicted = self.net(x)
+            loss = F.mse_loss(predicted, y)
+            self.train_error(predicted, y)
+            self.log("train_error", self.train_error, on_step=True, on_epoch=True)
             self.losses.setdefault(self.global_step, []).append((float(loss.detach()), len(x)))
             self.log("train_loss", loss, prog_bar=True, on_epoch=True)
             self.log_dict({"size": float(len(x))})
@@ -49,7 +58,23 @@ def build_module(**options: Any) -> Any:
 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             x, y = batch
-            self.log("val_loss", F.mse_loss(self.net(x), y))
+            predicted = self.net(x)
+            self.log("val_loss", F.mse_loss(predicted, y), on_step=True, on_epoch=True)
+            self.val_error.update(predicted, y)
+            self.log("val_error", self.val_error)
+            self.val_scores.update(predicted.flatten(), y.flatten())
+            self.log_dict(self.val_scores)
+
+        def test_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            x, y = batch
+            self.log("test_loss", F.mse_loss(self.net(x), y))
+            self.train_error.update(self.net(x), y)
+
+        def on_test_epoch_end(self) -> None:
+            self.log("test_error", self.train_error)
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.net(batch[0])
 
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.parameters(), 1e-2)
@@ -65,6 +90,8 @@ def build_module(**options: Any) -> Any:
 
         def on_validation_epoch_end(self) -> None:
             self.called.append("validated")
+            self.best_error.update(self.val_error.compute())
+            self.log("best_error", self.best_error.compute())
             self.log("calls", float(len(self.called)))
 
         def on_train_epoch_end(self) -> None:
@@ -86,7 +113,7 @@ def train_with_both(interval: str) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     module = build_module(interval=interval)
     start = {name: value.clone() for name, value in module.state_dict().items()}
-    loaders = [DataLoader(train, BATCH_SIZE), DataLoader(held_out, 8)]
+    loaders = [DataLoader(train, BATCH_SIZE), DataLoader(held_out, 8)]  # the first is divided into micro-batches
 
     trainer = lightning.Trainer(
         max_epochs=NUM_EPOCHS, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
@@ -97,7 +124,6 @@ def train_with_both(interval: str) -> list[dict[str, Any]]:
     results = [collect(module, values)]
     for size in (BATCH_SIZE, 4):
         run = samestep.Run(None, batch_size=BATCH_SIZE, micro_batch_size=size, device="cpu")
-        loaders[0] = DataLoader(train, size)
         module = build_module(interval=interval)
         module.load_state_dict(start)
         values = fit(run, module, *loaders, max_epochs=NUM_EPOCHS, gradient_clip_val=0.5)
@@ -134,19 +160,78 @@ def test_as_lightning_itself(results: dict[str, Any], interval: str) -> None:
         assert found["norms"] == pytest.approx(wanted["norms"], rel=1e-5)
         assert len(found["losses"]) == NUM_EPOCHS * 3
         assert found["losses"] == pytest.approx(wanted["losses"], rel=rel)
-        assert {*wanted["values"]} - {*found["values"]} <= {"train_loss"}
-        for name in {*wanted["values"]} & {*found["values"]}:
+        assert {*wanted["values"]} <= {*found["values"]}
+        for name in wanted["values"]:
             if name != "size" or found is ours[0]:  # the average weighted by micro-batch sizes differs
                 assert found["values"][name] == pytest.approx(wanted["values"][name], rel=rel), name
         for name, weight in wanted["weights"].items():
             torch.testing.assert_close(found["weights"][name], weight, rtol=1e-5, atol=1e-6)
 
 
-def train(run_dir: Path, max_steps: int | None = None) -> dict[str, float]:
+def build_parts() -> tuple[Any, Any]:
+    """A data module with whole batches, and a callback that counts epochs over all restarts."""
+    import lightning
+
+    class Data(lightning.LightningDataModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.called: list[str] = []
+
+        def prepare_data(self) -> None:
+            self.called.append("prepare_data")
+
+        def setup(self, stage: str) -> None:
+            self.called.append(stage)
+            self.held_out = build_data(14, 1)
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(build_data(30, 0), BATCH_SIZE, shuffle=True)
+
+        def val_dataloader(self) -> Any:
+            return DataLoader(self.held_out, 4)
+
+        def test_dataloader(self) -> Any:
+            return [DataLoader(self.held_out, 4), DataLoader(self.held_out, 5)]
+
+        def predict_dataloader(self) -> Any:
+            return DataLoader(self.held_out, 5)
+
+        def teardown(self, stage: str) -> None:
+            self.called.append(f"end of {stage}")
+
+    class Count(lightning.Callback):
+        num_epochs = 0
+
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            self.num_epochs += 1
+            pl_module.log("num_epochs", float(self.num_epochs))
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"num_epochs": self.num_epochs}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.num_epochs = state["num_epochs"]
+
+    return Data(), Count()
+
+
+def train(run_dir: Path, max_steps: int | None = None) -> dict[str, Any]:
     run = samestep.Run(run_dir, batch_size=BATCH_SIZE, micro_batch_size=4, device="cpu", max_steps=max_steps)
-    loaders = [DataLoader(build_data(30, 0), 4, shuffle=True), DataLoader(build_data(14, 1), 4)]
-    values = fit(run, build_module(dropout=0.2), *loaders, max_epochs=4, monitor="val_loss", patience=3)
+    module, (data, callback) = build_module(dropout=0.2), build_parts()
+    values: dict[str, Any] = fit(
+        run, module, data, max_epochs=4, callbacks=[callback], monitor="val_error", patience=3
+    )  # fmt: skip
     del values["calls"]  # of this start only
+    if max_steps is None:
+        values["test"] = adapter.test(run, module)
+        values["validated"] = adapter.validate(run, module, DataLoader(data.held_out, 4))
+        del values["validated"]["calls"]
+        values["predicted"] = [batch.tolist() for batch in adapter.predict(run, module)]
+        values["lr"] = module.optimizers().param_groups[0]["lr"]
+        prepared = ["prepare_data"] * (run.local_rank == 0)
+        stages = ("fit", "test", "validate", "predict")
+        assert data.called == [call for stage in stages for call in (*prepared, stage, f"end of {stage}")]
+        module.trainer.save_checkpoint(f"{run_dir}.ckpt")
     return values
 
 
@@ -156,11 +241,20 @@ def test_the_same_bits_at_any_number_of_ranks(tmp_path: Path) -> None:
     samestep.spawn(functools.partial(train, tmp_path / "parts", 5), 2)
     values.append(samestep.spawn(functools.partial(train, tmp_path / "parts"), 3))
     assert values == [values[0]] * 4
+    assert values[0]["num_epochs"] == 4
+    assert {*values[0]["test"]} == {"test_loss/dataloader_idx_0", "test_loss/dataloader_idx_1", "test_error"}
+    assert values[0]["test"]["test_error"] == pytest.approx(values[0]["test"]["test_loss/dataloader_idx_0"])
+    assert values[0]["validated"]["val_error"] == values[0]["val_error"]
+    assert [len(batch) for batch in values[0]["predicted"]] == [5, 5, 4]
     directories = [tmp_path / name for name in ("1", "2", "3", "parts")]
     assert len({digest(directory) for directory in directories}) == 1
     assert len({digest(directory, "best") for directory in directories}) == 1
     rows = read_rows(directories[-1])
-    assert [row["val_loss"] for row in rows if "val_loss" in row][-1] == values[0]["val_loss"]
+    assert [row["val_error"] for row in rows if "val_error" in row][-2] == values[0]["val_error"]
+    loaded = type(build_module()).load_from_checkpoint(tmp_path / "1.ckpt")
+    assert loaded.hparams["dropout"] == 0.2
+    x = build_data(14, 1)[:5][0]
+    torch.testing.assert_close(loaded.eval().net(x).tolist(), values[0]["predicted"][0])
 
 
 def refuse(**members: Any) -> str:
@@ -172,6 +266,48 @@ def refuse(**members: Any) -> str:
     with pytest.raises(samestep.Error) as caught:
         fit(run, module, build_data(8, 0), max_epochs=1)
     return str(caught.value)
+
+
+def refuse_parts() -> list[str]:
+    """Pass callbacks and data that fit cannot use. Returns the errors."""
+    import lightning
+    from lightning.pytorch import callbacks
+
+    class Saves(lightning.Callback):
+        def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None: ...
+
+    run, errors = samestep.Run(None, batch_size=4, device="cpu"), []
+    data, loader = build_data(8, 0), DataLoader(build_data(8, 0), 4)
+    for training_data, given in [
+        (data, callbacks.EarlyStopping("val_loss")), (data, Saves()), (data, print), (None, None), ([loader] * 2, None),
+    ]:  # fmt: skip
+        with pytest.raises(samestep.Error) as caught:
+            fit(run, build_module(), training_data, max_epochs=1, callbacks=[given] if given else [])
+        errors.append(str(caught.value))
+    with pytest.raises(samestep.Error) as caught:
+        adapter.test(run, build_module(), data)
+    return [*errors, str(caught.value)]
+
+
+def log_elsewhere(module: Any, batch: Any, _: int) -> Tensor:
+    import torchmetrics
+
+    metric = torchmetrics.MeanMetric()
+    metric.update(1)
+    module.log("mean", metric)
+    return F.mse_loss(module.net(batch[0]), batch[1])
+
+
+def add_correlation(module: Any) -> None:
+    import torchmetrics
+
+    module.correlation = torchmetrics.PearsonCorrCoef()
+
+
+def correlate(module: Any, batch: Any, _: int) -> Tensor:
+    predicted: Tensor = module.net(batch[0])
+    module.correlation.update(predicted.flatten(), batch[1].flatten())
+    return F.mse_loss(predicted, batch[1])
 
 
 def refuse_all() -> list[str]:
@@ -187,6 +323,9 @@ def refuse_all() -> list[str]:
         refuse(optimizer_step=lambda self, *_: None),
         refuse(configure_optimizers=lambda self: [torch.optim.SGD(self.parameters(), 0.1)] * 2),
         refuse(training_step=lambda self, batch, _: self.log("loss", "high")),
+        refuse(training_step=log_elsewhere),
+        refuse(training_step=correlate, configure_model=add_correlation),
+        *refuse_parts(),
     ]
 
 
@@ -195,6 +334,11 @@ def test_what_it_refuses(results: dict[str, Any]) -> None:
         "fit needs a LightningModule, not a Linear", "mode must be min or max", "patience needs monitor",
         "Regression optimizes manually", "Regression replaces optimizer_step of Lightning's loop",
         "must return one optimizer", "self.log got loss, a str",
+        "self.log got mean, a MeanMetric that is no submodule of the LightningModule",
+        "PearsonCorrCoef has no reduction for its state mean_x (dist_reduce_fx=None)",
+        "callbacks has EarlyStopping, which needs Lightning's Trainer: monitor= and patience=",
+        "callbacks has Saves with on_save_checkpoint, which fit does not call", "callbacks takes objects of",
+        "fit got no training data", "fit got several training loaders", "call fit before test",
     )  # fmt: skip
     for error, start in zip(results["refused"], words, strict=True):
         assert start in error

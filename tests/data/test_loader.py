@@ -496,7 +496,7 @@ def test_to_device_moves_every_structure() -> None:
 def test_a_tensor_dataset_is_read_by_the_column(tensors: tuple[Tensor, ...]) -> None:
     """The bits, types and shapes are those of reading it sample by sample."""
     tasks = [Task(np.array([3, 8, 0, 3]), 1), Task(np.array([5]), 2)]
-    spec = understand(TensorDataset(*tensors), micro_batch_size=4)
+    spec = understand(TensorDataset(*tensors), sizes=(4,))
     samples = [TensorDataset(*tensors)[i] for i in (3, 8, 0, 3)]
     first, second = [loaded.batch for loaded in Loader(spec, tasks, device=CPU)]
     assert type(first) is type(second) is list

@@ -75,7 +75,7 @@ def test_a_data_loader_is_understood(shuffle: bool) -> None:
         timeout=9,
         collate_fn=collate,
     )
-    spec = understand(loader, micro_batch_size=4)
+    spec = understand(loader, sizes=(4, 8))
     assert spec.dataset is NUMBERS
     assert spec.collate_fn is collate
     assert (spec.shuffle, spec.drop_last) == (shuffle, True)
@@ -91,8 +91,9 @@ def test_arguments_win_over_the_data_loaders_own() -> None:
 
 
 def test_another_batch_size_is_refused() -> None:
-    with pytest.raises(Error, match="batch_size is 4 and the run's micro_batch_size 8"):
-        understand(DataLoader(NUMBERS, batch_size=4), micro_batch_size=8)
+    with pytest.raises(Error, match="batch_size is 4, and the run's is 16, in micro-batches of 8"):
+        understand(DataLoader(NUMBERS, batch_size=4), sizes=(8, 16))
+    assert understand(DataLoader(NUMBERS, batch_size=4), sizes=(2, 4)).micro_batch_size == 4
     assert understand(DataLoader(NUMBERS, batch_size=4)).micro_batch_size == 4
 
 

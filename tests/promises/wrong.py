@@ -494,7 +494,7 @@ DATA: dict[str, Mistake] = {
     "a DataLoader of one": at_start(
         r"Stream is a stream without indexing, .*: pass it to run\.steps", data=DataLoader(Stream())),
     "a DataLoader of other micro-batches": at_start(
-        r"the DataLoader's batch_size is 3 and the run's micro_batch_size 2, but they mean the same",
+        r"the DataLoader's batch_size is 3, and the run's is \d+, in micro-batches of 2",
         data=DataLoader(Pairs(), 3)),
     "a DistributedSampler": at_start(
         r"the DataLoader's sampler is a DistributedSampler, .*: remove it, since the run itself divides the samples",

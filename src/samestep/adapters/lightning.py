@@ -1,23 +1,36 @@
 """Trains a LightningModule with a samestep run, in place of Lightning's Trainer. Does not import Lightning."""
 
 import math
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
 
-from samestep import InvalidType, InvalidValue, Run
+from samestep import InvalidType, InvalidValue, Run, UsageError
+from samestep.data.loader import to_device
+from samestep.train.evaluate import PerMicroBatch
 
-__all__ = ["fit"]
+if TYPE_CHECKING:
+    from samestep.adapters.lightning_metrics import Metrics
+
+__all__ = ["fit", "predict", "test", "validate"]
 
 # Methods of a LightningModule that replace a part of Lightning's loop, which does not run here.
 NOT_CALLED = (
     "backward", "configure_gradient_clipping", "lr_scheduler_step", "on_after_batch_transfer",
     "on_before_batch_transfer", "optimizer_step", "optimizer_zero_grad", "transfer_batch_to_device",
+)  # fmt: skip
+PARTS = "parts of metrics"
+NOT_CALLED_ON_CALLBACKS = (
+    "on_before_zero_grad", "on_exception", "on_load_checkpoint", "on_sanity_check_end", "on_sanity_check_start",
+    "on_save_checkpoint",
 )  # fmt: skip
 
 
@@ -47,22 +60,54 @@ class Schedule:
 
 
 class Trainer(SimpleNamespace):
-    """The module's `self.trainer`: the attributes of Lightning's Trainer that a module reads in its hooks.
+    """The module's `self.trainer`: the attributes of Lightning's Trainer that hooks of modules and callbacks read.
 
     Attributes:
         callback_metrics: the last value of each logged name, averaged over all ranks.
         should_stop: set it to end the run after the epoch.
     """
 
-    def __init__(self, run: Run, max_epochs: int, num_training_batches: int) -> None:
+    def __init__(self, run: Run, max_epochs: int, **parts: Any) -> None:
         super().__init__(
-            max_epochs=max_epochs, num_training_batches=num_training_batches,
-            estimated_stepping_batches=max_epochs * num_training_batches, current_epoch=0, global_step=run.steps_done,
+            max_epochs=max_epochs, current_epoch=0, global_step=run.steps_done,
             global_rank=run.rank, local_rank=run.local_rank, world_size=run.world_size, is_global_zero=run.rank == 0,
-            callback_metrics={}, optimizers=[], lr_scheduler_configs=[], logger=None, loggers=[], datamodule=None,
-            should_stop=False, training=False, validating=False, sanity_checking=False, progress_bar_callback=None,
-            barebones=False, default_root_dir=str(run.dir), state=SimpleNamespace(fn="fit"),
+            callback_metrics={}, optimizers=[], lr_scheduler_configs=[], logger=None, loggers=[], should_stop=False,
+            training=False, validating=False, testing=False, predicting=False, sanity_checking=False,
+            progress_bar_callback=None, barebones=False, default_root_dir=str(run.dir), state=SimpleNamespace(fn="fit"),
+            **parts,
         )  # fmt: skip
+        self._run = run
+        self.lightning_module.trainer = self
+
+    def count_steps(self, num_samples: int, batch_size: int) -> None:
+        """Set the numbers of steps, when the data are known."""
+        self.num_training_batches = math.ceil(num_samples / batch_size)
+        self.estimated_stepping_batches = self.max_epochs * self.num_training_batches
+
+    def call(self, hook: str, *arguments: Any) -> None:
+        """Call a hook of the callbacks and of the module, in this order."""
+        for callback in self.callbacks:
+            getattr(callback, hook)(self, self.lightning_module, *arguments)
+        getattr(self.lightning_module, hook)(*arguments)
+
+    def save_checkpoint(self, filepath: Any) -> None:
+        """Write the weights and hyperparameters for `load_from_checkpoint`. Call it on all ranks."""
+        self._run.once(_save_checkpoint, self, filepath)
+
+
+def _save_checkpoint(trainer: Trainer, path: Any) -> None:
+    module, datamodule = trainer.lightning_module, trainer.datamodule
+    lightning = sys.modules[find_class(module, "LightningModule").__module__.partition(".")[0]]
+    checkpoint: dict[str, Any] = {
+        "state_dict": module.state_dict(), "pytorch-lightning_version": lightning.__version__,
+        "epoch": trainer.current_epoch, "global_step": trainer.global_step,
+    }  # fmt: skip
+    for part in (module, datamodule):
+        if part is not None and part.hparams:
+            checkpoint |= {part.CHECKPOINT_HYPER_PARAMS_KEY: dict(part.hparams)}
+            checkpoint |= {part.CHECKPOINT_HYPER_PARAMS_NAME: part._hparams_name}
+    module.on_save_checkpoint(checkpoint)
+    torch.save(checkpoint, path)
 
 
 class Logs:
@@ -72,26 +117,45 @@ class Logs:
         values: name -> (value, batch size or None), since the last `take`.
         of_epoch: values of `training_step` whose averages over the epoch are wanted: name -> name of the average. As in
             Lightning, the value of a step is then `<name>_step`; `<name>_epoch` is the average of what has both.
+        plain: names of a step's and an epoch's value, where `self.log` gave one name for both -> that name.
+        metrics: the metrics of torchmetrics; None if there are none.
+        of_metrics: names of metrics whose values over the training epoch are wanted.
+        in_training_step, in_micro_batch: where the module is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, metrics: "Metrics | None") -> None:
         self.values: dict[str, tuple[Any, int | None]] = {}
         self.of_epoch: dict[str, str] = {}
-        self.in_training_step = False
+        self.plain: dict[str, str] = {}
+        self.metrics = metrics
+        self.of_metrics: dict[str, str] = {}
+        self.in_training_step = self.in_micro_batch = False
 
     def log(
         self, name: str, value: Any, prog_bar: bool = False, logger: bool | None = None, on_step: bool | None = None,
         on_epoch: bool | None = None, *_: Any, batch_size: int | None = None, **__: Any,
     ) -> None:  # fmt: skip
         """Like `LightningModule.log`. Values are averaged over all ranks, as with `sync_dist=True`."""
+        in_step = self.in_training_step
+        on_step, on_epoch = in_step if on_step is None else on_step, not in_step if on_epoch is None else on_epoch
+        of_step, of_epoch = (f"{name}_step", f"{name}_epoch") if on_step and on_epoch else (name, name)
+        if on_step and on_epoch:
+            self.plain |= {of_step: name, of_epoch: name}
+        if self.metrics is not None and self.metrics.is_metric(value):
+            if self.in_micro_batch:
+                self.metrics.log(value, of_step if on_step and in_step else None, of_epoch if on_epoch else None)
+                return
+            value = self.metrics.compute_now(name, value)
         if not isinstance(value, int | float | Tensor) or (isinstance(value, Tensor) and value.numel() != 1):
             raise InvalidType(
-                f"self.log got {name}, a {type(value).__name__}: log a number or a tensor of one element; samestep "
-                "averages it over all ranks, which an object such as a torchmetrics.Metric would do a second time"
+                f"self.log got {name}, a {type(value).__name__}: log a number, a tensor of one element, or a metric of "
+                "torchmetrics that is an attribute of the module"
             )
-        if self.in_training_step and on_epoch:
-            self.of_epoch[f"{name}_step"] = name if on_step is False else f"{name}_epoch"
+        if in_step and on_epoch:
             name = f"{name}_step"
+            self.of_epoch[name] = of_epoch
+        elif on_epoch:
+            name = of_epoch
         self.values[name] = (value.detach() if isinstance(value, Tensor) else value, batch_size)
 
     def log_dict(self, dictionary: Mapping[str, Any], *more: Any, **options: Any) -> None:
@@ -104,14 +168,20 @@ class Logs:
         values, self.values = self.values, {}
         return values
 
+    def with_plain(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Return the values for `Trainer.callback_metrics`: also under the names given to `self.log`."""
+        return {**values, **{self.plain[name]: value for name, value in values.items() if name in self.plain}}
+
 
 def fit(
     run: Run,
     module: Any,
-    train_loader: Any,
+    train_loader: Any = None,
     val_loader: Any = None,
     *,
     max_epochs: int,
+    datamodule: Any = None,
+    callbacks: Sequence[Any] = (),
     gradient_clip_val: float | None = None,
     monitor: str | None = None,
     mode: str = "min",
@@ -121,16 +191,22 @@ def fit(
 
     The run's `batch_size / micro_batch_size` takes the place of Lightning's `accumulate_grad_batches`, and the run's
     `precision` that of Lightning's. `sync_dist=True` is always on. `training_step` gets the number of the step as
-    `batch_idx`. The hooks called are `prepare_data` (on rank 0), `setup`, `configure_model`, `configure_optimizers`,
-    `teardown`, `on_fit_*`, `on_train_*`, `on_validation_*`, `on_after_backward` and `on_before_optimizer_step`.
-    Callbacks and loggers of Lightning are not used: see `Run` for trackers and snapshots.
+    `batch_idx`. The hooks called are `prepare_data` (on one rank per host), `setup`, `configure_model`,
+    `configure_optimizers`, `teardown`, `on_fit_*`, `on_train_*`, `on_validation_*`, `on_before_backward`,
+    `on_after_backward` and `on_before_optimizer_step`. Then `module.trainer.save_checkpoint(path)`, called on all
+    ranks, writes a file for `load_from_checkpoint`.
+
+    Metrics of torchmetrics that are attributes of the module can be logged; see `Metrics`. They cost a short exchange
+    per step. docs/coming-from.md has a list of what is not supported.
 
     Args:
         run: created before the module.
         module: LightningModule with one optimizer and any schedulers.
-        train_loader: a data set, or a DataLoader with the run's micro-batch size as its batch size.
-        val_loader: the same for validation after each epoch, with any batch size.
-        max_epochs: number of epochs.
+        train_loader: a data set, a DataLoader with the run's batch size or micro-batch size as its batch size, or a
+            LightningDataModule. None: that of the data module, or of the module.
+        val_loader: the same for validation after each epoch, with any batch size; or a list of DataLoaders.
+        max_epochs, datamodule: as in Lightning.
+        callbacks: subclasses of `lightning.Callback`, called on every rank; batch hooks are called for micro-batches.
         gradient_clip_val: maximum norm of the gradients.
         monitor: a logged value. The snapshot with the best one is named "best".
         mode: "min" or "max": which value of `monitor` is the best.
@@ -140,9 +216,7 @@ def fit(
         The last value of each logged name.
 
     Raises:
-        InvalidValue: the module optimizes manually, uses several optimizers, replaces a part of Lightning's loop (such
-            as `optimizer_step`), or has not logged `monitor`.
-        InvalidType: the module logs values that are not numbers.
+        InvalidType, InvalidValue: the module or an argument cannot be used.
 
     Example::
 
@@ -160,62 +234,277 @@ def fit(
         >>> [*values]
         ['loss']
     """
-    _check(module, monitor, mode, patience)
-    data = getattr(train_loader, "dataset", train_loader)
-    trainer, logs = Trainer(run, max_epochs, math.ceil(len(data) / run.batch_size)), Logs()
-    module.trainer, module.log, module.log_dict, module.print = trainer, logs.log, logs.log_dict, run.print
-    optimizer, schedules = _prepare(run, module, trainer)
+    _check(module, callbacks, monitor, mode, patience)
+    if datamodule is None and find_class(train_loader, "LightningDataModule"):
+        train_loader, datamodule = None, train_loader
+    trainer = Trainer(run, max_epochs, lightning_module=module, datamodule=datamodule, callbacks=[*callbacks])
+    _set_up(run, trainer, "fit")
+    train_loader, val_loader = _open(trainer, "train", train_loader), _open(trainer, "val", val_loader)
+    trainer.count_steps(_count_samples(train_loader), run.batch_size)
+    optimizer, schedules, logs = _prepare(run, trainer)
     for epoch in run.epochs(train_loader, max_epochs):
-        trainer.current_epoch, trainer.training = epoch.number, True
-        module.on_train_epoch_start()
-        for step in epoch:
-            trainer.global_step = step.number
-            _run_step(run, module, step, logs, gradient_clip_val)
-            optimizer.step()
-            trainer.callback_metrics |= step.metrics
-            _step(schedules, "step", step.number, trainer.callback_metrics)
-        trainer.global_step, trainer.training = run.steps_done, False
-        _log_epoch(run, module, epoch, logs, val_loader)
+        _run_epoch(run, trainer, epoch, optimizer, schedules, logs, gradient_clip_val)
+        _log_epoch(run, trainer, epoch, logs, val_loader)
         _step(schedules, "epoch", epoch.number, trainer.callback_metrics)
-        if monitor is not None:
-            _keep_best(run, trainer, monitor, 1 if mode == "min" else -1, epoch.number, patience)
+        _keep_best(run, trainer, monitor, 1 if mode == "min" else -1, epoch.number, patience)
         if trainer.should_stop:
             run.stop()
-    module.on_train_end()
-    module.on_fit_end()
-    module.teardown("fit")
+    trainer.call("on_train_end")
+    trainer.call("on_fit_end")
+    _tear_down(trainer, "fit")
     return dict(trainer.callback_metrics)
 
 
-def _log_epoch(run: Run, module: Any, epoch: Any, logs: Logs, val_loader: Any) -> None:
+def validate(run: Run, module: Any, data: Any = None) -> dict[str, float]:
+    """Run `validation_step` on every sample once, after `fit`, and log the averages. Call it on all ranks.
+
+    Args:
+        run, module: those of `fit`.
+        data: a data set, a DataLoader, a list of DataLoaders, or a LightningDataModule. None: as in `fit`.
+
+    Returns:
+        The value of each logged name.
+
+    Raises:
+        UsageError: `fit` was not called.
+        InvalidValue: there are no data.
+
+    Example::
+
+        >>> import lightning, samestep, torch
+        >>> from samestep.adapters.lightning import fit, validate
+        >>> class Linear(lightning.LightningModule):
+        ...     def configure_model(self):
+        ...         self.layer = torch.nn.Linear(2, 1)
+        ...     def training_step(self, batch, batch_idx):
+        ...         return self.layer(batch).square().mean()
+        ...     def validation_step(self, batch, batch_idx):
+        ...         self.log("mean", batch.mean())
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD(self.parameters(), lr=0.1)
+        >>> run, module = samestep.Run(None, batch_size=4), Linear()
+        >>> values = fit(run, module, torch.ones(8, 2), max_epochs=1)
+        >>> means = validate(run, module, torch.ones(6, 2))
+        >>> means
+        {'mean': 1.0}
+    """
+    return _run_stage(run, module, data, "validate")
+
+
+def test(run: Run, module: Any, data: Any = None) -> dict[str, float]:  # noqa: PT028
+    """Run `test_step` on every sample once, after `fit`, and log the averages. Arguments and result as for `validate`.
+
+    To test the best weights, call `run.restore("best")` first.
+
+    Example::
+
+        >>> import lightning, samestep, torch
+        >>> from samestep.adapters.lightning import fit, test
+        >>> class Linear(lightning.LightningModule):
+        ...     def configure_model(self):
+        ...         self.layer = torch.nn.Linear(2, 1)
+        ...     def training_step(self, batch, batch_idx):
+        ...         return self.layer(batch).square().mean()
+        ...     def test_step(self, batch, batch_idx):
+        ...         self.log("mean", batch.mean())
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD(self.parameters(), lr=0.1)
+        >>> run, module = samestep.Run(None, batch_size=4), Linear()
+        >>> values = fit(run, module, torch.ones(8, 2), max_epochs=1)
+        >>> means = test(run, module, torch.ones(6, 2))
+        >>> means
+        {'mean': 1.0}
+    """
+    return _run_stage(run, module, data, "test")
+
+
+def predict(run: Run, module: Any, data: Any = None) -> list[Any]:
+    """Run `predict_step` on every sample once, after `fit`. Arguments as for `validate`. Call it on all ranks.
+
+    Returns:
+        The results of `predict_step` for all batches, in order, on the CPU; for several loaders, a list for each. A
+        batch is one of the DataLoader, or a micro-batch of the run if `data` is a data set.
+
+    Example::
+
+        >>> import lightning, samestep, torch
+        >>> from samestep.adapters.lightning import fit, predict
+        >>> class Double(lightning.LightningModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.weight = torch.nn.Parameter(torch.tensor(2.0))
+        ...     def training_step(self, batch, batch_idx):
+        ...         return self(batch).mean()
+        ...     def forward(self, batch):
+        ...         return self.weight * batch
+        ...     def configure_optimizers(self):
+        ...         return torch.optim.SGD(self.parameters(), lr=0.0)
+        >>> run = samestep.Run(None, batch_size=2)
+        >>> module = Double()
+        >>> values = fit(run, module, torch.ones(4), max_epochs=1)
+        >>> predict(run, module, torch.arange(3.0))
+        [tensor([0., 2.]), tensor([4.])]
+    """
+    trainer, loaders = _begin_stage(run, module, data, "predict")
+    results, several = [], _are_loaders(loaders)
+    trainer.predicting = True
+    trainer.call("on_predict_start")
+    trainer.call("on_predict_epoch_start")
+    for i, loader in enumerate(loaders if several else [loaders]):
+        numbers, more = count(), (i,) if several else ()
+
+        def score(batch: Any, numbers: Any = numbers, more: tuple[int, ...] = more) -> dict[str, Any]:
+            number = next(numbers)
+            trainer.call("on_predict_batch_start", batch, number, *more)
+            with run.autocast():
+                output = module.predict_step(batch, number, *more)
+            trainer.call("on_predict_batch_end", output, batch, number, *more)
+            return {"outputs": PerMicroBatch(to_device(output, torch.device("cpu")))}
+
+        results.append(run.evaluate(score, loader)["outputs"])
+    trainer.call("on_predict_epoch_end")
+    trainer.call("on_predict_end")
+    trainer.predicting = False
+    _tear_down(trainer, "predict")
+    return results if several else results[0]
+
+
+def _run_stage(run: Run, module: Any, data: Any, stage: str) -> dict[str, float]:
+    """Validate or test after `fit`."""
+    trainer, loaders = _begin_stage(run, module, data, stage)
+    logs = Logs(_find_metrics(module))
+    module.log, module.log_dict = logs.log, logs.log_dict
+    values = _evaluate(run, trainer, "validation" if stage == "validate" else stage, loaders, logs)
+    run.log(values)
+    _tear_down(trainer, stage)
+    return logs.with_plain(values)
+
+
+def _begin_stage(run: Run, module: Any, data: Any, stage: str) -> tuple[Trainer, Any]:
+    """Call the hooks before a stage after `fit`. Returns the trainer and the loaders."""
+    trainer = getattr(module, "_trainer", None)
+    if not isinstance(trainer, Trainer):
+        raise UsageError(f"call fit before {stage}: it restores the weights of the run, and trains if steps are left")
+    if find_class(data, "LightningDataModule"):
+        data, trainer.datamodule = None, data
+    _set_up(run, trainer, stage)
+    kind = "val" if stage == "validate" else stage
+    if (loaders := _open(trainer, kind, data)) is None:
+        raise InvalidValue(f"{stage} got no data: pass them, or a LightningDataModule with {kind}_dataloader")
+    return trainer, loaders
+
+
+def _set_up(run: Run, trainer: Trainer, stage: str) -> None:
+    """Prepare the data on one rank per host, and call `setup`."""
+    own = [] if trainer.datamodule is None else [trainer.datamodule]
+    parts = [*own, trainer.lightning_module]
+
+    def prepare_data() -> None:
+        for part in parts:
+            if run.rank == 0 or part.prepare_data_per_node:
+                part.prepare_data()
+
+    run.once(prepare_data)
+    if run.rank > 0 and run.local_rank == 0:
+        prepare_data()
+    run.once(int)  # wait for all hosts; from here on, the random generators are equal again
+    for datamodule in own:
+        datamodule.trainer = trainer
+        datamodule.setup(stage)
+    trainer.call("setup", stage)
+
+
+def _tear_down(trainer: Trainer, stage: str) -> None:
+    if trainer.datamodule is not None:
+        trainer.datamodule.teardown(stage)
+    trainer.call("teardown", stage)
+
+
+def _open(trainer: Trainer, kind: str, given: Any) -> Any:
+    """Return the given loaders, or those of the data module, or of the module; None if there are none."""
+    name, base = f"{kind}_dataloader", "LightningModule" if trainer.datamodule is None else "LightningDataModule"
+    source = trainer.lightning_module if trainer.datamodule is None else trainer.datamodule
+    if given is None and is_replaced(source, name, find_class(source, base)):
+        return getattr(source, name)()
+    return given
+
+
+def _are_loaders(data: Any) -> bool:
+    return isinstance(data, list | tuple) and any(isinstance(each, DataLoader) for each in data)
+
+
+def _count_samples(loader: Any) -> int:
+    """Return the number of training samples. Raises an error if the loader is none, or several."""
+    if loader is None:
+        raise InvalidValue(
+            "fit got no training data: pass train_loader or a LightningDataModule, or define train_dataloader"
+        )
+    if _are_loaders(loader) or isinstance(loader, Mapping):
+        raise InvalidType("fit got several training loaders: combine their data sets in one, whose items are tuples")
+    return len(getattr(loader, "dataset", loader))
+
+
+def _log_epoch(run: Run, trainer: Trainer, epoch: Any, logs: Logs, val_loader: Any) -> None:
     """Validate after an epoch, and record what the module logged."""
     values = {name: epoch.metrics[of_step] for of_step, name in logs.of_epoch.items()}
-    module.trainer.callback_metrics |= values
+    trainer.callback_metrics |= logs.with_plain(values)
     if val_loader is not None:
-        values |= _validate(run, module, val_loader, logs)
-    module.on_train_epoch_end()
+        values |= _evaluate(run, trainer, "validation", val_loader, logs)
+    if logs.metrics is not None:
+        values |= {name: float(value) for name, value in logs.metrics.compute(logs.of_metrics).items()}
+        trainer.callback_metrics |= logs.with_plain(values)
+    trainer.call("on_train_epoch_end")
     values |= {name: float(value) for name, (value, _) in logs.take().items()}
-    module.trainer.callback_metrics |= values
+    if logs.metrics is not None:
+        logs.metrics.reset(logs.of_metrics)
+        logs.of_metrics = {}
+    trainer.callback_metrics |= logs.with_plain(values)
     if values:
         run.log(values)
 
 
-def _prepare(run: Run, module: Any, trainer: Trainer) -> tuple[torch.optim.Optimizer, list[Schedule]]:
+def _prepare(run: Run, trainer: Trainer) -> tuple[torch.optim.Optimizer, list[Schedule], Logs]:
     """Call the hooks before the training, and prepare the objects that they create."""
-    run.once(module.prepare_data)
-    module.setup("fit")
+    module = trainer.lightning_module
     module.configure_model()
+    logs = Logs(_find_metrics(module))
+    module.log, module.log_dict, module.print = logs.log, logs.log_dict, run.print
     optimizer, schedules = _configure(module)
+    module.optimizers = lambda use_pl_optimizer=True: optimizer
     named = {f"scheduler{i or ''}": each.scheduler for i, each in enumerate(schedules)}
+    if logs.metrics is not None:
+        named["metrics"] = logs.metrics
+    for i, callback in enumerate(trainer.callbacks):
+        if is_replaced(callback, "state_dict", find_class(callback, "Callback")):
+            named[f"callback{i}"] = callback
     run.prepare(module=module, optimizer=optimizer, **named)
     trainer.optimizers, trainer.lr_scheduler_configs = [optimizer], schedules
-    module.on_fit_start()
-    module.on_train_start()
-    return optimizer, schedules
+    trainer.call("on_fit_start")
+    trainer.call("on_train_start")
+    return optimizer, schedules, logs
 
 
-def _check(module: Any, monitor: str | None, mode: str, patience: int | None) -> None:
-    if not callable(getattr(module, "training_step", None)) or not hasattr(module, "configure_optimizers"):
+def _find_metrics(module: Any) -> "Metrics | None":
+    if "torchmetrics" not in sys.modules:
+        return None
+    from samestep.adapters.lightning_metrics import Metrics
+
+    return Metrics(module) or None
+
+
+def find_class(thing: Any, name: str) -> Any:
+    """Return the class of this name that an object is an instance of; None if there is none."""
+    return next((each for each in type(thing).__mro__ if each.__name__ == name), None)
+
+
+def is_replaced(thing: Any, method: str, base: type) -> bool:
+    """Return whether an object, or its class, replaces a method of the class `base`."""
+    return method in vars(thing) or getattr(type(thing), method) is not getattr(base, method)
+
+
+def _check(module: Any, callbacks: Sequence[Any], monitor: str | None, mode: str, patience: int | None) -> None:
+    of_lightning = find_class(module, "LightningModule")
+    if of_lightning is None:
         raise InvalidType(f"fit needs a LightningModule, not a {type(module).__name__}")
     name = type(module).__name__
     if not module.automatic_optimization:
@@ -223,14 +512,31 @@ def _check(module: Any, monitor: str | None, mode: str, patience: int | None) ->
             f"{name} optimizes manually: set automatic_optimization = True, or write its training_step as a loop over "
             "run.epochs, which allows several optimizers"
         )
-    of_lightning = next(each for each in type(module).__mro__ if each.__name__ == "LightningModule")
-    replaced = [each for each in NOT_CALLED if getattr(type(module), each) is not getattr(of_lightning, each)]
+    replaced = [each for each in NOT_CALLED if is_replaced(module, each, of_lightning)]
     if replaced:
         raise InvalidValue(f"{name} replaces {' and '.join(replaced)} of Lightning's loop, which fit does not call")
     if mode not in ("min", "max"):
         raise InvalidValue(f"mode must be min or max, not {mode!r}")
     if patience is not None and monitor is None:
         raise InvalidValue("patience needs monitor, the name of a logged value")
+    for callback in callbacks:
+        _check_callback(callback)
+
+
+def _check_callback(callback: Any) -> None:
+    """Raise an error for a callback that needs Lightning's Trainer."""
+    name, base = type(callback).__name__, find_class(callback, "Callback")
+    if base is None:
+        raise InvalidType(f"callbacks takes objects of lightning.Callback, not {name}")
+    package = base.__module__.partition(".")[0]
+    ours = (base.__name__, "LambdaCallback")
+    if any(each.__module__.startswith(f"{package}.") and each.__name__ not in ours for each in type(callback).__mro__):
+        raise InvalidType(
+            f"callbacks has {name}, which needs Lightning's Trainer: monitor= and patience= do the work of "
+            "ModelCheckpoint and EarlyStopping, and the run records learning rates and shows the progress"
+        )
+    if hooks := [hook for hook in NOT_CALLED_ON_CALLBACKS if is_replaced(callback, hook, base)]:
+        raise InvalidType(f"callbacks has {name} with {' and '.join(hooks)}, which fit does not call")
 
 
 def _configure(module: Any) -> tuple[torch.optim.Optimizer, list[Schedule]]:
@@ -263,52 +569,120 @@ def _step(schedules: list[Schedule], interval: str, number: int, values: Mapping
             schedule.step(values)
 
 
-def _run_step(run: Run, module: Any, step: Any, logs: Logs, gradient_clip_val: float | None) -> None:
+def _run_epoch(
+    run: Run, trainer: Trainer, epoch: Any, optimizer: torch.optim.Optimizer, schedules: list[Schedule], logs: Logs,
+    gradient_clip_val: float | None,
+) -> None:  # fmt: skip
+    """Train on the steps of an epoch."""
+    trainer.current_epoch, trainer.training = epoch.number, True
+    trainer.call("on_train_epoch_start")
+    for step in epoch:
+        trainer.global_step = step.number
+        _run_step(run, trainer, step, logs, gradient_clip_val)
+        optimizer.step()
+        trainer.callback_metrics |= logs.with_plain(step.metrics)
+        _step(schedules, "step", step.number, trainer.callback_metrics)
+    trainer.global_step, trainer.training = run.steps_done, False
+
+
+def _run_step(run: Run, trainer: Trainer, step: Any, logs: Logs, gradient_clip_val: float | None) -> None:
     """Compute the gradient of a batch, with the hooks around it."""
-    logs.in_training_step = True
+    module, metrics, parts = trainer.lightning_module, logs.metrics, {}
+    if metrics is not None:
+        metrics.hold()
+    logs.in_training_step = logs.in_micro_batch = True
     for batch in step:
-        module.on_train_batch_start(batch, step.number)
+        if metrics is not None:
+            metrics.clear()
+        trainer.call("on_train_batch_start", batch, step.number)
         with run.autocast():
             output = module.training_step(batch, step.number)
         loss = output["loss"] if isinstance(output, Mapping) else output
         if loss is not None:  # the module leaves this micro-batch out
+            trainer.call("on_before_backward", loss)
             step.backward(loss)
-        module.on_train_batch_end(output, batch, step.number)
+        trainer.call("on_train_batch_end", output, batch, step.number)
         if values := logs.take():
             step.log({name: value for name, (value, _) in values.items()})
-    logs.in_training_step = False
-    module.on_after_backward()
-    (optimizer,) = module.trainer.optimizers
-    module.on_before_optimizer_step(optimizer)
+        if metrics is not None:
+            parts[step.micro_batch] = metrics.take()
+    logs.in_training_step = logs.in_micro_batch = False
+    if metrics is not None:
+        updated = {v: metrics.pack(part, run.world_size) for v, part in parts.items() if any(part)}
+        of_step, of_epoch = metrics.fold(step.collect(updated))
+        logs.of_metrics |= of_epoch
+        if of_step:
+            step.log(metrics.compute(of_step))
+        metrics.release()
+    trainer.call("on_after_backward")
+    (optimizer,) = trainer.optimizers
+    trainer.call("on_before_optimizer_step", optimizer)
     if gradient_clip_val is not None:
         run.clip_grad_norm_(module.parameters(), gradient_clip_val)
 
 
-def _validate(run: Run, module: Any, loader: Any, logs: Logs) -> dict[str, float]:
-    """Run `validation_step` on every sample once. Returns the averages of what it logs."""
-    module.trainer.validating = True
-    module.on_validation_start()
-    module.on_validation_epoch_start()
-    batches = iter(range(10**18))  # of this rank: other ranks have different micro-batches
+def _evaluate(run: Run, trainer: Trainer, kind: str, loaders: Any, logs: Logs) -> dict[str, float]:
+    """Run `validation_step` or `test_step` on every sample once. Returns the averages of what it logs.
 
-    def score(batch: Any) -> dict[str, Any]:
-        number = next(batches)
-        module.on_validation_batch_start(batch, number)
-        with run.autocast():
-            output = module.validation_step(batch, number)
-        module.on_validation_batch_end(output, batch, number)
-        return {name: value if size is None else (value, size) for name, (value, size) in logs.take().items()}
+    Args:
+        kind: "validation" or "test".
+        loaders: one, or a list of DataLoaders.
+    """
+    module, metrics, several = trainer.lightning_module, logs.metrics, _are_loaders(loaders)
+    values: dict[str, float] = {}
+    parts: list[Any] = []
+    trainer.validating, trainer.testing = kind == "validation", kind == "test"
+    trainer.call(f"on_{kind}_start")
+    trainer.call(f"on_{kind}_epoch_start")
+    if metrics is not None:
+        metrics.hold()
+    for i, loader in enumerate(loaders if several else [loaders]):
+        suffix, more = (f"/dataloader_idx_{i}", (i,)) if several else ("", ())
+        numbers = count()  # of this rank: other ranks have different micro-batches
 
-    values = run.evaluate(score, loader)
-    module.trainer.callback_metrics |= values
-    module.on_validation_epoch_end()
-    module.on_validation_end()
-    module.trainer.validating = False
-    return values | {name: float(value) for name, (value, _) in logs.take().items()}
+        def score(
+            batch: Any, numbers: Any = numbers, suffix: str = suffix, more: tuple[int, ...] = more
+        ) -> dict[str, Any]:
+            number = next(numbers)
+            if metrics is not None:
+                metrics.clear()
+            trainer.call(f"on_{kind}_batch_start", batch, number, *more)
+            with run.autocast():
+                output = getattr(module, f"{kind}_step")(batch, number, *more)
+            trainer.call(f"on_{kind}_batch_end", output, batch, number, *more)
+            scores: dict[str, Any] = {
+                f"{name}{suffix}": value if size is None else (value, size)
+                for name, (value, size) in logs.take().items()
+            }
+            if metrics is not None:
+                scores[PARTS] = PerMicroBatch(metrics.pack(metrics.take(suffix), run.world_size))
+            return scores
+
+        logs.in_micro_batch = True
+        scores = run.evaluate(score, loader)
+        logs.in_micro_batch = False
+        parts += scores.pop(PARTS, [])
+        values |= scores
+    of_metrics: dict[str, str] = {}
+    if metrics is not None:
+        of_metrics = metrics.fold(parts)[1]
+        metrics.release()
+        values |= {name: float(value) for name, value in metrics.compute(of_metrics).items()}
+    trainer.callback_metrics |= logs.with_plain(values)
+    trainer.call(f"on_{kind}_epoch_end")
+    values |= {name: float(value) for name, (value, _) in logs.take().items()}
+    if metrics is not None:
+        metrics.reset(of_metrics)
+    trainer.callback_metrics |= logs.with_plain(values)
+    trainer.call(f"on_{kind}_end")
+    trainer.validating = trainer.testing = False
+    return values
 
 
-def _keep_best(run: Run, trainer: Trainer, monitor: str, sign: int, epoch: int, patience: int | None) -> None:
+def _keep_best(run: Run, trainer: Trainer, monitor: str | None, sign: int, epoch: int, patience: int | None) -> None:
     """Take the snapshot "best" if this epoch is the best so far, and end the run after `patience` worse epochs."""
+    if monitor is None:
+        return
     if monitor not in trainer.callback_metrics:
         raise InvalidValue(
             f"monitor is {monitor}, which the module has not logged: there are "

@@ -1,7 +1,7 @@
 """Checks and normalizes the data that a script passes: a map-style data set, a stream, or a DataLoader of either."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ class DataSpec:
 def understand(
     data: Any,
     *,
-    micro_batch_size: int | None = None,
+    sizes: Sequence[int] = (),
     collate_fn: Callable[[list[Any]], Any] | None = None,
     num_workers: int | None = None,
     shuffle: bool | None = None,
@@ -60,7 +60,7 @@ def understand(
     shuffled, and the last short batch kept.
 
     Args:
-        micro_batch_size: micro-batch size of the run. A DataLoader with another batch size is refused; None accepts
+        sizes: micro-batch size and batch size of the run. A DataLoader with another batch size is refused; () accepts
             any.
         takes_streams: whether data sets without indexing are also accepted.
 
@@ -76,7 +76,7 @@ def understand(
     }
     wanted = {name: value for name, value in given.items() if value is not None}
     if isinstance(data, DataLoader):
-        spec = dataclasses.replace(_understand_loader(data, micro_batch_size, takes_streams), **wanted)
+        spec = dataclasses.replace(_understand_loader(data, sizes, takes_streams), **wanted)
     else:
         spec = DataSpec(data, **wanted)
     _check_dataset(spec.dataset, takes_streams)
@@ -85,7 +85,7 @@ def understand(
     return spec
 
 
-def _understand_loader(loader: DataLoader[Any], micro_batch_size: int | None, takes_streams: bool) -> DataSpec:
+def _understand_loader(loader: DataLoader[Any], sizes: Sequence[int], takes_streams: bool) -> DataSpec:
     if type(loader).__iter__ is not DataLoader.__iter__:
         raise InvalidType(
             f"{type(loader).__name__} defines its own iteration, which would not follow the run's order: "
@@ -97,11 +97,11 @@ def _understand_loader(loader: DataLoader[Any], micro_batch_size: int | None, ta
             "the DataLoader has its own batch_sampler, or batch_size=None, but the run chooses the samples "
             "of a batch: pass the data set itself, and sampler=f with f(epoch) -> indices."
         )
-    if micro_batch_size is not None and loader.batch_size != micro_batch_size:
+    if sizes and loader.batch_size not in sizes:
         raise InvalidValue(
-            f"the DataLoader's batch_size is {loader.batch_size} and the run's micro_batch_size "
-            f"{micro_batch_size}, but they mean the same: pass the data set itself, with num_workers= and collate_fn= "
-            f"as arguments, or create a DataLoader with batch_size={micro_batch_size}."
+            f"the DataLoader's batch_size is {loader.batch_size}, and the run's is {sizes[-1]}, in micro-batches of "
+            f"{sizes[0]}: create a DataLoader with one of these two, or pass the data set itself, with num_workers= "
+            "and collate_fn= as arguments."
         )
     return DataSpec(
         dataset=loader.dataset,

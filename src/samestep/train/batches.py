@@ -92,7 +92,7 @@ class Batches:
             raise InvalidValue(
                 "sampler and shuffle=True were both given: the sampler decides the order, leave shuffle out"
             )
-        spec = understand(data, micro_batch_size=micro_batch_size, takes_streams=endless, **arguments)
+        spec = understand(data, sizes=(micro_batch_size, batch_size), takes_streams=endless, **arguments)
         self.lanes: Lanes | None = None
         if is_stream(spec.dataset):
             if sampler is not None or arguments.get("shuffle"):

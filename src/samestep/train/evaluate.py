@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,12 @@ from samestep.train.stopping import Stopping
 from samestep.watch.heartbeat import PhaseClock
 
 Row = dict[str, Any]  # name -> list, or (value, weight)
+
+
+class PerMicroBatch(NamedTuple):
+    """A score that is one object for a whole micro-batch. The result of `evaluate` is a list of these objects."""
+
+    value: Any
 
 
 class Evaluator:
@@ -132,6 +138,9 @@ def _read(scores: Mapping[str, Any], num_samples: int) -> Row:
         raise InvalidType(f"the score function returned a {type(scores).__name__}: return a dict of name -> value")
     row: Row = {}
     for name, value in scores.items():
+        if isinstance(value, PerMicroBatch):
+            row[name] = [value.value]
+            continue
         if isinstance(value, list):
             if len(value) != num_samples:
                 raise InvalidValue(

@@ -288,8 +288,8 @@ class Run:
         """Iterate over epochs, from the point where the run resumes. Each uses every sample of `data` exactly once.
 
         Args:
-            data: a map-style data set, a `Source`, or a DataLoader of either, with the micro-batch size as its batch
-                size.
+            data: a map-style data set, a `Source`, or a DataLoader of either, with the run's batch size or micro-batch
+                size as its batch size. `collate_fn` gets micro-batches in both cases.
             num_epochs: number of epochs of this loop, including those before a restart. A run may have several loops;
                 see docs/loops.md.
             collate_fn, num_workers, pin_memory: as in `torch.utils.data.DataLoader`.

@@ -361,6 +361,19 @@ class Step:
         self.open = False
         self._on.reduced(self)
 
+    def collect(self, values: Mapping[int, Any]) -> list[Any]:
+        """Return values of the micro-batches of all ranks, in their order, on every rank. Call it after the loop.
+
+        Args:
+            values: micro-batch of this rank -> value (as for `Group.gather`). A micro-batch may have none. If none has
+                one, this is one short exchange, else three.
+        """
+        group = self._context.group
+        mine = [values[v] for v in self.held if v in values]
+        if not any(group.gather_number(len(mine))):
+            return []
+        return [value for of_rank in group.gather(mine) for value in of_rank]
+
     def refuse_inside(self, what: str, instead: str) -> None:
         """Raise Error inside the loop over the micro-batches."""
         if self.open:
