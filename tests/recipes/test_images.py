@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.runs import ask, check, digest, read_rows, run_command, samestep_command
@@ -113,6 +114,71 @@ def test_images_that_were_deleted_are_not_left_out(tmp_path: Path) -> None:
     entries = [(tmp_path / "a" / name, 0) for name in ("2.png", "3.png")]
     assert images.drop_corrupt(run, tmp_path, entries, num_workers=0) == [entries[1:]]
     assert said == ["1 of 2 images cannot be decoded and are left out: a/2.png"]
+
+
+BIG = np.full((2, 2), 60000, np.uint16)
+PIXELS: dict[str, tuple[Any, int | tuple[int, int, int]]] = {  # file name -> the image, its pixels as RGB
+    "1.png": (Image.new("1", (2, 2), 1), 255),
+    "L.png": (Image.new("L", (2, 2), 9), 9),
+    "LA.png": (Image.new("LA", (2, 2), (9, 255)), 9),
+    "LA half.png": (Image.new("LA", (2, 2), (9, 128)), 132),
+    "RGB.png": (Image.new("RGB", (2, 2), (1, 2, 3)), (1, 2, 3)),
+    "RGBA.webp": (Image.new("RGBA", (2, 2), (0, 0, 0, 0)), 255),
+    "P.png": (Image.new("RGB", (2, 2), (1, 2, 3)).quantize(2), (1, 2, 3)),
+    "P.gif": (Image.new("RGBA", (2, 2), (0, 0, 0, 0)), 255),
+    "CMYK.jpg": (Image.new("CMYK", (2, 2), (0, 0, 0, 255)), 0),
+    "CMYK.tif": (Image.new("CMYK", (2, 2), (0, 0, 0, 55)), 200),
+    "I16.png": (Image.fromarray(BIG), 234),
+    "I16 dark.png": (Image.fromarray(BIG // 12), 19),
+    "I16.tif": (Image.fromarray(BIG), 234),
+    "I16B.tif": (Image.fromarray(BIG.astype(">u2")), 234),
+    "I.pgm": (Image.fromarray(BIG), 234),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PIXELS)
+def test_pixels_of_any_mode(name: str, tmp_path: Path) -> None:
+    """16 bits are scaled to 8, and transparent parts are white."""
+    image, pixel = PIXELS[name]
+    image.save(tmp_path / name)
+    decoded = images.decode(tmp_path / name)
+    assert decoded.mode == "RGB"
+    assert decoded.getpixel((1, 1)) == (pixel if isinstance(pixel, tuple) else (pixel,) * 3)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.float32])
+def test_values_without_a_range_are_refused(dtype: Any, tmp_path: Path) -> None:
+    Image.fromarray(BIG.astype(dtype)).save(tmp_path / "x.tif")
+    with pytest.raises(Error, match=r"x\.tif cannot be decoded \(.*has no fixed range of values: convert it to 8"):
+        images.decode(tmp_path / "x.tif")
+
+
+@pytest.mark.parametrize(("mode", "suffix"), [("L", "jpg"), ("RGB", "png"), ("I;16", "png"), ("RGB", "tif")])
+def test_images_are_upright(mode: str, suffix: str, tmp_path: Path) -> None:
+    """The orientation says where the first row and column of the file are to be shown."""
+    corners = {1: (0, 0), 2: (1, 0), 3: (1, 1), 4: (0, 1), 5: (0, 0), 6: (1, 0), 7: (1, 1), 8: (0, 1)}
+    for orientation, corner in corners.items():
+        image = Image.new(mode, (64, 32))
+        image.paste((255,) * 3 if mode == "RGB" else 65535 if mode == "I;16" else 255, (0, 0, 32, 16))
+        exif = Image.Exif()
+        exif[images.ORIENTATION] = orientation
+        image.save(tmp_path / f"x.{suffix}", exif=exif)
+        shown = images.decode(tmp_path / f"x.{suffix}")
+        assert shown.size == ((64, 32) if orientation < 5 else (32, 64))
+        places = {(x, y): (8 + (shown.width - 16) * x, 8 + (shown.height - 16) * y) for x in (0, 1) for y in (0, 1)}
+        assert [each for each, at in places.items() if shown.getpixel(at)[0] > 128] == [corner], orientation
+
+
+def test_damaged_metadata_of_a_sound_image(tmp_path: Path) -> None:
+    Image.new("L", (4, 2), 9).save(tmp_path / "x.png", exif=b"Exif\0\0no header of TIFF")
+    assert images.decode(tmp_path / "x.png").size == (4, 2)
+
+
+def test_formats_that_start_other_programs_are_refused(tmp_path: Path) -> None:
+    Image.new("L", (4, 2), 9).save(tmp_path / "x.eps")
+    (tmp_path / "x.eps").rename(tmp_path / "x.jpg")
+    with pytest.raises(images.CorruptImage, match="cannot identify image file"):
+        images.decode(tmp_path / "x.jpg")
 
 
 def test_a_file_that_cannot_be_read_is_not_corrupt(tmp_path: Path) -> None:

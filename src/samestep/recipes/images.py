@@ -13,6 +13,7 @@ import shutil
 import socket
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,13 @@ except ImportError:
     raise samestep.MissingPackage("the recipe images needs Pillow: pip install 'samestep[recipes]'") from None
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # Pillow starts other programs to read some others
+ORIENTATION = 0x0112  # a tag of EXIF
+UPRIGHT = {  # orientation -> what makes the image upright
+    2: Image.Transpose.FLIP_LEFT_RIGHT, 3: Image.Transpose.ROTATE_180, 4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE, 6: Image.Transpose.ROTATE_270, 7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}  # fmt: skip
 MAX_SHOWN = 10
 Entry = tuple[Path, int]  # file and class
 
@@ -117,8 +125,24 @@ def write_digits(folder: Path) -> Path:
     return folder
 
 
+def convert_to_rgb(image: Image.Image) -> Image.Image:
+    """Convert an image of any mode to RGB: 16 bits are divided by 256, and transparent parts are white.
+
+    Raises:
+        ValueError: the mode has no fixed range of values, or no conversion.
+    """
+    # Pillow gives 16-bit files of these formats the 32-bit mode I, depending on its version. In TIFF, I is 32-bit.
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError(f"mode {image.mode} has no fixed range of values: convert it to 8 or 16 bits")
+    if image.has_transparency_data:
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image.convert("RGBA"))
+    return image.convert("RGB")
+
+
 def decode(path: Path) -> Image.Image:
-    """Read an image as RGB.
+    """Read an image as RGB, upright according to its EXIF orientation.
 
     Raises:
         CorruptImage: the content is not an image. (OSError: the file cannot be read.)
@@ -127,7 +151,13 @@ def decode(path: Path) -> Image.Image:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about metadata
-            return Image.open(io.BytesIO(content)).convert("RGB")
+            image = Image.open(io.BytesIO(content), formats=FORMATS)
+            image.load()  # applies the orientation of TIFF
+            turn = None
+            with suppress(Exception):  # metadata may be damaged where the image is not
+                turn = UPRIGHT.get(image.getexif().get(ORIENTATION))
+            image = convert_to_rgb(image)
+            return image if turn is None else image.transpose(turn)
     except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, struct.error and others
         advice = "repair or remove it, or start with --skip-corrupt, which names and leaves out all such images"
         why = f"{type(error).__name__}: {error}".partition(" <")[0]  # without the address of the BytesIO
