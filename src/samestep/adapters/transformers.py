@@ -134,8 +134,10 @@ class Trainer:
 
     The loss of a step is the mean over all labels of the whole batch other than -100, on all ranks. transformers'
     Trainer computes the same for models that use `num_items_in_batch`, or on one device without accumulation; otherwise
-    it averages the means of micro-batches. `eval_loss` is also the mean over all such labels, while transformers
-    averages the means of batches. A batch without `labels` is weighted by its number of samples.
+    it averages the means of micro-batches. For a causal language model whose class name does not contain `ForCausalLM`,
+    such as `GPT2LMHeadModel`, transformers 5.23 also counts the first label of each row, which has no prediction.
+    `eval_loss` is also the mean over all such labels, while transformers averages the means of batches. A batch without
+    `labels` is weighted by its number of samples.
 
     A started script resumes automatically. `optimizers`, `compute_loss_func`, `preprocess_logits_for_metrics` and the
     other arguments have the same meaning as in transformers. Subclasses may replace `compute_loss`, `create_optimizer`
