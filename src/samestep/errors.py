@@ -167,7 +167,7 @@ def explain(error: Error | OSError) -> str | None:
     if isinstance(error, Error):
         return str(error)
     full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-    refused = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
+    refused = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.ENOTEMPTY)
     if error.filename is not None and error.errno in (*refused, *full):
         return f"{error.filename} cannot be used ({error.strerror}): name another"
     if error.filename is None and error.errno in (*full, errno.EIO):

@@ -7,7 +7,9 @@ import errno
 import json
 import math
 import os
+import shutil
 import stat
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -85,6 +87,27 @@ def replacing(path: Path, *, sync: bool = False) -> Iterator[Path]:
     except BaseException:
         with suppress(OSError):  # the file system may be read-only by now
             partial.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def creating_directory(path: Path) -> Iterator[Path]:
+    """Yield a new hidden directory beside `path`, which becomes `path` if the block succeeds, and else is removed.
+
+    Raises:
+        OSError: `path` exists and is not an empty directory, or it cannot be created.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    hidden = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        hidden.mkdir()
+        yield hidden
+        try:
+            os.rename(hidden, path)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from None
+    except BaseException:
+        shutil.rmtree(hidden, ignore_errors=True)
         raise
 
 

@@ -1,23 +1,21 @@
-"""`samestep prepare`: turns text into a token file for the recipe gpt. Does not import torch."""
+"""`samestep prepare`: turns text into a token file for the recipe gpt."""
 
 import argparse
 import os
-import shutil
-import signal
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from samestep.console import describe_size, escape, say
 from samestep.errors import Error, needing
+from samestep.files import creating_directory
 from samestep.recipes.corpora.text_tokenizer import BYTES, MOST_TEXTS, Tokenizer, read_tokenizer, train_bpe
 from samestep.recipes.corpora.token_file import list_standard_library, read_pieces, write_corpus
 from samestep.sources.token_windows import Tokens
 from samestep.tools.inspect import CommandParser
+from samestep.tools.traced_script import exiting_on_sigterm
 
 REPORT_EVERY_S = 5.0
 LEAST_BPE = 257  # a token per byte, and the end of a document
@@ -41,7 +39,7 @@ def run_prepare(args: list[str]) -> int:
     if options.tokenizer == "bpe" and (options.vocab_size or LEAST_BPE) < LEAST_BPE:
         raise Error(f"--vocab-size is {options.vocab_size}: give at least {LEAST_BPE}, for all bytes and the end")
     documents = _find_documents(options)
-    with _creating(out) as directory:
+    with exiting_on_sigterm(), creating_directory(out) as directory:
         tokenizer = _build_tokenizer(options, documents)
         described = write_corpus(directory, tokenizer, _encode(documents, tokenizer, Progress("tokenized")))
         if described["num_tokens"] == 0:
@@ -95,18 +93,21 @@ def _find_documents(options: argparse.Namespace) -> Documents:
             raise Error(f"there is no file {file}: name text files")
         if not os.access(file, os.R_OK):
             raise Error(f"{file} cannot be read: change its permissions, or leave it out")
-    if options.tokenizer == "bytes":
-        return lambda: (read_pieces(file) for file in files)
     return lambda: (_check_text(file, read_pieces(file)) for file in files)
 
 
 def _check_text(file: Path, pieces: Iterable[bytes]) -> Iterator[bytes]:
     """Yield the pieces. Raises Error for one that is not UTF-8."""
+    num_bytes = 0
     for piece in pieces:
         try:
             piece.decode()
-        except UnicodeDecodeError:
-            raise Error(f"{file} is not UTF-8: convert it, or use --tokenizer bytes") from None
+        except UnicodeDecodeError as error:
+            at = num_bytes + error.start
+            raise Error(
+                f"{file} is not UTF-8 at byte {at:,} ({error.reason}): convert it, such as by iconv -f latin1 -t utf-8"
+            ) from None
+        num_bytes += len(piece)
         yield piece
 
 
@@ -166,27 +167,3 @@ class Progress:
                 self._said_s = now_s
                 say(f"{describe_size(self._num_bytes)} {self._what}")
             yield piece
-
-
-@contextmanager
-def _creating(out: Path) -> Iterator[Path]:
-    """Yield a hidden directory beside `out` that becomes `out` if the block succeeds, and else is removed."""
-    hidden = out.with_name(f".{out.name}.{os.getpid()}")
-    previous = signal.signal(signal.SIGTERM, _exit)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        hidden.mkdir()
-        yield hidden
-        try:
-            os.rename(hidden, out)
-        except OSError as error:
-            raise Error(f"{out} cannot be made ({error.strerror}): name another directory by --out") from None
-    except BaseException:
-        shutil.rmtree(hidden, ignore_errors=True)
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, previous)
-
-
-def _exit(number: int, _: object) -> NoReturn:
-    sys.exit(128 + number)
