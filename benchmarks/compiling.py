@@ -21,7 +21,7 @@ from torch import nn
 import samestep
 
 TWO_LAYERS = ["launch", __file__, "--train"]
-GPT = ["train", "gpt", "--compile", "--steps", "2", "--batch-size", "8", "--eval-samples", "8"]
+GPT = ["train", "gpt", "--compile", "--steps", "2", "--batch-size", "8", "--validate-samples", "8"]
 MODELS = {"two layers": TWO_LAYERS, "gpt tiny": GPT}
 
 

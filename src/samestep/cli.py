@@ -23,7 +23,7 @@ from samestep.launch.flags import (
     take_target,
     translate_torchrun,
 )
-from samestep.recipes import describe_recipes, find_recipes, read_options, show_recipe_help
+from samestep.recipes import describe_recipes, find_recipes, read_options, read_other_names, show_recipe_help
 from samestep.version import __version__
 from samestep.world.environment import (
     check_surroundings,
@@ -263,9 +263,15 @@ def _build_recipe_target(
     known = {name_option(option) for option in read_options(find_recipes()[recipe])}
     if "run_dir" not in flags:  # verify, which names the directories itself
         known.discard(name_option("--run-dir"))
-    for token in arguments:
+    others = read_other_names(find_recipes()[recipe])
+    for place, token in enumerate(arguments):
+        name, is_set, _ = token.lstrip("-").replace("-", "_").partition("=")
+        if (token.startswith("--") or is_set) and (ours := others.get(name.rpartition(".")[2])):
+            raise Error(f"{command} {recipe} has no option {token.partition('=')[0]}: here it is {ours}")
         if token.startswith("--") and name_option(token) not in known:
             raise reject_option(f"{command} {recipe}", token, [*known, *name_flags(flags)])
+        if token.startswith("--"):
+            arguments[place] = name_option(token) + token[len(name_option(token)) :]
     from samestep.launch.local_ranks import Target
 
     return Target("recipe", f"samestep.recipes.{recipe}", arguments)

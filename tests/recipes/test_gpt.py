@@ -27,6 +27,7 @@ import samestep
 from samestep.cli import main
 from samestep.errors import Error
 from samestep.recipes import gpt
+from samestep.recipes.commands.sample import load_model
 from samestep.recipes.corpora.text_tokenizer import BYTES, Tokenizer, train_bpe
 from samestep.recipes.corpora.token_file import (
     Corpus,
@@ -40,7 +41,7 @@ from samestep.sources import TokenWindows
 
 SIZES = GPT2Config(vocabulary_size=50, context=12, num_layers=3, num_heads=2, width=16)
 SENTENCES = ["the cat sat on the mat\n", "a dog ran to the cat\n", "naïve café\n"]
-SMALL = ("--context", "16", "--batch-size", "8", "--eval-samples", "8")  # options for a model of few operations
+SMALL = ("--context", "16", "--batch-size", "8", "--validate-samples", "8")  # options for a model of few operations
 
 
 @pytest.fixture(autouse=True)
@@ -89,7 +90,7 @@ def run_dir(tokens: Path) -> Path:
     """A run on two ranks."""
     directory = tokens.with_name("run")
     done = samestep_command(
-        "train", "gpt", "--nproc-per-node", "2", "--data", tokens, *SMALL, "--steps", "20", "--eval-every", "10",
+        "train", "gpt", "--nproc-per-node", "2", "--data", tokens, *SMALL, "--steps", "20", "--validate-every", "10",
         "--lr", "0.02", "--run-dir", directory, cwd=tokens.parent,
     )  # fmt: skip
     check(done)
@@ -428,7 +429,12 @@ def test_a_token_outside_of_the_vocabulary() -> None:
         (["a.txt", "--out", "new", "--tokenizer", "bpe", "--vocab-size", "9"], "--vocab-size is 9: give at least 257"),
         (["a.txt", "--out", "new", "--tokenizer", "a.txt"], "a.txt is no tokenizer of the library tokenizers ("),
         (["a.txt", "--out", "new", "--tokenizer", "bqe"], "bqe is no tokenizer of the library tokenizers ("),
-        (["a.txt", "latin1.txt", "--out", "new", "--tokenizer", "bpe"], "latin1.txt is not UTF-8"),
+        (["a.txt", "latin1.txt", "--out", "new", "--tokenizer", "bpe"], "latin1.txt is not UTF-8 at byte 80,004 ("),
+        (["a.txt", "latin1.txt", "--out", "new"], "latin1.txt is not UTF-8 at byte 80,004 (invalid continuation byte)"),
+        (
+            ["cut.txt", "--out", "new"],
+            "cut.txt is not UTF-8 at byte 3 (unexpected end of data): convert it, such as by",
+        ),
         (["a.txt", "--dataset", "x", "--out", "new"], "--dataset and files were both given"),
         (["a.txt"], "the following arguments are required: --out"),
     ],
@@ -440,9 +446,11 @@ def test_prepare_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argume
     Path("here").mkdir()
     Path("empty.txt").touch()
     Path("a.txt").write_text("text")
-    Path("latin1.txt").write_bytes(b"caf\xe9")
+    Path("latin1.txt").write_bytes(b"\n" * 80_001 + b"caf\xe9s\n")
+    Path("cut.txt").write_bytes("café".encode()[:-1])
+    before = sorted(tmp_path.iterdir())
     assert said in refuse("prepare", "text", *arguments)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.txt", "empty.txt", "here", "latin1.txt"]
+    assert sorted(tmp_path.iterdir()) == before
     assert not any(Path("here").iterdir())
 
 
@@ -479,6 +487,7 @@ def test_sample(run_dir: Path) -> None:
     ("options", "said"),
     [
         (["--max-tokens", "0"], "--max-tokens is 0: give 1 or more"),
+        (["--num-samples", "0"], "--num-samples is 0: give 1 or more"),
         (["--temperature", "-1"], "--temperature is -1.0: give 0 (the most likely token) or more"),
         (["--top-k", "0"], "--top-k is 0: give 1 or more"),
         (["--snapshot", "worst"], "there is no snapshot named worst in"),
@@ -486,6 +495,13 @@ def test_sample(run_dir: Path) -> None:
 )
 def test_sample_refuses(run_dir: Path, options: list[str], said: str) -> None:
     assert said in refuse("sample", run_dir, *options)
+
+
+def test_several_samples_are_separated_by_a_line(run_dir: Path) -> None:
+    command = ("sample", run_dir, "--prompt", "the c", "--max-tokens", "10", "--temperature", "2")
+    first, *others = ask(*command, "--num-samples", "3").split("\n---\n")
+    assert first + "\n" == ask(*command)
+    assert len({first, *others}) == 3
 
 
 def test_sample_of_another_run(tmp_path: Path) -> None:
@@ -510,7 +526,18 @@ def test_exported_weights_load_without_samestep(run_dir: Path, tmp_path: Path) -
 
 def test_the_same_bits_on_any_ranks_and_after_a_stop(tokens: Path, tmp_path: Path) -> None:
     """On one rank, and on two ranks that are replaced by three after step 2."""
-    arguments = ["--data", str(tokens), *SMALL, "--steps", "4", "--eval-every", "2", "--dropout", "0.1", "--run-dir"]
+    arguments = [
+        "--data",
+        str(tokens),
+        *SMALL,
+        "--steps",
+        "4",
+        "--validate-every",
+        "2",
+        "--dropout",
+        "0.1",
+        "--run-dir",
+    ]
     found = []
     for name, starts in (("one", {1: "4"}), ("more", {2: "2", 3: "4"})):
         run_dir = tmp_path / name
@@ -525,7 +552,7 @@ def test_the_same_bits_on_any_ranks_and_after_a_stop(tokens: Path, tmp_path: Pat
 @pytest.mark.parametrize("options", [[], ["--precision", "bf16"], ["--checkpoint-activations"]], ids=str)
 def test_the_same_bits_after_kills(tokens: Path, tmp_path: Path, options: list[str]) -> None:
     done = samestep_command(
-        "verify", "gpt", "--data", tokens, *SMALL, "--eval-every", "2", "--dropout", "0.1", "--steps", "4",
+        "verify", "gpt", "--data", tokens, *SMALL, "--validate-every", "2", "--dropout", "0.1", "--steps", "4",
         "--world-sizes", "1,2,3", "--kills", "1", *options, cwd=tmp_path,
     )  # fmt: skip
     check(done)
@@ -536,8 +563,8 @@ def test_the_same_bits_after_kills(tokens: Path, tmp_path: Path, options: list[s
 def test_the_same_bits_compiled(tokens: Path, tmp_path: Path) -> None:
     for ranks in ("1", "2"):
         done = samestep_command(
-            "train", "gpt", "--nproc-per-node", ranks, "--data", tokens, *SMALL, "--steps", "3", "--eval-every", "2",
-            "--compile", "--run-dir", tmp_path / ranks, cwd=tmp_path, timeout=600,
+            "train", "gpt", "--nproc-per-node", ranks, "--data", tokens, *SMALL, "--steps", "3", "--compile",
+            "--validate-every", "2", "--run-dir", tmp_path / ranks, cwd=tmp_path, timeout=600,
         )  # fmt: skip
         check(done)
     assert digest(tmp_path / "1") == digest(tmp_path / "2")
@@ -545,7 +572,17 @@ def test_the_same_bits_compiled(tokens: Path, tmp_path: Path) -> None:
 
 def test_early_stopping(tokens: Path, tmp_path: Path) -> None:
     """With a learning rate of 0, no validation is better than the first."""
-    arguments = ["--data", str(tokens), *SMALL, "--steps", "9", "--eval-every", "1", "--run-dir", str(tmp_path / "run")]
+    arguments = [
+        "--data",
+        str(tokens),
+        *SMALL,
+        "--steps",
+        "9",
+        "--validate-every",
+        "1",
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
     samestep.spawn(gpt.main, 1, ([*arguments, "--lr", "0", "--patience", "2"],))
     assert [row["step"] for row in read_rows(tmp_path / "run") if "validation/loss" in row] == [1, 2, 3]
 
@@ -553,7 +590,7 @@ def test_early_stopping(tokens: Path, tmp_path: Path) -> None:
 def test_fine_tuning_of_hugging_face_weights(tokens: Path, tmp_path: Path) -> None:
     model = build_model(replace(SIZES, vocabulary_size=257, context=16))
     gpt.write_hugging_face(model, BYTES, tmp_path / "start")
-    arguments = ["--data", str(tokens), "--batch-size", "4", "--steps", "1", "--eval-samples", "8"]
+    arguments = ["--data", str(tokens), "--batch-size", "4", "--steps", "1", "--validate-samples", "8"]
     arguments += ["--init-from", str(tmp_path / "start"), "--run-dir", str(tmp_path / "run")]
     samestep.spawn(gpt.main, 1, ([*arguments, "--lr", "0", "--export-to", str(tmp_path / "end")],))
     start, end = [gpt.read_hugging_face(tmp_path / name) for name in ("start", "end")]
@@ -568,6 +605,7 @@ def test_fine_tuning_of_hugging_face_weights(tokens: Path, tmp_path: Path) -> No
         (["--data", "other"], "was trained on tokens of bytes, and the data is of bpe of 300 tokens (e3b0c442): name"),
         (["--context", "8"], "has --context 16, and this is --context 8: give the run's, or another --run-dir"),
         (["--preset", "small"], "has --preset tiny, and this is --preset small: give the run's, or another --run-dir"),
+        (["--layers", "2"], "has --layers 4, and this is --layers 2: give the run's, or another --run-dir"),
     ],
 )
 def test_another_model_than_the_runs(
@@ -588,11 +626,119 @@ def test_another_model_than_the_runs(
     assert digest(run_dir) == before
 
 
+def test_sizes_of_the_model(tokens: Path) -> None:
+    argv = ["--layers", "2", "--heads", "2", "--width", "16", "--context", "9", "--dropout", "0.5"]
+    model = gpt.build_model(gpt.parse_arguments(argv), open_corpus(tokens))
+    assert model.config == GPT2Config(257, 9, 2, 2, 16, 0.5)
+    small = gpt.parse_arguments(["--preset", "small", "--layers", "1"])
+    assert (small.layers, small.heads, small.width, small.context) == (1, 6, 384, 256)
+
+
+def test_names_of_other_programs_are_refused_by_ours() -> None:
+    for name, ours in gpt.OTHER_NAMES.items():
+        assert getattr(gpt.parse_arguments([]), ours.removeprefix("--").replace("-", "_"), "") != ""
+        assert f"train gpt has no option --{name}: here it is {ours}" in refuse("train", "gpt", f"--{name}=2")
+    assert "has no option model.n_layer: here it is --layers" in refuse("train", "gpt", "model.n_layer=2")
+    assert "has no option --block-size: here it is --context" in refuse("train", "gpt", "--block-size", "2")
+
+
+def test_underscores_in_options(tokens: Path, tmp_path: Path) -> None:
+    done = samestep_command(
+        "train", "gpt", "--steps", "1", "--data", tokens, *SMALL, "--weight_decay=0.2", "--warm_up", "1", cwd=tmp_path
+    )
+    check(done)
+    config = json.loads((tmp_path / "runs" / "gpt" / "run.json").read_text())["config"]
+    assert (config["weight_decay"], config["warm_up"]) == (0.2, 1)
+
+
+def test_a_run_as_the_start_of_another(run_dir: Path, tokens: Path, tmp_path: Path) -> None:
+    """It begins with the weights of the snapshot "best"."""
+    arguments = ["--data", str(tokens), "--batch-size", "4", "--steps", "1", "--validate-samples", "8", "--lr", "0"]
+    arguments += ["--init-from", str(run_dir), "--dropout", "0.1", "--run-dir", str(tmp_path / "run")]
+    samestep.spawn(gpt.main, 1, ([*arguments, "--export-to", str(tmp_path / "end")],))
+    start, _ = load_model(run_dir, "it", "best")
+    end = GPT2.from_hugging_face(*gpt.read_hugging_face(tmp_path / "end"))
+    assert (end.config.dropout, end.config.context) == (0.1, 16)
+    assert all(map(torch.equal, start.state_dict().values(), end.state_dict().values()))
+    again = ["--data", str(tokens), *SMALL, "--init-from", str(run_dir), "--run-dir"]
+    with pytest.raises(
+        Error, match=r"--init-from is the directory of this run, .*, which resumes without it: leave it"
+    ):
+        samestep.spawn(gpt.main, 1, ([*again, str(run_dir)],))
+
+
+def build_corpus(tokenizer: Tokenizer) -> Corpus:
+    return Corpus("tokens", np.zeros(100, np.uint16), tokenizer, 1)
+
+
+def write_definition(vocabulary: dict[str, int]) -> bytes:
+    return json.dumps({"model": {"type": "BPE", "vocab": vocabulary}}).encode()
+
+
+VOCABULARY = {f"w{i}": i for i in range(300)}
+BPE = Tokenizer("bpe", 300, None, write_definition(VOCABULARY))
+OTHER = write_definition({**VOCABULARY, "w0": 1, "w1": 0})
+NO_DEFINITION = None
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "definition", "tokenizer", "said"),
+    [
+        (257, NO_DEFINITION, BYTES, ""),
+        (384, NO_DEFINITION, BYTES, ""),
+        (257, b"", BYTES, ""),
+        (320, BPE.definition + b" ", BPE, ""),
+        (
+            50257,
+            NO_DEFINITION,
+            BYTES,
+            "has 50257 tokens, and tokens is made of 257: prepare the text with the tokenizer",
+        ),
+        (299, BPE.definition, BPE, "has 299 tokens, and tokens is made of 300: prepare the text with the tokenizer"),
+        (
+            300,
+            BPE.definition,
+            BYTES,
+            "another tokenizer than that of tokens, bytes: prepare the text with --tokenizer x/",
+        ),
+        (300, OTHER, BPE, "another tokenizer than that of tokens, bpe of 300 tokens ("),
+        (257, b"", BPE, "prepare the text with --tokenizer bytes"),
+        (300, b"[]", BPE, "the model's tokenizer.json is no tokenizer of the library tokenizers: restore it"),
+    ],
+)
+def test_the_vocabulary_of_a_model_may_be_padded(
+    num_tokens: int, definition: bytes | None, tokenizer: Tokenizer, said: str
+) -> None:
+    refused = pytest.raises(Error, match=re.escape(said)) if said else contextlib.nullcontext()
+    with refused:
+        gpt.check_vocabulary(num_tokens, definition, build_corpus(tokenizer), Path("x"))
+
+
+def test_a_padded_model_is_trained_and_sampled(tokens: Path, tmp_path: Path) -> None:
+    gpt.write_hugging_face(build_model(replace(SIZES, vocabulary_size=320, context=16)), BYTES, tmp_path / "start")
+    arguments = ["--data", str(tokens), "--batch-size", "4", "--steps", "2", "--validate-samples", "8"]
+    arguments += ["--init-from", str(tmp_path / "start"), "--run-dir", str(tmp_path / "run")]
+    samestep.spawn(gpt.main, 1, ([*arguments, "--export-to", str(tmp_path / "end")],))
+    assert gpt.read_hugging_face(tmp_path / "end")[0]["vocab_size"] == 320
+    assert ask("sample", tmp_path / "run", "--prompt", "the", "--temperature", "9").startswith("the")
+
+
+def test_an_export_touches_no_other_directory(tmp_path: Path) -> None:
+    (tmp_path / ".out").mkdir()
+    (tmp_path / ".out" / "config.json").write_text("mine")
+    gpt.write_hugging_face(build_model(), BYTES, tmp_path / "out")
+    assert (tmp_path / ".out" / "config.json").read_text() == "mine"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out", "out"]
+    with pytest.raises(OSError, match="not empty"):
+        gpt.write_hugging_face(build_model(), BYTES, tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out", "out"]
+
+
 def test_a_model_that_does_not_fit_the_data(tokens: Path, tmp_path: Path) -> None:
     gpt.write_hugging_face(build_model(), BYTES, tmp_path / "small")
     gpt.write_hugging_face(build_model(replace(SIZES, vocabulary_size=257)), BYTES, tmp_path / "bytes")
     corpus = open_corpus(tokens)
-    with pytest.raises(Error, match=r"has 50 tokens, and .* is made of 257: prepare the text with the model's own"):
+    with pytest.raises(Error, match=r"has 50 tokens, and .* is made of 257: prepare the text with the tokenizer of"):
         gpt.build_model(gpt.parse_arguments(["--init-from", str(tmp_path / "small")]), corpus)
     arguments = ["--init-from", str(tmp_path / "bytes"), "--context", "13"]
     with pytest.raises(Error, match=r"--context is 13, and the model in .* takes at most 12 tokens"):
@@ -607,9 +753,12 @@ def test_a_model_that_does_not_fit_the_data(tokens: Path, tmp_path: Path) -> Non
         (["--preset", "smal"], "there is no preset smal; did you mean small?"),
         (["--preset", "llama"], "there is no preset llama; there are tiny, small, gpt2"),
         (["--preset", "tiny", "--init-from", "x"], "--preset and --init-from both set the model's size"),
+        (["--layers", "2", "--init-from", "x"], "--layers and --init-from both set the model's size"),
+        (["--heads", "3"], "--width is 128, and --heads 3: give a width that is a multiple of the heads"),
+        (["--heads", "0"], "--heads is 0: give 1 or more"),
         (["--context", "0"], "--context is 0: give 1 or more"),
         (["--held-out", "1"], "--held-out is 1.0: give a fraction between 0 and 1"),
-        (["--eval-every", "0"], "--eval-every is 0: give 1 or more"),
+        (["--validate-every", "0"], "--validate-every is 0: give 1 or more"),
         (["--export-to", "."], "--export-to . exists already: name another directory"),
     ],
 )

@@ -21,6 +21,14 @@ def read_options(file: Path) -> set[str]:
     return {word for word in words if isinstance(word, str) and word.startswith("-")}
 
 
+def read_other_names(file: Path) -> dict[str, str]:
+    """Return the names of options in other programs -> a recipe's own, from `OTHER_NAMES` in its source."""
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "OTHER_NAMES":
+            return dict(ast.literal_eval(node.value))
+    return {}
+
+
 def show_recipe_help(recipe: str) -> None:
     """Print the help of a recipe by running it with --help in this process."""
     from samestep.launch.rank_process import load_main

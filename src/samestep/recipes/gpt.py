@@ -9,10 +9,11 @@ import argparse
 import difflib
 import json
 import math
+import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,24 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import samestep
+from samestep.files import creating_directory, parse_json, replace_file
 from samestep.recipes import run_main
-from samestep.recipes.corpora.text_tokenizer import BYTES, Tokenizer
+from samestep.recipes.commands.sample import load_model
+from samestep.recipes.corpora.text_tokenizer import BYTES, Tokenizer, read_vocabulary
 from samestep.recipes.corpora.token_file import Corpus, name_tokenizer, open_corpus, read_standard_library, split
-from samestep.recipes.models.gpt2 import GPT2, PRESETS
+from samestep.recipes.models.gpt2 import GPT2, PRESETS, GPT2Config
+from samestep.snapshot.object_store import read_run
 
+OTHER_NAMES = {  # of the options, in nanoGPT and minGPT
+    "n_layer": "--layers", "n_head": "--heads", "n_embd": "--width", "block_size": "--context", "max_iters": "--steps",
+    "model_type": "--preset", "learning_rate": "--lr", "min_lr": "--lr-end", "warmup_iters": "--warm-up",
+    "lr_decay_iters": "--steps", "eval_interval": "--validate-every", "eval_iters": "--validate-samples",
+    "out_dir": "--run-dir", "work_dir": "--run-dir", "dataset": "--data", "dtype": "--precision",
+    "gradient_accumulation_steps": "--micro-batch-size", "resid_pdrop": "--dropout", "embd_pdrop": "--dropout",
+    "attn_pdrop": "--dropout",
+}  # fmt: skip
 LEARNING_RATES = {"tiny": 2e-3, "small": 1e-3, "gpt2": 6e-4}
+SIZES = {"layers": "num_layers", "heads": "num_heads", "width": "width"}  # option -> field of GPT2Config
 # Dense operations per second of 16-bit matrix multiplication with 32-bit sums, from the makers' data sheets. A longer
 # name comes before its beginning.
 PEAK_FLOPS = {
@@ -54,8 +67,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--data", type=Path, metavar="DIR", help="output of samestep prepare text (default: Python's source)"
     )
+    parser.add_argument("--layers", type=int, metavar="N", help="number of blocks (default: the preset's)")
+    parser.add_argument("--heads", type=int, metavar="N", help="attention heads of a block (default: the preset's)")
+    parser.add_argument("--width", type=int, metavar="N", help="size of a token's vector (default: the preset's)")
     parser.add_argument("--context", type=int, metavar="T", help="tokens per sequence (default: the model's context)")
-    parser.add_argument("--init-from", type=Path, metavar="DIR", help="begin with a GPT-2 saved by transformers")
+    parser.add_argument(
+        "--init-from", type=Path, metavar="DIR", help="begin with a GPT-2 saved by transformers, or with another run"
+    )
     parser.add_argument("--export-to", type=Path, metavar="DIR", help="write the best weights there, for transformers")
     parser.add_argument("--steps", type=int, default=1000, help="optimizer steps (default: 1000)")
     parser.add_argument("--batch-size", type=int, default=32, help="sequences per step, over all ranks (default: 32)")
@@ -68,8 +86,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--precision", default="fp32", help="fp32, tf32, bf16 or fp16 (default: fp32)")
     parser.add_argument("--compile", action="store_true", help="use torch.compile, which needs a C++ compiler")
     parser.add_argument("--checkpoint-activations", action="store_true", help="use less memory and more time")
-    parser.add_argument("--eval-every", type=int, default=100, help="steps between validations (default: 100)")
-    parser.add_argument("--eval-samples", type=int, default=256, help="sequences per validation (default: 256)")
+    parser.add_argument("--validate-every", type=int, default=100, help="steps between validations (default: 100)")
+    parser.add_argument("--validate-samples", type=int, default=256, help="sequences per validation (default: 256)")
     parser.add_argument("--held-out", type=float, default=0.05, help="share of the data to validate on (default: 0.05)")
     parser.add_argument(
         "--patience",
@@ -82,14 +100,16 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-workers", type=int, default=0, help="DataLoader workers per rank (default: 0)")
     parser.add_argument("--run-dir", default="runs/gpt", help="default: runs/gpt")
     args = parser.parse_args(argv)
-    for name in ("steps", "batch_size", "eval_every", "eval_samples", "patience", "context"):
+    counts = ("steps", "batch_size", "validate_every", "validate_samples", "patience", "context", *SIZES)
+    for name in counts:
         if getattr(args, name) is not None and getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}: give 1 or more")
     if not 0 < args.held_out < 1:
         parser.error(f"--held-out is {args.held_out}: give a fraction between 0 and 1")
-    if args.preset and args.init_from:
-        parser.error("--preset and --init-from both set the model's size: give one of them")
-    if args.export_to is not None and args.export_to.exists():
+    for name in ("preset", *SIZES):
+        if args.init_from and getattr(args, name):
+            parser.error(f"--{name} and --init-from both set the model's size: give one of them")
+    if args.export_to is not None and os.path.lexists(args.export_to):
         parser.error(f"--export-to {args.export_to} exists already: name another directory")
     if args.micro_batch_size is None:
         args.micro_batch_size = args.batch_size // math.gcd(args.batch_size, 4)  # so that up to 4 ranks share a step
@@ -97,7 +117,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         args.warm_up = min(2000, args.steps // 20)
     if args.init_from is None:
         args.preset = args.preset or "tiny"
-        args.context = args.context or PRESETS[args.preset].context
+        for name, field in SIZES.items() | {("context", "context")}:
+            setattr(args, name, getattr(args, name) or getattr(PRESETS[args.preset], field))
+        if args.width % args.heads:
+            parser.error(
+                f"--width is {args.width}, and --heads {args.heads}: give a width that is a multiple of the heads"
+            )
     if args.lr is None:
         args.lr = LEARNING_RATES[args.preset or "gpt2"]
     return args
@@ -106,7 +131,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def read_hugging_face(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read `config.json` and the weights that `save_pretrained` wrote. Raises Error if they cannot be read."""
     try:
-        settings = json.loads((directory / "config.json").read_text())
+        settings = parse_json((directory / "config.json").read_bytes())
         if (file := directory / "model.safetensors").exists():
             return settings, load_file(file)
         return settings, torch.load(directory / "pytorch_model.bin", map_location="cpu", weights_only=True)
@@ -122,13 +147,11 @@ def write_hugging_face(model: GPT2, tokenizer: Tokenizer, directory: Path) -> No
     settings, weights = model.to_hugging_face()
     settings |= {"bos_token_id": tokenizer.end, "eos_token_id": tokenizer.end}
     weights = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
-    hidden = directory.with_name(f".{directory.name}")  # so that a directory of this name is complete
-    hidden.mkdir(parents=True, exist_ok=True)
-    save_file(weights, hidden / "model.safetensors", metadata={"format": "pt"})
-    (hidden / "config.json").write_text(json.dumps(settings, indent=1) + "\n")
-    if tokenizer.definition:
-        (hidden / "tokenizer.json").write_bytes(tokenizer.definition)
-    hidden.rename(directory)
+    with creating_directory(directory) as hidden:
+        save_file(weights, hidden / "model.safetensors", metadata={"format": "pt"})
+        replace_file(hidden / "config.json", json.dumps(settings, indent=1).encode() + b"\n")
+        if tokenizer.definition:
+            replace_file(hidden / "tokenizer.json", tokenizer.definition)
 
 
 def build_model(args: argparse.Namespace, corpus: Corpus) -> GPT2:
@@ -138,25 +161,27 @@ def build_model(args: argparse.Namespace, corpus: Corpus) -> GPT2:
         Error: the model of `--init-from` has a different vocabulary than the data, or its context is shorter than
             `--context`.
     """
-    size = corpus.tokenizer.vocabulary_size
-    changed = {} if args.dropout is None else {"dropout": args.dropout}
     if args.init_from is None:
-        config = replace(PRESETS[args.preset], vocabulary_size=size, context=args.context, **changed)
+        config = GPT2Config(
+            corpus.tokenizer.vocabulary_size, args.context, args.layers, args.heads, args.width, args.dropout or 0.0
+        )
         return GPT2(config, checkpoint_activations=args.checkpoint_activations)
-    try:
+    if (args.init_from / "run.json").exists():
+        start, tokenizer = load_model(args.init_from, str(args.init_from), "best")
+        settings, weights = start.to_hugging_face()
+        definition = tokenizer.definition
+    else:
         settings, weights = read_hugging_face(args.init_from)
-        if changed:
+        definition = find_definition(args.init_from)
+    try:
+        if args.dropout is not None:
             settings["resid_pdrop"] = args.dropout
         model = GPT2.from_hugging_face(settings, weights, checkpoint_activations=args.checkpoint_activations)
     except samestep.Error:
         raise
     except (ValueError, TypeError, AttributeError) as error:
         raise samestep.Error(f"{args.init_from} holds another model than GPT-2 ({error}): name a GPT-2") from None
-    if model.config.vocabulary_size != size:
-        raise samestep.Error(
-            f"the model in {args.init_from} has {model.config.vocabulary_size} tokens, and {corpus.name} is made of "
-            f"{size}: prepare the text with the model's own, --tokenizer {args.init_from}/tokenizer.json"
-        )
+    check_vocabulary(model.config.vocabulary_size, definition, corpus, args.init_from)
     if (args.context or 0) > model.config.context:
         raise samestep.Error(
             f"--context is {args.context}, and the model in {args.init_from} takes at most {model.config.context} "
@@ -165,17 +190,53 @@ def build_model(args: argparse.Namespace, corpus: Corpus) -> GPT2:
     return model
 
 
+def find_definition(directory: Path) -> bytes | None:
+    """Return the content of a model's `tokenizer.json`; None if there is none."""
+    file = directory / "tokenizer.json"
+    return file.read_bytes() if file.is_file() else None
+
+
+def check_vocabulary(num_tokens: int, definition: bytes | None, corpus: Corpus, init_from: Path) -> None:
+    """Raise Error unless the data have been made with the model's tokenizer, as far as can be seen.
+
+    The model may have more tokens than its tokenizer: sizes are often rounded up.
+
+    Args:
+        num_tokens: the size of the model's vocabulary.
+        definition: the model's `tokenizer.json`; empty for bytes, None if it is unknown.
+    """
+    size, tokenizer = corpus.tokenizer.vocabulary_size, corpus.tokenizer
+    if definition is not None and read_vocabulary(definition) != read_vocabulary(tokenizer.definition):
+        own = "--tokenizer bytes"
+        if definition:
+            own = f"--tokenizer {init_from}/tokenizer.json"
+        raise samestep.Error(
+            f"the model in {init_from} was trained with another tokenizer than that of {corpus.name}, {tokenizer}: "
+            f"prepare the text with {own}"
+        )
+    if not size <= num_tokens < 2 * size:
+        raise samestep.Error(
+            f"the model in {init_from} has {num_tokens} tokens, and {corpus.name} is made of {size}: prepare the text "
+            "with the tokenizer of the model, --tokenizer FILE"
+        )
+
+
 def check_run(run: samestep.Run, here: Mapping[str, Any]) -> None:
     """Compare the configuration with that of the resumed run. Raises Error if the models differ."""
-    if run.dir is None or not (file := run.dir / "run.json").exists():
+    if run.dir is None or not (run.dir / "run.json").exists():
         return
-    there = json.loads(file.read_text())["config"]
+    if here["init_from"] and run.dir.resolve() == here["init_from"].resolve():
+        raise samestep.Error(
+            f"--init-from is the directory of this run, {run.dir}, which resumes without it: leave it out, or name "
+            "another --run-dir"
+        )
+    there = read_run(run.dir, str(run.dir))["config"]
     if there.get("tokenizer") and here["tokenizer"] and there["tokenizer"] != here["tokenizer"]:
         raise samestep.Error(
             f"the run in {run.dir} was trained on tokens of {there['tokenizer']}, and the data is of "
             f"{here['tokenizer']}: name its data by --data, or another --run-dir"
         )
-    for name in ("preset", "context"):
+    for name in ("preset", "context", *SIZES):
         if there.get(name) and here[name] and there[name] != here[name]:
             raise samestep.Error(
                 f"the run in {run.dir} has --{name} {there[name]}, and this is --{name} {here[name]}: give the run's, "
@@ -259,14 +320,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         micro_batch_size=args.micro_batch_size,
         seed=args.seed,
         precision=args.precision,
-        snapshot_every=args.eval_every,
+        snapshot_every=args.validate_every,
         config=settings,
     )
     run.once(check_run, run, settings)
     corpus = open_corpus(args.data) if args.data else read_standard_library()
     model = build_model(args, corpus)
     context = args.context or model.config.context
-    train, held_out = split(corpus, context, args.held_out, args.eval_samples)
+    train, held_out = split(corpus, context, args.held_out, args.validate_samples)
     optimizer = build_optimizer(model, args.lr, args.weight_decay)
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: warm_up_then_cosine(step, args.steps, args.warm_up, args.lr_end)
@@ -293,8 +354,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             run.state["num_worse"] += 1
             if run.state["num_worse"] >= args.patience:
                 run.stop(f"no lower validation loss in {args.patience} validations")
-        run.summary |= {"validation loss": f"{loss:.4f} (best {run.state['best']:.4f})", "rate": rate}
+        run.summary["validation loss"] = f"{loss:.4f} (best {run.state['best']:.4f})"
         if rate:
+            run.summary["rate"] = rate
             run.print(f"training at {rate}")
         throughput.begin()
 
@@ -305,7 +367,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         optimizer.step()
         scheduler.step()
         throughput.begin(again=False)  # the first step compiles and warms up
-        if (step.number + 1) % args.eval_every == 0 or step.number + 1 == args.steps:
+        if (step.number + 1) % args.validate_every == 0 or step.number + 1 == args.steps:
             validate()
 
     if args.export_to is not None:

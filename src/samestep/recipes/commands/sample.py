@@ -34,8 +34,9 @@ def run_sample(args: list[str]) -> int:
             represent the prompt.
     """
     options = _build_parser().parse_args(args)
-    if options.max_tokens < 1:
-        raise Error(f"--max-tokens is {options.max_tokens}: give 1 or more")
+    for name in ("max_tokens", "num_samples"):
+        if getattr(options, name) < 1:
+            raise Error(f"--{name.replace('_', '-')} is {getattr(options, name)}: give 1 or more")
     if not 0 <= options.temperature < math.inf:
         raise Error(f"--temperature is {options.temperature}: give 0 (the most likely token) or more")
     if options.top_k is not None and options.top_k < 1:
@@ -43,18 +44,21 @@ def run_sample(args: list[str]) -> int:
     if options.prompt == "-":
         options.prompt = os.fsdecode(sys.stdin.buffer.read())
     with open_run(options.run, which=options.snapshot) as directory:
-        model, tokenizer = _load(directory, options.run, options.snapshot)
+        model, tokenizer = load_model(directory, options.run, options.snapshot)
     prompt = tokenizer.encode_prompt(options.prompt)
 
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    generated = model.to(device).eval().generate(
-        torch.tensor(prompt, device=device), temperature=options.temperature, top_k=options.top_k,
-        generator=torch.Generator().manual_seed(options.seed),
-    )  # fmt: skip
-    tokens = takewhile(lambda token: token != tokenizer.end, islice(generated, options.max_tokens))
-    print(escape(tokenizer.decode([*prompt, *tokens])))
+    model.to(device).eval()
+    generator = torch.Generator().manual_seed(options.seed)
+    for number in range(options.num_samples):
+        generated = model.generate(
+            torch.tensor(prompt, device=device), temperature=options.temperature, top_k=options.top_k,
+            generator=generator,
+        )  # fmt: skip
+        tokens = takewhile(lambda token: token != tokenizer.end, islice(generated, options.max_tokens))
+        print("---\n" * (number > 0) + escape(tokenizer.decode([*prompt, *tokens])), flush=True)
     return 0
 
 
@@ -78,6 +82,13 @@ def _build_parser() -> CommandParser:
         help="0 always takes the most likely token (default: 0.8)",
     )
     parser.add_argument("--top-k", type=int, metavar="K", help="sample among the K most likely tokens; default: all")
+    parser.add_argument(
+        "--num-samples",
+        type=int,
+        default=1,
+        metavar="N",
+        help="texts to generate, separated by a line --- (default: 1)",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the sampling (default: 0)")
     parser.add_argument(
         "--snapshot",
@@ -89,8 +100,15 @@ def _build_parser() -> CommandParser:
     return parser
 
 
-def _load(directory: Path, called: str, which: int | str) -> tuple["GPT2", "Tokenizer"]:
-    """Build the model and the tokenizer of a run from a snapshot. `called`: the run as the user gave it."""
+def load_model(directory: Path, called: str, which: int | str) -> tuple["GPT2", "Tokenizer"]:
+    """Build the model and the tokenizer of a run from a snapshot.
+
+    Args:
+        called: the run as the user gave it.
+
+    Raises:
+        Error: there is no run of the recipe gpt, or no such snapshot.
+    """
     another = Error(f"{called} is no run of the recipe gpt: name one that samestep train gpt has made")
     if not fits(read_run(directory, called).get("config"), CONFIG):
         raise another

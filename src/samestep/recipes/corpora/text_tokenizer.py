@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep.errors import Error, InvalidValue, needing
+from samestep.files import parse_json
 
 END = "<|endoftext|>"  # the token at the end of each document
 NUM_BYTES = 256
@@ -177,6 +178,20 @@ def train_byte_level(
     tokenizer.train_from_iterator(texts, trainer)
     definition: str = tokenizer.to_str()
     return definition
+
+
+def read_vocabulary(definition: bytes) -> Any:
+    """Return the vocabulary in a `tokenizer.json`, to compare it; None for bytes.
+
+    Raises:
+        InvalidValue: the definition is not a tokenizer.
+    """
+    if not definition:
+        return None
+    try:
+        return parse_json(definition)["model"]["vocab"]
+    except (ValueError, LookupError, TypeError):
+        raise InvalidValue("the model's tokenizer.json is no tokenizer of the library tokenizers: restore it") from None
 
 
 def read_tokenizer(file: Path) -> Tokenizer:
