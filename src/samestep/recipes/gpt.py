@@ -169,7 +169,7 @@ def build_model(args: argparse.Namespace, corpus: Corpus) -> GPT2:
     if (args.init_from / "run.json").exists():
         start, tokenizer = load_model(args.init_from, str(args.init_from), "best")
         settings, weights = start.to_hugging_face()
-        definition = tokenizer.definition
+        definition: bytes | None = tokenizer.definition
     else:
         settings, weights = read_hugging_face(args.init_from)
         definition = find_definition(args.init_from)

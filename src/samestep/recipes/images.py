@@ -155,9 +155,9 @@ def decode(path: Path) -> Image.Image:
             image.load()  # applies the orientation of TIFF
             turn = None
             with suppress(Exception):  # metadata may be damaged where the image is not
-                turn = UPRIGHT.get(image.getexif().get(ORIENTATION))
-            image = convert_to_rgb(image)
-            return image if turn is None else image.transpose(turn)
+                turn = UPRIGHT.get(image.getexif().get(ORIENTATION, 1))
+            converted = convert_to_rgb(image)
+            return converted if turn is None else converted.transpose(turn)
     except Exception as error:  # Pillow raises OSError, SyntaxError, ValueError, struct.error and others
         advice = "repair or remove it, or start with --skip-corrupt, which names and leaves out all such images"
         why = f"{type(error).__name__}: {error}".partition(" <")[0]  # without the address of the BytesIO
