@@ -407,26 +407,46 @@ def test_a_schedule_of_another_length(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert f"settings of its first start, not with the script's ({name} 6 -> 12)" in capfd.readouterr().out
 
 
-def test_an_optimizer_with_settings_of_its_own(tmp_path: Path) -> None:
-    """It has none of the settings that torch's optimizers share."""
+class Summing(Optimizer):
+    """An optimizer that has none of the settings that torch's optimizers share."""
 
-    class Summing(Optimizer):
-        def __init__(self, params: object) -> None:
-            super().__init__(params, {"lr": 0.1})
+    def __init__(self, params: object) -> None:
+        super().__init__(params, {"lr": 0.1})
 
-        @torch.no_grad()
-        def step(self) -> None:
-            for param in self.param_groups[0]["params"]:
-                state = self.state[param]
-                state["sum"] = state.get("sum", 0) + param.grad
-                param -= self.param_groups[0]["lr"] * state["sum"]
+    @torch.no_grad()
+    def step(self, closure: Callable[[], object]) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            state = self.state[param]
+            state["sum"] = state.get("sum", 0) + param.grad
+            param -= self.param_groups[0]["lr"] * state["sum"]
+
+
+@pytest.mark.parametrize("kind", [Summing, torch.optim.Muon, torch.optim.LBFGS])
+@pytest.mark.parametrize("is_loaded_before", [False, True])
+def test_an_optimizer_without_a_setting_of_torch(tmp_path: Path, kind: Any, is_loaded_before: bool) -> None:
+    """torch adds its own settings to an optimizer's defaults at each load. The second loop loads a second time."""
+
+    def step(t: Tiny) -> None:
+        def closure() -> Tensor:
+            for x, y in t.step:
+                learn(t, x, y)
+            return t.step.loss  # type: ignore[no-any-return]
+
+        t.optimizer.step(closure)
+
+    def build(params: Any) -> Optimizer:
+        optimizer: Optimizer = kind(params)
+        if is_loaded_before:
+            optimizer.load_state_dict(kind(params).state_dict())
+        return optimizer
 
     def train(name: str, num_steps: int) -> list[list[float]]:
-        tiny = Tiny(tmp_path / name, optimizer=Summing).train(num_steps=num_steps)
+        tiny = Tiny(tmp_path / name, model=lambda: nn.Linear(4, 1, bias=False), optimizer=build)
+        tiny.train(1, then=step).train(num_steps=num_steps, then=step)
         return [param.tolist() for param in tiny.model.parameters()]
 
-    samestep.spawn(train, 1, ("resumed", 3))
-    assert samestep.spawn(train, 1, ("resumed", 6)) == samestep.spawn(train, 1, ("whole", 6))
+    samestep.spawn(train, 1, ("resumed", 2))
+    assert samestep.spawn(train, 2, ("resumed", 4)) == samestep.spawn(train, 1, ("whole", 4))
 
 
 def test_unfrozen_in_the_loop(tmp_path: Path) -> None:

@@ -167,9 +167,10 @@ def load(objects: Objects, saved: Mapping[str, Any], *, leave: Collection[str] =
     for name, thing in objects.items():
         if name in leave:
             continue
-        defaults: set[str] = set()
+        settings: set[str] = set()
         if isinstance(thing, torch.optim.Optimizer):
-            defaults = {*thing.defaults}  # read first: torch adds to them when it loads
+            # torch adds defaults when it loads, but not to the groups.
+            settings = thing.defaults.keys() & thing.param_groups[0].keys()
             num_groups, num_saved = len(thing.param_groups), len(saved[name].get("param_groups", ()))
             if num_groups < num_saved:
                 raise RunDirectoryError(
@@ -188,11 +189,12 @@ def load(objects: Objects, saved: Mapping[str, Any], *, leave: Collection[str] =
         if isinstance(thing, torch.optim.Optimizer):
             _restore_dtypes(thing, saved[name])
             # torch loads the state of another kind of optimizer without an error, and would fail in the next update.
-            missing = sorted(defaults - thing.param_groups[0].keys())
+            missing = sorted(settings - thing.param_groups[0].keys())
             if missing:
                 raise RunDirectoryError(
-                    f"{name} is a {type(thing).__name__}, but its state in the snapshot has no {missing[0]}: keep the "
-                    f"kind of optimizer, or start with {advise(fresh=True)}"
+                    f"{name} is a {type(thing).__name__}, but its state in the snapshot has no {missing[0]}: pass the "
+                    f"kind of optimizer that the run began with; if {missing[0]} is a new setting of this class, add "
+                    "it to the param_groups in the class's __setstate__"
                 )
 
 
