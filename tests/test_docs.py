@@ -113,7 +113,7 @@ def test_pages(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("script", ["averaged.py", "penalty.py", "memory.py"])
+@pytest.mark.parametrize("script", ["averaged.py", "penalty.py", "memory.py", "curriculum.py"])
 def test_techniques_are_the_same_on_two_ranks(script: str, tmp_path: Path) -> None:
     write_scripts(DOCS / "techniques.md", tmp_path)
     run_dir = f"runs/{script.removesuffix('.py')}"

@@ -648,15 +648,11 @@ def test_no_snapshot_is_sound(trial: Trial) -> None:
 
 
 @pytest.mark.parametrize("text", one_in(2, [b"", b"x" * 200]))
-def test_the_open_epochs_order_is_damaged(
-    trial: Trial, undisturbed: Undisturbed, capfd: pytest.CaptureFixture[str], text: bytes
-) -> None:
-    """As after a power failure: the sampler is called again, and the audit finds the order."""
+def test_the_open_epochs_order_is_damaged(trial: Trial, undisturbed: Undisturbed, text: bytes) -> None:
+    """As after a power failure: the snapshot has the order, and the audit finds it."""
     trial.spawn(2, max_steps=7, with_sampler=True)
     (trial.dir / "orders" / "epoch-00000001.npy").write_bytes(text)
-    capfd.readouterr()
     trial.spawn(3, with_sampler=True)
-    assert "epoch-00000001.npy is damaged (" in capfd.readouterr().out
     assert trial.outcome() == undisturbed(with_sampler=True)
     ask("inspect", trial.dir, "--samples")
 

@@ -144,15 +144,19 @@ class Loader:
         self, spec: DataSpec, tasks: Iterable[Task], *, device: torch.device, workers: "Workers | None" = None
     ) -> None:
         self._fetcher = Fetcher(spec.dataset, spec.collate_fn)
-        self._tasks = iter(tasks)
         self._keeps_workers = workers is not None
         self._workers = workers or (Workers(spec, device) if spec.num_workers else None)
-        if self._workers is not None:
-            self._workers.begin(self._tasks)
+        self.begin(tasks)
         # The bits must equal those of a DataLoader worker, which has one thread.
         self._single_thread = self._workers is None and torch.get_num_threads() > 1
         self._closed = False
         self.positions: dict[int, Any] = {}
+
+    def begin(self, tasks: Iterable[Task]) -> None:
+        """Begin a series of tasks. All tasks of the previous one have been loaded."""
+        self._tasks = iter(tasks)
+        if self._workers is not None:
+            self._workers.begin(self._tasks)
 
     def __iter__(self) -> Self:
         return self

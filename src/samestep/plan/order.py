@@ -87,6 +87,9 @@ class SequentialOrder:
 class GivenOrder:
     """The indices of a sampler; samples may be repeated or omitted.
 
+    Attributes:
+        indices: the sample at each position.
+
     Raises:
         InvalidValue: `indices` are not one-dimensional integers in 0..num_samples-1, or are empty.
     """
@@ -111,14 +114,14 @@ class GivenOrder:
                 f"the sampler gave index {found[at]} at position {at}: "
                 f"the data set's samples are 0 to {num_samples - 1}"
             )
-        self._indices = np.array(found, dtype=np.int64)
+        self.indices: Indices = np.array(found, dtype=np.int64)
 
     def __len__(self) -> int:
-        return len(self._indices)
+        return len(self.indices)
 
     def take(self, start: int, stop: int) -> Indices:
-        _check_span(start, stop, len(self._indices))
-        return self._indices[start:stop].copy()
+        _check_span(start, stop, len(self.indices))
+        return self.indices[start:stop].copy()
 
 
 class SortedOrder:

@@ -3,7 +3,7 @@
 import json
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -16,9 +16,9 @@ from samestep.console import escape
 from samestep.data.source import parse_shards
 from samestep.errors import Error
 from samestep.files import is_count, open_regular, read_bytes
+from samestep.plan.epochs import Epochs
 from samestep.plan.ledger import Entry, combine, count_records, fingerprint, read_records
 from samestep.plan.order import GivenOrder, Order, build_order
-from samestep.plan.schedule import EndlessSchedule, Schedule, Span
 from samestep.watch.records import LEDGER, STATUS, order_file, read_or_empty, shards_file
 
 _NUM_SHOWN = 10
@@ -60,40 +60,37 @@ class _Plan:
         self.length: int = sizes[0]
         self.batch_size: int = sizes[1]
         self._run = run
-        self._schedule = EndlessSchedule(*sizes) if self.is_endless else Schedule(*sizes, self.drop_last)
+        self._epochs = Epochs(
+            *sizes[1:], drop_last=self.drop_last, is_endless=self.is_endless, first_step=self.first_step,
+            first_epoch=self._first_epoch, length=None if self.is_given else self.length,
+        )  # fmt: skip
         self.order = lru_cache(maxsize=2)(self._read_order if self.is_given else self._build_order)
 
     def step(self, step: int) -> Planned:
-        step -= self.first_step
-        if isinstance(self._schedule, EndlessSchedule):
-            epoch, spans = 0, self._schedule.micro_batches(step)
-        else:
-            epoch, step = divmod(step, self._schedule.num_steps)
-            spans = self._schedule.micro_batches(step)
-        taken = [list(self._take(self._first_epoch + epoch, span)) for span in spans]
+        while self.is_given and self._epochs.end < self._epochs.place_of(step + 1):
+            self._epochs.add(len(self.order(self._epochs.next_epoch)))
+        spans = self._epochs.micro_batches(step)
+        taken = [
+            [(epoch, self.order(epoch).take(start, stop)) for epoch, start, stop in self._epochs.pieces(step, span)]
+            for span in spans
+        ]
         prints = [fingerprint(np.concatenate([samples for _, samples in pieces])) for pieces in taken]
         return Planned(tuple(piece for pieces in taken for piece in pieces), combine(prints))
 
     def num_steps_until(self, epoch: int) -> int:
         """Return the number of steps until all samples of an epoch and of earlier ones are used."""
-        num_epochs = epoch - self._first_epoch + 1
-        if isinstance(self._schedule, Schedule):
-            return self.first_step + num_epochs * self._schedule.num_steps
-        return self.first_step - (-num_epochs * self.length // self.batch_size)
+        place = self._epochs.start_of(epoch + 1)
+        return self.first_step - (-place // self.batch_size) if self.is_endless else place
+
+    def count_dropped(self, epoch: int) -> int:
+        """Return the number of samples of an epoch that no step uses."""
+        return len(self.order(epoch)) % self.batch_size if self.drop_last else 0
 
     def expect_uses(self, epoch: int) -> NDArray[np.int64]:
         """Return how often each sample should be used in an epoch."""
         if self.is_given:
-            return np.bincount(self.order(epoch).take(0, self.length))
+            return np.bincount(self.order(epoch).take(0, len(self.order(epoch))))
         return np.ones(self.length, dtype=np.int64)
-
-    def _take(self, epoch: int, span: Span) -> Iterator[tuple[int, Indices]]:
-        start, stop = span
-        while start < stop:
-            later, offset = divmod(start, self.length)
-            end = min(self.length, offset + stop - start)
-            yield epoch + later, self.order(epoch + later).take(offset, end)
-            start += end - offset
 
     def _build_order(self, epoch: int) -> Order:
         sizes = self._shard_sizes
@@ -116,8 +113,6 @@ class _Plan:
         try:
             with open(path, "rb", opener=open_regular) as file:
                 indices = np.load(file, allow_pickle=False)
-            if len(indices) < self.length:
-                raise ValueError(f"{len(indices)} indices, not {self.length}")
             return GivenOrder(indices, int(indices.max()) + 1)
         except (OSError, ValueError, EOFError) as error:
             raise Error(
@@ -196,8 +191,7 @@ class _Audit:
     def _close(self, epoch: int) -> None:
         left = self._left.pop(epoch)
         self._closed.add(epoch)
-        dropped = self._plan.length % self._plan.batch_size if self._plan.drop_last else 0
-        if left.sum() != dropped:
+        if left.sum() != self._plan.count_dropped(epoch):
             unused = np.flatnonzero(left)
             named = ", ".join(map(str, unused[:_NUM_SHOWN])) + (" ..." if len(unused) > _NUM_SHOWN else "")
             self.problems.append(f"epoch {epoch}: samples never used: {named}")

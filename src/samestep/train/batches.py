@@ -1,7 +1,7 @@
 """Applies the plan to a data set: the samples of each step, and those that this rank loads."""
 
 import io
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from samestep.config import Interval
 from samestep.data.lanes import Lanes
-from samestep.data.loader import Task
+from samestep.data.loader import Task, seed_all
 from samestep.data.source import (
     Mark,
     Shard,
@@ -26,11 +26,12 @@ from samestep.data.source import (
 )
 from samestep.data.spec import is_stream, understand
 from samestep.errors import InvalidType, InvalidValue, RunDirectoryError
-from samestep.files import open_regular, read_bytes, replace_file
+from samestep.files import read_bytes, replace_file
 from samestep.plan.compute_checks import Check, plan_checks
+from samestep.plan.epochs import Epochs
 from samestep.plan.ledger import fingerprint
 from samestep.plan.order import GivenOrder, Order, build_order
-from samestep.plan.schedule import EndlessSchedule, Schedule, Span
+from samestep.plan.schedule import EndlessSchedule, Span
 from samestep.plan.seeds import derive
 from samestep.plan.tree import build_layout
 from samestep.watch.records import order_file, shards_file
@@ -60,10 +61,8 @@ class Batches:
         first_step, first_epoch: where the loop begins.
         lanes: the data set, if it is a stream; else None.
         shards: shards of the data set, if it is a source; else ().
-        length: number of samples of one epoch.
-        steps_per_epoch: None for endless batches (`run.steps`).
-        has_sampler: whether the script's sampler gives the order of an epoch.
-        order: `order(epoch)` -> the index of the sample at each position.
+        is_endless: whether an epoch's end is not the end of a step, as in `run.steps`.
+        has_sampler: whether the script's sampler gives the order of an epoch. It is called by `open_epochs`.
         micro_batches: `micro_batches(step)` -> the micro-batches of a step of the run, as spans of positions.
     """
 
@@ -105,32 +104,111 @@ class Batches:
         self.shards, self._shard_sizes, self._shards_mark = read_shards(spec.dataset)
         self._sampler: Sampler | None = sampler
         self.first_step, self.first_epoch = start
-        self.has_sampler = sampler is not None
-        self.order = lru_cache(maxsize=2)(self._build_order)
-        self.micro_batches = lru_cache(maxsize=64)(self._cut)
-        self.length = len(spec) if sampler is None else len(self.order(self.first_epoch))
-        self.schedule: Schedule | EndlessSchedule
-        if endless:
-            self.schedule = EndlessSchedule(self.length, batch_size, micro_batch_size)
-            self.steps_per_epoch = None
-        else:
-            self.schedule = Schedule(self.length, batch_size, micro_batch_size, spec.drop_last)
-            self.steps_per_epoch = self.schedule.num_steps
+        self.has_sampler, self.is_endless = sampler is not None, endless
+        self._epochs = Epochs(
+            batch_size, micro_batch_size, drop_last=bool(spec.drop_last), is_endless=endless, first_step=start[0],
+            first_epoch=start[1], length=None if self.has_sampler else len(spec),
+        )  # fmt: skip
+        self._build_order = lru_cache(maxsize=2)(self._build)
+        self._given: dict[int, GivenOrder] = {}  # the orders of the epochs that are open
+        self._opened: list[int] = []  # since the last call of `take_opened`
+        self._is_proven = False  # the sampler gives the same indices when it is called again
+        self.micro_batches = lru_cache(maxsize=64)(self._epochs.micro_batches)
 
-    def _build_order(self, epoch: int) -> Order:
-        if self._sampler is None:
-            return build_order(
-                len(self.spec), seed=self._seed, epoch=epoch, shuffle=self.spec.shuffle, shard_sizes=self._shard_sizes
-            )
+    def _build(self, epoch: int) -> Order:
+        return build_order(
+            len(self.spec), seed=self._seed, epoch=epoch, shuffle=self.spec.shuffle, shard_sizes=self._shard_sizes
+        )
+
+    def _find_order(self, epoch: int) -> Order:
+        return self._given[epoch] if self.has_sampler else self._build_order(epoch)
+
+    # --- a sampler --------------------------------------------------------------------------------------------
+
+    def resume(self, step: int, epoch: int, order: Mapping[str, Any] | None = None) -> None:
+        """With a sampler: continue after `step` steps of the run, in epoch `epoch`. `order`: see `state_dict`."""
+        if order is None:
+            self._epochs.begin(epoch, self._epochs.place_of(step))
+            return
+        self._epochs.begin(order["epoch"], order["start"])
+        self._add(GivenOrder(order["indices"], len(self.spec)))
+
+    def state_dict(self, steps_done: int) -> dict[str, Any]:
+        """Return the order of an epoch that is not complete after `steps_done` steps, if a sampler gave it.
+
+        The sampler may depend on a state that has changed since the epoch began, so it is not called again.
+        """
+        place = self._epochs.place_of(steps_done)
+        if not self.has_sampler or place >= self._epochs.end:
+            return {}
+        epoch = self._epochs.epoch_at(place)
+        order = {"epoch": epoch, "start": self._epochs.start_of(epoch), "indices": self._given[epoch].indices}
+        return {"order": order}
+
+    def open_epochs(self, step: int) -> None:
+        """Get the orders of the epochs of step `step` from the sampler, unless they are known.
+
+        Raises:
+            InvalidType, InvalidValue: the sampler gave something else than indices, or other ones in a second call.
+        """
+        while self._epochs.end < self._epochs.place_of(step + 1):
+            epoch = self._epochs.next_epoch
+            order = self._call_sampler(epoch)
+            if not self._is_proven and not np.array_equal(order.indices, self._call_sampler(epoch).indices):
+                raise InvalidValue(
+                    f"sampler({epoch}) gave other indices when it was called again: let them depend on the epoch, on "
+                    "what run.prepare restores, on run.state and on the global generators, which the run seeds"
+                )
+            self._is_proven = True
+            self._add(order)
+        first = self.epoch_of(step)
+        self._given = {epoch: order for epoch, order in self._given.items() if epoch >= first}
+
+    def take_opened(self) -> list[int]:
+        """Return the epochs whose orders are known since the last call."""
+        opened, self._opened = self._opened, []
+        return opened
+
+    def _call_sampler(self, epoch: int) -> GivenOrder:
+        assert self._sampler is not None
+        seed_all(derive(self._seed, "order", step=epoch))
         given = self._sampler(epoch)
         if not isinstance(given, Iterable):
             raise InvalidType(f"sampler({epoch}) gave {given!r}: return the epoch's sample indices, such as a list")
-        order = GivenOrder(given, len(self.spec))
-        if epoch > (first := self.first_epoch) and len(order) != self.length:
-            raise InvalidValue(
-                f"sampler({epoch}) gave {len(order)} indices and sampler({first}) {self.length}: return equally many"
-            )
-        return order
+        return GivenOrder(given, len(self.spec))
+
+    def _add(self, order: GivenOrder) -> None:
+        epoch = self._epochs.next_epoch
+        self._epochs.add(len(order))
+        self._given[epoch] = order
+        self._opened.append(epoch)
+
+    # --- steps and epochs -------------------------------------------------------------------------------------
+
+    @property
+    def unit(self) -> str:
+        """What the planned end of the loop counts: "step", or "epoch" if the lengths of later epochs are not known."""
+        return "epoch" if self.has_sampler and not self.is_endless else "step"
+
+    def plan(self, count: int) -> int:
+        """Return the planned end of a loop of `count` epochs, or steps if it is endless: a `unit` of the run."""
+        if self.is_endless:
+            return self.first_step + count
+        return self.first_epoch + count if self.has_sampler else self.end_of(self.first_epoch + count - 1)
+
+    def find_end(self, planned: int) -> int | None:
+        """Return the number of steps of the run at a planned end.
+
+        Epochs whose length is not known yet count as if they had the length of the last known one. None: none is known.
+        """
+        if self.unit == "step":
+            return planned
+        is_open = bool(self._given) or planned <= self._epochs.next_epoch
+        return self._epochs.start_of(planned) if is_open else None
+
+    def find_known_end(self, last_step: int) -> int:
+        """Return the step up to which the samples are known: at most `last_step`, and with a sampler less."""
+        return min(last_step, self._epochs.step_at(self._epochs.end)) if self.has_sampler else last_step
 
     @property
     def numbers(self) -> dict[str, Any]:
@@ -138,8 +216,8 @@ class Batches:
         return {
             **({} if self.lanes is None else {"num_lanes": self.lanes.num_lanes}),
             **({"shards": self._shards_mark} if self.shards else {}),
-            "data_length": self.length,
-            "mode": "steps" if self.steps_per_epoch is None else "epochs",
+            "data_length": len(self.spec),
+            "mode": "steps" if self.is_endless else "epochs",
             "shuffle": self.spec.shuffle,
             "drop_last": self.spec.drop_last,
             "sampler": "given" if self.has_sampler else "default",
@@ -147,48 +225,30 @@ class Batches:
 
     def epoch_of(self, step: int) -> int:
         """Return the epoch in which step `step` of the run begins."""
-        step -= self.first_step
-        if self.steps_per_epoch is None:
-            return self.first_epoch + self.schedule.span(step)[0] // self.length
-        return self.first_epoch + step // self.steps_per_epoch
+        return self._epochs.epoch_at(self._epochs.place_of(step))
 
     def end_of(self, epoch: int) -> int:
         """Return the number of finished steps of the run when an epoch ends. Not for endless batches."""
-        assert self.steps_per_epoch is not None
-        return self.first_step + (epoch - self.first_epoch + 1) * self.steps_per_epoch
+        return self._epochs.start_of(epoch + 1)
+
+    def count_steps(self, epoch: int) -> int:
+        """Return the number of steps of an epoch. Not for endless batches."""
+        return self._epochs.start_of(epoch + 1) - self._epochs.start_of(epoch)
 
     def epochs_done(self, steps_done: int) -> int | None:
         """Return the number of completed epochs if an epoch ends after `steps_done` steps of the run, else None."""
-        if self.steps_per_epoch is None or (steps_done - self.first_step) % self.steps_per_epoch:
-            return None
-        return self.epoch_of(steps_done)
-
-    def epochs_of(self, step: int) -> range:
-        """Return the epochs that have a sample in step `step` of the run."""
-        if self.steps_per_epoch is not None:
-            return range(self.epoch_of(step), self.epoch_of(step) + 1)
-        start, stop = self.schedule.span(step - self.first_step)
-        return range(self.first_epoch + start // self.length, self.first_epoch + (stop - 1) // self.length + 1)
+        epoch = self.epoch_of(steps_done)
+        return None if self.is_endless or self._epochs.start_of(epoch) != steps_done else epoch
 
     def next_epoch(self, steps_done: int) -> int:
         """Return the first epoch of the next loop, if this one ends after `steps_done` steps of the run."""
-        return self.epochs_of(steps_done - 1).stop if steps_done > self.first_step else self.first_epoch
-
-    def _cut(self, step: int) -> tuple[Span, ...]:
-        step -= self.first_step
-        return self.schedule.micro_batches(step if self.steps_per_epoch is None else step % self.steps_per_epoch)
+        if self.has_sampler:
+            return self._epochs.next_epoch
+        return self._epochs.epochs_of(steps_done - 1).stop if steps_done > self.first_step else self.first_epoch
 
     def indices(self, step: int, span: Span) -> NDArray[np.int64]:
         """Return the samples at a span of positions of step `step`."""
-        start, stop = span
-        if self.steps_per_epoch is not None:
-            return self.order(self.epoch_of(step)).take(start, stop)
-        pieces = []
-        while start < stop:
-            epoch, offset = divmod(start, self.length)
-            end = min(stop - start + offset, self.length)
-            pieces.append(self.order(self.first_epoch + epoch).take(offset, end))
-            start += end - offset
+        pieces = [self._find_order(epoch).take(start, stop) for epoch, start, stop in self._epochs.pieces(step, span)]
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def find_checks(self, step: int, world_size: int) -> tuple[Check, ...]:
@@ -272,48 +332,17 @@ class Batches:
             return f"the list of the data set's shards could not be written ({error}): the run continues"
         return ""
 
-    def order_fingerprint(self, epoch: int) -> int:
+    def fingerprint_order(self, epoch: int) -> int:
         """Return a hash of the order that a sampler gave for an epoch, so that ranks can compare it."""
-        order = self.order(epoch)
-        return fingerprint(order.take(0, len(order)))
+        return fingerprint(self._given[epoch].indices)
 
-    def keep_order(self, epoch: int, run_dir: Path, steps_done: int) -> str:
-        """Write the order that a sampler gave, for the audit of the ledger.
-
-        Returns:
-            A warning about the file; "" if there is none.
-
-        Raises:
-            InvalidValue: before a restart, the epoch had a different order.
-        """
-        path, order = run_dir / order_file(epoch), self.order(epoch)
-        indices = order.take(0, len(order))
-        local_epoch, local_step = epoch - self.first_epoch, steps_done - self.first_step
-        first = local_epoch * (self.steps_per_epoch or self.length)
-        is_begun = (local_step if self.steps_per_epoch else self.schedule.span(local_step)[0]) > first
-        problem = ""
+    def keep_order(self, epoch: int, run_dir: Path) -> str:
+        """Write the order that a sampler gave, for the audit of the ledger. Returns a warning, or ""."""
+        path, content = run_dir / order_file(epoch), io.BytesIO()
+        np.save(content, self._given[epoch].indices)
         try:
-            if is_begun and path.exists():
-                problem = _compare_order(path, epoch, indices)
             path.parent.mkdir(exist_ok=True)
-            content = io.BytesIO()
-            np.save(content, indices)
             replace_file(path, content.getbuffer(), sync=True)
         except OSError as error:
             return f"the order of epoch {epoch} could not be written ({error}): the run continues"
-        return problem
-
-
-def _compare_order(path: Path, epoch: int, indices: NDArray[np.int64]) -> str:
-    """Compare an epoch's order with the one in its file. Returns a warning about the file. Raises Error and OSError."""
-    with open(path, "rb", opener=open_regular) as file:
-        content = io.BytesIO(file.read())
-    try:
-        kept = np.load(content, allow_pickle=False)
-    except Exception as error:  # of several kinds
-        return f"{path} is damaged ({error}), and written again from sampler({epoch})"
-    if not np.array_equal(kept, indices):
-        raise InvalidValue(
-            f"sampler({epoch}) gave other indices than before the restart: make them depend on epoch alone"
-        )
-    return ""
+        return ""

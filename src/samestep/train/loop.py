@@ -5,12 +5,13 @@ import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from samestep.data.attributes import Attributes
 from samestep.data.lanes import LanePosition
-from samestep.data.loader import Loader, seed_all
+from samestep.data.loader import Loader, Task, seed_all
 from samestep.engine.control import Vote
 from samestep.engine.gradient_pass import GradientPass
 from samestep.errors import Error, InvalidValue, UsageError
@@ -19,7 +20,7 @@ from samestep.snapshot.inspection import TrainingState
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.batches import Batches
 from samestep.train.context import RunContext
-from samestep.train.position import Place, Position
+from samestep.train.position import Place, Position, find_last_step
 from samestep.train.replicas import Replicas
 from samestep.train.run_metrics import RunMetrics, Tally
 from samestep.train.second_opinion import SecondOpinion
@@ -47,7 +48,7 @@ class Epoch:
 
     Attributes:
         number: number of the epoch, from 0, over the whole run.
-        num_steps: number of optimizer steps in a complete epoch.
+        num_steps: number of optimizer steps in the complete epoch. With a sampler, it may differ between epochs.
         done: whether the script has iterated over its steps.
 
     Example::
@@ -145,26 +146,25 @@ class Loop:
         self._left_error: Error | None = None  # the script left the loop before its end
         self.repeats_head = place.is_past
         self.failure: Error | None = None
-        self._agreed_epoch = -1
-        tasks = batches.tasks(position.steps_done, place.last_step, rank=context.rank, world_size=context.world_size)
+        if batches.has_sampler and not place.is_past and not stopping.ending:
+            self._call_sampler()
         num_workers = 0 if place.is_past else batches.count_workers(context.rank, context.world_size)
         spec = replace(batches.spec, num_workers=num_workers)
-        self._loader, self._attributes = Loader(spec, tasks, device=context.device), Attributes(batches.spec)
+        self._loader = Loader(spec, self._begin_tasks(), device=context.device)
+        self._attributes = Attributes(batches.spec)
         if batches.lanes is not None:
             self._loader.positions.update(batches.lanes.positions)
 
     def run_epochs(self, num_epochs: int) -> Generator[Epoch, None, None]:
         """Yield the epochs from the run's position on."""
-        per_epoch, position = self.batches.steps_per_epoch, self._position
-        assert per_epoch is not None
+        position = self._position
         self._begin()
         for number in range(self.batches.epoch_of(position.steps_done), self.batches.first_epoch + num_epochs):
             if self._stopping.ending:
                 break
-            if self.batches.has_sampler:
-                self._agree_on_order(number)
+            self._load_further()
             self._begin_body("epoch", number)
-            end = self.batches.end_of(number)
+            per_epoch, end = self.batches.count_steps(number), self.batches.end_of(number)
             self.repeats_head = position.steps_done > end - per_epoch
             epoch = Epoch(self, number, per_epoch, end, self._metrics.tally)
             try:
@@ -197,9 +197,7 @@ class Loop:
         """Yield the steps from the run's position on."""
         self._begin()
         while not self._stopping.ending:
-            if self.batches.has_sampler:
-                for epoch in self.batches.epochs_of(self._position.steps_done):
-                    self._agree_on_order(epoch)
+            self._load_further()
             yield from self._run_step(is_last=False)
         self._finish()
 
@@ -245,8 +243,9 @@ class Loop:
         steps_done, last_step = self._position.steps_done, self.place.last_step
         if steps_done < last_step:
             return f"run.stop() has ended this run; continue from here with {advise(resume=steps_done)}"
-        is_cut = last_step < self.place.planned_step
-        more = "a larger max_steps" if is_cut else "more epochs" if self.batches.steps_per_epoch else "more steps"
+        end = self.batches.find_end(self.place.planned)
+        is_cut = end is None or last_step < end
+        more = "a larger max_steps" if is_cut else "more steps" if self.batches.is_endless else "more epochs"
         return f"{steps_done} of {last_step} steps are done; ask for {more}"
 
     def check_not_left(self) -> None:
@@ -320,7 +319,7 @@ class Loop:
             stopping.agree_together(snapshotter.take_asked())
         if snapshotter.path is not None:
             epoch = self.batches.epoch_of(steps_done) if epochs_done is None else epochs_done
-            position: dict[str, Any] = {"step": steps_done, "epoch": epoch}
+            position: dict[str, Any] = {"step": steps_done, "epoch": epoch, **self.batches.state_dict(steps_done)}
             stopped = {"stopped": stopping.reason} if stopping.reason and steps_done < self.place.last_step else {}
             notes: dict[str, Any] = {"tally": self._metrics.tally.state_dict()} | stopped
 
@@ -388,7 +387,7 @@ class Loop:
             self._notify_launcher(FINISHED)
             self._stopping.reason = ""  # a further loop is not stopped by it
         self._stopping.is_ended = True
-        self._position.end_loop(self.place)
+        self._position.end_loop(self.place, self.batches)
         # So the code after the loop draws the same numbers in a later start that finds nothing left to do.
         self._begin_body("after", self._position.steps_done)
         self._position.num_evaluations = AFTER_LOOP
@@ -432,16 +431,35 @@ class Loop:
             f"{cure}, and start the same command again"
         )
 
-    def _agree_on_order(self, epoch: int) -> None:
-        """Check that a sampler's order is the same on all ranks, and keep it for the audit."""
-        if epoch <= self._agreed_epoch:
-            return
-        self._agreed_epoch = epoch
-        if len(set(self._context.group.gather(self.batches.order_fingerprint(epoch)))) > 1:
-            raise InvalidValue(
-                f"sampler({epoch}) gave other indices on other ranks: seed it from the epoch, not the rank"
-            )
-        if self._snapshotter.path is not None:
-            directory, steps_done = self._snapshotter.path, self._position.steps_done
-            if problem := self._snapshotter.once(lambda: self.batches.keep_order(epoch, directory, steps_done)):
+    def _begin_tasks(self) -> Iterator[Task]:
+        """Return this rank's tasks for the steps whose samples are known: all, or with a sampler those of its epochs.
+
+        So the loader workers do not read ahead over the end of an epoch, where a sampler may depend on its last step.
+        """
+        context, steps_done = self._context, self._position.steps_done
+        self._loaded_end = self.batches.find_known_end(self.place.last_step)
+        return self.batches.tasks(steps_done, self._loaded_end, rank=context.rank, world_size=context.world_size)
+
+    def _load_further(self) -> None:
+        """Call the sampler for the next epochs, and load them, if the next step is not known yet."""
+        if self._position.steps_done == self._loaded_end:
+            self._call_sampler()
+            self._loader.begin(self._begin_tasks())
+
+    def _call_sampler(self) -> None:
+        """Get the orders of the next step's epochs, check that all ranks have the same, and keep them for the audit."""
+        self.batches.open_epochs(self._position.steps_done)
+        for epoch in self.batches.take_opened():
+            if len(set(self._context.group.gather(self.batches.fingerprint_order(epoch)))) > 1:
+                raise InvalidValue(
+                    f"sampler({epoch}) gave other indices on other ranks: seed it from the epoch, not the rank"
+                )
+            if (directory := self._snapshotter.path) is not None and (
+                problem := self._snapshotter.once(partial(self.batches.keep_order, epoch, directory))
+            ):
                 self._context.say(problem)
+        last_step = find_last_step(self.batches, self.place.planned, self._context.config.max_steps)
+        if last_step != self.place.last_step:
+            self.place = replace(self.place, last_step=last_step)
+            self._stopping.move_end(last_step)
+            self._metrics.move_end(last_step)

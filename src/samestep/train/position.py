@@ -19,8 +19,9 @@ class Place:
 
     Attributes:
         number: number of the loop, from 0, in the order of the script.
-        last_step: number of completed steps when the loop ends, unless it ends early.
-        planned_step: the same without `max_steps`.
+        last_step: number of completed steps when the loop ends, unless it ends early. `ENDLESS` while a sampler has not
+            given the length of an epoch yet; then as if all later epochs had the length of the current one.
+        planned: the loop's end in the script, without `max_steps`: a step or an epoch, see `Batches.unit`.
         is_past: whether the loop had ended in the snapshot from which the run resumed, so that it has no step left.
         is_further: whether an earlier loop of this process has run.
         is_replayed: whether the script's lines before this loop ran again, although the restored state is from a step
@@ -29,7 +30,7 @@ class Place:
 
     number: int
     last_step: int
-    planned_step: int
+    planned: int
     is_past: bool
     is_further: bool
     is_replayed: bool
@@ -49,7 +50,10 @@ class Position:
     def __init__(self) -> None:
         self.steps_done = self.resumed_step = self.began_step = self.num_evaluations = 0
         self.lanes: list[dict[str, Any]] = []
-        self._ends: list[list[int]] = []  # per finished loop: its end, and its planned end
+        self._epoch = 0
+        self._order: Mapping[str, Any] | None = None  # see `Batches.state_dict`
+        # Per finished loop: its end, its planned end, and with a sampler the first epoch of the next loop.
+        self._ends: list[list[int]] = []
         self._num_begun = self._num_past = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -60,10 +64,11 @@ class Position:
         """Resume from the position in a snapshot."""
         self._ends, self.steps_done = position.get("loops", []), position["step"]
         self.lanes = position.get("lanes", [])
+        self._epoch, self._order = position["epoch"], position.get("order")
         self.resumed_step, self._num_past = self.steps_done, len(self._ends)
 
     def begin_loop(
-        self, batches: Batches, num_steps: int, max_steps: int | None, snapshotter: Snapshotter,
+        self, batches: Batches, planned: int, max_steps: int | None, snapshotter: Snapshotter,
         say: Callable[[str], None],
     ) -> Place:  # fmt: skip
         """Move to the script's next loop, and record it. On all ranks.
@@ -72,21 +77,24 @@ class Position:
             RunDirectoryError: the run was resumed inside or after this loop, and the loop was a different one then.
         """
         number, self._num_begun = self._num_begun, self._num_begun + 1
-        planned_step = batches.first_step + num_steps
-        end, was = self._ends[number] if number < self._num_past else (None, planned_step)
+        end, was = self._ends[number][:2] if number < self._num_past else (None, planned)
+        if batches.has_sampler and end is not None:
+            batches.resume(end, self._ends[number][2])
+        elif batches.has_sampler and number == self._num_past and self.resumed_step:
+            batches.resume(self.resumed_step, self._epoch, self._order)
         place = Place(
             number,
-            last_step=min(planned_step, max_steps or ENDLESS) if end is None else end,
-            planned_step=planned_step,
+            last_step=find_last_step(batches, planned, max_steps) if end is None else end,
+            planned=planned,
             is_past=end is not None,
             is_further=number > self._num_past,
             is_replayed=0 < number == self._num_past,
         )
         snapshotter.once(lambda: self._record(snapshotter.directory, place, batches))
-        if planned_step != was:
+        if planned != was:
             say(
                 f"loop {number + 1} of this run ended at step {end} and is not continued, although its planned "
-                f"end is now step {planned_step} (was {was}): resume from a step before {end} to change it"
+                f"end is now {batches.unit} {planned} (was {was}): resume from a step before {end} to change it"
             )
         self.steps_done = self.began_step = max(batches.first_step, self.resumed_step) if end is None else end
         return place
@@ -114,7 +122,14 @@ class Position:
         if loops != recorded:
             directory.write_loops(loops)
 
-    def end_loop(self, place: Place) -> None:
+    def end_loop(self, place: Place, batches: Batches) -> None:
         """End the loop at `place`."""
         if not place.is_past:
-            self._ends = [*self._ends, [self.steps_done, place.planned_step]]
+            next_epoch = [batches.next_epoch(self.steps_done)] if batches.has_sampler else []
+            self._ends = [*self._ends, [self.steps_done, place.planned, *next_epoch]]
+
+
+def find_last_step(batches: Batches, planned: int, max_steps: int | None) -> int:
+    """Return `Place.last_step` of a loop."""
+    end = batches.find_end(planned)
+    return min(ENDLESS if end is None else end, max_steps or ENDLESS)

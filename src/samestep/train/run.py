@@ -293,7 +293,9 @@ class Run:
             num_epochs: number of epochs of this loop, including those before a restart. A run may have several loops;
                 see docs/loops.md.
             collate_fn, num_workers, pin_memory: as in `torch.utils.data.DataLoader`.
-            sampler: function of the epoch number that returns the indices of its samples, the same on all ranks.
+            sampler: function of the epoch number that returns the indices of its samples, the same on all ranks. It is
+                called when the epoch begins, with seeded global generators, and may depend on the state of the
+                training, such as `run.state`. Epochs may have different lengths.
             shuffle: whether to use a different order in each epoch. Default: True.
             drop_last: whether to leave out the last step of an epoch if it is short. Default: False.
 
@@ -323,8 +325,7 @@ class Run:
             data, endless=False, sampler=sampler, collate_fn=collate_fn, num_workers=num_workers, shuffle=shuffle,
             drop_last=drop_last, pin_memory=pin_memory,
         )  # fmt: skip
-        assert batches.steps_per_epoch is not None
-        return self._begin(batches, num_epochs * batches.steps_per_epoch, num_epochs).run_epochs(num_epochs)
+        return self._begin(batches, batches.plan(num_epochs), num_epochs).run_epochs(num_epochs)
 
     def steps(
         self,
@@ -368,7 +369,7 @@ class Run:
             data, endless=True, sampler=sampler, collate_fn=collate_fn, num_workers=num_workers, shuffle=shuffle,
             pin_memory=pin_memory,
         )  # fmt: skip
-        return self._begin(batches, num_steps, None).run_steps()
+        return self._begin(batches, batches.plan(num_steps), None).run_steps()
 
     def evaluate(
         self,
@@ -621,13 +622,15 @@ class Run:
             check_every=self._context.config.check_compute_every, **arguments,
         )  # fmt: skip
 
-    def _begin(self, batches: Batches, total_steps: int, num_epochs: int | None) -> Loop:
-        """Do everything between the check of the arguments and the first step of a loop."""
+    def _begin(self, batches: Batches, planned: int, num_epochs: int | None) -> Loop:
+        """Do everything between the check of the arguments and the first step of a loop. `planned`: its end."""
         context, config = self._context, self._context.config
         position, snapshotter = self._position, self._snapshotter
         calls.meet(context.group, calls.LOOP)
-        lengths = {"the number of steps": total_steps, "the length of the data set": len(batches.spec)}
+        lengths = {f"the number of {batches.unit}s": planned, "the length of the data set": len(batches.spec)}
         context.group.agree(batches.numbers | lengths)
+        if batches.has_sampler and self._loop is None and not position.resumed_step:
+            batches.open_epochs(0)  # an error for wrong indices comes before anything is written
         directory = snapshotter.path if batches.shards else None
         marks = []
         if directory is not None:
@@ -642,7 +645,7 @@ class Run:
             snapshotter.record(self._numbers | batches.numbers, machine, self._config, options)
             self._about = describe_run(context, self.dir, self._config, machine, options)
             fix_compiler()
-        place = position.begin_loop(batches, total_steps, config.max_steps, snapshotter, self._say)
+        place = position.begin_loop(batches, planned, config.max_steps, snapshotter, self._say)
         if directory is not None and (problem := snapshotter.once(lambda: batches.keep_shards(directory, marks))):
             self._say(problem)
         if batches.lanes is not None and not place.is_past and not place.is_further and position.lanes:
@@ -665,7 +668,6 @@ class Run:
         elif config.check_compute_every is not None and self._loop is None:
             self._say("check_compute_every does nothing with one rank: no other rank can compute a micro-batch again")
         if self._tracer is not None:
-            self._tracer.begin_loop(batches, place, self._gradients, self._build_state)
             observers.append(self._tracer)
         elif self.rank == 0 and self.dir is not None and not place.is_further:  # a run that can be resumed
             observers.append(Unprepared(self._objects, batches, self._say))
@@ -675,6 +677,8 @@ class Run:
             observers=Observers(observers), replicas=self._replicas, second_opinion=second_opinion,
             build_state=self._build_state, on_end=self._end_loop,
         )  # fmt: skip
+        if self._tracer is not None:
+            self._tracer.begin_loop(batches, loop.place, self._gradients, self._build_state)
         self._resources.find_failure = loop.find_failure
         if place.is_past:
             return loop
@@ -687,7 +691,7 @@ class Run:
         if self._stopping.ending and self._resumed and not place.is_further:
             self._say(f"nothing left to do in this loop: {loop.explain_end()}, or begin anew with {advise(fresh=True)}")
         epochs = num_epochs and batches.first_epoch + num_epochs
-        self._progress.begin(total_steps=place.last_step, done_steps=self.steps_done, epochs=epochs)
+        self._progress.begin(total_steps=loop.place.last_step, done_steps=self.steps_done, epochs=epochs)
         self._metrics.start_clock()
         return loop
 

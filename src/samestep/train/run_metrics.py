@@ -88,6 +88,10 @@ class RunMetrics(StepObserver):
         """A loop begins."""
         self._num_samples, self._batches, self._gradients = 0, batches, gradients
 
+    def move_end(self, last_step: int) -> None:
+        """Show another last step: a sampler gave the length of another epoch."""
+        self._progress.move_end(last_step)
+
     def start_clock(self) -> None:
         """Start to time the loop, before its first step, so that the start of trackers is not included."""
         self._began_s = time.perf_counter()
@@ -122,7 +126,7 @@ class RunMetrics(StepObserver):
                 if step.averaged_loss is None:
                     why = "no micro-batch of it had a step.backward with a weight above 0"
                 self._context.say(f"step {step.number} makes no update: {why}; such steps are counted as skipped_steps")
-        if self._batches.steps_per_epoch is not None:
+        if not self._batches.is_endless:
             self.tally.add(step.epoch, step.averages)
         if self._is_logged:
             row = {f"train/{name}": float(value) for name, (value, _) in step.averages.items()}

@@ -55,6 +55,10 @@ class Stopping(StepObserver):
         """End the loop, because the script has called run.stop()."""
         self.reason, self.ending = reason, True
 
+    def move_end(self, last_step: int) -> None:
+        """Set the last step of a loop whose sampler gave the length of another epoch."""
+        self.last_step = last_step
+
     @property
     def is_interrupted(self) -> bool:
         """Return whether a signal ends this start. It does not end a run that is complete or ended by run.stop()."""

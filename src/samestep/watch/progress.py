@@ -36,6 +36,9 @@ class Progress:
             epochs: number of epochs; None for a loop without epochs.
         """
 
+    def move_end(self, total_steps: int) -> None:
+        """Change the last step of the loop."""
+
     def step(self, number: int, num_samples: int, epoch: int) -> None:
         """Report `number` completed steps, the last with `num_samples` samples of epoch `epoch`."""
 
@@ -141,6 +144,9 @@ class Lines(Progress):
     def begin(self, *, total_steps: int | None, done_steps: int, epochs: int | None) -> None:
         self.close()
         self._pace = Pace(total_steps=total_steps, done_steps=done_steps, epochs=epochs)
+
+    def move_end(self, total_steps: int) -> None:
+        self._pace.total_steps = total_steps
 
     def step(self, number: int, num_samples: int, epoch: int) -> None:
         self._pace.step(number, num_samples, epoch)
@@ -289,7 +295,8 @@ class Bar(Lines):
                 if len("  ".join([*kept, text])) <= width:
                     kept.append(text)
             news = "  ".join(text for text in [*loss, *rate, *pace, *rest] if text in kept)
-            self._live.update(task, completed=self._pace.number, description=place, news=news)
+            total = self._pace.total_steps
+            self._live.update(task, completed=self._pace.number, total=total, description=place, news=news)
             self._live.refresh()
 
 
