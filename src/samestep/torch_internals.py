@@ -142,3 +142,11 @@ def _drop_pids(iterator: Any) -> None:
 def forget_workers(iterator: Any) -> None:
     """Prevent torch's exit hook from stopping the workers."""
     iterator._shutdown = True
+
+
+def add_gloo() -> None:
+    """Let the default process group exchange tensors in host memory, as if its backend were "cpu:gloo,cuda:nccl"."""
+    group: Any = dist.group.WORLD
+    store: Any = dist.PrefixStore("samestep/gloo", dist.distributed_c10d._get_default_store())  # type: ignore[attr-defined]
+    gloo = dist.ProcessGroupGloo(store, dist.get_rank(), dist.get_world_size(), dist.default_pg_timeout)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)

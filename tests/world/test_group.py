@@ -19,7 +19,7 @@ from samestep.launch.local_ranks import open_store
 from samestep.snapshot.object_store import Unreachable
 from samestep.world import group as group_module
 from samestep.world.environment import Environment, read_environment
-from samestep.world.group import Group, choose_device, close_group, open_group
+from samestep.world.group import Group, choose_device, close_group, find_ranks, open_group
 from samestep.world.rendezvous_store import SignedEntries, is_first, is_left_by_rank_0, read_entry, write_entry
 
 CPU = torch.device("cpu")
@@ -298,6 +298,22 @@ def test_an_existing_group_is_used() -> None:
         return found
 
     assert samestep.spawn(fn, 2) == [0, 1]
+
+
+def test_local_ranks_of_a_process_group_are_counted_per_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of two machines alternate. No variable tells a rank its place."""
+
+    def fn() -> tuple[list[list[int]], str]:
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+        for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+            del os.environ[name]
+        monkeypatch.setattr(group_module, "read_host_id", lambda namespace: f"machine {rank % 2}")
+        found = find_ranks()
+        place = [found.rank, found.world_size, found.local_rank, found.local_world_size]
+        return Group(rank, 3, CPU).gather(place), found.launcher
+
+    assert samestep.spawn(fn, 3) == ([[0, 3, 0, 2], [1, 3, 0, 1], [2, 3, 1, 2]], "samestep")
 
 
 # --- devices ----------------------------------------------------------------------------------------------------------

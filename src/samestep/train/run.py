@@ -49,8 +49,8 @@ from samestep.watch.progress import build_progress, say_above
 from samestep.watch.trackers.delivery import Trackers
 from samestep.watch.trackers.protocol import Tracker
 from samestep.watch.trackers.registry import build_trackers
-from samestep.world.environment import advise, read_environment, read_rank
-from samestep.world.group import choose_device, open_group
+from samestep.world.environment import advise
+from samestep.world.group import choose_device, find_rank, find_ranks, open_group
 
 T = TypeVar("T")
 
@@ -146,8 +146,8 @@ class Run:
         deterministic: bool = True,
         bucket_cap_mb: float | None = None,
     ) -> None:
-        report_errors(read_rank())
-        environment = read_environment()
+        report_errors(find_rank())
+        environment = find_ranks()
         check_script_config(config)
         settings = build_config(
             environment, run_dir=run_dir, batch_size=batch_size, micro_batch_size=micro_batch_size, seed=seed,
@@ -249,6 +249,7 @@ class Run:
         self._numbers = config.identity() | {"models": prepared.describe(modules)}
         self._overrides = override or config.override
         self._contents = Contents(objects, modules, context.precision, self._say)
+        context.group.check_process_group()
         calls.meet(context.group, calls.PREPARE)
         outline = prepared.outline(objects, modules) | {**self._contents.options.in_force}
         context.group.agree(config.shared() | {"override": self._overrides} | outline)

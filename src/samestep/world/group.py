@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from itertools import count
 from typing import Any, TypeVar
@@ -16,9 +17,20 @@ import torch.distributed as dist
 from torch.distributed import _broadcast_coalesced  # type: ignore[attr-defined]  # what DDP itself calls
 
 from samestep.console import say, saying_when_slow
-from samestep.errors import KINDS, Error, InvalidType, InvalidValue, PeerFailed, name_kind
+from samestep.errors import KINDS, Error, InvalidType, InvalidValue, PeerFailed, UsageError, name_kind
+from samestep.torch_internals import add_gloo
 from samestep.world import wire
-from samestep.world.environment import Environment, check_interface, has_agent_store, read_master, read_restarts
+from samestep.world.environment import (
+    Environment,
+    check_interface,
+    has_agent_store,
+    read_environment,
+    read_host,
+    read_master,
+    read_rank,
+    read_restarts,
+)
+from samestep.world.host import read_host_id
 from samestep.world.local_sockets import LocalSockets, connect
 from samestep.world.rendezvous_store import MAC_BYTES, SignedEntries, read_entry, write_entry
 from samestep.world.version_check import check_alike, describe_software, explain_hashing
@@ -246,6 +258,15 @@ class Group:
     def _name_stop(self, rank: int) -> str:
         return f"stopped/{self._number}/{rank}"
 
+    def check_process_group(self) -> None:
+        """Raise Error if the script has created a process group of other ranks since this was opened."""
+        if has_group() and dist.get_world_size() != self.world_size:
+            raise UsageError(
+                f"a process group of {dist.get_world_size()} ranks was created after samestep.Run, which has "
+                f"{self.world_size}: create the process group first, or leave it out and start the ranks with samestep "
+                "launch"
+            )
+
     def close(self) -> None:
         """Close the local sockets. The process group stays."""
         if self.local_sockets is not None:
@@ -261,6 +282,40 @@ def _try(fn: Callable[[], Any]) -> tuple[BaseException | None, bytes]:
         return None, wire.encode((name_kind(error), str(error)))
     except BaseException as error:
         return error, wire.encode(("failure", f"{type(error).__name__}: {error}"))
+
+
+def find_rank() -> int:
+    """Return this process's rank in the process group, else in the environment."""
+    return dist.get_rank() if has_group() else read_rank()
+
+
+def find_ranks() -> Environment:
+    """Read the environment. The rank and the number of ranks are those of the process group, if there is one.
+
+    If only the process group tells them, local ranks are counted per machine. Raises Error as `read_environment`, or if
+    a launcher has set other ranks than those of the group.
+    """
+    environment = read_environment()
+    if not has_group():
+        return environment
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if "cpu" not in dist.get_backend_config():
+        add_gloo()
+    if (rank, world_size) == (environment.rank, environment.world_size):
+        return environment
+    if environment.world_size > 1:
+        raise InvalidValue(
+            f"this process is rank {rank} of {world_size} in its process group, and RANK is {environment.rank} and "
+            f"WORLD_SIZE {environment.world_size}: create the process group with the launcher's ranks, or unset both",
+            rank=rank,
+        )
+    hosts = Group(rank, world_size, torch.device("cpu")).gather(read_host_id("net") or read_host())
+    local_ranks = [each for each, host in enumerate(hosts) if host == hosts[rank]]
+    launcher = "torchrun" if environment.launcher == "python" else environment.launcher
+    return replace(
+        environment, rank=rank, world_size=world_size, local_rank=local_ranks.index(rank),
+        local_world_size=len(local_ranks), launcher=launcher,
+    )  # fmt: skip
 
 
 def open_group(

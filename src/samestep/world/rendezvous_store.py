@@ -27,14 +27,18 @@ def _find_store() -> Any:
 
 
 def is_left_by_rank_0(within_s: float) -> bool:
-    """Return whether the store in rank 0's process closes within that time.
+    """Return whether the store in rank 0's process closes within that time; False if its address is not known.
 
     Connects with a plain socket, because torch prints pages to stderr when a store has closed.
     """
+    try:
+        address = read_master()
+    except OSError:
+        return False
     deadline_s = time.monotonic() + within_s
     while time.monotonic() < deadline_s:
         try:
-            socket.create_connection(read_master(), timeout=within_s).close()
+            socket.create_connection(address, timeout=within_s).close()
         except OSError:
             return True
         time.sleep(0.05)
