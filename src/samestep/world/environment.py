@@ -16,7 +16,7 @@ from typing import Any
 
 from samestep.config import OPTIONS, PREFIX, Overrides, format_flags, to_variables
 from samestep.errors import Error, InvalidValue
-from samestep.world import slurm_tasks
+from samestep.world import mpi_ranks, slurm_tasks
 
 TRACE = PREFIX + "TRACE"
 HOOK = PREFIX + "HOOK"  # JSON: a tool's module, and the argument of its begin(), called in each rank first
@@ -62,8 +62,8 @@ class Environment:
     """The environment of this process, as set by its launcher.
 
     Attributes:
-        launcher: "samestep", "torchrun" (anything that sets RANK and WORLD_SIZE), "srun" (a task of a Slurm step with
-            several tasks) or "python" (no launcher).
+        launcher: "samestep", "torchrun" (anything that sets RANK and WORLD_SIZE, mpirun, or a process group of the
+            script), "srun" (a task of a Slurm step with several tasks) or "python" (no launcher).
         error_dir: directory in which a rank that fails writes its error for samestep's launcher.
         restart: why samestep's launcher has restarted the ranks; None at the first start.
         overrides: options of `Run` set by variables.
@@ -113,9 +113,13 @@ def advise(**options: Any) -> str:
 
 def read_rank() -> int:
     """Return this process's rank, to report an error in the rest of the environment; 0 if it cannot be determined."""
-    known = "RANK" in os.environ or not slurm_tasks.is_task(os.environ)
-    rank = os.environ.get("RANK" if known else "SLURM_PROCID", "")
-    return int(rank) if rank.isdecimal() and ("WORLD_SIZE" in os.environ or not known) else 0
+    if "RANK" in os.environ:
+        rank = os.environ["RANK"] if "WORLD_SIZE" in os.environ else ""
+    elif (names := mpi_ranks.find_names(os.environ)) is not None:
+        rank = os.environ[names.rank]
+    else:
+        rank = os.environ.get("SLURM_PROCID", "") if slurm_tasks.is_task(os.environ) else ""
+    return int(rank) if rank.isdecimal() else 0
 
 
 def read_master() -> tuple[str, int]:
@@ -168,13 +172,12 @@ def has_agent_store() -> bool:
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
-    """Read the environment. In a Slurm task, this sets the variables of a rank, because torch reads them, too.
+    """Read the environment. Under srun and mpirun, this sets the variables of a rank, because torch reads them, too.
 
     Raises Error if the variables of a rank are incomplete or invalid.
     """
     if variables is None:
-        if "RANK" not in os.environ and slurm_tasks.is_task(os.environ):
-            os.environ.update(slurm_tasks.build_variables(os.environ) | {SRUN: "1"})
+        _set_rank()
         variables = os.environ
 
     def number(name: str, default: int) -> int:
@@ -218,6 +221,26 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         trace=variables.get(TRACE),
         secret=variables.get(SECRET, ""),
     )
+
+
+def _set_rank() -> None:
+    """Set the variables of a rank from those of srun or mpirun, unless they are set.
+
+    mpirun comes first: in a job of Slurm, it starts its own processes by srun, whose variables its ranks inherit.
+    """
+    if "RANK" in os.environ:
+        return
+    if (names := mpi_ranks.find_names(os.environ)) is not None:
+        os.environ.update(mpi_ranks.build_variables(os.environ, names))
+    elif slurm_tasks.is_task(os.environ):
+        os.environ.update(slurm_tasks.build_variables(os.environ) | {SRUN: "1"})
+    else:
+        for names in mpi_ranks.KNOWN:
+            if os.environ.get(names.world_size, "1") not in ("", "0", "1"):
+                raise InvalidValue(
+                    f"{names.world_size} is {os.environ[names.world_size]}, and {names.local_rank} is not set: start "
+                    "the ranks with samestep launch or torchrun, or unset it"
+                )
 
 
 def _read_restart(variables: Mapping[str, str]) -> Restart | None:

@@ -5,11 +5,9 @@ import socket
 from collections.abc import Mapping
 
 from samestep.errors import Error, InvalidValue
-from samestep.world.host import find_interface
+from samestep.world.mpi_ranks import FIRST_PORT, HOST, NUM_PORTS, choose_interfaces
 
-FIRST_PORT, NUM_PORTS = 15000, 17000  # below the ephemeral ports of Linux
 STEPS_APART = 64  # ports between two jobs: jobs on one node can run at the same time
-HOST = "127.0.0.1"
 
 
 def is_task(variables: Mapping[str, str]) -> bool:
@@ -55,10 +53,8 @@ def build_variables(step: Mapping[str, str]) -> dict[str, str]:
     else:
         names = list_hosts(step.get("SLURM_STEP_NODELIST") or step.get("SLURM_JOB_NODELIST", ""))
         hosts = [find_address(name) for name in names[:2]]
-    interface = find_interface(hosts)
-    chosen = {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {}
     return {
-        **{name: value for name, value in chosen.items() if name not in step},
+        **choose_interfaces(step, hosts),
         **{name: str(value) for name, value in place.items()},
         "MASTER_ADDR": hosts[0],
         "MASTER_PORT": step.get("MASTER_PORT", str(port)),
