@@ -53,6 +53,31 @@ GROUP_METHODS = re.compile(r"_?all_?gather_\w+|_?(allgather|allreduce|alltoall|r
 
 MAX_FUNCTION_LINES = 80
 
+# Files and JSON are read and written by files.py, which follows no link, blocks on no FIFO, limits sizes and replaces
+# files atomically. Module, or its package with "/" -> what it may do itself, and why.
+FILE_EXCEPTIONS: dict[str, tuple[str, str]] = {
+    "files.py": ("all", "it is that place"),
+    "recipes/": ("all", "scripts, as users write them, whose data set is trusted"),
+    "sources/": ("all", "the data set is trusted, and may be links"),
+    "data/source.py": ("all", "the data set is trusted, and may be links"),
+    "adapters/": ("all", "what the adapted library writes"),
+    "tools/report/page.py": ("read_text", "files of this package"),
+    "tools/report/run_data.py": ("json.loads", "rows of metrics, whose values are checked: three times as fast"),
+    "tools/verify/plain.py": ("copy2 copytree", "the working directory, with what its links name"),
+    "tools/traced_script.py": ("json.loads", "lines of a trace in a directory of the tool"),
+    "snapshot/store.py": ("json.load", "a state of any size and depth, whose damage is an error"),
+    "train/tracing.py": ("json.loads", "a variable of the environment"),
+    "launch/rank_process.py": ("json.loads", "a variable of the environment"),
+    "world/environment.py": ("open json.loads", "the null device; variables of the environment"),
+    "launch/forkserver.py": ("open", "the null device"),
+    "world/workdir.py": ("open", "read_private: relative to a directory that it has checked"),
+    "launch/output_recorder.py": ("open", "a descriptor that it has opened so"),
+    "world/wire.py": ("json.loads", "messages of ranks"),
+    "world/rendezvous_store.py": ("json.loads", "messages of ranks"),
+    "watch/heartbeat.py": ("json.loads", "signed messages of ranks"),
+}
+FILE_METHODS = ("read_text", "read_bytes", "write_text", "write_bytes")
+
 # Part of a name -> what to use instead.
 BANNED_NAMES = {
     r"utils?": "a noun that says what is in it",
@@ -274,6 +299,34 @@ def find_model_faults(module: Module) -> list[str]:
     ]
 
 
+def find_file_faults(module: Module) -> list[str]:
+    """Calls that open files without `open_regular`, or parse JSON without the limits of `parse_json`."""
+    allowed = " ".join(what for path, (what, _) in FILE_EXCEPTIONS.items() if module.path.startswith(path)).split()
+    calls = [node for node in module.nodes if isinstance(node, ast.Call)]
+    return [
+        f"{module.at(call)}: {what}; use files.py: read_bytes, replace_file, copy_file, parse_json, or open_regular"
+        for call in calls
+        if (what := _name_file_access(call)) and not {what, "all"} & {*allowed}
+    ]
+
+
+def _name_file_access(call: ast.Call) -> str:
+    """Return the name of a function that accesses a file without checks; "" for other calls."""
+    name = write(call.func) if isinstance(call.func, ast.Name | ast.Attribute) else ""
+    keywords = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    if name == "open":
+        return "" if keywords.get("opener") == "open_regular" else name
+    if name in ("json.load", "json.loads"):
+        return name
+    if re.fullmatch(r"shutil\.(copy|copy2|copyfile|copytree|move)", name):
+        return "" if keywords.get("symlinks") == "True" else name.removeprefix("shutil.")
+    last = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    if last == "open":  # of a Path: Image.open and Reducer.open take other arguments
+        mode = ast.unparse(call.args[0]) if call.args else ""
+        return "open" if re.fullmatch(r"'[rwax][bt+]*'", mode) or {"mode", "encoding"} & {*keywords} else ""
+    return last if last in FILE_METHODS else ""
+
+
 RULES: dict[str, Callable[[Module], list[str]]] = {
     "a module imports floors below its own, and its own room": find_floor_faults,
     "the environment is read in world/environment.py alone": find_environment_faults,
@@ -281,6 +334,7 @@ RULES: dict[str, Callable[[Module], list[str]]] = {
     "functions are short": find_size_faults,
     "names say what a thing is": find_name_faults,
     "a recipe's model imports torch only": find_model_faults,
+    "files are opened and parsed in files.py alone": find_file_faults,
 }
 
 
@@ -427,6 +481,14 @@ FAULTY = [
     ("plan/x.py", "class BaseRun: ...", find_name_faults),
     ("plan/x.py", "def f(global_batch_size): ...", find_name_faults),
     ("plan/x.py", "self.iteration = 0", find_name_faults),
+    ("tools/x.py", "open(path)", find_file_faults),
+    ("tools/x.py", "open(path, 'w', opener=other)", find_file_faults),
+    ("tools/x.py", "path.open('rb')", find_file_faults),
+    ("tools/x.py", "(a / 'b').write_text(text)", find_file_faults),
+    ("tools/x.py", "path.read_bytes()", find_file_faults),
+    ("tools/x.py", "shutil.copytree(a, b)", find_file_faults),
+    ("tools/x.py", "json.load(file)", find_file_faults),
+    ("world/wire.py", "open(path)", find_file_faults),
 ]
 
 SOUND = [
@@ -450,6 +512,9 @@ SOUND = [
     ),
     ("train/x.py", "import torch.distributed as dist\ndist.is_initialized()", find_collective_faults),
     ("engine/x.py", "import torch.distributed as dist\ndist.all_reduce(x)", find_collective_faults),
+    ("tools/x.py", "open(path, 'rb', opener=open_regular)\nos.open(path, 0)\nImage.open(file)", find_file_faults),
+    ("tools/x.py", "read_bytes(path)\nshutil.copytree(a, b, symlinks=True)\njson.dumps(x)", find_file_faults),
+    ("world/wire.py", "json.loads(text)", find_file_faults),
     (
         "plan/x.py",
         "from torch.utils.data import DataLoader\nexcept_baseline = based = BASE = 1",

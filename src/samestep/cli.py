@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from samestep.config import Option, name_flag
 from samestep.console import escape, say
 from samestep.errors import Error, explain
+from samestep.files import read_text
 from samestep.launch.flags import (
     FLAGS,
     TORCHRUN,
@@ -222,7 +223,7 @@ def _warn_of_misplaced(target: "Target") -> None:
     text = "arguments"  # a module can read arguments of any name
     if target.kind == "script":
         with suppress(OSError):
-            text = Path(target.name).read_text(errors="replace")
+            text = read_text(Path(target.name), is_given=True)
     misplaced = find_misplaced(target.arguments, text)
     if misplaced:
         say(
@@ -232,7 +233,7 @@ def _warn_of_misplaced(target: "Target") -> None:
 
 
 def _take_flags_and_target(
-    command: str, arguments: list[str], flags: Mapping[str, Option]
+    command: str, arguments: list[str], flags: Mapping[str, Option], default: "Target | None" = None
 ) -> tuple[dict[str, Any], "Target | None"]:
     """Return the options and the target: a script, -m MODULE, or a recipe, which can be followed by options.
 
@@ -242,6 +243,8 @@ def _take_flags_and_target(
         Error: there is no target, or an option is invalid.
     """
     values, left = take_flags(arguments, stop_at_first=True, flags=flags)
+    if not left and default is not None:
+        return values, default
     if not left:
         raise Error(f"{command} needs a script or a recipe; see samestep {command} --help")
     is_recipe = left[0] in find_recipes() and not Path(left[0]).is_file()
@@ -278,14 +281,16 @@ def _build_recipe_target(
 
 
 def _run_on_target(
-    command: str, arguments: list[str], text: str, flags: Mapping[str, Option], run: Callable[..., int], words: str = ""
-) -> int:
+    command: str, arguments: list[str], text: str, flags: Mapping[str, Option], run: Callable[..., int],
+    words: str = "", default: "Target | None" = None,
+) -> int:  # fmt: skip
     """Run a command that takes options, possibly words, and a target. Options may precede and follow the words.
 
     Args:
         text: the command's help, without the options.
         run: function to call with the words, the target and the values of the options.
         words: names of the words, such as "GOOD BAD".
+        default: the target if none is given; None: one must be given.
 
     Raises:
         Error: a word or the target is missing, or an option is invalid.
@@ -295,9 +300,9 @@ def _run_on_target(
     found, left = left[:num_words], left[num_words:]
     target = None
     if not {"-h", "--help"} & {*found}:
-        if words and not left:
+        if words and not left and default is None:
             raise Error(f"{command} needs {words} and a script or a recipe; see samestep {command} --help")
-        more, target = _take_flags_and_target(command, left, flags)
+        more, target = _take_flags_and_target(command, left, flags, default)
         values |= more
     if target is None:
         print(f"{text}\n{describe_command_flags(flags)}", end="")
@@ -332,9 +337,9 @@ def _verify(arguments: list[str]) -> int:
 
 
 def _replay(arguments: list[str]) -> int:
-    from samestep.tools.replay import FLAGS, HELP, run_replay
+    from samestep.tools.replay import FLAGS, HELP, RECORDED, run_replay
 
-    return _run_on_target("replay", arguments, HELP, FLAGS, run_replay, "RUN")
+    return _run_on_target("replay", arguments, HELP, FLAGS, run_replay, "RUN", RECORDED)
 
 
 def _bisect(arguments: list[str]) -> int:

@@ -10,7 +10,7 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from itertools import chain
@@ -53,6 +53,33 @@ def read_bytes(path: Path, most: int = MOST_BYTES, *, is_given: bool = False) ->
     if len(data) > most:
         raise OSError(errno.EFBIG, os.strerror(errno.EFBIG), os.fspath(path))
     return data
+
+
+def read_text(path: Path, most: int = MOST_BYTES, *, is_given: bool = False) -> str:
+    """`read_bytes`, as text. Bytes that are no UTF-8 become U+FFFD."""
+    return read_bytes(path, most, is_given=is_given).decode(errors="replace")
+
+
+def read_tail(path: Path, most: int = 1 << 20) -> str:
+    """Return the text of the last bytes of a regular file. Raises OSError."""
+    with open(path, "rb", opener=open_regular) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - most))
+        return file.read(most).decode(errors="replace")
+
+
+def copy_file(source: "os.PathLike[str] | str", target: "os.PathLike[str] | str", *, may_link: bool = False) -> None:
+    """Copy a regular file to a new one. Raises OSError.
+
+    Args:
+        may_link: the content is never changed, so a hard link will do.
+    """
+    with open(source, "rb", opener=open_regular) as old:
+        with suppress(OSError):  # the file system has no links
+            if may_link:
+                os.link(source, target, follow_symlinks=False)
+                return
+        with open(target, "xb", opener=open_regular) as new:
+            shutil.copyfileobj(old, new)
 
 
 def replace_file(path: Path, content: bytes | memoryview, *, sync: bool = False) -> None:
@@ -159,6 +186,15 @@ def _parse_finite(text: str) -> float:
     return number
 
 
+def as_json(value: Any, constant: Callable[[str], str] = str) -> Any:
+    """Return a value as a reader of its JSON gets it. Other types become their str.
+
+    Args:
+        constant: returns the text that replaces "NaN", "Infinity" or "-Infinity", which JSON lacks.
+    """
+    return json.loads(json.dumps(value, default=str), parse_constant=constant)
+
+
 def fits(value: Any, shape: Any) -> bool:
     """Return whether a JSON value has a shape.
 
@@ -188,12 +224,25 @@ def is_count(value: Any) -> bool:
     return type(value) is int and 0 <= value < 1 << 63
 
 
+def is_size(value: Any) -> bool:
+    """Return whether a JSON value is an int from 1 to 2**63 - 1."""
+    return is_count(value) and value > 0
+
+
 def is_number(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) < 1e300
 
 
 def is_text(value: Any) -> bool:
     return isinstance(value, str)
+
+
+def is_argument(value: Any) -> bool:
+    """Return whether a JSON value is a text that a program can get as an argument or in its environment."""
+    try:
+        return is_text(value) and b"\0" not in os.fsencode(value)
+    except UnicodeEncodeError:
+        return False
 
 
 def is_flag(value: Any) -> bool:

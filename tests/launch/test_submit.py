@@ -213,6 +213,24 @@ def test_no_cluster(command: Command) -> None:
     assert [path.name for path in command.directory.iterdir()] == ["train.py"]
 
 
+def test_slurm_writes_no_output_through_a_link(command: Command) -> None:
+    """The number of a job can be guessed, and Slurm follows links."""
+    command.write("train.py", "")
+    command.write("sbatch", "#!/bin/sh\ntouch submitted\necho 7\n").chmod(0o755)
+    command.variables["PATH"] = f"{command.directory}:{command.variables['PATH']}"
+    (outside := command.directory / "outside").mkdir()
+    (command.directory / "runs/x/slurm").mkdir(parents=True)
+    (command.directory / "runs/x/slurm/7.out").symlink_to(outside / "rc")
+    (command.directory / "runs/y").mkdir()
+    (command.directory / "runs/y/slurm").symlink_to(outside)
+    for run_dir, link in (("runs/x", "runs/x/slurm/7.out"), ("runs/y", "runs/y/slurm")):
+        done = command.run("submit", "--detach", "--run-dir", run_dir, "train.py")
+        assert done.returncode == 2
+        assert f"{link} is a link, and Slurm would write the output of the job through it: remove it" in done.stderr
+    assert not (command.directory / "submitted").exists()
+    assert [*outside.iterdir()] == []
+
+
 # --- Kubernetes -------------------------------------------------------------------------------------------------------
 
 

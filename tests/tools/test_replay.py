@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,7 @@ def replay(home: Path, *words: str | int, code: int = 0) -> str:
     scratch = home / "scratch"
     scratch.mkdir(exist_ok=True)
     before = list_files(home / "run")
+    words = words if "--as-recorded" in words or ARGUMENTS[0] in words else ("--as-recorded", *words)
     done = samestep_command("replay", "run", *map(str, words), cwd=home, env={"TMPDIR": str(scratch)})
     check(done, code)
     assert list_files(home / "run") == before
@@ -87,7 +89,7 @@ def read_samples(home: Path, step: int) -> list[int]:
 def test_a_step_after_a_snapshot(home: Path) -> None:
     """The script gets the arguments of the run."""
     out = replay(home, "--step", 10, "train.py")
-    assert "the script gets the arguments of the run: 0.01 64 6" in out
+    assert "starting train.py 0.01 64 6, as run.json records" in out
     assert "replaying steps 8 to 10 from the snapshot of step 8" in out
     assert "the bits of steps 8 to 10 agree with the run's ledger: samples, loss and gradient" in out
     assert "not as in the run" not in out
@@ -97,6 +99,77 @@ def test_a_step_after_a_snapshot(home: Path) -> None:
     assert [*read_records(home / "run/ledger.bin")][10].loss == int.from_bytes(
         torch.tensor([loss], dtype=torch.float64).numpy().tobytes(), "little"
     )
+
+
+def test_a_recorded_command_needs_consent(home: Path) -> None:
+    """Anyone who can write the run's directory chooses its arguments."""
+    for words in ((), ("train.py",)):
+        done = check(samestep_command("replay", "run", "--step", 9, *words, cwd=home), 2)
+        assert "run/run.json records the command train.py 0.01 64 6: give the script with its argum" in done.stderr
+        assert "--as-recorded to start that" in done.stderr
+    assert "starting train.py 0.01 64 6, as run.json records" in replay(home, "--step", 9, "--as-recorded")
+
+
+def test_a_terminal_asks_for_consent(home: Path) -> None:
+    for answer, code in (("y", 0), ("n", 2)):
+        outer, inner = pty.openpty()
+        command = [sys.executable, "-m", "samestep", "replay", "run", "--step", "9"]
+        process = Popen(
+            command, cwd=home, env=clean_variables({}), stdin=inner, stderr=inner, stdout=subprocess.DEVNULL
+        )
+        os.close(inner)
+        shown = b""
+        try:
+            while b"[y/N]" not in shown:
+                shown += os.read(outer, 4096)
+            assert b"run/run.json records train.py 0.01 64 6: start that? [y/N] " in shown
+            os.write(outer, f"{answer}\n".encode())
+            assert process.wait(60) == code
+        finally:
+            process.kill()
+            process.wait()
+            os.close(outer)
+
+
+@pytest.mark.parametrize(
+    ("name", "plant", "said"),
+    [
+        ("orders/epoch-00000009.npy", lambda path: path.symlink_to("/dev/zero"), "is a symbolic link"),
+        ("orders/epoch-00000009.npy", lambda path: path.symlink_to("/etc/passwd"), "is a symbolic link"),
+        ("orders/epoch-00000009.npy", os.mkfifo, "is not a regular file"),
+        ("run.json", lambda path: change(path, "arguments", ["a\0b"]), "run.json"),
+        ("run.json", lambda path: change(path, "arguments", ["\ud800"]), "run.json"),
+        ("run.json", lambda path: change(path, "file", "../other.py"), "run.json"),
+        ("run.json", lambda path: change(path, "file", "planted.py"), "planted.py, is not in the working directory"),
+        ("run.json", lambda path: change(path, "batch_size", "x"), "impossible numbers"),
+        ("run.json", lambda path: change(path, "micro_batch_size", 0), "impossible numbers"),
+        ("run.json", lambda path: change(path, "precision", "a\0b"), "impossible numbers"),
+        ("status.json", lambda path: change(path, "samples_per_s", "x"), ""),
+    ],
+)
+def test_a_hostile_run(home: Path, tmp_path: Path, name: str, plant: Callable[[Path], object], said: str) -> None:
+    """It is refused in one sentence, and links and devices in it are not read."""
+    shutil.copytree(home / "run", tmp_path / "run")
+    shutil.copy(home / "train.py", tmp_path)
+    (tmp_path / "run" / "planted.py").write_text("raise SystemExit('planted')")
+    path = tmp_path / "run" / name
+    path.parent.mkdir(exist_ok=True)
+    plant(path)
+    done = samestep_command("replay", "run", "--step", 9, "--as-recorded", cwd=tmp_path)
+    check(done, 2 if said else 0)
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def change(path: Path, key: str, value: object) -> None:
+    """Replace the value of a key at any depth of a JSON file."""
+
+    def visit(found: object) -> object:
+        if not isinstance(found, dict):
+            return found
+        return {name: value if name == key else visit(inner) for name, inner in found.items()}
+
+    path.write_text(json.dumps(visit(json.loads(path.read_text()))))
 
 
 def test_a_step_before_all_snapshots_and_at_another_number_of_ranks(home: Path) -> None:
@@ -217,7 +290,6 @@ def test_what_was_compared_in_words() -> None:
         (["--step", "13", "train.py"], "the ledger of run has steps 0 to 11: there is no step 13"),
         (["--step", "12", "train.py"], "the ledger of run has steps 0 to 11: there is no step 12"),
         (["train.py"], "replay needs the step: --step S, counted from 0"),
-        (["--step", "3"], "replay needs a script or a recipe"),
         (["--step", "3", "--micro-batch", "-1", "train.py"], "--micro-batch is counted from 0"),
         (["--step", "8", "--micro-batch", "4", "train.py"], "step 8 has 4 micro-batches, 0 to 3, not 4"),
         (["--step", "3", "--save", "x.pt", "train.py"], "--save writes one micro-batch: name it by --micro-batch"),
@@ -272,6 +344,7 @@ def test_the_debugger_stops_in_the_scripts_own_loop(home: Path) -> None:
     (home / ".pdbrc").write_text("p 'commands' + ' of the directory'\n")
     outer, inner = pty.openpty()
     command = [sys.executable, "-m", "samestep", "replay", "run", "--step", "8", "--micro-batch", "1", "--pdb"]
+    command += ["--as-recorded"]
     variables = clean_variables({"TMPDIR": str(home), "TERM": "xterm"})
     process = Popen([*command, "train.py"], cwd=home, env=variables, stdin=inner, stdout=inner, stderr=inner)
     os.close(inner)
@@ -314,7 +387,7 @@ def test_a_replay_that_is_stopped(home: Path, signum: signal.Signals) -> None:
     (home / "slow.py").write_text(slow)
     (scratch := home / "scratch").mkdir(exist_ok=True)
     before = list_files(home / "run")
-    command = [sys.executable, "-m", "samestep", "replay", "run", "--step", "7", "slow.py"]
+    command = [sys.executable, "-m", "samestep", "replay", "run", "--step", "7", "--as-recorded", "slow.py"]
     variables = clean_variables({"TMPDIR": str(scratch)})
     process = Popen(command, cwd=home, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     wait_until(lambda: any(scratch.glob("samestep-replay-*/rank-0.jsonl")), "the replay's first step")
@@ -329,7 +402,11 @@ def test_a_replay_that_is_stopped(home: Path, signum: signal.Signals) -> None:
 
     def replay_again() -> bool:
         """Return whether a further replay has removed all files; it does not while ranks of the killed one run."""
-        check(samestep_command("replay", "run", "--step", 0, "train.py", cwd=home, env={"TMPDIR": str(scratch)}))
+        check(
+            samestep_command(
+                "replay", "run", "--step", 0, "train.py", *ARGUMENTS, cwd=home, env={"TMPDIR": str(scratch)}
+            )
+        )
         return not [*scratch.iterdir()]
 
     wait_until(replay_again, "the end of the killed replay's ranks")

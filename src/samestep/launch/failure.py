@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from samestep.errors import Error, PeerFailed, Stuck, WorkerDied
-from samestep.files import replace_file
+from samestep.files import parse_json, replace_file
 from samestep.world.workdir import make_private, read_private
 
 MAX_REASON = 200  # characters
@@ -91,7 +91,7 @@ def write_failure(rank: int, directory: str, error: BaseException, code: int) ->
 def read_failure(rank: int, directory: str | Path) -> Failure | None:
     """Read the report of a rank; None if it has written none."""
     with suppress(OSError, ValueError, TypeError):
-        return Failure(**json.loads(read_private(Path(directory) / f"{rank}.json")))
+        return Failure(**parse_json(read_private(Path(directory) / f"{rank}.json")))
     return None
 
 

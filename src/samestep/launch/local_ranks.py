@@ -17,7 +17,7 @@ from typing import Any
 from samestep.config import PREFIX, Overrides, to_variables
 from samestep.console import print_error
 from samestep.errors import Error, InvalidValue
-from samestep.files import open_regular, replace_file
+from samestep.files import open_regular, read_tail, replace_file
 from samestep.launch.failure import Failure, describe_death, find_first, read_failure
 from samestep.launch.forkserver import ForkServer
 from samestep.world.environment import (
@@ -352,7 +352,7 @@ class Ranks:
 def _read_tail(log: Path) -> str:
     """Read the last lines of a log, without samestep's frames in a traceback of faulthandler."""
     try:
-        lines = log.read_text(errors="replace").splitlines()
+        lines = read_tail(log).splitlines()
     except OSError:
         return ""
     own = f'  File "{Path(__file__).parent}'

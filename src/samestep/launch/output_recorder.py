@@ -116,7 +116,7 @@ class Log:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             file = _open(path)
             if self._path == self._early and self._file is not None:
-                with open(self._early, "rb") as source, open(file, "ab", closefd=False) as target:
+                with open(self._early, "rb", opener=open_regular) as source, open(file, "ab", closefd=False) as target:
                     shutil.copyfileobj(source, target)
             link = f"{self._early}.link"
             os.symlink(path, link)

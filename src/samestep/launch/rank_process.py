@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import cloudpickle
 
 from samestep.errors import Error, recognize
+from samestep.files import replace_file
 from samestep.launch.failure import format_error, write_failure
 from samestep.world.environment import HOOK
 from samestep.world.workdir import read_private
@@ -162,10 +163,10 @@ def _call(rank: int, directory: Path, file: Path) -> None:
             sys.modules["__main__"].__dict__.update(getattr(fn, "__globals__", {}))
         value = fn(*args, **kwargs)
         if rank == 0:
-            (directory / "value.pickle").write_bytes(cloudpickle.dumps(value))
+            replace_file(directory / "value.pickle", cloudpickle.dumps(value))
     except Exception as error:
         with suppress(Exception):  # the traceback describes an exception that cannot be pickled
-            (directory / f"{rank}.pickle").write_bytes(cloudpickle.dumps(recognize(error) or error))
+            replace_file(directory / f"{rank}.pickle", cloudpickle.dumps(recognize(error) or error))
         raise
 
 

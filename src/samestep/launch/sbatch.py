@@ -16,7 +16,7 @@ from pathlib import Path
 
 from samestep.console import say
 from samestep.errors import Error
-from samestep.files import replace_file
+from samestep.files import open_regular, replace_file
 from samestep.launch.job import Job
 from samestep.version import __version__
 from samestep.world.environment import SECRET, START_AGAIN, child_variables
@@ -116,6 +116,9 @@ def submit_to_slurm(job: Job) -> int:
         print("\n".join(estimate_start(script)))
         return 0
     directory = find_directory(job)
+    for path in (directory, *directory.glob("*.out")):
+        if path.is_symlink():
+            raise Error(f"{path} is a link, and Slurm would write the output of the job through it: remove it")
     made = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     try:
@@ -241,7 +244,7 @@ class Follower:
         files = sorted(self._files.parent.glob(self._files.name)) if self._is_array else [self._files]
         for file in files:
             # Opened each time, because a network file system updates its cache on open.
-            with suppress(FileNotFoundError), file.open("rb") as opened:
+            with suppress(FileNotFoundError), open(file, "rb", opener=open_regular) as opened:
                 opened.seek(self._read.get(file, 0))
                 data = opened.read()
                 if self._is_array:

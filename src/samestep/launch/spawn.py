@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import cloudpickle
 
 from samestep.errors import Error, InvalidValue
+from samestep.files import replace_file
 from samestep.launch.failure import Failure
 from samestep.launch.forkserver import give_back_server, take_server
 from samestep.launch.local_ranks import (
@@ -71,7 +72,7 @@ def spawn(
     server = take_server()
     ranks = Ranks(server, shown)
     try:
-        (ranks.directory / "call.pickle").write_bytes(pickle.dumps((path, call)))
+        replace_file(ranks.directory / "call.pickle", pickle.dumps((path, call)))
         store = open_store()
         variables = build_variables(nprocs, Placement(store.port), {"device": device})
         ranks.start(Target("call", str(ranks.directory / "call.pickle")), [{**v, **(env or {})} for v in variables])

@@ -13,6 +13,7 @@ from typing import Any
 
 from samestep.config import Overrides
 from samestep.console import say
+from samestep.files import read_bytes, read_text
 from samestep.launch.handshake import derive_key
 from samestep.launch.local_ranks import Placement, Ranks, Target, build_variables, open_store
 from samestep.launch.messages import Link, build
@@ -41,7 +42,7 @@ class Launch:
 def _start(ranks: Ranks, launch: Launch, place: Placement) -> None:
     overrides, begun = launch.overrides, ranks.directory / BEGUN
     if place.restart is not None and begun.exists():  # resume that run, whatever options the first start had
-        run_dir = os.fsdecode(begun.read_bytes()) if overrides.get("fresh") else overrides.get("run_dir")
+        run_dir = os.fsdecode(read_bytes(begun)) if overrides.get("fresh") else overrides.get("run_dir")
         overrides = {**overrides, "resume": "latest", "fresh": False, "run_dir": run_dir}
     variables = build_variables(launch.num_ranks, place, overrides)
     ranks.start(launch.target, variables)
@@ -174,7 +175,7 @@ class NodeSession:
             ranks.request_stop()
         if not self._has_sent_room:
             with suppress(OSError, ValueError):
-                self._link.send("room", num_ranks=int((ranks.directory / ROOM).read_text()))
+                self._link.send("room", num_ranks=int(read_text(ranks.directory / ROOM)))
                 self._has_sent_room = True
         if not self._has_reported and (ranks.done or ranks.failures or (received and not ranks.started)):
             self._has_reported = True

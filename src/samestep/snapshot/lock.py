@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import os
-import shutil
 import time
 import uuid
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from samestep.errors import RunDirectoryError
-from samestep.files import open_regular, read_bytes, replacing
+from samestep.files import copy_file, open_regular, read_bytes, replacing
 from samestep.world.environment import advise, read_host
 
 # The errors of flock on file systems without locks (some mounts of Lustre and NFS). The token still works there.
@@ -129,12 +128,8 @@ def refuse_links(run_dir: Path, names: Sequence[str]) -> None:
 def detach(path: Path) -> None:
     """Replace a file by a copy, so that a writer on another machine that still has it open appends to the old one."""
     if path.exists():
-        with (
-            replacing(path, sync=True) as copy,
-            open(path, "rb", opener=open_regular) as old,
-            open(copy, "xb", opener=open_regular) as new,
-        ):
-            shutil.copyfileobj(old, new)
+        with replacing(path, sync=True) as copy:
+            copy_file(path, copy)
 
 
 def explain_takeover(place: object, token: bytes) -> RunDirectoryError:

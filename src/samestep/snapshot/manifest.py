@@ -49,7 +49,7 @@ def build_manifest(
         },
         "meta": meta,
     }
-    manifest: dict[str, Any] = json.loads(json.dumps(written, allow_nan=False))  # as a reader parses it
+    manifest: dict[str, Any] = parse_json(json.dumps(written, allow_nan=False))  # as a reader parses it
     return seal(manifest)
 
 

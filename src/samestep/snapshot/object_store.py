@@ -20,7 +20,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from samestep.config import is_url
 from samestep.console import say
 from samestep.errors import Error, RunDirectoryError, explain, needing
-from samestep.files import MOST_BYTES, open_regular, replace_file
+from samestep.files import MOST_BYTES, open_regular, read_bytes, replace_file
 from samestep.snapshot.lock import build_token, explain_takeover
 from samestep.snapshot.manifest import FILE, MANIFEST, NAME, find_wrong_size, parse_manifest
 from samestep.snapshot.run_directory import RunDirectory
@@ -251,7 +251,7 @@ class ObjectStore:
         for file in snapshot.manifest["files"]:
             self._put(f"{place}/{file}", lambda path: self._fs.put_file(str(snapshot.path / file), path))  # noqa: B023
         self.check()
-        self.write(f"{place}/{MANIFEST}", (snapshot.path / MANIFEST).read_bytes())
+        self.write(f"{place}/{MANIFEST}", read_bytes(snapshot.path / MANIFEST))
 
     @_requests
     def remove(self, place: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import RunDirectoryError
-from samestep.files import read_bytes
+from samestep.files import as_json, read_bytes
 from samestep.version import __version__
 from samestep.watch.records import RECORD, parse_record
 
@@ -85,7 +85,7 @@ def build_record(
         config: the `config` argument of `Run`.
         rewinds: the steps to which the run went back although there were later snapshots.
     """
-    config = json.loads(json.dumps(dict(config), default=str), parse_constant=str)  # JSON has no nan
+    config = as_json(dict(config))
     found = {
         "the machine, and the bits with it": describe_changes(before.get("machine", machine), machine),
         "config": describe_changes(before.get("config", config), config),

@@ -15,6 +15,7 @@ from typing import Any
 from samestep.config import Option, to_variables
 from samestep.console import escape, say, show_activity
 from samestep.errors import Error
+from samestep.files import read_tail
 from samestep.launch.flags import FLAGS as LAUNCH_FLAGS
 from samestep.launch.launcher import check_target
 from samestep.launch.local_ranks import Target
@@ -273,7 +274,7 @@ class _Search:
         with start(command, variables, output, (self._scratch.lock.fileno(),), place) as process:
             code = process.wait()
         if code or not count_records(run / LEDGER):
-            text = output.read_text(errors="replace").strip()
+            text = read_tail(output).strip()
             why = (find_errors(text) or text.splitlines() or [shlex.join(command)])[-1]
             return Outcome(failure=f"exit code {code}: {why}" if code else "it has trained no step")
         return self._compare(self._scratch.path / self._commits[0], run)

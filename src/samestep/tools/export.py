@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from samestep.console import escape
 from samestep.errors import Error
-from samestep.files import is_object, replacing
+from samestep.files import is_object, open_regular, replacing
 from samestep.snapshot.object_store import open_run, read_run, read_snapshot
 from samestep.tools.inspect import CommandParser, parse_which
 
@@ -146,7 +146,8 @@ def _write(file: Path, entries: Mapping[str, Any], metadata: Mapping[str, str]) 
             if file.suffix == ".safetensors":
                 save_file(dict(entries), partial, metadata={"format": "pt", **metadata})
             else:
-                with open(partial, "xb") as opened:  # torch.save raises RuntimeError for a path that it cannot write
+                # torch.save raises RuntimeError for a path that it cannot write.
+                with open(partial, "xb", opener=open_regular) as opened:
                     torch.save(dict(entries), opened)
         return file.stat().st_size
     except (OSError, SafetensorError) as error:

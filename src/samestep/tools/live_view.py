@@ -8,6 +8,7 @@ import termios
 import time
 import tty
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from samestep.config import is_url
 from samestep.console import build_table, draw_bars, escape, print_table
 from samestep.errors import Error
+from samestep.files import read_text, replace_file
 from samestep.snapshot.object_store import ObjectStore, find_copy, read_run
 from samestep.tools.inspect import CommandParser
 from samestep.watch.records import (
@@ -168,7 +170,7 @@ def ask_for_stacks(run_dir: Path, ranks: Sequence[int]) -> str:
     directory = starts[-1]
     wanted = directory / STACKS_WANTED
     try:
-        wanted.touch()
+        replace_file(wanted, b"")  # not through a link
         asked_s, deadline_s = wanted.stat().st_mtime, time.monotonic() + ANSWER_S
     except OSError as error:
         return f"{directory} cannot be written ({error.strerror})"
@@ -180,7 +182,9 @@ def ask_for_stacks(run_dir: Path, ranks: Sequence[int]) -> str:
     wanted.unlink(missing_ok=True)
     texts = []
     for rank, file in files.items():
-        text = file.read_text(errors="replace") if file.exists() else f"rank {rank} has not answered"
+        text = f"rank {rank} has not answered"
+        with suppress(OSError):
+            text = read_text(file)
         texts.append("\n".join(text.split("\n\n")[:2]))  # its state, and the main thread
     return "\n\n".join([*texts, f"all threads: {directory}/stacks-*.txt"])
 

@@ -4,7 +4,7 @@ import json
 import math
 import os
 import re
-import shutil
+import shlex
 import signal
 import subprocess
 import sys
@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.resources import files
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,28 +20,31 @@ from typing import Any
 from samestep.config import Option, to_variables
 from samestep.console import escape, print_table, say, show_activity, to_text
 from samestep.errors import Error
+from samestep.files import as_json, copy_file, fits, is_argument, is_count, is_size, open_regular, read_tail
 from samestep.launch.flags import FLAGS as LAUNCH_FLAGS
 from samestep.launch.launcher import check_target
 from samestep.launch.local_ranks import Target
 from samestep.plan.ledger import Entry, count_records, read_records
-from samestep.snapshot.manifest import find_damage
+from samestep.snapshot.manifest import MANIFEST, find_damage
 from samestep.snapshot.object_store import open_run, read_run
 from samestep.snapshot.run_record import describe_changes
 from samestep.snapshot.store import SNAPSHOTS, Snapshot, Store
 from samestep.tools.compare import describe_difference
-from samestep.tools.traced_script import build_trace, exiting_on_sigterm, find_errors, link_or_copy, read_lines, start
-from samestep.watch.records import LEDGER, METRICS, ORDERS, RECORD, STATUS, read_or_empty
+from samestep.tools.traced_script import build_trace, exiting_on_sigterm, find_errors, read_lines, start
+from samestep.watch.records import LEDGER, METRICS, ORDERS, RECORD, STATUS, list_orders, read_or_empty
+from samestep.world.version_check import hash_file
 from samestep.world.workdir import WorkDir
 
 HELP = """\
-usage: samestep replay RUN --step S [options] SCRIPT [arguments of the script]
+usage: samestep replay RUN --step S [options] [SCRIPT [arguments of the script]]
        samestep replay RUN --step S [options] -m MODULE [arguments of the module]
        samestep replay RUN --step S [options] RECIPE [options, also those of the recipe, in any order]
 
 Computes step S of a run again (counted from 0, as step.number) on any number of ranks, starting from the newest
 undamaged snapshot at or before S, or from the beginning. Prints the step's loss, gradient and samples, and whether the
-bits of all replayed steps match the run's ledger. Only reads the run. If you pass no arguments for the script, it gets
-those of the run.
+bits of all replayed steps match the run's ledger. Only reads the run.
+Without the script, or without its arguments, replay shows those that run.json records, and asks on a terminal whether
+to start that; elsewhere it needs --as-recorded. It looks for the script in the working directory.
 Exit code: 0 if the bits match; 1 if they differ; 2 if the step cannot be replayed.
 """
 OF_RUN = ("device", "backend", "override")
@@ -48,14 +52,22 @@ FLAGS: dict[str, Option] = {
     "step": Option(int, "S", "the step, counted from 0; the last one is the step in which the run failed"),
     "micro_batch": Option(int, "V", "compute only this micro-batch of step S, and describe it"),
     "nproc_per_node": Option(int, "N", "number of ranks; default: 1"),
+    "as_recorded": Option(
+        bool, "", "use the script and the arguments that run.json records, which whoever can write the run has chosen"
+    ),
     "pdb": Option(bool, "", "open pdb in the script's loop, at the first micro-batch of step S or at micro-batch V"),
     "save": Option(str, "FILE", "with --micro-batch: write the batch, the weights and the gradient, for torch.load"),
     "json": Option(bool, "", "print one JSON object, with the gradient norms of all parameters"),
     **{name: LAUNCH_FLAGS[name] for name in OF_RUN},
 }
+RECORDED = Target("recorded", "")  # without a script on the command line
 NUM_SHOWN = 10
 POLL_S = 0.1
 SHOWN_LINES = 30
+_NUMBERS = {
+    "batch_size?": is_size, "micro_batch_size?": is_size, "seed?": is_count, "num_threads?": is_count,
+    "precision?": is_argument,
+}  # fmt: skip
 _OTHER_RUN = re.compile(r".* holds another run \((.*)\): use its numbers, .*", re.DOTALL)
 
 
@@ -100,6 +112,8 @@ class _Replay:
     def __init__(self, run: str, directory: Path, target: Target, values: Mapping[str, Any], scratch: WorkDir) -> None:
         self._called, self._directory, self._values, self._scratch = run, directory, values, scratch
         self._record = read_run(directory, run)
+        if not fits(self._record.get("numbers", {}), _NUMBERS):
+            raise Error(f"{run}/{RECORD} has impossible numbers: repair it")
         self._step, self._micro_batch = values["step"], values.get("micro_batch")
         self._num_ranks = values.get("nproc_per_node", 1)
         self._target = target
@@ -122,10 +136,7 @@ class _Replay:
         num = math.ceil(num_samples / numbers.get("micro_batch_size", 1))
         if num_samples and (self._micro_batch or 0) >= num:
             raise Error(f"step {self._step} has {num} micro-batches, 0 to {num - 1}, not {self._micro_batch}")
-        arguments = self._record.get("script", {}).get("arguments", [])
-        if arguments and not self._target.arguments:
-            say(f"the script gets the arguments of the run: {' '.join(arguments)}")
-            self._target = replace(self._target, arguments=arguments)
+        self._target = self._complete(self._target)
         snapshot = _choose(Store(self._directory), self._step, self._record.get("rewinds", []))
         first = 0 if snapshot is None else snapshot.step
         wanted = [*islice(read_records(self._directory / LEDGER, first=first), self._step + 1 - first)]
@@ -148,14 +159,45 @@ class _Replay:
         sentence, is_same = compare_bits(found, wanted)
         if self._values.get("json"):
             facts = {"step": self._step, "micro_batch": self._micro_batch, "first_step": first, "changed": changes}
-            text = json.dumps({**facts, "same": is_same, "compared": sentence, **result})
-            print(json.dumps(json.loads(text, parse_constant=lambda word: str(float(word))), indent=1))  # "nan"
+            facts |= {"same": is_same, "compared": sentence, **result}
+            print(json.dumps(as_json(facts, lambda word: str(float(word))), indent=1))  # "nan"
             return 0 if is_same else 1
         _print_result(self._step, self._micro_batch, result)
         if self._values.get("save") is not None:
             print(f"saved in {self._values['save']}")
         print(sentence)
         return 0 if is_same else 1
+
+    def _complete(self, target: Target) -> Target:
+        """Return the target with the script and the arguments that the run records, if the user consents.
+
+        Raises Error if the user does not, or there is no such script.
+        """
+        script = self._record.get("script", {})
+        arguments, is_given = script.get("arguments", []), target != RECORDED
+        if not is_given:
+            target = self._find_script(script.get("file", ""), script.get("sha256"))
+            check_target(target)
+        if target.arguments or (is_given and not arguments):
+            return target
+        command = escape(shlex.join([target.name, *arguments]))
+        if self._values.get("as_recorded") or _consents(f"{self._called}/{RECORD} records {command}: start that?"):
+            say(f"starting {command}, as {RECORD} records")
+            return replace(target, arguments=arguments)
+        raise Error(
+            f"{self._called}/{RECORD} records the command {command}: give the script with its arguments, or "
+            "--as-recorded to start that"
+        )
+
+    def _find_script(self, file: str, sha256: object) -> Target:
+        """Return the script of this name in the working directory, or else the recipe."""
+        path, recipe = Path(file), Path(str(files("samestep.recipes") / file))
+        if path.is_file() and not path.resolve().is_relative_to(self._directory.resolve()):
+            return Target("script", file)
+        if recipe.is_file() and str(sha256).startswith(hash_file(recipe)):
+            return Target("recipe", f"samestep.recipes.{path.stem}")
+        where = f"its script, {escape(file)}, is not in the working directory" if file else "it records no script"
+        raise Error(f"replay needs the script of {self._called}, and {where}: give its path after the options")
 
     def _say_begin(self, snapshot: Snapshot | None, first: int) -> None:
         where = "the beginning" if snapshot is None else f"the snapshot of step {first}"
@@ -173,15 +215,18 @@ class _Replay:
         """Copy the files that a resume needs. Snapshot files are linked if the file system allows that."""
         run_dir = self._scratch.path / "run"
         run_dir.mkdir()
-        shutil.copyfile(self._directory / RECORD, run_dir / RECORD)
-        if (self._directory / ORDERS).exists():
-            shutil.copytree(self._directory / ORDERS, run_dir / ORDERS)
+        (run_dir / ORDERS).mkdir()
+        names = [RECORD, *list_orders(self._directory)]
         if snapshot is not None:
             target = run_dir / SNAPSHOTS / snapshot.label
-            shutil.copytree(snapshot.path, target, copy_function=link_or_copy)
-            if (self._directory / LEDGER).exists():
-                shutil.copyfile(self._directory / LEDGER, run_dir / LEDGER)
-            with open(run_dir / METRICS, "wb") as file:
+            target.mkdir(parents=True)
+            for name in (*snapshot.manifest["files"], MANIFEST):
+                copy_file(snapshot.path / name, target / name, may_link=True)
+            names += [LEDGER] if (self._directory / LEDGER).exists() else []
+        for name in names:
+            copy_file(self._directory / name, run_dir / name)
+        if snapshot is not None:
+            with open(run_dir / METRICS, "wb", opener=open_regular) as file:
                 file.truncate(snapshot.manifest["meta"].get("metrics_bytes", 0))  # rows are not read
         return run_dir
 
@@ -230,7 +275,7 @@ class _Replay:
         name = self._target.name.removeprefix("samestep.recipes.")
         if not output.exists():
             return Error(f"{name} ended before step {self._step} was replayed")
-        text = output.read_text(errors="replace").replace(str(self._scratch.path / "run"), self._called)
+        text = read_tail(output).replace(str(self._scratch.path / "run"), self._called)
         lines = text.rstrip().splitlines()
         errors = find_errors(text)
         if errors and (other := _OTHER_RUN.fullmatch(errors[-1])):
@@ -252,6 +297,14 @@ def _choose(store: Store, step: int, rewinds: Sequence[int]) -> Snapshot | None:
             return snapshot
         say(f"skipping the snapshot {snapshot.label}, which is damaged: {problem}")
     return None
+
+
+def _consents(question: str) -> bool:
+    """Return whether the user says yes on a terminal; False if there is none."""
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return False
+    print(f"samestep: {question} [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from samestep.files import open_regular
 from samestep.world.environment import TRACE, child_variables
 
 
@@ -28,7 +28,7 @@ def start(
         inherited: file descriptors to pass on.
         directory: working directory; None: the current one.
     """
-    with open(output, "w") as file:
+    with open(output, "w", opener=open_regular) as file:
         process = subprocess.Popen(
             command,
             env=dict(variables),
@@ -75,14 +75,6 @@ def build_trace(
     return variables | {"WANDB_MODE": "disabled", TRACE: json.dumps({"dir": str(directory), **options})}
 
 
-def link_or_copy(source: str, target: str) -> None:
-    """Link a file that is never changed, or copy it if the file system has no links. For `shutil.copytree`."""
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
-
-
 def find_errors(output: str) -> list[str]:
     """Return the messages of samestep's errors in the output of a script."""
     begin = "samestep: error: "
@@ -92,7 +84,7 @@ def find_errors(output: str) -> list[str]:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Return the complete lines of a rank's trace so far. The rank may still be writing, or may have been killed."""
     lines = []
-    with suppress(FileNotFoundError, ValueError):
-        for line in path.read_text().splitlines():
+    with suppress(FileNotFoundError, ValueError), open(path, opener=open_regular) as file:
+        for line in file:
             lines.append(json.loads(line))
     return lines

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from samestep.files import read_bytes
 from samestep.snapshot.run_record import Options
 from samestep.train.context import RunContext
 from samestep.version import __version__
@@ -51,7 +52,7 @@ def describe_script() -> dict[str, Any]:
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     with suppress(OSError):
         if file is not None:
-            content = Path(file).read_bytes()
+            content = read_bytes(Path(file), is_given=True)
             sha256 = hashlib.sha256(content).hexdigest()[:16]
             return {"file": Path(file).name, "sha256": sha256, "arguments": sys.argv[1:]}
     return {}

@@ -15,6 +15,7 @@ from samestep.data.loader import Loader, Task, seed_all
 from samestep.engine.control import Vote
 from samestep.engine.gradient_pass import GradientPass
 from samestep.errors import Error, InvalidValue, UsageError
+from samestep.files import replace_file
 from samestep.plan.seeds import derive
 from samestep.snapshot.inspection import TrainingState
 from samestep.snapshot.snapshotter import Snapshotter
@@ -375,7 +376,7 @@ class Loop:
             path = Path(error_dir, event)
             with suppress(OSError):  # the disk is full: the launcher then assumes the default
                 make_private(path.parent)
-                path.write_bytes(os.fsencode(text))
+                replace_file(path, os.fsencode(text))
 
     def _finish(self) -> None:
         """End a loop that has completed."""

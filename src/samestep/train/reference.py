@@ -18,6 +18,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from samestep.data.loader import seed_all, to_device
 from samestep.engine.gradient_pass import Losses, find_slot
+from samestep.files import open_regular
 from samestep.plan.seeds import derive
 from samestep.snapshot.serialization import write_tensors
 from samestep.train.context import RunContext
@@ -131,7 +132,7 @@ class Reference(Trace):
                         gradients[name] = gradients[name] + sum(self._sums[key][i] for key in keys) / total
             elif param.grad is not None:
                 gradients[name] = param.grad
-        with open(self.directory / "gradients.safetensors", "wb") as file:
+        with open(self.directory / "gradients.safetensors", "wb", opener=open_regular) as file:
             write_tensors(file, {name: torch.as_tensor(gradient).clone() for name, gradient in gradients.items()})
         self.write({"draws": self._draws})
 

@@ -21,7 +21,7 @@ from samestep.data.content import find_leaves
 from samestep.data.loader import seed_all
 from samestep.engine.gradient_pass import Losses
 from samestep.errors import Error
-from samestep.files import replacing
+from samestep.files import open_regular, replacing
 from samestep.launch.rank_process import leave
 from samestep.plan.ledger import combine, fingerprint, to_bits
 from samestep.plan.seeds import derive
@@ -150,7 +150,7 @@ class Replay(Tracer):
             "gradient": dict(zip(names, self._grads, strict=True)),
         }
         try:
-            with replacing(file) as partial_file, open(partial_file, "xb") as opened:
+            with replacing(file) as partial_file, open(partial_file, "xb", opener=open_regular) as opened:
                 torch.save(_to_plain(contents), opened)
         except (OSError, RuntimeError) as error:  # torch raises RuntimeError while it handles a full disk
             reasons = [getattr(each, "strerror", None) for each in (error, error.__context__)]

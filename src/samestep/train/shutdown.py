@@ -17,6 +17,7 @@ from weakref import WeakSet
 from samestep.console import escape
 from samestep.data.pools import Pools
 from samestep.errors import Error, PeerFailed, WorkerDied, recognize
+from samestep.files import replace_file
 from samestep.launch.failure import is_secondary, read_failure, write_failure
 from samestep.launch.rank_process import leave
 from samestep.snapshot.snapshotter import Snapshotter
@@ -205,7 +206,7 @@ def end_with(error: Error, error_dir: str | None, rank: int) -> NoReturn:
         _say_once(error, rank)
     else:
         write_failure(rank, error_dir, error, Error.exit_code)
-        (Path(error_dir) / f"{rank}.pickle").write_bytes(pickle.dumps(error))
+        replace_file(Path(error_dir) / f"{rank}.pickle", pickle.dumps(error))
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):
             stream.flush()

@@ -26,6 +26,7 @@ from samestep.data.content import view_bytes
 from samestep.data.loader import Fetcher
 from samestep.engine.gradient_pass import GradientPass, Losses
 from samestep.errors import Error
+from samestep.files import open_regular
 from samestep.snapshot.serialization import KIND, digest, digest_of, encode, write_tensors
 from samestep.train.batches import Batches
 from samestep.train.context import RunContext
@@ -52,7 +53,7 @@ class Tracer(StepObserver):
     def __init__(self, context: RunContext, run_dir: Path | None, options: Mapping[str, Any]) -> None:
         self.context, self.run_dir, self.options = context, run_dir, options
         self.directory = Path(options["dir"])
-        self._file = open(self.directory / f"rank-{context.rank}.jsonl", "a")  # noqa: SIM115
+        self._file = open(self.directory / f"rank-{context.rank}.jsonl", "a", opener=open_regular)  # noqa: SIM115
         self.objects: Mapping[str, Any] = {}
         self.modules: Mapping[str, nn.Module] = {}
 
@@ -142,7 +143,7 @@ class Trace(Tracer):
             schedules = [thing for thing in self.objects.values() if isinstance(thing, LRScheduler)]
             line |= {"values": dict(flatten(structure)), "schedules": [each.last_epoch for each in schedules]}
             if self.options.get("dump") == step.number:
-                with open(self.directory / "dump.safetensors", "wb") as file:
+                with open(self.directory / "dump.safetensors", "wb", opener=open_regular) as file:
                     write_tensors(file, tensors)
         self.write(line)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from samestep.console import escape
 from samestep.engine.gradient_pass import Losses
 from samestep.errors import Error, PeerFailed, Stuck
+from samestep.files import read_text
 from samestep.launch.failure import write_failure
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.context import RunContext
@@ -162,8 +163,7 @@ def kill_sibling(pid: int) -> None:
     with suppress(OSError, ValueError):
         process = os.pidfd_open(pid)  # refers to this process even if its pid is reused
         try:
-            with open(f"/proc/{pid}/stat") as file:
-                parent = int(file.read().rpartition(")")[2].split()[1])
+            parent = int(read_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[1])
             if parent == os.getppid() and os.stat(f"/proc/{pid}").st_uid == os.geteuid() and pid != os.getpid():
                 signal.pidfd_send_signal(process, signal.SIGKILL)
         finally:

@@ -7,6 +7,7 @@ from typing import Any
 
 from samestep.files import (
     fits,
+    is_argument,
     is_count,
     is_flag,
     is_number,
@@ -45,7 +46,7 @@ _RANK = {
 _SHAPES = {
     RECORD: {
         "format?": is_count, "numbers?": is_object, "machine?": is_object, "config?": is_object, "git?": is_object,
-        "script?": {"arguments": [is_text]},
+        "script?": {"arguments": [is_argument], "file?": lambda value: is_text(value) and Path(value).name == value},
         "settings?": is_object, "asked?": is_object, "rewinds?": [is_count],
         "loops?": [{"first_step": is_count, "first_epoch": is_count}],
         "changes?": [{"after_step": is_count, "changed": is_text}],

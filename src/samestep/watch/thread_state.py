@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from samestep.files import read_text
 from samestep.watch.stall_diagnosis import ThreadState
 
 
@@ -122,8 +123,7 @@ def _find_place(stack: list[Frame]) -> str:
 def _read_stat(native_id: int) -> tuple[str, float, int]:
     """Return a thread's state (R, S, D ...), CPU seconds and major page faults."""
     try:
-        with open(f"/proc/self/task/{native_id}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
+        fields = read_text(Path(f"/proc/self/task/{native_id}/stat")).rpartition(")")[2].split()
     except OSError:
         return "", 0.0, 0
     return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"), int(fields[9])
@@ -132,16 +132,16 @@ def _read_stat(native_id: int) -> tuple[str, float, int]:
 def read_memory_mb() -> tuple[float, float]:
     """Return this process's resident memory, and the memory of its tensors on the GPU; 0 if they are not known."""
     resident_mb, torch = 0.0, sys.modules.get("torch")
-    with suppress(OSError), open("/proc/self/statm") as file:
-        resident_mb = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+    with suppress(OSError):
+        resident_mb = int(read_text(Path("/proc/self/statm")).split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
     uses_gpu = torch is not None and torch.cuda.is_initialized()
     return round(resident_mb, 1), round(torch.cuda.memory_allocated() / 1e6, 1) if torch and uses_gpu else 0.0
 
 
 def _find_wait(native_id: int) -> str:
     """Return the kernel function in which a sleeping thread waits."""
-    with suppress(OSError), open(f"/proc/self/task/{native_id}/wchan") as file:
-        function = file.read().strip()
+    with suppress(OSError):
+        function = read_text(Path(f"/proc/self/task/{native_id}/wchan")).strip()
         return f"blocked in {function}" if function not in ("", "0") else "blocked"
     return ""
 
@@ -149,8 +149,7 @@ def _find_wait(native_id: int) -> str:
 def read_process_state(pid: int) -> str:
     """Return the state of a process of this host: "stopped", "dead" or "alive"; "" if it cannot be known."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            state = file.read().rpartition(")")[2].split()[0]
+        state = read_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[0]
     except OSError:
         return "dead" if os.path.isdir("/proc/self") else ""
     return {"T": "stopped", "t": "stopped", "Z": "dead", "X": "dead"}.get(state, "alive")
@@ -158,6 +157,6 @@ def read_process_state(pid: int) -> str:
 
 def count_written() -> int:
     """Return the number of bytes that this process has written to files; 0 if it cannot be known."""
-    with suppress(OSError, ValueError, IndexError), open("/proc/self/io") as file:
-        return int(file.read().split("wchar:")[1].split()[0])
+    with suppress(OSError, ValueError, IndexError):
+        return int(read_text(Path("/proc/self/io")).split("wchar:")[1].split()[0])
     return 0

@@ -6,6 +6,8 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+from samestep.files import read_text
+
 
 def read_host_id(namespace: str) -> str:
     """Identify the running kernel and one of its namespaces; "" where /proc does not tell.
@@ -14,7 +16,7 @@ def read_host_id(namespace: str) -> str:
     or "pid" (process ids). Host names do not tell this: machines made from one image, and containers, can share a name.
     """
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = read_text(Path("/proc/sys/kernel/random/boot_id")).strip()
         return f"{boot}-{os.stat(f'/proc/self/ns/{namespace}').st_ino}"
     except OSError:
         return ""

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import Error
+from samestep.files import read_bytes
 from samestep.version import __version__
 from samestep.world.environment import read_host
 
 
 def hash_file(path: str | Path) -> str:
     """Return the first 12 hexadecimal digits of a file's SHA-256. Raises OSError."""
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]
+    return hashlib.sha256(read_bytes(Path(path), is_given=True)).hexdigest()[:12]
 
 
 def describe_software() -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from samestep.config import to_variables
 from samestep.console import format_ranks
+from samestep.files import read_tail
 from samestep.launch.local_ranks import COMMAND
 from samestep.tools.doctor.checks import FAIL, WARN, Context, Facts, Finding, well
 from samestep.tools.traced_script import build_trace, exiting_on_sigterm, read_lines, start
@@ -48,7 +49,7 @@ def look_at_data_loading(context: Context) -> dict[str, Any] | None:
         command = [*COMMAND, "launch", "--nproc-per-node", str(num_ranks), *options.script]
         code = _train(command, build_trace(home.path, to_variables(overrides), paces=True), home.path)
         ranks = [measure_rank(read_lines(home.path / f"rank-{rank}.jsonl")) for rank in range(num_ranks)]
-        output = (home.path / "output").read_text(errors="replace").rstrip().splitlines()
+        output = read_tail(home.path / "output").rstrip().splitlines()
     return {
         "script": " ".join(options.script),
         "code": code,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.console import format_count, format_ranks
+from samestep.files import read_text
 from samestep.tools.doctor.checks import (
     Context,
     Facts,
@@ -118,7 +119,7 @@ def _find_groups(root: Path, own: Path) -> list[Path]:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text().strip()
+        return read_text(file).strip()
     except OSError:
         return ""
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from samestep.errors import Error
-from samestep.files import open_regular
+from samestep.files import open_regular, read_tail
 from samestep.plan.ledger import count_records
 from samestep.tools.audit import audit_samples, summarize
 from samestep.tools.compare import PLACE, find_sound
@@ -248,9 +248,7 @@ def _read_logs(run_dir: Path, status: Mapping[str, Any]) -> Iterator[tuple[str, 
 def _read_tail(path: Path) -> str:
     """Return the last lines of a text file; "" if it cannot be read."""
     try:
-        with open(path, "rb", opener=open_regular) as file:
-            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            lines = file.read(TAIL_BYTES).decode(errors="replace").splitlines()
+        lines = read_tail(path, TAIL_BYTES).splitlines()
     except OSError:
         return ""
     return "\n".join(lines[-NUM_LINES:])

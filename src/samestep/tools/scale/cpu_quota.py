@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from samestep.errors import Error
+from samestep.files import open_regular, read_text
 
 CGROUPS, OWN_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 PERIOD_US = 10_000  # the default of 100 ms would stop a rank for most of a short step, and let it run through others
@@ -44,10 +45,10 @@ def open_quota(cores: float, num_ranks: int) -> Iterator[dict[str, Any]]:
     try:
         # All ranks together would otherwise have the weight of one process beside the others of a busy machine.
         if (group / "cpu.max").exists():  # version 2: the group of each rank has a quota if its parent allows it
-            (group / "cpu.weight").write_text(str(min(100 * num_ranks, 10_000)))
-            (group / "cgroup.subtree_control").write_text("+cpu")
+            _write(group / "cpu.weight", str(min(100 * num_ranks, 10_000)))
+            _write(group / "cgroup.subtree_control", "+cpu")
         else:
-            (group / "cpu.shares").write_text(str(min(1024 * num_ranks, 262_144)))
+            _write(group / "cpu.shares", str(min(1024 * num_ranks, 262_144)))
         yield {"group": str(group), "cores": cores}
     finally:
         deadline_s = time.monotonic() + LEAVE_S
@@ -55,6 +56,11 @@ def open_quota(cores: float, num_ranks: int) -> Iterator[dict[str, Any]]:
             for each in (*group.glob("*/"), group):
                 with suppress(OSError):
                     each.rmdir()
+
+
+def _write(file: Path, text: str) -> None:
+    with open(file, "w", opener=open_regular) as opened:
+        opened.write(text)
 
 
 def find_parent(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> Path:
@@ -65,7 +71,7 @@ def find_parent(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> Path:
     """
     paths: dict[str, str] = {}
     with suppress(OSError):
-        for line in own.read_text().splitlines():
+        for line in read_text(own).splitlines():
             _, controllers, path = line.split(":", 2)
             paths |= dict.fromkeys(controllers.split(","), path.lstrip("/"))
     if (root / "cpu" / "cpu.cfs_quota_us").exists():  # version 1
@@ -74,7 +80,7 @@ def find_parent(root: Path = CGROUPS, own: Path = OWN_CGROUP) -> Path:
     for group in (inner, *inner.parents):  # version 2
         with suppress(OSError):
             # Only the root group may have both processes and groups with quotas.
-            if "cpu" in (group / "cgroup.subtree_control").read_text().split():
+            if "cpu" in read_text(group / "cgroup.subtree_control").split():
                 return group
         if group == root:
             break
@@ -87,8 +93,8 @@ def begin(options: Mapping[str, Any]) -> None:
     group.mkdir()
     quota_us = round(options["cores"] * PERIOD_US)
     if (group / "cpu.max").exists():
-        (group / "cpu.max").write_text(f"{quota_us} {PERIOD_US}")
+        _write(group / "cpu.max", f"{quota_us} {PERIOD_US}")
     else:
-        (group / "cpu.cfs_period_us").write_text(str(PERIOD_US))
-        (group / "cpu.cfs_quota_us").write_text(str(quota_us))
-    (group / "cgroup.procs").write_text(str(os.getpid()))
+        _write(group / "cpu.cfs_period_us", str(PERIOD_US))
+        _write(group / "cpu.cfs_quota_us", str(quota_us))
+    _write(group / "cgroup.procs", str(os.getpid()))

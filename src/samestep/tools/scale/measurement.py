@@ -14,6 +14,7 @@ from typing import Any
 from samestep.config import Overrides, to_variables
 from samestep.console import format_ranks
 from samestep.errors import Error
+from samestep.files import read_tail
 from samestep.launch.local_ranks import Target
 from samestep.tools.traced_script import build_trace, find_errors, read_lines, start
 from samestep.world.environment import HOOK
@@ -124,7 +125,7 @@ class Starts:
         ranks = [read_lines(place / f"rank-{rank}.jsonl") for rank in range(size.world_size)]
         where = f"{self.target.name.removeprefix('samestep.recipes.')} on {format_ranks(size.world_size)}"
         if code or not all(ranks):
-            output = (place / "output").read_text(errors="replace").rstrip()
+            output = read_tail(place / "output").rstrip()
             words = (find_errors(output) or output.splitlines() or ["it printed nothing"])[-1]
             raise Error(f"{where} cannot be measured, it ends with exit code {code}: {words}")
         size.facts = ranks[0][0]

@@ -6,6 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
+from samestep.files import read_bytes
 from samestep.tools.verify.experiments import MAX_NAMED, RunAgain, find_operator, find_sources, read_twice
 from samestep.tools.verify.fixed import CLOCK, ENTROPY, HASH
 from samestep.tools.verify.traces import Difference, Traced, name_tensor
@@ -163,7 +164,7 @@ def find_rank_readers(files: Iterable[str]) -> str:
     found = []
     for file in map(Path, files):
         with suppress(OSError, ValueError, SyntaxError):
-            for node in ast.walk(ast.parse(file.read_text())):
+            for node in ast.walk(ast.parse(read_bytes(file, is_given=True))):
                 if _reads_rank(node):
                     found.append(f"{file.name}:{node.lineno} ({ast.unparse(node)[:60]})")
     more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""

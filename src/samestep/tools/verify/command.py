@@ -11,6 +11,7 @@ from typing import Any
 from samestep.config import OPTIONS, Option, format_flags, name_flag
 from samestep.console import format_ranks, print_result, show_activity
 from samestep.errors import Error
+from samestep.files import replace_file
 from samestep.launch.flags import FLAGS as LAUNCH_FLAGS
 from samestep.launch.flags import parse_sizes
 from samestep.launch.launcher import check_target
@@ -110,7 +111,7 @@ def run_verify(target: Target, values: Mapping[str, Any]) -> int:
     else:
         code = _run_exact(target, own)
     if badge is not None:
-        Path(badge).write_text(build_badge(is_plain, code == 0))
+        replace_file(Path(badge), build_badge(is_plain, code == 0).encode())
     return code
 
 

@@ -3,11 +3,11 @@
 Each experiment takes a function that runs the script again, on as many ranks as the reference, up to the difference.
 """
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 
+from samestep.files import parse_json, read_text
 from samestep.tools.verify.fixed import CLOCK, ENTROPY, HASH, PLACES
 from samestep.tools.verify.traces import find_difference
 from samestep.tools.verify.trials import Outcome
@@ -62,8 +62,8 @@ def _are_same(one: Outcome, other: Outcome) -> bool:
 
 
 def _read_places(path: Path) -> dict[str, str]:
-    lines = dict.fromkeys(path.read_text().splitlines()) if path.exists() else {}
+    lines = dict.fromkeys(read_text(path).splitlines()) if path.exists() else {}
     places: dict[str, list[str]] = {}
-    for kind, place in map(json.loads, lines):
+    for kind, place in map(parse_json, lines):
         places.setdefault(kind, []).append(place)
     return {kind: ", ".join(found[:MAX_NAMED]) for kind, found in places.items()}

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from samestep.files import open_regular
+
 CLOCK, ENTROPY, HASH = "clock", "entropy", "hash"
 START_S = 1_700_000_000
 CLOCKS = ("time", "monotonic", "perf_counter", "process_time")  # and each with _ns
@@ -44,7 +46,7 @@ class Source:
         place = f"{name} in {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
         if place not in self._noted:
             self._noted.add(place)
-            with open(self._file, "a") as file:
+            with open(self._file, "a", opener=open_regular) as file:
                 print(json.dumps([self._kind, place]), file=file)
         self._num_calls += 1
         return self._num_calls

@@ -14,6 +14,7 @@ from typing import Any
 
 from samestep.console import format_ranks, print_result, say, show_activity
 from samestep.errors import Error
+from samestep.files import read_tail, replace_file
 from samestep.launch.local_ranks import Target
 from samestep.tools.traced_script import exiting_on_sigterm, start
 from samestep.tools.verify.plain_checks import (
@@ -178,7 +179,7 @@ class _PlainTrials:
         self.rows: list[dict[str, Any]] = []
         self.name = target.name
         (home / "path").mkdir()
-        (home / "path" / "sitecustomize.py").write_text(SITECUSTOMIZE)
+        replace_file(home / "path" / "sitecustomize.py", SITECUSTOMIZE.encode())
 
     def build_command(self, size: int, more: Sequence[str] = ()) -> list[str]:
         """Return the command of a start, from the interpreter or the launcher on."""
@@ -220,7 +221,7 @@ class _PlainTrials:
         self._deadline_s = self._deadline_s or max(LEAST_DEADLINE_S, 10 * seconds)
         num_steps = min((len(rank.updates) for rank in ranks), default=0)
         self.rows.append({"ranks": size, "steps": num_steps, "seconds": round(seconds, 1), "exit_code": code})
-        output = (place / "output").read_text(errors="replace").splitlines()
+        output = read_tail(place / "output").splitlines()
         return code, ranks, "\n".join(output[-SHOWN_LINES:])
 
 

@@ -41,6 +41,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, Subset
 
+from samestep.files import open_regular, read_text, replace_file
 from samestep.torch_internals import LoaderIterator, count_collectives
 from samestep.world.environment import read_rank
 
@@ -230,7 +231,7 @@ class Recorder:
     def _write(self, event: str, **fields: Any) -> None:
         if self._pid != os.getpid():  # the process was forked, or this is its first line
             self._pid = os.getpid()
-            self._file = open(self._directory / f"rank-{self._pid}.jsonl", "a", buffering=1)  # noqa: SIM115
+            self._file = open(self._directory / f"rank-{self._pid}.jsonl", "a", buffering=1, opener=open_regular)  # noqa: SIM115
         print(json.dumps({"event": event, **fields}), file=self._file)
 
     # --- data ---------------------------------------------------------------------------------------------------------
@@ -308,7 +309,7 @@ class Recorder:
         self._write("end_update", **tracker.describe_end(optimizer))
         saved = self._directory / SAVED
         if self._kill_after is not None and tracker.num_steps >= self._kill_after and saved.exists():
-            text = saved.read_text()
+            text = read_text(saved)
             if text and tracker.num_steps > int(text):
                 os.kill(os.getpid(), signal.SIGKILL)
         if tracker.num_steps >= self._steps:
@@ -317,7 +318,7 @@ class Recorder:
     def _after_save(self, *_: Any, **__: Any) -> None:
         num_steps = max((tracker.num_steps for tracker in self._trackers.values()), default=0)
         self._write("save", num_updates=num_steps)
-        (self._directory / SAVED).write_text(str(num_steps))
+        replace_file(self._directory / SAVED, str(num_steps).encode())
 
     def _leave(self) -> None:
         """End the process, once the other ranks have made this step too: they may still receive from this one."""

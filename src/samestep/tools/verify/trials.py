@@ -11,10 +11,11 @@ from typing import Any
 
 from samestep.config import Overrides, to_variables
 from samestep.errors import Error
+from samestep.files import copy_file, open_regular, read_tail
 from samestep.launch.local_ranks import Target
 from samestep.plan.ledger import read_records
 from samestep.snapshot.store import SNAPSHOTS, Store
-from samestep.tools.traced_script import build_trace, find_errors, link_or_copy, start
+from samestep.tools.traced_script import build_trace, find_errors, start
 from samestep.tools.verify.traces import Traced, read_traces
 from samestep.watch.records import LEDGER
 from samestep.world.environment import HOOK
@@ -141,7 +142,7 @@ class Trials:
             begun_from=begun_from,
             code=code,
             seconds=time.monotonic() - began_s,
-            output=(place / "output").read_text(errors="replace"),
+            output=read_tail(place / "output"),
             trace=read_traces(place),
             final=None if final is None else final.manifest["digest"],
             ledger=tuple(record[3] for record in read_records(run_dir / LEDGER)),
@@ -152,7 +153,7 @@ class Trials:
             try:
                 return process.wait(self.deadline_s)
             except subprocess.TimeoutExpired:
-                with open(place / "output", "a") as output:
+                with open(place / "output", "a", opener=open_regular) as output:
                     print(f"\nsamestep: error: it was stuck, and was killed after {self.deadline_s:.0f} s", file=output)
                 return STUCK
 
@@ -164,7 +165,7 @@ def _copy_run(run_dir: Path, to: Path) -> Path | None:
     snapshots = run_dir / SNAPSHOTS
 
     def copy(source: str, target: str) -> None:
-        (link_or_copy if snapshots in Path(source).parents else shutil.copy2)(source, target)
+        copy_file(source, target, may_link=snapshots in Path(source).parents)
 
-    shutil.copytree(run_dir, to, copy_function=copy)
+    shutil.copytree(run_dir, to, copy_function=copy, symlinks=True)
     return to
