@@ -7,7 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
@@ -20,7 +20,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.commands import run
+from support.tiny import Tiny, tiny_run
 
+from samestep.errors import RunDirectoryError
+from samestep.files import replace_file
+from samestep.plan.ledger import read_records
 from samestep.snapshot.append_log import AppendLog, format_row
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
@@ -184,3 +188,31 @@ def test_close_may_be_called_twice_and_leaves_no_file_open(tmp_path: Path) -> No
     metrics.close()
     assert len(os.listdir("/proc/self/fd")) == num_open
     assert read(tmp_path / "metrics.jsonl") == [{"step": 1}]
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "said"),
+    [
+        ("metrics.jsonl", Path.unlink, "was removed during the run"),
+        ("ledger.bin", Path.unlink, "was removed during the run"),
+        ("ledger.bin", lambda path: os.truncate(path, 9), "was changed during the run: it has 9 bytes, and "),
+        ("metrics.jsonl", lambda path: os.truncate(path, 0), "was changed during the run: it has 0 bytes, and "),
+        ("metrics.jsonl", lambda path: path.write_bytes(path.read_bytes() + b"x"), "was changed during the run"),
+        ("ledger.bin", lambda path: replace_file(path, path.read_bytes()), "was replaced during the run"),
+    ],
+)
+def test_another_program_changes_the_file(tmp_path: Path, name: str, how: Callable[[Path], object], said: str) -> None:
+    """Later records would be lost, or in wrong places. The same command continues from the newest snapshot."""
+    path, sizes = tmp_path / "run" / name, []
+
+    def strike(tiny: Tiny) -> None:
+        if tiny.step.number == 5:
+            how(path)
+            sizes.append(path.stat().st_size if path.exists() else None)
+
+    arguments: dict[str, Any] = {"num_epochs": 2, "snapshot_every": 4, "log_every": 1}
+    with pytest.raises(RunDirectoryError, match=rf"run/{name} {said}.*; the same command continues from the newest"):
+        tiny_run(tmp_path / "run", before=strike, **arguments)
+    assert [path.stat().st_size if path.exists() else None] == sizes, "nothing more is written"
+    assert tiny_run(tmp_path / "run", **arguments) == 8
+    assert len([*read_records(tmp_path / "run" / "ledger.bin")]) == 8

@@ -23,6 +23,8 @@ class AppendLog:
 
     Attributes:
         problem: why the last attempt to write failed; "" if it succeeded.
+        change: what another program has done to the file, in words; "" if nothing. Nothing more is then written, as
+            later records would be in wrong places.
 
     Raises:
         OSError: the file cannot be opened.
@@ -34,7 +36,8 @@ class AppendLog:
         self._flush_s, self._record_bytes = flush_s, record_bytes
         self._pending = bytearray()
         self._flushed_at = monotonic()
-        self.problem = ""
+        self.problem = self.change = ""
+        self._path, self._size = path, os.fstat(self._file).st_size
         if is_new:
             sync_directory(path.parent)
 
@@ -58,11 +61,26 @@ class AppendLog:
         Raises:
             OSError: they could not all be written; the rest stays pending.
         """
-        while self._pending:
+        self.change = self.change or self._find_change()
+        while self._pending and not self.change:
             # A full disk can cut a write short. The rest stays pending, so that no record is torn or written twice.
-            del self._pending[: os.write(self._file, self._pending)]
+            num_written = os.write(self._file, self._pending)
+            self._size += num_written
+            del self._pending[:num_written]
         self._flushed_at, self.problem = monotonic(), ""
-        return os.fstat(self._file).st_size
+        return self._size
+
+    def _find_change(self) -> str:
+        own = os.fstat(self._file)
+        try:
+            found = os.lstat(self._path)
+        except FileNotFoundError:
+            return "was removed during the run"
+        if (found.st_dev, found.st_ino) != (own.st_dev, own.st_ino):
+            return "was replaced during the run"
+        if found.st_size != self._size:
+            return f"was changed during the run: it has {found.st_size:,} bytes, and {self._size:,} were written"
+        return ""
 
     def sync(self) -> None:
         """Wait until the written records are on the disk. Another thread may append meanwhile. Raises OSError."""
@@ -76,6 +94,7 @@ class AppendLog:
         is_whole = self.flush() >= size
         if is_whole or self._record_bytes:
             os.ftruncate(self._file, size)
+            self._size = size
             os.fsync(self._file)
         return is_whole
 

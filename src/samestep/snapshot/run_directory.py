@@ -349,8 +349,24 @@ class RunDirectory:
         if get_entry is not None and self._logs is not None:
             self._append(LEDGER, self._logs[1], get_entry().pack())
 
+    def check_logs(self) -> None:
+        """Check that metrics and ledger, as of the last write, are as this process has written them.
+
+        Raises:
+            RunDirectoryError: another program has removed or changed one. (If it has removed the whole run, the run
+                continues, with a warning at each snapshot.)
+        """
+        if (change := self._describe_change()) and (self.path / RECORD).exists():
+            raise RunDirectoryError(f"{change}; the same command continues from the newest snapshot")
+
+    def _describe_change(self) -> str:
+        found = zip((METRICS, LEDGER), self._logs or (), strict=False)
+        return next((f"{self.named / name} {log.change}" for name, log in found if log.change), "")
+
     def _append(self, name: str, log: AppendLog, record: bytes) -> None:
         log.append(record)
+        if log.change:
+            self.check_logs()
         if log.problem and name not in self._warned:
             self._warned.add(name)
             self._warn(
@@ -373,6 +389,8 @@ class RunDirectory:
         if problem:
             lacks = f"its last {metrics.num_pending} rows and {LEDGER} its last {ledger.num_pending} steps"
             self.lost = f"{self.named} could not be written ({problem}): {METRICS} lacks {lacks}"
+        elif (self.path / RECORD).exists() and (change := self._describe_change()):
+            self.lost = change
         elif not (self.path / LEDGER).exists():
             self.lost = f"{self.named} was removed during the run: nothing of what the run wrote there is left"
         return self.lost
@@ -386,16 +404,18 @@ class RunDirectory:
             notes: further keys: `stopped`, the reason of the run.stop() that ends the run here; `tally`, see `Tally`.
 
         Raises:
-            RunDirectoryError: another process has taken the run over.
+            RunDirectoryError: another process has taken the run over, or changed its files.
             OSError: the disk is full or gone.
         """
         metrics, ledger = self._get_logs()
         self._check_begun()
         self._enter_last()
         ledger.flush()
+        metrics_bytes = metrics.flush()
+        self.check_logs()
         return {
             "epoch": epoch,
-            "metrics_bytes": metrics.flush(),
+            "metrics_bytes": metrics_bytes,
             "world_size": world_size,
             "numbers": self.record["numbers"],
             "settings": self.record["settings"],

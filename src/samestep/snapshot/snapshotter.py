@@ -422,6 +422,8 @@ class Snapshotter:
         is_unsaved = self.unsaved is not None and self.unsaved[0] == step
         if self.directory is not None and self.directory.find_lost() and not is_unsaved:
             self._warn(self.directory.lost)
+        if self.directory is not None:
+            self.directory.check_logs()
 
     def write_status(self, status: str, reason: str, end: Mapping[str, Any] | None) -> None:
         """Call `RunDirectory.write_status` for all copies of the run."""
