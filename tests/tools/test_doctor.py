@@ -116,6 +116,9 @@ def test_versions() -> None:
     assert found.found == "NCCL is 2.29 on a, and missing on the others"
     driver = [{**version, "driver": number} for number in ("580.1", "570.2")]
     assert "driver is 570.2 on rank 1 (a)" in only(judge(judge_versions, TWO_RANKS, *driver), "warn").found
+    old = {**version, "torch": "2.10.0"}
+    found = only(judge(judge_versions, TWO_RANKS, old, old), "warn")
+    assert found.found == "torch 2.10.0 is installed, and samestep supports 2.11 to 2.13"
 
 
 def test_the_driver_is_read(tmp_path: Path) -> None:

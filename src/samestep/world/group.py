@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import cache
 from itertools import count
 from typing import Any, TypeVar
 
@@ -33,7 +34,7 @@ from samestep.world.environment import (
 from samestep.world.host import read_host_id
 from samestep.world.local_sockets import LocalSockets, connect
 from samestep.world.rendezvous_store import MAC_BYTES, SignedEntries, read_entry, write_entry
-from samestep.world.version_check import check_alike, describe_software, explain_hashing
+from samestep.world.version_check import check_alike, describe_software, explain_hashing, explain_torch
 
 T = TypeVar("T")
 
@@ -352,6 +353,8 @@ def open_group(
         if group.rank == 0 and (sentence := explain_hashing(software)):
             say(sentence)
 
+    if compares and group.rank == 0:
+        _warn_of_torch()
     if group.world_size > 1:
         sentence = (
             f"rank {group.rank} has waited {PATIENCE_S:g} s in samestep.Run for the other ranks: create each Run on "
@@ -361,6 +364,13 @@ def open_group(
             own = (describe_software(), secrets.token_bytes(MAC_BYTES))
             group.local_sockets = connect(group, timeout_s, own, check)
     return group
+
+
+@cache
+def _warn_of_torch() -> None:
+    """Warn once in this process about an unsupported torch."""
+    if sentence := explain_torch(torch.__version__):
+        say(sentence)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import hashlib
 import platform
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,6 +12,19 @@ from samestep.errors import Error
 from samestep.files import read_bytes
 from samestep.version import __version__
 from samestep.world.environment import read_host
+
+TORCH_VERSIONS = ("2.11", "2.13")  # the oldest and the newest that samestep supports, as pyproject.toml requires
+
+
+def explain_torch(version: str) -> str:
+    """Return a warning if samestep does not support this version of torch; else ""."""
+    oldest, newest = ([*map(int, each.split("."))] for each in TORCH_VERSIONS)
+    if (found := re.match(r"(\d+)\.(\d+)", version)) is None or oldest <= [int(found[1]), int(found[2])] <= newest:
+        return ""
+    return (
+        f"torch {version} is installed, and samestep supports {TORCH_VERSIONS[0]} to {TORCH_VERSIONS[1]}: a run may "
+        f'fail or give other bits; pip install "torch=={TORCH_VERSIONS[1]}.*"'
+    )
 
 
 def hash_file(path: str | Path) -> str:

@@ -21,6 +21,7 @@ from samestep.tools.doctor.checks import (
     well,
 )
 from samestep.version import __version__
+from samestep.world.version_check import explain_torch
 
 MUST_AGREE = ("python", "torch", "CUDA", "NCCL", "samestep")  # a driver serves several CUDA versions
 LEAST_SHM_BYTES = 512 << 20
@@ -68,6 +69,10 @@ def judge_versions(facts: Facts) -> Iterator[Finding]:
             found = f"{name} is {value or 'missing'} on {where}, and {usual or 'missing'} on the others"
             advice = f"install {name} {usual} there" if usual else f"remove {name} there, or install it on all"
             yield (failure if name in MUST_AGREE else warning)(found, advice)
+    for version in dict.fromkeys(theirs["torch"] for theirs in facts.by_rank.values()):
+        found, _, advice = explain_torch(version).partition(": ")
+        if found:
+            yield warning(found, advice)
     shown = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     everywhere = "" if len(facts.by_rank) == 1 else " on all ranks"
     yield well(shown + everywhere, versions)
