@@ -407,6 +407,20 @@ def test_signal_handlers_of_plain_python(tmp_path: Path) -> None:
     assert "the loop over the steps was left by break" in check(done, 2).stderr
 
 
+def test_ctrl_c_outside_of_the_loop_ends_with_130(tmp_path: Path) -> None:
+    """Python itself would end with 1 here: it forgets the KeyboardInterrupt when it evaluates a text at its end."""
+    code = (
+        "import atexit, os, samestep, signal, time\n"
+        "samestep.Run('run', batch_size=4, micro_batch_size=2)\n"
+        "atexit.register(lambda: print('closed', eval('1 + 1')))\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "time.sleep(300)\n"
+    )
+    done = run_command(sys.executable, "-c", code, cwd=tmp_path, real=True)
+    assert (done.returncode, done.stdout) == (130, "closed 2\n"), done.stderr
+    assert done.stderr.endswith("\nKeyboardInterrupt\n")
+
+
 def test_signal_while_the_output_is_stuck(trial: Trial, undisturbed: Undisturbed) -> None:
     """As with a pager that shows its first page: the signal interrupts a print that blocks."""
     reader, writer = os.pipe()

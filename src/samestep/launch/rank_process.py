@@ -89,14 +89,18 @@ def run_rank(*, rank: int, variables: dict[str, str], cwd: str, target: dict[str
     leave(code)
 
 
-def leave(code: int) -> NoReturn:
-    """End this process as Python would, but without the teardown of modules, which takes torch 0.3 s."""
-    if code:
+def leave(code: int, *, waits: bool = False) -> NoReturn:
+    """End this process as Python would, but without the teardown of modules, which takes torch 0.3 s.
+
+    After a failure (a code other than 0), it waits for no thread and only LEAVE_S for atexit functions, unless `waits`.
+    """
+    waits |= code == 0
+    if not waits:
         # The other ranks wait for this one until it ends.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(LEAVE_S)
     with suppress(BaseException):
-        if code == 0:
+        if waits:
             threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are not daemons
     with suppress(BaseException):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a late Ctrl-C would only print a traceback

@@ -5,6 +5,7 @@ import gc
 import io
 import os
 import pickle
+import signal
 import sys
 import textwrap
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train.context import RunContext
 from samestep.train.stop_signals import StopSignals
 from samestep.watch.progress import Progress
-from samestep.world.environment import FINISHED, ready_standard_files
+from samestep.world.environment import FINISHED, ready_standard_files, stop_code
 from samestep.world.group import close_group, has_group
 from samestep.world.rendezvous_store import is_first, is_left_by_rank_0
 
@@ -154,6 +155,9 @@ def report_errors(rank: int) -> None:
             print(f"samestep: rank {rank} has lost another rank ({escape(reason)})", file=sys.__stderr__, flush=True)
             _leave(1)
         others(kind, error, trace)
+        if issubclass(kind, KeyboardInterrupt) and not _is_at_prompt():
+            # Python would end with 1 if an atexit function, such as one of torch, creates a namedtuple.
+            leave(stop_code(signal.SIGINT), waits=True)
         if issubclass(kind, Exception) and has_group():
             if isinstance(sys.stderr, io.StringIO):  # torch.distributed's hook would print it after this one
                 text = textwrap.indent(sys.stderr.getvalue(), f"[rank{rank}]: ")
@@ -169,9 +173,13 @@ def _leave(code: int) -> NoReturn:
 
     At a prompt, or with `python -i`, only the statement ends.
     """
-    if sys.flags.interactive or hasattr(sys, "ps1"):
+    if _is_at_prompt():
         raise SystemExit(code)
     leave(code)
+
+
+def _is_at_prompt() -> bool:
+    return bool(sys.flags.interactive) or hasattr(sys, "ps1")
 
 
 def _say_once(error: Error, rank: int) -> None:
