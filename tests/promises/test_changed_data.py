@@ -49,6 +49,27 @@ def test_random_data_from_before_the_run(tmp_path: Path, capfd: pytest.CaptureFi
     assert samestep.spawn(train, 1, (tmp_path, 3, 7, *arguments)) == 6, "these are the run's data now"
 
 
+def train_on_numbers(run_dir: Path, dtypes: list[torch.dtype]) -> None:
+    """The data are the same numbers; rank r has those of dtype r."""
+    run = samestep.Run(run_dir, batch_size=4, micro_batch_size=2, max_steps=1)
+    model = nn.Embedding(8, 1)
+    run.prepare(model=model)
+    data = TensorDataset(torch.arange(8).to(dtypes[run.rank]))
+    for step in run.steps(data, 1):
+        for (x,) in step:
+            step.backward(model(x).mean())
+
+
+def test_a_dtype_that_differs_is_named(tmp_path: Path) -> None:
+    samestep.spawn(train_on_numbers, 1, (tmp_path, [torch.int64]))
+    with pytest.raises(samestep.Error, match=r"\(sample 0 is int32, and was int64\): give it the same dtype; to conti"):
+        samestep.spawn(train_on_numbers, 1, (tmp_path, [torch.int32]))
+    with pytest.raises(
+        samestep.Error, match="sample 0 of the data set is int64 on rank 0 and int32 on rank 1: give it"
+    ):
+        samestep.spawn(train_on_numbers, 2, (tmp_path, [torch.int64, torch.int32]))
+
+
 class Samples(Dataset[Any]):
     """Data sets: some are the same in every start, and others cannot be compared."""
 

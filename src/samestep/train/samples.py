@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from samestep.data.content import hash_content
+from samestep.data.content import hash_content, list_dtypes
 from samestep.data.lanes import Lanes
 from samestep.data.loader import Loader, Task
 from samestep.data.spec import DataSpec
@@ -63,13 +63,18 @@ def compare_ranks(own: list[str], spec: DataSpec, seed: int, group: Group, machi
     """
     (first, kind), *others = group.gather((own, dict(machine)))
     differing = [
-        (rank, index)
+        (rank, index, expected, found)
         for rank, (theirs, its_kind) in enumerate(others, start=1)
         for index, expected, found in zip(_choose(spec), first, theirs, strict=True)
         if its_kind == kind and expected and found and expected != found
     ]
     if differing and all(group.gather(read_samples(spec, seed) == own)):
-        rank, index = differing[0]
+        rank, index, expected, found = differing[0]
+        if dtypes := _find_dtypes(expected, found):
+            raise InvalidValue(
+                f"sample {index} of the data set is {dtypes[0]} on rank 0 and {dtypes[1]} on rank {rank}: give it the "
+                "same dtype on all ranks"
+            )
         raise InvalidValue(
             f"sample {index} of the data set differs between rank 0 and rank {rank}: build the same data set on all "
             "ranks, after samestep.Run(...), which seeds the generators; the run divides it among the ranks"
@@ -78,7 +83,7 @@ def compare_ranks(own: list[str], spec: DataSpec, seed: int, group: Group, machi
 
 def check_lanes(spec: DataSpec, lanes: Lanes, seed: int) -> None:
     """Compare the first samples of a few lanes. Raises Error if two are equal: the stream does not divide its data."""
-    found = [each for each in read_samples(spec, seed) if each]  # the training names a lane without a sample
+    found = [_hash_of(each) for each in read_samples(spec, seed) if each]  # the training names a lane without a sample
     if len({*found}) < len(found):
         raise InvalidValue(
             f"several of the {lanes.num_lanes} lanes of {type(lanes.dataset).__name__} begin with the same sample: let "
@@ -102,27 +107,31 @@ def check_samples(
         now: the result of `read_samples`, if it was called before.
 
     Returns:
-        A hash of each sample; "" for one that cannot be read or contains no numbers.
+        For each sample, its hash and the dtypes of its values; "" for one that cannot be read or contains no numbers.
 
     Raises:
         RunDirectoryError: the data are not the run's.
     """
     before, now = record.get("samples", []), read_samples(spec, seed) if now is None else now
     rows = zip(_choose(spec), before, now, strict=False)
-    changed = [index for index, was, found in rows if was and found and was != found]
+    # Records of earlier versions have no dtypes; the hash depends on them.
+    changed = [row for row in rows if row[1] and row[2] and _hash_of(row[1]) != _hash_of(row[2])]
     if not changed or read_samples(spec, seed) != now:
         return before or now
     if not overrides and record.get("machine") == machine:
+        index, was, found = changed[0]
+        how, cure = "differs", "build it after samestep.Run(...), which seeds the generators, or with a fixed seed"
+        if dtypes := _find_dtypes(was, found):
+            how, cure = f"is {dtypes[1]}, and was {dtypes[0]}", "give it the same dtype"
         raise RunDirectoryError(
-            f"the data set is not the one that the run began with (sample {changed[0]} differs): build it after "
-            "samestep.Run(...), which seeds the generators, or with a fixed seed; to continue with this one, pass "
-            f"override=True to run.prepare, or start with {advise(override=True)}"
+            f"the data set is not the one that the run began with (sample {index} {how}): {cure}; to continue with "
+            f"this one, pass override=True to run.prepare, or start with {advise(override=True)}"
         )
     return now
 
 
 def read_samples(spec: DataSpec, seed: int) -> list[str]:
-    """Return the hashes of a few samples, each read and collated alone, as in training.
+    """Return the hashes and the dtypes of a few samples, each read and collated alone, as in training.
 
     If the run has workers, this starts one: a data set may open its files at the first read, and the training's
     workers, which are forked later, would share a file opened in this process.
@@ -136,7 +145,8 @@ def read_samples(spec: DataSpec, seed: int) -> list[str]:
         found = []
         for _ in tasks:
             with suppress(Error):  # the training will raise it for this sample
-                found.append(hash_content(next(loader).batch))
+                batch = next(loader).batch
+                found.append(f"{hashed} {' '.join(list_dtypes(batch))}" if (hashed := hash_content(batch)) else "")
                 continue
             found.append("")
     return found
@@ -146,3 +156,13 @@ def _choose(spec: DataSpec) -> list[int]:
     if isinstance(spec.dataset, Lanes):
         return spec.dataset.list_first()
     return sorted({0, len(spec) // 2, len(spec) - 1})
+
+
+def _hash_of(sample: str) -> str:
+    return sample.partition(" ")[0]
+
+
+def _find_dtypes(was: str, found: str) -> tuple[str, str] | None:
+    """Return the first dtypes that differ between two results of `read_samples`; None if none do."""
+    pairs = [*zip(was.split()[1:], found.split()[1:], strict=False)]
+    return next(((one, other) for one, other in pairs if one != other), None)
