@@ -3,7 +3,8 @@
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from threading import Timer
@@ -25,6 +26,19 @@ def escape(text: str) -> str:
 def say(sentence: str) -> None:
     """Print one line on standard error."""
     print(f"samestep: {escape(sentence)}".replace("\n", "\\n"), file=sys.stderr, flush=True)
+
+
+def warn(say: Callable[[str], None], sentence: str, *, start: str) -> None:
+    """Print a warning about the script, as the filters of Python's `warnings` decide.
+
+    Args:
+        say: prints a message.
+        start: the beginning of the sentence, the same in all warnings of this kind. The printed line names the filter.
+    """
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.warn(sentence, stacklevel=2)
+    if shown:
+        say(f'{sentence} (to hide this: PYTHONWARNINGS="ignore:{start}")')
 
 
 @contextmanager

@@ -37,7 +37,7 @@ def test_a_change_that_workers_do_not_see_is_reported_once(tmp_path: Path, capfd
     for num_workers in (1, 0):
         samestep.spawn(train, 2, (num_workers, tmp_path / str(num_workers)))
         printed = " ".join(capfd.readouterr().out.split())
-        assert printed.count("the data set's") == num_workers, printed
+        assert printed.count("the data set's epoch") == num_workers, printed
         assert printed.count(said) == num_workers, printed
 
 

@@ -196,7 +196,7 @@ def test_a_model_that_is_pruned_in_the_loop(tmp_path: Path, capfd: pytest.Captur
 
     samestep.spawn(train, 1, (4, False))
     said = capfd.readouterr().out
-    assert said.count("model got weight_mask, weight_orig and lost weight after run.prepare, so this script") == 1
+    assert said.count("(model got weight_mask, weight_orig and lost weight), so this script") == 1
     with pytest.raises(
         samestep.Error, match=r'take its state .* Missing key\(s\) .*"weight".* Unexpected .*weight_orig'
     ):

@@ -1,6 +1,9 @@
 """State that the steps change and no snapshot holds is named once. Harmless state is not named."""
 
+import copy
 import random
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +23,39 @@ NAMED = {
     "a scaler": ("scaler", "leave it out"),
     "a generator of torch": ("noise", "draw from torch, numpy.random or random themselves"),
     "a generator of numpy": ("noise", "draw from torch, numpy.random or random themselves"),
+    "a copy that is made after each epoch": ("copied", "pass it to run.prepare"),
+    "a copy that is made in some steps": ("copied", "pass it to run.prepare"),
+    "a count": ("counter", "pass it to run.prepare"),
     "a generator in an attribute": ("holder.noise", "draw from torch, numpy.random or random themselves"),
 }
-SILENT = ("nothing", "all is prepared", "a teacher", "a wrapper", "a trainer", "a generator that is seeded")
+SILENT = (
+    "nothing", "all is prepared", "a teacher", "a wrapper", "a trainer", "a generator that is seeded",
+    "schedules in sequence", "schedules in a chain", "a copy that is made before each epoch",
+    "a copy that is made before each step", "a copy of a part", "a metric", "a metric that is reset at the end",
+)  # fmt: skip
+
+
+class Count:
+    """Counts steps."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self) -> None:
+        self.count += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+class Metric(Count):
+    """A count that can begin anew."""
+
+    def reset(self) -> None:
+        self.count = 0
 
 
 class Trainer:
@@ -38,12 +71,13 @@ class Trainer:
         self.count = state["count"]
 
 
-def train(run_dir: Path, case: str) -> None:
+def train(run_dir: Path, case: str, ignored: str = "nothing") -> None:
+    warnings.filterwarnings("ignore", ignored)
     run = samestep.Run(run_dir, batch_size=8, micro_batch_size=2)
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     objects: dict[str, Any] = {"model": model, "optimizer": optimizer}
-    in_step = in_epoch = lambda step: None
+    in_step = in_epoch = before_step = before_epoch = lambda step: None
     if case in ("an average", "all is prepared"):
         ema = AveragedModel(model)
         in_step = lambda step: ema.update_parameters(model)  # noqa: E731
@@ -80,9 +114,38 @@ def train(run_dir: Path, case: str) -> None:
     if case == "a trainer":
         trainer = Trainer(model, optimizer)
         in_step = lambda step: setattr(trainer, "count", step)  # noqa: E731
+    if case.startswith("schedules"):
+        warmup = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2)
+        decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+        both = [warmup, decay]
+        if case == "schedules in sequence":
+            objects["schedule"] = schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, both, milestones=[2])
+        else:
+            objects["schedule"] = schedule = torch.optim.lr_scheduler.ChainedScheduler(both, optimizer)
+        in_step = lambda step: schedule.step()  # noqa: E731
+    if case.startswith("a copy"):
+        part = model[1] if case == "a copy of a part" else model
+        copied = copy.deepcopy(part)
+        renew = lambda step: copied.load_state_dict(part.state_dict())  # noqa: E731
+        before_step = renew if case.endswith(("before each step", "part")) else before_step
+        before_epoch = renew if case.endswith("before each epoch") else before_epoch
+        in_step = (lambda step: step % 3 == 2 and renew(step)) if case.endswith("some steps") else in_step
+        in_epoch = renew if case.endswith("after each epoch") else in_epoch
+    if case == "a count":
+        counter = Count()
+        in_step = lambda step: counter.add()  # noqa: E731
+    if case.startswith("a metric"):
+        metric = Metric()
+        in_step = lambda step: metric.add()  # noqa: E731
+        if case.endswith("end"):
+            in_epoch = lambda epoch: metric.reset()  # noqa: E731
+        else:
+            before_epoch = lambda epoch: metric.reset()  # noqa: E731
     run.prepare(**objects)
     for epoch in run.epochs(Pairs(), 3):
+        before_epoch(epoch.number)
         for step in epoch:
+            before_step(step.number)
             for x, y in step:
                 step.backward((model(x) - y).square().mean())
             optimizer.step()
@@ -105,4 +168,13 @@ def test_what_is_not_prepared(tmp_path: Path, capfd: pytest.CaptureFixture[str],
 
 def test_only_one_rank_prints_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     samestep.spawn(train, 2, (tmp_path / "run", "an average"))
-    assert capfd.readouterr().out.count("not in any snapshot") == 1
+    assert capfd.readouterr().out.count("not in any snapshot, but") == 1
+
+
+def test_a_filter_of_warnings_hides_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The message names the filter."""
+    samestep.spawn(train, 1, (tmp_path / "shown", "an average"))
+    found = re.search('PYTHONWARNINGS="ignore:(.*)"', capfd.readouterr().out)
+    assert found is not None
+    samestep.spawn(train, 1, (tmp_path / "hidden", "an average", found[1]))
+    assert found[1] not in capfd.readouterr().out

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from samestep.config import RunConfig
+from samestep.console import warn
 from samestep.errors import Error, InvalidValue
 from samestep.launch.output_recorder import start_log
 from samestep.snapshot.async_copy import Copy, Refused, Staging, Watch, Writer, is_watchable, locate
@@ -383,10 +384,11 @@ class Snapshotter:
         self._names_due = [*(name for name in order.names if name is not None), *self._names_due]
         if None in order.names:
             self.saved_step, self.is_wanted = None, True
-        self._say(
+        late = (
             f"the snapshot of step {order.step} is taken one step later: the model or an optimizer was changed between "
             "that step and the next update; from now on, what was changed is copied before the step continues"
         )
+        warn(self._say, late, start="the snapshot of step")
 
     def _collect(self) -> None:
         """Report the result of a writer that has ended."""

@@ -80,8 +80,8 @@ def find_things(
 ) -> dict[str, Any]:
     """Return the wanted objects that are reachable from `roots` and from the script's variables: path -> object.
 
-    These are the variables of the script's modules, of the running functions and of their closures. The global
-    generators are omitted, because samestep seeds them.
+    These are the variables of the script's modules and of the running functions, but not those that only another
+    function's closure has. The global generators are omitted, because samestep seeds them.
     """
     things: list[tuple[str, Any, int]] = [(name, root, 0) for name, root in roots.items()]
     frame: Any = sys._getframe(1)
@@ -136,7 +136,7 @@ def find_own_modules(place: Path, num_modules: int) -> list[ModuleType]:
 
 
 def look_into(thing: Any) -> list[tuple[str, Any]]:
-    """Return the contents of an object with path suffixes: attributes, items, a function's closure and defaults."""
+    """Return the contents of an object with path suffixes: attributes, items, a function's defaults."""
     if type(thing).__module__.partition(".")[0] == "samestep" or isinstance(thing, ModuleType | torch.Tensor):
         return []
     if isinstance(thing, type):
@@ -152,13 +152,6 @@ def look_into(thing: Any) -> list[tuple[str, Any]]:
         looks.append(("", thing.__self__))
     if isinstance(thing, FunctionType):
         looks += [("", thing.__defaults__), ("", thing.__kwdefaults__)]
-    if isinstance(getattr(thing, "__closure__", None), tuple):  # some objects answer to every attribute
-        names = thing.__code__.co_freevars
-        for name, cell in zip(names, thing.__closure__, strict=True):
-            try:
-                looks.append((f".{name}", cell.cell_contents))
-            except ValueError:
-                continue
     attributes = getattr(thing, "__dict__", None)
     if isinstance(attributes, Mapping):
         looks += [(f".{name}", value) for name, value in list(attributes.items())[:1000]]

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from samestep.console import warn
 from samestep.data.attributes import Attributes
 from samestep.data.lanes import LanePosition
 from samestep.data.loader import Loader, Task, seed_all
@@ -190,7 +191,7 @@ class Loop:
     def run_steps_of_epoch(self, end: int) -> Iterator[Step]:
         """Yield the steps up to step `end`, in an epoch's body."""
         if (change := self._attributes.find_change()) is not None:  # such as by set_epoch, earlier in the body
-            self._context.say(change)
+            warn(self._context.say, change, start="the data set's")
         while self._position.steps_done < end and not self._stopping.ending:
             yield from self._run_step(is_last=self._position.steps_done + 1 == end)
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from samestep.console import warn
 from samestep.engine.precision import Precision
 from samestep.errors import Error, InvalidType, InvalidValue, RunDirectoryError, UsageError
 from samestep.snapshot.run_record import OVERRIDE, Options, describe_changes
@@ -69,9 +70,9 @@ class Layout:
                 parts = (("got", now - keys), ("lost", keys - now))
                 how = " and ".join(f"{what} {_list(some)}" for what, some in parts if some)
                 return (
-                    f"{name} {how} after run.prepare, so this script cannot be resumed from the snapshots that follow: "
-                    "make such changes before run.prepare (for torch.nn.utils.prune: prune.identity), and change only "
-                    "values after it"
+                    f"a model has other keys than in run.prepare ({name} {how}), so this script cannot be resumed from "
+                    "the snapshots that follow: make such changes before run.prepare (for torch.nn.utils.prune: "
+                    "prune.identity), and change only values after it"
                 )
         return ""
 
@@ -110,7 +111,7 @@ class Contents:
             raise InvalidType(f"run.state has become a {type(state).__name__}: keep it a dict, run.state[name] = value")
         saved = states(self._objects)
         if change := self._layout.find_changed_keys(saved):
-            self._say(change)
+            warn(self._say, change, start="a model has other keys")
         changes = self._layout.state_dict(is_first_loop="loops" not in position)
         return {
             "objects": saved,

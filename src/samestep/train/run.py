@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from samestep.config import CheckCompute, Precision, Reduction
+from samestep.console import warn
 from samestep.data.loader import seed_all
 from samestep.data.pools import Pools
 from samestep.engine.gradient_pass import GradientPass
@@ -172,9 +173,11 @@ class Run:
         self._config = dict(config or {})
         self._context = context = RunContext(environment, settings, group, self.device, precision_of_run, self._say)
         if settings.precision == "fp16" and self.device.type == "cpu":
-            self._say("fp16 is slower than fp32 on most CPUs: use bf16, which needs no loss scale, or a GPU")
+            slow = "fp16 is slower than fp32 on most CPUs: use bf16, which needs no loss scale, or a GPU"
+            warn(self._say, slow, start="fp16 is slower")
         if settings.precision == "tf32" and self.device.type == "cpu":
-            self._say("tf32 is a format of GPUs: this run computes in fp32, because it is on the CPU")
+            unused = "tf32 is a format of GPUs: this run computes in fp32, because it is on the CPU"
+            warn(self._say, unused, start="tf32 is a format of GPUs")
         used = () if is_traced else settings.trackers  # `samestep verify` trains many times
         self._trackers, self._pools, self._position = Trackers(build_trackers(used), self._say), Pools(), Position()
         self._snapshotter = Snapshotter(settings, group, self._say)
@@ -667,7 +670,8 @@ class Run:
             second_opinion = SecondOpinion(context, batches, self._gradients)
             observers.append(second_opinion)
         elif config.check_compute_every is not None and self._loop is None:
-            self._say("check_compute_every does nothing with one rank: no other rank can compute a micro-batch again")
+            unused = "check_compute_every does nothing with one rank: no other rank can compute a micro-batch again"
+            warn(self._say, unused, start="check_compute_every")
         if self._tracer is not None:
             observers.append(self._tracer)
         elif self.rank == 0 and self.dir is not None and not place.is_further:  # a run that can be resumed

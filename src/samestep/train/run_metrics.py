@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from samestep.console import warn
 from samestep.engine.gradient_checksum import GradientChecksum
 from samestep.engine.gradient_pass import GradientPass
 from samestep.engine.reducer import Reducer
@@ -125,7 +126,8 @@ class RunMetrics(StepObserver):
                 why = "its gradient is not finite in fp16, so the loss scale was halved"
                 if step.averaged_loss is None:
                     why = "no micro-batch of it had a step.backward with a weight above 0"
-                self._context.say(f"step {step.number} makes no update: {why}; such steps are counted as skipped_steps")
+                sentence = f"step {step.number} makes no update: {why}; such steps are counted as skipped_steps"
+                warn(self._context.say, sentence, start="step")
         if not self._batches.is_endless:
             self.tally.add(step.epoch, step.averages)
         if self._is_logged:

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from samestep.engine.buffers import check_module, spread_buffers
 from samestep.errors import InvalidType, InvalidValue, UsageError
 
-MAX_HELD = 2_000  # most parts of prepared objects to search for optimizers
+MAX_PARTS = 2_000  # most parts of prepared objects to look into
 Objects = Mapping[str, Any]
 OldParams = dict[int, ref[nn.Parameter]]
 
@@ -85,26 +85,31 @@ def optimizers(objects: Objects) -> list[torch.optim.Optimizer]:
     return [thing for thing in objects.values() if isinstance(thing, torch.optim.Optimizer)]
 
 
-def find_held_optimizers(objects: Objects) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that prepared objects hold in attributes, lists and dicts, such as a wrapper's.
+def find_parts(objects: Objects, *, in_schedules: bool) -> list[Any]:
+    """Return what prepared objects hold in attributes, lists and dicts, such as the optimizers of a wrapper.
 
-    Learning rate schedulers are left out: they hold an optimizer that they do not save.
+    Args:
+        in_schedules: whether to look into learning rate schedulers, too. They save the schedulers that they hold, but
+            not their optimizer.
     """
-    found: list[torch.optim.Optimizer] = []
     things, seen = [*objects.values()], {id(thing) for thing in objects.values()}
     for thing in things:  # grows during the loop
-        if isinstance(thing, nn.Module | LRScheduler) or len(seen) > MAX_HELD:
+        if isinstance(thing, nn.Module) or (isinstance(thing, LRScheduler) and not in_schedules):
             continue
         held = thing.values() if isinstance(thing, dict) else thing if isinstance(thing, list | tuple) else ()
         for part in (*held, *getattr(thing, "__dict__", {}).values()):
             is_looked_into = hasattr(part, "__dict__") or isinstance(part, dict | list | tuple)
-            if id(part) in seen or isinstance(part, torch.Tensor | type) or not is_looked_into:
-                continue
-            seen.add(id(part))
-            things.append(part)
-            if isinstance(part, torch.optim.Optimizer):
-                found.append(part)
-    return found
+            if is_looked_into and id(part) not in seen and not isinstance(part, torch.Tensor | type):
+                seen.add(id(part))
+                things.append(part)
+        if len(things) > MAX_PARTS:
+            break
+    return things[len(objects) :]
+
+
+def find_held_optimizers(objects: Objects) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that prepared objects hold, such as those of a wrapper."""
+    return [part for part in find_parts(objects, in_schedules=False) if isinstance(part, torch.optim.Optimizer)]
 
 
 def is_saved(objects: Objects, optimizer: torch.optim.Optimizer) -> bool:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 
+from samestep.console import warn
 from samestep.engine.control import Vote
 from samestep.engine.gradient_pass import Report
 from samestep.errors import UsageError
@@ -128,11 +129,12 @@ class Stopping(StepObserver):
         if grace_s is None or directory is None or not directory.save_s:
             return
         if step_s + directory.save_s > grace_s:
-            self._context.say(
+            short = (
                 f"the grace period of {grace_s} s is too short: a step takes {step_s:.1f} s and a snapshot "
                 f"{directory.save_s:.1f} s, so a run that gets a signal to stop may be killed before it has saved: ask "
                 "for more"
             )
+            warn(self._context.say, short, start="the grace period")
             self._grace_s = None
 
     # --- run.stop() on some ranks alone -----------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -12,23 +13,44 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from samestep.console import warn
 from samestep.data.content import find_leaves, view_bytes
 from samestep.snapshot.async_copy import locate
 from samestep.train.batches import Batches
 from samestep.train.generators import KINDS, find_things, look_into, read_generator
+from samestep.train.stateful import find_parts, unwrap
 from samestep.train.steps import Step, StepObserver
 
-LOOK_AT = (1, 2, 4, 8, 16)  # steps of this start at which to look; the first look finds the objects, the others compare
-LOOK_AT_EPOCHS = 3  # also at the ends of this many epochs
+LOOK_AT = (1, 2, 4, 8, 16)  # steps of this start after which to look
+LOOK_AT_EPOCHS = 3  # also after this many epochs
 MAX_THINGS = 2_000  # most objects of the script to search: some milliseconds
 MAX_VALUES = 4_000  # of a state, with their keys
 MAX_ELEMENTS = 512  # of a tensor, evenly spaced
 
 
-class Unprepared(StepObserver):
-    """Watches the objects to which the script's modules and functions refer, over the first steps of a start.
+@dataclass
+class _Seen:
+    """A state of an object of the script.
 
-    Looks at a sample of each state, so that a look takes milliseconds. On one rank.
+    Attributes:
+        begun: its mark when the pass over a step's micro-batches began, at the last look.
+        ended: its mark at the end of the body before this look.
+        seed: the seed of a generator.
+    """
+
+    thing: Any
+    begun: str
+    seed: int
+    ended: str = ""
+
+
+class Unprepared(StepObserver):
+    """Watches the objects to which the script's variables refer, over the first steps of a start.
+
+    A look compares the states at the end of a body, where snapshots are taken, and at the beginning of the next pass.
+    What has changed in between was written by the script. It is no carried state if it is then equal to a prepared
+    model, or has the state that it had at the beginning of an earlier epoch. Looks at a sample of each state, so that
+    it takes milliseconds. On one rank.
 
     Args:
         objects: the objects passed to `run.prepare`.
@@ -37,48 +59,67 @@ class Unprepared(StepObserver):
 
     def __init__(self, objects: Mapping[str, Any], batches: Batches, say: Callable[[str], None]) -> None:
         self._objects, self._batches, self._say = objects, batches, say
-        self._marks: dict[str, tuple[Any, str, int]] | None = None
+        self._modules = [unwrap(thing) for thing in objects.values() if isinstance(thing, nn.Module)]
+        self._seen: dict[str, _Seen] | None = None
+        self._at_epochs: dict[str, str] = {}  # marks at the beginning of epochs, of what can be reset
         self._num_steps = self._num_epochs = 0
-        # Parts of prepared objects, such as a scheduler's optimizer.
-        parts = [part for each in objects.values() for _, part in look_into(each)]
-        parts += [part for each in objects.values() if isinstance(each, nn.Module) for part in each.modules()]
+        self._is_due = self._is_epoch = False
+        # Parts of prepared objects, such as the schedulers in a SequentialLR.
+        parts = [part for module in self._modules for part in module.modules()]
         self._own = {id(each) for each in objects.values()}
-        self._parts = self._own | {id(part) for part in parts}
-
-    def end_step(self, step: Step) -> None:
-        self._num_steps += 1
-        if self._num_steps in LOOK_AT:
-            self._look()
+        self._parts = self._own | {id(part) for part in (*parts, *find_parts(objects, in_schedules=True))}
 
     def end_body(self, step: Step) -> None:
-        if self._batches.epochs_done(step.number + 1) is not None:
-            self._num_epochs += 1
-            if self._num_epochs <= LOOK_AT_EPOCHS:
-                self._look()
+        self._num_steps += 1
+        self._is_epoch = self._batches.epochs_done(step.number + 1) is not None
+        self._num_epochs += self._is_epoch
+        self._is_due = self._num_steps in LOOK_AT or (self._is_epoch and self._num_epochs <= LOOK_AT_EPOCHS)
+        if self._is_due and self._seen is not None:
+            known = self._find_known()
+            for seen in self._seen.values():
+                seen.ended = _mark(seen.thing, known)
+
+    def begin_pass(self, step: Step) -> None:
+        if self._is_due and step.num_passes == 0:
+            self._is_due = False
+            self._look()
+
+    def _find_known(self) -> set[int]:
+        """Return the addresses of the prepared models' tensors, which other objects may hold as well."""
+        return {locate(tensor) for module in self._modules for tensor in (*module.parameters(), *module.buffers())}
 
     def _look(self) -> None:
-        # The tensors of prepared models, which other objects may hold as well.
-        modules = [thing for thing in self._objects.values() if isinstance(thing, nn.Module)]
-        known = {locate(tensor) for module in modules for tensor in (*module.parameters(), *module.buffers())}
-        if self._marks is None:
+        known = self._find_known()
+        if self._seen is None:
             spec = self._batches.spec
             roots = {"the data set": spec.dataset, "collate_fn": spec.collate_fn}
             if self._batches.lanes is not None:
                 del roots["the data set"]  # its state is in the snapshots
             found = find_things(roots, self._is_wanted, max_looks=MAX_THINGS)
-            self._marks = {path: (thing, _mark(thing, known), _read_seed(thing)) for path, thing in found.items()}
+            self._seen = {path: _Seen(thing, _mark(thing, known), _read_seed(thing)) for path, thing in found.items()}
             return
-        changed = {
-            path: thing
-            for path, (thing, mark, seed) in self._marks.items()
-            # A generator that is seeded in each step carries no state from step to step.
-            if mark != _mark(thing, known) and seed == _read_seed(thing)
-        }
+        changed = {path: seen.thing for path, seen in self._seen.items() if self._is_carried(path, seen, known)}
         for path in changed:
-            del self._marks[path]
+            del self._seen[path]
         wholes = tuple(f"{path}{mark}" for path in changed for mark in (".", "["))
         if changed := {path: thing for path, thing in changed.items() if not path.startswith(wholes)}:
             self._warn(changed)
+
+    def _is_carried(self, path: str, seen: _Seen, known: set[int]) -> bool:
+        """Return whether an object carries a state that has changed from one step to another."""
+        before, seen.begun = seen.begun, _mark(seen.thing, known)
+        if seen.seed != _read_seed(seen.thing):  # seeded in each step
+            return False
+        if callable(getattr(type(seen.thing), "reset", None)):  # such as a metric: it may be reset in each epoch
+            before = self._at_epochs.setdefault(path, seen.begun) if self._is_epoch else seen.begun
+        if seen.begun == before:
+            return False
+        return seen.begun == seen.ended or not self._is_copy(seen.begun)
+
+    def _is_copy(self, mark: str) -> bool:
+        """Return whether a mark is that of a prepared model or of a part of it."""
+        parts = dict.fromkeys(part for module in self._modules for part in module.modules())
+        return any(_mark(part, set()) == mark for part in parts)
 
     def _warn(self, changed: Mapping[str, Any]) -> None:
         scalers = {path: thing for path, thing in changed.items() if isinstance(thing, GradScaler)}
@@ -91,7 +132,8 @@ class Unprepared(StepObserver):
         ):
             if things:
                 names = ", ".join(f"{path} ({type(thing).__name__})" for path, thing in things.items())
-                self._say(f"not in any snapshot, but changed by the steps: {names}; a resumed run may differ: {cure}")
+                sentence = f"not in any snapshot, but changed by the steps: {names}; a resumed run may differ: {cure}"
+                warn(self._say, sentence, start="not in any snapshot")
 
     def _is_wanted(self, thing: Any) -> bool:
         if isinstance(thing, KINDS):

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from samestep.console import escape
+from samestep.console import escape, warn
 from samestep.engine.gradient_pass import Losses
 from samestep.errors import Error, PeerFailed, Stuck
 from samestep.files import read_text
@@ -125,9 +125,9 @@ class Watchdog(PhaseClock, StepObserver):
         snapshotter = self._snapshotter
         if self._has_warned_of_saving or snapshotter.directory is None:
             return
-        if warning := explain_slow_saving(self.spent_s(), snapshotter.directory.save_s, snapshotter.shown):
+        if slow := explain_slow_saving(self.spent_s(), snapshotter.directory.save_s, snapshotter.shown):
             self._has_warned_of_saving = True
-            self._context.say(warning)
+            warn(self._context.say, slow, start="snapshots slow the run")
 
     def close(self) -> None:
         """End the loop."""
