@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from samestep.errors import InvalidValue
+from samestep.files import read_bytes, read_text
 from samestep.world.host import find_interface
 
 FIRST_PORT, NUM_PORTS = 15000, 17000  # below the ephemeral ports of Linux
@@ -89,6 +90,6 @@ def find_starter(name: str) -> int:
     """Return the process that has started the ranks of this machine: the nearest one without the variable `name`."""
     pid = os.getppid()
     with suppress(OSError):  # another user's process is not a rank
-        while pid and f"\0{name}=".encode() in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        while pid and f"\0{name}=".encode() in b"\0" + read_bytes(Path(f"/proc/{pid}/environ")):
+            pid = int(read_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()[1])
     return pid
