@@ -111,6 +111,15 @@ def test_columns_of_parquet(tmp_path: Path) -> None:
         Parquet(tmp_path, columns=["y"])
 
 
+def test_parquet_files_of_different_schemas(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    for name, values in (("a", [1, 2]), ("b", ["x", "y"])):
+        parquet.write_table(arrow.table({"label": values}), tmp_path / f"{name}.parquet")
+    for order in ([1, 2], [2, 1]):
+        with pytest.raises(InvalidValue, match="column label is of numbers in some of the files only"):
+            Parquet(tmp_path).__getitems__(order)
+
+
 def test_samples_of_tars(tmp_path: Path) -> None:
     make_tars(tmp_path)
     assert WebDataset(tmp_path)[12]["__key__"] == "train/0012"
@@ -170,6 +179,124 @@ def test_what_is_refused(tmp_path: Path) -> None:
     for name, found in (("b", "missing"), ("d", "a directory"), ("fifo", "no regular file")):
         with pytest.raises(InvalidValue, match=rf"the shard .*{name}\.tar is {found}: restore it, or leave it out"):
             WebDataset([tmp_path / f"{name}.tar"])
+
+
+def test_a_sample_of_mds_that_is_too_short(tmp_path: Path) -> None:
+    make_mds(tmp_path)
+    file = tmp_path / "shard.00000.mds"
+    content = np.frombuffer(file.read_bytes(), "<u4").copy()
+    content[2] = content[1]
+    file.write_bytes(content.tobytes())
+    with pytest.raises(InvalidValue, match=r"sample 0 of shard .* is damaged \(its sizes: ValueError"):
+        MDS(tmp_path)[0]
+
+
+HOSTILE_ENTRIES: dict[str, tuple[dict[str, Any], str]] = {  # changes of a shard's entry in index.json -> the sentence
+    "outside": (
+        {"raw_data": {"basename": "../x", "bytes": 9}},
+        "is no index of MDS shards (it lacks entries of an index)",
+    ),
+    "absolute": ({"raw_data": {"basename": "/dev/zero", "bytes": 9}}, "(it lacks entries of an index)"),
+    "no count": ({"samples": 1e300}, "(it lacks entries of an index)"),
+    "negative": ({"samples": -1}, "(it lacks entries of an index)"),
+    "many": ({"samples": 1 << 62}, "is too short for 4611686018427387904 samples of index.json: restore both"),
+    "fewer columns": (
+        {"column_names": ["x"]},
+        "is no index of MDS shards (zip() argument 2 is longer than argument 1)",
+    ),
+    "objects": ({"column_encodings": ["ndarray:O"] * 5}, "has the encoding ndarray:O, which is not supported"),
+    "no dtype": ({"column_encodings": ["ndarray:x:y"] * 5}, "has the encoding ndarray:x:y, which is not supported"),
+    "large": (
+        {"column_encodings": ["ndarray:int8:999999999,999999999"] * 5},
+        "is damaged (column x: ValueError: cannot",
+    ),
+    "deep": ({"column_encodings": ["json"] * 5}, "is damaged (column x: "),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_ENTRIES)
+def test_hostile_indices_of_mds(name: str, tmp_path: Path) -> None:
+    make_mds(tmp_path / "data")
+    change, said = HOSTILE_ENTRIES[name]
+    index = json.loads((tmp_path / "data" / "index.json").read_text())
+    index["shards"][1] |= change
+    (tmp_path / "data" / "index.json").write_text(json.dumps(index))
+    with pytest.raises(InvalidValue) as caught:
+        MDS(tmp_path / "data")[PER_SHARD]
+    assert said in str(caught.value)
+
+
+def test_images_of_mds_are_of_the_declared_format(tmp_path: Path) -> None:
+    for kind in ("jpeg", "eps"):
+        Image.new("L", (3, 2)).save(tmp_path / f"x.{kind}")
+    rows = [{"image": (tmp_path / f"x.{kind}").read_bytes()} for kind in ("jpeg", "eps")]
+    write_mds(tmp_path / "data", {"image": "jpeg"}, rows, [None])
+    assert MDS(tmp_path / "data")[0]["image"].size == (3, 2)
+    with pytest.raises(InvalidValue, match="column image: UnidentifiedImageError: cannot identify image file"):
+        MDS(tmp_path / "data")[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("../etc/x.txt", "../etc/x.txt is no name of a sample"),
+        ("a/../../x.txt", "a/../../x.txt is no name of a sample"),
+        ("a/x.__key__", "a/x.__key__ would replace the key of the sample"),
+        (f"{'a/' * 500}x.txt", "is no name of a sample"),
+    ],
+)
+def test_hostile_names_in_a_tar(name: str, said: str, tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        tar.addfile(tarfile.TarInfo(name))
+    with pytest.raises(InvalidValue) as caught:
+        WebDataset(tmp_path)
+    assert said in str(caught.value)
+
+
+def test_an_absolute_name_in_a_tar_is_a_relative_key(tmp_path: Path) -> None:
+    with tarfile.open(tmp_path / "x.tar", "w") as tar:
+        tar.addfile(tarfile.TarInfo("//etc/x.txt"))
+        tar.addfile(tarfile.TarInfo("./0001.txt"))
+    assert [sample["__key__"] for sample in WebDataset(tmp_path).__getitems__([0, 1])] == ["etc/x", "./0001"]
+
+
+def test_a_tar_with_a_negative_size(tmp_path: Path) -> None:
+    """Which some versions of tarfile follow backwards, forever."""
+    about = tarfile.TarInfo("x.txt")
+    about.size = -1024
+    (tmp_path / "x.tar").write_bytes(about.tobuf(tarfile.GNU_FORMAT) + bytes(9216))
+    with pytest.raises(InvalidValue, match=r"x\.tar is truncated, compressed or no tar file"):
+        WebDataset(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"starts": -512}, {"sizes": 1 << 62}, {"starts": 1 << 62, "sizes": 1 << 62}, {"kinds": 9}, {"firsts": 1},
+        {"keys": b"../x"}, {"starts": 0.5},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_hostile_indices_of_tars(change: dict[str, Any], tmp_path: Path) -> None:
+    make_tars(tmp_path)
+    at = tmp_path / "0.tar.index.npz"
+    with np.load(at) as index:
+        arrays = dict(index)
+    for name, value in change.items():
+        arrays[name] = np.full_like(arrays[name], value, dtype=np.asarray(value).dtype)
+    np.savez(at, **arrays)
+    with pytest.raises(InvalidValue, match="remove it, and it is built again"):
+        WebDataset(tmp_path)[0]
+
+
+def test_an_index_that_is_too_large_is_built_again(tmp_path: Path) -> None:
+    make_tars(tmp_path)
+    at = tmp_path / "0.tar.index.npz"
+    with np.load(at) as index:
+        np.savez(at, **(dict(index) | {"keys": np.full(PER_SHARD, b"x" * 100_000)}))
+    assert at.stat().st_size > 500_000
+    assert WebDataset(tmp_path)[0]["__key__"] == "train/0000"
+    assert at.stat().st_size < 10_000
 
 
 def test_arrow_data_sets_of_hugging_face(tmp_path: Path) -> None:

@@ -6,8 +6,9 @@ consists of the sizes of its columns of variable size, as uint32, followed by th
 
 import io
 import json
+import re
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from numpy.typing import NDArray
 
 from samestep.data.source import Shard
 from samestep.errors import InvalidValue
-from samestep.sources.shard_files import Kept, SampleFiles, check_is_file
+from samestep.files import fits, is_count, is_text, parse_json, read_bytes
+from samestep.sources.shard_files import Kept, SampleFiles, check_is_file, is_inside
 
 CACHED_SHARDS = 64  # shards whose offsets are kept
 SCALARS = (
@@ -29,6 +31,13 @@ VALUES = {
 }  # fmt: skip
 SHAPES = ("uint8", "uint16", "uint32", "uint64")
 Decoder = Callable[[bytes], Any]
+INDEX = {  # index.json, as far as it is read
+    "shards": [{
+        "samples": is_count, "column_names": [is_text], "column_encodings": [is_text],
+        "column_sizes": [lambda size: size is None or is_count(size)],
+        "raw_data": {"basename": lambda name: is_text(name) and is_inside(name), "bytes": is_count},
+    }]
+}  # fmt: skip
 
 
 class MDS(SampleFiles):
@@ -60,21 +69,21 @@ class MDS(SampleFiles):
     def __init__(self, directory: str | Path, transform: Callable[[dict[str, Any]], Any] | None = None) -> None:
         root = Path(directory)
         try:
-            index = json.loads((root / "index.json").read_bytes())
+            index = parse_json(read_bytes((root / "index.json").resolve()))
+            if not fits(index, INDEX):
+                raise ValueError("it lacks entries of an index")
             entries = [entry for entry in index["shards"] if entry["samples"]]
-            self._files = [root / entry["raw_data"]["basename"] for entry in entries]
-            self._num_bytes = [int(entry["raw_data"]["bytes"]) for entry in entries]
-            self._counts = [int(entry["samples"]) for entry in entries]
             self._columns = [
                 [*zip(*(entry[f"column_{what}"] for what in ("names", "encodings", "sizes")), strict=True)]
                 for entry in entries
             ]
         except OSError as error:
             raise InvalidValue(f"{root} is no directory of MDS shards ({error.strerror}: index.json)") from None
-        except (ValueError, KeyError, TypeError) as error:
-            raise InvalidValue(
-                f"{root / 'index.json'} is no index of MDS shards ({type(error).__name__}: {error})"
-            ) from None
+        except ValueError as error:
+            raise InvalidValue(f"{root / 'index.json'} is no index of MDS shards ({error}): restore it") from None
+        self._files = [root / entry["raw_data"]["basename"] for entry in entries]
+        self._num_bytes = [entry["raw_data"]["bytes"] for entry in entries]
+        self._counts = [entry["samples"] for entry in entries]
         for entry, file, num_bytes in zip(entries, self._files, self._num_bytes, strict=True):
             _check_shard(entry, file, num_bytes)
         for name, encoding, _ in {column for columns in self._columns for column in columns}:
@@ -96,16 +105,16 @@ class MDS(SampleFiles):
         data = self._blobs.read(shard, start, stop - start)
         columns = self._columns[shard]
         num_sizes = sum(not size for _, _, size in columns)
-        sample, at = {}, 4 * num_sizes
+        sample, at, where = {}, 4 * num_sizes, "its sizes"
         try:
             sizes = iter(np.frombuffer(data, "<u4", num_sizes).tolist())
             for name, encoding, fixed in columns:
-                size = fixed or next(sizes)
+                where, size = f"column {name}", fixed or next(sizes)
                 decode = _find_decoder(encoding)
                 assert decode is not None
                 sample[name], at = decode(data[at : at + size]), at + size
-        except (ValueError, StopIteration, LookupError, OSError) as error:
-            what = f"column {name}: {type(error).__name__}: {error}"
+        except Exception as error:  # of any kind, as the decoders are of other libraries
+            what = f"{where}: {type(error).__name__}: {error}"
             raise InvalidValue(f"sample {row} of shard {self._files[shard]} is damaged ({what}): restore it") from None
         return sample
 
@@ -118,6 +127,8 @@ def _check_shard(entry: dict[str, Any], file: Path, num_bytes: int) -> None:
     check_is_file(file, f"decompress it ({packed})" if packed else "restore it, and index.json with it")
     if (found := file.stat().st_size) != num_bytes:
         raise InvalidValue(f"the shard {file} has {found} bytes, and index.json says {num_bytes}: restore it")
+    if 4 * (entry["samples"] + 2) > num_bytes:
+        raise InvalidValue(f"the shard {file} is too short for {entry['samples']} samples of index.json: restore both")
 
 
 @lru_cache(maxsize=256)
@@ -127,16 +138,19 @@ def _find_decoder(encoding: str) -> Decoder | None:
         dtype = np.dtype(encoding).newbyteorder("<")
         return lambda data: np.frombuffer(data, dtype)[0]
     if kind == "ndarray":
-        return _build_array_decoder(arguments)
+        values, _, lengths = arguments.partition(":")
+        if (values and values not in VALUES.values()) or (lengths and not re.fullmatch(r"\d{1,9}(,\d{1,9})*", lengths)):
+            return None
+        return _build_array_decoder(values, lengths)
     plain: dict[str, Decoder] = {
         "bytes": bytes, "str": bytes.decode, "int": lambda data: int.from_bytes(data, "little", signed=True),
-        "str_int": int, "str_float": float, "json": json.loads, "jpeg": _open_image, "png": _open_image,
+        "str_int": int, "str_float": float, "json": json.loads,
+        "jpeg": partial(_open_image, "JPEG"), "png": partial(_open_image, "PNG"),
     }  # fmt: skip
     return plain.get(encoding)
 
 
-def _build_array_decoder(arguments: str) -> Decoder:
-    dtype, _, lengths = arguments.partition(":")
+def _build_array_decoder(dtype: str, lengths: str) -> Decoder:
     fixed = tuple(map(int, lengths.split(","))) if lengths else None
 
     def decode(data: bytes) -> NDArray[Any]:
@@ -151,7 +165,7 @@ def _build_array_decoder(arguments: str) -> Decoder:
     return decode
 
 
-def _open_image(data: bytes) -> Any:
+def _open_image(kind: str, data: bytes) -> Any:
     from PIL import Image
 
-    return Image.open(io.BytesIO(data))
+    return Image.open(io.BytesIO(data), formats=(kind,))  # of any other format, Pillow might start a program

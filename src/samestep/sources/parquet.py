@@ -13,6 +13,7 @@ from samestep.plan.order import WINDOW_SHARDS
 from samestep.sources.shard_files import Kept, Places, list_files, name_files
 
 MOST_OPEN = 64  # files
+MOST_ROWS = 1 << 40  # of a row group
 
 
 class Parquet:
@@ -59,6 +60,8 @@ class Parquet:
             for group in range(opened.metadata.num_row_groups):
                 about = opened.metadata.row_group(group)
                 self._groups.append((number, group))
+                if not 0 <= about.num_rows < MOST_ROWS:
+                    raise InvalidValue(f"the shard {file} says that it has {about.num_rows} rows: restore it")
                 counts.append(about.num_rows)
                 self.shards.append(Shard(f"{name}:{group}", about.num_rows, about.total_byte_size))
         self.shard_files = [self._files[number] for number, _ in self._groups]
@@ -78,6 +81,8 @@ class Parquet:
         groups = [(self._read_group(shard), at) for shard, at in wanted]
         batch: dict[str, Any] = {}
         for name, first in groups[0][0].items():
+            if any(isinstance(group.get(name), np.ndarray) != isinstance(first, np.ndarray) for group, _ in groups):
+                raise InvalidValue(f"column {name} is of numbers in some of the files only: write them with one schema")
             if isinstance(first, np.ndarray):
                 column = np.empty((len(indices), *first.shape[1:]), first.dtype)
                 for group, at in groups:
@@ -104,6 +109,8 @@ class Parquet:
             why = " ".join(str(error).split())
             where = f"row group {group} of the shard {self._files[number]}"
             raise InvalidValue(f"{where} is damaged ({why}): restore it") from None
+        if table.num_rows != (expected := self.shards[shard].num_samples):
+            raise InvalidValue(f"the shard {self._files[number]} has {table.num_rows} rows, not {expected}: restore it")
         return {name: _convert(table.column(name), name, self._files[number]) for name in table.column_names}
 
 

@@ -40,6 +40,17 @@ def check_is_file(file: Path, advice: str) -> None:
         raise InvalidValue(f"the shard {file} is {what}: {advice}")
 
 
+def is_inside(path: str) -> bool:
+    """Return whether a path leads nowhere but into the directory that it is relative to.
+
+    Example::
+
+        >>> is_inside("train/0001"), is_inside("../0001"), is_inside("/0001")
+        (True, False, False)
+    """
+    return not path.startswith("/") and ".." not in path.split("/") and "\0" not in path
+
+
 def name_files(files: Sequence[Path]) -> list[str]:
     """Return the paths relative to the common directory of all files, so that the data may be moved."""
     root = os.path.commonpath([file.parent for file in files])

@@ -130,7 +130,7 @@ def open_tokens(
         tokens = np.load(path, mmap_mode="r") if is_array else np.memmap(path, np.dtype(dtype).newbyteorder("<"), "r")
         if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
             raise ValueError(f"it holds {tokens.shape} {tokens.dtype}, not a row of whole numbers")
-    except (OSError, ValueError, EOFError, TypeError) as error:
+    except Exception as error:  # NumPy raises OSError, ValueError, EOFError, OverflowError, SyntaxError and others
         why = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise InvalidValue(f"the token file {path} cannot be read ({why}): restore it") from None
     if context < 1 or len(tokens) <= context:

@@ -4,7 +4,7 @@ import os
 import tarfile
 import uuid
 import zipfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,23 @@ from numpy.typing import NDArray
 
 from samestep.data.source import Shard
 from samestep.errors import InvalidValue
-from samestep.sources.shard_files import Kept, SampleFiles, list_files, name_files
+from samestep.files import open_regular
+from samestep.sources.shard_files import Kept, SampleFiles, is_inside, list_files, name_files
 
 CACHED_SHARDS = 64  # tars whose indices are kept
 INDEX = ".index.npz"
 FORMAT = 1
+KEY = "__key__"
+MOST_BYTES_OF_NAME = 1000  # each name takes as much memory as the longest
+MOST_INDEX_BYTES_PER_FILE = 8 * 4 + 2 * MOST_BYTES_OF_NAME
+ARRAYS = {
+    "keys": "S",
+    "extensions": "S",
+    "firsts": "i",
+    "starts": "i",
+    "sizes": "i",
+    "kinds": "i",
+}  # name -> dtype's kind
 
 Index = dict[str, NDArray[Any]]
 
@@ -71,13 +83,18 @@ class WebDataset(SampleFiles):
         self._read_index = Kept(self._read_index_of, CACHED_SHARDS)
 
     def _read_index_of(self, shard: int) -> Index:
-        return _read_index(self._index_files[shard])
+        return _read_index(self._index_files[shard], self.shards[shard].num_bytes)
 
     def _read(self, shard: int, row: int) -> dict[str, Any]:
         index = self._read_index(shard)
-        sample: dict[str, Any] = {"__key__": index["keys"][row].decode()}
+        key = index["keys"][row].decode(errors="replace")
+        if not is_inside(key):
+            raise InvalidValue(
+                f"the index {self._index_files[shard]} has a sample {key}: remove it, and it is built again"
+            )
+        sample: dict[str, Any] = {KEY: key}
         for k in range(index["firsts"][row], index["firsts"][row + 1]):
-            name = index["extensions"][index["kinds"][k]].decode()
+            name = index["extensions"][index["kinds"][k]].decode(errors="replace")
             sample[name] = self._blobs.read(shard, int(index["starts"][k]), int(index["sizes"][k]))
         return sample
 
@@ -86,12 +103,10 @@ def _count_samples(tar: Path, at: Path) -> int:
     """Return the number of samples in a tar, from its index. Builds the index if it is missing or outdated."""
     status = tar.stat()
     mark = [FORMAT, status.st_size, status.st_mtime_ns]
-    try:
-        with np.load(at, allow_pickle=False) as index:
-            if index["mark"].tolist() == mark:
-                return len(index["firsts"]) - 1
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-        pass  # missing or damaged
+    with suppress(Exception):  # it is missing or damaged; NumPy and zipfile raise errors of many kinds
+        index = _load_index(at, status.st_size, ("mark", "firsts"))
+        if index["mark"].tolist() == mark:
+            return len(index["firsts"]) - 1
     index = _build_index(tar, status.st_size)
     partial = at.with_name(f".{at.name}-{uuid.uuid4().hex}")  # several ranks may write the same index
     try:
@@ -106,12 +121,37 @@ def _count_samples(tar: Path, at: Path) -> int:
     return len(index["firsts"]) - 1
 
 
-def _read_index(at: Path) -> Index:
+def _load_index(at: Path, num_bytes: int, names: Sequence[str]) -> Index:
+    """Read arrays of the index of a tar of `num_bytes`. Raises Exception."""
+    with open(at, "rb", opener=open_regular) as file:
+        with zipfile.ZipFile(file) as members:
+            num_index_bytes = sum(member.file_size for member in members.infolist())
+        if num_index_bytes > MOST_INDEX_BYTES_PER_FILE * (num_bytes // 512):
+            raise ValueError("it is larger than that of any such tar")
+        file.seek(0)
+        with np.load(file, allow_pickle=False) as loaded:
+            return {name: loaded[name] for name in names}
+
+
+def _read_index(at: Path, num_bytes: int) -> Index:
+    """Read the index of a tar of `num_bytes`. Raises InvalidValue if it is missing, damaged or not of such a tar."""
     try:
-        with np.load(at, allow_pickle=False) as index:
-            return dict(index)
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise InvalidValue(f"the index {at} cannot be read ({error}): start again, which builds it again") from None
+        index = _load_index(at, num_bytes, [*ARRAYS])
+        firsts, starts, sizes, kinds = index["firsts"], index["starts"], index["sizes"], index["kinds"]
+        is_sound = (
+            all(array.ndim == 1 and array.dtype.kind == ARRAYS[name] for name, array in index.items())
+            and len(firsts) == len(index["keys"]) + 1
+            and len(starts) == len(sizes) == len(kinds) == firsts[-1]
+            and firsts[0] == 0
+            and (np.diff(firsts) > 0).all()
+            and ((starts >= 0) & (sizes >= 0) & (sizes <= num_bytes) & (starts <= num_bytes - sizes)).all()
+            and ((kinds >= 0) & (kinds < len(index["extensions"]))).all()
+        )
+        if not is_sound:
+            raise ValueError("it is not of this tar")
+    except Exception as error:  # NumPy and zipfile raise errors of many kinds
+        raise InvalidValue(f"the index {at} cannot be read ({error}): remove it, and it is built again") from None
+    return index
 
 
 def _build_index(tar: Path, num_bytes: int) -> Index:
@@ -130,9 +170,13 @@ def _build_index(tar: Path, num_bytes: int) -> Index:
                 stem, dot, extension = file.partition(".")
                 if not member.isreg() or not stem or not dot:
                     continue
-                if member.offset_data + member.size > num_bytes:
+                if member.size < 0 or member.offset_data + member.size > num_bytes:
                     raise tarfile.ReadError(f"{member.name} is cut off")
-                key = f"{directory}/{stem}".removeprefix("/").encode()
+                if not is_inside(directory.lstrip("/")) or len(os.fsencode(member.name)) > MOST_BYTES_OF_NAME:
+                    raise tarfile.ReadError(f"{member.name[:100]} is no name of a sample")
+                if extension == KEY:
+                    raise tarfile.ReadError(f"{member.name} would replace the key of the sample")
+                key = f"{directory}/{stem}".lstrip("/").encode()
                 if not keys or keys[-1] != key:
                     keys.append(key)
                     firsts.append(len(starts))
@@ -140,7 +184,7 @@ def _build_index(tar: Path, num_bytes: int) -> Index:
                 sizes.append(member.size)
                 kinds.append(extensions.setdefault(extension.encode(), len(extensions)))
                 opened.members = []  # type: ignore[attr-defined]  # tarfile keeps an object per file
-    except (tarfile.TarError, OSError, UnicodeError) as error:
+    except Exception as error:  # of tarfile, and RecursionError, UnicodeError, ...
         raise InvalidValue(f"the shard {tar} is truncated, compressed or no tar file ({error}): restore it") from None
     return {
         "keys": np.array(keys, dtype="S"), "extensions": np.array([*extensions], dtype="S"),

@@ -111,7 +111,7 @@ def open_corpus(directory: Path) -> Corpus:
         raise InvalidValue(
             f"{directory} is no token file, it has no {name}: make one with samestep prepare text"
         ) from None
-    except (OSError, ValueError, EOFError) as error:
+    except Exception as error:  # NumPy raises OSError, ValueError, EOFError, OverflowError, SyntaxError and others
         why = error.strerror if isinstance(error, OSError) else error
         raise InvalidValue(f"the token file {directory} cannot be read ({why}): {again}") from None
     return Corpus(str(directory), tokens, tokenizer, described["num_documents"])
