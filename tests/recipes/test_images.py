@@ -228,6 +228,14 @@ def test_digits_are_written_once(tmp_path: Path) -> None:
     assert folder.stat().st_mtime_ns == before
 
 
+def test_a_link_in_place_of_the_lock_is_not_written_to(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / ".digits-png.lock").symlink_to(tmp_path / "mine")
+    with pytest.raises(OSError, match="is a symbolic link"):
+        images.write_digits(tmp_path / "digits-png")
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
 def test_held_out_images_stay_held_out(tmp_path: Path) -> None:
     folder = write_photos(tmp_path / "photos")
     classes, first, held_out = images.split_data(folder, 0.3)

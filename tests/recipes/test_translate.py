@@ -219,6 +219,14 @@ def test_tokenizers_keep_every_text() -> None:
         Tokenizer("{}")
 
 
+def test_a_link_in_place_of_a_tokenizer_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "tokenizers").mkdir()
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "tokenizers" / "source.json").symlink_to(tmp_path / "mine")
+    load_or_train((["a b"], ["c d"]), 270, tmp_path / "tokenizers")
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
 def test_tokenizers_are_trained_once_for_the_same_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts = (["good morning", "good night"], ["guten Morgen", "gute Nacht"])
     first = load_or_train(texts, 270, tmp_path / "tokenizers")

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import samestep
+from samestep.files import open_regular
 from samestep.recipes import run_main
 from samestep.recipes.models.resnet import ARCHITECTURES, build_resnet
 
@@ -104,7 +105,7 @@ def hash_names(folder: Path, *parts: list[Entry]) -> str:
 def write_digits(folder: Path) -> Path:
     """Write scikit-learn's 1,797 digits as PNG files, unless the folder exists. One rank writes, others wait."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_name(f".{folder.name}.lock"), "w") as lock:
+    with open(folder.with_name(f".{folder.name}.lock"), "w", opener=open_regular) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.is_dir():
             try:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import samestep
+from samestep.files import read_bytes, replace_file
 from samestep.recipes.corpora.bpe import Tokenizer
 from samestep.recipes.corpora.sentence_pairs import Pair, read_pairs
 from samestep.recipes.models.seq2seq import END, PAD, START
@@ -165,13 +166,13 @@ def divide(pairs: list[Pair], num_held_out: int | None) -> tuple[list[Pair], lis
 def load_or_train(texts: Sequence[list[str]], size: int, directory: Path) -> list[Tokenizer]:
     """Return the tokenizers of both languages: from their files if the texts are the same, else trained."""
     files, mark = [directory / "source.json", directory / "target.json"], directory / "trained_on"
-    trained_on = hashlib.sha256(json.dumps([texts, size]).encode()).hexdigest()
-    if mark.exists() and mark.read_text() == trained_on:
-        return [Tokenizer(file.read_text()) for file in files]
+    trained_on = hashlib.sha256(json.dumps([texts, size]).encode()).hexdigest().encode()
+    if mark.exists() and read_bytes(mark) == trained_on:
+        return [Tokenizer(read_bytes(file).decode()) for file in files]
     directory.mkdir(exist_ok=True)
     mark.unlink(missing_ok=True)
     found = [Tokenizer.train(sentences, size) for sentences in texts]
     for file, tokenizer in zip(files, found, strict=True):
-        file.write_text(tokenizer.text)
-    mark.write_text(trained_on)
+        replace_file(file, tokenizer.text.encode())
+    replace_file(mark, trained_on)
     return found

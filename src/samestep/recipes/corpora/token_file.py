@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from samestep.errors import Error, InvalidValue
-from samestep.files import fits, is_count, is_text, parse_json, read_bytes
+from samestep.files import fits, is_count, is_text, open_regular, parse_json, read_bytes, replace_file
 from samestep.recipes.corpora.text_tokenizer import BYTES, Tokenizer
 from samestep.sources.token_windows import Tokens, TokenWindows
 
@@ -146,7 +146,7 @@ def write_corpus(directory: Path, tokenizer: Tokenizer, documents: Iterable[Iter
     """
     dtype = np.dtype(np.uint16 if tokenizer.vocabulary_size <= 1 << 16 else np.uint32)
     num_tokens = num_documents = 0
-    with open(directory / TOKENS, "xb") as file:
+    with open(directory / TOKENS, "xb", opener=open_regular) as file:
         _write_header(file, dtype, 0)
         for pieces in documents:
             before = num_tokens
@@ -168,8 +168,8 @@ def write_corpus(directory: Path, tokenizer: Tokenizer, documents: Iterable[Iter
         "sha256": hash_file(directory / TOKENS),
     }  # fmt: skip
     if tokenizer.definition:
-        (directory / DEFINITION).write_bytes(tokenizer.definition)
-    (directory / DESCRIPTION).write_text(json.dumps(described, indent=1) + "\n")
+        replace_file(directory / DEFINITION, tokenizer.definition)
+    replace_file(directory / DESCRIPTION, json.dumps(described, indent=1).encode() + b"\n")
     return described
 
 
