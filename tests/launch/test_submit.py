@@ -297,6 +297,7 @@ def test_manifest(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert pods["podFailurePolicy"]["rules"][0]["onExitCodes"] == {"operator": "In", "values": [75]}
     pod = pods["template"]["spec"]
     assert pod["terminationGracePeriodSeconds"] == 330
+    assert pod["securityContext"]["fsGroup"] > 0, "the image's user, who is not root, can write on the claim"
     (container,) = pod["containers"]
     assert container["image"] == "ghcr.io/me/train:1"
     assert container["resources"] == {"requests": {"cpu": 32}, "limits": {"nvidia.com/gpu": 8}}

@@ -14,6 +14,7 @@ from samestep.world.environment import SECRET, START_AGAIN
 
 GROUP = "node"  # the only group of pods
 MOST_NAME = 63 - len(f"-{GROUP}-0-0000")  # longest name that leaves room for a pod's host name
+USERS_GROUP = 10001  # that of the Dockerfile's user
 SPARE_S = 30  # for the launcher, in addition to the grace time of its ranks
 MAX_RESTARTS = 3  # default
 WAIT = 'until getent hosts {host}; do sleep 1; done; exec "$@"'  # DNS knows the name a while after the start
@@ -62,6 +63,8 @@ def build_manifest(job: Job) -> dict[str, Any]:
     pod = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": job.grace_s + SPARE_S,
+        # So that a user other than root, as of the Dockerfile's image, can write on the claim.
+        "securityContext": {"fsGroup": USERS_GROUP, "fsGroupChangePolicy": "OnRootMismatch"},
         "containers": [container],
         "volumes": volumes,
     }
