@@ -112,8 +112,28 @@ def test_pages(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         pytest.skip(f"all of {page.name} ran but {', '.join(words)}: make test-adapters runs them")
 
 
+def test_the_script_of_the_readme_survives_a_second_start(tmp_path: Path) -> None:
+    """Its loop has no step left then, so that `epoch` and `step` are not set after it."""
+    write_scripts(ROOT / "README.md", tmp_path)
+    said = [run_command("python train.py", tmp_path) for _ in range(2)]
+    assert "nothing left to do" in said[1]
+    assert all("trained for 320 steps, over all starts\n" in output for output in said)
+
+
 @pytest.mark.soak
-@pytest.mark.parametrize("script", ["averaged.py", "penalty.py", "memory.py", "curriculum.py"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        "averaged.py",
+        "penalty.py",
+        "memory.py",
+        "curriculum.py",
+        "contrastive.py",
+        "growing.py",
+        "rollouts.py",
+        "actnorm.py",
+    ],
+)
 def test_techniques_are_the_same_on_two_ranks(script: str, tmp_path: Path) -> None:
     write_scripts(DOCS / "techniques.md", tmp_path)
     run_dir = f"runs/{script.removesuffix('.py')}"

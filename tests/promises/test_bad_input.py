@@ -149,6 +149,24 @@ def test_another_run(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"x", "x-2"}
 
 
+def test_more_ranks_than_the_run_can_ever_have(tmp_path: Path) -> None:
+    """The first start says how many these are. The error of a later one proposes nothing that is refused, too."""
+    run_dir = tmp_path / "x"
+    sizes = ["--batch-size", "8", "--micro-batch-size", "8"]
+    first = check(launch("nothing", run_dir, 1, *sizes))
+    assert "on 1 rank; no more ranks can share this run (for more, begin it with a smaller micro_batch" in first.stdout
+    before = look(run_dir)
+    assert_refused(
+        launch("nothing", run_dir, 2, *sizes),
+        f"the run in {run_dir} began with batch_size 8 and micro_batch_size 8, on which its bits depend",
+        "so it can have at most 1 rank, not 2: continue it on 1, or begin a run beside it",
+        "that 2 ranks can share, with --fresh --micro-batch-size 4$",
+    )
+    assert look(run_dir) == before
+    check(launch("nothing", run_dir, 2, *sizes, "--fresh", "--micro-batch-size", "4"))
+    assert look(run_dir) == before
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_another_model_and_other_data(tmp_path: Path, num_ranks: int) -> None:
     """Differences that are found in run.prepare and run.epochs. A crashed run has rows that must stay."""

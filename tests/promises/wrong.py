@@ -297,7 +297,8 @@ IN_MICRO_BATCHES: dict[str, Mistake] = {
     "a step within itself": in_loop(
         r"step 0 is iterated over inside its own loop", body=lambda t, x, y: list(t.step)),
     "micro-batches listed": in_loop(
-        r"step\.backward was called outside the micro-batch loop", do=list_micro_batches),
+        r"all micro-batches of step 0 were taken at once, as by list\(step\), .*: call it for each in `for batch",
+        do=list_micro_batches),
     "an epoch's steps unpacked": in_loop(
         r"a step was unpacked like a batch: loop over it first, `for batch in step`", micro_batch_size=4,
         do=lambda t: [x + y for epoch in t.run.epochs(Pairs(), 2) for x, y in epoch]),
@@ -363,7 +364,7 @@ LOSSES: dict[str, Mistake] = {
         model=lambda: nn.Embedding(10, 4, sparse=True),
         optimizer=torch.optim.SparseAdam),
     "weights changed by the forward": in_loop(
-        r"model\.0\.weight was changed inside the micro-batch loop .*: change weights",
+        r"model\.0\.weight was changed inside the micro-batch loop .*: change weights .* \(ActNorm\), run one forward",
         model=lambda: nn.Sequential(nn.Embedding(10, 4, max_norm=0.1), nn.Linear(4, 1)),
         body=lambda t, x, y: learn(t, x[:, 0].abs().long(), y)),
     "weights given other data in the forward": in_loop(

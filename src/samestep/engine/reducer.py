@@ -361,7 +361,8 @@ class Reducer:
                 raise UsageError(
                     f"{name} was changed inside the micro-batch loop (by the model's forward, as nn.Embedding(max_norm="
                     "...) does, or by assigning .data?), so that the gradient depends on the rank: change "
-                    "weights after the loop"
+                    "weights after the loop; if it is a data-dependent initialization (ActNorm), run one forward pass "
+                    "after run.prepare, before the loop"
                 )
             if before[1] != now[1]:
                 raise UsageError(

@@ -137,11 +137,7 @@ def check_numbers(
     if world_size > num_micro_batches:
         ranks = "1 rank" if num_micro_batches == 1 else f"1 to {num_micro_batches} ranks"
         micro_batches = "1 micro-batch" if num_micro_batches == 1 else f"{num_micro_batches} micro-batches"
-        if world_size <= batch_size:
-            size = max(size for size in _divisors(batch_size) if batch_size // size >= world_size)
-            given = {"micro_batch_size": size}
-        else:
-            given = {"batch_size": world_size * micro_batch_size, "micro_batch_size": micro_batch_size}
+        given = find_sizes(batch_size, micro_batch_size, world_size)
         remedy = ", ".join(f"{name}={size}" for name, size in given.items())
         if advise is not None:
             remedy = f"{advise(**given)} (in the script, {remedy})"
@@ -149,6 +145,13 @@ def check_numbers(
             f"{world_size} ranks cannot share a step of {micro_batches} (batch_size {batch_size}, micro_batch_size "
             f"{micro_batch_size}): start {ranks}, or give {remedy}"
         )
+
+
+def find_sizes(batch_size: int, micro_batch_size: int, world_size: int) -> dict[str, int]:
+    """Return arguments of a run whose step so many ranks can share: a smaller micro-batch, or else a larger batch."""
+    if world_size > batch_size:
+        return {"batch_size": world_size * micro_batch_size, "micro_batch_size": micro_batch_size}
+    return {"micro_batch_size": max(size for size in _divisors(batch_size) if batch_size // size >= world_size)}
 
 
 def default_micro_batch_size(batch_size: int) -> int:
@@ -184,20 +187,27 @@ def rank_range(n: int, world_size: int, rank: int) -> range:
     return range(lo - (lo - hi) * rank // world_size, lo - (lo - hi) * (rank + 1) // world_size)
 
 
-def describe(n: int, world_size: int, micro_batch_size: int = LEAST_SAMPLES) -> str:
+def describe(n: int, world_size: int, micro_batch_size: int | None = None) -> str:
     """Describe how n micro-batches are divided among the ranks: `16 micro-batches on 3 ranks: 6+5+5, 89 % busy`.
 
     "busy" is the mean share of a step's computing time in which a rank computes, if all micro-batches take equally
-    long. Above 8 ranks, the shares are abbreviated. On one rank, the text advises against a `micro_batch_size` below
-    `LEAST_SAMPLES`, which slows small models down.
+    long. Above 8 ranks, the shares are abbreviated.
+
+    Args:
+        micro_batch_size: of a run that begins on one rank. The text says how many ranks it can have later, and advises
+            against a size below `LEAST_SAMPLES`, which slows small models down.
     """
     shares = [len(rank_range(n, world_size, rank)) for rank in range(world_size)]
     micro_batches = f"{n} micro-batch{'es' if n != 1 else ''}"
     if world_size == 1:
+        if micro_batch_size is None:
+            return f"{micro_batches} on 1 rank"
+        room = "no more ranks can share this run" if n == 1 else f"up to {n} ranks can share this run"
+        way = "larger batch_size" if micro_batch_size == 1 else "smaller micro_batch_size"
         small = n > 1 and micro_batch_size < LEAST_SAMPLES
-        advice = " (if a sample takes little time, a larger micro_batch_size is faster)"
-        size = f" of {_samples(micro_batch_size)}" if small else ""
-        return f"{micro_batches}{size} on 1 rank{advice if small else ''}"
+        advice = "; if a sample takes little time, a larger micro_batch_size is faster" if small else ""
+        size = _samples(micro_batch_size)
+        return f"{micro_batches} of {size} on 1 rank; {room} (for more, begin it with a {way}{advice})"
     if world_size <= 8:
         listed = "+".join(map(str, shares))
     elif min(shares) == max(shares):

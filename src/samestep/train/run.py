@@ -16,7 +16,7 @@ from samestep.data.pools import Pools
 from samestep.engine.gradient_pass import GradientPass
 from samestep.engine.precision import build_precision
 from samestep.errors import Error, InvalidValue, UsageError
-from samestep.plan.schedule import LEAST_SAMPLES, describe
+from samestep.plan.schedule import describe
 from samestep.plan.seeds import derive
 from samestep.snapshot.serialization import encode
 from samestep.snapshot.snapshotter import Snapshotter
@@ -691,7 +691,7 @@ class Run:
         if self.rank == 0:
             self._trackers.start(replace(self._about, resumed_step=self.steps_done))
         if not place.is_further:
-            size = LEAST_SAMPLES if self._resumed else self.micro_batch_size  # a run that goes on keeps its own
+            size = None if self._resumed else self.micro_batch_size
             self._say(describe(self.batch_size // self.micro_batch_size, self.world_size, size) + self._resumed)
         if self._stopping.ending and self._resumed and not place.is_further:
             self._say(f"nothing left to do in this loop: {loop.explain_end()}, or begin anew with {advise(fresh=True)}")

@@ -23,6 +23,8 @@ from samestep.train.context import RunContext
 from samestep.train.position import Position
 from samestep.train.step_log import StepLog, Value, average_batch, collect_values, read_number
 
+LOOPS = ("FOR_ITER", "SEND", "YIELD_VALUE")  # instructions that take one item after the other
+
 
 class StepObserver:
     """Base class of the observers of a run's steps. Every event does nothing by default.
@@ -183,6 +185,7 @@ class Step:
         self.averages: dict[str, tuple[Value, float]] = {}
         self.checksums: list[tuple[Callable[[], int], bool]] = []
         self.open = self.is_over = self.has_gradients = self._is_left = self._is_probe = False
+        self._is_taken_at_once = False
         self.is_skipped = True
 
     @property
@@ -266,6 +269,12 @@ class Step:
             yield from self._rehearse(probe)
         for v in (*self.borrowed, *self._start()):
             yield from self.compute(v, self._load(v))
+        if self._is_taken_at_once and self.held:
+            raise UsageError(
+                f"all micro-batches of step {self.number} were taken at once, as by list(step), and without a "
+                "step.backward: call it for each in `for batch in step`; for another pass over the same micro-batches, "
+                "loop over the step once more"
+            )
         report = self._exchange()
         for settle in self._on.settlers:
             yield from settle(self, report)
@@ -292,8 +301,11 @@ class Step:
         return derive(seed, purpose, step=self.number, pass_=self.num_passes, micro_batch=v)
 
     def _begin_pass(self) -> None:
-        if self.num_passes == 0 and self.number == self._position.began_step:
-            refuse_unpacking(sys._getframe(2), "a step", "for batch in step")
+        if self.number == self._position.began_step:
+            frame = sys._getframe(2)
+            if self.num_passes == 0:
+                refuse_unpacking(frame, "a step", "for batch in step")
+            self._is_taken_at_once = find_operation(frame) not in LOOPS
         self.check_not_left()
         if self.is_over:
             raise UsageError(f"step {self.number} is over, since step {self._position.steps_done} has begun")
@@ -420,6 +432,7 @@ class Step:
             >>> model.weight.grad.item()
             1.0
         """
+        self._is_taken_at_once = False
         self._on.backward(self, loss, weight, model)
         if self._is_probe:
             return
@@ -461,9 +474,14 @@ class Step:
                 self.averages[name] = (value, self.num_samples)
 
 
+def find_operation(frame: FrameType) -> str:
+    """Return the name of the bytecode instruction that `frame` executes."""
+    return dis.opname[frame.f_code.co_code[frame.f_lasti]]
+
+
 def refuse_unpacking(frame: FrameType, what: str, instead: str) -> None:
     """Raise Error if the current line of `frame` assigns to several names, as `for x, y in epoch` does."""
-    if dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("UNPACK"):
+    if find_operation(frame).startswith("UNPACK"):
         raise UsageError(
             f"{what} was unpacked like a batch: loop over it first, `{instead}`; the loops are run.epochs() (or "
             "run.steps()), `for step in epoch`, and `for x, y in step`"
