@@ -117,8 +117,15 @@ UNPOOL = (
          ["the thread count changed: torch computed with 1 and with 3 threads, the run's number is 1"]),
         # Code that reads the rank, and a counter in each model.
         ({"in_micro_batch": "x = x * (1 + run.world_size)"},
-         ["the script reads its rank or the world size in planted.py:", "(run.world_size)"]),
+         ["the number of ranks, and training depends on it (run.world_size in planted.py:"]),
+        ({"top": "import os", "before": "scale = 1 + int(os.environ.get('RANK', 0)) + int(os.getenv('WORLD_SIZE', 1))",
+          "in_micro_batch": "x = x * scale"},
+         ["depends on it (os.environ['RANK'] in planted.py:", "os.environ['WORLD_SIZE'] in planted.py:"]),
         ({"in_model": "self.calls = 0", "in_forward": "self.calls += 1; x = x * self.calls"},
+         ["the same inputs of micro-batch 2 give a different loss: state is kept from one micro-batch to the next"]),
+        ({"top": "import os, torch.distributed as dist", "in_model": "self.calls = 0",
+          "in_forward": "self.calls += 1; x = x * self.calls",
+          "in_step": "os.environ.get('RANK'); run.rank; dist.is_initialized() and dist.get_rank()"},
          ["the same inputs of micro-batch 2 give a different loss: state is kept from one micro-batch to the next"]),
         ({"arguments": ", reduction='fast', bucket_cap_mb=1e-6"}, ["reduction='fast' adds in a different order"]),
     ]),
@@ -210,7 +217,7 @@ def test_harmless_uses_are_no_cause(verify: Any) -> None:
         ("class Noise:\n    rng = random.Random(3)\n    def __call__(self): return self.rng.random()\nnoise = Noise()",
          "lib.noise.Noise.rng (Random) draws in the steps"),
         ("def noise(): return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0",
-         "the script reads its rank or the world size in noise.py:2 (torch.distributed.get_rank)"),
+         "and training depends on it (torch.distributed.get_rank in noise.py:2)"),
     ]),
 )  # fmt: skip
 def test_modules_of_the_scripts_own_are_looked_into(verify: Any, tmp_path: Path, module: str, words: str) -> None:

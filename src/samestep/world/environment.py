@@ -7,7 +7,7 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
@@ -340,6 +340,13 @@ def _read_own_file(name: str) -> int | None:
 def child_variables() -> dict[str, str]:
     """Return a copy of this process's environment, to extend for the processes that it starts."""
     return dict(os.environ)
+
+
+def intercept_reads(read: Callable[[str, str], str]) -> None:
+    """Make `os.environ[name]`, and what uses it, return `read(name, value)` in this process and its forks."""
+    kind: Any = type(os.environ)
+    get_item = kind.__getitem__
+    kind.__getitem__ = lambda variables, name: read(name, get_item(variables, name))
 
 
 def set_hook(module: str) -> None:

@@ -4,11 +4,18 @@ import ast
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard
+from typing import TYPE_CHECKING
 
 from samestep.files import read_bytes
-from samestep.tools.verify.experiments import MAX_NAMED, RunAgain, find_operator, find_sources, read_twice
-from samestep.tools.verify.fixed import CLOCK, ENTROPY, HASH
+from samestep.tools.verify.experiments import (
+    RunAgain,
+    find_operator,
+    find_rank_reads,
+    find_sources,
+    name_rank_reads,
+    read_twice,
+)
+from samestep.tools.verify.fixed import CLOCK, ENTROPY, HASH, RANK
 from samestep.tools.verify.traces import Difference, Traced, name_tensor
 
 if TYPE_CHECKING:
@@ -19,13 +26,16 @@ RANK_NAMES = {"rank", "local_rank", "world_size", "get_rank", "get_world_size", 
 RANK_VARIABLES = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
 
 
-def explain(one: Traced, other: Traced, difference: Difference, *, is_resumed: bool, run_again: RunAgain) -> list[str]:
+def explain(
+    one: Traced, other: Traced, difference: Difference, *, is_resumed: bool, run_again: RunAgain, run_other: RunAgain
+) -> list[str]:
     """Return the likely causes, the most likely first.
 
     Args:
         one: the reference run.
         other: the run that differs: on the same number of ranks, on another number, or resumed.
         run_again: runs the script again, on as many ranks as the reference, up to the difference.
+        run_other: as `run_again`, on as many ranks as the run that differs.
     """
     is_other_size = one.settings["world_size"] != other.settings["world_size"]
     causes = _find_settings(one, other)
@@ -47,7 +57,7 @@ def explain(one: Traced, other: Traced, difference: Difference, *, is_resumed: b
             f"the script keeps from step to step{which} is in no snapshot; pass it to run.prepare, or use run.state"
         )
         return causes
-    return causes + _explain_ranks(one, difference, known=bool(causes))
+    return causes + ([] if causes else _explain_ranks(one, difference, run_again, run_other))
 
 
 def _explain_generators(moved: str) -> str:
@@ -135,18 +145,14 @@ def _explain_unrepeatable(difference: Difference, moved: str, run_again: RunAgai
     ]
 
 
-def _explain_ranks(one: Traced, difference: Difference, *, known: bool) -> list[str]:
-    causes = []
-    readers = find_rank_readers(one.settings["files"])
+def _explain_ranks(one: Traced, difference: Difference, run_again: RunAgain, run_other: RunAgain) -> list[str]:
     if difference.what == "state" and difference.tensor in one.settings["buffers"]:
-        causes.append(
+        return [
             f"{name_tensor(difference.tensor or '')} is a buffer that depends on the number of ranks: its value "
             "must come from the whole step (step.num_samples, step.loss), not from this rank's micro-batches"
-        )
-    if readers and not known:
-        causes.append(f"the script reads its rank or the world size in {readers}: training must not depend on these")
-    if causes or known:
-        return causes
+        ]
+    if reads_rank(one.settings["files"]) and (places := find_rank_reads(run_again, run_other)):
+        return [_describe_reads(places)]
     where = {
         "losses": f"the same inputs of {difference.name} give a different loss",
         "gradient": f"the same losses give a different gradient of {difference.name}",
@@ -159,32 +165,45 @@ def _explain_ranks(one: Traced, difference: Difference, *, known: bool) -> list[
     ]
 
 
-def find_rank_readers(files: Iterable[str]) -> str:
-    """Return where a rank or the number of ranks is read, such as "train.py:31 (run.rank)"; "" if nowhere."""
-    found = []
+def _describe_reads(places: str) -> str:
+    return (
+        f"the script reads its rank or the number of ranks, and training depends on it ({places}): with fixed values, "
+        "the runs are the same; derive values from step.number and the samples"
+    )
+
+
+def reads_rank(files: Iterable[str]) -> bool:
+    """Return whether source files contain an expression that reads a rank or the number of ranks."""
     for file in map(Path, files):
         with suppress(OSError, ValueError, SyntaxError):
-            for node in ast.walk(ast.parse(read_bytes(file, is_given=True))):
-                if _reads_rank(node):
-                    found.append(f"{file.name}:{node.lineno} ({ast.unparse(node)[:60]})")
-    more = f" and {len(found) - MAX_NAMED} more" if len(found) > MAX_NAMED else ""
-    return ", ".join(found[:MAX_NAMED]) + more
+            if any(map(_reads_rank, ast.walk(ast.parse(read_bytes(file, is_given=True))))):
+                return True
+    return False
 
 
-def _reads_rank(node: ast.AST) -> TypeGuard[ast.expr]:
+def _reads_rank(node: ast.AST) -> bool:
     if isinstance(node, ast.Attribute):
         return node.attr in RANK_NAMES and isinstance(node.ctx, ast.Load)
     return isinstance(node, ast.Constant) and node.value in RANK_VARIABLES
 
 
-def explain_drift(one: Traced, output: str) -> list[str]:
-    """Find out why the models of the ranks differ, if the run ended because of that."""
-    if "hold the same model" not in output and "a different model than" not in output:
+def explain_drift(one: Traced, output: str, run_other: RunAgain) -> list[str]:
+    """Find out why the models of the ranks differ, if the run ended because of that.
+
+    Args:
+        run_other: runs the script again, on as many ranks as that run.
+    """
+    if not _has_drifted(output):
         return []
-    readers = find_rank_readers(one.settings["files"])
-    if readers:
-        return [f"  likely: the script reads its rank in {readers}: training must not depend on it"]
+    if reads_rank(one.settings["files"]):
+        fixed = run_other(fixed=[RANK])
+        if not _has_drifted(fixed.output) and (places := name_rank_reads(fixed)):
+            return [f"  likely: {_describe_reads(places)}"]
     return ["  likely: a rank changes the model by its own values: updates must depend only on the gradient"]
+
+
+def _has_drifted(output: str) -> bool:
+    return "hold the same model" in output or "a different model than" in output
 
 
 def measure_difference(one: Path, other: Path, name: str) -> str:

@@ -274,7 +274,9 @@ class _Verification:
         if outcome.code:
             result = f"exit code {outcome.code}"
             self._lines += [f"{where} it ends with {result}:", outcome.last_words]
-            self._lines += explain_drift(self._reference.trace, outcome.output)
+            self._lines += explain_drift(
+                self._reference.trace, outcome.output, partial(self._trials.run, outcome.world_size)
+            )
             self._is_same = False
             return result
         # A run that is resumed after its last step has no further one.
@@ -305,8 +307,13 @@ class _Verification:
         elif difference.what in ("value", "loss"):
             name = name_tensor(difference.name) or "the loss"
             self._lines.append(f"  first: {name}, {difference.values[0]} and {difference.values[1]}")
-        run_again = partial(self._trials.run, reference.world_size, num_steps=difference.step + 1)
-        causes = explain(reference.trace, outcome.trace, difference, is_resumed=outcome.is_resumed, run_again=run_again)
+        run_again, run_other = (
+            partial(self._trials.run, run.world_size, num_steps=difference.step + 1) for run in (reference, outcome)
+        )
+        causes = explain(
+            reference.trace, outcome.trace, difference,
+            is_resumed=outcome.is_resumed, run_again=run_again, run_other=run_other,
+        )  # fmt: skip
         self._lines += [f"  likely: {cause}" for cause in causes]
 
     def _measure(self, outcome: Outcome, step: int, name: str) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from samestep.files import parse_json, read_text
-from samestep.tools.verify.fixed import CLOCK, ENTROPY, HASH, PLACES
+from samestep.tools.verify.fixed import CLOCK, ENTROPY, HASH, PLACES, RANK
 from samestep.tools.verify.traces import find_difference
 from samestep.tools.verify.trials import Outcome
 
@@ -37,6 +37,24 @@ def find_sources(run_again: RunAgain) -> dict[str, str]:
     places = _read_places(first.place / PLACES)
     free = [kind for kind in (CLOCK, ENTROPY, HASH) if kind == HASH or kind in places]
     return {kind: places.get(kind, "") for kind in free if not _are_same(first, run_without(kind))}
+
+
+def find_rank_reads(run_again: RunAgain, run_other: RunAgain) -> str | None:
+    """Run the script on both numbers of ranks, where it reads rank 0 of 1 everywhere.
+
+    Args:
+        run_other: runs the script on the number of ranks at which it differs.
+
+    Returns:
+        The places in the script that read a rank or a number of ranks; None if the runs differ nevertheless.
+    """
+    one, other = run_again(fixed=[RANK]), run_other(fixed=[RANK])
+    return name_rank_reads(other) if _are_same(one, other) else None
+
+
+def name_rank_reads(outcome: Outcome) -> str:
+    """Return the places in the script that have read a rank or a number of ranks in a run with fixed ones."""
+    return _read_places(outcome.place / PLACES).get(RANK, "")
 
 
 def find_operator(run_again: RunAgain) -> str | None:

@@ -1,4 +1,4 @@
-"""Replaces the script's clock, and the entropy that seeds its generators, by values that are equal in every run.
+"""Replaces the script's clock, the entropy that seeds its generators, and its rank by values that are always equal.
 
 `samestep verify` runs this in each rank of a run that searches for a cause. Only calls from the script's own files get
 the fixed values, and the calling lines are recorded. torch, samestep and other libraries need the real clock for their
@@ -14,15 +14,25 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from samestep.files import open_regular
+from samestep.world.environment import intercept_reads
 
-CLOCK, ENTROPY, HASH = "clock", "entropy", "hash"
+CLOCK, ENTROPY, HASH, RANK = "clock", "entropy", "hash", "rank"
 START_S = 1_700_000_000
 CLOCKS = ("time", "monotonic", "perf_counter", "process_time")  # and each with _ns
-PASSED_THROUGH = (__name__, "random", "uuid", "secrets")  # modules that call on behalf of the script
+RANK_VALUES = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1}
+PASSED_THROUGH = (
+    __name__,
+    intercept_reads.__module__,
+    "random",
+    "uuid",
+    "secrets",
+)  # modules that call on behalf of the script
 PLACES = "sources"
 
 
@@ -70,6 +80,8 @@ def begin(options: dict[str, Any]) -> None:
         _fix_clock(Source(CLOCK, directory))
     if ENTROPY in options["fixed"]:
         _fix_entropy(Source(ENTROPY, directory))
+    if RANK in options["fixed"]:
+        _fix_rank(Source(RANK, directory))
 
 
 def _fix_clock(source: Source) -> None:
@@ -129,3 +141,39 @@ def _fix_entropy(source: Source) -> None:
     random.Random.seed = fixed_seed  # type: ignore[method-assign]
     random.seed = random._inst.seed
     numpy_bits.randbits = fixed_randbits  # type: ignore[attr-defined]
+
+
+def _fix_rank(source: Source) -> None:
+    import torch.distributed as dist
+
+    def wrap(name: str, value: int, real: Callable[..., Any]) -> Callable[..., Any]:
+        def read(*args: Any, **options: Any) -> Any:
+            return real(*args, **options) if source.ask(name) is None else value
+
+        return read
+
+    def read_attribute(run: Any, name: str, value: int) -> Any:
+        return vars(run)[name] if source.ask(f"run.{name}") is None else value
+
+    def set_attribute(run: Any, own: Any, name: str) -> None:
+        vars(run)[name] = own
+
+    run = resolve_name("samestep:Run")  # as the script gets it: tools do not import train
+    for name in ("rank", "local_rank", "world_size"):
+        value = RANK_VALUES[name.upper()]
+        setattr(
+            run,
+            name,
+            property(partial(read_attribute, name=name, value=value), partial(set_attribute, name=name)),
+        )
+    for name in ("rank", "world_size"):
+        function = f"get_{name}"
+        setattr(
+            dist, function, wrap(f"torch.distributed.{function}", RANK_VALUES[name.upper()], getattr(dist, function))
+        )
+
+    def read_variable(name: str, own: str) -> str:
+        value = RANK_VALUES.get(name)
+        return own if value is None or source.ask(f"os.environ[{name!r}]") is None else str(value)
+
+    intercept_reads(read_variable)
