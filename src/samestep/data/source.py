@@ -129,8 +129,10 @@ def mark_shards(dataset: Any, before: Sequence[Mark]) -> list[Mark]:
     except TypeError:
         is_list = False
     if not is_list:
-        what = f"{type(dataset).__name__}.shard_files must be a list with the path of each shard's file"
-        raise InvalidType(f"{what}, not {given!r:.100}")
+        raise InvalidType(
+            f"{type(dataset).__name__}.shard_files must be a list with the path of each shard's file, "
+            f"not {given!r:.100}"
+        )
     if files and len(files) != len(dataset.shards):
         name, count = type(dataset).__name__, len(dataset.shards)
         raise InvalidValue(f"{name} has {count} shards and {len(files)} shard_files: give the file of each shard")

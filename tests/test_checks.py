@@ -1,0 +1,74 @@
+"""docs/checks.md lists all checks of a user's program: each error and warning in the source has a row."""
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "samestep"
+# What a script's calls, data, models and optimizers go through. Other modules check files, options and hosts.
+SCANNED = ("plan", "data", "engine", "train", "snapshot/inspection.py", "snapshot/snapshotter.py")
+ERRORS = {"Error", "InvalidType", "InvalidValue", "RunDirectoryError", "UsageError"}
+# Functions that build a message -> the module that has them.
+BUILDERS = {"explain_drift": "watch/replica_checksums.py", "explain": "data/sample_errors.py"}
+# Variables with a message of another place: that the last snapshot was not written, and what a stuck worker means.
+NO_CHECKS = {"failure", "sentence"}
+
+
+def read_text(node: ast.AST) -> str:
+    """The literal parts of a string, and {} for the others."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values)
+    return ""
+
+
+@cache
+def read_builder(name: str) -> str:
+    tree = ast.parse((SOURCE / BUILDERS[name]).read_text())
+    function = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == name)
+    return " ".join(read_text(node) for node in ast.walk(function))
+
+
+def find_messages() -> Iterator[tuple[str, str]]:
+    """Yield the place and the text of each error, and of the beginning of each warning."""
+    for entry in SCANNED:
+        path = SOURCE / entry
+        for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args):
+                    continue
+                place, first = f"{file.relative_to(SOURCE)}:{node.lineno}", node.args[0]
+                if node.func.id == "warn":
+                    yield place, next(read_text(each.value) for each in node.keywords if each.arg == "start")
+                elif node.func.id in ERRORS and isinstance(first, ast.Call) and isinstance(first.func, ast.Name):
+                    yield place, read_builder(first.func.id)
+                elif node.func.id in ERRORS and not (isinstance(first, ast.Name) and first.id in NO_CHECKS):
+                    yield place, read_text(first)
+
+
+def read_rows() -> set[str]:
+    """The quoted parts of messages in the first column of the page's tables."""
+    rows = re.findall(r"^\| (`.*?) \|", (ROOT / "docs" / "checks.md").read_text(), re.MULTILINE)
+    return {part for row in rows for part in re.findall(r"`` (.+?) ``|`([^`]+)`", row) for part in part if part}
+
+
+def test_the_page_lists_every_check() -> None:
+    messages, rows = [*find_messages()], read_rows()
+    assert len(messages) > 100
+    assert [f"{place}: {text}" for place, text in messages if not any(row in text for row in rows)] == []
+    assert [row for row in rows if not any(row in text for _, text in messages)] == [], "no check has this message"
+
+
+def test_each_warning_names_how_to_hide_it() -> None:
+    """A filter's message is compared with the beginning, and PYTHONWARNINGS is split at commas and colons."""
+    trees = [ast.parse(file.read_text()) for file in SOURCE.rglob("*.py")]
+    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    starts = {read_text(each.value) for call in calls for each in call.keywords if ast.unparse(call.func) == "warn"}
+    page = (ROOT / "docs" / "checks.md").read_text()
+    rows = re.findall(r"^\| `(.*?)` \|", page.partition("## The loop")[0], re.MULTILINE)
+    assert sorted(starts) == sorted(rows)
+    assert not any(set(",:") & {*row} for row in rows)
