@@ -111,10 +111,12 @@ def test_the_listing(run: Path, inspect: Inspect) -> None:
     assert re.search(r"^  6 +best +\d+ B +\d s +sound$", out, re.M)
     assert re.search(r"^  6 .* state.json has 3 bytes, not \d+$", out, re.M)
     assert re.search(r"^  loss +0.25 +6$", out, re.M)
+    assert "tensors.safetensors is damaged" in out.splitlines()[-1]
+    assert out.splitlines()[-1].startswith("the check failed: 2 of 3 snapshots are damaged (")
     code, out = inspect("--step", "best", "--check")
     assert code == 0
     assert "state.json has" not in out
-    assert "sound" in out
+    assert out.endswith("\nthe check passed: 1 snapshot read, and sound\n")
 
 
 def test_the_quick_listing_goes_by_manifests_and_sizes(run: Path, inspect: Inspect) -> None:
@@ -270,6 +272,16 @@ def test_two_runs_are_compared(tmp_path: Path, capsys: Any) -> None:
     assert run_diff([a, b]) == 1
     said = f"\nstep 1 is the first that differs: the loss is 0.5 in {a} and 0.25 in {b}\n"
     assert said in capsys.readouterr().out
+    (Path(b) / "ledger.bin").write_bytes(first.pack())
+    assert run_diff([a, b]) == 1, "the snapshots differ"
+    shutil.rmtree(Path(b) / "snapshots")
+    for status, missing in (
+        ({}, f"{b} has no step 1"),
+        ({"steps": 2}, f"the ledger of {b} was truncated: it lacks step 1"),
+    ):
+        (Path(b) / "status.json").write_text(json.dumps(status))
+        assert run_diff([a, b]) == 0
+        assert f"identical in all 1 common steps; there is no common snapshot; {missing}" in capsys.readouterr().out
     (Path(b) / "ledger.bin").write_bytes(b"")
     with pytest.raises(Error, match="b has no step yet: there is nothing to compare"):
         run_diff([a, b])

@@ -92,6 +92,7 @@ def describe_run(run: Path, rows: Sequence[Mapping[str, Any]] | None = None) -> 
         "name": run.name,
         "status": status.get("status", "not begun"),
         "steps": count_records(run / LEDGER),
+        "done_steps": status.get("steps", 0),
         "snapshot": sound[-1].step if sound else None,
         "digest": sound[-1].manifest.get("digest") if sound else None,
         "best": next((each.step for each in sound if each.name == BEST), None),
@@ -187,8 +188,31 @@ def compare_runs(one: str, other: str, *, is_json: bool) -> int:
             if num_snapshots
             else "; there is no common snapshot"
         )
-        print(f"identical in all {common} common steps{state}")
+        counts = [(each["steps"], each["done_steps"]) for each in described]
+        print("; ".join([f"identical in all {common} common steps{state}", *list_missing((one, other), counts)]))
     return 0 if is_same else 1
+
+
+def list_missing(names: Sequence[str], counts: Sequence[tuple[int, int]]) -> list[str]:
+    """Describe the steps that are compared with nothing, because one of several runs has no record of them.
+
+    Args:
+        counts: for each run, its steps in the ledger, and those after which its loop has ended; 0 if it has not.
+
+    Example::
+
+        >>> list_missing(["a", "b", "c"], [(20, 20), (12, 20), (19, 0)])
+        ['the ledger of b was truncated: it lacks steps 12 to 19', 'c has no step 19']
+    """
+    most, found = max(max(pair) for pair in counts), []
+    for name, (num_steps, num_done) in zip(names, counts, strict=True):
+        which = f"step{'s' if most - num_steps > 1 else ''} {num_steps}"
+        which += f" to {most - 1}" if most - num_steps > 1 else ""
+        if num_steps < num_done:
+            found.append(f"the ledger of {name} was truncated: it lacks {which}")
+        elif num_steps < most:
+            found.append(f"{name} has no {which}")
+    return found
 
 
 def explain_numbers(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:

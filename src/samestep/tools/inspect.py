@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from samestep.console import describe_age, describe_size, escape, list_values, print_table, to_text
+from samestep.console import describe_age, describe_size, escape, format_count, list_values, print_table, to_text
 from samestep.errors import Error
 from samestep.snapshot.manifest import find_damage
 from samestep.snapshot.object_store import find_snapshot, open_run, read_run
@@ -136,7 +136,20 @@ def _show_run(directory: Path, options: argparse.Namespace, record: Mapping[str,
                 print_table(title, header, rows)
         if status.get("lost"):
             print(escape(f"when the run ended, {status['lost']}"))
+        if options.check:
+            print(escape(_conclude(snapshots)))
     return 1 if options.check and any(snapshot["problem"] for snapshot in snapshots) else 0
+
+
+def _conclude(snapshots: Sequence[Mapping[str, Any]]) -> str:
+    """Return the result of a check of snapshots in one line."""
+    damaged = [f"{each['path']}: {each['problem']}" for each in snapshots if each["problem"]]
+    count = format_count(len(snapshots), "snapshot")
+    if damaged:
+        return (
+            f"the check failed: {len(damaged)} of {count} {'is' if len(damaged) == 1 else 'are'} damaged ({damaged[0]})"
+        )
+    return f"the check passed: {count} read, and sound" if snapshots else "nothing was checked: there is no snapshot"
 
 
 def _build_tables(shown: Mapping[str, Any]) -> Iterator[tuple[str, Sequence[str], Sequence[Sequence[str]]]]:

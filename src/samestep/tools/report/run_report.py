@@ -8,7 +8,7 @@ from samestep.console import escape, show_activity
 from samestep.errors import Error
 from samestep.files import read_bytes, replace_file
 from samestep.snapshot.object_store import open_run, read_run
-from samestep.tools.compare import explain_numbers, find_first_difference, find_runs
+from samestep.tools.compare import explain_numbers, find_first_difference, find_runs, list_missing
 from samestep.tools.inspect import CommandParser
 from samestep.tools.report.page import build_page
 from samestep.tools.report.run_data import RunData, read_run_data
@@ -85,7 +85,9 @@ def compare(one: RunData, other: RunData, directory: Path, other_directory: Path
     if not num_common:
         return f"{one.name} and {other.name} have no step in common, so nothing can be compared"
     if step is None:
-        return f"{one.name} and {other.name}: identical in all {num_common:,} steps that both have"
+        counts = [(run.num_steps, run.status.get("steps", 0)) for run in (one, other)]
+        same = f"{one.name} and {other.name}: identical in all {num_common:,} steps that both have"
+        return "; ".join([same, *list_missing((one.name, other.name), counts)])
     since = f"identical until step {step:,}, then" if step else "different from the first step on:"
     sentences = [f"{one.name} and {other.name}: {since} {'; '.join(what)}", explain_numbers(one.record, other.record)]
     return "; ".join(filter(None, sentences))
