@@ -23,6 +23,7 @@ FLOORS = {
     "errors": 0,
     "files": 0,
     "processes": 0,
+    "redaction": 0,
     "console": 0,
     "torch_internals": 0,
     "config": 1,

@@ -280,7 +280,7 @@ def refuse_all(directory: Path) -> list[str]:
 
     wrong: list[dict[str, Any]] = [
         {"fsdp": "full_shard"}, {"push_to_hub": True, "data_seed": 1}, {"save_steps": 0.1},
-        {"auto_find_batch_size": True},
+        {"auto_find_batch_size": True}, {"hub_token": "hf_abc"},
         {"train_sampling_strategy": "group_by_length"}, {"resume_from_checkpoint": "x"}, {"report_to": "comet_ml"},
     ]  # fmt: skip
     for fields in wrong:
@@ -303,6 +303,7 @@ def test_what_it_refuses(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
     words = (
         "has fsdp='full_shard', which samestep.adapters.transformers does not support",
         "has push_to_hub=True, data_seed=1, which", "save_steps is 0.1, a share", "has auto_find_batch_size=True",
+        "has hub_token='(hidden)', which",
         "train_sampling_strategy is group_by_length", "has resume_from_checkpoint='x'", "comet_ml",
         "was built before", "create samestep.adapters.transformers.TrainingArguments", "needs either model",
         "Trainer got TrainerCallback", "train needs train_dataset", "evaluate needs eval_dataset",

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -19,7 +20,7 @@ from support.selection import one_in
 from samestep.errors import Error, RunDirectoryError
 from samestep.plan.ledger import Entry
 from samestep.snapshot.manifest import parse_manifest, seal
-from samestep.snapshot.object_store import ObjectStore, Unreachable
+from samestep.snapshot.object_store import ObjectStore, RemoteRun, Unreachable
 from samestep.snapshot.run_directory import RunDirectory
 from samestep.snapshot.run_record import Options
 from samestep.snapshot.store import OF_RUN, Store
@@ -152,6 +153,19 @@ def test_a_bucket_names_no_other_file(place: Path, name: str, size: int | None) 
     assert parse_manifest(path.read_bytes()) == ({}, "manifest.json is damaged")
 
 
+@pytest.mark.parametrize(
+    "run", ["/../../..", "../../../elsewhere", "a" * 31, "A" * 32, "a" * 32 + "/..", "a" * 31 + "\0"]
+)
+def test_a_lock_names_no_other_directory(place: Path, run: str) -> None:
+    """The run's id in it is part of the name of the working copy."""
+    (place / "run" / "lock").write_text(f"process 1 on here since then\n{'0' * 32}\n{run}\n")
+    remote = RemoteRun(f"file://{place / 'run'}", fresh=False, local_dir=str(place / "copies"), warn=pytest.fail)
+    assert remote.path.parent == place / "copies"
+    assert re.fullmatch(r".*-[0-9a-f]{12}", remote.path.name)
+    (place / "run" / "lock").write_text(f"process 1 on here since then\n{'0' * 32}\n{'0a' * 16}\n")
+    assert ObjectStore(f"file://{place / 'run'}").read_lock()[1] == "0a" * 16
+
+
 def test_a_bucket_names_no_other_directory(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Object stores allow any text as a name."""
     remote, names = ObjectStore(f"file://{place / 'run'}"), ("..", "a b", "\x1b[2J", "step-1")
@@ -203,6 +217,21 @@ def test_a_header_takes_no_more_than_its_file(place: Path, old: bytes, new: byte
         read_here(place)
 
 
+def test_tensors_that_overlap_take_no_more_than_their_file(place: Path) -> None:
+    """Entries of a header that name the same bytes would each become a tensor."""
+
+    def change(content: bytes) -> bytes:
+        length = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + length])
+        header |= {f"more/{number}": header["objects/net/w"] for number in range(3)}
+        text = json.dumps(header).encode()
+        return len(text).to_bytes(8, "little") + text + content[8 + length :]
+
+    replace_in(place, "tensors.safetensors", change)
+    with pytest.raises(RunDirectoryError, match=r"holds no state that can be read \(ValueError: .* overlap\)"):
+        read_here(place)
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -211,6 +240,9 @@ def test_a_header_takes_no_more_than_its_file(place: Path, old: bytes, new: byte
         {"$": "dtype", "name": "load"},
         {"$": "tensor", "name": "other", "dtype": "float32", "shape": []},
         {"$": "tensor", "name": "objects/net/w", "dtype": "float32", "shape": [1 << 50], "strides": [1]},
+        {"$": "tensor", "name": "objects/net/w", "dtype": "float32", "shape": [2, 5], "strides": [1 << 28, 1]},
+        [{"$": "array", "name": "objects/net/w", "dtype": "|u1", "shape": [40]}] * 2,
+        {"$": "scalar", "hex": "", "dtype": "|u1", "shape": [1 << 40]},
         {"$": []},
         {"$": "system"},
         {"objects": {}},

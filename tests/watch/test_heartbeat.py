@@ -124,6 +124,23 @@ def test_the_lowest_live_rank_reports(tmp_path: Path, system: str, said_of_it: s
     assert re.search(said_of_it, said[0]), said
 
 
+def test_an_old_beat_that_is_written_again_is_not_news() -> None:
+    """Its signature is right, and anyone who reaches the store can write it, to hide that a rank has died."""
+    box, texts = Box(), []
+    for _ in range(2):  # two loops of one process
+        with heartbeat(0, box, world_size=3):
+            wait_until(lambda: "beat/0" in box.texts, "rank 0 tells")
+            texts.append(box.texts.pop("beat/0"))
+    facts = Facts(1, 1, "here", build_limits(3), print, print, print)
+    beating = Heartbeat(PhaseClock(), facts, None)
+    try:
+        for text, newest in ((texts[0], texts[0]), (texts[1], texts[1]), (texts[0], texts[1])):
+            beating._process([text])
+            assert beating._beats[0][0].number == json.loads(newest)["beat"]["number"]
+    finally:
+        beating.close()
+
+
 def test_beats_of_a_store_that_does_not_answer() -> None:
     """The thread that requests the beats is blocked, and the other thread reports it."""
 

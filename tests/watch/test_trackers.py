@@ -239,23 +239,29 @@ def test_an_entry_point_that_builds_something_else(tmp_path: Path, monkeypatch: 
         build_trackers(["listed"])
 
 
+CONFIG = {"lr": 0.1, "api_key": "x7", "pad_token": "<pad>", "db": [{"password": "x7", "port": 1}]}
+
+
 def train_with_trackers(run_dir: str) -> list[Any]:
     """Trains three steps, and returns the calls of a tracker; another one fails."""
     listed = Listed()
-    tiny_run(run_dir, num_steps=3, batch_size=4, log_every=1, trackers=[Listed("log"), listed], config={"lr": 0.1})
+    tiny_run(run_dir, num_steps=3, batch_size=4, log_every=1, trackers=[Listed("log"), listed], config=CONFIG)
     return listed.heard
 
 
 def test_what_a_tracker_gets(tmp_path: Path) -> None:
     heard = samestep.spawn(train_with_trackers, args=(str(tmp_path / "x"),), env={"SLURM_ARRAY_JOB_ID": "17"})
     info = heard[0][1]
-    assert (info.name, info.dir, info.config, info.resumed_step) == ("x", tmp_path / "x", {"lr": 0.1}, 0)
+    shown = CONFIG | {"api_key": "(hidden)", "db": [{"password": "(hidden)", "port": 1}]}
+    assert (info.name, info.dir, info.config, info.resumed_step) == ("x", tmp_path / "x", shown, 0)
     assert info.options["batch_size"] == 4
     assert info.environment["torch"] == torch.__version__
     assert info.environment["world_size"] == 1
     assert info.group == "slurm-17"
     record = json.loads((tmp_path / "x" / "run.json").read_text())
     assert list(info.data) == record["samples"]
+    assert record["config"] == shown
+    assert not [path for path in (tmp_path / "x").rglob("*") if path.is_file() and b"x7" in path.read_bytes()]
     assert [what[-1] for what in heard[1:]] == [1, 2, 3, "done"]
     assert set(heard[1][1]) == {"train/loss", "train/learning_rate"}
 

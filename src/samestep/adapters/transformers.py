@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from samestep import InvalidType, InvalidValue, MissingPackage, Run
+from samestep.redaction import hide_secrets
 from samestep.train.shutdown import report_errors
 from samestep.world.environment import hide_launcher, read_rank
 
@@ -83,8 +84,9 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
             if (value := getattr(self, field.name)) != default:
                 given[field.name] = value
         if refused := [name for name in given if name not in (SUPPORTED + WITHOUT_EFFECT).split()]:
+            shown = ", ".join(f"{name}={hide_secrets(given[name], name)!r}" for name in refused)
             raise InvalidValue(
-                f"TrainingArguments has {', '.join(f'{name}={given[name]!r}' for name in refused)}, which "
+                f"TrainingArguments has {shown}, which "
                 "samestep.adapters.transformers does not support: leave it out, or write the loop with samestep.Run"
             )
         with hide_launcher():  # accelerate would create another process group

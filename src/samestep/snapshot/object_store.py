@@ -35,6 +35,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _PLACE = re.compile(rf"(?:({NAME.pattern})\.)?step-(\d{{8,18}})")
+_RUN = re.compile(r"[0-9a-f]{32}")  # the run's id
 _ORDER = re.compile(r"epoch-\d{8,}\.npy|shards-[0-9a-f]{16}\.json")
 
 
@@ -274,9 +275,12 @@ class ObjectStore:
     # --- lock -------------------------------------------------------------------------------------------------
 
     def read_lock(self) -> tuple[str, str]:
-        """Return the last process that wrote here, and the run's id; "" if there is none."""
+        """Return the last process that wrote here, and the run's id; "" if there is none.
+
+        The id is part of the path of the working copy, so a lock with any other text has none.
+        """
         holder, _, run, *_ = [*(self.read(LOCK) or b"").decode(errors="replace").split("\n"), "", "", ""]
-        return holder, run
+        return holder, run if _RUN.fullmatch(run) else ""
 
     def take(self, run: str) -> None:
         """Make this process the writer, and end the earlier one at its next `check`. `run`: the run's unique id."""

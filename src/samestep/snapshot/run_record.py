@@ -8,6 +8,7 @@ from typing import Any
 
 from samestep.errors import RunDirectoryError
 from samestep.files import as_json, read_bytes
+from samestep.redaction import hide_secrets
 from samestep.version import __version__
 from samestep.watch.records import RECORD, parse_record
 
@@ -88,7 +89,7 @@ def build_record(
     config = as_json(dict(config))
     found = {
         "the machine, and the bits with it": describe_changes(before.get("machine", machine), machine),
-        "config": describe_changes(before.get("config", config), config),
+        "config": describe_changes(hide_secrets(before.get("config", config)), config),
         "settings": options.overridden,
         "the data": options.changed_data,
     }

@@ -67,6 +67,7 @@ def decode(structure: Any, tensors: Mapping[str, "Tensor"]) -> Any:
     import torch
 
     made: dict[str, Tensor] = {}
+    arrays = set[str]()
 
     def visit(value: Any) -> Any:
         if isinstance(value, list):
@@ -94,6 +95,9 @@ def decode(structure: Any, tensors: Mapping[str, "Tensor"]) -> Any:
                     made[name] = _restore_tensor(tensors[name], value)
                 return made[name]
             case "array":
+                if value["name"] in arrays:  # each would be a copy
+                    raise ValueError(f"{value['name']} is in the state twice")
+                arrays.add(value["name"])
                 return _restore_array(tensors[value["name"]].numpy().tobytes(), value).copy()
             case "scalar":
                 return _restore_array(bytes.fromhex(value["hex"]), value)[()]
@@ -198,12 +202,16 @@ def read_tensors(path: Path) -> dict[str, "Tensor"]:
         if not is_object(header):
             raise ValueError(f"{path.name} has no header")
         header.pop("__metadata__", None)
+        left = size - 8 - length
         for name, entry in header.items():
             if not fits(entry, _ENTRY):
                 raise ValueError(f"{path.name} has a header that does not fit it")
             dtype, (start, end) = getattr(torch, _NAMES[entry["dtype"]]), entry["data_offsets"]
             if end - start != math.prod(entry["shape"]) * dtype.itemsize:
                 raise ValueError(f"{path.name} has a header that does not fit it")
+            left -= end - start
+            if left < 0 and end <= size - 8 - length:
+                raise ValueError(f"{path.name} has entries that overlap")
             if end > size - 8 - length:
                 raise EOFError(f"{path} ends within {name}")
             file.seek(8 + length + start)
@@ -313,6 +321,9 @@ def _restore_tensor(stored: "Tensor", value: Mapping[str, Any]) -> "Tensor":
     tensor = torch.view_as_complex(stored) if value["dtype"] in _AS_REAL else stored
     if "strides" not in value:
         return tensor
+    pairs = zip(value["shape"], value["strides"], strict=True)
+    if tensor.numel() and 1 + sum((length - 1) * stride for length, stride in pairs) > tensor.numel():
+        raise ValueError(f"a tensor with strides {value['strides']} is not what samestep writes")
     return torch.empty_strided(value["shape"], value["strides"], dtype=tensor.dtype).copy_(tensor)
 
 
@@ -320,6 +331,8 @@ def _restore_array(data: bytes, value: Mapping[str, Any]) -> "NDArray[Any]":
     dtype = np.dtype(value["dtype"])
     if dtype.kind not in _ARRAY_KINDS:
         raise ValueError(f"an array of {dtype} is not what samestep writes")
+    if not data and dtype.itemsize * math.prod(value["shape"]):
+        raise ValueError("an array is shorter than its shape")
     # NumPy accepts no buffer of 0 bytes for strings of length 0.
     return np.ndarray(value["shape"], dtype, data) if data else np.zeros(value["shape"], dtype)
 

@@ -18,6 +18,7 @@ from samestep.engine.precision import build_precision
 from samestep.errors import Error, InvalidValue, UsageError
 from samestep.plan.schedule import describe
 from samestep.plan.seeds import derive
+from samestep.redaction import hide_secrets
 from samestep.snapshot.serialization import encode
 from samestep.snapshot.snapshotter import Snapshotter
 from samestep.train import calls
@@ -87,7 +88,8 @@ class Run:
             None: no checks.
         check_compute: what to do if these bits differ: "stop" (end the run before that step is applied) or "warn".
         trackers: destinations of metrics: trackers such as `samestep.TensorBoard()`, and names such as "wandb".
-        config: recorded in the run directory. A later start with another config warns.
+        config: recorded in the run directory. A later start with another config warns. Texts under names such as
+            `api_key` and `password` are recorded as "(hidden)".
         device: "cpu", "cuda" (one GPU per local rank) or one GPU such as "cuda:1". None: CUDA if there is a GPU.
         deterministic: use deterministic kernels only. If False, a GPU may give different bits each time.
         bucket_cap_mb: MiB of gradients per message. None: 25 on one host, else 1/16 of all gradients, from 1 to 25.
@@ -170,7 +172,7 @@ class Run:
         self.summary: dict[str, Any] = {}
         is_traced = environment.trace is not None  # then a terminal is for the debugger
         self._progress = build_progress(rank=self.rank, terminal=False if is_traced else None)
-        self._config = dict(config or {})
+        self._config = hide_secrets(config or {})
         self._context = context = RunContext(environment, settings, group, self.device, precision_of_run, self._say)
         if settings.precision == "fp16" and self.device.type == "cpu":
             slow = "fp16 is slower than fp32 on most CPUs: use bf16, which needs no loss scale, or a GPU"

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ INTERVAL_S = 1.0
 NUM_LEADERS = 8  # ranks that can lead if all lower ranks are silent
 MISSED = 4  # missing beats after which a rank counts as silent
 GRACE_S = 2.0  # time from the end of the stuck rank to the end of the others
+_numbers = count()  # of this process's beats, also of earlier loops
 WRITTEN_BYTES = 1 << 16  # written since the last beat: the snapshot makes progress
 
 
@@ -137,7 +139,6 @@ class Heartbeat:
         self._spent_before_s = spent_s if len(spent_s) > 1 else {}
         self._num_before = clock.tallies["loading"].num
         self._closed = threading.Event()
-        self._number = 0
         self._before: tuple[float, ThreadState] | None = None  # the previous state, and its time
         self._written = self._published = 0  # bytes
         self._moved_s = 0.0
@@ -191,13 +192,12 @@ class Heartbeat:
             self._before = (now_s, state)
         else:
             self._before = None
-        self._number += 1
         memory_mb, device_mb = read_memory_mb()
         return Beat(
             rank=self._facts.rank,
             host=self._facts.host,
             pid=os.getpid(),
-            number=self._number,
+            number=next(_numbers),
             step=step,
             phase=phase,
             for_s=now_s - max(since_s, self._moved_s),
@@ -265,7 +265,7 @@ class Heartbeat:
             message = json.loads(text)
             beat = Beat(**message["beat"])
             known = self._beats.get(beat.rank)
-            if known is None or known[0].number != beat.number:
+            if known is None or known[0].number < beat.number:  # an older one was written again
                 self._beats[beat.rank] = (beat, now_s)
                 if message["commands"] and beat.rank != self._facts.rank and not self._is_silent(beat.rank, now_s):
                     self._execute(message["commands"])
