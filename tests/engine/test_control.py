@@ -24,7 +24,10 @@ def test_round_trip(
     rows = st.lists(st.lists(NUMBERS, min_size=num_slots, max_size=num_slots), min_size=held, max_size=held)
     named = st.lists(st.lists(NUMBERS, min_size=num_names, max_size=num_names), min_size=held, max_size=held)
     sent = Control(
-        vote=Vote(data.draw(st.integers(0, 64)), *data.draw(st.tuples(*[st.booleans()] * 3, *[WORDS] * 2))),
+        vote=Vote(
+            data.draw(st.integers(0, 64)),
+            *data.draw(st.tuples(*[st.booleans()] * 3, *[WORDS] * 2, st.integers(0, 2**32 - 1))),
+        ),
         buffers_changed=data.draw(st.booleans()),
         has_new_names=data.draw(st.booleans()),
         losses=data.draw(rows),

@@ -93,7 +93,13 @@ def test_a_rank_that_leaves_after_its_loop(tmp_path: Path) -> None:
             os._exit(0)
         run.evaluate(lambda batch: {"one": 1.0}, list(range(8)))
 
-    with pytest.raises(RuntimeError, match=r"^rank 1 ended before its run did, with exit code 0: let every rank"):
+    with pytest.raises(
+        RuntimeError,
+        match=(
+            r"^rank 1 ended before its run did, with exit code 0, while rank 0 waited in test_ends\.py:\d+ "
+            r"\(run\.evaluate\(lambda batch: .*\)\): let every rank"
+        ),
+    ):
         samestep.spawn(train, 2)
 
 
@@ -145,7 +151,8 @@ def test_a_rank_that_leaves_early(tmp_path: Path) -> None:
             os._exit(0)
 
     with pytest.raises(
-        RuntimeError, match=r"^rank 1 ended before its run did, with exit code 0: let every rank"
+        RuntimeError,
+        match=r"^rank 1 ended before its run did, with exit code 0, while rank 0 waited in tiny\.py:\d+ \(for ",
     ) as caught:
         samestep.spawn(tiny_run, 2, (tmp_path / "x",), {"then": then})
     assert not isinstance(caught.value, PeerFailed)

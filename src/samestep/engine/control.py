@@ -22,6 +22,7 @@ class Vote(NamedTuple):
         comparison: whether a replica check is due by this rank's clock.
         computed: checksum of this rank's results for a micro-batch that another rank computes, too; 0 for none.
         recomputed: checksum of this rank's results for a micro-batch of another rank; 0 for none.
+        logged: a hash of the names in this rank's calls of run.log since the previous exchange; 0 for none.
     """
 
     stop: int = 0
@@ -30,6 +31,7 @@ class Vote(NamedTuple):
     comparison: bool = False
     computed: int = 0
     recomputed: int = 0
+    logged: int = 0
 
 
 @dataclass
@@ -74,7 +76,7 @@ class ControlFormat:
         self._shape = (layout.max_parts, num_values)
         most = max(len(held) for held in layout.ranges)
         self._padding = [0] * most
-        self._struct = Struct(f"<q???QQ??B2x{most}Q{most * sum(self._widths)}d")
+        self._struct = Struct(f"<q???QQI??B6x{most}Q{most * sum(self._widths)}d")
         self._used_at = self._struct.size
         self._parts_at = -(-(self._used_at + num_params) // 8) * 8
         self.size_bytes = -(-(self._parts_at + 8 * layout.max_parts * num_values) // 64) * 64
@@ -98,8 +100,8 @@ class ControlFormat:
 
     def unpack_from(self, block: memoryview, num_micro_batches: int) -> Control:
         """Read the control block of a rank that has `num_micro_batches`."""
-        *vote, buffers_changed, has_new_names, num_losses = (unpacked := self._struct.unpack_from(block, 0))[:9]
-        numbers = [*unpacked[9:]]
+        *vote, buffers_changed, has_new_names, num_losses = (unpacked := self._struct.unpack_from(block, 0))[:10]
+        numbers = [*unpacked[10:]]
         fingerprints, at = numbers[:num_micro_batches], self._most
         tables: list[list[list[float]]] = []
         for width in self._widths:

@@ -11,6 +11,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,19 +40,39 @@ class GradientChecksum:
         if not any(grad.is_cuda for grad in found):
             checksum = _sum_up(pieces)
             return lambda: checksum, False
-        copies, events = [], []
-        for piece in pieces:
-            copies.append(piece.to("cpu", non_blocking=True))
-            if piece.is_cuda:
-                events.append(event := torch.cuda.Event())  # type: ignore[no-untyped-call]
-                event.record(torch.cuda.current_stream(piece.device))
+        wait = _copy(pieces)
+        return lambda: _sum_up(wait()), True
 
-        def wait_and_sum_up() -> int:
-            for event in events:
-                event.synchronize()
-            return _sum_up(copies)
 
-        return wait_and_sum_up, True
+def find_zero(grads: Sequence[Tensor | None]) -> Callable[[], bool]:
+    """Read the beginning of each gradient. Returns a function that returns whether all are 0, which may wait for a GPU.
+
+    Call it before the gradients change.
+    """
+    pieces = [grad.detach().flatten()[:PIECE_BYTES] for grad in grads if grad is not None]
+    if not any(piece.is_cuda for piece in pieces):
+        is_zero = not any(bool(piece.any()) for piece in pieces)
+        return lambda: is_zero
+    wait = _copy(pieces)
+    return lambda: not any(bool(piece.any()) for piece in wait())
+
+
+def _copy(pieces: Iterable[Tensor]) -> Callable[[], list[Tensor]]:
+    """Begin to copy pieces to the host. Returns a function that waits for the copies."""
+    copies: list[Tensor] = []
+    events: list[Any] = []
+    for piece in pieces:
+        copies.append(piece.to("cpu", non_blocking=True))
+        if piece.is_cuda:
+            events.append(event := torch.cuda.Event())  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(piece.device))
+
+    def wait() -> list[Tensor]:
+        for event in events:
+            event.synchronize()
+        return copies
+
+    return wait
 
 
 def choose_windows(num_bytes: int, step: int) -> list[tuple[int, int]]:

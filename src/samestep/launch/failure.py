@@ -1,6 +1,7 @@
 """How a rank failed: the report that the rank writes, and that its launcher reads."""
 
 import json
+import linecache
 import os
 import signal
 import sys
@@ -33,6 +34,7 @@ class Failure:
         message: the error, in one line.
         traceback: the traceback of an exception.
         log: the end of the rank's output, if the terminal has not shown it.
+        call: the line of the script that raised the exception, or called what raised it: 'train.py:12 (run.log(x=1))'.
     """
 
     rank: int
@@ -43,6 +45,7 @@ class Failure:
     message: str
     traceback: str = ""
     log: str = ""
+    call: str = ""
 
     def __str__(self) -> str:
         if self.kind == "stuck":
@@ -79,13 +82,25 @@ def write_failure(rank: int, directory: str, error: BaseException, code: int) ->
         kind, message, traceback_text = "error", str(error), format_error(error)
     else:
         kind, message, traceback_text = "exception", f"{type(error).__name__}: {error}", format_error(error)
-    failure = Failure(rank, time.time(), code, is_secondary(error), kind, message, traceback_text)
+    failure = Failure(
+        rank, time.time(), code, is_secondary(error), kind, message, traceback_text, call=find_call(error)
+    )
     path = Path(directory) / f"{rank}.json"
     try:
         make_private(path.parent)
         replace_file(path, json.dumps(asdict(failure)).encode())
     except OSError:
         print(traceback_text or message, file=sys.stderr)
+
+
+def find_call(error: BaseException) -> str:
+    """Return `Failure.call`: the innermost line of the traceback that is not of samestep, torch or Python."""
+    call = ""
+    for frame, number in traceback.walk_tb(error.__traceback__):
+        path, name = Path(frame.f_code.co_filename), str(frame.f_globals.get("__name__", ""))
+        if path.suffix == ".py" and name.partition(".")[0] not in ("samestep", "torch", *sys.stdlib_module_names):
+            call = f"{path.name}:{number} ({linecache.getline(str(path), number).strip()})"
+    return call
 
 
 def read_failure(rank: int, directory: str | Path) -> Failure | None:

@@ -269,9 +269,10 @@ class Ranks:
             # The ranks have lost one that ended before them with exit code 0. That its loop is finished does not
             # matter: a further loop or an evaluation can follow it.
             rank, time_s = min(self._succeeded.items(), key=lambda end: end[1])
+            waiting = f", while rank {first.rank} waited in {first.call}" if first.call else ""
             message = (
-                "ended before its run did, with exit code 0: let every rank make the same calls to the end of the "
-                "script, run.evaluate among them"
+                f"ended before its run did, with exit code 0{waiting}: let every rank make the same calls to the end "
+                "of the script, run.evaluate among them"
             )
             return Failure(rank, time_s, 1, False, "died", message)
         alike = [f for f in self.failures if first and (f.kind, f.message) == (first.kind, first.message)]

@@ -238,7 +238,8 @@ class Loop:
 
     def _cast_vote(self) -> Vote:
         results = (0, 0) if self._second_opinion is None else self._second_opinion.sum_up()
-        return self._stopping.cast_vote(comparison=self._replicas.is_time(), results=results)
+        logged = self._metrics.take_names()
+        return self._stopping.cast_vote(comparison=self._replicas.is_time(), results=results, logged=logged)
 
     def explain_end(self) -> str:
         """Describe why this start has no step left, and how to train longer."""

@@ -424,6 +424,8 @@ class Run:
     def log(self, values: Mapping[str, Any] | None = None, /, **named: Any) -> None:
         """Write a row to `metrics.jsonl` and to the trackers at the current step. Call it on all ranks.
 
+        Rank 0 writes its values. A warning names another rank that has logged other names.
+
         Rows that a resumed script logs again, before its loop or at the start of an epoch, are written once.
 
         Args:
@@ -441,6 +443,7 @@ class Run:
         """
         self._check_call("run.log", "it knows this rank's part only; call step.log, which averages over all ranks")
         row = collect_values("run.log", values, named)
+        self._metrics.note_names(row)
         if self.steps_done if self._loop is None else self._loop.repeats_head:
             return
         step = None if self._loop is None else self._loop.step

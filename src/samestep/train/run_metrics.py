@@ -2,12 +2,13 @@
 
 import math
 import time
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from samestep.console import warn
-from samestep.engine.gradient_checksum import GradientChecksum
-from samestep.engine.gradient_pass import GradientPass
+from samestep.engine.gradient_checksum import GradientChecksum, find_zero
+from samestep.engine.gradient_pass import GradientPass, Report
 from samestep.engine.reducer import Reducer
 from samestep.plan.ledger import Entry, to_bits
 from samestep.snapshot.run_directory import RunDirectory
@@ -20,6 +21,8 @@ from samestep.train.steps import Step, StepObserver
 from samestep.watch.progress import Progress
 from samestep.watch.stall_diagnosis import describe_spent, share_spent
 from samestep.watch.trackers.delivery import Trackers
+
+MOST_ZERO = 5  # steps in a row whose loss and gradient may be exactly 0
 
 
 class Tally:
@@ -82,6 +85,9 @@ class RunMetrics(StepObserver):
         self._checksum = GradientChecksum()
         self._checksummed: Reducer | None = None
         self._is_logged = False  # the present step gets a row in metrics.jsonl
+        self._names, self._has_warned_of_names = 0, False
+        self._is_zero: Callable[[], bool] | None = None  # whether the previous step's gradient was, if its loss was 0
+        self._num_zero = 0  # steps in a row
         self._began_s = time.perf_counter()
         self._logged_s = -math.inf  # when the last row was written; rank 0's clock counts, which alone writes rows
 
@@ -105,6 +111,7 @@ class RunMetrics(StepObserver):
                 self._checksummed, self._checksum = reducer, GradientChecksum()
             grads = [param.grad for param in reducer.params]
             step.checksums.append(self._checksum.compute(grads, step.number))
+        self._look_for_zero(step)
         every, steps_done = self._context.config.log_every, step.number + 1
         epochs_done = self._batches.epochs_done(steps_done) if every.epochs else None
         now_s = time.monotonic()
@@ -135,6 +142,46 @@ class RunMetrics(StepObserver):
             loss = {"train/loss": row.pop("train/loss")} if "train/loss" in row else {}
             skipped = {"train/skipped_steps": self.tally.num_skipped} if self.tally.num_skipped else {}
             self.write_row(loss | self._rates | row | skipped, steps_done, epoch=step.epoch)
+
+    def exchanged(self, step: Step, report: Report) -> None:
+        """Warn once if a rank has logged values that are not written, since only rank 0 writes rows."""
+        names = [vote.logged for vote in report.votes]
+        rank = next((rank for rank, each in enumerate(names) if each not in (0, names[0])), None)
+        if rank is not None and self._context.rank == 0 and not self._has_warned_of_names:
+            self._has_warned_of_names = True
+            sentence = (
+                f"calls of run.log differ: rank {rank} has logged other names than rank 0 before the end of step "
+                f"{step.number}, but only rank 0 writes rows; log the same names on every rank"
+            )
+            warn(self._context.say, sentence, start="calls of run.log differ")
+
+    def note_names(self, names: Iterable[str]) -> None:
+        """Note the names in a call of `run.log`, for the comparison with the other ranks' in the next exchange."""
+        self._names = zlib.crc32(repr([*names]).encode(), self._names)
+
+    def take_names(self) -> int:
+        """Return a hash of the names in the calls of `run.log` since the last exchange; 0 if there were none."""
+        names, self._names = self._names, 0
+        return names
+
+    def _look_for_zero(self, step: Step) -> None:
+        """Warn once if loss and gradient are exactly 0 in `MOST_ZERO` steps in a row. Reads a GPU a step later."""
+        if self._context.rank != 0 or self._num_zero == MOST_ZERO:
+            return
+        if self._is_zero is not None:
+            self._num_zero = self._num_zero + 1 if self._is_zero() else 0
+            if self._num_zero == MOST_ZERO:
+                sentence = (
+                    f"loss and gradient were exactly 0 in the {MOST_ZERO} steps before step {step.number}, so that "
+                    "nothing is learned: look for a mask or a weight that is 0 everywhere, or for dead units"
+                )
+                warn(self._context.say, sentence, start="loss and gradient were exactly 0")
+                return
+        self._is_zero = None
+        if step.averaged_loss == 0.0 and step.has_gradients:
+            self._is_zero = find_zero([param.grad for param in self._gradients.reducer.params])
+        else:
+            self._num_zero = 0
 
     def _enter(self, directory: RunDirectory, step: Step) -> None:
         """Add a step to the ledger. Checksums on a GPU are read after the next step, which needs no wait."""

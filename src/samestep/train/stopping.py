@@ -67,10 +67,10 @@ class Stopping(StepObserver):
 
     # --- votes ------------------------------------------------------------------------------------------------
 
-    def cast_vote(self, *, comparison: bool = False, results: tuple[int, int] = (0, 0)) -> Vote:
-        """Return this rank's vote. `comparison`, `results` (computed, recomputed): see `Vote`."""
+    def cast_vote(self, *, comparison: bool = False, results: tuple[int, int] = (0, 0), logged: int = 0) -> Vote:
+        """Return this rank's vote. `comparison`, `results` (computed, recomputed), `logged`: see `Vote`."""
         snapshotter = self._snapshotter
-        return Vote(self.signals.heard, snapshotter.is_time(), snapshotter.is_copying, comparison, *results)
+        return Vote(self.signals.heard, snapshotter.is_time(), snapshotter.is_copying, comparison, *results, logged)
 
     def take_votes(self, votes: Sequence[Vote]) -> None:
         """Apply the votes of all ranks.
