@@ -18,6 +18,7 @@ from samestep.errors import Error
 from samestep.launch.job import parse_time
 from samestep.launch.kubernetes import build_name
 
+CLAIM = ["--claim", "disk:/runs"]
 JOBSET = json.loads(Path(__file__).with_name("jobset.json").read_text())["schema"]
 
 
@@ -188,6 +189,11 @@ def test_grace(script: Path, capsys: pytest.CaptureFixture[str], words: tuple[st
         (("--k8s", "--time", "5", "train.py"), "--time is for Slurm alone: leave it or --k8s out"),
         (("--k8s", "train.py"), "--k8s needs --image IMAGE"),
         (("--k8s", "--image", "x", "--claim", "runs", "train.py"), "--claim takes CLAIM:/PATH, not 'runs'"),
+        (
+            ("--k8s", "--image", "x", "train.py"),
+            "the disk of a pod is lost with the pod, and the run with it: give --c",
+        ),
+        (("--k8s", "--image", "x", "--run-dir", "/runs/x", "train.py"), "the disk of a pod is lost with the pod"),
         (("--k8s", "--image", "x", "--job-name", "42", "train.py"), "'42' contains no Kubernetes name"),
     ],
 )
@@ -205,7 +211,7 @@ def test_no_cluster(command: Command) -> None:
             "sbatch cannot be started (No such file or directory): submit from a machine of",
         ),
         (("--test-only",), "sbatch cannot be started"),
-        (("--k8s", "--image", "x"), "kubectl cannot be started (No such file or directory): install it, or "),
+        (("--k8s", "--image", "x", *CLAIM), "kubectl cannot be started (No such file or directory): install it, or "),
     ]:
         done = command.run("submit", *words, "train.py")
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
@@ -254,7 +260,8 @@ SCHEMA = close({**JOBSET, "properties": {**JOBSET["properties"], "metadata": {"t
 
 def render_manifest(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
     """Return the manifest, which is the last document, after a check against the schema."""
-    *_, manifest = yaml.safe_load_all(render(capsys, "--k8s", "--image", "ghcr.io/me/train:1", *words))
+    place = [] if "://" in " ".join(words) or "--claim" in words else CLAIM
+    *_, manifest = yaml.safe_load_all(render(capsys, "--k8s", "--image", "ghcr.io/me/train:1", *place, *words))
     jsonschema.Draft202012Validator(SCHEMA).validate(manifest)
     return manifest
 
@@ -263,7 +270,7 @@ def test_nodes_share_a_secret(script: Path, capsys: pytest.CaptureFixture[str]) 
     """Each JobSet and each start of a Slurm job has a new secret. It is in no command, and not in the saved batch
     script.
     """
-    words = ["--k8s", "--image", "x", "--nodes", "2", "--namespace", "ml", "train.py"]
+    words = ["--k8s", "--image", "x", *CLAIM, "--nodes", "2", "--namespace", "ml", "train.py"]
     found = [list(yaml.safe_load_all(render(capsys, *words))) for _ in range(2)]
     secret, manifest = found[0]
     assert (secret["kind"], secret["metadata"]) == ("Secret", {"name": "train-rdzv", "namespace": "ml"})
@@ -317,6 +324,22 @@ def test_one_pod(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--nnodes" not in container["command"]
 
 
+def test_the_run_lives_on_the_claim(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever directory the script names: that would be on the disk of a pod."""
+    manifest = render_manifest(capsys, "--claim", "disk:/all/runs/", "--nodes", "2", "--job-name", "My run", "train.py")
+    pod = find_pods(manifest)["template"]["spec"]
+    (container,) = pod["containers"]
+    args = container["args"]
+    assert args[args.index("--run-dir") + 1] == "/all/runs/my-run"
+    assert {"name": "runs", "mountPath": "/all/runs/"} in container["volumeMounts"]
+    assert {"name": "runs", "persistentVolumeClaim": {"claimName": "disk"}} in pod["volumes"]
+    (container,) = find_pods(render_manifest(capsys, "--run-dir", "s3://bucket/run", "train.py"))["template"]["spec"][
+        "containers"
+    ]
+    assert "s3://bucket/run" in container["command"]
+    assert [mount["name"] for mount in container["volumeMounts"]] == ["shared-memory"]
+
+
 def test_schema_sees_faults(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The schema refuses a misspelled field, another type, and a value that is not allowed."""
     for spoil in (
@@ -348,12 +371,12 @@ def test_kubectl(command: Command) -> None:
     tool.chmod(0o755)
     command.variables["PATH"] = f"{tool.parent}:{command.variables['PATH']}"
     command.write("code", "0")
-    done = command.run("submit", "--k8s", "--image", "x", "train.py")
+    done = command.run("submit", "--k8s", "--image", "x", *CLAIM, "train.py")
     assert done.returncode == 0, done.stderr
     assert "samestep: created; its output: kubectl logs" in done.stderr
     jsonschema.Draft202012Validator(SCHEMA).validate(yaml.safe_load((command.directory / "got.yaml").read_text()))
     command.write("code", "1")
-    done = command.run("submit", "--k8s", "--image", "x", "train.py")
+    done = command.run("submit", "--k8s", "--image", "x", *CLAIM, "train.py")
     assert done.returncode == 2
     assert "samestep: error: kubectl refused the JobSet" in done.stderr
 
@@ -379,6 +402,6 @@ def test_names_with_signs(script: Path, capsys: pytest.CaptureFixture[str], name
 
 
 def test_kubernetes_replaces_nothing(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = render(capsys, "--k8s", "--image", "i", "train.py", "$(HOME)", "a$b", "$$")
+    text = render(capsys, "--k8s", "--image", "i", *CLAIM, "train.py", "$(HOME)", "a$b", "$$")
     pod = yaml.safe_load(text)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
     assert pod["containers"][0]["command"][-3:] == ["$$(HOME)", "a$$b", "$$$$"]

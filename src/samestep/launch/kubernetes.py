@@ -21,8 +21,9 @@ WAIT = 'until getent hosts {host}; do sleep 1; done; exec "$@"'  # DNS knows the
 
 
 def build_manifest(job: Job) -> dict[str, Any]:
-    """Build the JobSet. Raises Error if the image is missing, or a name or claim is invalid.
+    """Build the JobSet. Raises Error if the image is missing, a name or claim is invalid, or the run would be lost.
 
+    With a claim and no run directory, the run is in the directory on the claim that has the job's name.
     A pod with exit code 75 has saved; a disrupted pod has lost its machine. In both cases its Job fails with the reason
     PodFailurePolicy and all pods restart, without a limit. After other failures they restart --max-restarts times.
     """
@@ -31,24 +32,31 @@ def build_manifest(job: Job) -> dict[str, Any]:
         raise Error("--k8s needs --image IMAGE: a container image with torch, samestep and the script")
     name = build_name(job.name)
     first = f"{name}-{GROUP}-0-0.{name}"  # the first pod, in the headless service of the JobSet
-    wait, launch = (
-        ["sh", "-c", WAIT.format(host=first), "sh"],
-        # Kubernetes expands $(NAME), and replaces $$ by $.
-        [word.replace("$", "$$") for word in job.build_command("python", f"{first}:{DEFAULT_PORT}", job.run_dir)],
-    )
+    run_dir = job.run_dir
     volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
     mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]  # a container's own is too small for data loaders
     if "claim" in options:
         claim, colon, path = str(options["claim"]).partition(":")
         if not claim or not colon or not path.startswith("/"):
             raise Error(f"--claim takes CLAIM:/PATH, not {options['claim']!r}")
-        if job.run_dir and "://" not in job.run_dir and not job.run_dir.startswith(f"{path.rstrip('/')}/"):
+        run_dir = run_dir or f"{path.rstrip('/')}/{name}"
+        if "://" not in run_dir and not run_dir.startswith(f"{path.rstrip('/')}/"):
             raise Error(
-                f"--run-dir {job.run_dir} is not on the claim, which is mounted at {path}, and would be lost with its "
+                f"--run-dir {run_dir} is not on the claim, which is mounted at {path}, and would be lost with its "
                 "pod: name a directory below it"
             )
         volumes.append({"name": "runs", "persistentVolumeClaim": {"claimName": claim}})
         mounts.append({"name": "runs", "mountPath": path})
+    elif "://" not in run_dir:
+        raise Error(
+            "the disk of a pod is lost with the pod, and the run with it: give --claim CLAIM:/PATH, a "
+            "PersistentVolumeClaim and where to mount it, or --run-dir URL, such as s3://BUCKET/RUN"
+        )
+    wait, launch = (
+        ["sh", "-c", WAIT.format(host=first), "sh"],
+        # Kubernetes expands $(NAME), and replaces $$ by $.
+        [word.replace("$", "$$") for word in job.build_command("python", f"{first}:{DEFAULT_PORT}", run_dir)],
+    )
     key = {"name": SECRET, "valueFrom": {"secretKeyRef": {"name": f"{name}-rdzv", "key": "secret"}}}
     resources: dict[str, Any] = {"requests": {"cpu": job.num_cpus}}
     if job.num_gpus:

@@ -41,7 +41,9 @@ FLAGS: dict[str, Option] = {
     "detach": Option(bool, "", "do not show the output"),
     "k8s": Option(bool, "", "submit to Kubernetes with kubectl instead of Slurm"),
     "image": Option(str, "IMAGE", "Kubernetes: a container image with torch, samestep and the script"),
-    "claim": Option(str, "C:PATH", "Kubernetes: the PersistentVolumeClaim for the runs, and where to mount it"),
+    "claim": Option(
+        str, "C:PATH", "Kubernetes: PersistentVolumeClaim for the runs, and where to mount it; a run is in PATH/NAME"
+    ),
     "namespace": Option(str, "NAME", "Kubernetes: namespace; default: kubectl's"),
     **{name: launch.FLAGS[name] for name in ("show_ranks", "tf_config", "max_restarts")},
     **OPTIONS,
