@@ -192,7 +192,7 @@ def _start(target: "Target", values: dict[str, Any]) -> int:
     if values.pop("tf_config", False):
         set_hook("samestep.launch.tf_config")
     nodes = parse_nodes(
-        values.pop("nnodes", "1"), values.pop("node_rank", None), values.pop("rdzv_endpoint", None),
+        values.pop("nnodes", None), values.pop("node_rank", None), values.pop("rdzv_endpoint", None),
         values.pop("rdzv_id", ""), values.pop("rdzv_timeout", 300),
         read_secret(values.pop("rdzv_secret", None)),
     )  # fmt: skip

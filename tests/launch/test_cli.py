@@ -97,6 +97,8 @@ def test_version() -> None:
         (["launch", "--standalone", "--nnodes", "2", __file__], "--standalone is for one node, and --nnodes is 2"),
         (["launch", "--rdzv_backend=etcd", __file__], "launch has no --rdzv-backend etcd"),
         (["launch", "--nnodes=2", "--master_port=1", __file__], "or --master-addr and --master-port: give one"),
+        (["launch", "--rdzv-endpoint", "a:1", __file__], "where several machines meet, and --nnodes is not given"),
+        (["train", "mlp", "--rdzv-endpoint", "a:1"], "where several machines meet, and --nnodes is not given"),
         (["launch", "--tee", "3", __file__], "launch has no --tee: all output of the ranks is in logs/"),
         (["launch", "--rdzv_conf=timeout=3", __file__], "launch has no --rdzv_conf: use --rdzv-timeout"),
         (["inspect"], "samestep inspect: the following arguments are required: RUN; see samestep inspect --help"),

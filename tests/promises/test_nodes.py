@@ -347,10 +347,11 @@ def test_no_endpoints(text: str) -> None:
     ("3:2", None, "localhost:1", "--nnodes takes a number, or MIN:MAX"),
     ("2", 2, "localhost:1", "--node-rank is 2, but the 2 nodes are 0 to 1"),
     ("2", None, None, "--nnodes 2 needs --rdzv-endpoint HOST:PORT"),
+    (None, None, "a:1", "--rdzv-endpoint a:1 is where several machines meet, and --nnodes is not given: add --nnodes"),
     ("1:2", None, "no-such-host.invalid:1", "no address of no-such-host.invalid is known here"),
     ("2", None, "192.0.2.1:1", "other machines can reach --rdzv-endpoint 192.0.2.1:1, and there is no secret"),
 ])  # fmt: skip
-def test_options_that_make_no_sense(nnodes: str, node_rank: int | None, endpoint: str | None, said: str) -> None:
+def test_options_that_make_no_sense(nnodes: str | None, node_rank: int | None, endpoint: str | None, said: str) -> None:
     with pytest.raises(Error, match=said):
         parse_nodes(nnodes, node_rank, endpoint, "", 300)
 
@@ -419,3 +420,5 @@ def test_arguments_that_differ(mine: str, theirs: str, said: str | None) -> None
 
 def test_one_node_needs_no_endpoint() -> None:
     assert parse_nodes("1", 0, None, "", 300) is None
+    assert parse_nodes(None, None, None, "", 300) is None
+    assert parse_nodes("1", None, "a:1", "", 300) is None  # as with torchrun

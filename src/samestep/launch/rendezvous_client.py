@@ -78,9 +78,15 @@ class End:
 
 
 def parse_nodes(
-    nnodes: str, node_rank: int | None, endpoint: str | None, run_id: str, timeout_s: float, secret: str = ""
+    nnodes: str | None, node_rank: int | None, endpoint: str | None, run_id: str, timeout_s: float, secret: str = ""
 ) -> Nodes | None:
     """Parse the options of `launch` for several nodes. Returns None for one node. Raises Error if one is invalid."""
+    if nnodes is None and endpoint is not None:
+        raise Error(
+            f"--rdzv-endpoint {endpoint} is where several machines meet, and --nnodes is not given: add --nnodes N, "
+            "the number of machines, or leave --rdzv-endpoint out"
+        )
+    nnodes = nnodes or "1"
     first, _, last = nnodes.partition(":")
     if not first.isdecimal() or not (last or first).isdecimal() or not 1 <= int(first) <= int(last or first):
         raise Error(f"--nnodes takes a number, or MIN:MAX such as 1:4, not {nnodes!r}")
