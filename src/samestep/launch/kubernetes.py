@@ -32,26 +32,7 @@ def build_manifest(job: Job) -> dict[str, Any]:
         raise Error("--k8s needs --image IMAGE: a container image with torch, samestep and the script")
     name = build_name(job.name)
     first = f"{name}-{GROUP}-0-0.{name}"  # the first pod, in the headless service of the JobSet
-    run_dir = job.run_dir
-    volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
-    mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]  # a container's own is too small for data loaders
-    if "claim" in options:
-        claim, colon, path = str(options["claim"]).partition(":")
-        if not claim or not colon or not path.startswith("/"):
-            raise Error(f"--claim takes CLAIM:/PATH, not {options['claim']!r}")
-        run_dir = run_dir or f"{path.rstrip('/')}/{name}"
-        if "://" not in run_dir and not run_dir.startswith(f"{path.rstrip('/')}/"):
-            raise Error(
-                f"--run-dir {run_dir} is not on the claim, which is mounted at {path}, and would be lost with its "
-                "pod: name a directory below it"
-            )
-        volumes.append({"name": "runs", "persistentVolumeClaim": {"claimName": claim}})
-        mounts.append({"name": "runs", "mountPath": path})
-    elif "://" not in run_dir:
-        raise Error(
-            "the disk of a pod is lost with the pod, and the run with it: give --claim CLAIM:/PATH, a "
-            "PersistentVolumeClaim and where to mount it, or --run-dir URL, such as s3://BUCKET/RUN"
-        )
+    run_dir, volumes, mounts = _place_run(job, name)
     wait, launch = (
         ["sh", "-c", WAIT.format(host=first), "sh"],
         # Kubernetes expands $(NAME), and replaces $$ by $.
@@ -104,6 +85,31 @@ def build_manifest(job: Job) -> dict[str, Any]:
             "replicatedJobs": [{"name": GROUP, "replicas": 1, "template": {"spec": pods}}],
         },
     }
+
+
+def _place_run(job: Job, name: str) -> tuple[str, list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the run directory, the volumes and where to mount them. Raises Error if the run would be lost."""
+    volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
+    mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]  # a container's own is too small for data loaders
+    run_dir, given = job.run_dir, str(job.options.get("claim", ""))
+    if given:
+        claim, _, path = given.partition(":")
+        if not claim or not path.startswith("/"):
+            raise Error(f"--claim takes CLAIM:/PATH, not {given!r}")
+        run_dir = run_dir or f"{path.rstrip('/')}/{name}"
+        if "://" not in run_dir and not run_dir.startswith(f"{path.rstrip('/')}/"):
+            raise Error(
+                f"--run-dir {run_dir} is not on the claim, which is mounted at {path}, and would be lost with its "
+                "pod: name a directory below it"
+            )
+        volumes.append({"name": "runs", "persistentVolumeClaim": {"claimName": claim}})
+        mounts.append({"name": "runs", "mountPath": path})
+    elif "://" not in run_dir:
+        raise Error(
+            "the disk of a pod is lost with the pod, and the run with it: give --claim CLAIM:/PATH, a "
+            "PersistentVolumeClaim and where to mount it, or --run-dir URL, such as s3://BUCKET/RUN"
+        )
+    return run_dir, volumes, mounts
 
 
 def build_secret(job: Job) -> dict[str, Any]:

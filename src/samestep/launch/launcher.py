@@ -160,7 +160,7 @@ def _conclude(ranks: Ranks, received: list[int], end: "End") -> int:
     failure = ranks.first_failure()
     was_stopped = ranks.is_stopping or not ranks.num_ranks  # the second: a signal came before the first round
     if received and was_stopped and (failure is None or failure.secondary or -failure.code in received):
-        if len(received) == 1 and ranks.done and not any(ranks.codes.values()):
+        if len(received) == 1 and ranks.has_succeeded:
             if (ranks.directory / FINISHED).exists() and not (ranks.directory / STOPPED).exists():
                 return 0
             return stop_code(received[0])
@@ -175,7 +175,7 @@ def _conclude(ranks: Ranks, received: list[int], end: "End") -> int:
     if failure is not None:
         ranks.report(failure)
         return failure.exit_code
-    if any(ranks.codes.values()) or not ranks.done:  # the ranks were stopped, and none has reported a reason
+    if not ranks.has_succeeded:  # the ranks were stopped, and none has reported a reason
         return 1
     # A rank received a signal directly, or this node has just joined and has no ranks that could report an end.
     is_stopped = (ranks.directory / STOPPED).exists() or not (received or end.is_complete)

@@ -206,6 +206,11 @@ class Ranks:
         return len(self.codes) == self.num_ranks
 
     @property
+    def has_succeeded(self) -> bool:
+        """Whether every rank has ended with exit code 0."""
+        return self.done and not any(self.codes.values())
+
+    @property
     def is_stopping(self) -> bool:
         """Whether the ranks were sent a signal to stop."""
         return self._stopped_s < math.inf

@@ -24,7 +24,7 @@ import cloudpickle
 from samestep.errors import Error, recognize
 from samestep.files import replace_file
 from samestep.launch.failure import format_error, write_failure
-from samestep.world.environment import HOOK
+from samestep.world.environment import HOOK, RANKED, note_rank_reads
 from samestep.world.workdir import read_private
 
 LEAVE_S = 30  # limit for the atexit functions of a failed rank
@@ -68,6 +68,7 @@ def run_rank(*, rank: int, variables: dict[str, str], cwd: str, target: dict[str
         _separate_from_server(variables)
         # The temporary files of multiprocessing are then removed with the directory, also after a SIGKILL.
         multiprocessing.current_process()._config["tempdir"] = directory  # type: ignore[attr-defined]
+        note_rank_reads(Path(directory, RANKED))
         if HOOK in variables:
             module, options = json.loads(variables[HOOK])
             importlib.import_module(module).begin(options)

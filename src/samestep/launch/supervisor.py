@@ -5,6 +5,7 @@ server decides for all of them when the ranks start, stop and restart (docs/deci
 """
 
 import os
+import shlex
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
@@ -19,7 +20,7 @@ from samestep.launch.local_ranks import Placement, Ranks, Target, build_variable
 from samestep.launch.messages import Link, build
 from samestep.launch.rendezvous_client import End, Nodes, build_hello, connect, find_own_address
 from samestep.launch.rendezvous_server import FLUSH_S, RendezvousServer, open_listener
-from samestep.world.environment import BEGUN, ROOM, STOPPED, Restart, count_job_nodes
+from samestep.world.environment import BEGUN, RANKED, ROOM, STOPPED, Restart, count_job_nodes
 from samestep.world.host import list_addresses
 
 
@@ -64,11 +65,14 @@ def run_local(ranks: Ranks, launch: Launch) -> End:
     try:
         while True:
             store = open_store()  # a new one: the old one holds the addresses of the earlier ranks
+            num_keys = store.num_keys()
             _start(ranks, launch, Placement(store.port, num_restarts=num_restarts, restart=restart))
             while not (has_failed := _poll(ranks, launch.received)) and not ranks.done:
                 pass
             if has_failed:
                 ranks.stop()
+            elif ranks.has_succeeded and store.num_keys() == num_keys:
+                _warn_of_copies(ranks, launch.target)
             failure, may_restart = ranks.first_failure(), num_restarts < launch.max_restarts
             if failure is not None:
                 ranks.record(failure)
@@ -80,6 +84,16 @@ def run_local(ranks: Ranks, launch: Launch) -> End:
             ranks.report(failure, f"; restart {num_restarts} of {launch.max_restarts}")
     finally:
         ranks.kill()
+
+
+def _warn_of_copies(ranks: Ranks, target: Target) -> None:
+    """Warn if no rank can have known its rank: none has met the others in the store, or read its rank."""
+    if target.kind != "call" and ranks.num_ranks > 1 and not (ranks.directory / RANKED).exists():
+        command = shlex.join(["samestep", "verify", "--plain", *target.to_command()[1]])
+        say(
+            f"no rank used samestep or a process group, or read RANK: each of the {ranks.num_ranks} ranks ran all of "
+            f"{target.name} by itself; see docs/coming-from.md, and check it with {command}"
+        )
 
 
 class NodeSession:
@@ -187,7 +201,7 @@ class NodeSession:
                 round=self._round,
                 failure=None if failure is None else asdict(replace(failure, traceback="", log="")),
                 signum=received[0] if received else 0,
-                has_succeeded=ranks.done and not any(ranks.codes.values()),
+                has_succeeded=ranks.has_succeeded,
                 is_complete=not (ranks.directory / STOPPED).exists(),
             )
         return self._has_reported and (len(received) > 1 or ranks.lost)  # do not wait for the other nodes

@@ -32,6 +32,7 @@ STOPPED = "stopped"  # a run ended early, saved, because of a signal
 FINISHED = "finished"  # a run's loop has completed
 BEGUN = "begun"  # holds the directory of the run whose loop has begun
 ROOM = "room"  # holds the maximum number of ranks of that run
+RANKED = "ranked"  # a rank has looked up its rank
 LEAVE = "leave"  # a rank that receives SIGTERM must end at once: another one has failed
 
 START_AGAIN = 75  # exit code EX_TEMPFAIL: stopped by a signal, and saved; the same command continues the run
@@ -120,6 +121,20 @@ def read_rank() -> int:
     else:
         rank = os.environ.get("SLURM_PROCID", "") if slurm_tasks.is_task(os.environ) else ""
     return int(rank) if rank.isdecimal() else 0
+
+
+def note_rank_reads(marker: Path) -> None:
+    """Create the file `marker` when this process, or one that it forks, first reads its rank from the environment."""
+    encode: Any = os.environ.encodekey  # is called with the name of each variable that is read
+
+    def note(name: str) -> Any:
+        if name in ("RANK", "LOCAL_RANK"):
+            os.environ.encodekey = encode
+            with suppress(OSError):
+                marker.touch()
+        return encode(name)
+
+    os.environ.encodekey = note
 
 
 def read_master() -> tuple[str, int]:
