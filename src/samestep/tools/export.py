@@ -3,6 +3,7 @@
 import io
 import os
 import pickle
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -59,7 +60,8 @@ def run_export(args: list[str]) -> int:
 
 def _name_file(file: Path, name: str) -> Path:
     """Return the file of an average, beside the model's: `out.ema.safetensors` for `out.safetensors`."""
-    return file.with_name(f"{file.stem}.{name.replace(os.sep, '.')}{file.suffix}")
+    part = re.sub(r"[^\w.-]", ".", name)  # a snapshot can hold any text as a name
+    return file.with_name(f"{file.stem}.{part}{file.suffix}")
 
 
 def _build_parser() -> CommandParser:
@@ -150,5 +152,5 @@ def _write(file: Path, entries: Mapping[str, Any], metadata: Mapping[str, str]) 
                 with open(partial, "xb", opener=open_regular) as opened:
                     torch.save(dict(entries), opened)
         return file.stat().st_size
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:  # ValueError: a name that is no UTF-8
         raise Error(f"{file} cannot be written ({error}): name another file") from None
