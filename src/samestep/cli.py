@@ -260,12 +260,16 @@ def _take_flags_and_target(
 def _build_recipe_target(
     command: str, recipe: str, arguments: list[str], values: Mapping[str, Any], flags: Mapping[str, Option]
 ) -> "Target":
-    """Return the target that runs a recipe. Raises Error for an option that neither the command nor the recipe has."""
+    """Return the target that runs a recipe.
+
+    Raises:
+        Error: neither the command nor the recipe has an option, or its value is no number where it must be one.
+    """
     if "batch_size" in values:
         arguments = [*arguments, f"--batch-size={values['batch_size']}"]  # the recipe derives other numbers from it
-    known = {name_option(option) for option in read_options(find_recipes()[recipe])}
+    known = {name_option(option): kind for option, kind in read_options(find_recipes()[recipe]).items()}
     if "run_dir" not in flags:  # verify, which names the directories itself
-        known.discard(name_option("--run-dir"))
+        known.pop("--run-dir", None)
     others = read_other_names(find_recipes()[recipe])
     for place, token in enumerate(arguments):
         name, is_set, _ = token.lstrip("-").replace("-", "_").partition("=")
@@ -274,7 +278,12 @@ def _build_recipe_target(
         if token.startswith("--") and name_option(token) not in known:
             raise reject_option(f"{command} {recipe}", token, [*known, *name_flags(flags)])
         if token.startswith("--"):
-            arguments[place] = name_option(token) + token[len(name_option(token)) :]
+            option, equals, text = name_option(token), *token.partition("=")[1:]
+            arguments[place] = option + equals + text
+            if known[option] in (int, float):
+                if not equals and place + 1 == len(arguments):
+                    raise Error(f"{option} needs a value")
+                Option(known[option], "", "").parse(option, text if equals else arguments[place + 1])
     from samestep.launch.local_ranks import Target
 
     return Target("recipe", f"samestep.recipes.{recipe}", arguments)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support import commands
+from support.runs import check, run_command
 
 from samestep import cli
 from samestep.errors import Error
@@ -118,6 +119,42 @@ def test_a_mistake_is_one_sentence(arguments: list[str], said: str) -> None:
     assert done.stderr.startswith("samestep: error: ")
     assert said in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+BAD = [  # arguments, and a part of the sentence
+    ("launch missing.py", "there is no script missing.py"),
+    ("launch --run-dir file file", "the run directory file cannot be written (it is a file)"),
+    ("launch --nproc-per-node x file", "--nproc-per-node takes a number"),
+    ("train digits --epochs x", "--epochs must be a whole number, not 'x'"),
+    ("train digits --lr=x", "--lr must be a number, not 'x'"),
+    ("train gpt --steps", "--steps needs a value"),
+    ("verify missing.py", "there is no script missing.py"),
+    ("scale missing.py", "there is no script missing.py"),
+    ("submit missing.py", "there is no script missing.py"),
+    ("inspect missing", "there is no directory missing"),
+    ("report missing", "there is no directory missing"),
+    ("export missing model.pt", "there is no directory missing"),
+    ("diff missing missing", "there is no directory missing"),
+    ("doctor --device tpu", "--device must be cpu, cuda"),
+    ("prepare text missing.txt --out file", "file exists already"),
+    ("prepare text missing.txt --out new", "missing.txt"),
+    ("sample missing", "there is no directory missing"),
+]
+
+
+def test_bad_input_is_found_before_torch_is_imported(tmp_path: Path) -> None:
+    """The import takes most of the time of such a command."""
+    (tmp_path / "file").touch()
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from samestep.cli import main\n"
+        f"for words, _ in {BAD!r}:\n"
+        "    assert main(words.split()) == 2, words\n"
+    )
+    done = check(run_command(sys.executable, "-c", code, cwd=tmp_path, real=True))
+    lines = done.stderr.splitlines()
+    assert [part in line for line, (_, part) in zip(lines, BAD, strict=True)] == [True] * len(BAD), done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_flags_of_launch_may_be_anywhere_before_the_script() -> None:

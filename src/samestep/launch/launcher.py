@@ -10,9 +10,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from samestep.config import Overrides, whole
+from samestep.config import Overrides, is_url, whole
 from samestep.console import print_error, say, saying_when_slow
-from samestep.errors import Error
+from samestep.errors import Error, RunDirectoryError
 from samestep.launch.forkserver import ForkServer, is_preloaded
 from samestep.launch.local_ranks import MOST_LOCAL_RANKS, Ranks, Target, parse_shown
 from samestep.world.environment import (
@@ -140,6 +140,9 @@ def run_launch(
         Error: there is no such script, an argument is invalid, or the nodes do not join.
     """
     check_target(target)
+    run_dir = overrides.get("run_dir")
+    if run_dir is not None and not is_url(run_dir) and Path(run_dir).exists() and not Path(run_dir).is_dir():
+        raise RunDirectoryError(f"the run directory {run_dir} cannot be written (it is a file): name another one")
     known = parse_num_ranks(num_ranks)
     if known is not None and nodes is None:
         parse_shown(show_ranks, known)

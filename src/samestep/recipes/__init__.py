@@ -13,12 +13,20 @@ def find_recipes() -> dict[str, Path]:
     return {file.stem: file for file in files if not file.stem.startswith("_")}
 
 
-def read_options(file: Path) -> set[str]:
-    """Return the options of a recipe's argparse, read from its source, because importing it would import torch."""
+def read_options(file: Path) -> dict[str, type]:
+    """Return the options of a recipe's argparse with the type of their values: int, float or object, for any other.
+
+    They are read from its source, because importing it would import torch.
+    """
     calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
     adding = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"]
-    words = [word.value for call in adding for word in call.args if isinstance(word, ast.Constant)]
-    return {word for word in words if isinstance(word, str) and word.startswith("-")}
+    options: dict[str, type] = {}
+    for call in adding:
+        types = [word.value.id for word in call.keywords if word.arg == "type" and isinstance(word.value, ast.Name)]
+        kind = {"int": int, "float": float}.get(types[0] if types else "", object)
+        words = [word.value for word in call.args if isinstance(word, ast.Constant)]
+        options |= {word: kind for word in words if isinstance(word, str) and word.startswith("-")}
+    return options
 
 
 def read_other_names(file: Path) -> dict[str, str]:

@@ -4,16 +4,17 @@ import os
 from collections.abc import Sequence
 from mmap import mmap
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
-from torch import Tensor
 
 from samestep.data.source import Shard
 from samestep.errors import InvalidValue
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Tokens = NDArray[np.integer[Any]]
 
@@ -65,8 +66,10 @@ class TokenWindows:
         window: NDArray[np.int64] = self.__getitems__([index])[0]
         return window
 
-    def read_batch(self, indices: NDArray[np.int64]) -> Tensor:
+    def read_batch(self, indices: NDArray[np.int64]) -> "Tensor":
         """Return the windows as a tensor (len(indices), context + 1). See `samestep.Source`."""
+        import torch  # not by `samestep prepare`, which only writes tokens
+
         return torch.from_numpy(self.__getitems__(indices))
 
     def __getitems__(self, indices: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
