@@ -84,6 +84,34 @@ FIELDS: dict[str, Any] = {
 }  # fmt: skip
 
 
+def build_recorder() -> Any:
+    """A callback that records its events, with the position, the control flow and the names of values."""
+    import transformers as hf
+
+    class Recorder(hf.TrainerCallback):
+        def __init__(self) -> None:
+            self.events: list[Any] = []
+
+    def record(event: str) -> Any:
+        def call(self: Any, args: Any, state: Any, control: Any, **given: Any) -> None:
+            values = {*(given.get("logs") or {}), *(given.get("metrics") or {})} & {"loss", "eval_loss", "grad_norm"}
+            if event != "on_log" or values:  # transformers logs the time at the end
+                place = (state.global_step, round(state.epoch or 0, 6), state.max_steps, state.num_train_epochs)
+                self.events.append((event, *place, sorted(values), given["optimizer"] is not None))
+
+        return call
+
+    for event in EVENTS:
+        setattr(Recorder, event, record(event))
+    return Recorder()
+
+
+EVENTS = (
+    "on_train_begin", "on_epoch_begin", "on_step_begin", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end",
+    "on_log", "on_evaluate", "on_epoch_end", "on_train_end",
+)  # fmt: skip
+
+
 def train_with_both(
     kind: str, directory: Path, *, has_first: bool = False, **fields: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -99,8 +127,9 @@ def train_with_both(
     start = copy.deepcopy(model)
     train_data = build_data(kind, NUM_SAMPLES, 0, has_first=has_first)
     data = {"train_dataset": train_data, "eval_dataset": build_data(kind, 8, 1)}
-    trainer = Trainer(model, args, compute_metrics=score, **data)
-    trainer.train()
+    recorders = [build_recorder(), build_recorder()]
+    trainer = Trainer(model, args, compute_metrics=score, callbacks=recorders[:1], **data)
+    trainer.train(resume_from_checkpoint=True)
     rows = read_rows(args.run.dir)
     found = {
         "losses": [row["train/loss"] for row in rows if "train/loss" in row],
@@ -108,12 +137,13 @@ def train_with_both(
         "metrics": [row["eval_accuracy"] for row in rows if "eval_accuracy" in row],
         "weights": {name: value.clone() for name, value in model.state_dict().items()},
         "predictions": trainer.predict(data["eval_dataset"]),
+        "events": recorders[0].events,
     }
 
     for name in [name for name in os.environ if name.endswith(("RANK", "WORLD_SIZE"))]:
         del os.environ[name]
     args = hf.TrainingArguments(directory / "theirs", **fields, per_device_train_batch_size=BATCH_SIZE)
-    theirs = hf.Trainer(start, args, compute_metrics=score, **data)
+    theirs = hf.Trainer(start, args, compute_metrics=score, callbacks=recorders[1:], **data)
     theirs.remove_callback(hf.PrinterCallback)
     theirs.remove_callback(hf.ProgressCallback)
     theirs.train()
@@ -124,6 +154,7 @@ def train_with_both(
         "metrics": [row["eval_accuracy"] for row in rows if "eval_accuracy" in row],
         "weights": start.state_dict(),
         "predictions": theirs.predict(data["eval_dataset"]),
+        "events": recorders[1].events,
     }
     return wanted, found
 
@@ -148,6 +179,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_as_transformers_itself(results: dict[str, Any], case: str) -> None:
     wanted, found = results[case]
     assert len(found["losses"]) == (4 if case == "max_steps" else NUM_EPOCHS * 3)
+    assert len(found["events"]) > 20
+    assert found["events"] == wanted["events"]
     for name in ("losses", "norms", "metrics"):
         assert found[name] == pytest.approx(wanted[name], rel=1e-4), name
     for name, weight in wanted["weights"].items():
@@ -234,6 +267,49 @@ def test_the_same_bits_at_any_number_of_ranks(tmp_path: Path) -> None:
     samestep.spawn(functools.partial(load_all, tmp_path / "2"), 1)
 
 
+def train_with_callbacks(directory: Path, max_steps: int | None = None) -> list[Any]:
+    """Train until a callback stops it, which only looks at values on rank 0. Returns what the callback has seen."""
+    import transformers as hf
+    from transformers.trainer_callback import ExportableState
+
+    from samestep.adapters.transformers import Trainer, TrainingArguments
+
+    class Stop(hf.TrainerCallback, ExportableState):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.seen: list[Any] = []
+
+        def state(self) -> dict[str, Any]:
+            return {"args": {}, "attributes": {"seen": self.seen}}
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.seen.append(state.global_step)
+            control.should_evaluate = state.is_world_process_zero and state.global_step == 2
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any, **_: Any) -> None:
+            self.seen.append(logs["eval_loss"] if "eval_loss" in logs else logs["loss"])
+            control.should_training_stop = state.is_world_process_zero and state.global_step == 4
+
+    if max_steps is not None:
+        os.environ["SAMESTEP_MAX_STEPS"] = f"{max_steps}"
+    split = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    args = TrainingArguments(directory, **FIELDS | split | {"logging_steps": 2, "num_train_epochs": 3})
+    callback, data = Stop(), {"train_dataset": build_data("gpt2", 22, 0), "eval_dataset": build_data("gpt2", 9, 1)}
+    trainer = Trainer(build_model("gpt2", 0.2), args, callbacks=[callback], **data)
+    trainer.train(resume_from_checkpoint=str(directory))
+    return [*callback.seen, args.run.steps_done]
+
+
+@pytest.mark.soak
+def test_a_callback_on_rank_0_stops_all_ranks(tmp_path: Path) -> None:
+    seen = [samestep.spawn(functools.partial(train_with_callbacks, tmp_path / f"{size}"), size) for size in (1, 3)]
+    samestep.spawn(functools.partial(train_with_callbacks, tmp_path / "parts", 1), 2)
+    seen.append(samestep.spawn(functools.partial(train_with_callbacks, tmp_path / "parts"), 2))
+    assert seen == [seen[0]] * 3
+    assert [each for each in seen[0] if isinstance(each, int)] == [1, 2, 3, 4, 4]
+    assert len(seen[0]) == 8, "two logs, one evaluation"
+    assert len({digest(tmp_path / name) for name in ("1", "3", "parts")}) == 1
+
+
 def load_all(directory: Path) -> None:
     for kind in KINDS:
         load(kind, directory / kind)
@@ -291,10 +367,13 @@ def refuse_all(directory: Path) -> list[str]:
     refuse(lambda: Trainer(early, args, train_dataset=data))
     refuse(lambda: Trainer(early, hf.TrainingArguments(directory / "theirs", use_cpu=True)))
     refuse(lambda: Trainer(args=args))
-    refuse(lambda: Trainer(early, args, callbacks=[hf.TrainerCallback]))
+    refuse(lambda: Trainer(early, args, callbacks=[hf.ProgressCallback]))
+    refuse(lambda: Trainer(early, args, callbacks=[print]))
     trainer = Trainer(args=args, model_init=functools.partial(build_model, "gpt2"))
     refuse(trainer.train)
     refuse(trainer.evaluate)
+    trainer.train_dataset = data
+    refuse(lambda: trainer.train(resume_from_checkpoint=f"{directory / 'another'}"))
     return errors
 
 
@@ -304,9 +383,12 @@ def test_what_it_refuses(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
         "has fsdp='full_shard', which samestep.adapters.transformers does not support",
         "has push_to_hub=True, data_seed=1, which", "save_steps is 0.1, a share", "has auto_find_batch_size=True",
         "has hub_token='(hidden)', which",
-        "train_sampling_strategy is group_by_length", "has resume_from_checkpoint='x'", "comet_ml",
+        "train_sampling_strategy is group_by_length", "resume_from_checkpoint is x, and the run directory is",
+        "comet_ml",
         "was built before", "create samestep.adapters.transformers.TrainingArguments", "needs either model",
-        "Trainer got TrainerCallback", "train needs train_dataset", "evaluate needs eval_dataset",
+        "callbacks has ProgressCallback with on_prediction_step, which the Trainer does not call",
+        "callbacks has a builtin_function_or_method", "train needs train_dataset", "evaluate needs eval_dataset",
+        "another, and the run directory is",
     )  # fmt: skip
     for error, start in zip(errors, words, strict=True):
         assert start in error

@@ -15,12 +15,13 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from samestep import InvalidType, InvalidValue, MissingPackage, Run
 from samestep.redaction import hide_secrets
 from samestep.train.shutdown import report_errors
-from samestep.world.environment import hide_launcher, read_rank
+from samestep.world.environment import advise, hide_launcher, read_rank
 
 try:
     import transformers
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.trainer_callback import ExportableState
     from transformers.trainer_pt_utils import LabelSmoother
     from transformers.trainer_utils import PredictionOutput, RemoveColumnsCollator, TrainOutput, unwrap_peft_model
     from transformers.utils.generic import find_labels
@@ -40,8 +41,10 @@ SUPPORTED = """
     eval_steps per_device_eval_batch_size prediction_loss_only save_strategy save_steps save_total_limit
     load_best_model_at_end metric_for_best_model greater_is_better full_determinism seed use_cpu dataloader_drop_last
     dataloader_num_workers dataloader_pin_memory remove_unused_columns label_names train_sampling_strategy
-    do_train do_eval do_predict local_rank
+    do_train do_eval do_predict local_rank resume_from_checkpoint
 """
+# Events of a callback that the Trainer does not have.
+NOT_CALLED = ("on_prediction_step", "on_push_begin", "on_save", "on_substep_end")
 # Fields that change neither the training nor its results, or that request what a run does in any case.
 WITHOUT_EFFECT = """
     torch_empty_cache_steps logging_first_step log_on_each_node logging_nan_inf_filter log_level log_level_replica
@@ -108,8 +111,20 @@ class TrainingArguments(transformers.TrainingArguments):  # type: ignore[misc]
             config={"transformers": {name: str(value) for name, value in given.items()}},
             keep_last=self.save_total_limit or 3, trackers=self.report_to,
         )  # fmt: skip
+        self.check_checkpoint(self.resume_from_checkpoint)
         if idle := [name for name in given if name in WITHOUT_EFFECT.split()]:
             self.run.print(f"warning: these fields of TrainingArguments have no effect here: {', '.join(idle)}")
+
+    def check_checkpoint(self, path: str | bool | None) -> None:
+        """Raise InvalidValue if `path` is not the run directory, from which the run resumes in any case."""
+        known = {Path(each).absolute() for each in (self.output_dir, self.run.dir) if each is not None}
+        if isinstance(path, bool | None) or path == self.output_dir or Path(path).absolute() in known:
+            return
+        raise InvalidValue(
+            f"resume_from_checkpoint is {path}, and the run directory is {self.output_dir}: give True, or leave it "
+            "out, since a run resumes from its newest snapshot; to resume from another one, start with "
+            f"{advise(resume='STEP')}"
+        )
 
 
 @dataclasses.dataclass
@@ -152,10 +167,13 @@ class Trainer:
         train_dataset, eval_dataset: map-style data sets, `eval_dataset` also a dict of them.
         processing_class: tokenizer or image processor, saved with the model.
         compute_metrics: called once, on rank 0, with the predictions for the whole data set.
-        callbacks: `transformers.EarlyStoppingCallback` or none.
+        callbacks: objects or classes of `transformers.TrainerCallback`, called on every rank with transformers'
+            `TrainerState` and `TrainerControl`. What rank 0 sets in `control` applies to all ranks. Of its flags,
+            `should_training_stop` and `should_evaluate` have an effect. `state.log_history` begins at this start.
 
     Raises:
-        InvalidType: `args` is a `transformers.TrainingArguments`, or another callback is passed.
+        InvalidType: `args` is a `transformers.TrainingArguments`, or a callback has events that do not occur here, such
+            as `on_save`.
 
     Example::
 
@@ -199,11 +217,14 @@ class Trainer:
         if (model is None) == (model_init is None):
             raise InvalidValue("Trainer needs either model, built after the TrainingArguments, or model_init")
         self.patience, self.threshold = math.inf, 0.0
-        for callback in callbacks or ():
-            if not isinstance(callback, transformers.EarlyStoppingCallback):
-                name = callback.__name__ if isinstance(callback, type) else type(callback).__name__
-                raise InvalidType(f"Trainer got {name}: of all callbacks, it supports EarlyStoppingCallback")
-            self.patience, self.threshold = callback.early_stopping_patience, callback.early_stopping_threshold
+        self.callbacks: list[Any] = []
+        for given in callbacks or ():
+            callback = given() if isinstance(given, type) else given
+            if isinstance(callback, transformers.EarlyStoppingCallback):
+                self.patience, self.threshold = callback.early_stopping_patience, callback.early_stopping_threshold
+            else:
+                self.callbacks.append(_check_callback(callback))
+        self.state, self.control, self._is_asked = transformers.TrainerState(), transformers.TrainerControl(), False
         self.model = model_init() if model is None and model_init is not None else model
         self.args, self.run, self.processing_class = args, args.run, processing_class
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
@@ -239,26 +260,44 @@ class Trainer:
         objects = {"model": self.model}
         if self.train_dataset is not None:
             whole, rest = divmod(len(self.train_dataset), self.run.batch_size)
-            per_epoch = max(1, whole + (rest > 0 and not self.args.dataloader_drop_last))
+            self.steps_per_epoch = per_epoch = max(1, whole + (rest > 0 and not self.args.dataloader_drop_last))
             self.num_steps = math.ceil(self.args.num_train_epochs * per_epoch)
             if self.args.max_steps > 0:
                 self.num_steps = self.args.max_steps
             self.num_epochs = math.ceil(self.num_steps / per_epoch)
             objects["optimizer"] = self.create_optimizer()
             objects["scheduler"] = self.create_scheduler(self.num_steps)
+            self.state = transformers.TrainerState(
+                max_steps=self.num_steps, num_train_epochs=self.num_epochs, logging_steps=self.args.logging_steps,
+                eval_steps=self.args.eval_steps, save_steps=self.args.save_steps,
+                is_local_process_zero=self.run.local_rank == 0, is_world_process_zero=self.run.rank == 0,
+            )  # fmt: skip
+        for i, callback in enumerate(self.callbacks):
+            if isinstance(callback, ExportableState):
+                objects[f"callback{i}"] = CallbackState(callback)
         self.run.prepare(**objects)
         compiled = self.args.torch_compile
         options = {"backend": self.args.torch_compile_backend, "mode": self.args.torch_compile_mode}
         self._forward = torch.compile(self.model, **options) if compiled else self.model
+        self._call("on_init_end")
 
-    def train(self) -> Any:
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> Any:
         """Train from the newest snapshot to the end. Returns transformers' `TrainOutput`.
 
         Its `training_loss` is the average over the last epoch.
+
+        Args:
+            resume_from_checkpoint: changes nothing: the run resumes from its newest snapshot, if there is one.
+
+        Raises:
+            InvalidValue: `resume_from_checkpoint` is a path other than the run directory, or there are no data.
         """
         if self.train_dataset is None:
             raise InvalidValue("Trainer.train needs train_dataset")
         args, run = self.args, self.run
+        args.check_checkpoint(resume_from_checkpoint)
+        self._follow(run.steps_done)
+        self._call("on_train_begin")
         self.model.train()
         epochs = run.epochs(
             self.train_dataset, self.num_epochs, collate_fn=self.collator, num_workers=args.dataloader_num_workers,
@@ -266,7 +305,9 @@ class Trainer:
             pin_memory=args.dataloader_pin_memory,
         )  # fmt: skip
         for epoch in epochs:
+            self._call("on_epoch_begin")
             for step in epoch:
+                self._call("on_step_begin")
                 for batch, num_labels in step:
                     if num_labels:
                         with run.autocast():
@@ -274,21 +315,75 @@ class Trainer:
                         step.backward(loss, weight=num_labels)
                 if args.max_grad_norm > 0:
                     step.log(grad_norm=run.clip_grad_norm_(self.model.parameters(), args.max_grad_norm))
+                self._call("on_pre_optimizer_step")
                 self.optimizer.step()
+                self._call("on_optimizer_step")
                 if not isinstance(self.lr_scheduler, ReduceLROnPlateau):
                     self.lr_scheduler.step()
+                self._follow(step.number + 1)
+                self._call("on_step_end")
+                if args.logging_strategy == "steps" and (step.number + 1) % int(args.logging_steps) == 0:
+                    self._log(step.metrics | {"learning_rate": self.optimizer.param_groups[0]["lr"]})
                 if args.eval_strategy == "steps" and (step.number + 1) % args.eval_steps == 0:
                     self._validate()
+                self._obey()
                 if step.number + 1 == self.num_steps < self.num_epochs * epoch.num_steps:
                     run.stop(f"{self.num_steps} steps")
             run.state["training_loss"] = epoch.metrics["loss"]
             is_over = run.steps_done == self.num_steps or run.steps_done % epoch.num_steps == 0
+            if is_over:
+                self._call("on_epoch_end")
+            if is_over and args.logging_strategy == "epoch":
+                self._log(epoch.metrics | {"learning_rate": self.optimizer.param_groups[0]["lr"]})
             if args.eval_strategy == "epoch" and is_over:
                 self._validate()
+            self._obey()
+        self._call("on_train_end")
         if args.load_best_model_at_end and "best" in run.state:
             run.restore("best")
         loss = run.state.get("training_loss", math.nan)
         return TrainOutput(run.steps_done, loss, {"train_loss": loss})
+
+    def _call(self, event: str, **arguments: Any) -> None:
+        """Call an event of the callbacks."""
+        for callback in self.callbacks:
+            if getattr(type(callback), event) is getattr(transformers.TrainerCallback, event):
+                continue
+            self._is_asked = True
+            control = getattr(callback, event)(
+                self.args, self.state, self.control, model=self.model, processing_class=self.processing_class,
+                optimizer=self.optimizer, lr_scheduler=self.lr_scheduler, train_dataloader=None, eval_dataloader=None,
+                **arguments,
+            )  # fmt: skip
+            self.control = self.control if control is None else control
+
+    def _follow(self, num_steps: int) -> None:
+        """Set the position in the state of the callbacks."""
+        self.state.global_step, self.state.epoch = num_steps, num_steps / self.steps_per_epoch
+
+    def _log(self, values: Mapping[str, float]) -> None:
+        """Give the callbacks the values that the run writes to `metrics.jsonl`."""
+        logs = {**values, "epoch": self.state.epoch}
+        self.state.log_history.append(logs | {"step": self.state.global_step})
+        self._call("on_log", logs=logs)
+
+    def _obey(self) -> None:
+        """Do what the callbacks have set in `control` on rank 0, on all ranks."""
+        if not self._is_asked:
+            return
+        self._is_asked = False
+        flags = self.run.once(dataclasses.asdict, self.control)
+        self.control = transformers.TrainerControl()
+        if ignored := [name for name in ("should_epoch_stop", "should_save") if flags[name]]:
+            raise InvalidValue(
+                f"a callback has set control.{ignored[0]}, which has no effect here: the run takes snapshots by "
+                "save_steps, and its epochs are whole"
+            )
+        if flags["should_training_stop"]:
+            self.run.stop("a callback set control.should_training_stop")
+        if flags["should_evaluate"]:
+            self._validate()
+            self._obey()
 
     def _validate(self) -> None:
         """Evaluate, keep the best snapshot, and stop if there was no better one for too long."""
@@ -306,6 +401,7 @@ class Trainer:
         state["num_worse"] = 0 if lead > self.threshold else state.get("num_worse", 0) + 1
         if lead > 0:
             state["best"] = value
+            self.state.best_metric, self.state.best_global_step = metrics[name], self.state.global_step
             self.run.snapshot("best")
         if state["num_worse"] >= self.patience:
             self.run.stop(f"no better {name} in {self.patience} evaluations")
@@ -345,6 +441,8 @@ class Trainer:
             return {name: value for pair in names for name, value in self.evaluate(*pair).items()}
         metrics = self._predict(data, metric_key_prefix, self.args.prediction_loss_only or not self.compute_metrics)[2]
         self.run.log(metrics)
+        self._log(metrics)
+        self._call("on_evaluate", metrics=metrics)
         return metrics
 
     def predict(self, test_dataset: Any, metric_key_prefix: str = "test") -> Any:
@@ -401,6 +499,35 @@ class Trainer:
         directory = self.run.dir if output_dir is None else output_dir
         parts = [part for part in (self.model, self.processing_class) if part is not None]
         self.run.once(_save, parts, directory)
+
+
+class CallbackState:
+    """The state of a callback of transformers, for snapshots."""
+
+    def __init__(self, callback: Any) -> None:
+        self._callback = callback
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the attributes that the callback exports."""
+        attributes: dict[str, Any] = self._callback.state().get("attributes", {})
+        return attributes
+
+    def load_state_dict(self, attributes: Mapping[str, Any]) -> None:
+        """Set the attributes."""
+        for name, value in attributes.items():
+            setattr(self._callback, name, value)
+
+
+def _check_callback(callback: Any) -> Any:
+    if not isinstance(callback, transformers.TrainerCallback):
+        raise InvalidType(f"callbacks has a {type(callback).__name__}, which is no transformers.TrainerCallback")
+    kind, base = type(callback), transformers.TrainerCallback
+    if missed := [event for event in NOT_CALLED if getattr(kind, event) is not getattr(base, event)]:
+        raise InvalidType(
+            f"callbacks has {kind.__name__} with {' and '.join(missed)}, which the Trainer does not call: remove it "
+            "and use report_to for trackers and save_steps for snapshots"
+        )
+    return callback
 
 
 def _save(parts: Sequence[Any], directory: Any) -> None:
