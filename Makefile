@@ -19,14 +19,14 @@ test: $(VENV)/installed-dev
 test-gpu: $(VENV)/installed-dev
 	timeout --foreground --signal INT --kill-after 30 1200 $(BIN)/pytest -m gpu
 
-# Run the tests and pages that need large optional packages (transformers, Keras, W&B, ...), in a separate environment.
+# Run the tests and pages that need large optional packages (transformers, Keras, Ray, W&B, ...), in a separate environment.
 ADAPTERS := tests/adapters tests/watch/test_trackers.py tests/sources/test_sources.py tests/recipes/test_gpt.py
 ADAPTERS += tests/recipes/test_translate.py tests/tools/test_verify_plain.py tests/test_docs.py tests/launch/test_launchers.py
 test-adapters:
 	$(PYTHON) -m venv .venv-adapters
 	.venv-adapters/bin/pip install --quiet "$(TORCH)" --editable ".[adapters]"
 	.venv-adapters/bin/pytest $(ADAPTERS) -k "transformers or keras or lightning or continues or trainers \
-		or hugging or arrow or coming-from or launcher"
+		or hugging or arrow or ray_train or coming-from or launcher"
 
 # Run the same tests with the oldest supported torch, in a separate environment.
 test-lowest:

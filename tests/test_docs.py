@@ -28,7 +28,7 @@ TIMEOUT_S = 120
 DOCS = ROOT / "docs"
 SHORTENED = ("README.md", "run-directories.md", "report.md")  # runs of 320 steps: they end after FEW_STEPS
 FEW_STEPS = 70  # more than an epoch of 64
-LONG = ("coming-from.md",)  # the recipes' pages, too: the tests of recipes and adapters run the same code
+LONG = ("coming-from.md", "ray.md")  # the recipes' pages, too: the tests of recipes and adapters run the same code
 
 
 def find_blocks(page: Path, language: str) -> list[str]:
@@ -73,7 +73,7 @@ def write_scripts(page: Path, directory: Path) -> tuple[list[str], dict[str, set
         trainers = re.findall(
             r"^from (?:samestep.adapters.)?(accelerate|transformers|lightning|pyarrow) import", script, re.M
         )
-        trainers += re.findall(r"^import (keras|lightning)\b", script, re.M)
+        trainers += re.findall(r"^import (keras|lightning|ray)\b", script, re.M)
         missing = {trainer for trainer in trainers if not find_spec(trainer)}
         if missing:
             left_out[name[1]] = missing
