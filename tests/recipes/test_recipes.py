@@ -1,5 +1,6 @@
 """The recipes from the command line, and their parts."""
 
+import importlib
 import json
 import math
 import re
@@ -143,6 +144,30 @@ def test_mlp_refuses_other_arguments(argv: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         mlp.parse_arguments(argv)
     assert caught.value.code == 2
+
+
+WRONG = [
+    ("gpt", "--dropout", "2", "a number from 0 to 1"),
+    ("gpt", "--lr", "-1.0", "0 or more"),
+    ("gpt", "--lr", "nan", "0 or more"),
+    ("gpt", "--warm-up", "-5", "0 or more"),
+    ("images", "--label-smoothing", "2.0", "a number from 0 to 1"),
+    ("images", "--epochs", "0", "1 or more"),
+    ("translate", "--heads", "0", "1 or more"),
+    ("translate", "--layers", "0", "1 or more"),
+    ("digits", "--lr", "-1.0", "0 or more"),
+    ("mlp", "--total-epochs", "0", "1 or more"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "option", "value", "allowed"), WRONG)
+def test_numbers_out_of_range(
+    recipe: str, option: str, value: str, allowed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        importlib.import_module(f"samestep.recipes.{recipe}").parse_arguments([option, value])
+    assert caught.value.code == 2
+    assert re.search(rf"error: {option} is {re.escape(value)}(\.0)?: give {allowed}\n", capsys.readouterr().err)
 
 
 def test_mlp_says_what_its_batch_size_is(capsys: pytest.CaptureFixture[str]) -> None:

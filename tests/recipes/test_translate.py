@@ -259,7 +259,7 @@ def test_no_source_is_both_trained_on_and_held_out() -> None:
     assert divide(pairs[::-1], 10)[1] == held_out[::-1]  # in whatever order the data are read
     assert len(divide(pairs, None)[1]) == 8
     assert divide(pairs, 0) == (pairs, pairs)
-    with pytest.raises(samestep.Error, match="--held-out 40 leaves no pair to train on: there are 40 sources"):
+    with pytest.raises(samestep.Error, match="40 held-out sources of 40 leave no pair to train on: add pairs"):
         divide(pairs, 40)
 
 
@@ -320,8 +320,8 @@ def test_learning_rates_rise_then_fall_as_the_schedule_says() -> None:
     [
         (["--vocab-size", "100"], "--vocab-size 100 is below 259"),
         (["--dim", "20", "--heads", "4"], "--dim 20 is no multiple of twice --heads 4"),
-        (["--patience", "0"], "--patience must be at least 1, not 0"),
-        (["--held-out", "-1"], "--held-out must be at least 0, not -1"),
+        (["--patience", "0"], "--patience is 0: give 1 or more"),
+        (["--held-out", "-1"], "--held-out is -1: give 0 or more"),
         (["--schedule", "linear"], "invalid choice: 'linear'"),
     ],
 )

@@ -1,6 +1,8 @@
 """Example scripts, to run and to copy."""
 
+import argparse
 import ast
+import math
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -58,6 +60,17 @@ def run_main(main: Callable[[], None]) -> None:
 
     report_errors(read_rank())
     main()
+
+
+def check_numbers(
+    parser: argparse.ArgumentParser, args: argparse.Namespace, names: str, least: float, most: float = math.inf
+) -> None:
+    """End the program with a message if one of the options `names` is set, and not from `least` to `most`."""
+    for name in names.split():
+        value = getattr(args, name)
+        if value is not None and not least <= value <= most:
+            span = f"{least:g} or more" if most == math.inf else f"a number from {least:g} to {most:g}"
+            parser.error(f"--{name.replace('_', '-')} is {value}: give {span}")
 
 
 def describe_recipes() -> str:

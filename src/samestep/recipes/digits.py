@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import samestep
-from samestep.recipes import run_main
+from samestep.recipes import check_numbers, run_main
 from samestep.recipes.models.cnn import CNN
 
 
@@ -78,8 +78,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--run-dir", "--run_dir", default="runs/digits", help="default: runs/digits")
     args = parser.parse_args(argv)
-    if args.patience is not None and args.patience < 1:
-        parser.error(f"--patience is {args.patience}: give 1 or more")
+    check_numbers(parser, args, "epochs batch_size micro_batch_size patience", least=1)
+    check_numbers(parser, args, "lr num_workers", least=0)
     return args
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import samestep
 from samestep.files import creating_directory, parse_json, replace_file
-from samestep.recipes import run_main
+from samestep.recipes import check_numbers, run_main
 from samestep.recipes.commands.sample import load_model
 from samestep.recipes.corpora.text_tokenizer import BYTES, Tokenizer, read_vocabulary
 from samestep.recipes.corpora.token_file import Corpus, name_tokenizer, open_corpus, read_standard_library, split
@@ -100,10 +100,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-workers", type=int, default=0, help="DataLoader workers per rank (default: 0)")
     parser.add_argument("--run-dir", default="runs/gpt", help="default: runs/gpt")
     args = parser.parse_args(argv)
-    counts = ("steps", "batch_size", "validate_every", "validate_samples", "patience", "context", *SIZES)
-    for name in counts:
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}: give 1 or more")
+    counts = "steps batch_size micro_batch_size validate_every validate_samples patience context layers heads width"
+    check_numbers(parser, args, counts, least=1)
+    check_numbers(parser, args, "lr lr_end warm_up weight_decay num_workers", least=0)
+    check_numbers(parser, args, "dropout", 0, 1)
     if not 0 < args.held_out < 1:
         parser.error(f"--held-out is {args.held_out}: give a fraction between 0 and 1")
     for name in ("preset", *SIZES):
@@ -137,8 +137,10 @@ def read_hugging_face(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor
         return settings, torch.load(directory / "pytorch_model.bin", map_location="cpu", weights_only=True)
     except Exception as error:  # of safetensors and pickle, too
         why = " ".join(str(error).split())
+        if isinstance(error, FileNotFoundError):
+            why = f"there is no {error.filename}"
         raise samestep.InvalidValue(
-            f"{directory} holds no model saved by Hugging Face that can be read ({why})"
+            f"{directory} holds no model saved by Hugging Face that can be read ({why}): name one or a run of gpt"
         ) from None
 
 

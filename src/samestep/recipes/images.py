@@ -24,7 +24,7 @@ from torch.utils.data import Dataset
 
 import samestep
 from samestep.files import open_regular
-from samestep.recipes import run_main
+from samestep.recipes import check_numbers, run_main
 from samestep.recipes.models.resnet import ARCHITECTURES, build_resnet
 
 try:
@@ -275,9 +275,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-workers", type=int, default=0, help="loader workers per rank (default: 0)")
     parser.add_argument("--run-dir", default="runs/images", help="default: runs/images")
     args = parser.parse_args(argv)
-    for name in ("image_size", "patience"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}: give 1 or more")
+    check_numbers(parser, args, "epochs batch_size micro_batch_size image_size patience", least=1)
+    check_numbers(parser, args, "lr weight_decay num_workers", least=0)
+    check_numbers(parser, args, "label_smoothing", 0, 1)
     if not 0 < args.held_out < 1:
         parser.error(f"--held-out is a share between 0 and 1, not {args.held_out}")
     return args

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import samestep
+from samestep.recipes import check_numbers
 
 
 class CustomDataset(Dataset[tuple[Tensor, Tensor]]):
@@ -81,6 +82,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     del args.counts
     args.total_epochs = 50 if args.total_epochs is None else args.total_epochs
     args.save_every = 10 if args.save_every is None else args.save_every
+    check_numbers(parser, args, "total_epochs save_every batch_size", least=1)
     return args
 
 

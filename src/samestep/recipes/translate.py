@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import samestep
-from samestep.recipes import run_main
+from samestep.recipes import check_numbers, run_main
 from samestep.recipes.corpora.bpe import LEAST_SIZE, Tokenizer
 from samestep.recipes.corpora.encoded_pairs import Bucketed, load_data
 from samestep.recipes.models.seq2seq import END, PAD, Seq2Seq
@@ -124,11 +124,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         args.micro_batch_size = args.batch_size // math.gcd(args.batch_size, 4)
     if args.vocab_size < LEAST_SIZE:
         parser.error(f"--vocab-size {args.vocab_size} is below {LEAST_SIZE}, a token for each byte and three others")
-    if args.held_out is not None and args.held_out < 0:
-        parser.error(f"--held-out must be at least 0, not {args.held_out}")
-    for name in ("epochs", "validate_every", "patience", "warm_up"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+    counts = "epochs batch_size micro_batch_size validate_every patience warm_up heads layers dim max_length"
+    check_numbers(parser, args, counts, least=1)
+    check_numbers(parser, args, "held_out lr num_workers", least=0)
+    check_numbers(parser, args, "dropout label_smoothing ema", 0, 1)
     if args.dim % (2 * args.heads):
         parser.error(f"--dim {args.dim} is no multiple of twice --heads {args.heads}")
     return args

@@ -154,7 +154,10 @@ def divide(pairs: list[Pair], num_held_out: int | None) -> tuple[list[Pair], lis
     if num == 0:
         return pairs, pairs
     if num >= len(sources):
-        raise samestep.InvalidValue(f"--held-out {num} leaves no pair to train on: there are {len(sources)} sources")
+        raise samestep.InvalidValue(
+            f"{num} held-out sources of {len(sources)} leave no pair to train on: add pairs, or give a smaller "
+            "--held-out, such as 0"
+        )
     chosen = np.random.default_rng(0).permutation(len(sources))[:num]
     held_out = {sources[number] for number in chosen}
     parts: tuple[list[Pair], list[Pair]] = ([], [])
